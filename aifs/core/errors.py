@@ -1,0 +1,176 @@
+"""The error tree and the one table that maps it to errno.
+
+Two kinds of error leave this package's functions:
+
+* ``FsError`` and below: what a filesystem call answers. Each class has one errno; the FUSE edge turns
+  it into a reply. Raising one is normal operation.
+* ``UserError`` and below: a command cannot do what was asked (bad configuration, a store that is in
+  use, a wrong directory). The CLI prints it as one line and exits with ``exit_code``.
+
+Anything else that reaches the FUSE edge is a bug: it is logged with its stack and answered with EIO.
+"""
+
+import errno
+import os
+
+
+class AifsError(Exception):
+    """Root of the tree."""
+
+
+class FsError(AifsError):
+    """A filesystem call fails with ``errno``."""
+
+    errno = errno.EIO
+
+    def __init__(self, detail: str = "") -> None:
+        super().__init__(detail or os.strerror(self.errno))
+
+
+class NotFound(FsError):
+    errno = errno.ENOENT
+
+
+class Exists(FsError):
+    errno = errno.EEXIST
+
+
+class NotADirectory(FsError):
+    errno = errno.ENOTDIR
+
+
+class IsADirectory(FsError):
+    errno = errno.EISDIR
+
+
+class NotEmpty(FsError):
+    errno = errno.ENOTEMPTY
+
+
+class Invalid(FsError):
+    errno = errno.EINVAL
+
+
+class NameTooLong(FsError):
+    errno = errno.ENAMETOOLONG
+
+
+class TooManyLinks(FsError):
+    errno = errno.EMLINK
+
+
+class NotPermitted(FsError):
+    errno = errno.EPERM
+
+
+class AccessDenied(FsError):
+    errno = errno.EACCES
+
+
+class NoSpace(FsError):
+    errno = errno.ENOSPC
+
+
+class QuotaExceeded(FsError):
+    errno = errno.EDQUOT
+
+
+class ReadOnly(FsError):
+    errno = errno.EROFS
+
+
+class FileTooLarge(FsError):
+    errno = errno.EFBIG
+
+
+class Stale(FsError):
+    errno = errno.ESTALE
+
+
+class BadHandle(FsError):
+    errno = errno.EBADF
+
+
+class NoAttribute(FsError):
+    errno = errno.ENODATA
+
+
+class ResultTooLarge(FsError):
+    errno = errno.ERANGE
+
+
+class ArgumentTooBig(FsError):
+    errno = errno.E2BIG
+
+
+class NotSupported(FsError):
+    errno = errno.EOPNOTSUPP
+
+
+class NotImplementedByAifs(FsError):
+    errno = errno.ENOSYS
+
+
+class TooManyOpenFiles(FsError):
+    errno = errno.EMFILE
+
+
+class OutOfMemory(FsError):
+    errno = errno.ENOMEM
+
+
+class Busy(FsError):
+    errno = errno.EBUSY
+
+
+class Unavailable(FsError):
+    """A data server cannot be used, or bytes that should be there are not."""
+
+    errno = errno.EIO
+
+
+_BY_ERRNO: dict[int, type[FsError]] = {}
+for _class in FsError.__subclasses__():
+    _BY_ERRNO[_class.errno] = _class
+
+
+def from_oserror(error: OSError, detail: str = "") -> FsError:
+    """The FsError for an operating-system error met below us (a data server, the journal).
+
+    An errno without a row of its own is ``Unavailable`` (EIO): what a disk says of itself (ENODEV,
+    ETIMEDOUT, ...) must not look like an answer about the caller's file.
+    """
+    passed_on = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENOMEM)
+    number = errno.EMFILE if error.errno == errno.ENFILE else error.errno
+    kind = _BY_ERRNO[number] if number in passed_on else Unavailable
+    return kind(f"{detail}: {error}" if detail else str(error))
+
+
+class UserError(AifsError):
+    """What the user asked for cannot be done; the message says what, where, and what to do. One line."""
+
+    exit_code = 1
+
+
+class ConfigError(UserError):
+    """A wrong configuration: file, line, key."""
+
+    exit_code = 3
+
+
+class StoreError(UserError):
+    """The store or one of its directories is not what it should be (missing, foreign, damaged)."""
+
+    exit_code = 4
+
+
+class StoreBusy(StoreError):
+    """Another process owns the store."""
+
+    exit_code = 5
+
+
+class MountError(UserError):
+    """The mount cannot be made, or is not there."""
+
+    exit_code = 6

@@ -1,0 +1,90 @@
+"""The log: where it goes, how a line looks, and the stacks that SIGUSR1 asks for.
+
+Lines name their level, so that tests can find warnings. Configuration files are never logged whole.
+"""
+
+import logging
+import logging.handlers
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
+TIME_FORMAT = "%Y-%m-%dT%H:%M:%S"
+FILE_BYTES = 10 << 20
+FILES_KEPT = 5
+
+logger = logging.getLogger
+"""The logger of a module: ``logger(__name__)``."""
+
+
+def setup(file: str | None, level: str) -> None:
+    """Send the log to ``file`` (rotating; its directory is made if missing) or, with None, to stderr.
+
+    Exceptions that nobody catches, in any thread, are logged too. OSError if the file cannot be written.
+    """
+    handler: logging.Handler
+    if file is None:
+        handler = logging.StreamHandler()
+    else:
+        os.makedirs(os.path.dirname(file), exist_ok=True)
+        handler = logging.handlers.RotatingFileHandler(file, maxBytes=FILE_BYTES, backupCount=FILES_KEPT)
+    handler.setFormatter(logging.Formatter(FORMAT, TIME_FORMAT))
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+        old.close()
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+    logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught
+    threading.excepthook = lambda args: _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+
+
+def _log_uncaught(kind: Any, value: Any, trace: Any) -> None:
+    logging.getLogger("aifs").critical("an exception that nobody caught", exc_info=(kind, value, trace))
+
+
+def dump_stacks(logger: logging.Logger) -> None:
+    """Log the stacks of all threads and trio tasks, whatever the log level. May run in a signal handler."""
+    text = format_stacks()
+    logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None))
+
+
+def format_stacks() -> str:
+    """All thread stacks and, where called on a thread that runs trio, the tree of tasks with their stacks."""
+    return "\n".join(["stacks of all threads and tasks", *_thread_lines(), *_task_lines()])
+
+
+def _thread_lines() -> Iterator[str]:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        yield f"thread {names.get(ident, 'not made by Python')} ({ident})"
+        yield from _frame_lines(list(traceback.walk_stack(frame))[::-1], "  ")
+
+
+def _task_lines() -> Iterator[str]:
+    if "trio" not in sys.modules:
+        return
+    import trio
+
+    try:
+        root = trio.lowlevel.current_root_task()
+    except RuntimeError:  # this thread does not run trio
+        return
+    tasks = [(root, "")] if root else []
+    while tasks:
+        task, indent = tasks.pop()
+        yield f"{indent}task {task.name}"
+        yield from _frame_lines(list(task.iter_await_frames()), f"{indent}  ")
+        children = [child for nursery in task.child_nurseries for child in nursery.child_tasks]
+        tasks += [(child, f"{indent}    ") for child in children]
+
+
+def _frame_lines(frames: list[tuple[FrameType, int]], indent: str) -> Iterator[str]:
+    for summary in traceback.StackSummary.extract(iter(frames)):
+        yield f"{indent}{summary.filename}:{summary.lineno} {summary.name}: {summary.line}"

@@ -1,0 +1,34 @@
+"""Running several things at once, with the errors of one."""
+
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import trio
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup  # trio brings it there
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The error itself, or the first one inside a group: nurseries wrap even a single error."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def run_all(*functions: Callable[[], Awaitable[Any]]) -> None:
+    """Await all of ``functions`` concurrently. If some fail, the rest still finish; the first error is raised."""
+    errors: list[Exception] = []
+
+    async def run(function: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            await function()
+        except Exception as error:  # noqa: BLE001 (raised below)
+            errors.append(error)
+
+    async with trio.open_nursery() as nursery:
+        for function in functions:
+            nursery.start_soon(run, function)
+    if errors:
+        raise errors[0]

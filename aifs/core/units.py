@@ -1,0 +1,70 @@
+"""Sizes in bytes and durations in seconds, as people write them: ``1MiB``, ``100ms``. Pure."""
+
+import re
+from decimal import Decimal
+
+_SIZES = {"B": 1}
+for _power, _letter in enumerate("KMGTPE", start=1):
+    _SIZES[f"{_letter}iB"] = 1024**_power
+    _SIZES[f"{_letter}B"] = 1000**_power
+_SIZES["kB"] = 1000
+
+_DURATIONS = {
+    "us": Decimal("0.000001"),
+    "ms": Decimal("0.001"),
+    "s": Decimal(1),
+    "min": Decimal(60),
+    "h": Decimal(3600),
+    "d": Decimal(86400),
+}
+
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+def parse_size(text: str) -> int:
+    """Bytes, from ``4096``, ``4KiB`` (1024s) or ``2GB`` (1000s). ValueError says what is allowed."""
+    match = _QUANTITY.fullmatch(text)
+    factor = _SIZES.get(match[2] or "B") if match else None
+    size = Decimal(match[1]) * factor if match and factor else None
+    if size is None or size != int(size):
+        raise ValueError(f"{text!r} is not a size in bytes, such as 4096, 64KiB, 1MiB or 2GB")
+    return int(size)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds, from ``1s``, ``100ms``, ``2h`` or a bare number of seconds. ValueError: not so."""
+    match = _QUANTITY.fullmatch(text)
+    factor = _DURATIONS.get(match[2] or "s") if match else None
+    if match is None or factor is None:
+        raise ValueError(f"{text!r} is not a duration, such as 100ms, 1s, 5min, 2h or 1d")
+    return float(Decimal(match[1]) * factor)
+
+
+def format_size(size: int) -> str:
+    """The shortest form that ``parse_size`` reads back as exactly ``size``: ``1MiB``, ``1500``."""
+    for letter in "EPTGMK":
+        factor = _SIZES[f"{letter}iB"]
+        if size and size % factor == 0:
+            return f"{size // factor}{letter}iB"
+    return str(size)
+
+
+def format_duration(seconds: float) -> str:
+    """The largest unit that divides ``seconds``, which ``parse_duration`` reads back: ``1d``, ``100ms``."""
+    exact = Decimal(str(seconds))
+    for unit in ("d", "h", "min", "s", "ms"):
+        if exact and exact % _DURATIONS[unit] == 0:
+            return f"{int(exact / _DURATIONS[unit])}{unit}"
+    return f"{int(exact / _DURATIONS['us'])}us" if exact else "0s"
+
+
+def describe_size(size: int) -> str:
+    """About how much, for tables: three digits and a binary unit, such as ``3.21 GiB``."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if value < 1000:
+            break
+        value /= 1024
+    else:
+        unit = "EiB"
+    return f"{size} B" if unit == "B" else f"{value:.{2 - (value >= 10) - (value >= 100)}f} {unit}"
