@@ -1,0 +1,1 @@
+"""Pure arithmetic: which bytes of a file lie where. No I/O, no state. Imports core."""

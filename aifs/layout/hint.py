@@ -1,0 +1,98 @@
+"""Layout hints: what a user asks for new files of a directory, and its text form ``unit=4MiB,count=2``. Pure."""
+
+import difflib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from aifs.core.errors import Invalid
+from aifs.core.units import format_size, parse_size
+from aifs.layout.striped import UNIT_MAX, UNIT_MIN
+
+COUNT_MAX = 255
+SERVER_ID_MAX = 0xFFFF
+
+
+class Policy(NamedTuple):
+    """How new files are striped. Zeros and empty mean: as the store does by default."""
+
+    unit: int = 0  # stripe unit in bytes
+    count: int = 0  # servers per file; 0: all
+    servers: tuple[int, ...] = ()  # ids to choose from, ascending; empty: any
+
+
+def parse_layout_hint(text: str) -> Policy:
+    """The policy that ``text`` asks for: ``key=value`` joined by commas; a key that is left out is left to the store.
+
+    Keys: ``kind`` (striped), ``unit`` (a size), ``count`` (servers per file, 0: all), ``servers`` (ids as ``0:2:3``).
+    Raises Invalid, which says what is wrong. Whether the servers exist is for the caller to check.
+    """
+    values: dict[str, Any] = {}
+    for item in text.split(","):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise Invalid(f"layout: {item.strip()!r} is not key=value, as in 'unit=4MiB,count=2'")
+        if key not in _PARSERS:
+            near = difflib.get_close_matches(key, _PARSERS, 1)
+            advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_PARSERS)}"
+            raise Invalid(f"layout: no key is called {key!r}; {advice}")
+        if key in values:
+            raise Invalid(f"layout: {key!r} is given twice")
+        values[key] = _PARSERS[key](value)
+    values.pop("kind", None)
+    policy = Policy(**values)
+    if policy.servers and policy.count > len(policy.servers):
+        raise Invalid(f"layout: count={policy.count} is more than the {len(policy.servers)} servers that are listed")
+    return policy
+
+
+def format_layout_hint(policy: Policy) -> str:
+    """The text that ``parse_layout_hint`` reads back as ``policy``."""
+    parts = ["kind=striped"]
+    if policy.unit:
+        parts.append(f"unit={format_size(policy.unit)}")
+    parts.append(f"count={policy.count}")
+    if policy.servers:
+        parts.append(f"servers={':'.join(map(str, policy.servers))}")
+    return ",".join(parts)
+
+
+def _parse_kind(text: str) -> str:
+    if text != "striped":
+        raise Invalid(f"layout: kind={text} is unknown; the one kind is 'striped'")
+    return text
+
+
+def _parse_unit(text: str) -> int:
+    try:
+        unit = parse_size(text)
+    except ValueError as error:
+        raise Invalid(f"layout: unit: {error}") from None
+    if unit % UNIT_MIN or not UNIT_MIN <= unit <= UNIT_MAX:
+        limits = f"{format_size(UNIT_MIN)} to {format_size(UNIT_MAX)}"
+        raise Invalid(f"layout: unit={text} is not a multiple of {UNIT_MIN} bytes from {limits}")
+    return unit
+
+
+def _parse_count(text: str) -> int:
+    return _number("count", text, COUNT_MAX)
+
+
+def _parse_servers(text: str) -> tuple[int, ...]:
+    ids = [_number("servers", part.strip(), SERVER_ID_MAX) for part in text.split(":")]
+    if len(set(ids)) < len(ids):
+        raise Invalid(f"layout: servers={text} names a server twice")
+    return tuple(sorted(ids))
+
+
+def _number(key: str, text: str, largest: int) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) <= largest):
+        raise Invalid(f"layout: {key}: {text!r} is not a whole number from 0 to {largest}")
+    return int(text)
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "kind": _parse_kind,
+    "unit": _parse_unit,
+    "count": _parse_count,
+    "servers": _parse_servers,
+}
