@@ -1,0 +1,100 @@
+"""Key table of the metadata store, format 1. This comment is its only definition.
+
+    key                              value
+    ------------------------------   ---------------------------------------------------------------
+    S                                superblock (JSON: format, uuid, created_s)
+    c name                           counter (8 bytes little-endian, see kv.Transaction.add)
+    s server                         data server (JSON: path)
+    i ino                            inode (records.Inode)
+    d parent name                    dentry: the name in the directory (records.Dentry)
+    e parent cookie                  the same dentry by its directory cookie: ino, type, name (readdir's order)
+    x ino name                       value of an extended attribute
+    w ino                            dirty mark: objects may differ from the record; empty
+    o ino                            orphan: no name left, still open or known to the kernel; empty
+    g oid                            garbage: objects to delete (records.Garbage)
+
+ino, parent, cookie and oid are 8 bytes, server is 2 bytes, all big-endian, so that numeric order is key
+order. Inode numbers, cookies and object ids come from one sequence (counter ``ids``) and are never used again.
+A cookie is the dentry's place in its directory for readdir: larger than that of every older dentry, so a
+listing in progress neither repeats nor misses an entry that stays.
+"""
+
+import struct
+
+ROOT_INO = 1
+FIRST_FREE_ID = 2
+
+_NUMBER = struct.Struct(">cQ").pack
+_TWO_NUMBERS = struct.Struct(">cQQ").pack
+_SERVER = struct.Struct(">cH").pack
+
+SUPERBLOCK = b"S"
+COUNTER_IDS = b"cids"  # all ids below it may be in use
+COUNTER_INODES = b"cinodes"  # inodes that exist
+
+
+def inode(ino: int) -> bytes:
+    return _NUMBER(b"i", ino)
+
+
+def dentry(parent: int, name: bytes) -> bytes:
+    return _NUMBER(b"d", parent) + name
+
+
+def entry(parent: int, cookie: int) -> bytes:
+    return _TWO_NUMBERS(b"e", parent, cookie)
+
+
+def entries_after(parent: int, cookie: int) -> tuple[bytes, bytes]:
+    """The key range of a directory's entries with a larger cookie."""
+    return _TWO_NUMBERS(b"e", parent, cookie + 1), _NUMBER(b"e", parent + 1)
+
+
+def xattr(ino: int, name: bytes) -> bytes:
+    return _NUMBER(b"x", ino) + name
+
+
+def xattrs(ino: int) -> tuple[bytes, bytes]:
+    """The key range of all extended attributes of an inode."""
+    return _NUMBER(b"x", ino), _NUMBER(b"x", ino + 1)
+
+
+def dirty(ino: int) -> bytes:
+    return _NUMBER(b"w", ino)
+
+
+def orphan(ino: int) -> bytes:
+    return _NUMBER(b"o", ino)
+
+
+def garbage(oid: int) -> bytes:
+    return _NUMBER(b"g", oid)
+
+
+def server(number: int) -> bytes:
+    return _SERVER(b"s", number)
+
+
+def all_of(kind: bytes) -> tuple[bytes, bytes]:
+    """The key range of all records of one kind (its first letter)."""
+    return kind, bytes((kind[0] + 1,))
+
+
+def number(key: bytes) -> int:
+    """The ino, oid or server number that follows the letter of a one-number key."""
+    return int.from_bytes(key[1:], "big")
+
+
+def entry_numbers(key: bytes) -> tuple[int, int]:
+    """Parent and cookie of an ``e`` key."""
+    return int.from_bytes(key[1:9], "big"), int.from_bytes(key[9:], "big")
+
+
+def dentry_parts(key: bytes) -> tuple[int, bytes]:
+    """Parent and name of a ``d`` key."""
+    return int.from_bytes(key[1:9], "big"), key[9:]
+
+
+def xattr_parts(key: bytes) -> tuple[int, bytes]:
+    """Inode number and attribute name of an ``x`` key."""
+    return int.from_bytes(key[1:9], "big"), key[9:]

@@ -1,0 +1,129 @@
+"""The interface of metadata engines: an ordered map of bytes to bytes, changed by transactions.
+
+The model is that of FoundationDB's bindings: all logic is in *transaction functions*, plain functions of a
+``Transaction``. An engine may run one several times (a conflict with another host, a map that had to grow)
+and commits the effects of the last run alone, so a transaction function
+
+* touches the store through its transaction only, and has no other side effect;
+* does not block, and does not await;
+* may raise: then nothing is changed, and the exception reaches the caller of ``transact``.
+
+Transactions are serializable. Keys are 1 to 511 bytes, values up to 1 MiB.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+MAX_KEY_BYTES = 511
+MAX_VALUE_BYTES = 1 << 20
+
+
+def check_key(key: bytes) -> None:
+    """Raises ValueError if no engine may store the key."""
+    if not 0 < len(key) <= MAX_KEY_BYTES:
+        raise ValueError(f"a key of {len(key)} bytes; 1 to {MAX_KEY_BYTES} are allowed")
+
+
+def check_pair(key: bytes, value: bytes) -> None:
+    """Raises ValueError if no engine may store the pair."""
+    if not 0 < len(key) <= MAX_KEY_BYTES:
+        check_key(key)
+    if len(value) > MAX_VALUE_BYTES:
+        raise ValueError(f"a value of {len(value)} bytes; at most {MAX_VALUE_BYTES} are allowed")
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def grows(function: Function) -> Function:
+    """Mark a transaction function that makes the store larger.
+
+    An engine that is short of space refuses it with NoSpace, so that what frees space can always be recorded.
+    """
+    function.grows = True  # type: ignore[attr-defined]
+    return function
+
+
+class ReadTransaction(ABC):
+    """A consistent view of the whole map."""
+
+    @abstractmethod
+    def get(self, key: bytes) -> bytes | None:
+        """The value, or None."""
+
+    @abstractmethod
+    def range(self, start: bytes, end: bytes, limit: int = 0) -> Iterator[tuple[bytes, bytes]]:
+        """Pairs with start <= key < end in ascending order, at most ``limit`` of them unless it is 0.
+
+        The map must not be changed through this transaction while the iterator is in use.
+        """
+
+
+class Transaction(ReadTransaction):
+    """A view that sees its own changes."""
+
+    @abstractmethod
+    def put(self, key: bytes, value: bytes) -> None: ...
+
+    @abstractmethod
+    def delete(self, key: bytes) -> None:
+        """Remove the key; no error if it is missing."""
+
+    def add(self, key: bytes, delta: int) -> int:
+        """Add to a counter (8 bytes, little-endian, signed; missing is 0); returns the new value."""
+        old = self.get(key)
+        new = (int.from_bytes(old, "little", signed=True) if old else 0) + delta
+        self.put(key, new.to_bytes(8, "little", signed=True))
+        return new
+
+
+class Engine(ABC):
+    """One open store. One task-scheduler thread (trio's) calls it; engines that block do so in threads."""
+
+    seq: int
+    """Sequence number of the last transaction that changed something; they ascend, not always by one."""
+
+    durable_seq: int
+    """All transactions up to this number are on stable storage."""
+
+    recovered: int
+    """How many transactions opening the store found in the journal and replayed."""
+
+    @abstractmethod
+    async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Run ``function(tx, *args)``; when this returns, its changes are visible to all and survive kill -9.
+
+        They survive a power cut after the next ``barrier``, or within the commit interval. The embedded
+        engine never suspends the calling task here.
+
+        Raises what the function raises; NoSpace if the change cannot be recorded (nothing is changed);
+        Unavailable if the engine has failed.
+        """
+
+    @property
+    @abstractmethod
+    def short_of_space(self) -> bool:
+        """Whether functions that are marked with ``grows`` are refused at present."""
+
+    @abstractmethod
+    async def view(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Run ``function(tx, *args)`` with a ReadTransaction."""
+
+    @abstractmethod
+    async def barrier(self, seq: int | None = None) -> None:
+        """All transactions that have returned are on stable storage when this returns.
+
+        With ``seq`` those up to that sequence number; returns at once if they are already.
+        Raises Unavailable if the engine has failed before it could make them so.
+        """
+
+    @abstractmethod
+    async def run(self) -> None:
+        """The engine's background work (periodic sync and commit); runs until cancelled."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Make everything durable and let go of the store. Blocks; called when no task uses the engine."""

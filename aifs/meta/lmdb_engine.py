@@ -1,0 +1,329 @@
+"""The durable metadata engine: LMDB under a memtable, with a redo journal in front of both.
+
+docs/metadata.md says how the levels fit together. Touches the metadata directory alone. Its rules:
+
+* The journal is written before memory, and synced before LMDB: LMDB never holds a change that the journal
+  could lose. So a memtable may be committed in several LMDB transactions (which bounds LMDB's dirty pages,
+  memory that it never gives back); only the last one moves ``applied_seq``, and replay mends what a crash
+  leaves between.
+* Reads, and everything that moves LMDB's map, happen on the scheduler thread; worker threads write and sync.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import trio
+
+from aifs.core import faults, files
+from aifs.core.errors import NoSpace, StoreError, Unavailable, from_oserror
+from aifs.meta import journal
+from aifs.meta.kv import Engine, Result
+from aifs.meta.lmdb_database import Database, DatabaseError, MapFull
+from aifs.meta.memtable import LeveledTransaction, LeveledView, Memtable
+
+log = logging.getLogger(__name__)
+
+COMMIT_AGE_S = 10.0
+"""The longest that a change waits for its way into LMDB; it bounds what the next mount replays."""
+
+CHUNK_KEYS = 2048
+"""Keys per LMDB transaction: at worst as many dirty pages, 8 MiB. LMDB uses freed pages again two transactions later."""
+
+SLICE_KEYS = 128
+"""Keys that are given to LMDB before other tasks have their turn: some 200 us."""
+
+RESERVE_SEGMENTS = 4
+"""Room for LMDB to grow, in journal segments: what both segments may hold, twice because B-tree pages are not full."""
+
+_TRIM_EVERY = 256  # operations; each may map a few times 64 KiB, the kernel's fault-around
+_RECOVERY_GAP = 1 << 32  # more transactions than a journal can hold; see journal.py
+
+BEFORE_SYNC = faults.declare("meta.journal.before_sync", "a barrier is about to sync the journal")
+AFTER_SYNC = faults.declare("meta.journal.after_sync", "the journal is synced; nobody has been told")
+FROZEN = faults.declare("meta.commit.frozen", "the memtable is frozen, new records go to the other segment")
+AFTER_CUT = faults.declare("meta.commit.after_cut", "the frozen memtable is in LMDB and its segment is free")
+REPLAYED = faults.declare("meta.recovery.replayed", "the journal has been read, LMDB is as it was found")
+
+
+class LmdbEngine(Engine):
+    """The store in ``directory``; made there if the directory holds none yet.
+
+    Opening blocks (recovery) and raises StoreError. The caller sees to it that nobody else has it open.
+    """
+
+    def __init__(self, directory: str, commit_interval_s: float = 1.0) -> None:
+        self._directory = directory
+        self._commit_interval_s = commit_interval_s
+        self._memtable = Memtable()
+        self._frozen = Memtable()  # empty when nothing is on its way into LMDB
+        self._frozen_seq = 0
+        self._frozen_at_s = 0.0
+        self._operations = 0
+        self._failure = ""  # why the engine takes no more changes
+        self._commit_error = ""  # why LMDB takes no changes at present
+        self._short_of_space = False
+        self._syncing: trio.Event | None = None
+        self._wake = trio.Event()
+        self._threads = trio.CapacityLimiter(2)  # one to sync, one to commit
+        self._in_memory = files.is_in_memory(directory)
+        self._database = Database(directory)
+        try:
+            self._journal = self._open_journal()
+            try:
+                self.recovered = self._recover()
+            except BaseException:
+                self._journal.close()
+                raise
+        except BaseException:
+            self._database.close()
+            raise
+        self.durable_seq = self.seq = self._frozen_seq
+
+    def _open_journal(self) -> journal.Journal:
+        if self._database.applied() is not None:
+            return journal.Journal.open(self._directory)
+        if journal.Journal.holds_records(self._directory):
+            raise StoreError(f"{self._directory}: data.mdb is missing or new, but the journal holds changes")
+        try:
+            return journal.Journal.create(self._directory)
+        except OSError as error:
+            raise StoreError(f"{self._directory}: cannot make the metadata journal: {error}") from error
+
+    def _recover(self) -> int:
+        """Bring the journal into LMDB; returns the number of transactions."""
+        seq = self._database.applied() or 0
+        replayed = 0
+        try:
+            for _, writes in self._journal.replay(seq):
+                self._frozen.apply(writes)
+                replayed += 1
+            self._frozen_seq = seq + replayed + _RECOVERY_GAP
+            faults.reach(REPLAYED)
+            self._write_frozen_now()
+        except (DatabaseError, OSError) as error:
+            raise StoreError(f"{self._directory}: recovery of the metadata fails: {error}") from error
+        self._drop_frozen()
+        if replayed:
+            log.info("metadata: %d transactions replayed from the journal", replayed)
+        return replayed
+
+    async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
+        if self._failure:
+            raise Unavailable(self._failure)
+        if self._short_of_space and getattr(function, "grows", False):
+            raise NoSpace("the metadata store's filesystem is full")
+        self._count_operation()
+        transaction = LeveledTransaction(self._memtable, self._frozen, self._database)
+        result = function(transaction, *args)
+        writes = transaction.writes
+        if writes:
+            seq = self.seq + 1
+            try:
+                self._journal.append(seq, writes)
+            except OSError as error:
+                raise from_oserror(error, "metadata journal") from error
+            self.seq = seq
+            self._memtable.apply(writes)
+            if self._journal.used_bytes > journal.SEGMENT_BYTES >> 1 and not self._frozen.entries:
+                self._wake.set()
+        return result
+
+    @property
+    def short_of_space(self) -> bool:
+        return self._short_of_space
+
+    async def view(self, function: Callable[..., Result], *args: Any) -> Result:
+        self._count_operation()
+        return function(LeveledView(self._memtable, self._frozen, self._database), *args)
+
+    def _count_operation(self) -> None:
+        self._operations += 1
+        if self._operations % _TRIM_EVERY == 0 and not self._frozen.entries:  # else LMDB may be writing
+            self._database.trim()
+
+    async def barrier(self, seq: int | None = None) -> None:
+        target = self.seq if seq is None else seq
+        while self.durable_seq < target:
+            if self._failure:
+                raise Unavailable(self._failure)
+            if self._syncing is not None:
+                await self._syncing.wait()  # perhaps begun too early for us; then the next one is shared
+            else:
+                await self._sync()
+
+    async def _sync(self) -> None:
+        covered = self.seq
+        descriptors = self._journal.unsynced(self.durable_seq)
+        self._syncing = trio.Event()
+        try:
+            if self._in_memory and not files.is_hooked():
+                _sync_files(descriptors)  # takes less than the hand-off to a thread
+            else:
+                await trio.to_thread.run_sync(_sync_files, descriptors, limiter=self._threads)
+            self.durable_seq = covered
+        except OSError as error:
+            self._fail(error)
+        finally:
+            self._syncing.set()
+            self._syncing = None
+
+    def _fail(self, error: OSError) -> None:
+        # After a failed sync the kernel may have dropped the pages and call the next sync a success.
+        self._failure = f"the metadata journal in {self._directory} cannot be synced: {error}"
+        log.error("%s; no more changes are taken. Repair the disk and mount again", self._failure)
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._keep_synced)
+            nursery.start_soon(self._keep_committed)
+
+    async def _keep_synced(self) -> None:
+        with suppress(Unavailable):  # logged where it was found
+            while True:
+                await trio.sleep(self._commit_interval_s)
+                await self.barrier()
+
+    async def _keep_committed(self) -> None:
+        with suppress(Unavailable):
+            while True:
+                with trio.move_on_after(self._commit_interval_s):
+                    await self._wake.wait()
+                self._wake = trio.Event()
+                while self._commit_due():
+                    await self._commit()
+                    if self._commit_error:
+                        break
+                else:
+                    self._database.trim()
+                if self._short_of_space:
+                    await trio.to_thread.run_sync(self._reserve, limiter=self._threads)
+
+    def _commit_due(self) -> bool:
+        return bool(
+            self._frozen.entries
+            or self._journal.used_bytes > journal.SEGMENT_BYTES >> 1
+            or (self._memtable.entries and trio.current_time() - self._frozen_at_s >= COMMIT_AGE_S)
+        )
+
+    async def _commit(self) -> None:
+        """Bring the memtable, or the one frozen before that LMDB did not take, into LMDB."""
+        if not self._frozen.entries:
+            self._freeze()
+            self._frozen_at_s = trio.current_time()
+        await self.barrier(self._frozen_seq)
+        try:
+            await self._write_frozen(self._in_thread, trio.lowlevel.checkpoint)
+        except (DatabaseError, OSError) as error:
+            self._set_commit_error(str(error))
+        else:
+            self._set_commit_error("")
+            self._drop_frozen()
+
+    def _freeze(self) -> None:
+        self._frozen, self._memtable = self._memtable, Memtable()
+        self._frozen_seq = self.seq
+        self._journal.switch(self.seq)
+        faults.reach(FROZEN)
+
+    async def _in_thread(self, function: Callable[..., None], *args: Any) -> None:
+        await trio.to_thread.run_sync(function, *args, limiter=self._threads)
+
+    async def _write_frozen(self, call: Callable[..., Awaitable[None]], give_way: Callable[[], Awaitable[None]]) -> None:
+        """Commit the frozen memtable and ``_frozen_seq``, the journal being synced that far.
+
+        ``call`` runs what blocks. LMDB's pages are filled here, in turn with the scheduler's other tasks: a thread
+        would fight with them for the interpreter at every key, which costs them more than the work itself.
+        Raises DatabaseError or OSError, and may then be called again.
+        """
+        database = self._database
+        if self._commit_error:  # LMDB takes no more transactions after some errors, such as a failed sync
+            database.reopen()
+        missing = len(self._frozen.entries)
+        for chunk in self._frozen.chunks(CHUNK_KEYS):
+            missing -= len(chunk)
+            while True:
+                try:
+                    database.begin()
+                    for start in range(0, len(chunk), SLICE_KEYS):
+                        database.fill(chunk[start : start + SLICE_KEYS])
+                        await give_way()
+                    await call(database.commit, None if missing else self._frozen_seq)
+                    break
+                except MapFull:
+                    database.roll_back()
+                    database.grow()
+                finally:
+                    database.roll_back()
+        await call(self._journal.cut)
+        await call(self._reserve)
+
+    def _write_frozen_now(self) -> None:
+        """As ``_write_frozen``, without a scheduler. Blocks."""
+        with suppress(StopIteration):
+            self._write_frozen(_directly, _directly).send(None)
+
+    def _reserve(self) -> None:
+        """See whether LMDB has room for what may still come. Blocks."""
+        short = not self._database.reserve(RESERVE_SEGMENTS * journal.SEGMENT_BYTES)
+        if short and not self._short_of_space:
+            log.warning("metadata: the filesystem of %s is full; changes that need space are refused", self._directory)
+        elif self._short_of_space and not short:
+            log.info("metadata: the filesystem of %s has space again", self._directory)
+        self._short_of_space = short
+
+    def _drop_frozen(self) -> None:
+        self._database.renew()
+        self._frozen = Memtable()
+        faults.reach(AFTER_CUT)
+
+    def _set_commit_error(self, reason: str) -> None:
+        if reason and reason != self._commit_error:
+            log.warning("metadata: %s takes no changes (%s); the journal keeps them", self._directory, reason)
+        elif self._commit_error and not reason:
+            log.info("metadata: %s takes changes again", self._directory)
+        self._commit_error = reason
+
+    def close(self) -> None:
+        """Raises Unavailable if something that was answered as done is not on stable storage."""
+        try:
+            if not self._failure and self.durable_seq < self.seq:
+                try:
+                    _sync_files(self._journal.unsynced(self.durable_seq))
+                    self.durable_seq = self.seq
+                except OSError as error:
+                    self._fail(error)
+            if self.durable_seq < self.seq:
+                raise Unavailable(self._failure)
+            self._commit_all()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of the store without writing anything, as the death of the process would."""
+        self._journal.close()
+        self._database.close()
+
+    def _commit_all(self) -> None:
+        """Bring everything into LMDB; what it does not take stays in the journal for the next mount."""
+        try:
+            while self._frozen.entries or self._memtable.entries:
+                if not self._frozen.entries:
+                    self._freeze()
+                self._write_frozen_now()
+                self._drop_frozen()
+        except (DatabaseError, OSError) as error:
+            self._set_commit_error(str(error))
+
+
+async def _directly(function: Callable[..., None] | None = None, *args: Any) -> None:
+    if function is not None:
+        function(*args)
+
+
+def _sync_files(descriptors: list[int]) -> None:
+    faults.reach(BEFORE_SYNC)
+    for descriptor in descriptors:
+        files.sync_file(descriptor)
+    faults.reach(AFTER_SYNC)

@@ -1,0 +1,181 @@
+"""The levels of the LMDB engine: changes in memory over what is stored, read as one map. Touches no file.
+
+A *run* is an iterator of (key, value) in ascending order of key; a value of None is a tombstone: the key is
+deleted, whatever the levels below say.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, Protocol
+
+from sortedcontainers import SortedSet
+
+from aifs.meta.kv import ReadTransaction, Transaction, check_key, check_pair
+
+Run = Iterator[tuple[bytes, bytes | None]]
+Writes = dict[bytes, bytes | None]
+
+_MISSING: Any = object()  # "this level does not know the key", where None is "the key is deleted"
+
+
+class Memtable:
+    """Key to newest value, or None for a deleted key.
+
+    Applying a transaction costs a dictionary update. Keys are sorted when a range is first asked for, and only those of
+    the ranges' kind, which is their first byte: a store asks for few kinds, and changes others much more often.
+    """
+
+    __slots__ = ("_kinds", "_unsorted", "entries")
+
+    def __init__(self) -> None:
+        self.entries: Writes = {}
+        self._unsorted: list[bytes] = []
+        self._kinds: dict[int, _Kind] = {}
+
+    def apply(self, writes: Writes) -> None:
+        self.entries.update(writes)
+        self._unsorted.extend(writes)
+
+    def range(self, start: bytes, end: bytes) -> Run:
+        """The entries with start <= key < end; the table must not change while the run is in use."""
+        for key in self._unsorted:
+            kind = self._kinds.get(key[0])
+            if kind is None:
+                kind = self._kinds[key[0]] = _Kind()
+            kind.unsorted.append(key)
+        self._unsorted.clear()
+        entries = self.entries
+        for first in sorted(first for first in self._kinds if start[0] <= first <= end[0]):
+            for key in self._kinds[first].range(start, end):
+                yield key, entries[key]
+
+    def chunks(self, size: int) -> Iterator[list[tuple[bytes, bytes | None]]]:
+        """All entries in order of key, ``size`` at a time; at least one list, which may be empty.
+
+        For a table that does not change any more, from any thread. Sorting holds the interpreter, so it is done
+        kind by kind.
+        """
+        kinds: dict[int, list[bytes]] = {}
+        for key in self.entries:
+            kinds.setdefault(key[0], []).append(key)
+        chunk: list[tuple[bytes, bytes | None]] = []
+        for first in sorted(kinds):
+            for key in sorted(kinds[first]):
+                if len(chunk) == size:
+                    yield chunk
+                    chunk = []
+                chunk.append((key, self.entries[key]))
+        yield chunk
+
+
+class _Kind:
+    """The keys with one first byte."""
+
+    __slots__ = ("_sorted", "unsorted")
+
+    def __init__(self) -> None:
+        self.unsorted: list[bytes] = []
+        self._sorted = SortedSet()
+
+    def range(self, start: bytes, end: bytes) -> Iterator[bytes]:
+        if self.unsorted:
+            self._sorted.update(self.unsorted)
+            self.unsorted.clear()
+        return self._sorted.irange(start, end, (True, False))
+
+
+def sorted_range(writes: Writes, start: bytes, end: bytes) -> Run:
+    """The entries with start <= key < end of a small unsorted table: one transaction's own writes."""
+    return iter(sorted(item for item in writes.items() if start <= item[0] < end))
+
+
+def overlay(upper: Run, lower: Run) -> Run:
+    """Both runs as one; where they have the same key, ``upper`` wins."""
+    low = next(lower, None)
+    for high in upper:
+        while low is not None and low[0] < high[0]:
+            yield low
+            low = next(lower, None)
+        if low is not None and low[0] == high[0]:
+            low = next(lower, None)
+        yield high
+    if low is not None:
+        yield low
+        yield from lower
+
+
+def visible(run: Run, limit: int) -> Iterator[tuple[bytes, bytes]]:
+    """The run without its tombstones, at most ``limit`` pairs unless it is 0."""
+    pairs = ((key, value) for key, value in run if value is not None)
+    return islice(pairs, limit) if limit else pairs
+
+
+class Stored(Protocol):
+    """The lowest level."""
+
+    def get(self, key: bytes) -> bytes | None: ...
+
+    def run(self, start: bytes, end: bytes) -> Run: ...
+
+
+class LeveledView(ReadTransaction):
+    """Reads the memtable, then the frozen one, then what is stored."""
+
+    __slots__ = ("_frozen", "_frozen_entries", "_memtable", "_memtable_entries", "_stored")
+
+    def __init__(self, memtable: Memtable, frozen: Memtable, stored: Stored) -> None:
+        self._memtable = memtable
+        self._memtable_entries = memtable.entries
+        self._frozen = frozen
+        self._frozen_entries = frozen.entries
+        self._stored = stored
+
+    def get(self, key: bytes) -> bytes | None:
+        value = self._memtable_entries.get(key, _MISSING)
+        if value is _MISSING:
+            value = self._frozen_entries.get(key, _MISSING)
+            if value is _MISSING:
+                return self._stored.get(key)
+        return value
+
+    def _run(self, start: bytes, end: bytes) -> Run:
+        run = self._stored.run(start, end)
+        if self._frozen_entries:
+            run = overlay(self._frozen.range(start, end), run)
+        return overlay(self._memtable.range(start, end), run)
+
+    def range(self, start: bytes, end: bytes, limit: int = 0) -> Iterator[tuple[bytes, bytes]]:
+        return visible(self._run(start, end), limit)
+
+
+class LeveledTransaction(LeveledView, Transaction):
+    """A view with its own writes on top."""
+
+    __slots__ = ("writes",)
+
+    def __init__(self, memtable: Memtable, frozen: Memtable, stored: Stored) -> None:
+        super().__init__(memtable, frozen, stored)
+        self.writes: Writes = {}
+
+    def get(self, key: bytes) -> bytes | None:
+        # The levels of LeveledView.get once more: this is the most frequent call of a metadata operation.
+        value = self.writes.get(key, _MISSING)
+        if value is _MISSING:
+            value = self._memtable_entries.get(key, _MISSING)
+            if value is _MISSING:
+                value = self._frozen_entries.get(key, _MISSING)
+                if value is _MISSING:
+                    return self._stored.get(key)
+        return value
+
+    def put(self, key: bytes, value: bytes) -> None:
+        check_pair(key, value)
+        self.writes[key] = value
+
+    def delete(self, key: bytes) -> None:
+        check_key(key)
+        self.writes[key] = None
+
+    def range(self, start: bytes, end: bytes, limit: int = 0) -> Iterator[tuple[bytes, bytes]]:
+        run = self._run(start, end)
+        return visible(overlay(sorted_range(self.writes, start, end), run) if self.writes else run, limit)

@@ -1,0 +1,315 @@
+"""Namespace operations as transaction functions (see kv.py): names, links and attributes; no file bytes.
+
+Each function takes the transaction first and raises FsError subclasses. Numbers that must be fresh (inode
+numbers, cookies) are arguments, because a transaction function may run twice. ``now`` is nanoseconds since
+the epoch. Permissions are the kernel's business (``default_permissions``); link counts, setgid inheritance and times
+are ours.
+"""
+
+import stat
+
+from aifs.core.errors import (
+    Exists,
+    Invalid,
+    IsADirectory,
+    NameTooLong,
+    NotADirectory,
+    NotEmpty,
+    NotFound,
+    NotPermitted,
+    TooManyLinks,
+)
+from aifs.meta import keys
+from aifs.meta.kv import ReadTransaction, Transaction, grows
+from aifs.meta.records import (
+    Dentry,
+    Garbage,
+    Inode,
+    decode_dentry,
+    decode_entry,
+    decode_inode,
+    encode_entry,
+)
+
+NAME_MAX = 255
+SYMLINK_MAX = 4095
+LINK_MAX = 2**31 - 1
+
+SEVERAL = 0
+"""``parent`` of a file that has or had several names: nobody knows in which directories they are."""
+
+RENAME_NOREPLACE = 1
+RENAME_EXCHANGE = 2
+
+
+# --- reading ---------------------------------------------------------------------------------------
+
+
+def get_inode(tx: ReadTransaction, ino: int) -> Inode:
+    """Raises NotFound."""
+    record = tx.get(keys.inode(ino))
+    if record is None:
+        raise NotFound(f"inode {ino} does not exist")
+    return decode_inode(ino, record)
+
+
+def lookup(tx: ReadTransaction, parent: int, name: bytes) -> Inode:
+    """The inode that ``name`` leads to. Raises NotFound, NotADirectory, NameTooLong."""
+    return get_inode(tx, get_dentry(tx, parent, name).ino)
+
+
+def get_dentry(tx: ReadTransaction, parent: int, name: bytes) -> Dentry:
+    if len(name) > NAME_MAX:
+        raise NameTooLong()
+    record = tx.get(keys.dentry(parent, name))
+    if record is None:
+        get_directory(tx, parent)
+        raise NotFound()
+    return decode_dentry(record)
+
+
+def get_directory(tx: ReadTransaction, ino: int) -> Inode:
+    """Raises NotFound (also for a directory that was removed but is still open), NotADirectory."""
+    inode = get_inode(tx, ino)
+    if not inode.is_dir:
+        raise NotADirectory()
+    if inode.nlink == 0:
+        raise NotFound("the directory has been removed")
+    return inode
+
+
+def list_directory(tx: ReadTransaction, ino: int, cookie: int, limit: int) -> list[tuple[bytes, Inode, int]]:
+    """Up to ``limit`` entries behind ``cookie`` (0: from the start) as (name, inode, cookie)."""
+    start, end = keys.entries_after(ino, cookie)
+    found = []
+    for key, value in tx.range(start, end, limit):
+        child, _, name = decode_entry(value)
+        found.append((name, child, keys.entry_numbers(key)[1]))
+    return [(name, get_inode(tx, child), place) for name, child, place in found]
+
+
+# --- making names ----------------------------------------------------------------------------------
+
+
+@grows
+def create(tx: Transaction, parent: int, name: bytes, inode: Inode) -> Inode:
+    """Give the new ``inode`` its first name; its number is also the cookie of that name.
+
+    The group and, for directories, the setgid bit are inherited from a setgid parent (inode(7)), and the layout
+    policy from any parent. Returns the inode as it was recorded. Raises Exists, NotFound, NotADirectory,
+    NameTooLong, TooManyLinks.
+    """
+    directory = _require_free(tx, parent, name)
+    gid, mode = inode.gid, inode.mode
+    if directory.mode & stat.S_ISGID:
+        gid = directory.gid
+        if stat.S_ISDIR(mode):
+            mode |= stat.S_ISGID
+    new = Inode(
+        inode.ino, mode, inode.uid, gid, 2 if stat.S_ISDIR(mode) else 1, inode.rdev, inode.size, 0,
+        inode.ctime_ns, inode.ctime_ns, inode.ctime_ns, parent, 0, directory.policy, None, inode.data,
+    )  # fmt: skip
+    tx.put(keys.inode(new.ino), new.encode())
+    tx.add(keys.COUNTER_INODES, 1)
+    _put_name(tx, parent, name, new, new.ino)
+    _touch(tx, directory, new.ctime_ns, links=1 if new.is_dir else 0)
+    return new
+
+
+@grows
+def link(tx: Transaction, ino: int, parent: int, name: bytes, cookie: int, now: int) -> Inode:
+    """Another name for a file. Raises NotPermitted for a directory, NotFound for an unlinked file, and as create."""
+    directory = _require_free(tx, parent, name)
+    inode = get_inode(tx, ino)
+    if inode.is_dir:
+        raise NotPermitted("a directory cannot have two names")
+    if inode.nlink == 0:
+        raise NotFound()
+    if inode.nlink >= LINK_MAX:
+        raise TooManyLinks()
+    inode.nlink += 1
+    inode.parent = SEVERAL
+    inode.ctime_ns = now
+    tx.put(keys.inode(ino), inode.encode())
+    _put_name(tx, parent, name, inode, cookie)
+    _touch(tx, directory, now)
+    return inode
+
+
+# --- removing names --------------------------------------------------------------------------------
+
+
+def unlink(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
+    """Remove a name that is not a directory's; the last one leaves an orphan. Returns the inode as it is now."""
+    dentry = get_dentry(tx, parent, name)
+    inode = get_inode(tx, dentry.ino)
+    if inode.is_dir:
+        raise IsADirectory()
+    _remove_name(tx, parent, name, dentry)
+    _touch(tx, get_directory(tx, parent), now)
+    return _drop_link(tx, inode, now)
+
+
+def rmdir(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
+    """Remove an empty directory, which becomes an orphan. Raises NotADirectory, NotEmpty, NotFound."""
+    dentry = get_dentry(tx, parent, name)
+    inode = get_inode(tx, dentry.ino)
+    _require_empty(tx, inode)
+    _remove_name(tx, parent, name, dentry)
+    _touch(tx, get_directory(tx, parent), now, links=-1)
+    return _drop_link(tx, inode, now)
+
+
+def remove_orphan(tx: Transaction, ino: int) -> Inode | None:
+    """Erase an inode without names, and leave its objects as garbage. None if it is not an orphan (any more)."""
+    if tx.get(keys.orphan(ino)) is None:
+        return None
+    if tx.get(keys.inode(ino)) is None:
+        tx.delete(keys.orphan(ino))
+        return None
+    inode = get_inode(tx, ino)
+    tx.delete(keys.orphan(ino))
+    if inode.nlink:
+        return None
+    tx.delete(keys.inode(ino))
+    tx.add(keys.COUNTER_INODES, -1)
+    for key in [key for key, _ in tx.range(*keys.xattrs(ino))]:
+        tx.delete(key)
+    discard_objects(tx, inode)
+    return inode
+
+
+def discard_objects(tx: Transaction, inode: Inode) -> None:
+    """Turn the objects of ``inode`` into garbage and remove its dirty mark. The inode's record is the caller's to write."""
+    if inode.layout is not None:
+        tx.put(keys.garbage(inode.oid), Garbage(inode.ino, inode.layout).encode())
+        tx.delete(keys.dirty(inode.ino))
+
+
+# --- rename ----------------------------------------------------------------------------------------
+
+
+def rename(
+    tx: Transaction, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int,
+    cookies: tuple[int, int], now: int,
+) -> tuple[Inode, Inode | None]:  # fmt: skip
+    """rename(2) with RENAME_NOREPLACE and RENAME_EXCHANGE.
+
+    Returns the moved inode, and the one that the target name led to before: with EXCHANGE it now has the old name,
+    else it has lost this one (and is an orphan if that was its last). The second is None where there was none, or
+    both names lead to one file already, which changes nothing.
+    """
+    if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE) or flags == RENAME_NOREPLACE | RENAME_EXCHANGE:
+        raise Invalid("unknown or contradicting rename flags")
+    dentry = get_dentry(tx, parent, name)
+    inode = get_inode(tx, dentry.ino)
+    target = _target_of_rename(tx, new_parent, new_name, flags)
+    if target is not None and target.ino == dentry.ino:
+        return inode, None
+    other = get_inode(tx, target.ino) if target is not None else None
+    if inode.is_dir:
+        _require_not_below(tx, inode.ino, new_parent)
+    if flags & RENAME_EXCHANGE:
+        assert other is not None and target is not None
+        if other.is_dir:
+            _require_not_below(tx, other.ino, parent)
+    elif other is not None:
+        if inode.is_dir:
+            _require_empty(tx, other)
+        elif other.is_dir:
+            raise IsADirectory()
+
+    _remove_name(tx, parent, name, dentry)
+    links = {parent: 0, new_parent: 0}
+    links[parent] -= inode.is_dir
+    links[new_parent] += inode.is_dir
+    if target is not None:
+        assert other is not None
+        _remove_name(tx, new_parent, new_name, target)
+        links[new_parent] -= other.is_dir
+        if flags & RENAME_EXCHANGE:
+            links[parent] += other.is_dir
+            _move(tx, other, parent, name, cookies[1], now)
+        else:
+            other = _drop_link(tx, other, now)
+    _move(tx, inode, new_parent, new_name, cookies[0], now)
+    for directory, change in links.items():
+        _touch(tx, get_directory(tx, directory), now, links=change)
+    return inode, other
+
+
+def _target_of_rename(tx: Transaction, parent: int, name: bytes, flags: int) -> Dentry | None:
+    get_directory(tx, parent)
+    try:
+        target = get_dentry(tx, parent, name)
+    except NotFound:
+        if flags & RENAME_EXCHANGE:
+            raise
+        return None
+    if flags & RENAME_NOREPLACE:
+        raise Exists()
+    return target
+
+
+def _require_not_below(tx: Transaction, ino: int, directory: int) -> None:
+    """Raises Invalid if ``directory`` is ``ino`` or lies below it: a rename would cut off a loop."""
+    while directory != keys.ROOT_INO:
+        if directory == ino:
+            raise Invalid("a directory cannot move below itself")
+        directory = get_inode(tx, directory).parent
+    if ino == keys.ROOT_INO:
+        raise Invalid("the root cannot move")
+
+
+def _move(tx: Transaction, inode: Inode, parent: int, name: bytes, cookie: int, now: int) -> None:
+    _put_name(tx, parent, name, inode, cookie)
+    inode.ctime_ns = now
+    inode.parent = parent if inode.is_dir or inode.nlink == 1 else SEVERAL
+    tx.put(keys.inode(inode.ino), inode.encode())
+
+
+# --- the steps that these share ------------------------------------------------------------------------
+
+
+def _require_free(tx: Transaction, parent: int, name: bytes) -> Inode:
+    """The directory, if it can take the new name."""
+    if len(name) > NAME_MAX:
+        raise NameTooLong()
+    directory = get_directory(tx, parent)
+    if tx.get(keys.dentry(parent, name)) is not None:
+        raise Exists()
+    return directory
+
+
+def _require_empty(tx: Transaction, inode: Inode) -> None:
+    if not inode.is_dir:
+        raise NotADirectory()
+    for _ in tx.range(*keys.entries_after(inode.ino, 0), limit=1):
+        raise NotEmpty()
+
+
+def _put_name(tx: Transaction, parent: int, name: bytes, inode: Inode, cookie: int) -> None:
+    type_ = inode.mode >> 12
+    tx.put(keys.dentry(parent, name), Dentry(inode.ino, cookie, type_).encode())
+    tx.put(keys.entry(parent, cookie), encode_entry(inode.ino, type_, name))
+
+
+def _remove_name(tx: Transaction, parent: int, name: bytes, dentry: Dentry) -> None:
+    tx.delete(keys.dentry(parent, name))
+    tx.delete(keys.entry(parent, dentry.cookie))
+
+
+def _touch(tx: Transaction, directory: Inode, now: int, links: int = 0) -> None:
+    """A directory's content has changed."""
+    directory.nlink += links
+    directory.mtime_ns = directory.ctime_ns = now
+    tx.put(keys.inode(directory.ino), directory.encode())
+
+
+def _drop_link(tx: Transaction, inode: Inode, now: int) -> Inode:
+    inode.nlink = 0 if inode.is_dir else inode.nlink - 1
+    inode.ctime_ns = now
+    if inode.nlink == 0:
+        tx.put(keys.orphan(inode.ino), b"")
+    tx.put(keys.inode(inode.ino), inode.encode())
+    return inode
