@@ -1,0 +1,69 @@
+"""Whether a data server works, and what its errors mean to callers."""
+
+import logging
+import threading
+import time
+
+from aifs.core.errors import FsError, StoreError, Unavailable, from_oserror
+
+_log = logging.getLogger(__name__)
+
+LOG_INTERVAL_S = 60.0
+RETRY_S = 30.0
+
+
+class Health:
+    """The state of one data server: 'failing' from an error until the kind of operation that failed succeeds.
+
+    Used from any thread. Changes of state are logged, one a minute at most, so that a server where good and bad
+    operations take turns does not fill the log.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.last_error = ""
+        self.last_error_s = 0.0
+        """Of the clock, as time.time()."""
+        self.failing: set[str] = set()
+        """Kinds of operation that failed when they were last tried."""
+        self._name = name
+        self._retry_s = self._log_again_s = time.monotonic()
+        self._lock = threading.Lock()
+
+    @property
+    def state(self) -> str:
+        """'ok' or 'failing'."""
+        return "failing" if self.failing else "ok"
+
+    @property
+    def usable(self) -> bool:
+        """Whether new work should go to the server: not while it fails, but now and then, to see whether it still does."""
+        return not self.failing or time.monotonic() >= self._retry_s
+
+    def failed(self, op: str, error: OSError | StoreError, where: str) -> FsError:
+        """Take note of a failure; returns what to raise."""
+        if isinstance(error, StoreError):
+            answer: FsError = Unavailable(str(error))
+        else:
+            answer = from_oserror(error, f"{self._name}: {op} {where}")
+        if isinstance(answer, Unavailable):  # full, over quota or out of descriptors is not broken
+            with self._lock:
+                self._note(op, answer)
+        return answer
+
+    def _note(self, op: str, answer: FsError) -> None:
+        now = time.monotonic()
+        first = not self.failing
+        self.failing.add(op)
+        self.last_error, self.last_error_s = str(answer), time.time()
+        self._retry_s = now + RETRY_S
+        if first and now >= self._log_again_s:
+            self._log_again_s = now + LOG_INTERVAL_S
+            _log.warning("%s is failing: %s", self._name, answer)
+
+    def succeeded(self, op: str) -> None:
+        """Called while something fails, after each success."""
+        with self._lock:
+            if op in self.failing:
+                self.failing.remove(op)
+                if not self.failing:
+                    _log.info("%s works again", self._name)

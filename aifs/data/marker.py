@@ -1,0 +1,56 @@
+"""Identity markers: the file ``.aifs`` in every directory of a store, which says whose directory it is.
+
+A directory without the right marker (an export that is not mounted, a swapped disk) is never written to.
+
+Format 1: one JSON object with ``format`` (1), ``store`` (UUID), ``role`` ("meta", "data" or "burst"), ``id`` (number
+within its role) and ``created`` (ISO 8601, UTC), ended by a newline.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+
+from aifs.core import files
+from aifs.core.errors import StoreError
+
+NAME = ".aifs"
+FORMAT = 1
+ROLES = ("meta", "data", "burst")
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    format: int
+    store: str
+    role: str
+    id: int
+    created: str
+
+
+def write_marker(directory: str, marker: Marker) -> None:
+    """Put ``marker`` into the existing ``directory``; durable on return. Blocks. Raises OSError."""
+    files.replace_file(os.path.join(directory, NAME), json.dumps(asdict(marker)).encode() + b"\n")
+
+
+def read_marker(directory: str) -> Marker:
+    """The marker of ``directory``. Blocks. Raises StoreError, which names the directory and what is wrong."""
+    path = os.path.join(directory, NAME)
+    try:
+        content = files.read_file(path)
+    except OSError as error:
+        raise StoreError(f"{directory}: its marker cannot be read: {error.strerror}") from error
+    if content is None:
+        if not os.path.isdir(directory):
+            raise StoreError(f"{directory}: there is no such directory; is its filesystem mounted?")
+        raise StoreError(
+            f"{directory}: not a directory of a store (it has no marker {NAME}); is its filesystem mounted?"
+        )
+    try:
+        marker = Marker(**json.loads(content))
+    except (ValueError, TypeError) as error:
+        raise StoreError(f"{path}: damaged marker; restore it from another copy of the directory") from error
+    if marker.format != FORMAT:
+        raise StoreError(f"{path}: format {marker.format!r}, but this version knows format {FORMAT} alone")
+    if marker.role not in ROLES or type(marker.id) is not int or type(marker.store) is not str:
+        raise StoreError(f"{path}: damaged marker; restore it from another copy of the directory")
+    return marker

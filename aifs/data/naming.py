@@ -1,0 +1,109 @@
+"""Where objects lie below a data server's directory, and what lies there.
+
+    objects/<oid >> 16>/<bits 8 to 15 of oid, two digits>/<oid, sixteen digits>.<ino>
+
+All numbers are hexadecimal. 256 consecutive object ids share a directory, so files that are made together lie
+together, and recovery finds a range of ids without a scan. Functions that read the disk block and raise OSError.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from aifs.data.marker import NAME as MARKER
+
+OBJECTS = "objects"
+
+_UPPER = re.compile(r"0|[1-9a-f][0-9a-f]*")
+_LOWER = re.compile(r"[0-9a-f]{2}")
+_OBJECT = re.compile(r"([0-9a-f]{16})\.([1-9a-f][0-9a-f]*)")
+
+
+class StoredObject(NamedTuple):
+    """An object as it lies on a server."""
+
+    ino: int
+    oid: int
+    length: int
+    allocated: int  # bytes
+    path: str
+
+
+class ForeignFile(NamedTuple):
+    """A file or directory below a server's directory that is not of AIFS."""
+
+    path: str
+
+
+def directory_of(root: str, oid: int) -> str:
+    return f"{root}/{OBJECTS}/{oid >> 16:x}/{oid >> 8 & 0xFF:02x}"
+
+
+def object_path(root: str, ino: int, oid: int) -> str:
+    return f"{directory_of(root, oid)}/{oid:016x}.{ino:x}"
+
+
+def list_range(root: str, first_oid: int, end_oid: int) -> list[tuple[int, int]]:
+    """(ino, oid) of the objects with first_oid <= oid < end_oid."""
+    found = []
+    for block in range(first_oid >> 8, (end_oid + 0xFF) >> 8):
+        directory = directory_of(root, block << 8)
+        for name in _names_in(directory):
+            key = _parse(root, directory, name)
+            if key is not None and first_oid <= key[1] < end_oid:
+                found.append(key)
+    return found
+
+
+def list_all(root: str) -> Iterator[StoredObject | ForeignFile]:
+    """Everything below ``root`` but the marker and our directories, in order of path."""
+    for name in _names_in(root):
+        if name not in (MARKER, OBJECTS):
+            yield ForeignFile(f"{root}/{name}")
+    for upper in _directories(f"{root}/{OBJECTS}", _UPPER):
+        if isinstance(upper, ForeignFile):
+            yield upper
+            continue
+        for directory in _directories(upper, _LOWER):
+            if isinstance(directory, ForeignFile):
+                yield directory
+            else:
+                yield from _list_objects(root, directory)
+
+
+def _directories(parent: str, pattern: re.Pattern[str]) -> Iterator[str | ForeignFile]:
+    for name in _names_in(parent):
+        path = f"{parent}/{name}"
+        ours = pattern.fullmatch(name) and os.path.isdir(path) and not os.path.islink(path)
+        yield path if ours else ForeignFile(path)
+
+
+def _list_objects(root: str, directory: str) -> Iterator[StoredObject | ForeignFile]:
+    for name in _names_in(directory):
+        path = f"{directory}/{name}"
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            continue  # removed meanwhile
+        key = _parse(root, directory, name)
+        if key is None or not stat.S_ISREG(status.st_mode):
+            yield ForeignFile(path)
+        else:
+            yield StoredObject(*key, status.st_size, status.st_blocks * 512, path)
+
+
+def _names_in(directory: str) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))
+    except FileNotFoundError:
+        return []
+
+
+def _parse(root: str, directory: str, name: str) -> tuple[int, int] | None:
+    """(ino, oid) if ``name`` is that of an object that belongs into ``directory``."""
+    match = _OBJECT.fullmatch(name)
+    if match is None or directory_of(root, int(match[1], 16)) != directory:
+        return None
+    return int(match[2], 16), int(match[1], 16)

@@ -1,0 +1,311 @@
+"""One data server: a directory, marked as the store's, that holds objects.
+
+Everything that touches the directory blocks: it runs in ``workers``, or on the trio thread where ``may_inline``
+says that nothing there can wait. The system's errors become FsErrors here, and are noted in ``health``.
+"""
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from aifs.core import files
+from aifs.core.errors import FsError, StoreError
+from aifs.data import naming
+from aifs.data.health import Health
+from aifs.data.marker import read_marker
+from aifs.data.naming import ForeignFile, StoredObject
+from aifs.data.unsynced import Unsynced
+from aifs.data.workers import Workers
+
+_KNOWN_DIRECTORIES = 1024
+
+Key = tuple[int, int]
+"""Names an object on a server: (ino, oid)."""
+
+
+class Space(NamedTuple):
+    """Space of filesystems, in bytes and inodes. ``available`` is ``free`` less what is reserved for root."""
+
+    total: int
+    free: int
+    available: int
+    files: int
+    files_free: int
+
+
+class DataServer:
+    """A registered data server. ``identify`` must have succeeded before objects are used."""
+
+    def __init__(self, server_id: int, path: str, store: str, workers: Workers) -> None:
+        self.id = server_id
+        self.path = path
+        self.workers = workers
+        self.health = Health(f"data server {server_id} ({path})")
+        self.in_memory = False
+        self._store = store
+        self._can_read_cached = True
+        self._writable = False
+        self._inode: tuple[int, int] | None = None
+        self._known: dict[str, None] = {}  # object directories that exist, oldest first
+        self._directories_lock = threading.Lock()
+        self._unsynced_names = Unsynced()
+        self._locks = [threading.Lock() for _ in range(16)]
+
+    # --- identity and state ---
+
+    def identify(self, read_only: bool) -> None:
+        """Check that the directory is this server's, and learn what it is.
+
+        Blocks. Raises StoreError, which says what is wrong and what to do.
+        """
+        self._check_marker()
+        try:
+            status = os.stat(self.path)
+            self.in_memory = files.is_in_memory(self.path)
+        except OSError as error:
+            raise StoreError(f"data server {self.id}: {self.path}: {error.strerror}") from error
+        if not read_only and not os.access(self.path, os.W_OK):
+            raise StoreError(
+                f"data server {self.id}: {self.path}: cannot be written to; make it writable, or mount with -o ro"
+            )
+        self._writable = not read_only
+        self._inode = (status.st_dev, status.st_ino)
+
+    def _check_marker(self) -> None:
+        try:
+            marker = read_marker(self.path)
+        except StoreError as error:
+            raise StoreError(f"data server {self.id}: {error}") from error
+        if (marker.store, marker.role, marker.id) != (self._store, "data", self.id):
+            raise StoreError(
+                f"data server {self.id}: {self.path}: its marker says {marker.role} {marker.id} of store "
+                f"{marker.store}, not data {self.id} of store {self._store}; put the right directory there"
+            )
+
+    def _check_present(self) -> None:
+        """What is missing is missing only where the directory itself is not. Raises OSError, StoreError."""
+        status = os.stat(self.path)
+        if (status.st_dev, status.st_ino) != self._inode:
+            self._check_marker()
+
+    @property
+    def state(self) -> str:
+        """'ok' or 'failing'."""
+        return self.health.state
+
+    @property
+    def last_error(self) -> str:
+        return self.health.last_error
+
+    @property
+    def may_inline(self) -> bool:
+        """Whether short operations may run on the trio thread: they never wait for a device."""
+        return self.in_memory and not files.is_hooked()
+
+    def _call(self, op: str, where: str | Key, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``, with its errors mapped and the outcome noted."""
+        try:
+            result = function(*args)
+        except (OSError, StoreError) as error:
+            path = where if isinstance(where, str) else self.object_path(*where)
+            raise self.health.failed(op, error, path) from error
+        if self.health.failing:
+            self.health.succeeded(op)
+        return result
+
+    # --- objects ---
+
+    def object_path(self, ino: int, oid: int) -> str:
+        return naming.object_path(self.path, ino, oid)
+
+    def lock_of(self, oid: int) -> threading.Lock:
+        """To be held while a descriptor of the object is obtained or the object removed."""
+        return self._locks[oid & 15]
+
+    def open_object(self, key: Key, create: bool) -> int | None:
+        """A descriptor, or None if there is no such object and it is not to be made."""
+        return self._call("open", key, self._open, key, create)
+
+    def _open(self, key: Key, create: bool) -> int | None:
+        path = self.object_path(*key)
+        if not create:
+            try:
+                return self._open_existing(path)
+            except FileNotFoundError:
+                self._check_present()
+                return None
+        directory = os.path.dirname(path)
+        while True:
+            self._make_directory(directory)
+            try:
+                return files.open_file(path)
+            except FileNotFoundError:
+                pass
+            try:
+                fd = files.open_file(path, create=True)
+            except FileNotFoundError:
+                # The last other object in it has just been removed, and the directory with it.
+                with self._directories_lock:
+                    self._known.pop(directory, None)
+                continue
+            self._unsynced_names.mark(directory)
+            return fd
+
+    def _open_existing(self, path: str) -> int:
+        try:
+            return files.open_file(path, write=self._writable)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            return files.open_file(path, write=False)  # its disk has become read-only: what is there can be rescued
+
+    def _make_directory(self, directory: str) -> None:
+        with self._directories_lock:
+            if directory in self._known:
+                return
+            # Never make the root: where its filesystem is not mounted, another one would be written to.
+            self._check_marker()
+            upper = os.path.dirname(directory)
+            objects = os.path.dirname(upper)
+            for path in (objects, upper, directory):
+                files.make_dir(path)
+            # Also where they existed: that may be the work of a process that died before it synced them.
+            self._unsynced_names.mark(self.path, objects, upper, directory)
+            if len(self._known) >= _KNOWN_DIRECTORIES:
+                del self._known[next(iter(self._known))]
+            self._known[directory] = None
+
+    def remove_object(self, key: Key) -> None:
+        """Remove the object if it exists; durable after ``sync_names_near``."""
+        self._call("remove", key, self._unlink, key)
+        self._call("remove", key, self._after_removals, naming.directory_of(self.path, key[1]))
+
+    def remove_objects(self, keys: Sequence[Key]) -> dict[int, FsError]:
+        """Remove those that exist, durably. Returns the errors, by oid, of those that may still be there."""
+        failed: dict[int, FsError] = {}
+        by_directory: dict[str, list[int]] = {}
+        for key in keys:
+            by_directory.setdefault(naming.directory_of(self.path, key[1]), []).append(key[1])
+            try:
+                self._call("remove", key, self._unlink, key)
+            except FsError as error:
+                failed[key[1]] = error
+        for directory, oids in by_directory.items():
+            try:
+                self._call("remove", directory, self._after_removals, directory)
+                self.sync_names_near(oids[0])
+            except FsError as error:
+                failed.update(dict.fromkeys(oids, error))
+        return failed
+
+    def _unlink(self, key: Key) -> None:
+        try:
+            files.unlink(self.object_path(*key))
+        except FileNotFoundError:
+            pass  # no matter, if the server's directory is there: see _after_removals
+
+    def _after_removals(self, directory: str) -> None:
+        self._check_present()
+        self._unsynced_names.mark(directory)
+        with self._directories_lock:
+            if directory == next(reversed(self._known), None):
+                return  # new objects are being made in it
+            try:
+                files.remove_dir(directory)
+            except OSError:
+                return  # not empty, as a rule
+            self._known.pop(directory, None)
+        self._unsynced_names.mark(os.path.dirname(directory))
+
+    def read(self, key: Key, fd: int, buffer: memoryview, offset: int) -> int:
+        """Fill ``buffer``; returns the bytes read, fewer only at the object's end."""
+        return self._call("read", key, files.read_into, fd, buffer, offset)
+
+    def read_cached(self, fd: int, buffer: memoryview, offset: int) -> bool:
+        """Fill ``buffer`` if that can be done without waiting, wholly or not at all. For the trio thread."""
+        if not self._can_read_cached or files.is_hooked():
+            return False
+        try:
+            return files.read_cached(fd, buffer, offset) == len(buffer)
+        except OSError as error:
+            # A read in a worker will meet any other error again, and report it.
+            self._can_read_cached = error.errno != errno.EOPNOTSUPP
+            return False
+
+    def write(self, key: Key, fd: int, data: bytes | memoryview, offset: int) -> None:
+        self._call("write", key, files.write_at, fd, data, offset)
+
+    def truncate(self, key: Key, fd: int, length: int) -> None:
+        self._call("write", key, files.truncate, fd, length)
+
+    def stat(self, key: Key, fd: int) -> os.stat_result:
+        return self._call("stat", key, os.fstat, fd)
+
+    def sync_object(self, key: Key, fd: int) -> None:
+        """The object's bytes and length are durable on return; its name after ``sync_names_near``."""
+        self._call("sync", key, files.sync_file, fd)
+
+    def close_object(self, fd: int, removed: bool = False) -> None:
+        """Does not block: a worker closes the descriptor where that may take long, as it does for a removed object."""
+        if self.in_memory and not removed:
+            files.close_file(fd)
+        else:
+            self.workers.post(files.close_file, fd)
+
+    # --- durability of names ---
+
+    def sync_names_near(self, oid: int) -> None:
+        """Which objects exist in the directory of ``oid`` is durable on return."""
+        directory = naming.directory_of(self.path, oid)
+        upper = os.path.dirname(directory)
+        for path in (directory, upper, os.path.dirname(upper), self.path):
+            self._sync_directory(path)
+
+    def _sync_directory(self, directory: str) -> None:
+        generation = self._unsynced_names.get(directory)
+        if generation is not None:
+            self._call("sync", directory, self._sync_dir_if_there, directory)
+            self._unsynced_names.done(directory, generation)
+
+    def _sync_dir_if_there(self, directory: str) -> None:
+        try:
+            files.sync_dir(directory)
+        except FileNotFoundError:
+            self._check_present()  # removed when it had become empty; its parent is marked
+
+    def sync_all(self) -> None:
+        """Everything on the server's filesystem is durable on return."""
+        names = self._unsynced_names.snapshot()
+        self._call("reach", self.path, self._check_present)
+        self._call("sync", self.path, files.sync_filesystem, self.path)
+        for directory, generation in names.items():
+            self._unsynced_names.done(directory, generation)
+
+    # --- what is there ---
+
+    def space(self) -> Space:
+        """Of the filesystem that the server lies on."""
+        status = self._call("statvfs", self.path, os.statvfs, self.path)
+        unit = status.f_frsize
+        return Space(
+            status.f_blocks * unit, status.f_bfree * unit, status.f_bavail * unit, status.f_files, status.f_ffree
+        )
+
+    @property
+    def device(self) -> int:
+        """st_dev of the filesystem that the server lies on, as it was at mount."""
+        return self._inode[0]
+
+    def list_range(self, first_oid: int, end_oid: int) -> list[Key]:
+        """The objects with first_oid <= oid < end_oid."""
+        self._call("reach", self.path, self._check_present)
+        return self._call("list", self.path, naming.list_range, self.path, first_oid, end_oid)
+
+    def list_objects(self) -> Iterator[StoredObject | ForeignFile]:
+        """All that lies in the directory, the marker apart, in order of path. Objects may come and go meanwhile."""
+        self._call("reach", self.path, self._check_present)
+        walk = naming.list_all(self.path)
+        while (item := self._call("list", self.path, next, walk, None)) is not None:
+            yield item

@@ -1,0 +1,330 @@
+"""The objects of one striped file: reads and writes of byte ranges, exact lengths, durability.
+
+What is done where: reads that the page cache can answer and writes to memory filesystems run on the trio thread,
+since that takes less than the hand-off to a worker; everything else runs in the servers' workers, for all objects
+of a request at once. Whatever may cut or remove an object runs in workers even in memory, where freeing a large
+file takes long.
+"""
+
+from collections.abc import Mapping
+
+from aifs.core.errors import FsError, Unavailable
+from aifs.data.known import Known
+from aifs.data.server import DataServer
+from aifs.data.servers import Servers
+from aifs.data.unsynced import Unsynced
+from aifs.data.workers import Call, gather
+from aifs.layout.striped import Striped
+
+Run = tuple[int, int, list[memoryview]]
+"""Index of an object, offset in it, and the parts of a request's memory that lie there one after the other."""
+
+
+class StripedObjects:
+    """All use of one file's objects goes through one of these at a time.
+
+    ``read`` and ``sync`` may overlap with everything; ``write`` with other writes; ``settle`` and ``trim`` with
+    neither ``write`` nor each other. Calls that use worker threads are not cancellable while they do.
+    Descriptors are opened when an object is first touched.
+    """
+
+    def __init__(self, servers: Servers, layout: Striped, ino: int, oid: int, *, new: bool = False) -> None:
+        """``new``: no object of this oid has ever been made, which spares asking. Raises Unavailable."""
+        self._layout = layout
+        self._key = (ino, oid)
+        self._servers = [servers[number] for number in layout.servers]
+        self._buffers = servers.buffers
+        self._fds: list[int | None] = [None] * len(self._servers)
+        self._known = [Known(0 if new else None) for _ in self._servers]
+        self._inherited = not new  # objects may hold what an earlier user wrote and did not sync
+        self._unsynced = Unsynced()
+        self._lost: dict[int, str] = {}
+        self._retired: list[tuple[DataServer, int]] = []
+        self._busy = 0
+        self._closed = False
+
+    # --- bytes ---
+
+    async def read(self, offset: int, length: int, size: int, strict: bool) -> memoryview:
+        """Exactly ``length`` bytes, of a file that has ``size``; bytes that no object holds are zeros.
+
+        With ``strict`` bytes that an object of a settled file must hold are not allowed to be missing. Raises
+        Unavailable, naming server and object. The memory is reused once no view of it is left.
+        """
+        buffer = self._buffers.take(length)
+        calls: list[Call] = []
+        for run in self._runs(offset, buffer):
+            server = self._servers[run[0]]
+            if server.may_inline:
+                self._read_run(run, size, strict)
+            elif not self._read_cached(run, server):
+                calls.append((server.workers, self._read_run, (run, size, strict)))
+        if calls:
+            await self._gather(calls)
+        return buffer
+
+    async def write(self, offset: int, data: bytes | memoryview) -> None:
+        """All of ``data`` is in the servers' page caches on return. Objects are made as they are needed.
+
+        Raises NoSpace, QuotaExceeded, Unavailable: then any part of it may have been written.
+        """
+        runs = self._runs(offset, memoryview(data))
+        calls: list[Call] = []
+        try:
+            for run in runs:
+                server = self._servers[run[0]]
+                if server.may_inline:
+                    self._write_run(run)
+                else:
+                    calls.append((server.workers, self._write_run, (run,)))
+            if calls:
+                await self._gather(calls)
+        except BaseException:
+            for index, _, _ in runs:
+                self._known[index].length = None
+            raise
+        for index, object_offset, parts in runs:
+            self._known[index].written(object_offset, sum(map(len, parts)))
+
+    def _runs(self, offset: int, memory: memoryview) -> list[Run]:
+        unit, count = self._layout.unit, len(self._servers)
+        number, within = divmod(offset, unit)
+        if within + len(memory) <= unit:
+            return [(number % count, number // count * unit + within, [memory])]
+        runs: dict[int, Run] = {}
+        for index, object_offset, file_offset, length in self._layout.extents(offset, len(memory)):
+            start = file_offset - offset
+            run = runs.setdefault(index, (index, object_offset, []))
+            run[2].append(memory[start : start + length])
+        return list(runs.values())
+
+    def _read_cached(self, run: Run, server: DataServer) -> bool:
+        index, offset, parts = run
+        fd = self._fds[index]
+        if fd is None:
+            return False
+        for part in parts:
+            if not server.read_cached(fd, part, offset):
+                return False
+            offset += len(part)
+        return True
+
+    def _read_run(self, run: Run, size: int, strict: bool) -> None:
+        index, offset, parts = run
+        # One request to the server, whatever the stripe unit.
+        target = parts[0] if len(parts) == 1 else memoryview(bytearray(sum(map(len, parts))))
+        fd = self._descriptor(index, create=False)
+        done = 0 if fd is None else self._servers[index].read(self._key, fd, target, offset)
+        if done < len(target):
+            if strict:
+                self._require(index, offset + done, offset + len(target), size)
+            target[done:] = bytes(len(target) - done)
+        if len(parts) > 1:
+            start = 0
+            for part in parts:
+                part[:] = target[start : start + len(part)]
+                start += len(part)
+
+    def _require(self, index: int, length: int, end: int, size: int) -> None:
+        expected = self._layout.object_length(index, size)
+        if length < min(end, expected):
+            server = self._servers[index]
+            path = server.object_path(*self._key)
+            raise Unavailable(f"data server {server.id}: {path} ends before byte {min(end, expected)} of {expected}")
+
+    def _write_run(self, run: Run) -> None:
+        index, offset, parts = run
+        fd = self._descriptor(index, create=True)
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        try:
+            self._servers[index].write(self._key, fd, data, offset)
+        finally:
+            self._unsynced.mark(index)
+
+    # --- lengths ---
+
+    async def trim(self, size: int) -> None:
+        """No object is longer on return than a file of ``size`` bytes calls for. Raises Unavailable."""
+        calls = []
+        for index, known in enumerate(self._known):
+            target = self._layout.object_length(index, size)
+            if known.length is None or known.length > target:
+                calls.append((index, self._trim_object, target))
+        await self._learn(calls)
+
+    async def settle(self, size: int) -> None:
+        """Objects exist on return exactly as a file of ``size`` bytes calls for: made, cut, extended or removed.
+
+        ``sync`` then covers whatever may not be durable of them, also the work of earlier users of the file.
+        Raises NoSpace, QuotaExceeded, Unavailable.
+        """
+        calls = []
+        for index, known in enumerate(self._known):
+            target = self._layout.object_length(index, size)
+            if self._inherited or not known.exact or known.length != target:
+                calls.append((index, self._settle_object, target))
+        await self._learn(calls)
+        self._inherited = False
+
+    async def _learn(self, calls: list) -> None:
+        """Run (index, function, target length) and take over what each says of its object."""
+        if not calls:
+            return
+        for index, _, _ in calls:
+            self._known[index].length = None
+        results = await self._gather(
+            [(self._servers[index].workers, function, (index, target)) for index, function, target in calls]
+        )
+        for (index, _, _), known in zip(calls, results, strict=True):
+            self._known[index] = known
+
+    def _trim_object(self, index: int, target: int) -> Known:
+        fd = self._descriptor(index, create=False)
+        return Known(0) if fd is None else self._cut(index, fd, target, extend=False)
+
+    def _settle_object(self, index: int, target: int) -> Known:
+        try:
+            if target:
+                return self._cut(index, self._descriptor(index, create=True), target, extend=True)
+            self._remove(index)
+            return Known(0)
+        finally:
+            self._unsynced.mark(index)
+
+    def _cut(self, index: int, fd: int, target: int, extend: bool) -> Known:
+        server = self._servers[index]
+        status = server.stat(self._key, fd)
+        if status.st_size > target or (extend and status.st_size < target):
+            try:
+                server.truncate(self._key, fd, target)
+            finally:
+                self._unsynced.mark(index)
+            status = server.stat(self._key, fd)
+        # An empty object is one too many: settling will remove it.
+        return Known(status.st_size, status.st_blocks, exact=status.st_size > 0)
+
+    def _remove(self, index: int) -> None:
+        server = self._servers[index]
+        with server.lock_of(self._key[1]):
+            server.remove_object(self._key)
+            fd, self._fds[index] = self._fds[index], None
+        if fd is not None:
+            self._retired.append((server, fd))  # a read may be using it
+        self._lost.pop(index, None)
+
+    def blocks(self) -> int | None:
+        """Blocks of 512 bytes that the objects take: exact after ``settle``, a good guess while being written.
+
+        None while nothing is known, which is before the first ``trim`` or ``settle`` of objects that are not new.
+        Does not block.
+        """
+        if self._inherited and any(known.length is None for known in self._known):
+            return None
+        return sum(known.blocks for known in self._known)
+
+    # --- durability ---
+
+    async def sync(self) -> None:
+        """Every object that has changed is durable on return, with its length, its name, or its absence.
+
+        Raises NoSpace, QuotaExceeded, Unavailable. Where the system has failed to write bytes back, it forgets them:
+        then this fails each time it is called.
+        """
+        calls: list[Call] = []
+        for index, generation in self._unsynced.snapshot().items():
+            server = self._servers[index]
+            if server.may_inline:
+                self._sync_object(index, generation)
+            else:
+                calls.append((server.workers, self._sync_object, (index, generation)))
+        if calls:
+            await self._gather(calls)
+
+    def _sync_object(self, index: int, generation: int) -> None:
+        if index in self._lost:
+            raise Unavailable(f"bytes were lost earlier: {self._lost[index]}")
+        server = self._servers[index]
+        fd = self._descriptor(index, create=False)
+        if fd is not None:
+            try:
+                server.sync_object(self._key, fd)
+            except FsError as error:
+                self._lost[index] = str(error)
+                raise
+        server.sync_names_near(self._key[1])
+        self._unsynced.done(index, generation)
+
+    # --- descriptors ---
+
+    def _descriptor(self, index: int, create: bool) -> int | None:
+        fd = self._fds[index]
+        if fd is None:
+            server = self._servers[index]
+            with server.lock_of(self._key[1]):
+                fd = self._fds[index]
+                if fd is None:
+                    fd = self._fds[index] = server.open_object(self._key, create)
+        return fd
+
+    async def _gather(self, calls: list[Call]) -> list:
+        self._busy += 1
+        try:
+            return await gather(calls)
+        finally:
+            self._busy -= 1
+            self._close_unused()
+
+    def close(self) -> None:
+        """Give up the descriptors, once no call uses them any more. Nothing is synced. Does not block."""
+        self._closed = True
+        self._close_unused()
+
+    def _close_unused(self) -> None:
+        if self._busy:
+            return
+        for server, fd in self._retired:
+            server.close_object(fd, removed=True)
+        self._retired.clear()
+        if self._closed:
+            for index, fd in enumerate(self._fds):
+                if fd is not None:
+                    self._servers[index].close_object(fd)
+                    self._fds[index] = None
+
+
+async def delete_objects(servers: Servers, layout: Striped, ino: int, oid: int) -> None:
+    """Delete the objects of ``oid``, durably; those that do not exist are no error. Raises NoSpace, Unavailable."""
+    failed = await delete_batch(servers, {oid: (ino, layout)})
+    if failed:
+        raise failed[oid]
+
+
+async def delete_batch(servers: Servers, doomed: Mapping[int, tuple[int, Striped]]) -> dict[int, FsError]:
+    """Delete the objects of many files: oid to (ino, layout). What is deleted is durably so on return.
+
+    Returns the errors, by oid, of those of which something may be left. One request to each server, for all.
+    """
+    failed: dict[int, FsError] = {}
+    keys: dict[int, list[tuple[int, int]]] = {}
+    for oid, (ino, layout) in doomed.items():
+        for number in layout.servers:
+            keys.setdefault(number, []).append((ino, oid))
+    calls: list[Call] = []
+    for number, chosen in keys.items():
+        try:
+            server = servers[number]
+        except Unavailable as error:
+            failed.update({oid: error for _, oid in chosen})
+            continue
+        calls.append((server.workers, server.remove_objects, (chosen,)))
+    if calls:
+        for errors in await gather(calls):
+            failed.update(errors)
+    return failed
+
+
+async def list_window(servers: Servers, first_oid: int, end_oid: int) -> list[tuple[int, int, int]]:
+    """(server id, ino, oid) of all objects with first_oid <= oid < end_oid. Raises Unavailable."""
+    everywhere = list(servers.values())
+    results = await gather([(server.workers, server.list_range, (first_oid, end_oid)) for server in everywhere])
+    return [(server.id, ino, oid) for server, keys in zip(everywhere, results, strict=True) for ino, oid in keys]
