@@ -1,0 +1,118 @@
+"""Background removal of what nobody can reach any more: orphan inodes, and the objects left as garbage."""
+
+import trio
+
+from aifs.core import faults
+from aifs.core.errors import FsError, Unavailable
+from aifs.core.log import logger
+from aifs.data.servers import Servers
+from aifs.data.striped import delete_batch
+from aifs.meta import keys, namespace
+from aifs.meta.kv import Engine, ReadTransaction, Transaction
+from aifs.meta.records import Garbage, decode_garbage
+
+_log = logger(__name__)
+
+_BATCH = 256
+_RETRY_S = 10.0
+
+_ERASED = faults.declare("vfs.collect.erased", "orphans are erased, their objects are on record as garbage")
+_DELETED = faults.declare("vfs.collect.deleted", "objects are deleted, their garbage records are not")
+
+
+class Collector:
+    """Takes orphans and garbage from the other modules and removes them in batches.
+
+    Objects are deleted only after the transaction that made them garbage is durable (I5). What cannot be deleted
+    (a failing server) keeps its garbage record and is tried again, at the latest by the next mount.
+    """
+
+    def __init__(self, engine: Engine, servers: Servers) -> None:
+        self._engine = engine
+        self._servers = servers
+        self._orphans: list[int] = []
+        self._garbage: list[int] = []
+        self._retry: list[int] = []
+        self._work = trio.Event()
+        self._draining = trio.Lock()
+
+    def add_orphan(self, ino: int) -> None:
+        """``ino`` has no name, no handle, and is unknown to the kernel."""
+        self._orphans.append(ino)
+        self._work.set()
+
+    def add_garbage(self, oid: int) -> None:
+        """There is, or is about to be, a garbage record for ``oid``."""
+        self._garbage.append(oid)
+        self._work.set()
+
+    @property
+    def backlog(self) -> int:
+        """Inodes and object sets that wait to be removed."""
+        return len(self._orphans) + len(self._garbage) + len(self._retry)
+
+    async def run(self) -> None:
+        """Collect until cancelled."""
+        while True:
+            with trio.move_on_after(_RETRY_S if self._retry else float("inf")):
+                await self._work.wait()
+            self._work = trio.Event()
+            self._garbage += self._retry
+            self._retry = []
+            try:
+                await self.drain()
+            except FsError as error:
+                _log.warning("removing deleted files has to wait: %s", error)
+                await trio.sleep(_RETRY_S)
+                self._work.set()
+
+    async def drain(self) -> None:
+        """Remove all that is waiting. Raises NoSpace or Unavailable if the metadata store cannot be changed."""
+        async with self._draining:
+            while self._orphans or self._garbage:
+                if self._orphans:
+                    batch = self._orphans[:_BATCH]
+                    self._garbage += await self._engine.transact(_erase, batch)
+                    del self._orphans[: len(batch)]
+                    faults.reach(_ERASED)
+                if self._garbage:
+                    batch = self._garbage[:_BATCH]
+                    await self._delete(batch)
+                    del self._garbage[: len(batch)]
+
+    async def _delete(self, oids: list[int]) -> None:
+        garbage = await self._engine.view(_read_garbage, oids)
+        if not garbage:
+            return
+        await self._engine.barrier()
+        failed = await delete_batch(self._servers, garbage)
+        if failed:
+            error = next(iter(failed.values()))
+            _log.info("objects of %d deleted files stay for now: %s", len(failed), error)
+        self._retry += failed
+        faults.reach(_DELETED)
+        await self._engine.transact(_forget_garbage, [oid for oid in garbage if oid not in failed])
+
+
+def _erase(tx: Transaction, inos: list[int]) -> list[int]:
+    """Erase orphans; returns the oids whose objects are garbage now."""
+    oids = []
+    for ino in inos:
+        try:
+            inode = namespace.remove_orphan(tx, ino)
+        except Unavailable as error:
+            _log.warning("deleted inode %d cannot be removed (fsck will name it): %s", ino, error)
+            continue
+        if inode is not None and inode.layout is not None:
+            oids.append(inode.oid)
+    return oids
+
+
+def _read_garbage(tx: ReadTransaction, oids: list[int]) -> dict[int, Garbage]:
+    records = {oid: tx.get(keys.garbage(oid)) for oid in oids}
+    return {oid: decode_garbage(record) for oid, record in records.items() if record is not None}
+
+
+def _forget_garbage(tx: Transaction, oids: list[int]) -> None:
+    for oid in oids:
+        tx.delete(keys.garbage(oid))

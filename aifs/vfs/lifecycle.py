@@ -1,0 +1,84 @@
+"""The life of an open filesystem: recovery, background tasks, orderly close."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import trio
+
+from aifs.core import faults
+from aifs.core.config import Config
+from aifs.core.log import logger
+from aifs.core.tasks import first_error
+from aifs.vfs.filesystem import Filesystem
+from aifs.vfs.recovery import recover
+from aifs.vfs.store import open_store, set_clean
+
+_log = logger(__name__)
+
+_RESTART_S = 10
+
+
+@asynccontextmanager
+async def open_filesystem(
+    config: Config, read_only: bool = False, mountpoint: str = "", atime: bool = True
+) -> AsyncIterator[Filesystem]:
+    """Own the store, recover it, and serve until the block ends; then everything is made durable.
+
+    Raises StoreError, StoreBusy. A store that is opened read-only is recovered all the same, as ext4 does.
+    """
+    store = await open_store(config, mountpoint=mountpoint, read_only=read_only)
+    closed = False
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_keep_running, store.engine.run)
+            fs = Filesystem(store, mountpoint, read_only, atime)
+            fs.recovered = await recover(store, fs.collector)
+            if not store.clean:
+                _log.info("the store was not closed in order: %s", fs.recovered)
+            await set_clean(store.engine, False)
+            error = None
+            async with trio.open_nursery() as background:
+                background.start_soon(_keep_running, fs.collector.run)
+                background.start_soon(_keep_running, fs.writeback.run)
+                try:
+                    yield fs
+                except BaseException as raised:  # noqa: BLE001 (raised again, outside the nurseries that would wrap it)
+                    error = raised
+                background.cancel_scope.cancel()
+            if not isinstance(error, faults.SimulatedCrash):
+                with trio.CancelScope(shield=True):
+                    await _close(fs)
+                closed = True
+            nursery.cancel_scope.cancel()
+        if error is not None:
+            raise error
+    except BaseException as raised:  # noqa: BLE001 (raised again, out of its group)
+        cause = first_error(raised)
+        if isinstance(cause, faults.SimulatedCrash):
+            store.abandon()
+        else:
+            store.close(orderly=closed)
+        raise cause from None
+    store.close()
+
+
+async def _keep_running(task: Callable[[], Awaitable[None]]) -> None:
+    """A fault in background work is logged, and does not end the mount."""
+    while True:
+        try:
+            return await task()
+        except Exception:  # noqa: BLE001 (logged with its stack)
+            _log.exception("background work failed; it starts again in %d s", _RESTART_S)
+            await trio.sleep(_RESTART_S)
+
+
+async def _close(fs: Filesystem) -> None:
+    """What is still open is closed, deleted files are removed, all is synced, and the store is marked clean."""
+    for file in list(fs.io.open.values()):
+        file.handles = 1
+        await fs.io.release(file)
+    for ino in fs._orphans:
+        fs.collector.add_orphan(ino)
+    await fs.collector.drain()
+    await fs.sync()
+    await set_clean(fs.store.engine, True)

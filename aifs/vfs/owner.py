@@ -1,0 +1,60 @@
+"""One owner per store: a lock file in the metadata directory."""
+
+import fcntl
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+
+from aifs.core import files
+from aifs.core.errors import StoreBusy
+
+NAME = "owner"
+
+_RECORD_BYTES = 4096  # overwritten in place: on a full disk there is room for nothing else
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who has the store open; ``mountpoint`` is empty for a command such as fsck."""
+
+    pid: int
+    host: str
+    mountpoint: str
+
+
+class OwnerLock:
+    """Held from construction to ``release``, or to the death of the process. Raises StoreBusy naming the owner."""
+
+    def __init__(self, meta_directory: str, mountpoint: str) -> None:
+        self._fd = files.open_file(os.path.join(meta_directory, NAME), create=True)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            files.close_file(self._fd)
+            raise StoreBusy(_describe(meta_directory)) from None
+        me = json.dumps(asdict(Owner(os.getpid(), socket.gethostname(), mountpoint))).encode()
+        files.write_at(self._fd, me.ljust(_RECORD_BYTES), 0)
+
+    def release(self, orderly: bool) -> None:
+        """Let go. ``orderly``: everything acknowledged is safe; the next one to read the file sees no owner."""
+        if orderly:
+            files.write_at(self._fd, bytes(_RECORD_BYTES), 0)
+        files.close_file(self._fd)
+
+
+def read_owner(meta_directory: str) -> Owner | None:
+    """Who has the store, or had it and did not close it in order; else None."""
+    try:
+        record = files.read_file(os.path.join(meta_directory, NAME)) or b""
+        return Owner(**json.loads(record.strip(b"\0 ")))
+    except (ValueError, TypeError):
+        return None
+
+
+def _describe(meta_directory: str) -> str:
+    owner = read_owner(meta_directory)
+    if owner is None:
+        return f"{meta_directory}: the store is in use by another process"
+    where = f", mounted at {owner.mountpoint}" if owner.mountpoint else ""
+    return f"{meta_directory}: the store is in use by pid {owner.pid} on host {owner.host}{where}"

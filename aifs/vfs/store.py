@@ -1,0 +1,283 @@
+"""A store on disk: making one, opening one, adding data servers to it.
+
+The metadata holds the store's identity and the table of its data servers; every directory carries the same
+identity in its marker. The table is what counts: a configuration names directories when a store is made.
+"""
+
+import json
+import os
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+import trio
+
+from aifs.core import files
+from aifs.core.config import Config, is_directory_source
+from aifs.core.errors import StoreError
+from aifs.data.marker import NAME as MARKER_NAME
+from aifs.data.marker import Marker, read_marker, write_marker
+from aifs.data.servers import Servers
+from aifs.meta import keys
+from aifs.meta.keys import FIRST_FREE_ID, ROOT_INO
+from aifs.meta.kv import Engine, ReadTransaction, Transaction
+from aifs.meta.lmdb_engine import LmdbEngine
+from aifs.meta.records import Inode
+from aifs.vfs.owner import NAME as OWNER_NAME
+from aifs.vfs.owner import OwnerLock
+
+FORMAT = 1
+
+LOST_AND_FOUND = "lost+found"
+"""Left alone in every directory: the filesystem's own below a mount point, and what fsck has moved aside."""
+
+_OWN_NAMES = {
+    "meta": {OWNER_NAME, "data.mdb", "journal.0", "journal.1"},
+    "data": {"objects"},
+    "burst": set(),
+}
+
+
+@dataclass(slots=True)
+class Store:
+    """An open store. ``clean``: it was closed in order, so nothing needs to be recovered."""
+
+    config: Config
+    uuid: str
+    clean: bool
+    engine: LmdbEngine
+    servers: Servers
+    owner: OwnerLock
+
+    def close(self, orderly: bool = True) -> None:
+        """Blocks; the metadata is durable when it returns. The caller has stopped all use of the store.
+
+        ``orderly``: all else is durable too. Raises Unavailable, with the store let go, if something acknowledged
+        is not on stable storage.
+        """
+        self.servers.close()
+        try:
+            self.engine.close()
+        except BaseException:
+            orderly = False
+            raise
+        finally:
+            self.owner.release(orderly)
+
+    def abandon(self) -> None:
+        """Let go without writing anything, as the death of the process would."""
+        self.servers.close()
+        self.engine.abandon()
+        self.owner.release(orderly=False)
+
+
+# --- format ------------------------------------------------------------------------------------------
+
+
+def format_store(config: Config, force: bool) -> str:
+    """Make an empty store in the configured directories; returns its uuid. Blocks; durable when it returns.
+
+    Without ``force`` all directories must be empty or missing; with it, stores in them are erased. Files that
+    are not a store's are never erased. Raises StoreError, StoreBusy.
+    """
+    meta = config.meta.directory
+    roles = [("meta", 0, meta)]
+    roles += [("data", number, path) for number, path in enumerate(config.servers)]
+    roles += [("burst", number, path) for number, path in enumerate(config.burst.directories)]
+    _require_distinct([path for _, _, path in roles])
+    for role, _, path in roles:
+        _require_usable(role, path, force)
+    files.make_dirs(meta)
+    owner = OwnerLock(meta, "")
+    try:
+        for role, _, path in roles:
+            files.make_dirs(path)
+            _erase(role, path)
+        identity = str(uuid.uuid4())
+        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        for role, number, path in roles[1:]:
+            write_marker(path, Marker(FORMAT, identity, role, number, created))
+        paths = {number: _recorded_path(config, path) for number, path in enumerate(config.servers)}
+        engine = LmdbEngine(meta)
+        try:
+            trio.run(engine.transact, _write_first_records, identity, paths)
+        finally:
+            engine.close()
+        # The marker of the metadata directory comes last: without it there is no store.
+        write_marker(meta, Marker(FORMAT, identity, "meta", 0, created))
+    finally:
+        owner.release(orderly=True)
+    return identity
+
+
+def _write_first_records(tx: Transaction, identity: str, paths: dict[int, str]) -> None:
+    now = time.time_ns()
+    superblock = {"format": FORMAT, "uuid": identity, "created_s": now // 10**9, "clean": True}
+    tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())
+    tx.add(keys.COUNTER_IDS, FIRST_FREE_ID)
+    tx.add(keys.COUNTER_INODES, 1)
+    root = Inode(ROOT_INO, 0o040755, os.getuid(), os.getgid(), 2, 0, 0, 0, now, now, now, parent=ROOT_INO)
+    tx.put(keys.inode(ROOT_INO), root.encode())
+    for number, path in paths.items():
+        _put_server(tx, number, path)
+
+
+def _put_server(tx: Transaction, number: int, path: str) -> None:
+    tx.put(keys.server(number), json.dumps({"path": path}).encode())
+
+
+def _require_distinct(paths: list[str]) -> None:
+    seen: dict[str, str] = {}
+    for path in paths:
+        real = os.path.realpath(path)
+        for other, named in seen.items():
+            if os.path.commonpath([real, other]) in (real, other):
+                raise StoreError(f"{path}: is, holds, or lies in {named}; each needs a directory of its own")
+        seen[real] = path
+
+
+def _foreign(role: str, path: str) -> list[str]:
+    """Names in ``path`` that a directory of this role does not have."""
+    return sorted(set(os.listdir(path)) - {MARKER_NAME, LOST_AND_FOUND} - _OWN_NAMES[role])
+
+
+def _require_usable(role: str, path: str, force: bool) -> None:
+    try:
+        names = os.listdir(path)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise StoreError(f"{path}: is not a directory; name one for the {role} files") from None
+    if not set(names) - {LOST_AND_FOUND}:
+        return
+    foreign = _foreign(role, path)
+    if foreign:
+        raise StoreError(f"{path}: holds {foreign[0]!r}, which is not a store's; use an empty directory")
+    if not force:
+        raise StoreError(f"{path}: holds a store already; --force erases it and all files in it")
+
+
+def _erase(role: str, path: str) -> None:
+    for name in _OWN_NAMES[role] | {MARKER_NAME}:
+        own = os.path.join(path, name)
+        for directory, _, names in os.walk(own, topdown=False):
+            for inner in names:
+                files.unlink(os.path.join(directory, inner))
+            files.remove_dir(directory)
+        if os.path.lexists(own) and name != OWNER_NAME:
+            files.unlink(own)
+    files.sync_dir(path)
+
+
+# --- open --------------------------------------------------------------------------------------------
+
+
+async def open_store(config: Config, *, mountpoint: str = "", read_only: bool = False) -> Store:
+    """Own and open a store, with its journal replayed. Raises StoreError, StoreBusy.
+
+    Opening blocks the thread: it is done before anything else runs in it.
+    """
+    meta = config.meta.directory
+    if not os.path.isdir(meta):
+        raise StoreError(f"{config.source}: there is no store; make one with: aifs format {config.source}")
+    marker = read_marker(meta)
+    owner = OwnerLock(meta, mountpoint)
+    engine = servers = None
+    try:
+        engine = LmdbEngine(meta, config.meta.commit_interval_s)
+        superblock, paths = await _read_identity(engine, meta)
+        if superblock["uuid"] != marker.store:
+            raise StoreError(f"{meta}: the metadata belongs to another store than the directory's marker says")
+        if superblock["format"] != FORMAT:
+            raise StoreError(f"{meta}: the store has format {superblock['format']}; this version knows {FORMAT} alone")
+        table = {number: os.path.join(config.source, path) for number, path in paths.items()}
+        _require_registered(config, table)
+        servers = Servers(table, superblock["uuid"], threads=config.data.threads)
+        servers.check_identity(read_only=read_only)
+        return Store(config, superblock["uuid"], superblock["clean"], engine, servers, owner)
+    except BaseException:
+        if servers is not None:
+            servers.close()
+        if engine is not None:
+            engine.abandon()
+        owner.release(orderly=True)
+        raise
+
+
+async def _read_identity(engine: Engine, meta: str) -> tuple[dict, dict[int, str]]:
+    """The superblock, and the path of each server. Raises StoreError if they are damaged."""
+
+    def read(tx: ReadTransaction) -> tuple[dict, dict[int, str]]:
+        superblock = json.loads(tx.get(keys.SUPERBLOCK) or b"")
+        servers = {keys.number(key): json.loads(value)["path"] for key, value in tx.range(*keys.all_of(b"s"))}
+        return {key: superblock[key] for key in ("uuid", "format", "clean")}, servers
+
+    try:
+        return await engine.view(read)
+    except (ValueError, TypeError, KeyError) as error:
+        raise StoreError(f"{meta}: the store's own records are damaged; restore the directory from a copy") from error
+
+
+def _require_registered(config: Config, table: dict[int, str]) -> None:
+    if is_directory_source(config.source):
+        return
+    known = {os.path.realpath(path) for path in table.values()}
+    for path in config.servers:
+        if os.path.realpath(path) not in known:
+            raise StoreError(
+                f"{config.source}: server {path} is not part of the store; add it with: "
+                f"aifs server add {config.source} {path}"
+            )
+
+
+async def set_clean(engine: Engine, clean: bool) -> None:
+    """Record whether the store is closed in order, durably when this returns."""
+
+    def update(tx: Transaction) -> None:
+        superblock = json.loads(tx.get(keys.SUPERBLOCK))
+        superblock["clean"] = clean
+        tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())
+
+    await engine.transact(update)
+    await engine.barrier()
+
+
+# --- add a server ------------------------------------------------------------------------------------
+
+
+def add_server(config: Config, directory: str) -> int:
+    """Add a data server to a store that is not mounted; returns its id. Blocks; durable when it returns."""
+
+    async def add() -> int:
+        store = await open_store(config)
+        try:
+            return await register_server(store, directory)
+        finally:
+            store.close()
+
+    return trio.run(add)
+
+
+async def register_server(store: Store, directory: str) -> int:
+    """Make ``directory`` a data server of the open store; new files use it from now on. Durable when this returns.
+
+    Raises StoreError if it is not an empty directory.
+    """
+    directory = os.path.abspath(directory)
+    _require_distinct([directory, store.config.meta.directory, *(s.path for s in store.servers.values())])
+    _require_usable("data", directory, force=False)
+    number = max(store.servers) + 1
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    files.make_dirs(directory)
+    write_marker(directory, Marker(FORMAT, store.uuid, "data", number, created))
+    await store.engine.transact(_put_server, number, _recorded_path(store.config, directory))
+    store.servers.add(number, directory)  # before anything waits: the next one takes the next number
+    await store.engine.barrier()
+    return number
+
+
+def _recorded_path(config: Config, path: str) -> str:
+    """Relative for what lies below a source directory, so that the whole can be moved."""
+    below = is_directory_source(config.source) and os.path.commonpath([config.source, path]) == config.source
+    return os.path.relpath(path, config.source) if below else path
