@@ -1,0 +1,264 @@
+"""The FUSE edge: each handler turns one request into one call of the filesystem and its answer into a reply.
+
+Nothing is decided here. Errors pass one choke point (``answers``), because an exception that reaches pyfuse3 would
+end the mount. Permissions are checked by the kernel (default_permissions), so there is no access handler.
+"""
+
+import errno
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import pyfuse3
+from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestContext, SetattrFields
+
+from aifs.core.config import KernelConfig
+from aifs.core.errors import FsError, NotFound
+from aifs.fuse.requests import Scheduler
+from aifs.meta.records import Inode
+from aifs.vfs.filesystem import Filesystem
+from aifs.vfs.types import SetAttr
+
+log = logging.getLogger(__name__)
+
+PREFERRED_IO = 64 << 10
+"""st_blksize: what stdio and Python's open() buffer by. Each write is a round trip, so more than a page."""
+
+Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
+
+
+def answers(handler: Handler) -> Handler:
+    """The choke point: FsError is answered with its errno; another exception is logged and answered with EIO.
+
+    It also counts the requests that are being answered; whoever else runs meanwhile sees those that wait.
+    """
+
+    @functools.wraps(handler)
+    async def answer(self: "Operations", *args: Any) -> Any:
+        scheduler = self._scheduler
+        scheduler.waiting_requests += 1
+        try:
+            return await handler(self, *args)
+        except FsError as error:
+            raise FUSEError(error.errno) from None
+        except Exception:
+            log.exception("%s failed; answered with EIO", handler.__name__)
+            raise FUSEError(errno.EIO) from None
+        finally:
+            scheduler.waiting_requests -= 1
+
+    return answer  # type: ignore[return-value]
+
+
+def fill(entry: EntryAttributes, inode: Inode) -> EntryAttributes:
+    """Copy the attributes of ``inode`` to ``entry``, and return it."""
+    entry.st_ino = inode.ino
+    entry.st_mode = inode.mode
+    entry.st_nlink = inode.nlink
+    entry.st_uid = inode.uid
+    entry.st_gid = inode.gid
+    entry.st_rdev = inode.rdev
+    entry.st_size = inode.size
+    entry.st_blocks = inode.blocks
+    entry.st_atime_ns = inode.atime_ns
+    entry.st_mtime_ns = inode.mtime_ns
+    entry.st_ctime_ns = inode.ctime_ns
+    return entry
+
+
+def changes(attr: EntryAttributes, fields: SetattrFields) -> SetAttr:
+    """What a SETATTR request asks for."""
+    return SetAttr(
+        mode=attr.st_mode if fields.update_mode else None,
+        uid=attr.st_uid if fields.update_uid else None,
+        gid=attr.st_gid if fields.update_gid else None,
+        size=attr.st_size if fields.update_size else None,
+        atime_ns=attr.st_atime_ns if fields.update_atime else None,
+        mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
+        ctime_ns=attr.st_ctime_ns if fields.update_ctime else None,
+    )
+
+
+def drop_cached_attributes(ino: int) -> None:
+    """Have the kernel ask again for the attributes of ``ino``.
+
+    Only while the kernel waits for an answer about this inode: then the inode cannot be on its way out of the
+    kernel's cache, which this call would wait for.
+    """
+    try:
+        pyfuse3.invalidate_inode(ino, attr_only=True)
+    except FileNotFoundError:
+        pass  # the kernel does not know it, so there is nothing to drop
+
+
+class Operations(pyfuse3.Operations):
+    """pyfuse3's handlers over one open Filesystem."""
+
+    supports_dot_lookup = False
+
+    def __init__(self, fs: Filesystem, kernel: KernelConfig, scheduler: Scheduler) -> None:
+        super().__init__()
+        self._fs = fs
+        self._kernel = kernel
+        self._scheduler = scheduler
+        self._negative = EntryAttributes()
+        self._negative.entry_timeout = kernel.negative_timeout_s
+        fs.on_attr_change = drop_cached_attributes
+
+    def _blank(self) -> EntryAttributes:
+        entry = EntryAttributes()
+        entry.entry_timeout = self._kernel.entry_timeout_s
+        entry.attr_timeout = self._kernel.attr_timeout_s
+        entry.st_blksize = PREFERRED_IO
+        return entry
+
+    def _entry(self, inode: Inode) -> EntryAttributes:
+        return fill(self._blank(), inode)
+
+    # names
+
+    @answers
+    async def lookup(self, parent: int, name: bytes, ctx: RequestContext) -> EntryAttributes:
+        try:
+            return self._entry(await self._fs.lookup(parent, name))
+        except NotFound:
+            return self._negative
+
+    @answers
+    async def create(
+        self, parent: int, name: bytes, mode: int, flags: int, ctx: RequestContext
+    ) -> tuple[FileInfo, EntryAttributes]:
+        handle, inode = await self._fs.create(parent, name, mode, flags, ctx)
+        return FileInfo(handle), self._entry(inode)
+
+    @answers
+    async def mknod(
+        self, parent: int, name: bytes, mode: int, rdev: int, ctx: RequestContext
+    ) -> EntryAttributes:
+        return self._entry(await self._fs.mknod(parent, name, mode, rdev, ctx))
+
+    @answers
+    async def mkdir(self, parent: int, name: bytes, mode: int, ctx: RequestContext) -> EntryAttributes:
+        return self._entry(await self._fs.mkdir(parent, name, mode, ctx))
+
+    @answers
+    async def symlink(
+        self, parent: int, name: bytes, target: bytes, ctx: RequestContext
+    ) -> EntryAttributes:
+        return self._entry(await self._fs.symlink(parent, name, target, ctx))
+
+    @answers
+    async def readlink(self, ino: int, ctx: RequestContext) -> bytes:
+        return await self._fs.readlink(ino)
+
+    @answers
+    async def link(
+        self, ino: int, new_parent: int, new_name: bytes, ctx: RequestContext
+    ) -> EntryAttributes:
+        return self._entry(await self._fs.link(ino, new_parent, new_name))
+
+    @answers
+    async def unlink(self, parent: int, name: bytes, ctx: RequestContext) -> None:
+        await self._fs.unlink(parent, name)
+
+    @answers
+    async def rmdir(self, parent: int, name: bytes, ctx: RequestContext) -> None:
+        await self._fs.rmdir(parent, name)
+
+    @answers
+    async def rename(
+        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, ctx: RequestContext
+    ) -> None:
+        await self._fs.rename(parent, name, new_parent, new_name, flags)
+
+    @answers
+    async def forget(self, inodes: Sequence[tuple[int, int]]) -> None:
+        self._fs.forget([ino for ino, _ in inodes])
+
+    # attributes
+
+    @answers
+    async def getattr(self, ino: int, ctx: RequestContext) -> EntryAttributes:
+        return self._entry(await self._fs.getattr(ino))
+
+    @answers
+    async def setattr(
+        self, ino: int, attr: EntryAttributes, fields: SetattrFields, handle: int | None, ctx: RequestContext
+    ) -> EntryAttributes:
+        return self._entry(await self._fs.setattr(ino, changes(attr, fields), ctx, handle))
+
+    @answers
+    async def getxattr(self, ino: int, name: bytes, ctx: RequestContext) -> bytes:
+        return await self._fs.getxattr(ino, name)
+
+    @answers
+    async def setxattr(self, ino: int, name: bytes, value: bytes, ctx: RequestContext) -> None:
+        await self._fs.setxattr(ino, name, value, caller=ctx)  # pyfuse3 has seen to the flags
+
+    @answers
+    async def listxattr(self, ino: int, ctx: RequestContext) -> Sequence[bytes]:
+        return await self._fs.listxattr(ino, ctx)
+
+    @answers
+    async def removexattr(self, ino: int, name: bytes, ctx: RequestContext) -> None:
+        await self._fs.removexattr(ino, name)
+
+    @answers
+    async def statfs(self, ctx: RequestContext) -> pyfuse3.StatvfsData:
+        stats, reply = await self._fs.statfs(), pyfuse3.StatvfsData()
+        reply.f_bsize = reply.f_frsize = stats.block_size
+        reply.f_blocks, reply.f_bfree, reply.f_bavail = stats.blocks, stats.free, stats.available
+        reply.f_files, reply.f_ffree, reply.f_favail = stats.files, stats.files_free, stats.files_free
+        reply.f_namemax = stats.name_max
+        return reply
+
+    # files
+
+    @answers
+    async def open(self, ino: int, flags: int, ctx: RequestContext) -> FileInfo:
+        return FileInfo(await self._fs.open(ino, flags))  # keeps the kernel's cache: nobody else changes files
+
+    @answers
+    async def read(self, handle: int, offset: int, length: int) -> Any:
+        return await self._fs.read(handle, offset, length)
+
+    @answers
+    async def write(self, handle: int, offset: int, data: bytes) -> int:
+        return await self._fs.write(handle, offset, data)
+
+    # No flush: a write leaves nothing to do for close(2). The kernel asks once, is told ENOSYS, and saves a
+    # round trip per close from then on.
+
+    @answers
+    async def release(self, handle: int) -> None:
+        await self._fs.release(handle)
+
+    @answers
+    async def fsync(self, handle: int, datasync: bool) -> None:
+        await self._fs.fsync(handle, datasync)
+
+    # directories
+
+    @answers
+    async def opendir(self, ino: int, ctx: RequestContext) -> int:
+        return await self._fs.opendir(ino)
+
+    @answers
+    async def readdir(self, handle: int, cookie: int, token: ReaddirToken) -> None:
+        # What is left of a batch when the reply is full is not kept for the next request: the kernel caches the
+        # names and attributes of a reply as those of the time when it asked.
+        entry = self._blank()
+        while batch := await self._fs.readdir(handle, cookie):
+            for name, inode, next_cookie in batch:
+                if not pyfuse3.readdir_reply(token, name, fill(entry, inode), next_cookie):
+                    return
+                cookie = next_cookie
+
+    @answers
+    async def releasedir(self, handle: int) -> None:
+        await self._fs.releasedir(handle)
+
+    @answers
+    async def fsyncdir(self, handle: int, datasync: bool) -> None:
+        await self._fs.fsyncdir(handle)

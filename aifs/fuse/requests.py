@@ -1,0 +1,107 @@
+"""How the daemon waits for the kernel's next request. Touches pyfuse3's scheduler hook and trio, nothing of ours.
+
+A client that waits for an answer sends its next request some microseconds after it got one. Sleeping in
+epoll until then costs two wake-ups of an idle processor and two passes of the scheduler, several times
+what answering costs. So after a request the reading task looks again for a short while before it sleeps
+(as network stacks and hypervisors do: busy polling). It does so only while that pays: when the wait before was short, when
+no request waits for a worker thread (the thread would want the interpreter), and when there is
+a second processor.
+
+pyfuse3 takes its scheduler from its module attribute ``trio``; that is how its asyncio mode replaces it.
+``install`` puts ``Scheduler`` there: trio with another lock and another wait_readable.
+"""
+
+import os
+import select
+import time
+from collections import deque
+
+import pyfuse3
+import trio
+
+BUSY_POLL_S = 100e-6
+"""How long to look before sleeping. About twice the time between two requests of one client process."""
+
+PASS_INTERVAL_S = 500e-6
+"""Other tasks get a turn at least this often while requests keep coming."""
+
+
+class ReaderLock:
+    """Decides which task reads the next request.
+
+    Unlike trio.Lock it is not handed over: whoever released it may take it again before those who
+    wait have run. So a task that answers requests without suspending goes on reading them itself,
+    and another one takes over when it does suspend.
+    """
+
+    def __init__(self) -> None:
+        self._held = False
+        self._waiting: deque[trio.lowlevel.Task] = deque()
+
+    async def __aenter__(self) -> None:
+        while self._held:
+            task = trio.lowlevel.current_task()
+            self._waiting.append(task)
+
+            def abort(_: object, task: trio.lowlevel.Task = task) -> trio.lowlevel.Abort:
+                self._waiting.remove(task)
+                return trio.lowlevel.Abort.SUCCEEDED
+
+            await trio.lowlevel.wait_task_rescheduled(abort)
+        self._held = True
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._held = False
+        if self._waiting:
+            trio.lowlevel.reschedule(self._waiting.popleft())
+
+
+class Scheduler:
+    """What pyfuse3 uses of trio. ``waiting_requests`` counts the requests whose answer waits for something."""
+
+    Lock = ReaderLock
+    ClosedResourceError = trio.ClosedResourceError
+    open_nursery = staticmethod(trio.open_nursery)
+    current_task = staticmethod(trio.lowlevel.current_task)
+    current_trio_token = staticmethod(trio.lowlevel.current_trio_token)
+    notify_closing = staticmethod(trio.lowlevel.notify_closing)
+
+    def __init__(self, busy_poll_s: float) -> None:
+        self.lowlevel = self  # pyfuse3 calls both trio.X and trio.lowlevel.X
+        self.waiting_requests = 0
+        self._busy_poll_s = busy_poll_s
+        self._poll: select.poll | None = None
+        self._last_pass = 0.0
+        self._last_wait_s = 0.0
+
+    async def wait_readable(self, fd: int) -> None:
+        """Return when ``fd`` is readable. Suspends, and so lets other tasks run, only if that takes longer."""
+        start = time.perf_counter()
+        if (
+            self._last_wait_s < self._busy_poll_s
+            and not self.waiting_requests
+            and start < self._last_pass + PASS_INTERVAL_S
+            and self._readable_soon(fd, start)
+        ):
+            return
+        await trio.lowlevel.wait_readable(fd)
+        self._last_pass = time.perf_counter()
+        self._last_wait_s = self._last_pass - start
+
+    def _readable_soon(self, fd: int, start: float) -> bool:
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(fd, select.POLLIN)
+        poll, clock, end = self._poll.poll, time.perf_counter, start + self._busy_poll_s
+        while not poll(0):
+            if clock() > end:
+                return False
+        return True
+
+
+def install() -> Scheduler:
+    """Make pyfuse3 wait this way from now on; before ``pyfuse3.main``."""
+    alone = len(os.sched_getaffinity(0)) == 1
+    scheduler = Scheduler(0.0 if alone else BUSY_POLL_S)
+    pyfuse3.trio = scheduler
+    return scheduler

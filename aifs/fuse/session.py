@@ -1,0 +1,150 @@
+"""One mount, from opening the store to leaving it in order. Touches the kernel's mount and this process's limits.
+
+The order is what matters: nothing is mounted unless the store is open; nobody is told "ready" before a request
+has been answered; the store is closed only after the kernel can send no more requests.
+"""
+
+import errno
+import gc
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pyfuse3
+import trio
+
+from aifs.core import files
+from aifs.core.config import Config
+from aifs.core.errors import MountError
+from aifs.core.log import dump_stacks
+from aifs.core.tasks import first_error
+from aifs.fuse import requests
+from aifs.fuse.operations import Operations
+from aifs.fuse.options import MountOptions
+from aifs.vfs.lifecycle import open_filesystem
+
+log = logging.getLogger(__name__)
+
+READER_TASKS = 1
+"""Idle tasks that pyfuse3 keeps besides the one that reads; the lock makes more of them useless."""
+
+MAX_TASKS = 99
+"""Requests that may wait at once; the kernel sends at most 12 reads ahead, but any number of processes ask."""
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a worker thread waits for the interpreter before it asks for it; Python's 5 ms is ten requests."""
+
+
+_NOBODY_WAITS = os.strerror(errno.ENOENT)
+
+
+def is_error(record: logging.LogRecord) -> bool:
+    """pyfuse3 logs each reply that the kernel refuses; that nobody waits for it any more is no error."""
+    return not record.getMessage().endswith(f"failed with {_NOBODY_WAITS}")
+
+
+def serve(config: Config, mountpoint: str, options: MountOptions, on_ready: Callable[[], None]) -> None:
+    """Mount the store on ``mountpoint`` and serve until it is unmounted, or SIGTERM or SIGINT arrives.
+
+    Blocks. ``on_ready`` is called once, when the mount answers. On return nothing is mounted, and everything
+    acknowledged is on stable storage. Raises StoreError, StoreBusy, MountError; then nothing was mounted.
+    """
+    logging.getLogger("pyfuse3").addFilter(is_error)
+    _raise_file_limit()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        trio.run(_serve, config, mountpoint, options, on_ready)
+    except BaseException as error:  # noqa: BLE001 (raised again, out of its group)
+        raise first_error(error) from error.__cause__
+
+
+async def _serve(config: Config, mountpoint: str, options: MountOptions, on_ready: Callable[[], None]) -> None:
+    scheduler = requests.install()
+    atime = "noatime" not in options.fuse_options
+    async with open_filesystem(config, options.read_only, mountpoint, atime) as fs:
+        with _mounted(Operations(fs, config.kernel, scheduler), mountpoint, mount_arguments(config, options)):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_handle_signals, mountpoint)
+                nursery.start_soon(_announce, mountpoint, config.kernel.read_ahead, on_ready)
+                gc.freeze()
+                await pyfuse3.main(READER_TASKS, MAX_TASKS)
+                nursery.cancel_scope.cancel()
+        log.info("unmounted %s", mountpoint)
+
+
+def mount_arguments(config: Config, options: MountOptions) -> set[str]:
+    """The names by which mount(8), df and umount know the mount, and what the user chose."""
+    chosen = {f"fsname={_escaped(config.source)}", "subtype=aifs", "default_permissions", *options.fuse_options}
+    if options.read_only:
+        chosen.add("ro")
+    if options.allow_other:
+        chosen.add("allow_other")
+    return chosen
+
+
+def _escaped(value: str) -> str:
+    """``value`` as libfuse's option parser wants it."""
+    return value.replace("\\", "\\\\").replace(",", "\\,")
+
+
+@contextmanager
+def _mounted(operations: Operations, mountpoint: str, fuse_options: set[str]) -> Iterator[None]:
+    try:
+        pyfuse3.init(operations, mountpoint, fuse_options)
+    except RuntimeError as error:  # libfuse tells the reason on stderr alone
+        raise MountError(f"cannot mount on {mountpoint}: {error}") from None
+    try:
+        yield
+    finally:
+        pyfuse3.close(unmount=True)
+
+
+async def _announce(mountpoint: str, read_ahead: int, on_ready: Callable[[], None]) -> None:
+    """Wait for the mount's first answer, set its read-ahead, and say that it serves."""
+    await trio.to_thread.run_sync(_set_read_ahead, mountpoint, read_ahead, abandon_on_cancel=True)
+    log.info("serving %s", mountpoint)
+    on_ready()
+
+
+def _set_read_ahead(mountpoint: str, read_ahead: int) -> None:
+    """Blocks until the mount answers: run in a worker thread, or it waits for itself."""
+    device = os.stat(mountpoint).st_dev
+    try:
+        with open(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb", "w") as file:
+            file.write(str(read_ahead >> 10))
+    except OSError as error:
+        log.info("read-ahead stays at the kernel's default: %s", error)
+
+
+async def _handle_signals(mountpoint: str) -> None:
+    """SIGTERM and SIGINT end the mount; a second one does so without waiting for pages that mmap left dirty."""
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) as received:
+        async with trio.open_nursery() as nursery:
+            ending = False
+            async for number in received:
+                if number == signal.SIGUSR1:
+                    dump_stacks(log)
+                elif ending:
+                    pyfuse3.terminate()
+                else:
+                    log.info("%s: unmounting %s", signal.Signals(number).name, mountpoint)
+                    ending = True
+                    nursery.start_soon(_end, mountpoint)
+
+
+async def _end(mountpoint: str) -> None:
+    try:
+        await trio.to_thread.run_sync(files.sync_filesystem, mountpoint, abandon_on_cancel=True)
+    except OSError as error:
+        log.warning("pages that programs have mapped may not have been written: %s", error)
+    pyfuse3.terminate()
+
+
+def _raise_file_limit() -> None:
+    """One descriptor for each object of each open file may be needed."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
