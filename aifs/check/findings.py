@@ -1,0 +1,98 @@
+"""What a check finds: kinds, problems while they are worked on, the report. Imports meta for types alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from aifs.meta.kv import Transaction
+
+KINDS = {
+    "bad-name": "a name that no program can use",
+    "dangling-dentry": "a name that leads to no inode",
+    "foreign-file": "a file in a data server's directory that is not of the store; never touched",
+    "garbage-in-use": "a record that would have the objects of an existing file deleted",
+    "loop": "a directory that lies below itself",
+    "misplaced-dentry": "a name in something that is not a directory",
+    "missing-directory": "a directory with names in it but without an inode",
+    "missing-object": "bytes of a file are lost: an object is not on its data server",
+    "name-index": "a name and its place in the directory listing do not match",
+    "orphan-inode": "an inode without a name that is not waiting for deletion",
+    "orphan-object": "an object that belongs to no file",
+    "second-name": "a directory with more than one name",
+    "shared-objects": "an object id that two files use",
+    "short-object": "bytes of a file are lost: an object is shorter than the file calls for",
+    "stray-record": "a record that belongs to an inode that does not exist, or contradicts it",
+    "unknown-record": "a record that is not of this format",
+    "unknown-server": "a data server that the store does not have",
+    "unlistable-server": "a data server whose objects could not be checked",
+    "unreadable-record": "a record that cannot be decoded",
+    "unrecovered": "what the last use of the store left behind could not be dealt with",
+    "wrong-counter": "a counter that contradicts the records",
+    "wrong-link-count": "a link count that is not the number of names",
+    "wrong-parent": "a directory that says it lies somewhere else",
+    "wrong-size": "a size that is not that of the bytes in the inode",
+    "wrong-type": "a name that tells a wrong type of its inode",
+}
+"""Every kind of finding, with what it means. Kinds once published keep their meaning."""
+
+SILENT = ""
+"""The kind of what has to change only because something else is mended; not reported."""
+
+Fix = Callable[[Transaction], None]
+"""A transaction function that mends one problem. It looks at the records as they are when it runs."""
+
+Subject = str | int | tuple[int, bytes]
+"""What a problem is about: a text, an inode, or a name in a directory."""
+
+RECOVERY, RECORDS, NAMELESS = range(3)
+"""When a problem is mended: before recovery would act on it; after that; when all link counts are right."""
+
+
+@dataclass(slots=True)
+class Finding:
+    """``where``: the path, as far as there is one; else the record or the file on the server."""
+
+    kind: str
+    where: str
+    detail: str
+    repaired: bool = False
+
+
+@dataclass(slots=True)
+class Problem:
+    """A finding on its way; ``where`` comes when all directories are known. No ``fix``: it must stay."""
+
+    kind: str
+    subject: Subject
+    detail: str
+    fix: Fix | None = None
+    stage: int = RECORDS
+    where: str = ""
+    repaired: bool = False
+
+    def finding(self) -> Finding:
+        return Finding(self.kind, self.where, self.detail, self.repaired)
+
+
+@dataclass(slots=True)
+class Report:
+    """``counts``: inodes, directories, files, objects, bytes (on the servers), and what recovery did."""
+
+    findings: list[Finding] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is wrong any more."""
+        return all(finding.repaired for finding in self.findings)
+
+
+Progress = Callable[[str, int, int], None]
+"""Called now and then with what is being checked, how much is done, and how much there is (estimated)."""
+
+
+def printable(name: bytes) -> str:
+    """A name as text that is safe to print, whatever its bytes."""
+    text = name.decode("utf-8", "backslashreplace")
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

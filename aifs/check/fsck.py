@@ -1,0 +1,101 @@
+"""fsck: check a whole store that nobody uses, and mend what can be mended without guessing.
+
+1. The metadata is read and judged as it is (``scan``, ``names``), before anything acts on what it says.
+2. What recovery would trip over is mended, and the store is recovered as by a mount. Without leave to mend, a
+   store that recovery would damage further is not recovered.
+3. The rest of the metadata is mended (``repair``).
+4. The objects on the data servers are compared with the inodes (``objects``).
+"""
+
+import dataclasses
+
+import trio
+
+from aifs.check.findings import NAMELESS, RECORDS, RECOVERY, SILENT, Problem, Progress, Report
+from aifs.check.objects import ObjectCheck
+from aifs.check.scan import MetadataScan
+from aifs.core.config import Config
+from aifs.core.errors import FsError
+from aifs.meta.kv import Engine
+from aifs.vfs.collector import Collector
+from aifs.vfs.recovery import recover
+from aifs.vfs.store import Store, open_store, set_clean
+
+
+def check(config: Config, repair: bool, progress: Progress | None = None) -> Report:
+    """Check the store, which must not be mounted; with ``repair`` mend it, durably when this returns. Blocks.
+
+    A store that was not closed in order is recovered, also without ``repair``, as the next mount would do.
+    Raises StoreError and StoreBusy as a mount does, Unavailable or NoSpace if the metadata cannot be changed.
+    """
+    return trio.run(_check, config, repair, progress or (lambda what, done, total: None))
+
+
+async def _check(config: Config, repair: bool, progress: Progress) -> Report:
+    store = await open_store(config)
+    report, failure = Report(), None
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store.engine.run)
+            try:
+                await _check_store(store, repair, progress, report)
+            except Exception as error:  # noqa: BLE001 (raised again below)
+                failure = error  # out of the nursery it would come as a group
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+    except BaseException:
+        store.abandon()
+        raise
+    store.close()
+    return report
+
+
+async def _check_store(store: Store, repair: bool, progress: Progress, report: Report) -> None:
+    scan = MetadataScan(store.engine, store.servers, progress)
+    await scan.run()
+    problems = scan.problems
+    if repair:
+        await _mend(store.engine, problems, RECOVERY)
+    if all(problem.repaired for problem in problems if problem.stage == RECOVERY):
+        problems += await _recover(store, report)
+    if repair:
+        await _mend(store.engine, problems, RECORDS)
+        await _mend(store.engine, problems, NAMELESS)
+    objects = ObjectCheck(store, scan.table, progress)
+    await objects.run()
+    if repair:
+        await objects.move_orphans_aside()
+        await store.engine.barrier()
+    found = [*problems, *objects.problems]
+    report.findings = [problem.finding() for problem in found if problem.kind != SILENT]
+    report.counts = objects.counts | report.counts
+
+
+async def _recover(store: Store, report: Report) -> list[Problem]:
+    """What a mount does first; its counts go to the report. Returns what stood in the way."""
+    collector = Collector(store.engine, store.servers)
+    try:
+        recovered = await recover(store, collector)
+        await collector.drain()
+        if not store.clean:
+            await set_clean(store.engine, True)
+    except FsError as error:
+        where = store.config.meta.directory
+        return [Problem("unrecovered", where, str(error), where=where)]
+    for name, number in dataclasses.asdict(recovered).items():
+        if number:
+            report.counts[f"recovered_{name}"] = number
+    return []
+
+
+async def _mend(engine: Engine, problems: list[Problem], stage: int) -> None:
+    for problem in problems:
+        if problem.stage != stage or problem.fix is None:
+            continue
+        await trio.lowlevel.checkpoint()
+        try:
+            await engine.transact(problem.fix)
+            problem.repaired = True
+        except FsError as error:
+            problem.detail += f"; cannot be repaired: {error}"

@@ -1,0 +1,271 @@
+"""The check of names: dentries, their index, and the tree that directories make. Part of the metadata scan.
+
+Dentries count, the index (entries) follows them. When an inode and its names disagree, the names count.
+"""
+
+from array import array
+from collections.abc import Callable
+from functools import partial
+
+from aifs.check import repair
+from aifs.check.findings import NAMELESS, RECORDS, RECOVERY, SILENT, Fix, Problem, Subject, printable
+from aifs.check.table import (
+    DIRECTORY,
+    HAS_NAMES,
+    LOSES_NAME,
+    MISSING,
+    NONE,
+    ORPHAN,
+    UNREADABLE,
+    InodeTable,
+    find_dentry,
+)
+from aifs.core.errors import FsError
+from aifs.meta import keys
+from aifs.meta.kv import ReadTransaction
+from aifs.meta.namespace import NAME_MAX
+from aifs.meta.records import Dentry, decode_dentry, decode_entry, encode_entry
+
+
+class NameCheck:
+    """To be called in order: ``dentry`` for all, ``resolve_dangling``, ``entry`` for all, ``conclude``."""
+
+    def __init__(self, table: InodeTable, problems: list[Problem], in_use: Callable[[int], None]) -> None:
+        self._table = table
+        self._problems = problems
+        self._in_use = in_use
+        self._dangling: list[tuple[int, bytes, Dentry]] = []
+        self._unreadable: dict[bytes, Problem] = {}  # dentries, by key
+        self._rewritten: set[bytes] = set()  # keys of entries that the repair of a dentry puts right
+
+    def _problem(
+        self, kind: str, subject: Subject, detail: str, fix: Fix | None = None, stage: int = RECORDS
+    ) -> None:
+        self._problems.append(Problem(kind, subject, detail, fix, stage))
+
+    # --- dentries ---
+
+    def dentry(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        parent, name = keys.dentry_parts(key)
+        remove = partial(repair.remove_name, parent=parent, name=name)
+        try:
+            dentry = decode_dentry(value)
+        except FsError as error:
+            problem = Problem(
+                "unreadable-record", (parent, name), str(error), partial(repair.delete, key=key)
+            )
+            self._unreadable[key] = problem
+            self._problems.append(problem)
+            return
+        table = self._table
+        directory = table.find(parent)
+        if directory == NONE and tx.get(keys.entry(parent, dentry.cookie)) is not None:
+            # Two records speak of it: there was such a directory.
+            directory = table.add(parent, DIRECTORY, MISSING)
+            self._in_use(parent)
+        if directory == NONE or not table.may_hold_names(directory):
+            self._problem("misplaced-dentry", (parent, name), f"inode {parent} is not a directory", remove)
+            self._will_lose_name(dentry, NONE)
+            return
+        table.flags[directory] |= HAS_NAMES
+        if not _is_name(name):
+            self._problem("bad-name", (parent, name), f"leads to inode {dentry.ino}", remove)
+            self._will_lose_name(dentry, directory)
+        elif dentry.ino == keys.ROOT_INO:
+            self._problem("loop", (parent, name), "leads to the root", remove)
+            table.removed[directory] += dentry.type == DIRECTORY
+        elif table.find(dentry.ino) == NONE:
+            self._dangling.append((parent, name, dentry))  # it may be a directory without an inode
+        else:
+            self._check_index(tx, parent, name, dentry)
+            self._add_name(tx, parent, name, dentry)
+
+    def resolve_dangling(self, tx: ReadTransaction) -> None:
+        for parent, name, dentry in self._dangling:
+            if self._table.find(dentry.ino) != NONE:
+                self._check_index(tx, parent, name, dentry)
+                self._add_name(tx, parent, name, dentry)
+                continue
+            self._problem("dangling-dentry", (parent, name), f"inode {dentry.ino} does not exist",
+                          partial(repair.remove_name, parent=parent, name=name))  # fmt: skip
+            self._table.removed[self._table.find(parent)] += dentry.type == DIRECTORY
+
+    def _type_of(self, row: int, told: int) -> int:
+        return told if self._table.flags[row] & UNREADABLE else self._table.type[row]
+
+    def _will_lose_name(self, dentry: Dentry, directory: int) -> None:
+        row = self._table.find(dentry.ino)
+        if row == NONE:
+            return
+        self._table.flags[row] |= LOSES_NAME
+        if self._type_of(row, dentry.type) != DIRECTORY:
+            self._table.removed[row] += 1
+        elif directory != NONE:
+            self._table.removed[directory] += 1
+
+    def _check_index(self, tx: ReadTransaction, parent: int, name: bytes, dentry: Dentry) -> None:
+        type_ = self._type_of(self._table.find(dentry.ino), dentry.type)
+        key = keys.entry(parent, dentry.cookie)
+        record = tx.get(key)
+        matches = dentry.cookie and record == encode_entry(dentry.ino, type_, name)
+        if matches:
+            self._in_use(dentry.cookie)
+        if matches and dentry.type == type_:
+            return
+        fix = partial(repair.rewrite_name, parent=parent, name=name, type_=type_)
+        if record is not None and not repair.is_taken(tx, parent, dentry.cookie, name):
+            self._rewritten.add(key)
+        if dentry.type != type_:
+            self._problem(
+                "wrong-type", (parent, name), f"says {dentry.type}, inode {dentry.ino} has {type_}", fix
+            )
+        else:
+            self._problem("name-index", (parent, name), "is not listed, or listed as something else", fix)
+
+    def _add_name(self, tx: ReadTransaction, parent: int, name: bytes, dentry: Dentry) -> None:
+        table = self._table
+        row, directory = table.find(dentry.ino), table.find(parent)
+        if self._type_of(row, dentry.type) != DIRECTORY:
+            table.names[row] += 1
+        else:
+            if table.names[row]:
+                loser = (parent, name)
+                if table.parent[row] == parent != table.at[row]:
+                    loser = table.place(tx, dentry.ino) or loser
+                    lost_by = table.find(table.at[row])
+                    table.subdirs[lost_by] -= 1
+                    table.subdirs[directory] += 1
+                    table.at[row], table.cookie[row] = parent, dentry.cookie
+                else:
+                    lost_by = directory
+                table.removed[lost_by] += 1
+                self._problem("second-name", loser, f"directory {dentry.ino} has another name",
+                              partial(repair.remove_name, parent=loser[0], name=loser[1]))  # fmt: skip
+                return
+            table.names[row] = 1
+            table.subdirs[directory] += 1
+        if not table.at[row]:
+            table.at[row], table.cookie[row] = parent, dentry.cookie
+
+    # --- entries ---
+
+    def entry(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        if key in self._rewritten:
+            return
+        parent, cookie = keys.entry_numbers(key)
+        remove = partial(repair.delete, key=key)
+        try:
+            ino, type_, name = decode_entry(value)
+        except FsError as error:
+            self._problem("unreadable-record", f"entry {cookie} of directory {parent}", str(error), remove)
+            return
+        dentry = find_dentry(tx, parent, name)
+        if dentry is not None and dentry.cookie == cookie:
+            return  # whether they match was seen from the dentry
+        lone = Dentry(ino, cookie, type_)
+        if dentry is None and self._may_restore(parent, name, lone):
+            self._restore(tx, parent, name, lone)
+        else:
+            self._problem("name-index", (parent, name), f"is listed at {cookie}, where it is not", remove)
+
+    def _may_restore(self, parent: int, name: bytes, dentry: Dentry) -> bool:
+        """Whether the inode lacks just this name: then its dentry is what has been lost."""
+        table = self._table
+        row, directory = table.find(dentry.ino), table.find(parent)
+        if NONE in (row, directory) or not _is_name(name) or not table.may_hold_names(directory):
+            return False
+        type_ = self._type_of(row, dentry.type)
+        has_one_name = type_ == DIRECTORY or table.flags[row] & UNREADABLE
+        lacks = table.names[row] < (1 if has_one_name else table.links[row])
+        return lacks and type_ == dentry.type and dentry.ino != keys.ROOT_INO
+
+    def _restore(self, tx: ReadTransaction, parent: int, name: bytes, dentry: Dentry) -> None:
+        table = self._table
+        fix = partial(repair.restore_name, parent=parent, name=name, dentry=dentry)
+        unreadable = self._unreadable.pop(keys.dentry(parent, name), None)
+        if unreadable is not None:
+            unreadable.fix = fix
+        else:
+            self._problem("name-index", (parent, name), "is listed, but is not a name", fix)
+        self._add_name(tx, parent, name, dentry)
+        changed = table.find(parent if dentry.type == DIRECTORY else dentry.ino)
+        table.removed[changed] -= 1
+
+    # --- the tree ---
+
+    def conclude(self, tx: ReadTransaction) -> None:
+        if self._table.find(keys.ROOT_INO) == NONE:
+            self._table.add(keys.ROOT_INO, DIRECTORY, MISSING)
+        self._cut_loops(tx)
+        for row in range(len(self._table)):
+            if not self._table.flags[row] & UNREADABLE:
+                self._conclude_row(row)
+
+    def _cut_loops(self, tx: ReadTransaction) -> None:
+        """Take one directory of each loop out of its place."""
+        table = self._table
+        walk_of = array("Q", bytes(8 * len(table)))  # the walk upwards that came by; 0: none yet
+        for start in range(len(table)):
+            row, path = start, []
+            while row != NONE and not walk_of[row] and table.type[row] == DIRECTORY and table.at[row]:
+                walk_of[row] = start + 1
+                path.append(row)
+                row = table.find(table.at[row])
+            if path and row != NONE and walk_of[row] == start + 1:
+                self._cut_loop(tx, min(path[path.index(row) :]))
+
+    def _cut_loop(self, tx: ReadTransaction, row: int) -> None:
+        table = self._table
+        ino = table.ino[row]
+        parent, name = table.place(tx, ino) or (table.at[row], b"")
+        self._problem("loop", ino, f"lies below itself, as {printable(name)} in directory {parent}",
+                      partial(repair.remove_name, parent=parent, name=name))  # fmt: skip
+        above = table.find(parent)
+        table.subdirs[above] -= 1
+        table.removed[above] += 1
+        table.at[row] = table.names[row] = 0
+        table.flags[row] |= LOSES_NAME
+
+    def _links(self, row: int) -> int:
+        """The link count that the inode must have, by its names or its subdirectories."""
+        table = self._table
+        return 2 + table.subdirs[row] if table.type[row] == DIRECTORY else table.names[row]
+
+    def _conclude_row(self, row: int) -> None:
+        table = self._table
+        ino, flags, links = table.ino[row], table.flags[row], self._links(row)
+        if flags & MISSING:
+            self._missing_directory(ino, table.at[row], links)
+            return
+        is_root = ino == keys.ROOT_INO
+        is_dir = table.type[row] == DIRECTORY
+        has_name = is_root or bool(table.names[row])
+        if flags & ORPHAN:
+            if not has_name and not table.links[row] and not flags & HAS_NAMES:
+                return  # deleted; it waits for the collector
+            self._problem("stray-record", ino, f"inode {ino} has an orphan record, but is not deleted",
+                          partial(repair.delete, key=keys.orphan(ino)), RECOVERY)  # fmt: skip
+        if not has_name:
+            kind = SILENT if flags & LOSES_NAME else "orphan-inode"
+            self._problem(kind, ino, f"inode {ino} has no name",
+                          partial(repair.attach, ino=ino, links=max(links, 1)), NAMELESS)  # fmt: skip
+            return
+        at = keys.ROOT_INO if is_root else table.at[row]
+        if is_dir and table.parent[row] != at:
+            self._problem("wrong-parent", ino, f"says that it lies in {table.parent[row]}, not in {at}",
+                          partial(repair.change_inode, ino=ino, changes={"parent": at}))  # fmt: skip
+        if table.links[row] != links:
+            told = table.links[row] == links + table.removed[row]
+            self._problem(SILENT if told else "wrong-link-count", ino,
+                          f"inode {ino}: {table.links[row]} links, but {links} are right",
+                          partial(repair.change_inode, ino=ino, changes={"nlink": links}))  # fmt: skip
+
+    def _missing_directory(self, ino: int, at: int, links: int) -> None:
+        parent = keys.ROOT_INO if ino == keys.ROOT_INO else at
+        self._problem("missing-directory", ino, f"inode {ino} does not exist",
+                      partial(repair.restore_directory, ino=ino, parent=parent, links=links),
+                      RECORDS if parent else NAMELESS)  # fmt: skip
+
+
+def _is_name(name: bytes) -> bool:
+    return 0 < len(name) <= NAME_MAX and b"/" not in name and b"\0" not in name and name not in (b".", b"..")

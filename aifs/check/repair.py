@@ -1,0 +1,136 @@
+"""Repairs of the metadata, as transaction functions (see meta/kv.py); they change records and nothing else.
+
+Each may run where it, or others, have run before: a repair that was interrupted is just started again.
+What has lost its name gets one in /lost+found; nothing that holds bytes is ever removed.
+"""
+
+import os
+import stat
+import time
+from typing import Any
+
+from aifs.check.table import find_dentry, find_entry_name, lost_name
+from aifs.meta import keys, namespace
+from aifs.meta.kv import ReadTransaction, Transaction
+from aifs.meta.records import Dentry, Inode, encode_entry
+
+LOST_AND_FOUND = b"lost+found"
+
+
+def delete(tx: Transaction, key: bytes) -> None:
+    tx.delete(key)
+
+
+def put(tx: Transaction, key: bytes, value: bytes) -> None:
+    tx.put(key, value)
+
+
+def shift_counter(tx: Transaction, key: bytes, delta: int) -> None:
+    tx.add(key, delta)
+
+
+def change_inode(tx: Transaction, ino: int, changes: dict[str, Any]) -> None:
+    inode = namespace.get_inode(tx, ino)
+    for name, value in changes.items():
+        setattr(inode, name, value)
+    tx.put(keys.inode(ino), inode.encode())
+
+
+# --- names -------------------------------------------------------------------------------------------
+
+
+def rewrite_name(tx: Transaction, parent: int, name: bytes, type_: int) -> None:
+    """Give a dentry the right type, and the entry to match; the entry's place changes only if it is taken."""
+    dentry = namespace.get_dentry(tx, parent, name)
+    _put_name(tx, parent, name, Dentry(dentry.ino, _usable_cookie(tx, parent, name, dentry.cookie), type_))
+
+
+def restore_name(tx: Transaction, parent: int, name: bytes, dentry: Dentry) -> None:
+    """The dentry of an entry that has none."""
+    cookie = _usable_cookie(tx, parent, name, dentry.cookie)
+    _put_name(tx, parent, name, dentry._replace(cookie=cookie))
+
+
+def remove_name(tx: Transaction, parent: int, name: bytes) -> None:
+    """A name and its entry; link counts are mended by themselves."""
+    dentry = find_dentry(tx, parent, name)
+    if dentry is not None:
+        tx.delete(keys.dentry(parent, name))
+        if not is_taken(tx, parent, dentry.cookie, name):
+            tx.delete(keys.entry(parent, dentry.cookie))
+
+
+def _put_name(tx: Transaction, parent: int, name: bytes, dentry: Dentry) -> None:
+    tx.put(keys.dentry(parent, name), dentry.encode())
+    tx.put(keys.entry(parent, dentry.cookie), encode_entry(dentry.ino, dentry.type, name))
+
+
+def is_taken(tx: ReadTransaction, parent: int, cookie: int, name: bytes) -> bool:
+    """Whether the place of ``name`` in the listing is that of another name."""
+    other = find_entry_name(tx, parent, cookie)
+    if other is None or other == name:
+        return False
+    dentry = find_dentry(tx, parent, other)
+    return dentry is not None and dentry.cookie == cookie
+
+
+def _usable_cookie(tx: Transaction, parent: int, name: bytes, cookie: int) -> int:
+    """``cookie``; or a fresh one if it is another name's, or was never handed out (that entry is deleted)."""
+    if is_taken(tx, parent, cookie, name):
+        return _fresh_id(tx)
+    if 0 < cookie < tx.add(keys.COUNTER_IDS, 0):
+        return cookie
+    tx.delete(keys.entry(parent, cookie))
+    return _fresh_id(tx)
+
+
+def _fresh_id(tx: Transaction) -> int:
+    # Nobody else hands out ids now, and the counter is beyond all that were.
+    return tx.add(keys.COUNTER_IDS, 1) - 1
+
+
+# --- what has lost its name or its inode -----------------------------------------------------------------
+
+
+def restore_directory(tx: Transaction, ino: int, parent: int, links: int) -> None:
+    """An inode, for root alone, for a directory that has none; ``parent`` 0: it goes to /lost+found."""
+    now = time.time_ns()
+    mode = stat.S_IFDIR | (0o755 if ino == keys.ROOT_INO else 0o700)
+    inode = Inode(ino, mode, os.getuid(), os.getgid(), links, 0, 0, 0, now, now, now, parent=parent)
+    if tx.get(keys.inode(ino)) is None:
+        tx.add(keys.COUNTER_INODES, 1)
+    tx.put(keys.inode(ino), inode.encode())
+    if parent == 0:
+        attach(tx, ino, links)
+
+
+def attach(tx: Transaction, ino: int, links: int) -> None:
+    """Name the inode #INO in /lost+found, with ``links`` as its link count."""
+    now = time.time_ns()
+    inode = namespace.get_inode(tx, ino)
+    lost = _lost_and_found(tx, now)
+    name, suffix = lost_name(ino), 0
+    while tx.get(keys.dentry(lost.ino, name)) is not None:
+        suffix += 1
+        name = b"%s.%d" % (lost_name(ino), suffix)
+    _put_name(tx, lost.ino, name, Dentry(ino, _fresh_id(tx), inode.mode >> 12))
+    tx.delete(keys.orphan(ino))
+    inode.parent, inode.nlink, inode.ctime_ns = lost.ino, links, now
+    tx.put(keys.inode(ino), inode.encode())
+    lost.nlink += inode.is_dir
+    lost.mtime_ns = lost.ctime_ns = now
+    tx.put(keys.inode(lost.ino), lost.encode())
+
+
+def _lost_and_found(tx: Transaction, now: int) -> Inode:
+    name, suffix = LOST_AND_FOUND, 0
+    while tx.get(keys.dentry(keys.ROOT_INO, name)) is not None:
+        inode = namespace.lookup(tx, keys.ROOT_INO, name)
+        if inode.is_dir:
+            return inode
+        suffix += 1
+        name = b"%s.%d" % (LOST_AND_FOUND, suffix)
+    ino = _fresh_id(tx)
+    mode = stat.S_IFDIR | 0o700
+    new = Inode(ino, mode, os.getuid(), os.getgid(), 2, 0, 0, 0, now, now, now)
+    return namespace.create(tx, keys.ROOT_INO, name, new)

@@ -1,0 +1,287 @@
+"""The check of the metadata alone: every record is read once and judged against the others.
+
+It allows what a crashed store may hold: dirty marks, orphans, garbage. It changes nothing; each problem
+carries the transaction function that mends it. Reads the engine in batches, with other tasks in between.
+"""
+
+import stat
+from collections.abc import Callable, Collection
+from functools import partial
+
+from aifs.check import repair
+from aifs.check.findings import RECORDS, RECOVERY, Fix, Problem, Progress, Subject, printable
+from aifs.check.names import NameCheck
+from aifs.check.table import DIRECTORY, NONE, ORPHAN, OWN_OID, UNREADABLE, InodeTable
+from aifs.core.errors import FsError
+from aifs.layout.striped import UNIT_MAX, UNIT_MIN
+from aifs.meta import keys
+from aifs.meta.kv import Engine, ReadTransaction, Transaction
+from aifs.meta.records import Garbage, Inode, decode_garbage, decode_inode
+from aifs.vfs.ids import WINDOW
+
+BATCH = 2048
+
+_ID_MAX = 1 << 62
+_LAST = b"\xff" * 512
+_TYPES = (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFBLK, stat.S_IFCHR)
+_KEY_LENGTHS = {b"i": 9, b"g": 9, b"o": 9, b"w": 9, b"s": 3, b"e": 17}
+_COUNTERS = (keys.COUNTER_IDS, keys.COUNTER_INODES)
+
+Handler = Callable[[ReadTransaction, bytes, bytes], None]
+
+
+async def for_each(
+    engine: Engine, start: bytes, end: bytes, handle: Handler, seen: Callable[[int], None]
+) -> None:
+    """Call ``handle`` for each record with start <= key < end, and ``seen`` with the length of each batch."""
+
+    def batch(tx: ReadTransaction) -> tuple[int, bytes]:
+        count, key = 0, b""
+        for key, value in tx.range(start, end, BATCH):
+            handle(tx, key, value)
+            count += 1
+        return count, key
+
+    while True:
+        count, last = await engine.view(batch)
+        seen(count)
+        if count < BATCH:
+            return
+        start = last + b"\0"
+
+
+class MetadataScan:
+    """``problems`` and the ``table`` of all inodes are complete when ``run`` returns."""
+
+    def __init__(self, engine: Engine, servers: Collection[int], progress: Progress) -> None:
+        self._engine = engine
+        self._servers = frozenset(servers)
+        self._progress = progress
+        self.table = InodeTable()
+        self.problems: list[Problem] = []
+        self._names = NameCheck(self.table, self.problems, self._in_use)
+        self._users: dict[int, int] = {}  # object id -> inode, where the two differ
+        self._highest_id = 0
+        self._checked = 0
+        self._expected = 0
+
+    async def run(self) -> None:
+        self._expected = 3 * await self._engine.view(_count_inodes)  # an inode, its name, its entry
+        names = self._names
+        await self._each(b"i", self._inode)
+        await self._engine.view(self._users_of_objects)
+        for kind, handle in (
+            (b"g", self._garbage),
+            (b"o", self._orphan),
+            (b"w", self._dirty),
+            (b"x", self._xattr),
+        ):
+            await self._each(kind, handle)
+        inodes = len(self.table)
+        await self._each(b"d", names.dentry)
+        await self._engine.view(names.resolve_dangling)
+        await self._each(b"e", names.entry)
+        await self._engine.view(names.conclude)
+        await self._each(b"s", lambda tx, key, value: None)  # read when the store was opened
+        await self._each(b"c", self._counter)
+        await self._unknown_kinds()
+        await self._engine.view(self._counters, inodes)
+        await self._engine.view(self._locate)
+
+    async def _each(self, kind: bytes, handle: Handler) -> None:
+        length = _KEY_LENGTHS.get(kind)
+
+        def checked(tx: ReadTransaction, key: bytes, value: bytes) -> None:
+            if length and len(key) != length and kind in b"gow":
+                # Recovery would trip over it, and it holds nothing that could be lost.
+                self._stray(f"record {key.hex()}", "its key is not that of a record", key, RECOVERY)
+            elif (length and len(key) != length) or len(key) < 9 and kind in b"dx":
+                self._unknown(tx, key, value)
+            else:
+                handle(tx, key, value)
+
+        await for_each(self._engine, *keys.all_of(kind), checked, self._seen)
+
+    def _seen(self, count: int) -> None:
+        self._checked += count
+        self._progress("metadata", self._checked, max(self._checked, self._expected))
+
+    def _problem(
+        self, kind: str, subject: Subject, detail: str, fix: Fix | None = None, stage: int = RECORDS
+    ) -> None:
+        self.problems.append(Problem(kind, subject, detail, fix, stage))
+
+    def _in_use(self, number: int) -> None:
+        self._highest_id = max(self._highest_id, number)
+
+    # --- inodes ---
+
+    def _inode(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        ino = keys.number(key)
+        if not 0 < ino < _ID_MAX:
+            self._unknown(tx, key, value)
+            return
+        self._in_use(ino)
+        try:
+            inode = decode_inode(ino, value)
+            nonsense = _nonsense(inode, value)
+        except FsError as error:
+            nonsense = str(error)
+        if nonsense:
+            self._unreadable(ino, nonsense)
+            return
+        row = self.table.add(ino, inode.mode >> 12, 0, inode.nlink, inode.parent)
+        self._in_use(inode.oid)
+        if inode.layout is not None:
+            if inode.oid == ino:
+                self.table.flags[row] |= OWN_OID
+            elif inode.oid in self._users:
+                self._share(inode.oid, ino, self._users[inode.oid])
+            else:
+                self._users[inode.oid] = ino
+        elif len(inode.data or b"") != inode.size:
+            size = len(inode.data or b"")
+            self._problem(
+                "wrong-size", ino, f"inode {ino}: size {inode.size}, but it holds {size} bytes",
+                partial(repair.change_inode, ino=ino, changes={"size": size}),
+            )  # fmt: skip
+        used = set(inode.layout.servers if inode.layout else ()) | set(
+            inode.policy.servers if inode.policy else ()
+        )
+        for server in sorted(used - self._servers):
+            self._problem("unknown-server", ino, f"inode {ino}: its layout names data server {server}")
+
+    def _unreadable(self, ino: int, reason: str) -> None:
+        # The root has nothing to lose but its attributes, and without it nothing can be reached.
+        is_root = ino == keys.ROOT_INO
+        self.table.add(ino, DIRECTORY if is_root else 0, UNREADABLE)
+        fix = self._restore_root if is_root else None
+        self._problem("unreadable-record", ino, f"inode {ino}: {reason}", fix)
+
+    def _restore_root(self, tx: Transaction) -> None:
+        links = 2 + self.table.subdirs[self.table.find(keys.ROOT_INO)]
+        repair.restore_directory(tx, keys.ROOT_INO, keys.ROOT_INO, links)
+
+    def _share(self, oid: int, *inos: int) -> None:
+        first, second = sorted(inos)
+        self._problem("shared-objects", second, f"inode {second}: has the object id {oid} of inode {first}")
+
+    def _users_of_objects(self, tx: ReadTransaction) -> None:
+        for oid, ino in self._users.items():
+            row = self.table.find(oid)
+            if row != NONE and self.table.flags[row] & OWN_OID:
+                self._share(oid, ino, oid)
+
+    # --- what belongs to inodes ---
+
+    def _stray(self, subject: Subject, detail: str, key: bytes, stage: int = RECORDS) -> None:
+        self._problem("stray-record", subject, detail, partial(repair.delete, key=key), stage)
+
+    def _is_readable(self, ino: int) -> bool:
+        row = self.table.find(ino)
+        return row != NONE and not self.table.flags[row] & UNREADABLE
+
+    def _dirty(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        ino = keys.number(key)
+        if not self._is_readable(ino):
+            self._stray(f"inode {ino}", "dirty mark of an inode that cannot be read", key, RECOVERY)
+
+    def _orphan(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        ino = keys.number(key)
+        if self._is_readable(ino):
+            self.table.flags[self.table.find(ino)] |= ORPHAN
+        else:
+            self._stray(f"inode {ino}", "orphan record of an inode that cannot be read", key, RECOVERY)
+
+    def _xattr(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        ino, name = keys.xattr_parts(key)
+        if self.table.find(ino) == NONE:
+            self._stray(
+                f"inode {ino}", f"extended attribute {printable(name)} of an inode that does not exist", key
+            )
+
+    def _garbage(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        oid = keys.number(key)
+        where = f"garbage record {oid}"
+        forget = partial(repair.delete, key=key)
+        try:
+            garbage = decode_garbage(value)
+        except FsError as error:
+            self._problem("unreadable-record", where, str(error), forget, RECOVERY)
+            return
+        self._in_use(oid)
+        row = self.table.find(garbage.ino)
+        own = oid == garbage.ino and row != NONE and self.table.flags[row] & OWN_OID
+        if own or self._users.get(oid) == garbage.ino:
+            self._problem("garbage-in-use", garbage.ino, f"inode {garbage.ino}: its objects would be deleted",
+                          forget, RECOVERY)  # fmt: skip
+        unknown = sorted(set(garbage.layout.servers) - self._servers)
+        if unknown:
+            known = tuple(server for server in garbage.layout.servers if server in self._servers)
+            kept = Garbage(garbage.ino, type(garbage.layout)(garbage.layout.unit, known)).encode()
+            fix = partial(repair.put, key=key, value=kept) if known else forget
+            self._problem("unknown-server", where, f"it names data server {unknown[0]}", fix, RECOVERY)
+
+    # --- the rest ---
+
+    def _unknown(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        self._problem("unknown-record", f"record {key.hex()}", f"{len(value)} bytes; left as it is")
+
+    async def _unknown_kinds(self) -> None:
+        start = b""
+        for kind in sorted((keys.SUPERBLOCK, b"c", b"d", b"e", b"g", b"i", b"o", b"s", b"w", b"x")):
+            first, end = keys.all_of(kind)
+            await for_each(self._engine, start, first, self._unknown, self._seen)
+            start = end
+        await for_each(self._engine, start, _LAST, self._unknown, self._seen)
+        await for_each(self._engine, b"S\0", b"T", self._unknown, self._seen)
+
+    def _counter(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        if key not in _COUNTERS or len(value) > 8:
+            self._unknown(tx, key, value)
+
+    def _counters(self, tx: ReadTransaction, inodes: int) -> None:
+        ids = _counter(tx, keys.COUNTER_IDS)
+        if ids <= self._highest_id:
+            # Beyond the window too, so that recovery does not take for leftovers what lies in it.
+            delta = self._highest_id + 1 + WINDOW - ids
+            fix = partial(repair.shift_counter, key=keys.COUNTER_IDS, delta=delta)
+            detail = f"{ids}, but {self._highest_id} is in use"
+            self._problem("wrong-counter", "counter ids", detail, fix, RECOVERY)
+        counted = _counter(tx, keys.COUNTER_INODES)
+        if counted != inodes:
+            fix = partial(repair.shift_counter, key=keys.COUNTER_INODES, delta=inodes - counted)
+            self._problem("wrong-counter", "counter inodes", f"{counted}, but there are {inodes}", fix)
+
+    def _locate(self, tx: ReadTransaction) -> None:
+        for problem in self.problems:
+            problem.where = self.table.where(tx, problem.subject)
+
+
+def _nonsense(inode: Inode, record: bytes) -> str:
+    """What an inode record says that cannot be, or nothing."""
+    layout = inode.layout
+    if inode.encode() != record:
+        return "the record has a wrong length, or unknown values"
+    if inode.mode & ~0o7777 not in _TYPES:
+        return f"there is no file type {inode.mode >> 12}"
+    if inode.ino == keys.ROOT_INO and not inode.is_dir:
+        return "the root is not a directory"
+    if layout is not None:
+        if not inode.is_file:
+            return "has objects, but is not a regular file"
+        if not UNIT_MIN <= layout.unit <= UNIT_MAX or len(set(layout.servers)) < max(1, len(layout.servers)):
+            return "has an impossible layout"
+    if inode.data is not None and not (inode.is_file or stat.S_ISLNK(inode.mode)):
+        return "holds bytes, but is neither a regular file nor a symlink"
+    if not inode.oid < _ID_MAX:
+        return f"has an impossible object id {inode.oid}"
+    return ""
+
+
+def _counter(tx: ReadTransaction, key: bytes) -> int:
+    return int.from_bytes(tx.get(key) or b"", "little", signed=True)
+
+
+def _count_inodes(tx: ReadTransaction) -> int:
+    return max(0, _counter(tx, keys.COUNTER_INODES))
