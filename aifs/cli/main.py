@@ -1,0 +1,96 @@
+"""The command ``aifs``: collects the commands, and turns errors into one line and a documented exit code.
+
+Commands import what they need when they run, so that help and small commands start fast.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from aifs.cli.config import config_command
+from aifs.cli.format import format_command
+from aifs.cli.fsck import fsck_command
+from aifs.cli.info import info_command
+from aifs.cli.mount import mount_command
+from aifs.cli.output import describe_error, print_error
+from aifs.cli.server import server_group
+from aifs.cli.status import status_command
+from aifs.cli.umount import umount_command
+from aifs.core.errors import AifsError, UserError
+
+EXIT_INTERRUPTED = 130
+
+EPILOG = """
+SOURCE is a directory, which holds the whole store (metadata, four data servers), or a YAML file that says
+where each part lies.
+
+\b
+Examples:
+  aifs format /srv/store
+  aifs mount /srv/store /mnt/store
+  aifs status /mnt/store
+  aifs umount /mnt/store
+
+\b
+Exit codes:
+  0  done
+  1  an error of the system, such as a file that cannot be read
+  2  wrong usage of the command line
+  3  wrong configuration or mount option
+  4  the store, or one of its directories, is not what it should be
+  5  the store is in use by another process
+  6  the mount cannot be made, is not there, or did not end in order
+fsck has its own, as fsck(8): see aifs fsck --help.
+"""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
+@click.version_option(package_name="aifs", message="%(package)s %(version)s")
+def cli() -> None:
+    """AIFS: a POSIX filesystem striped over data servers."""
+
+
+for _command in (
+    format_command,
+    mount_command,
+    umount_command,
+    status_command,
+    info_command,
+    fsck_command,
+    config_command,
+    server_group,
+):
+    cli.add_command(_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; errors of the user or the system are one line on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # None: it was closed when we were started
+            stream.reconfigure(errors="surrogateescape")  # file names are bytes: they leave as they came
+    logging.basicConfig(format="aifs: %(message)s", level=logging.WARNING)  # a daemon sets up its own
+    try:
+        result = cli.main(args=arguments, prog_name="aifs", standalone_mode=False)
+        print(end="", flush=True)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        print_error(" ".join(error.format_message().split()))
+        return error.exit_code
+    except BrokenPipeError:  # the reader of our output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (AifsError, OSError) as error:
+        print_error(describe_error(error))
+        return error.exit_code if isinstance(error, UserError) else 1
+    except (click.Abort, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

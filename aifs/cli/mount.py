@@ -1,0 +1,92 @@
+"""``aifs mount``: mount a store. Also the protocol of mount(8) helpers (-sfnv, -o, -t after the paths)."""
+
+import os
+
+import click
+
+from aifs.cli.arguments import PATH
+from aifs.core.errors import MountError, StoreError
+
+EPILOG = """
+\b
+Mount options (-o, separated by commas, may be repeated; the last one wins):
+  ro, rw                  read-only or not (rw)
+  allow_other             let other users in (on when root mounts; noallow_other: off)
+  nodev, nosuid, noexec   no device nodes, set-uid bits, programs (root starts from dev, suid, exec)
+  sync                    write to stable storage before each write returns
+  noatime                 do not keep access times (relatime)
+  default_permissions     always on: the kernel checks permissions
+  auto, noauto, user, nofail, _netdev, x-*, ...
+                          for /etc/fstab: understood, nothing to do
+  KEY=VALUE               any configuration key by its dotted path; aifs config lists them. Lists of
+                          directories are separated by colons.
+
+\b
+Examples:
+  aifs mount /srv/store /mnt/store
+  aifs mount /etc/aifs/cluster.yaml /mnt/store -o ro,nosuid
+  aifs mount /srv/store /mnt/store -o layout.unit=4MiB -o log.level=debug
+"""
+
+
+@click.command("mount", epilog=EPILOG)
+@click.argument("source", type=PATH)
+@click.argument("mountpoint", type=PATH)
+@click.option("-o", "options", multiple=True, metavar="OPTION,...", help="Mount options and keys.")
+@click.option("--foreground", is_flag=True, help="Stay in the foreground and log to stderr.")
+@click.option("-f", "--fake", is_flag=True, help="Check everything that can be checked without mounting.")
+@click.option("-s", "--sloppy", is_flag=True, help="Ignore unknown mount options.")
+@click.option("-n", is_flag=True, hidden=True, expose_value=False)
+@click.option("-v", is_flag=True, hidden=True, expose_value=False)
+@click.option("-t", hidden=True, expose_value=False)
+def mount_command(
+    source: str, mountpoint: str, options: tuple[str, ...], foreground: bool, fake: bool, sloppy: bool
+) -> None:
+    """Mount the store SOURCE at the directory MOUNTPOINT.
+
+    Returns when the mount serves. A mount that a killed daemon left behind at MOUNTPOINT is cleaned up first.
+    The daemon logs to the file that the configuration key log.file names; SIGTERM and SIGINT unmount it
+    cleanly, SIGUSR1 writes the stacks of all its threads and tasks to the log.
+    """
+    from aifs.cli.daemon import run_in_background
+    from aifs.cli.mounts import register
+    from aifs.core import config, log
+    from aifs.data.marker import read_marker
+    from aifs.fuse.options import parse
+
+    mount_options, overrides = parse(options, config.known_keys(), os.geteuid() == 0, sloppy)
+    loaded = config.load(source, overrides)
+    if not os.path.isdir(loaded.meta.directory):
+        raise StoreError(f"{source}: there is no store; make one with: aifs format {source}")
+    read_marker(loaded.meta.directory)
+    path = _prepare(mountpoint)
+    if fake:
+        return
+
+    def work(on_ready) -> None:
+        from aifs.fuse.session import serve
+
+        serve(loaded, path, mount_options, on_ready)
+
+    if foreground:
+        log.setup(None, loaded.log.level)
+        work(lambda: None)
+    else:
+        run_in_background(work, loaded.log.file, loaded.log.level)
+        register(loaded.source, path)
+
+
+def _prepare(mountpoint: str) -> str:
+    """The absolute path of a directory that can be mounted on. Raises MountError."""
+    from aifs.cli.mounts import FSTYPE, is_dead, mounted_at, unmount
+
+    path = os.path.realpath(mountpoint)
+    while is_dead(path):
+        unmount(path, lazy=True)
+    if not os.path.isdir(path):
+        what = "is not a directory" if os.path.lexists(path) else "there is no such directory; make it first"
+        raise MountError(f"{mountpoint}: {what}")
+    mount = mounted_at(path)
+    if mount is not None and mount.fstype == FSTYPE:
+        raise MountError(f"{mountpoint}: an AIFS is mounted here already")
+    return path

@@ -1,0 +1,149 @@
+"""What the system says about mounts, and unmounting: /proc/self/mountinfo, the status xattr, umount(8)."""
+
+import errno
+import glob
+import json
+import os
+import re
+import subprocess
+from typing import Any, NamedTuple
+
+from aifs.cli.output import print_error
+from aifs.core.errors import MountError
+
+FSTYPE = "fuse.aifs"
+STATUS_XATTR = "user.aifs.status"
+UMOUNT_HELPER = "/sbin/umount.fuse.aifs"
+
+
+class Mount(NamedTuple):
+    """A line of mountinfo; ``device`` is the number that stat gives for its files."""
+
+    device: int
+    mountpoint: str
+    fstype: str
+
+
+def all_mounts() -> list[Mount]:
+    """The mounts of this process's namespace, oldest first."""
+    with open("/proc/self/mountinfo", "rb") as file:
+        return [_parse_line(line) for line in file]
+
+
+def _parse_line(line: bytes) -> Mount:
+    before, _, after = line.partition(b" - ")
+    fields = before.split(b" ")
+    major, _, minor = fields[2].partition(b":")
+    path = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), fields[4])
+    return Mount(os.makedev(int(major), int(minor)), os.fsdecode(path), os.fsdecode(after.split(b" ")[0]))
+
+
+def mounted_at(path: str) -> Mount | None:
+    """The mount that is on top at the absolute ``path``, or None."""
+    return next((mount for mount in reversed(all_mounts()) if mount.mountpoint == path), None)
+
+
+def is_dead(path: str) -> bool:
+    """Whether the daemon of the mount at ``path`` was killed without unmounting.
+
+    Asked by statvfs, because a stat may be answered from the kernel's cache.
+    """
+    try:
+        os.statvfs(path)
+    except OSError as error:
+        return error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+    return False
+
+
+def require_aifs(path: str) -> str:
+    """The absolute path of the AIFS mountpoint ``path``. Raises MountError if it is none."""
+    absolute = os.path.realpath(path)
+    mount = mounted_at(absolute)
+    if mount is None or mount.fstype != FSTYPE:
+        if not os.path.lexists(absolute):
+            raise MountError(f"{path}: no such directory")
+        what = f"a mount of type {mount.fstype}" if mount else "not a mountpoint"
+        raise MountError(f"{path}: no AIFS is mounted here; it is {what}")
+    return absolute
+
+
+def read_status(mountpoint: str) -> dict[str, Any]:
+    """What the daemon says of itself. Raises MountError if it is dead."""
+    try:
+        return json.loads(os.getxattr(mountpoint, STATUS_XATTR))
+    except OSError as error:
+        if is_dead(mountpoint):
+            raise MountError(
+                f"{mountpoint}: the daemon of this mount is gone; mount the store here again, "
+                f"or run: aifs umount {mountpoint}"
+            ) from None
+        raise MountError(f"{mountpoint}: the mount does not tell its status: {error.strerror}") from None
+
+
+def unmount(mountpoint: str, lazy: bool = False) -> None:
+    """Take the mount away; ``lazy``: now, though its users may go on until they are done. MountError.
+
+    By umount(8) without helpers, which also forgets what ``register`` noted; by FUSE's own if not root.
+    """
+    if os.geteuid() == 0:
+        done = _run("umount", "--internal-only", "--no-canonicalize", *["--lazy"] * lazy, mountpoint)
+    else:
+        done = _run("fusermount3", "-u", *["-z"] * lazy, "--", mountpoint)
+    if done.returncode == 0:
+        return
+    if "busy" in done.stderr:
+        raise MountError(f"{mountpoint}: is in use by {_describe_users(mountpoint)}")
+    if "not found in" in done.stderr:  # fusermount3 looks for the caller's own mounts alone
+        raise MountError(f"{mountpoint}: was mounted by another user; only that user or root can unmount it")
+    raise MountError(f"{mountpoint}: cannot be unmounted: {done.stderr.strip()}")
+
+
+def register(source: str, mountpoint: str) -> None:
+    """Let umount(8) call the installed helper for this mount, which waits until all is safe.
+
+    umount(8) looks for umount.fuse.aifs only if its table has the mount; ``mount --fake`` puts it there.
+    """
+    if os.geteuid() == 0 and os.path.exists(UMOUNT_HELPER):
+        options = ["--fake", "--internal-only", "--no-canonicalize", "-t", FSTYPE, "-o", "uhelper=fuse.aifs"]
+        done = _run("mount", *options, source, mountpoint)
+        if done.returncode:
+            print_error(f"umount(8) will not wait for this mount's daemon: {done.stderr.strip()}")
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    english = {**os.environ, "LC_ALL": "C"}
+    return subprocess.run(
+        command, capture_output=True, text=True, errors="surrogateescape", env=english, check=False
+    )
+
+
+def _describe_users(mountpoint: str) -> str:
+    below = [mount.mountpoint for mount in all_mounts() if mount.mountpoint.startswith(f"{mountpoint}/")]
+    users = [f"the mount {path}" for path in below] + _processes_using(mountpoint)
+    if not users:
+        return "a process that cannot be seen from here; fuser -vm shows more"
+    more = f" and {len(users) - 3} more" if len(users) > 3 else ""
+    return ", ".join(users[:3]) + more
+
+
+def _processes_using(mountpoint: str) -> list[str]:
+    found = []
+    for process in sorted(glob.glob("/proc/[0-9]*"), key=lambda path: int(path[6:])):
+        try:
+            links = [f"{process}/{name}" for name in ("cwd", "root", "exe")]
+            for folder in ("fd", "map_files"):
+                links += [entry.path for entry in os.scandir(f"{process}/{folder}")]
+            if any(_is_below(mountpoint, link) for link in links):
+                with open(f"{process}/comm") as comm:
+                    found.append(f"{comm.read().strip()} (pid {process[6:]})")
+        except OSError:  # the process is gone, or is another user's
+            continue
+    return found
+
+
+def _is_below(mountpoint: str, link: str) -> bool:
+    try:
+        target = os.readlink(link)
+    except OSError:  # closed meanwhile
+        return False
+    return target == mountpoint or target.startswith(f"{mountpoint}/")

@@ -1,0 +1,48 @@
+"""``aifs server``: the data servers of a store."""
+
+import os
+import socket
+
+import click
+
+from aifs.cli.arguments import PATH
+from aifs.core.errors import StoreBusy, StoreError
+
+SERVER_ADD_XATTR = "user.aifs.server-add"
+
+
+@click.group("server")
+def server_group() -> None:
+    """Add data servers to a store."""
+
+
+@server_group.command("add", epilog="\b\nExample:\n  aifs server add /srv/store /mnt/disk5/aifs")
+@click.argument("source", type=PATH)
+@click.argument("directory", type=PATH)
+def add_command(source: str, directory: str) -> None:
+    """Make the empty DIRECTORY a data server of the store SOURCE, mounted or not. New files use it.
+
+    The store remembers its servers; a YAML file need not list those that were added.
+    """
+    from aifs.core import config
+    from aifs.vfs.owner import read_owner
+    from aifs.vfs.store import add_server
+
+    loaded = config.load(source, {})
+    directory = os.path.abspath(directory)
+    try:
+        number = add_server(loaded, directory)
+    except StoreBusy:
+        owner = read_owner(loaded.meta.directory)
+        if owner is None or not owner.mountpoint or owner.host != socket.gethostname():
+            raise
+        try:
+            os.setxattr(owner.mountpoint, SERVER_ADD_XATTR, os.fsencode(directory))
+        except OSError as error:
+            raise StoreError(
+                f"{directory}: refused by the mount at {owner.mountpoint}: {error.strerror}; "
+                f"its log {loaded.log.file} says why"
+            ) from None
+        print(f"added {directory} to the mounted store")
+    else:
+        print(f"added {directory} as server {number}")
