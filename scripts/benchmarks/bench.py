@@ -1,0 +1,94 @@
+"""AIFS against the plain directory and the do-nothing filesystem: ratios of rates measured in the same run."""
+
+import statistics
+import sys
+from collections import defaultdict
+from contextlib import ExitStack
+
+import click
+from endurance import endurance_rows
+from latency import latency_row
+from report import Row, rate, show
+from rich.console import Console
+from systems import Aifs, Nothing, System, medium, touch_memory
+from works import COURSES, WORKS, Size, Work
+
+QUICK = Size(files=1000, entries=10_000, mib=128)
+NORMAL = Size(files=5000, entries=100_000, mib=512)
+
+SPECIAL = ("latency", "memory")
+
+Rates = dict[tuple[str, str], list[float]]
+
+log = Console(stderr=True)
+
+
+@click.command(epilog=f"WORK is one of: {', '.join((*WORKS, *SPECIAL))}. Without any, all are done.")
+@click.argument("works", nargs=-1, metavar="[WORK]...", type=click.Choice([*WORKS, *SPECIAL]))
+@click.option("--dir", "directory", help="The medium of data, metadata and baselines; without it a tmpfs.")
+@click.option("--rounds", default=3, show_default=True, help="Each system is measured once in each; medians count.")
+@click.option("--quick", is_flag=True, help="Little work in one round: does it run, roughly how fast.")
+@click.option("--long", is_flag=True, help="Memory over a million files, 20 GiB, a million operations.")
+@click.option("--bare", is_flag=True, help="Let the do-nothing filesystem wait for requests as pyfuse3 does by itself.")
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
+def bench(
+    works: tuple[str, ...], directory: str | None, rounds: int, quick: bool, long: bool, bare: bool, as_json: bool
+) -> None:
+    """Measure AIFS, a do-nothing pyfuse3 filesystem and a plain directory in turn, and print their ratios.
+
+    Exits with 1 if a target is missed. Needs root (mounts, dropping the kernel's caches).
+    """
+    size, rounds = (QUICK, 1) if quick else (NORMAL, rounds)
+    chosen = works or (*WORKS, *SPECIAL)
+    with medium(directory) as base:
+        systems = [System("plain", base), Nothing("nothing", base, bare), Aifs("aifs", base)]
+        with log.status("touching memory"):
+            touch_memory(base, 12 * size.mib)
+        rates = _measure(systems, chosen, size, rounds)
+        rows = [_row(work, rates) for name, work in WORKS.items() if name in chosen]
+        if "latency" in chosen:
+            with log.status("latency"):
+                rows.append(latency_row(base, size.mib, rounds))
+        if "memory" in chosen:
+            with log.status("memory"):
+                amounts = (1_000_000, 20, 1_000_000) if long else (size.entries, 4, size.entries)
+                rows += endurance_rows(base, *amounts)
+    show(rows, as_json)
+    sys.exit(0 if all(row.passed for row in rows) else 1)
+
+
+def _measure(systems: list[System], chosen: tuple[str, ...], size: Size, rounds: int) -> Rates:
+    """The rates of each (system, work). Courses that hold no chosen work are left out."""
+    courses = [course for course, held in COURSES.items() if set(held) & set(chosen)]
+    rates: Rates = defaultdict(list)
+    if not courses:
+        return rates
+    with ExitStack() as stack:
+        for system in systems:
+            stack.enter_context(system)
+        for course in courses:
+            for round_ in range(rounds):
+                for system in systems:
+                    with log.status(f"{course.__name__}, round {round_ + 1} of {rounds}: {system.name}"):
+                        for work, found in course(system, size, round_):
+                            rates[system.name, work].append(found)
+    return rates
+
+
+def _row(work: Work, rates: Rates) -> Row:
+    plain, nothing, aifs = (statistics.median(rates[system, work.name]) for system in ("plain", "nothing", "aifs"))
+    targets, passed = [], True
+    if work.of_nothing is not None:
+        targets.append(f">= {work.of_nothing} of do-nothing")
+        passed &= aifs / nothing >= work.of_nothing
+    if work.of_plain is not None:
+        targets.append(f"> {work.of_plain} of plain{f' ({work.peer})' if work.peer else ''}")
+        passed &= aifs / plain > work.of_plain
+    return Row(
+        work.name, rate(plain, work.unit), nothing / plain, aifs / plain, aifs / nothing,
+        rate(aifs, work.unit), ", ".join(targets), passed,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    bench()

@@ -1,0 +1,137 @@
+"""What is compared: a plain directory, the do-nothing filesystem, and AIFS, each below one directory of one medium."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import load
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent.parent
+
+
+class System:
+    """A filesystem under test: ``path`` is where the load works, inside ``with system:``."""
+
+    def __init__(self, name: str, base: Path) -> None:
+        self.name = name
+        self.base = base / name
+        self.path = self.base / "work"
+
+    def __enter__(self) -> "System":  # noqa: PYI034 (Self needs Python 3.11)
+        self.path.mkdir(parents=True)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        shutil.rmtree(self.base)
+
+    def run(self, work: str, directory: str, **settings: int) -> float:
+        """Seconds that ``work`` of load.py takes below ``directory``."""
+        words = [f"{key}={value}" for key, value in settings.items()]
+        done = subprocess.run(
+            [sys.executable, HERE / "load.py", work, self.path / directory, *words],
+            check=True, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        return json.loads(done.stdout)
+
+
+class MountedSystem(System):
+    """A system whose ``command``, a FUSE daemon in the foreground, serves ``path``."""
+
+    command: Sequence[str | Path]
+
+    def __enter__(self) -> "System":
+        super().__enter__()
+        device = self.path.stat().st_dev
+        self.daemon = subprocess.Popen(self.command, cwd=REPOSITORY, stderr=(self.base / "log").open("w"))
+        while self.path.stat().st_dev == device:
+            if self.daemon.poll() is not None:
+                raise RuntimeError(f"{self.name} does not mount:\n{(self.base / 'log').read_text()}")
+            time.sleep(0.05)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.daemon.poll() is not None:  # a failed work is this one's doing
+            sys.stderr.write(f"{self.name} died:\n{(self.base / 'log').read_text()}")
+        subprocess.run(["umount", "-l", self.path], check=False)
+        self.daemon.wait()
+        super().__exit__(*exception)
+
+
+    def run(self, work: str, directory: str, **settings: int) -> float:
+        processors = os.sched_getaffinity(0)
+        alone = work in load.NAMES and len(processors) > 1
+        os.sched_setaffinity(self.daemon.pid, processors - {min(processors)} if alone else processors)
+        return super().run(work, directory, **settings)
+
+
+class Nothing(MountedSystem):
+    """The do-nothing filesystem, served by AIFS's request loop or (``bare``) by pyfuse3's own."""
+
+    def __init__(self, name: str, base: Path, bare: bool) -> None:
+        super().__init__(name, base)
+        self.command = [sys.executable, HERE / "nothing.py", self.path, *(["--bare"] if bare else [])]
+
+
+class Aifs(MountedSystem):
+    """AIFS with its default configuration; ``program`` is what stands for the command ``aifs``."""
+
+    def __init__(self, name: str, base: Path, program: Sequence[str | Path] = ("-m", "aifs.cli.main")) -> None:
+        super().__init__(name, base)
+        self._aifs = [sys.executable, *program]
+        self.command = [*self._aifs, "mount", "--foreground", self.base / "store", self.path]
+
+    def __enter__(self) -> "System":
+        format_command = [*self._aifs, "format", self.base / "store"]
+        subprocess.run(format_command, check=True, stdout=subprocess.DEVNULL, cwd=REPOSITORY)
+        return super().__enter__()
+
+    def resident_bytes(self) -> int:
+        """Memory of the daemon that is in RAM now, mapped files included."""
+        fields = Path(f"/proc/{self.daemon.pid}/status").read_text().split("\n")
+        return next(int(field.split()[1]) << 10 for field in fields if field.startswith("VmRSS:"))
+
+
+class DelayedAifs(Aifs):
+    """AIFS with 1 ms added to every request to a data server."""
+
+    def __init__(self, name: str, base: Path) -> None:
+        super().__init__(name, base, (HERE / "delayed.py",))
+
+
+@contextmanager
+def medium(directory: str | None) -> Iterator[Path]:
+    """An empty directory on the medium: below ``directory``, or on a tmpfs of its own.
+
+    That tmpfs has huge pages: allocating memory by pages of 4 KiB costs more than copying into it, and would be most of
+    what the streams measure.
+    """
+    with tempfile.TemporaryDirectory(prefix="aifs-bench-", dir=directory) as path:
+        if directory is None:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "huge=always,size=75%", "aifs-bench", path], check=True)
+        try:
+            yield Path(path)
+        finally:
+            if directory is None:
+                subprocess.run(["umount", path], check=True)
+
+
+def touch_memory(directory: Path, mib: int) -> None:
+    """Use ``mib`` MiB once: a virtual machine may have to get memory from its host, which costs more than a write."""
+    file = directory / "touched"
+    with file.open("wb", buffering=0) as target:
+        for _ in range(mib):
+            target.write(bytes(1 << 20))
+    file.unlink()
+
+
+def drop_names() -> None:
+    """Have the kernel forget names and attributes, so that it asks the filesystems again."""
+    Path("/proc/sys/vm/drop_caches").write_text("2")

@@ -1,0 +1,83 @@
+"""The works: how each is done, in what it is counted, and what AIFS must reach.
+
+Works that build on each other are done in one go, a *course*: one directory's files are created, looked at,
+renamed, removed. A course runs on one system after the other in every round.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from systems import System, drop_names
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is done: files per course, entries of the listed directory, MiB per stream."""
+
+    files: int
+    entries: int
+    mib: int
+
+
+class Work(NamedTuple):
+    """``of_nothing`` and ``of_plain``: the least ratio of AIFS's rate to the do-nothing filesystem's, the plain
+    directory's. ``peer`` says whose mark ``of_plain`` is, where it is one."""
+
+    name: str
+    unit: str
+    of_nothing: float | None = None
+    of_plain: float | None = None
+    peer: str = ""
+
+
+WORKS = {
+    work.name: work
+    for work in (
+        Work("create", "files/s", 0.6, 0.019, "S3QL, JuiceFS"),
+        Work("stat", "files/s", 0.6, 0.017, "S3QL"),
+        Work("stat-cached", "files/s", None, 0.7),
+        Work("rename", "files/s", None, 0.024, "S3QL, JuiceFS"),
+        Work("unlink", "files/s", 0.6, 0.022, "S3QL, JuiceFS"),
+        Work("mkdir", "files/s", 0.6),
+        Work("readdir", "entries/s", 0.6, 0.020, "S3QL"),
+        Work("write-1", "MiB/s", 0.8),
+        Work("read-1", "MiB/s", 0.8),
+        Work("write-4", "MiB/s", 0.8),
+        Work("read-4", "MiB/s", 0.8),
+    )
+}
+
+
+def names(system: System, size: Size, round_: int) -> Iterator[tuple[str, float]]:
+    directory, count = f"names{round_}", size.files
+    yield "create", count / system.run("create", directory, count=count)
+    drop_names()
+    yield "stat", count / system.run("stat", directory, count=count)
+    yield "stat-cached", count / system.run("stat", directory, count=count, warm=1)
+    yield "rename", count / system.run("rename", directory, count=count)
+    yield "unlink", count / system.run("unlink", directory, count=count)
+    yield "mkdir", count / system.run("mkdir", directory, count=count)
+
+
+def listing(system: System, size: Size, round_: int) -> Iterator[tuple[str, float]]:
+    if round_ == 0:
+        system.run("create", "listing", count=size.entries)
+    drop_names()
+    yield "readdir", size.entries / system.run("listing", "listing", count=size.entries)
+
+
+def streams(system: System, size: Size, round_: int) -> Iterator[tuple[str, float]]:
+    for jobs in (1, 4):
+        total, settings = size.mib * jobs, {"jobs": jobs, "mib": size.mib}
+        for kind in ("write", "read"):
+            yield f"{kind}-{jobs}", total / system.run(kind, "streams", **settings)
+
+
+Course = Callable[[System, Size, int], Iterator[tuple[str, float]]]
+
+COURSES: dict[Course, tuple[str, ...]] = {
+    names: ("create", "stat", "stat-cached", "rename", "unlink", "mkdir"),
+    listing: ("readdir",),
+    streams: ("write-1", "read-1", "write-4", "read-4"),
+}

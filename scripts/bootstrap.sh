@@ -1,0 +1,34 @@
+# Sourced by scripts/demo, scripts/test and scripts/bench: makes a fresh Debian or Ubuntu machine ready.
+#
+# bootstrap EXTRA [PACKAGE...]   installs the system packages that are missing, makes .venv, and installs this
+# package with its optional dependencies EXTRA into it. Does nothing, quickly, when all is there already.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$root/.venv
+
+# What building and mounting needs: libfuse's headers for pyfuse3, a compiler, fusermount3.
+build_packages=(python3-venv python3-dev libfuse3-dev fuse3 pkg-config gcc git)
+
+bootstrap() {
+    local extra=$1 missing=() package stamp
+    shift
+    for package in "${build_packages[@]}" "$@"; do
+        dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
+    done
+    if ((${#missing[@]})); then
+        echo "installing system packages: ${missing[*]}" >&2
+        as_root apt-get update -qq
+        as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >&2
+    fi
+    [ -x "$venv/bin/pip" ] || python3 -m venv "$venv"
+    stamp=$venv/installed-$extra
+    if ! cmp -s "$root/setup.cfg" "$stamp"; then
+        echo "installing aifs${extra:+[$extra]} into .venv" >&2
+        "$venv/bin/pip" install --quiet --disable-pip-version-check --editable "$root${extra:+[$extra]}"
+        cp "$root/setup.cfg" "$stamp"
+    fi
+}
+
+as_root() {
+    if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi
+}

@@ -1,0 +1,197 @@
+"""The demonstration behind scripts/demo; see there."""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from aifs.core.units import parse_size
+
+RANKS = 4
+RANK_PROGRAM = Path(__file__).parent / "demonstration" / "rank.py"
+STEPS = 9
+
+console = Console()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/demo", description="Save and load a GPT-style model with Adam state through an AIFS mount."
+    )
+    parser.add_argument("--size", type=parse_size, default=parse_size("1GB"), help="bytes in all (default: 1GB)")
+    parser.add_argument("--dir", default=tempfile.gettempdir(), help="where to work: a store and a plain directory")
+    parser.add_argument("--keep", action="store_true", help="leave the store mounted at the end")
+    arguments = parser.parse_args()
+    if arguments.size < RANKS * 52_000_000:
+        parser.error("--size: the smallest model takes 208MB")
+    work = Path(tempfile.mkdtemp(prefix="aifs-demo-", dir=arguments.dir))
+    demo = Demo(work, arguments.size)
+    try:
+        demo.run()
+        if arguments.keep:
+            demo.aifs("mount", demo.source, demo.mountpoint)
+            command = Path(sys.executable).parent / "aifs"
+            console.print(f"Mounted at {demo.mountpoint}. Unmount it, then remove it with:", soft_wrap=True)
+            console.print(f"  {command} umount {demo.mountpoint} && rm -r {work}", soft_wrap=True)
+    finally:
+        if not arguments.keep:
+            demo.clean_up()
+    return 0
+
+
+class Demo:
+    def __init__(self, work: Path, size: int) -> None:
+        self.work = work
+        self.size = size
+        self.source = work / "store"
+        self.mountpoint = work / "mnt"
+        self.plain = work / "plain"
+        self.results: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def run(self) -> None:
+        columns = (TextColumn("{task.description:<44}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("", total=STEPS)
+
+            def step(description: str) -> None:
+                progress.update(task, description=description)
+
+            def done() -> None:
+                progress.advance(task)
+
+            self.mountpoint.mkdir()
+            self.plain.mkdir()
+            step("format and mount")
+            self.aifs("format", self.source)
+            self.aifs("mount", self.source, self.mountpoint)
+            done()
+            self.save(step, done)
+            self.load(step, done, "load and compare")
+            step("unmount, mount again")
+            self.aifs("umount", self.mountpoint)
+            self.aifs("mount", self.source, self.mountpoint)
+            done()
+            self.load(step, done, "load and compare again")
+            servers = json.loads(self.aifs("status", self.mountpoint, "--json"))["servers"]
+            step("unmount, fsck")
+            self.aifs("umount", self.mountpoint)
+            report = self.aifs("fsck", self.source)
+            done()
+            step("done")
+        self.report(servers)
+        console.print(f"fsck: {report.strip().splitlines()[-1]}")
+
+    def save(self, step, done) -> None:
+        """Both directories, in turn, by the same processes: write to a temporary directory, sync, rename."""
+        targets = {"AIFS": self.mountpoint / "checkpoint", "plain directory": self.plain / "checkpoint"}
+        temporaries = [f"{target}.tmp" for target in targets.values()]
+        step(f"{RANKS} processes build the model")
+        ranks = Ranks("save", self.size // RANKS, temporaries)
+        done()
+        for (name, target), temporary in zip(targets.items(), temporaries, strict=True):
+            step(f"save to {name}")
+            os.mkdir(temporary)
+            start = time.monotonic()
+            written = sum(count for _, count in ranks.step())
+            os.rename(temporary, target)
+            sync_directory(target.parent)
+            self.results[name, "save"] = time.monotonic() - start, written
+            done()
+        ranks.finish()
+
+    def load(self, step, done, description: str) -> None:
+        directories = {"plain directory": self.plain / "checkpoint", "AIFS": self.mountpoint / "checkpoint"}
+        ranks = Ranks("load", 0, [str(path) for path in directories.values()])
+        step(description)
+        for name in directories:
+            drop_page_cache()
+            start = time.monotonic()
+            read = sum(count for _, count in ranks.step())
+            self.results.setdefault((name, "load"), (time.monotonic() - start, read))
+        compared = ranks.step()
+        ranks.finish()
+        self.tensors = sum(int(count) for count, _ in compared)
+        done()
+
+    def report(self, servers: list[dict]) -> None:
+        table = Table("", "bytes", "seconds", "GB/s", title="Checkpoint: save with fsync and rename, load with cold caches")
+        for (name, work), (seconds, count) in self.results.items():
+            table.add_row(f"{work}, {name}", f"{count:,}", f"{seconds:.2f}", f"{count / seconds / 1e9:.2f}")
+        console.print(table)
+        table = Table("data server", "bytes", title="Where the bytes lie")
+        for server in servers:
+            objects = Path(server["path"]).rglob("objects/**/*")
+            table.add_row(server["path"], f"{sum(p.stat().st_size for p in objects if p.is_file()):,}")
+        console.print(table)
+        console.print(f"{self.tensors} tensors compared bit by bit, before and after the remount: all equal")
+
+    def aifs(self, *arguments: object) -> str:
+        command = [sys.executable, "-m", "aifs.cli.main", *map(str, arguments)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            sys.exit(f"aifs {' '.join(map(str, arguments))}: {result.stderr.strip() or result.stdout.strip()}")
+        return result.stdout
+
+    def clean_up(self) -> None:
+        if self.mountpoint.is_mount():
+            self.aifs("umount", self.mountpoint)
+        shutil.rmtree(self.work)
+
+
+class Ranks:
+    """The processes of a job; ``step`` lets all of them do their next step and waits for the last."""
+
+    def __init__(self, action: str, size: int, directories: list[str]) -> None:
+        arguments = [sys.executable, RANK_PROGRAM, action]
+        rest = [str(size), *directories]
+        self.processes = [
+            subprocess.Popen([*arguments, str(rank), *rest], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for rank in range(RANKS)
+        ]
+        for process in self.processes:
+            self._answer(process)
+
+    def step(self) -> list[tuple[float, int]]:
+        for process in self.processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        answers = [self._answer(process).split() for process in self.processes]
+        return [(float(first), int(second)) for first, second in answers]
+
+    def _answer(self, process: subprocess.Popen) -> str:
+        line = process.stdout.readline()
+        if not line:
+            sys.exit(f"a process of the job has failed with exit status {process.wait()}")
+        return line
+
+    def finish(self) -> None:
+        for process in self.processes:
+            process.stdin.close()
+            if process.wait():
+                sys.exit("the loaded tensors differ")
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def drop_page_cache() -> None:
+    """So that both directories are read from the disk; without root, caches stay warm for both."""
+    if os.geteuid() == 0:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("3\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
