@@ -1,0 +1,386 @@
+"""The whole filesystem after power cuts and kill -9 at every fault point, and with failing and full disks.
+
+``churn`` works at random; ``ledger`` says what may be found afterwards. Every store that is recovered must please
+fsck, and hold exactly the objects that its files call for.
+"""
+
+import errno
+import os
+import random
+import shutil
+import signal
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import trio
+
+from aifs.check.fsck import check
+from aifs.core import faults, files
+from aifs.core.config import Config, load
+from aifs.core.errors import FsError
+from aifs.data.naming import StoredObject, list_all
+from aifs.meta import journal, lmdb_database, lmdb_engine
+from aifs.vfs import Filesystem, ids, open_filesystem
+from aifs.vfs.store import format_store
+from tests.support import lives
+from tests.support.churn import UNIT, WEIGHTS, Churn, read_tree
+from tests.support.ledger import Found, Ledger
+from tests.support.powercut import PowerCut
+
+POINTS = sorted(name for name in faults.POINTS if name.startswith(("vfs.", "meta.")))
+SETTINGS = {"layout.unit": str(UNIT), "meta.commit_interval": "10ms", "data.writeback_interval": "100ms"}
+STEPS_PER_MOUNT = 60
+MOUNTS = 12
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that commits, new windows of ids and growth of the map happen all the time."""
+    monkeypatch.setattr(journal, "SEGMENT_BYTES", 64 << 10)
+    monkeypatch.setattr(lmdb_engine, "CHUNK_KEYS", 20)
+    monkeypatch.setattr(lmdb_engine, "COMMIT_AGE_S", 0.02)
+    monkeypatch.setattr(lmdb_database, "INITIAL_MAP_BYTES", 128 << 10)
+    monkeypatch.setattr(ids, "WINDOW", 64)
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="aifs-crash-", dir="/dev/shm"))
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def store(scratch: Path) -> Path:
+    """The directory of an empty store."""
+    format_store(config_of(scratch / "0"), force=False)
+    return scratch / "0"
+
+
+def config_of(directory: Path) -> Config:
+    return load(str(directory), SETTINGS)
+
+
+def is_crash(error: BaseException) -> bool:
+    """Whether a simulated crash is in ``error``."""
+    parts = getattr(error, "exceptions", ())  # of a group
+    return isinstance(error, faults.SimulatedCrash) or any(is_crash(part) for part in parts)
+
+
+# --- a crash, and what is found after it ---
+
+
+class Lives:
+    """Mounts of one store, one after the other, until a fault point stops the work."""
+
+    def __init__(self, directory: Path, ledger: Ledger, rng: random.Random) -> None:
+        self.directory = directory
+        self.ledger = ledger
+        self.rng = rng
+        self.steps = 0
+        self.churn: Churn | None = None
+
+    async def run(self, mounts: int, before_note: Callable[[], None] = lambda: None) -> None:
+        for _ in range(mounts):
+            async with open_filesystem(config_of(self.directory)) as fs:
+                self.churn = Churn(fs, self.ledger, self.rng, before_note)
+                for _ in range(STEPS_PER_MOUNT):
+                    await self.churn.step()
+                    self.steps += 1
+            before_note()
+            self.ledger.all_durable()
+
+
+def find(directory: Path) -> dict[bytes, Found]:
+    """Recover the store; it must be sound. Returns its tree."""
+
+    async def look() -> dict[bytes, Found]:
+        async with open_filesystem(config_of(directory)) as fs:
+            tree = await read_tree(fs)
+            await fs.collector.drain()
+            await require_no_leak(fs)
+            return tree
+
+    tree = trio.run(look)
+    require_sound(directory)
+    return tree
+
+
+async def require_no_leak(fs: Filesystem) -> None:
+    """Each object on the servers belongs to a file, and each file has all of its objects.
+
+    A file that grew in vain may keep objects beyond its size; they are cut when it grows again, and go with it.
+    """
+    needed, allowed = set(), set()
+    for found in (await read_tree(fs)).values():
+        inode = await fs.getattr(found.entry.ino)
+        if inode.layout is not None:
+            for index, server in enumerate(inode.layout.servers):
+                allowed.add((server, inode.ino, inode.oid))
+                if inode.layout.object_length(index, inode.size):
+                    needed.add((server, inode.ino, inode.oid))
+    stored = set()
+    for server in fs.store.servers.values():
+        for thing in list_all(server.path):
+            assert isinstance(thing, StoredObject), thing
+            stored.add((server.id, thing.ino, thing.oid))
+    assert needed <= stored <= allowed, f"lost: {needed - stored}, leaked: {stored - allowed}"
+
+
+def require_sound(directory: Path) -> None:
+    findings = check(config_of(directory), repair=False).findings
+    assert not findings, findings
+
+
+def cut_power(directory: Path, copy: Path, point: str, ledger: Ledger, rng: random.Random) -> Lives:
+    """Work until the power fails at ``point``; what may be left of the store is in ``copy`` then."""
+    with PowerCut(directory) as cut:
+
+        def stop_if_crashed() -> None:
+            if cut.crashed:
+                raise faults.SimulatedCrash("in the background")
+
+        work = Lives(directory, ledger, rng)
+        try:
+            cut.crash_at(point, rng.choice((1, rng.randint(1, 8), rng.randint(1, 60))))
+            trio.run(work.run, 3, stop_if_crashed)
+            cut.crash_at(point)
+            trio.run(work.run, MOUNTS, stop_if_crashed)
+        except BaseException as error:
+            if not (cut.crashed and is_crash(error)):
+                raise
+        assert cut.crashed, f"{point} was not reached in {work.steps} steps"
+        cut.materialise(copy, rng)
+    return work
+
+
+def cut_power_again(directory: Path, copy: Path, rng: random.Random) -> bool:
+    """The power fails while the store recovers, if it gets that far; then the outcome is in ``copy``."""
+
+    async def recover() -> None:
+        async with open_filesystem(config_of(directory)) as fs:
+            await fs.collector.drain()
+
+    with PowerCut(directory) as cut:
+        cut.crash_at(rng.choice(POINTS), rng.randint(1, 3))
+        try:
+            trio.run(recover)
+        except BaseException as error:
+            if not (cut.crashed and is_crash(error)):
+                raise
+        if cut.crashed:
+            cut.materialise(copy, rng)
+        return cut.crashed
+
+
+def sweep_power(scratch: Path, point: str, seed: int) -> None:
+    rng = random.Random(f"{point} {seed}")
+    directory, ledger = scratch / "0", Ledger()
+    for life in range(1, 3):
+        copy = scratch / str(life)
+        cut_power(directory, copy, point, ledger, rng)
+        again = scratch / f"{life} again"
+        if cut_power_again(copy, again, rng):
+            copy = again
+        tree = find(copy)
+        ledger.check(tree, killed=False)
+        directory, ledger = copy, Ledger.of(tree)
+
+
+def test_the_sweep_knows_every_point() -> None:
+    assert set(POINTS) == set(faults.POINTS)
+    assert {name.split(".")[0] for name in POINTS} == {"vfs", "meta"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("point", POINTS)
+def test_a_power_cut_leaves_what_was_durable(scratch: Path, store: Path, point: str, seed: int) -> None:
+    sweep_power(scratch, point, seed)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("point", POINTS)
+def test_many_power_cuts(scratch: Path, point: str) -> None:
+    for seed in range(1000, 1200):
+        directory = scratch / str(seed)
+        directory.mkdir()
+        format_store(config_of(directory / "0"), force=False)
+        sweep_power(directory, point, seed)
+        shutil.rmtree(directory)
+
+
+def test_churn_does_everything(store: Path) -> None:
+    """No kind of work is left out, and what it says of a store that nothing happened to is true."""
+    done: Counter[str] = Counter()
+    ledger, rng = Ledger(), random.Random(1)
+    for _ in range(8):
+        work = Lives(store, ledger, rng)
+        trio.run(work.run, 1)
+        done += work.churn.done
+    assert set(done) == set(WEIGHTS)
+    ledger.check(find(store), killed=True)
+
+
+def test_the_ledger_notices_what_is_lost(store: Path) -> None:
+    ledger = Ledger()
+    trio.run(Lives(store, ledger, random.Random(2)).run, 1)
+    tree = find(store)
+    path = next(path for path, found in tree.items() if found.content)
+    lost = dict(tree)
+    del lost[path]
+    with pytest.raises(AssertionError, match="names are none of"):
+        ledger.check(lost, killed=False)
+    changed = tree | {path: tree[path]._replace(content=bytes(len(tree[path].content)))}
+    with pytest.raises(AssertionError, match="is durable but differs"):
+        ledger.check(changed, killed=False)
+
+
+# --- kill -9 ---
+
+
+def _be_killed(writer: int, directory: Path, point: str, seed: int) -> None:
+    """In a process of its own: work until ``point``, tell the ledger, and die there."""
+    rng = random.Random(f"{point} {seed}")
+    work = Lives(directory, Ledger(), rng)
+    left = rng.choice((1, rng.randint(1, 8), rng.randint(1, 60)))
+
+    def die() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            if work.churn is not None:
+                work.churn.lock.acquire()  # for good: nothing begins or is acknowledged any more
+            lives.send(writer, (work.ledger, True))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    faults.arm(point, die)
+    trio.run(work.run, 2)
+    left = 1
+    trio.run(work.run, MOUNTS)
+
+
+def sweep_kill(directory: Path, point: str, seed: int) -> None:
+    ledger, _ = lives.in_child(_be_killed, directory, point, seed)
+    ledger.check(find(directory), killed=True)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_leaves_all_that_was_acknowledged(store: Path, point: str, seed: int) -> None:
+    sweep_kill(store, point, seed)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("point", POINTS)
+def test_many_kills(scratch: Path, point: str) -> None:
+    for seed in range(1000, 1200):
+        directory = scratch / str(seed)
+        format_store(config_of(directory), force=False)
+        sweep_kill(directory, point, seed)
+        shutil.rmtree(directory)
+
+
+# --- failing and full disks ---
+
+READS = ("read_at", "read_into", "read_cached", "read_file")
+
+
+class OneFault:
+    """A hook that fails one operation that changes something, the ``number``-th from ``arm`` on."""
+
+    def __init__(self, number: int, error: int) -> None:
+        self._left, self._error = number, error
+        self._armed = False
+        self.failed = ""
+
+    def arm(self) -> None:
+        self._armed = True
+
+    def before(self, op: str, path: str) -> None:
+        if self._armed and op not in READS:
+            self._left -= 1
+            if self._left == 0:
+                self.failed = f"{op} {path}"
+                raise OSError(self._error, os.strerror(self._error), path)
+
+    def after(self, op: str, path: str, *args: object) -> None:
+        """Nothing to record."""
+
+
+def fs_error_in(error: BaseException) -> FsError:
+    """The one FsError in what may be a group; anything else is raised again."""
+    while len(parts := getattr(error, "exceptions", ())) == 1:
+        error = parts[0]
+    if not isinstance(error, FsError):
+        raise error
+    return error
+
+
+async def work_through(directory: Path, hook: OneFault, rng: random.Random) -> tuple[Ledger, list[int]]:
+    """Work, with one fault in between. Returns what must be there afterwards, and the errors that came."""
+    ledger, errors = Ledger(), []
+    try:
+        async with open_filesystem(config_of(directory)) as fs:
+            hook.arm()
+            churn = Churn(fs, ledger, rng, lambda: None)
+            for _ in range(2 * STEPS_PER_MOUNT):
+                try:
+                    await churn.step()
+                except Exception as error:  # noqa: BLE001 (raised again unless it is an FsError)
+                    errors.append(fs_error_in(error).errno)
+                    try:
+                        await churn.close_all()
+                        tree = await read_tree(fs)
+                        ledger.check(tree, killed=True)
+                        ledger = Ledger.of(tree)
+                        await fs.sync()
+                    except FsError as again:  # a journal that could not be synced takes nothing more
+                        errors.append(again.errno)
+                        break
+                    churn = Churn(fs, ledger, rng, lambda: None)
+    except Exception as error:  # noqa: BLE001 (raised again unless it is an FsError)
+        errors.append(fs_error_in(error).errno)
+    return ledger, errors
+
+
+def sweep_fault(directory: Path, error: int, seed: int) -> str:
+    rng = random.Random(f"{error} {seed}")
+    hook = OneFault(rng.randint(1, 400), error)
+    files.set_hook(hook)
+    try:
+        ledger, errors = trio.run(work_through, directory, hook, rng)
+    finally:
+        files.set_hook(None)
+    assert set(errors) <= {error, errno.EIO}, f"{hook.failed}: {errors}"
+    ledger.check(find(directory), killed=True)
+    return hook.failed
+
+
+ERRORS = pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
+
+
+def sweep_faults(scratch: Path, error: int, seeds: range) -> None:
+    failed = set()
+    for seed in seeds:
+        directory = scratch / str(seed)
+        format_store(config_of(directory), force=False)
+        failed.add(sweep_fault(directory, error, seed).partition(" ")[0])
+        shutil.rmtree(directory)
+    assert len(failed - {""}) >= 4, f"only {failed} have failed"
+
+
+@ERRORS
+def test_a_fault_is_told_and_survived(scratch: Path, error: int) -> None:
+    sweep_faults(scratch, error, range(60))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@ERRORS
+def test_many_faults(scratch: Path, error: int) -> None:
+    sweep_faults(scratch, error, range(1000, 6000))

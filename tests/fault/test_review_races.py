@@ -1,0 +1,218 @@
+"""Operations on one file that meet in the middle: where one waits for a server, another comes."""
+
+import errno
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import trio.lowlevel
+import trio.testing
+
+from aifs.core.config import load
+from aifs.core.errors import NoSpace
+from aifs.meta import keys
+from aifs.vfs import Caller, Filesystem, SetAttr, open_filesystem
+from aifs.vfs.store import format_store
+from tests.support.data_servers import failing, hooked
+
+ROOT, ME, UNIT = 1, Caller(), 4096
+SETTINGS = {"layout.unit": "4KiB", "meta.commit_interval": "1h", "data.writeback_interval": "1h"}
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="aifs-races-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+@asynccontextmanager
+async def opened(directory: Path) -> AsyncIterator[Filesystem]:
+    config = load(str(directory / "store"), SETTINGS)
+    if not (directory / "store" / "meta").exists():
+        await trio.to_thread.run_sync(format_store, config, False)
+    with hooked():  # calls go to threads, and descriptors have paths
+        async with open_filesystem(config) as fs:
+            yield fs
+
+
+class Held:
+    """Operations that wait in their worker threads until ``release``; ``seen`` are the paths of all that came."""
+
+    def __init__(self) -> None:
+        self.arrived = trio.Event()
+        self.seen: list[str] = []
+        self._token = trio.lowlevel.current_trio_token()
+        self._go = threading.Event()
+
+    def wait(self, path: str) -> None:
+        self.seen.append(path)
+        self._token.run_sync_soon(self.arrived.set)
+        assert self._go.wait(30)
+
+    def release(self) -> None:
+        self._go.set()
+
+
+@contextmanager
+def holding(op: str, wanted: Callable[[str], bool]) -> Iterator[Held]:
+    held = Held()
+
+    def action(name: str, path: str) -> None:
+        if name == op and wanted(path):
+            held.wait(path)
+
+    with hooked(action):
+        try:
+            yield held
+        finally:
+            held.release()
+
+
+def is_object(path: str) -> bool:
+    return "/objects/" in path
+
+
+async def is_marked(fs: Filesystem, ino: int) -> bool:
+    return await fs.store.engine.view(lambda tx: tx.get(keys.dirty(ino)) is not None)
+
+
+async def make(fs: Filesystem, name: bytes, size: int) -> tuple[int, int]:
+    handle, inode = await fs.create(ROOT, name, 0o644, os.O_RDWR, ME)
+    if size:
+        await fs.write(handle, 0, b"a" * size)
+    return handle, inode.ino
+
+
+async def test_fsync_does_not_take_the_mark_of_a_write_that_is_under_way(directory: Path) -> None:
+    async with opened(directory) as fs:
+        handle, ino = await make(fs, b"f", 2 * UNIT)
+        async with trio.open_nursery() as nursery:
+            with holding("sync_file", is_object) as syncing:
+                nursery.start_soon(fs.fsync, handle)
+                await syncing.arrived.wait()
+                with holding("write_at", is_object) as writing:
+                    nursery.start_soon(fs.write, handle, 0, b"b" * UNIT)
+                    await writing.arrived.wait()
+                    syncing.release()
+                    # The fsync ends while the write still waits for its server.
+                    while len(nursery.child_tasks) > 1:
+                        await trio.lowlevel.checkpoint()
+                    assert await is_marked(fs, ino)
+        synced: list[str] = []
+        with hooked(lambda op, path: synced.append(path) if op == "sync_file" and is_object(path) else None):
+            await fs.fsync(handle)
+        assert synced, "the bytes of the second write were never synced"
+        assert not await is_marked(fs, ino)
+        await fs.release(handle)
+
+
+async def test_fsync_does_not_take_the_mark_of_a_truncation_that_is_under_way(directory: Path) -> None:
+    async with opened(directory) as fs:
+        handle, ino = await make(fs, b"f", 2 * UNIT)
+        async with trio.open_nursery() as nursery:
+            with holding("sync_file", is_object) as syncing:
+                nursery.start_soon(fs.fsync, handle)
+                await syncing.arrived.wait()
+                with holding("truncate", is_object) as growing:
+                    nursery.start_soon(fs.setattr, ino, SetAttr(size=9 * UNIT), ME, handle)
+                    await growing.arrived.wait()
+                    syncing.release()
+                    while len(nursery.child_tasks) > 1:
+                        await trio.lowlevel.checkpoint()
+                    assert await is_marked(fs, ino)
+        assert await is_marked(fs, ino)
+        await fs.release(handle)
+
+
+async def test_a_write_that_had_to_wait_looks_again_at_what_it_waited_for(directory: Path) -> None:
+    async with opened(directory) as fs:
+        handle, ino = await make(fs, b"f", 2 * UNIT)
+        await fs.fsync(handle)
+        await fs.write(handle, 0, b"b" * UNIT)
+        async with trio.open_nursery() as nursery:
+            gate = fs.io.open[ino].gate
+            await gate.enter_alone()
+            nursery.start_soon(fs.write, handle, 0, b"c" * UNIT)
+            await trio.testing.wait_all_tasks_blocked()
+            await fs.io._discard(fs.io.open[ino])  # what a truncation to zero does behind the gate
+            gate.leave_alone()
+        assert bytes(await fs.read(handle, 0, 3 * UNIT)) == b"c" * UNIT
+        assert await is_marked(fs, ino)
+        await fs.release(handle)
+
+
+async def test_objects_of_a_file_that_failed_to_outgrow_its_record_are_not_used_again(
+    directory: Path,
+) -> None:
+    async with opened(directory) as fs:
+        handle, ino = await make(fs, b"f", 100)
+        with failing("write_at", f"{directory}/store/data", errno.ENOSPC), pytest.raises(NoSpace):
+            await fs.write(handle, 100, b"b" * 2 * UNIT)
+        with holding("unlink", is_object) as collecting:
+            await collecting.arrived.wait()  # the collector deletes what the attempt has left
+            await fs.write(handle, 100, b"b" * 2 * UNIT)
+            await fs.fsync(handle)
+            collecting.release()
+            while fs.collector.backlog:
+                await trio.lowlevel.checkpoint()
+        await fs.release(handle)
+        handle = await fs.open(ino, os.O_RDONLY)  # with descriptors of its own
+        assert bytes(await fs.read(handle, 0, 3 * UNIT)) == b"a" * 100 + b"b" * 2 * UNIT
+        await fs.release(handle)
+
+
+async def test_a_rename_makes_files_durable_that_have_several_names(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top = await fs.mkdir(ROOT, b"new", 0o755, ME)
+        handle, ino = await make(fs, b"temporary", 2 * UNIT)
+        await fs.release(handle)
+        await fs.link(ino, top.ino, b"shard")
+        await fs.unlink(ROOT, b"temporary")
+        await fs.rename(ROOT, b"new", ROOT, b"checkpoint")
+        assert not await is_marked(fs, ino)
+
+
+async def test_an_exchange_makes_both_sides_durable(directory: Path) -> None:
+    async with opened(directory) as fs:
+        inos = []
+        for name in (b"old", b"new"):
+            handle, ino = await make(fs, name, 2 * UNIT)
+            await fs.release(handle)
+            inos.append(ino)
+        await fs.rename(ROOT, b"old", ROOT, b"new", 2)
+        assert [await is_marked(fs, ino) for ino in inos] == [False, False]
+
+
+async def test_two_servers_that_are_added_at_once_get_numbers_of_their_own(directory: Path) -> None:
+    async with opened(directory) as fs:
+        count = len(fs.store.servers)
+        paths = [directory / "extra1", directory / "extra2"]
+        async with trio.open_nursery() as nursery:
+            for path in paths:
+                nursery.start_soon(fs.setxattr, ROOT, b"user.aifs.server-add", os.fsencode(path))
+        assert {fs.store.servers[count + place].path for place in (0, 1)} == {str(path) for path in paths}
+    async with opened(directory) as fs:
+        assert len(fs.store.servers) == count + 2
+
+
+async def test_the_kernel_is_told_when_the_count_of_blocks_becomes_exact(directory: Path) -> None:
+    async with opened(directory) as fs:
+        told: list[int] = []
+        fs.on_attr_change = told.append
+        handle, ino = await make(fs, b"f", UNIT)
+        await fs.write(handle, 400 * UNIT, b"b" * UNIT)
+        for finish in (fs.fsync, fs.release):
+            for _ in range(50):
+                await fs.write(handle, 0, b"c" * UNIT)
+            guess = (await fs.getattr(ino)).blocks
+            told.clear()
+            await finish(handle)
+            assert (await fs.getattr(ino)).blocks < guess
+            assert told == [ino]

@@ -1,0 +1,128 @@
+"""The filesystem, in process, against an oracle: random operations, remounts and kills, then fsck.
+
+A failure prints the shortest sequence found that still fails, ready to be pasted into a test.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aifs.check.fsck import check
+from aifs.core.config import Config, load
+from aifs.vfs.store import format_store
+from tests.support import lives, lockstep, model_ops
+from tests.support.sequences import Op, listing, shrink
+
+LENGTH = 1000
+SHAPES = {
+    "small-units": {"layout.unit": "4KiB", "layout.inline_limit": "2048"},
+    "no-inline": {"layout.unit": "8KiB", "layout.inline_limit": "0", "layout.count": "2"},
+    "defaults": {},
+    "eager-writeback": {
+        "layout.unit": "4KiB",
+        "meta.commit_interval": "10ms",
+        "data.writeback_interval": "100ms",
+    },
+}
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A directory in memory, if the machine has one: no test here depends on a disk."""
+    parent = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    directory = tempfile.mkdtemp(prefix="aifs-model-", dir=parent)
+    yield Path(directory)
+    shutil.rmtree(directory)
+
+
+def _run(scratch: Path, shape: dict[str, str], ops: list[Op]) -> int:
+    """Operations on a new store, then fsck. Returns the number of kills."""
+    source = tempfile.mkdtemp(dir=scratch)
+    config = load(source, shape)
+    try:
+        lives.in_child(_format, config)
+        kills = lives.run(config, ops)
+        findings, _ = lives.in_child(_check, config)
+        if findings:
+            raise lives.Mismatch(f"fsck finds {findings}")
+        return kills
+    finally:
+        shutil.rmtree(source)
+
+
+def _format(writer: int, config: Config) -> None:
+    format_store(config, force=False)
+    lives.send(writer, (False,))
+
+
+def _check(writer: int, config: Config) -> None:
+    lives.send(writer, (check(config, repair=False).findings, False))
+
+
+def _require_agreement(scratch: Path, shape: dict[str, str], seed: int, length: int = LENGTH) -> None:
+    ops = model_ops.generate(seed, length)
+    try:
+        kills = _run(scratch, shape, ops)
+    except lives.Mismatch as mismatch:
+        kind = mismatch.kind
+
+        def fails(candidate: list[Op]) -> bool:
+            try:
+                _run(scratch, shape, candidate)
+            except lives.Mismatch as again:
+                return again.kind == kind
+            return False
+
+        shortest = shrink(ops, fails)
+        pytest.fail(
+            f"{mismatch}\nseed {seed}, shape {shape}, {len(shortest)} operations:\n{listing(shortest)}"
+        )
+    assert kills == sum(op[0] == "crash" for op in ops)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_operations(scratch: Path, shape: str, seed: int) -> None:
+    _require_agreement(scratch, SHAPES[shape], seed * 100 + list(SHAPES).index(shape))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(1000, 1100))
+def test_many_random_operations(scratch: Path, shape: str, seed: int) -> None:
+    _require_agreement(scratch, SHAPES[shape], seed, length=2000)
+
+
+def test_there_are_enough_kinds_of_operations() -> None:
+    assert len(model_ops.KINDS) >= 25
+    used = {op[0] for seed in range(5) for op in model_ops.generate(seed, LENGTH)}
+    assert used == set(model_ops.KINDS)
+
+
+def test_a_wrong_oracle_is_noticed(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison itself: an oracle that forgets to count links must not agree."""
+    monkeypatch.setattr(lockstep.Oracle, "link", lambda self, ino, parent, name: self.inodes[ino])
+    ops = [("mknod", (b"a",), 0o100644, 0, (0, 0)), ("link", (b"a",), (b"b",))]
+    with pytest.raises(lives.Mismatch, match="oracle"):
+        _run(scratch, {}, ops)
+
+
+def test_kill_keeps_acknowledged_names_and_fsynced_bytes(scratch: Path) -> None:
+    ops = [
+        ("mkdir", (b"a",), 0o755, (0, 0)),
+        ("create", 0, (b"a", b"b"), 0o644, os.O_RDWR | os.O_EXCL, (0, 0)),
+        ("write", 0, 1, 30000, 0),
+        ("fsync", 0, False),
+        ("unlink", (b"a", b"b")),
+        ("create", 1, (b"a", b"c"), 0o644, os.O_RDWR | os.O_EXCL, (0, 0)),
+        ("write", 1, 2, 30000, 5000),
+        ("fsync", 1, False),
+        ("rename", (b"a", b"c"), (b"b",), 0),
+        ("crash",),
+        ("compare",),
+    ]
+    assert _run(scratch, {}, ops) == 1

@@ -1,0 +1,119 @@
+"""Random system calls on a mount and on a directory of a local kernel filesystem: they must answer alike."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.machine import Machine
+from tests.support.mounts import Mounted
+from tests.support.posix_ops import generate
+from tests.support.sequences import Op, listing, shrink
+
+LENGTH = 1000
+CHECKPOINT = 100
+
+MountStore = Callable[..., Mounted]
+
+
+def _disagreement(mountpoint: Path, reference: Path, ops: list[Op]) -> str | None:
+    """Run the operations below fresh directories of both; what first differed, or None."""
+    pair = [tempfile.mkdtemp(dir=parent) for parent in (reference, mountpoint)]
+    for directory in pair:
+        os.chmod(directory, 0o777)
+    try:
+        with Machine(pair[0]) as expected, Machine(pair[1]) as found:
+            for position, op in enumerate(ops):
+                wanted, got = expected.run(op), found.run(op)
+                if wanted != got:
+                    return f"operation {position}, {op!r}:\n  expected {wanted}\n  found    {got}"
+                if position % CHECKPOINT == CHECKPOINT - 1 or position == len(ops) - 1:
+                    difference = _tree_difference(expected.tree(), found.tree())
+                    if difference:
+                        return f"after operation {position}: {difference}"
+            return None
+    finally:
+        for directory in pair:
+            shutil.rmtree(directory)
+
+
+def _tree_difference(expected: dict[bytes, tuple], found: dict[bytes, tuple]) -> str | None:
+    for path in sorted(expected.keys() | found.keys()):
+        if expected.get(path) != found.get(path):
+            return f"{path!r}:\n  expected {expected.get(path)}\n  found    {found.get(path)}"
+    return None
+
+
+def _require_agreement(mountpoint: Path, reference: Path, ops: list[Op]) -> None:
+    difference = _disagreement(mountpoint, reference, ops)
+    if difference:
+        shortest = shrink(ops, lambda candidate: _disagreement(mountpoint, reference, candidate) is not None)
+        difference = _disagreement(mountpoint, reference, shortest) or difference
+        pytest.fail(f"{difference}\n{len(shortest)} operations:\n{listing(shortest)}")
+
+
+@pytest.fixture
+def reference(scratch: Path) -> Path:
+    """A directory of the local filesystem that temporary files are on."""
+    directory = scratch / "reference"
+    directory.mkdir()
+    return directory
+
+
+SHAPES = {
+    "defaults": (),
+    "small-units": ("layout.unit=4KiB", "layout.count=3"),
+    "no-inline": ("layout.unit=16KiB", "layout.inline_limit=0"),
+    "eager": ("layout.unit=4KiB", "meta.commit_interval=10ms", "data.writeback_interval=100ms"),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_system_calls(mount_store: MountStore, reference: Path, shape: str) -> None:
+    store = mount_store(*SHAPES[shape])
+    first = 10 * list(SHAPES).index(shape)
+    for seed in range(first, first + 10):
+        _require_agreement(store.path, reference, generate(seed, LENGTH))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", SHAPES)
+def test_many_random_system_calls(mount_store: MountStore, reference: Path, shape: str) -> None:
+    store = mount_store(*SHAPES[shape])
+    for seed in range(1000, 1200):
+        _require_agreement(store.path, reference, generate(seed, 3000))
+
+
+def test_the_tree_is_the_same_after_a_remount(mounted: Mounted, reference: Path) -> None:
+    directory = mounted.path / "tree"
+    directory.mkdir(mode=0o777)
+    reference.chmod(0o755)
+    with Machine(str(reference)) as expected, Machine(str(directory)) as found:
+        for op in generate(77, LENGTH):
+            assert found.run(op) == expected.run(op), op
+    mounted.remount()
+    with Machine(str(reference)) as expected, Machine(str(directory)) as found:
+        assert len(expected.tree()) > 5
+        assert _tree_difference(expected.tree(), found.tree()) is None
+
+
+def test_a_difference_is_found_and_made_small(scratch: Path, reference: Path) -> None:
+    """The comparison itself: a directory with one file more must not agree."""
+    other = scratch / "other"
+    other.mkdir()
+
+    def disagree(ops: list[Op]) -> bool:
+        shutil.rmtree(other)
+        other.mkdir()
+        (other / "a").touch()
+        shutil.rmtree(reference)
+        reference.mkdir()
+        with Machine(str(reference)) as expected, Machine(str(other)) as found:
+            return any(expected.run(op) != found.run(op) for op in ops)
+
+    ops = generate(1, 200, users=False)
+    assert disagree(ops)
+    assert len(shrink(ops, disagree)) == 1

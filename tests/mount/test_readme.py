@@ -1,0 +1,43 @@
+"""Every command of the README works, in the order in which a reader would type them."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Commands that take longer than a reader of the test's output would wait, and what shows that they start and work.
+SHORTER = {
+    "scripts/demo": "scripts/demo --size 210MB",
+    "scripts/test": "scripts/test --collect-only -q tests/unit/test_units.py",
+    "scripts/bench": "scripts/bench --help",
+}
+
+
+def commands() -> list[str]:
+    """The lines of all shell blocks."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+def test_every_command_works(scratch: Path) -> None:
+    if find_spec("torch") is None:
+        pytest.skip("scripts/demo needs torch, which is not installed")
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TMPDIR": str(scratch)}
+    lines = commands()
+    assert len(lines) > 15
+    try:
+        for line in lines:
+            command = SHORTER.get(line, line).replace("/srv/", f"{scratch}/srv-").replace("/mnt/", f"{scratch}/mnt-")
+            done = subprocess.run(
+                ["bash", "-c", command], check=False, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=200
+            )
+            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    finally:
+        subprocess.run(["umount", "-l", f"{scratch}/mnt-aifs"], check=False, capture_output=True)
+

@@ -1,0 +1,83 @@
+"""PyTorch on a mount: save, load, and load by mapping the file. Skipped where torch is not installed."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.mounts import Mounted
+
+torch = pytest.importorskip("torch", reason="torch is not installed (the demo extra)")
+
+
+@pytest.fixture
+def state() -> dict:
+    """A model's and an optimizer's state, some 20 MB."""
+    torch.manual_seed(1)
+    model = torch.nn.TransformerEncoderLayer(256, 4, 1024)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(8, 2, 256)).sum().backward()
+    optimizer.step()
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "large": torch.randn(1200, 1200),
+        "step": 17,
+    }
+
+
+def _same(left: object, right: object) -> bool:
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+
+
+def test_save_rename_load(mounted: Mounted, state: dict) -> None:
+    temporary, final = mounted.path / "checkpoint.tmp", mounted.path / "checkpoint"
+    temporary.mkdir()
+    for rank in range(2):
+        with (temporary / f"rank{rank}.pt").open("wb") as stream:
+            torch.save(state, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+    temporary.rename(final)
+    mounted.remount()
+    for rank in range(2):
+        assert _same(torch.load(final / f"rank{rank}.pt"), state)
+
+
+def test_load_by_mapping(mounted: Mounted, state: dict) -> None:
+    os.setxattr(mounted.path, "user.aifs.layout", b"unit=64KiB")
+    path = mounted.path / "state.pt"
+    torch.save(state, path)
+    mounted.remount()
+    mapped = torch.load(path, mmap=True)
+    assert _same(mapped, state)
+    path.unlink()
+    assert _same(mapped["model"], state["model"])  # the mapping outlives the name
+
+
+def test_a_checkpoint_is_whole_after_kill(mounted: Mounted, state: dict) -> None:
+    old, new = mounted.path / "step1.pt", mounted.path / "step2.pt"
+    torch.save(state, old)
+    torch.save({**state, "step": 18}, new)
+    os.rename(new, old)  # publishes: nothing else was synced
+    mounted.kill()
+    mounted.mount()
+    found = torch.load(old)
+    assert found["step"] == 18
+    assert _same({**found, "step": 17}, state)
+    assert not new.exists()
+
+
+def test_another_process_reads_what_was_saved(mounted: Mounted, state: dict) -> None:
+    path = mounted.path / "state.pt"
+    torch.save(state, path)
+    program = "import sys, torch; print(float(torch.load(sys.argv[1])['large'].sum()))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, path], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert float(done.stdout) == float(state["large"].sum())

@@ -1,0 +1,1 @@
+"""What several test layers share: oracles, state machines, mounts, power cuts."""

@@ -1,0 +1,109 @@
+"""Data servers in temporary directories, and a hook that makes single operations on them fail or wait."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from aifs.core import files
+from aifs.data.marker import FORMAT, Marker, write_marker
+from aifs.data.servers import Servers
+
+STORE = "5a0cbd2e-4d0b-4f7a-b6b7-0d5f7c5f6a10"
+
+
+def make_server(path: Path, number: int, store: str = STORE) -> str:
+    """An empty, marked server directory."""
+    path.mkdir()
+    write_marker(str(path), Marker(FORMAT, store, "data", number, "2025-01-01T00:00:00+00:00"))
+    return str(path)
+
+
+def make_table(parent: Path, count: int) -> dict[int, str]:
+    return {number: make_server(parent / f"server{number}", number) for number in range(count)}
+
+
+@contextmanager
+def opened(table: dict[int, str], threads: int = 8) -> Iterator[Servers]:
+    """Existing servers, identified."""
+    servers = Servers(table, STORE, threads)
+    servers.check_identity()
+    try:
+        yield servers
+    finally:
+        servers.close()
+
+
+@contextmanager
+def data_servers(parent: Path, count: int = 4) -> Iterator[Servers]:
+    """``count`` new servers below ``parent``, identified; on leaving, no thread and no descriptor may be left."""
+    with opened(make_table(parent, count)) as servers:
+        yield servers
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("aifs-data")]
+    assert open_below(parent) == []
+
+
+def open_below(parent: Path) -> list[str]:
+    """Files below ``parent`` that this process has open."""
+    paths = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            paths.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:
+            continue  # the descriptor that listed the directory
+    return sorted(path for path in paths if path.startswith(f"{parent}/"))
+
+
+class FaultHook:
+    """Calls ``action(op, path)`` before each operation on persistent files; it may raise or wait."""
+
+    installed: "FaultHook | None" = None
+
+    def __init__(self, action: Callable[[str, str], None]) -> None:
+        self.action = action
+
+    def before(self, op: str, path: str) -> None:
+        self.action(op, path)
+
+    def after(self, op: str, path: str, *args: object) -> None:
+        """Nothing to record."""
+
+
+@contextmanager
+def hooked(action: Callable[[str, str], None] = lambda op, path: None) -> Iterator[None]:
+    """Have ``action`` called before each operation; nested, the inner one replaces the outer.
+
+    Paths of descriptors are known only for files that were opened within the outermost.
+    """
+    hook = FaultHook.installed
+    if hook is not None:
+        outer, hook.action = hook.action, action
+        try:
+            yield
+        finally:
+            hook.action = outer
+        return
+    FaultHook.installed = FaultHook(action)
+    files.set_hook(FaultHook.installed)
+    try:
+        yield
+    finally:
+        files.set_hook(None)
+        FaultHook.installed = None
+
+
+@contextmanager
+def failing(ops: str | tuple[str, ...], below: str, number: int = errno.EIO) -> Iterator[list[str]]:
+    """Operations ``ops`` on paths below ``below`` fail with ``number``. Yields the list of those that did."""
+    ops = (ops,) if isinstance(ops, str) else ops
+    failed: list[str] = []
+
+    def action(op: str, path: str) -> None:
+        if op in ops and path.startswith(below):
+            failed.append(op)
+            raise OSError(number, os.strerror(number))
+
+    with hooked(action):
+        yield failed

@@ -1,0 +1,431 @@
+"""Runs operations on the real filesystem, in process, and on the oracle, and compares what they say."""
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+from typing import Any
+
+import trio
+
+from aifs.core.errors import FsError
+from aifs.vfs.types import Caller, SetAttr
+from tests.support.oracle import PAGE, ROOT, Oracle, OracleInode, Stamp
+from tests.support.sequences import Op, payload
+
+_END_OF_TIME = 1 << 63
+
+
+class Life:
+    """The filesystem, open, beside the oracle. ``numbers``: oracle inode number to the real one."""
+
+    def __init__(self, fs: Any, oracle: Oracle, numbers: dict[int, int], inline_limit: int) -> None:
+        self.fs = fs
+        self.oracle = oracle
+        self.numbers = numbers
+        self._inline_limit = inline_limit
+        self._slots: dict[int, tuple[Any, int]] = {}
+        self._appending: set[int] = set()
+        self._dirs: dict[int, tuple[Any, int, Any, list[bytes]]] = {}
+
+    async def run(self, op: Op) -> None:
+        kind, *args = op
+        await getattr(self, "_" + kind)(*args)
+
+    async def both(self, method: str, real_args: tuple, oracle_args: tuple) -> tuple[Any, Any] | None:
+        """Call the method of both. The two results, or None where both failed with the same errno."""
+        self.oracle.clock = clock = Stamp(time.time_ns(), _END_OF_TIME)
+        expected, expected_error = _attempt(getattr(self.oracle, method), oracle_args)
+        found, found_error = None, None
+        try:
+            found = await getattr(self.fs, method)(*real_args)
+        except FsError as error:
+            found_error = errno.errorcode[error.errno]
+        clock.high = time.time_ns()
+        wanted, got = expected_error or "success", found_error or "success"
+        assert wanted == got, f"{method}{real_args!r:.300}: {got} where the oracle says {wanted}"
+        return None if expected_error else (found, expected)
+
+    def resolve(self, path: tuple[bytes, ...]) -> tuple[OracleInode, bytes]:
+        """The deepest directory on the way to ``path`` that exists, and the last name."""
+        directory = self.oracle.inodes[ROOT]
+        for name in path[:-1]:
+            below = directory.names.get(name)
+            if below is None or not below.is_dir:
+                break
+            directory = below
+        return directory, path[-1]
+
+    def target(self, target: tuple[bytes, ...] | int) -> OracleInode | None:
+        """An inode by path, or by the slot of a handle; None if there is none."""
+        if isinstance(target, int):
+            return self.oracle.handles[self._slots[target][1]] if target in self._slots else None
+        directory, name = self.resolve(target)
+        return directory.names.get(name)
+
+    def same(self, real: Any, inode: OracleInode) -> None:
+        """The real inode has the attributes that it must have."""
+        where = f"inode {real.ino} (the oracle's {inode.ino})"
+        assert self.numbers.setdefault(inode.ino, real.ino) == real.ino, f"{where} has changed its number"
+        wanted = (inode.mode, inode.uid, inode.gid, inode.nlink, inode.rdev)
+        assert (real.mode, real.uid, real.gid, real.nlink, real.rdev) == wanted, (
+            f"{where}: {real} for {wanted}"
+        )
+        for name in ("atime", "mtime", "ctime"):
+            time_ns, stamp = getattr(real, name + "_ns"), getattr(inode, name)
+            assert time_ns in stamp, f"{where}: {name} {time_ns} is not within {stamp}"
+        if not inode.is_dir:
+            assert real.size == inode.size, f"{where}: size {real.size} for {inode.size}"
+        if stat.S_ISREG(inode.mode) and inode.size > self._inline_limit:
+            allocated, most = real.blocks * 512, (len(inode.content.pages) + 1) * PAGE
+            holds_bytes = any(page.strip(b"\0") for page in inode.content.pages.values())
+            assert allocated or not holds_bytes, f"{where}: nothing is allocated for its bytes"
+            known_exactly = not inode.handles
+            assert allocated <= most or not known_exactly, (
+                f"{where}: {allocated} bytes allocated, {most} at most"
+            )
+
+    # Operations on names.
+
+    async def _make(self, method: str, path: tuple[bytes, ...], *args: Any) -> None:
+        directory, name = self.resolve(path)
+        results = await self.both(
+            method, (self.numbers[directory.ino], name, *args), (directory.ino, name, *args)
+        )
+        if results:
+            self.same(*results)
+
+    async def _mkdir(self, path: tuple[bytes, ...], mode: int, caller: tuple[int, int]) -> None:
+        await self._make("mkdir", path, mode, Caller(*caller))
+
+    async def _mknod(self, path: tuple[bytes, ...], mode: int, device: int, caller: tuple[int, int]) -> None:
+        rdev = device if stat.S_IFMT(mode) in (stat.S_IFCHR, stat.S_IFBLK) else 0
+        await self._make("mknod", path, mode, rdev, Caller(*caller))
+
+    async def _symlink(
+        self, path: tuple[bytes, ...], seed: int, length: int, caller: tuple[int, int]
+    ) -> None:
+        await self._make("symlink", path, payload(seed, length), Caller(*caller))
+
+    async def _lookup(self, path: tuple[bytes, ...]) -> None:
+        await self._make("lookup", path)
+
+    async def _link(self, target: tuple[bytes, ...] | int, path: tuple[bytes, ...]) -> None:
+        inode = self.target(target)
+        directory, name = self.resolve(path)
+        if inode:
+            real = (self.numbers[inode.ino], self.numbers[directory.ino], name)
+            results = await self.both("link", real, (inode.ino, directory.ino, name))
+            if results:
+                self.same(*results)
+
+    async def _remove(self, method: str, path: tuple[bytes, ...]) -> None:
+        directory, name = self.resolve(path)
+        await self.both(method, (self.numbers[directory.ino], name), (directory.ino, name))
+        await self._check(directory)
+
+    async def _unlink(self, path: tuple[bytes, ...]) -> None:
+        await self._remove("unlink", path)
+
+    async def _rmdir(self, path: tuple[bytes, ...]) -> None:
+        await self._remove("rmdir", path)
+
+    async def _rename(self, source: tuple[bytes, ...], target: tuple[bytes, ...], flags: int) -> None:
+        old, new = self.resolve(source), self.resolve(target)
+        real = (self.numbers[old[0].ino], old[1], self.numbers[new[0].ino], new[1], flags)
+        await self.both("rename", real, (old[0].ino, old[1], new[0].ino, new[1], flags))
+        for directory, name in (old, new):
+            await self._check(directory)
+            if name in directory.names:
+                await self._check(directory.names[name])
+
+    _rename_noreplace = _rename_exchange = _rename
+
+    async def _readlink(self, path: tuple[bytes, ...]) -> None:
+        inode = self.target(path)
+        if inode and stat.S_ISLNK(inode.mode):
+            await self._equal("readlink", inode)
+
+    # Operations on attributes.
+
+    async def _check(self, inode: OracleInode) -> None:
+        results = await self.both("getattr", (self.numbers[inode.ino],), (inode.ino,))
+        assert results
+        self.same(*results)
+
+    async def _getattr_(self, target: tuple[bytes, ...] | int) -> None:
+        inode = self.target(target)
+        if inode:
+            await self._check(inode)
+
+    async def _setattr(
+        self, inode: OracleInode | None, changes: SetAttr, handles: tuple[Any, Any] = (None, None)
+    ) -> None:
+        if inode:
+            real = (self.numbers[inode.ino], changes, Caller(), handles[0])
+            results = await self.both("setattr", real, (inode.ino, changes, Caller(), handles[1]))
+            if results:
+                self.same(*results)
+
+    async def _chmod(self, target: tuple[bytes, ...] | int, mode: int) -> None:
+        inode = self.target(target)
+        if inode and not stat.S_ISLNK(inode.mode):
+            await self._setattr(inode, SetAttr(mode=stat.S_IFMT(inode.mode) | mode))
+
+    async def _chown(self, target: tuple[bytes, ...] | int, uid: int | None, gid: int | None) -> None:
+        inode = self.target(target)
+        mode = None
+        if inode and stat.S_ISREG(inode.mode) and inode.mode & 0o6000:
+            mode = inode.mode & ~0o6000  # this is how the kernel says it
+        await self._setattr(inode, SetAttr(mode=mode, uid=uid, gid=gid))
+
+    async def _utimens(
+        self, target: tuple[bytes, ...] | int, atime_ns: int | None, mtime_ns: int | None
+    ) -> None:
+        await self._setattr(self.target(target), SetAttr(atime_ns=atime_ns, mtime_ns=mtime_ns))
+
+    async def _truncate(self, path: tuple[bytes, ...], size: int) -> None:
+        inode = self.target(path)
+        if inode and stat.S_ISREG(inode.mode):
+            await self._setattr(inode, SetAttr(size=size))
+
+    async def _ftruncate(self, slot: int, size: int) -> None:
+        if slot in self._slots:
+            await self._setattr(self.target(slot), SetAttr(size=size), self._slots[slot])
+
+    async def _equal(self, method: str, inode: OracleInode | None, *args: Any) -> None:
+        if inode:
+            results = await self.both(method, (self.numbers[inode.ino], *args), (inode.ino, *args))
+            if results:
+                assert results[0] == results[1], f"{method} of inode {inode.ino}: {_difference(*results)}"
+            await self._check(inode)
+
+    async def _setxattr(
+        self, target: tuple[bytes, ...] | int, name: bytes, seed: int, length: int, flags: int
+    ) -> None:
+        await self._equal("setxattr", self.target(target), name, payload(seed, length), flags)
+
+    async def _getxattr(self, target: tuple[bytes, ...] | int, name: bytes) -> None:
+        await self._equal("getxattr", self.target(target), name)
+
+    async def _removexattr(self, target: tuple[bytes, ...] | int, name: bytes) -> None:
+        await self._equal("removexattr", self.target(target), name)
+
+    async def _listxattr(self, target: tuple[bytes, ...] | int) -> None:
+        inode = self.target(target)
+        if inode:
+            results = await self.both("listxattr", (self.numbers[inode.ino],), (inode.ino,))
+            assert results and sorted(results[0]) == sorted(results[1]), (
+                f"listxattr of inode {inode.ino}: {results}"
+            )
+
+    # Operations on bytes.
+
+    async def _put(self, slot: int, handles: tuple[Any, int], flags: int) -> None:
+        await self._close(slot)
+        self._slots[slot] = handles
+        if flags & os.O_APPEND:
+            self._appending.add(slot)
+
+    async def _create(
+        self, slot: int, path: tuple[bytes, ...], mode: int, flags: int, caller: tuple[int, int]
+    ) -> None:
+        directory, name = self.resolve(path)
+        if not flags & os.O_EXCL and name in directory.names:
+            return await self._open(slot, path, flags)  # what the kernel makes of it
+        args = (name, mode, flags | os.O_CREAT, Caller(*caller))
+        results = await self.both("create", (self.numbers[directory.ino], *args), (directory.ino, *args))
+        if results:
+            (real_handle, real), (handle, inode) = results
+            self.same(real, inode)
+            await self._put(slot, (real_handle, handle), flags)
+
+    async def _open(self, slot: int, path: tuple[bytes, ...], flags: int) -> None:
+        inode = self.target(path)
+        if inode and stat.S_ISREG(inode.mode):
+            results = await self.both("open", (self.numbers[inode.ino], flags), (inode.ino, flags))
+            await self._put(slot, results, flags)
+            await self._check(inode)
+
+    async def _close(self, slot: int) -> None:
+        if slot in self._slots:
+            await self._on_handle("release", slot)
+            del self._slots[slot]
+            self._appending.discard(slot)
+
+    async def _on_handle(self, method: str, slot: int, *args: Any) -> None:
+        if slot in self._slots:
+            real_handle, handle = self._slots[slot]
+            results = await self.both(method, (real_handle, *args), (handle, *args))
+            if results:
+                found, expected = results
+                found = bytes(found) if isinstance(found, bytes | bytearray | memoryview) else found
+                assert found == expected, f"{method} {args}: {_difference(found, expected)}"
+
+    def _place(self, slot: int, offset: int) -> int:
+        """Where a write goes; for a handle with O_APPEND the kernel asks for the end of the file."""
+        return self.target(slot).size if slot in self._appending else offset
+
+    async def _write(self, slot: int, seed: int, length: int, offset: int) -> None:
+        offset = self._place(slot, offset)
+        await self._on_handle("write", slot, offset, payload(seed, length))
+        await self._getattr_(slot)
+
+    async def _append(self, slot: int, seed: int, length: int) -> None:
+        if slot in self._slots:
+            await self._write(slot, seed, length, self.target(slot).size)
+
+    async def _read(self, slot: int, offset: int, length: int) -> None:
+        await self._on_handle("read", slot, offset, length)
+
+    async def _fsync(self, slot: int, data_only: bool) -> None:
+        await self._on_handle("fsync", slot, data_only)
+
+    async def _sync(self) -> None:
+        await self.both("sync", (), ())
+
+    async def _parallel(
+        self, slot: int, seed: int, length: int, offset: int, reads: tuple[tuple, ...], sync_slot: int
+    ) -> None:
+        """One write at the same time as an fsync, and reads of bytes that it does not change."""
+        written, offset = self.target(slot), self._place(slot, offset)
+        sizes = {inode.ino: inode.size for inode in self.oracle.inodes.values()}
+        async with trio.open_nursery() as nursery:
+            if sync_slot in self._slots:
+                nursery.start_soon(self._fsync, sync_slot, False)
+            nursery.start_soon(self._write, slot, seed, length, offset)
+            for read_slot, start, wanted in reads:
+                inode = self.target(read_slot)
+                if inode is None:
+                    continue
+                wanted = min(wanted, sizes[inode.ino] - start)
+                touched = inode is written and start < offset + length and offset < start + wanted
+                if wanted > 0 and not touched:
+                    nursery.start_soon(self._read, read_slot, start, wanted)
+
+    # Operations on directories and on the whole.
+
+    async def _opendir(self, slot: int, path: tuple[bytes, ...]) -> None:
+        inode = self.target(path)
+        if inode and inode.is_dir:
+            await self._closedir(slot)
+            results = await self.both("opendir", (self.numbers[inode.ino],), (inode.ino,))
+            self._dirs[slot] = (*results, 0, [])
+
+    async def _list_some(self, slot: int, batches: int) -> None:
+        """Go on with a listing; at its end, it must have been true to what stayed and what came and went."""
+        if slot not in self._dirs:
+            return
+        real_handle, handle, cookie, seen = self._dirs[slot]
+        for _ in range(batches):
+            batch = await self.fs.readdir(real_handle, cookie)
+            if not batch:
+                opened = self.oracle.dir_handles[handle]
+                missing, wrong = opened.always - set(seen), set(seen) - opened.ever
+                assert not missing and not wrong, f"readdir left out {missing} and invented {wrong}"
+                stable = [name for name in seen if name in opened.always]
+                assert len(stable) == len(set(stable)), f"readdir repeated a name: {seen}"
+                return await self._closedir(slot)
+            for name, real, next_cookie in batch:
+                seen.append(name)
+                cookie = next_cookie
+                inode = self.oracle.dir_handles[handle].directory.names.get(name)
+                if inode:
+                    self.same(real, inode)
+        self._dirs[slot] = (real_handle, handle, cookie, seen)
+
+    async def _closedir(self, slot: int) -> None:
+        if slot in self._dirs:
+            real_handle, handle, _, _ = self._dirs.pop(slot)
+            await self.both("releasedir", (real_handle,), (handle,))
+
+    async def _list_all(self, path: tuple[bytes, ...]) -> None:
+        inode = self.target(path)
+        if inode and inode.is_dir:
+            listed = dict(await self._listing(inode))
+            assert sorted(listed) == sorted(inode.names), f"readdir of {path}: {sorted(listed)}"
+            for name, real in listed.items():
+                self.same(real, inode.names[name])
+
+    async def _listing(self, inode: OracleInode) -> list[tuple[bytes, Any]]:
+        self.oracle.clock = Stamp(time.time_ns(), _END_OF_TIME)
+        self.oracle.touch_atime(inode)
+        handle = await self.fs.opendir(self.numbers[inode.ino])
+        found, cookie = [], 0
+        while batch := await self.fs.readdir(handle, cookie):
+            found += [(name, real) for name, real, _ in batch]
+            cookie = batch[-1][2]
+        await self.fs.releasedir(handle)
+        assert len(found) == len({name for name, _ in found}), f"readdir repeated a name: {found}"
+        return found
+
+    async def _many_names(self, path: tuple[bytes, ...], count: int, remove: bool) -> None:
+        for number in range(count):
+            name = (*path[:-1], b"m%d" % number)
+            await (self._unlink(name) if remove else self._mknod(name, stat.S_IFREG | 0o644, 0, (0, 0)))
+
+    async def _statfs(self) -> None:
+        found = await self.fs.statfs()
+        assert found.name_max == 255 and found.block_size >= 512
+        assert 0 <= found.available <= found.free <= found.blocks
+        assert found.files >= len(self.oracle.inodes) and found.files_free > 0
+
+    async def _forget(self) -> None:
+        """The kernel drops everything that it may drop; it may drop what has a name, too."""
+        gone = self.oracle.forgettable()
+        named = [inode.ino for inode in self.oracle.inodes.values() if inode.nlink][:5]
+        self.fs.forget([self.numbers[ino] for ino in gone + named if ino != ROOT])
+        self.oracle.forget(gone)
+        for ino in gone:
+            del self.numbers[ino]
+
+    async def _compare(self) -> None:
+        """Everything that has a name: attributes, listings, extended attributes, bytes."""
+        checked: set[int] = set()
+        for path, inode in self.oracle.walk().items():
+            if inode.ino in checked:
+                continue
+            checked.add(inode.ino)
+            if path:
+                place = tuple(path.split(b"/")[1:])
+                await self._make("lookup", place)
+                await self._listxattr(place)
+            await self._check(inode)
+            for name in inode.xattrs:
+                await self._equal("getxattr", inode, name)
+            if inode.is_dir:
+                names = [name for name, _ in await self._listing(inode)]
+                assert sorted(names) == sorted(inode.names), f"{path}: {names}"
+            elif stat.S_ISLNK(inode.mode):
+                await self._equal("readlink", inode)
+            elif stat.S_ISREG(inode.mode):
+                await self._compare_bytes(inode)
+
+    async def _compare_bytes(self, inode: OracleInode) -> None:
+        self.oracle.clock = Stamp(time.time_ns(), _END_OF_TIME)
+        self.oracle.touch_atime(inode)
+        handle = await self.fs.open(self.numbers[inode.ino], os.O_RDONLY)
+        places = {page * PAGE for page in inode.content.pages} | {0, max(0, inode.size - 1) // PAGE * PAGE}
+        for offset in sorted(places):
+            found = bytes(await self.fs.read(handle, offset, PAGE))
+            expected = inode.content.read(offset, PAGE)
+            assert found == expected, f"inode {inode.ino} at {offset}: {_difference(found, expected)}"
+        await self.fs.release(handle)
+
+
+def _attempt(function: Callable, args: tuple) -> tuple[Any, str | None]:
+    try:
+        return function(*args), None
+    except FsError as error:
+        return None, errno.errorcode[error.errno]
+
+
+def _difference(found: Any, expected: Any) -> str:
+    if not isinstance(found, bytes) or len(found) != len(expected):
+        describe = [
+            f"{len(value)} bytes" if isinstance(value, bytes) else repr(value) for value in (found, expected)
+        ]
+        return f"{describe[0]} for {describe[1]}"
+    first = next(place for place in range(len(found)) if found[place] != expected[place])
+    return f"byte {first} is {found[first]} for {expected[first]}"

@@ -1,0 +1,121 @@
+"""A real mount for tests: its own store, a daemon process started through the command line, checks at the end."""
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 60
+
+_PROBLEM = re.compile(r" (WARNING|ERROR|CRITICAL) ")
+
+
+def aifs(*args: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run the command ``aifs`` with ``args``; with ``check`` a failure fails the test with what it said."""
+    command = [sys.executable, "-m", "aifs.cli.main", *map(str, args)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT_S)
+    if check and done.returncode:
+        raise AssertionError(f"aifs {' '.join(map(str, args))}: exit {done.returncode}\n{done.stdout}{done.stderr}")
+    return done
+
+
+class Mounted:
+    """A store and its mount. ``path`` is the mountpoint, ``source`` the store's directory, ``pid`` the daemon."""
+
+    def __init__(self, directory: Path, options: Sequence[str] = ()) -> None:
+        self.path = directory / "mnt"
+        self.source = directory / "store"
+        self.log = self.source / "log" / "aifs.log"
+        self.options = tuple(options)
+        self.expected: list[str] = []
+        """Regular expressions of warnings and errors that the log may hold."""
+        self.pid = 0
+        self._ended = -1  # a descriptor of the daemon that becomes readable when it has ended
+        self.path.mkdir()
+        aifs("format", self.source)
+
+    def mount(self) -> None:
+        """Start the daemon; returns when the mount serves."""
+        options = [word for option in self.options for word in ("-o", option)]
+        aifs("mount", *options, self.source, self.path)
+        self.pid = json.loads(os.getxattr(self.path, "user.aifs.status"))["pid"]
+        self._ended = os.pidfd_open(self.pid)
+
+    def unmount(self) -> None:
+        """umount(8); returns when the daemon has ended."""
+        subprocess.run(["umount", self.path], check=True, capture_output=True, timeout=TIMEOUT_S)
+        self.wait_for_end()
+
+    def remount(self) -> None:
+        self.unmount()
+        self.mount()
+
+    def kill(self) -> None:
+        """kill -9 of the daemon; the dead mount is removed."""
+        self.kill_only()
+        subprocess.run(["umount", "-l", self.path], check=True, capture_output=True, timeout=TIMEOUT_S)
+
+    def kill_only(self) -> None:
+        """kill -9 of the daemon; its mount stays behind."""
+        self.signal(signal.SIGKILL)
+        self.wait_for_end()
+
+    def fsck(self) -> None:
+        """The unmounted store has no fault."""
+        aifs("fsck", self.source)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the daemon."""
+        signal.pidfd_send_signal(self._ended, number)
+
+    def wait_for_end(self) -> None:
+        """Until the daemon has ended."""
+        assert select.select([self._ended], [], [], TIMEOUT_S)[0], "the daemon does not end"
+        os.close(self._ended)
+        self._ended = -1
+
+    def is_mounted(self) -> bool:
+        return os.path.ismount(self.path)
+
+    def finish(self) -> None:
+        """Unmount, and check everything that must be true afterwards."""
+        if self.is_mounted():
+            self.unmount()
+        assert self._ended == -1, "the daemon outlived its mount"
+        self.fsck()
+        self.check_log()
+
+    def check_log(self) -> None:
+        """The log holds no warning or error that the test did not expect."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        problems = [line for line in lines if _PROBLEM.search(line) or line.startswith("Traceback")]
+        unexpected = [line for line in problems if not any(re.search(one, line) for one in self.expected)]
+        assert not unexpected, "unexpected in the log:\n" + "\n".join(unexpected)
+
+    def abandon(self) -> None:
+        """After a failure: leave neither mount nor process behind."""
+        if self._ended != -1:
+            with suppress(ProcessLookupError):
+                self.signal(signal.SIGKILL)
+            self.wait_for_end()
+        subprocess.run(["umount", "-l", self.path], check=False, capture_output=True, timeout=TIMEOUT_S)
+
+
+@contextmanager
+def mounted_store(directory: Path, options: Sequence[str] = (), mount: bool = True) -> Iterator[Mounted]:
+    """A freshly formatted store below ``directory``, mounted; at the end unmounted and checked."""
+    store = Mounted(directory, options)
+    try:
+        if mount:
+            store.mount()
+        yield store
+        store.finish()
+    finally:
+        store.abandon()

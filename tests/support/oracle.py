@@ -1,0 +1,424 @@
+"""A POSIX filesystem in memory, naive and obviously right, with the methods of the real one.
+
+It answers what a correct filesystem answers below a kernel that checks permissions (it has no permission checks
+of its own). Times are ``Stamp`` intervals: the caller sets ``clock`` to a new one before each call, and
+narrows it down afterwards. Contents may be sparse.
+"""
+
+import os
+import stat
+from dataclasses import dataclass, field
+
+from aifs.core import errors
+
+NOREPLACE, EXCHANGE = 1, 2
+PAGE = 4096
+ROOT = 1
+
+
+@dataclass
+class Stamp:
+    """A time between ``low`` and ``high`` nanoseconds since the epoch."""
+
+    low: int
+    high: int
+
+    def __contains__(self, time_ns: int) -> bool:
+        return self.low <= time_ns <= self.high
+
+
+class Content:
+    """The bytes of a file; pages that were never written are holes."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.pages: dict[int, bytes] = {}
+
+    def read(self, offset: int, length: int) -> bytes:
+        end = min(offset + length, self.size)
+        found = bytearray()
+        while offset < end:
+            page, start = divmod(offset, PAGE)
+            stop = min(PAGE, start + end - offset)
+            found += self.pages.get(page, bytes(PAGE))[start:stop]
+            offset += stop - start
+        return bytes(found)
+
+    def write(self, offset: int, data: bytes) -> None:
+        self.size = max(self.size, offset + len(data))
+        while data:
+            page, start = divmod(offset, PAGE)
+            part, data = data[: PAGE - start], data[PAGE - start :]
+            old = self.pages.get(page, bytes(PAGE))
+            self.pages[page] = old[:start] + part + old[start + len(part) :]
+            offset += len(part)
+
+    def truncate(self, size: int) -> None:
+        last, keep = divmod(size, PAGE)
+        self.pages = {page: data for page, data in self.pages.items() if page * PAGE < size}
+        if last in self.pages:
+            self.pages[last] = self.pages[last][:keep] + bytes(PAGE - keep)
+        self.size = size
+
+
+@dataclass
+class OracleInode:
+    ino: int
+    mode: int
+    uid: int
+    gid: int
+    rdev: int
+    atime: Stamp
+    mtime: Stamp
+    ctime: Stamp
+    nlink: int = 1
+    xattrs: dict[bytes, bytes] = field(default_factory=dict)
+    names: dict[bytes, "OracleInode"] = field(default_factory=dict)  # of a directory
+    parent: "OracleInode | None" = None  # of a directory
+    target: bytes = b""  # of a symlink
+    content: Content = field(default_factory=Content)  # of a regular file
+    times_at_save: tuple[Stamp, Stamp] | None = None
+    """mtime and ctime before the first write whose times need not be safe from kill -9 yet."""
+    handles: int = 0
+
+    @property
+    def is_dir(self) -> bool:
+        return stat.S_ISDIR(self.mode)
+
+    @property
+    def size(self) -> int:
+        return len(self.target) if stat.S_ISLNK(self.mode) else self.content.size
+
+
+@dataclass
+class DirHandle:
+    """What an open directory must and may still list."""
+
+    directory: OracleInode
+    always: set[bytes]
+    ever: set[bytes]
+
+
+class Oracle:
+    """The filesystem. Inode numbers are its own; the root is 1."""
+
+    def __init__(self) -> None:
+        self.clock = Stamp(0, 0)
+        self.inodes: dict[int, OracleInode] = {}
+        self._next_ino = ROOT
+        self._next_handle = 1
+        self.handles: dict[int, OracleInode] = {}
+        self._access: dict[int, int] = {}  # handle -> O_RDONLY, O_WRONLY or O_RDWR
+        self.dir_handles: dict[int, DirHandle] = {}
+        root = self._new(stat.S_IFDIR | 0o755, 0, 0)
+        root.parent = root
+
+    def _new(self, mode: int, uid: int, gid: int, rdev: int = 0) -> OracleInode:
+        inode = OracleInode(self._next_ino, mode, uid, gid, rdev, self.clock, self.clock, self.clock)
+        inode.nlink = 2 if inode.is_dir else 1
+        self.inodes[inode.ino] = inode
+        self._next_ino += 1
+        return inode
+
+    # Names
+
+    def _directory(self, ino: int) -> OracleInode:
+        directory = self.inodes[ino]
+        if not directory.is_dir:
+            raise errors.NotADirectory
+        return directory
+
+    def _find(self, parent: int, name: bytes) -> OracleInode:
+        directory = self._directory(parent)
+        if len(name) > 255:
+            raise errors.NameTooLong
+        if name not in directory.names:
+            raise errors.NotFound
+        return directory.names[name]
+
+    def _free(self, parent: int, name: bytes) -> OracleInode:
+        """The directory, if the name can be made in it."""
+        try:
+            self._find(parent, name)
+        except errors.NotFound:
+            if self.inodes[parent].nlink == 0:
+                raise
+            return self.inodes[parent]
+        raise errors.Exists
+
+    def _attach(self, directory: OracleInode, name: bytes, inode: OracleInode) -> None:
+        directory.names[name] = inode
+        directory.mtime = directory.ctime = self.clock
+        if inode.is_dir:
+            inode.parent = directory
+            directory.nlink += 1
+        for handle in self.dir_handles.values():
+            if handle.directory is directory:
+                handle.ever.add(name)
+
+    def _detach(self, directory: OracleInode, name: bytes) -> OracleInode:
+        inode = directory.names.pop(name)
+        directory.mtime = directory.ctime = self.clock
+        if inode.is_dir:
+            directory.nlink -= 1
+        for handle in self.dir_handles.values():
+            if handle.directory is directory:
+                handle.always.discard(name)
+        return inode
+
+    def _unlinked(self, inode: OracleInode) -> None:
+        inode.nlink = 0 if inode.is_dir else inode.nlink - 1
+        inode.ctime = self.clock
+
+    def _make(self, parent: int, name: bytes, mode: int, caller, rdev: int = 0) -> OracleInode:
+        directory = self._free(parent, name)
+        gid = caller.gid
+        if directory.mode & stat.S_ISGID:
+            gid = directory.gid
+            if stat.S_ISDIR(mode):
+                mode |= stat.S_ISGID
+        inode = self._new(mode, caller.uid, gid, rdev)
+        self._attach(directory, name, inode)
+        return inode
+
+    def lookup(self, parent: int, name: bytes) -> OracleInode:
+        return self._find(parent, name)
+
+    def mkdir(self, parent: int, name: bytes, mode: int, caller) -> OracleInode:
+        return self._make(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), caller)
+
+    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller) -> OracleInode:
+        return self._make(parent, name, mode, caller, rdev)
+
+    def symlink(self, parent: int, name: bytes, target: bytes, caller) -> OracleInode:
+        inode = self._make(parent, name, stat.S_IFLNK | 0o777, caller)
+        inode.target = target
+        return inode
+
+    def readlink(self, ino: int) -> bytes:
+        return self.inodes[ino].target
+
+    def link(self, ino: int, parent: int, name: bytes) -> OracleInode:
+        inode = self.inodes[ino]
+        directory = self._free(parent, name)
+        if inode.is_dir:
+            raise errors.NotPermitted
+        if inode.nlink == 0:
+            raise errors.NotFound
+        inode.nlink += 1
+        inode.ctime = self.clock
+        self._attach(directory, name, inode)
+        return inode
+
+    def unlink(self, parent: int, name: bytes) -> None:
+        if self._find(parent, name).is_dir:
+            raise errors.IsADirectory
+        self._unlinked(self._detach(self.inodes[parent], name))
+
+    def rmdir(self, parent: int, name: bytes) -> None:
+        inode = self._find(parent, name)
+        if not inode.is_dir:
+            raise errors.NotADirectory
+        if inode.names:
+            raise errors.NotEmpty
+        self._unlinked(self._detach(self.inodes[parent], name))
+
+    def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int) -> None:
+        moved = self._find(parent, name)
+        if flags not in (0, NOREPLACE, EXCHANGE):
+            raise errors.Invalid
+        source, target = self.inodes[parent], self._directory(new_parent)
+        try:
+            replaced = self._find(new_parent, new_name)
+        except errors.NotFound:
+            if flags == EXCHANGE or target.nlink == 0:
+                raise
+            replaced = None
+        if flags == NOREPLACE and replaced:
+            raise errors.Exists
+        if self._inside(moved, target) or (flags == EXCHANGE and self._inside(replaced, source)):
+            raise errors.Invalid
+        if moved is replaced:
+            return
+        if flags == EXCHANGE:
+            self._detach(source, name)
+            self._detach(target, new_name)
+            self._attach(source, name, replaced)
+            self._attach(target, new_name, moved)
+            moved.ctime = replaced.ctime = self.clock
+            return
+        if replaced:
+            if moved.is_dir and not replaced.is_dir:
+                raise errors.NotADirectory
+            if replaced.is_dir and not moved.is_dir:
+                raise errors.IsADirectory
+            if replaced.names:
+                raise errors.NotEmpty
+            self._unlinked(self._detach(target, new_name))
+        self._detach(source, name)
+        self._attach(target, new_name, moved)
+        moved.ctime = self.clock
+
+    def _inside(self, ancestor: OracleInode, directory: OracleInode) -> bool:
+        while directory is not ancestor and directory.parent is not directory:
+            directory = directory.parent
+        return directory is ancestor
+
+    # Attributes
+
+    def getattr(self, ino: int) -> OracleInode:
+        return self.inodes[ino]
+
+    def setattr(self, ino: int, changes, caller, handle: int | None = None) -> OracleInode:
+        inode = self.inodes[ino]
+        if changes.size is not None:
+            if handle is not None and self._access[handle] == os.O_RDONLY:
+                raise errors.BadHandle
+            self._truncate(inode, changes.size)
+        if changes.mode is not None:
+            inode.mode = stat.S_IFMT(inode.mode) | stat.S_IMODE(changes.mode)
+        if changes.uid is not None:
+            inode.uid = changes.uid
+        if changes.gid is not None:
+            inode.gid = changes.gid
+        if changes.atime_ns is not None:
+            inode.atime = Stamp(changes.atime_ns, changes.atime_ns)
+        if changes.mtime_ns is not None:
+            inode.mtime = Stamp(changes.mtime_ns, changes.mtime_ns)
+        others = (changes.mode, changes.uid, changes.gid, changes.atime_ns, changes.mtime_ns)
+        if any(value is not None for value in others) or changes.size is None:
+            inode.ctime = self.clock
+        return inode
+
+    def _truncate(self, inode: OracleInode, size: int) -> None:
+        if size == inode.content.size:  # may count as a change or not
+            inode.mtime = Stamp(inode.mtime.low, self.clock.high)
+            inode.ctime = Stamp(inode.ctime.low, self.clock.high)
+            return
+        inode.content.truncate(size)
+        inode.mtime = inode.ctime = self.clock
+
+    def getxattr(self, ino: int, name: bytes) -> bytes:
+        if name not in self.inodes[ino].xattrs:
+            raise errors.NoAttribute
+        return self.inodes[ino].xattrs[name]
+
+    def setxattr(self, ino: int, name: bytes, value: bytes, flags: int = 0) -> None:
+        inode = self.inodes[ino]
+        if flags == os.XATTR_CREATE and name in inode.xattrs:
+            raise errors.Exists
+        if flags == os.XATTR_REPLACE and name not in inode.xattrs:
+            raise errors.NoAttribute
+        inode.xattrs[name] = value
+        inode.ctime = self.clock
+
+    def listxattr(self, ino: int) -> list[bytes]:
+        return list(self.inodes[ino].xattrs)
+
+    def removexattr(self, ino: int, name: bytes) -> None:
+        self.getxattr(ino, name)
+        del self.inodes[ino].xattrs[name]
+        self.inodes[ino].ctime = self.clock
+
+    # Files
+
+    def _handle(self, inode: OracleInode, flags: int) -> int:
+        self._next_handle += 1
+        self.handles[self._next_handle] = inode
+        self._access[self._next_handle] = flags & os.O_ACCMODE
+        inode.handles += 1
+        return self._next_handle
+
+    def create(self, parent: int, name: bytes, mode: int, flags: int, caller) -> tuple[int, OracleInode]:
+        inode = self._make(parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller)
+        return self._handle(inode, flags), inode
+
+    def open(self, ino: int, flags: int) -> int:
+        inode = self.inodes[ino]
+        if flags & os.O_TRUNC:
+            self._truncate(inode, 0)
+        self.touch_atime(inode)
+        return self._handle(inode, flags)
+
+    def touch_atime(self, inode: OracleInode) -> None:
+        """Reading may set the access time, if the mount keeps it."""
+        inode.atime = Stamp(inode.atime.low, max(inode.atime.high, self.clock.high))
+
+    def read(self, handle: int, offset: int, length: int) -> bytes:
+        if self._access[handle] == os.O_WRONLY:
+            raise errors.BadHandle
+        self.touch_atime(self.handles[handle])
+        return self.handles[handle].content.read(offset, length)
+
+    def write(self, handle: int, offset: int, data: bytes) -> int:
+        inode = self.handles[handle]
+        if self._access[handle] == os.O_RDONLY:
+            raise errors.BadHandle
+        if data:
+            inode.times_at_save = inode.times_at_save or (inode.mtime, inode.ctime)
+            inode.content.write(offset, data)
+            inode.mtime = inode.ctime = self.clock
+        return len(data)
+
+    def fsync(self, handle: int, datasync: bool) -> None:
+        self.handles[handle].times_at_save = None
+
+    def sync(self) -> None:
+        for inode in self.inodes.values():
+            inode.times_at_save = None
+
+    def release(self, handle: int) -> None:
+        inode = self.handles.pop(handle)
+        del self._access[handle]
+        inode.handles -= 1
+        if not inode.handles:
+            inode.times_at_save = None
+
+    # Directories
+
+    def opendir(self, ino: int) -> int:
+        directory = self._directory(ino)
+        self._next_handle += 1
+        self.dir_handles[self._next_handle] = DirHandle(directory, set(directory.names), set(directory.names))
+        directory.handles += 1
+        return self._next_handle
+
+    def releasedir(self, handle: int) -> None:
+        self.dir_handles.pop(handle).directory.handles -= 1
+
+    # Life
+
+    def forgettable(self) -> list[int]:
+        """Inodes that have neither a name nor a handle."""
+        return [inode.ino for inode in self.inodes.values() if inode.nlink == 0 and not inode.handles]
+
+    def forget(self, inos: list[int]) -> None:
+        for ino in inos:
+            if self.inodes[ino].nlink == 0 and not self.inodes[ino].handles:
+                del self.inodes[ino]
+
+    def end(self, crashed: bool) -> None:
+        """The filesystem ends, with open files. A crash loses no byte, but may set times of writes back."""
+        self.handles.clear()
+        self._access.clear()
+        self.dir_handles.clear()
+        for inode in self.inodes.values():
+            inode.handles = 0
+            if crashed and inode.times_at_save:
+                mtime, ctime = inode.times_at_save
+                inode.mtime = Stamp(min(mtime.low, inode.mtime.low), max(mtime.high, inode.mtime.high))
+                inode.ctime = Stamp(min(ctime.low, inode.ctime.low), max(ctime.high, inode.ctime.high))
+            inode.times_at_save = None
+        self.forget(self.forgettable())
+
+    def walk(self) -> dict[bytes, OracleInode]:
+        """Every path (b"" is the root) and its inode."""
+        found = {b"": self.inodes[ROOT]}
+        pending = [b""]
+        while pending:
+            path = pending.pop()
+            for name, inode in found[path].names.items():
+                found[path + b"/" + name] = inode
+                if inode.is_dir:
+                    pending.append(path + b"/" + name)
+        return found

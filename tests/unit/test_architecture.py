@@ -1,0 +1,180 @@
+"""The house keeps its shape: directions of import, one place for each outside thing, sizes, docstrings."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "aifs"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+BELOW = {
+    "core": set(),
+    "layout": {"core"},
+    "meta": {"layout", "core"},
+    "data": {"layout", "core"},
+    "vfs": {"meta", "data", "layout", "core"},
+    "fuse": {"vfs", "meta", "data", "layout", "core"},
+    "check": {"vfs", "meta", "data", "layout", "core"},
+    "cli": {"fuse", "check", "vfs", "meta", "data", "layout", "core"},
+}
+"""What each layer may import besides itself."""
+
+LINES_MAX = 400
+
+CHANGES = {
+    "chmod",
+    "chown",
+    "copy_file_range",
+    "fchmod",
+    "fchown",
+    "fdatasync",
+    "fsync",
+    "ftruncate",
+    "lchown",
+    "link",
+    "makedirs",
+    "mkdir",
+    "mkfifo",
+    "mknod",
+    "posix_fallocate",
+    "pwrite",
+    "pwritev",
+    "remove",
+    "removedirs",
+    "removexattr",
+    "rename",
+    "renames",
+    "replace",
+    "rmdir",
+    "sendfile",
+    "setxattr",
+    "symlink",
+    "sync",
+    "truncate",
+    "unlink",
+    "utime",
+    "write",
+    "writev",
+}
+"""Functions of ``os`` that change files."""
+
+MAY_CHANGE_FILES = {
+    "core/files.py": CHANGES | {"open"},
+    "core/log.py": {"makedirs"},  # the log is no part of the store
+    "cli/daemon.py": {"write", "open"},  # a pipe, and /dev/null
+    "cli/main.py": {"open"},  # /dev/null
+    "cli/server.py": {"setxattr"},  # of a mount
+}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of the modules that are imported, anywhere in the file."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def calls(path: Path) -> Iterator[tuple[str, int, ast.Call]]:
+    """Dotted names of what is called, with line numbers."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node.lineno, node
+
+
+def users_of(package: str) -> set[str]:
+    return {name_of(path) for path in MODULES if any(name.split(".")[0] == package for name in imports(path))}
+
+
+def test_every_layer_is_known() -> None:
+    found = {path.name for path in PACKAGE.iterdir() if path.is_dir() and list(path.glob("*.py"))}
+    assert found == set(BELOW)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_go_down(path: Path) -> None:
+    if path.parent == PACKAGE:
+        assert not [name for name in imports(path) if name.startswith("aifs")]
+        return
+    layer = layer_of(path)
+    allowed = BELOW[layer] | {layer}
+    upward = {
+        name for name in imports(path) if name.startswith("aifs.") and name.split(".")[1] not in allowed
+    }
+    assert not upward
+
+
+def test_the_layers_have_an_order() -> None:
+    for layer, below in BELOW.items():
+        assert layer not in below
+        for lower in below:
+            assert BELOW[lower] <= below, f"{layer} may use {lower}, but not all that {lower} may"
+
+
+def test_pyfuse3_is_known_to_the_edge_alone() -> None:
+    users = users_of("pyfuse3")
+    assert users and all(name.startswith("fuse/") for name in users)
+
+
+def test_lmdb_is_known_to_one_module() -> None:
+    assert users_of("lmdb") == {"meta/lmdb_database.py"}
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if layer_of(path) != "cli"], ids=name_of)
+def test_only_commands_print_and_exit(path: Path) -> None:
+    assert not [line for name, line, _ in calls(path) if name in ("print", "sys.exit", "exit", "quit")]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_files_are_changed_in_one_place(path: Path) -> None:
+    allowed = MAY_CHANGE_FILES.get(name_of(path), set())
+    wrong = [
+        (line, name)
+        for name, line, call in calls(path)
+        if (name.startswith("os.") and name[3:] in CHANGES | {"open"} and name[3:] not in allowed)
+        or name.startswith(("shutil.", "tempfile."))
+        or name.endswith((".write_text", ".write_bytes"))
+        or (name == "open" and _writes(call) and name_of(path) != "fuse/session.py")
+    ]
+    assert not wrong
+
+
+def _writes(call: ast.Call) -> bool:
+    modes = [*call.args[1:2], *(keyword.value for keyword in call.keywords if keyword.arg == "mode")]
+    return any(not isinstance(mode, ast.Constant) or set(mode.value) & set("wax+") for mode in modes)
+
+
+def test_sysfs_is_all_that_the_edge_writes() -> None:
+    opened = [
+        call for name, _, call in calls(PACKAGE / "fuse/session.py") if name == "open" and _writes(call)
+    ]
+    assert [ast.unparse(call.args[0]).startswith("f'/sys/class/bdi/") for call in opened] == [True]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_modules_are_small_and_say_what_they_are_for(path: Path) -> None:
+    text = path.read_text()
+    assert ast.get_docstring(ast.parse(text)), "no docstring"
+    assert text.count("\n") <= LINES_MAX
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_no_error_is_hidden(path: Path) -> None:
+    bare = [
+        node.lineno
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.ExceptHandler) and node.type is None
+    ]
+    assert not bare

@@ -1,0 +1,291 @@
+"""The command line in process: what it prints, its exit codes, its options. Mounts: test_cli_mount.py."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from aifs.cli import mounts
+from aifs.cli.main import main
+from aifs.core import config, errors
+from aifs.fuse.options import parse
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = main([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    """Exit code and message of a command that must fail with one line."""
+    code, out, err = run(capsys, *arguments)
+    assert out == ""
+    assert err.startswith("aifs: ") and err.count("\n") == 1
+    return code, err.removeprefix("aifs: ").rstrip("\n")
+
+
+# --- help and usage ----------------------------------------------------------------------------------
+
+
+def test_help_documents_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    raised = {kind.exit_code for kind in vars(errors).values() if hasattr(kind, "exit_code")}
+    assert raised <= {int(line.split()[0]) for line in out.splitlines() if line.strip()[:1].isdigit()}
+
+
+@pytest.mark.parametrize(
+    "command", ["format", "mount", "umount", "status", "info", "fsck", "config", "server add"]
+)
+def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    code, out, _ = run(capsys, *command.split(), "--help")
+    assert code == 0
+    assert "Example" in out and f"aifs {command} /" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fromat"], "No such command 'fromat'"),
+        (["mount", "/a"], "Missing argument 'MOUNTPOINT'."),
+        (["fsck", "/a", "--repiar"], "No such option"),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code, said = refused(capsys, *arguments)
+    assert code == 2
+    assert said.startswith(message)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["format", ""], ["mount", "", "/m"], ["mount", "/s", ""], ["umount", ""], ["server", "add", "/s", ""]]
+)
+def test_an_empty_path_does_not_mean_the_current_directory(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    code, said = refused(capsys, *arguments)
+    assert code == 2
+    assert "it is empty; was a variable not set?" in said
+
+
+def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys)
+    assert code == 2
+    assert "Commands:" in err
+
+
+# --- config ------------------------------------------------------------------------------------------
+
+
+def test_config_shows_values_and_origins(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "aifs.yaml").write_text("layout:\n  count: 2\n")
+    code, out, _ = run(capsys, "config", tmp_path, "-o", "layout.unit=4MiB,ro", "-o", "log.level=debug")
+    assert code == 0
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()}
+    assert rows["layout.unit"] == ["4MiB", "-o"]
+    assert rows["log.level"] == ["debug", "-o"]
+    assert rows["layout.count"] == ["2", f"{tmp_path}/aifs.yaml:2"]
+    assert rows["meta.commit_interval"] == ["1s", "default"]
+
+
+def test_config_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, out, _ = run(capsys, "config", tmp_path, "--json")
+    assert json.loads(out)["layout.unit"] == {"value": "1MiB", "origin": "default"}
+    assert list(json.loads(out)) == config.known_keys()
+
+
+def test_a_wrong_configuration_exits_with_3(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, said = refused(capsys, "config", tmp_path, "-o", "layout.unti=1")
+    assert code == 3
+    assert said == "-o layout.unti: unknown key; the nearest valid key is layout.unit"
+
+
+# --- mount options -----------------------------------------------------------------------------------
+
+KEYS = ["servers", "layout.unit"]
+
+
+def test_root_starts_from_what_mount_8_starts_from() -> None:
+    options, overrides = parse([], KEYS, privileged=True)
+    assert options.allow_other and not options.read_only and not overrides
+    assert sorted(options.fuse_options) == ["dev", "suid"]
+
+
+def test_others_start_from_nothing() -> None:
+    options, _ = parse(["", "rw,defaults"], KEYS, privileged=False)
+    assert not options.allow_other
+    assert options.fuse_options == []
+
+
+def test_the_last_of_contradicting_options_wins() -> None:
+    options, _ = parse(["ro,nodev,exec,noatime", "rw,dev,noexec,sync,async,atime,noallow_other"], KEYS, True)
+    assert not options.read_only and not options.allow_other
+    assert sorted(options.fuse_options) == ["async", "dev", "noexec", "suid"]
+
+
+def test_options_and_keys_may_be_mixed() -> None:
+    options, overrides = parse(["ro,layout.unit=4MiB,nosuid,servers=/a:/b"], KEYS, True)
+    assert options.read_only
+    assert sorted(options.fuse_options) == ["dev", "nosuid"]
+    assert overrides == {"layout.unit": "4MiB", "servers": "/a:/b"}
+
+
+def test_what_is_meant_for_fstab_is_ignored() -> None:
+    items = ["auto,noauto,user,users,nofail,_netdev", "x-systemd.requires=/a.b,comment=c,user=me,relatime"]
+    assert parse([*items, "default_permissions"], KEYS, False) == parse([], KEYS, False)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("noatme", "unknown option 'noatme'; the nearest valid one is noatime"),
+        ("nodev=1", "unknown option 'nodev=1'; the nearest valid one is nodev"),
+        ("ro=1", "unknown option 'ro=1'; the nearest valid one is ro"),
+        ("uid=5", "unknown option 'uid=5'; the nearest valid one is "),
+        ("layout.unit", "unknown option 'layout.unit'; the nearest valid one is layout.unit"),
+        ("strictatime", "mount option strictatime is not supported: "),
+        ("remount", "mount option remount is not supported: unmount, then mount"),
+    ],
+)
+def test_an_unknown_option_is_named(option: str, message: str) -> None:
+    with pytest.raises(errors.ConfigError) as caught:
+        parse([f"ro,{option},rw"], KEYS, True)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_sloppy_mount_ignores_unknown_options() -> None:
+    assert parse(["uid=5,ro"], KEYS, True, sloppy=True) == parse(["ro"], KEYS, True)
+
+
+# --- commands on what is no store and no mount -------------------------------------------------------
+
+
+def test_mount_without_a_store(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = tmp_path / "store"
+    code, said = refused(capsys, "mount", source, tmp_path)
+    assert (code, said) == (4, f"{source}: there is no store; make one with: aifs format {source}")
+    assert not source.exists()
+
+
+def test_umount_and_status_want_an_aifs_mount(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for command in ("umount", "status"):
+        assert refused(capsys, command, tmp_path) == (
+            6,
+            f"{tmp_path}: no AIFS is mounted here; it is not a mountpoint",
+        )
+        assert refused(capsys, command, "/proc") == (
+            6,
+            "/proc: no AIFS is mounted here; it is a mount of type proc",
+        )
+        assert refused(capsys, command, tmp_path / "x") == (6, f"{tmp_path}/x: no such directory")
+
+
+def test_info_wants_a_path_in_an_aifs_mount(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert refused(capsys, "info", tmp_path) == (6, f"{tmp_path}: does not lie in an AIFS mount")
+    assert refused(capsys, "info", tmp_path / "x") == (1, f"{tmp_path}/x: No such file or directory")
+
+
+def test_mountinfo_is_decoded() -> None:
+    line = rb"36 35 98:2 / /mnt\040a\134b rw,noatime shared:1 - fuse.aifs /src rw,user_id=0" + b"\n"
+    assert mounts._parse_line(line) == (os.makedev(98, 2), "/mnt a\\b", "fuse.aifs")
+
+
+def test_a_file_name_that_is_no_text_is_printed_as_it_is(
+    capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    assert main(["info", os.fsdecode(os.fsencode(tmp_path) + b"/\xff")]) == 1
+    assert capsysbinary.readouterr().err == b"aifs: %b/\xff: No such file or directory\n" % os.fsencode(
+        tmp_path
+    )
+
+
+# --- format, server add ------------------------------------------------------------------------------
+
+
+def test_format_makes_a_store_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = tmp_path / "store"
+    code, out, _ = run(capsys, "format", source)
+    facts = dict(line.split(maxsplit=1) for line in out.splitlines() if not line.startswith("server"))
+    assert code == 0
+    assert json.loads((source / "data/3/.aifs").read_text())["store"] == facts["uuid"]
+    code, said = refused(capsys, "format", source)
+    assert code == 4 and "--force" in said
+    code, again, _ = run(capsys, "format", source, "--force")
+    assert code == 0 and again != out
+
+
+def test_a_server_is_added_to_a_store_that_is_not_mounted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source, disk = tmp_path / "store", tmp_path / "disk"
+    run(capsys, "format", source)
+    disk.mkdir()
+    assert run(capsys, "server", "add", source, disk) == (0, f"added {disk} as server 4\n", "")
+    code, said = refused(capsys, "server", "add", source, disk)
+    assert code == 4 and said.startswith(f"{disk}: ")
+
+
+# --- fsck --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fsck_finds(monkeypatch: pytest.MonkeyPatch):
+    """Let fsck find things: a function of the ``repaired`` of each."""
+
+    def install(*repaired: bool) -> None:
+        def check(loaded: config.Config, repair: bool) -> SimpleNamespace:
+            findings = [
+                SimpleNamespace(
+                    kind="orphan-inode", where=f"inode {number}", detail="no name", repaired=mended
+                )
+                for number, mended in enumerate(repaired)
+            ]
+            return SimpleNamespace(findings=findings, counts={"inodes": 7})
+
+        module = ModuleType("aifs.check.fsck")
+        module.check = check
+        monkeypatch.setitem(sys.modules, "aifs.check.fsck", module)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("repaired", "expected"), [((), 0), ((True, True), 1), ((True, False), 4), ((False,), 4)]
+)
+def test_fsck_exits_as_fsck_8(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, fsck_finds, repaired: tuple[bool, ...], expected: int
+) -> None:
+    fsck_finds(*repaired)
+    code, out, _ = run(capsys, "fsck", tmp_path)
+    assert code == expected
+    assert out.endswith(f"{len(repaired)} findings; checked 7 inodes\n")
+    assert out.count("orphan-inode") == len(repaired)
+
+
+def test_fsck_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path, fsck_finds) -> None:
+    fsck_finds(False)
+    code, out, _ = run(capsys, "fsck", tmp_path, "--json")
+    finding = {"kind": "orphan-inode", "where": "inode 0", "detail": "no name", "repaired": False}
+    assert (code, json.loads(out)) == (4, {"findings": [finding], "counts": {"inodes": 7}})
+
+
+def test_fsck_that_cannot_check_exits_with_8(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, fsck_finds
+) -> None:
+    fsck_finds()
+    code, said = refused(capsys, "fsck", tmp_path / "missing.yaml")
+    assert (code, said) == (8, f"{tmp_path}/missing.yaml: No such file or directory")
+
+
+def test_the_mount_of_another_user_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "fusermount3: entry for /mnt/s not found in /etc/mtab"
+    monkeypatch.setattr(mounts, "_run", lambda *command: SimpleNamespace(returncode=1, stderr=said))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(errors.MountError, match="^/mnt/s: was mounted by another user; only that user or root"):
+        mounts.unmount("/mnt/s")

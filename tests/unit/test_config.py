@@ -1,0 +1,212 @@
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from aifs.core import config
+from aifs.core.errors import ConfigError
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+MINIMAL = "meta:\n  directory: /m\nservers: [/s0, /s1]\n"
+
+
+def refusal(source: str, overrides: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config.load(source, overrides or {})
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# --- values and where they come from ---------------------------------------------------------------
+
+
+def test_a_directory_source_implies_all_places(tmp_path: Path) -> None:
+    loaded = config.load(str(tmp_path), {})
+    assert loaded.source == str(tmp_path)
+    assert loaded.meta.directory == f"{tmp_path}/meta"
+    assert loaded.servers == tuple(f"{tmp_path}/data/{number}" for number in range(4))
+    assert loaded.burst.directories == (f"{tmp_path}/burst",)
+    assert loaded.log.file == f"{tmp_path}/log/aifs.log"
+    assert (loaded.meta.commit_interval_s, loaded.layout.unit, loaded.kernel.attr_timeout_s) == (
+        1.0,
+        1 << 20,
+        86400.0,
+    )
+
+
+def test_a_directory_source_need_not_exist_and_may_be_relative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert config.load("store", {}).source == f"{tmp_path}/store"
+
+
+def test_the_file_in_a_directory_source_overrides_its_defaults(tmp_path: Path) -> None:
+    file = write(tmp_path / "aifs.yaml", "servers: [/fast/0, far]\nlayout:\n  unit: 4MiB\n")
+    loaded = config.load(str(tmp_path), {})
+    assert loaded.servers == ("/fast/0", f"{tmp_path}/far")
+    assert loaded.layout.unit == 4 << 20
+    assert loaded.origins["servers"] == f"{file}:1"
+    assert loaded.origins["layout.unit"] == f"{file}:3"
+    assert loaded.origins["layout.count"] == "default"
+    assert loaded.origins["meta.directory"] == "SOURCE directory"
+
+
+def test_a_yaml_source_names_its_places_relative_to_itself(tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "c.yaml", "meta: {directory: meta/}\nservers: [a, ../b]\nburst: {directories: [c]}\n"
+    )
+    loaded = config.load(source, {})
+    assert loaded.meta.directory == f"{tmp_path}/meta"
+    assert loaded.servers == (f"{tmp_path}/a", f"{tmp_path.parent}/b")
+    assert loaded.burst.directories == (f"{tmp_path}/c",)
+    assert loaded.log.file == f"{tmp_path}/meta.log"
+
+
+def test_overrides_win_and_their_paths_start_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path / "c.yaml", MINIMAL + "layout: {unit: 2MiB}\n")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    loaded = config.load(
+        source, {"layout.unit": "4MiB", "servers": "x:/y", "log.file": "log", "burst.capacity": "64MiB"}
+    )
+    assert loaded.layout.unit == 4 << 20
+    assert loaded.servers == (f"{tmp_path}/here/x", "/y")
+    assert loaded.log.file == f"{tmp_path}/here/log"
+    assert loaded.burst.capacity == 64 << 20
+    assert loaded.origins["layout.unit"] == "-o"
+
+
+def test_settings_can_be_written_back(tmp_path: Path) -> None:
+    loaded = config.load(str(tmp_path), {"data.writeback_interval": "90s"})
+    settings = {key: value for key, value, _ in loaded.settings()}
+    assert config.load(str(tmp_path), settings).model_dump(exclude={"origins"}) == loaded.model_dump(
+        exclude={"origins"}
+    )
+
+
+def test_keys_without_a_value_keep_their_default(tmp_path: Path) -> None:
+    source = write(tmp_path / "c.yaml", MINIMAL + "layout:\n  unit:\nkernel:\n")
+    assert config.load(source, {}).layout.unit == 1 << 20
+
+
+# --- the documentation ---------------------------------------------------------------------------
+
+
+def test_the_documented_keys_are_the_keys(tmp_path: Path) -> None:
+    assert config.known_keys() == [key for key, _, _ in config.load(str(tmp_path), {}).settings()]
+
+
+def test_every_key_has_a_comment() -> None:
+    commented = True
+    for line in Path(config.DEFAULTS_FILE).read_text().splitlines():
+        if re.match(r"\s*[a-z_]+: \S", line):
+            assert commented, f"nothing explains {line!r}"
+        else:
+            commented = line.lstrip().startswith("#")
+
+
+def test_the_defaults_can_be_used_as_a_source(tmp_path: Path) -> None:
+    text = Path(config.DEFAULTS_FILE).read_text()
+    text = text.replace("directory: null", "directory: meta").replace("servers: null", "servers: [s]")
+    loaded = config.load(write(tmp_path / "c.yaml", text), {})
+    assert loaded.data.threads == yaml.safe_load(text)["data"]["threads"]
+
+
+# --- mistakes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "expected"),
+    [
+        ("layout:\n  unti: 1MiB\n", 5, "layout.unti: unknown key; the nearest valid key is layout.unit"),
+        ("layot:\n  unit: 1MiB\n", 4, "layot: unknown key; the nearest valid key is layout"),
+        ("stripe_unit: 1\n", 4, "stripe_unit: unknown key; the nearest valid key is "),
+        ("layout:\n  unit: 3 apples\n", 5, "layout.unit: '3 apples' is not a size from 4KiB to 1GiB"),
+        (
+            "layout:\n  unit: 5000\n",
+            5,
+            "layout.unit: 5000 is not a size from 4KiB to 1GiB, a multiple of 4096",
+        ),
+        ("layout:\n  unit: 2GiB\n", 5, "layout.unit: '2GiB' is not a size from 4KiB to 1GiB"),
+        ("layout:\n  unit: [1]\n", 5, "layout.unit: [1] is not a size"),
+        ("layout:\n  unit: {a: 1}\n", 5, "layout.unit: {'a': 1} is not a size"),
+        ("layout:\n  count: true\n", 5, "layout.count: True is not a whole number from 0 to 4096"),
+        ("layout:\n  count: 1.5\n", 5, "layout.count: 1.5 is not a whole number"),
+        ("data:\n  threads: 0\n", 5, "data.threads: 0 is not a whole number from 1 to 256"),
+        (
+            "data:\n  writeback_interval: soon\n",
+            5,
+            "data.writeback_interval: 'soon' is not a duration from 100ms",
+        ),
+        ("kernel:\n  attr_timeout: -1\n", 5, "kernel.attr_timeout: -1 is not a duration from 0s to 365d"),
+        ("log:\n  level: loud\n", 5, "log.level: 'loud' is not one of debug, info, warning, error"),
+        ("log:\n  file: 7\n", 5, "log.file: 7 is not a path"),
+        ("layout: 5\n", 4, "layout: is a section that holds layout.unit, layout.count, layout.inline_limit"),
+        ("burst:\n  directories: /b/\n  directories: /c\n", 6, "burst.directories: given twice"),
+        ("burst:\n  directories: [/s0]\n", 5, "burst.directories: /s0 is already used by servers"),
+        ("layout: [\n", 5, "not valid YAML: "),
+        (
+            "log:\n  level: !!python/name:os.system x\n",
+            5,
+            "not valid YAML: could not determine a constructor",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_with_file_line_and_key(
+    tmp_path: Path, text: str, line: int, expected: str
+) -> None:
+    source = write(tmp_path / "c.yaml", MINIMAL + text)
+    assert refusal(source).startswith(f"{source}:{line}: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("servers: [/s]\n", ": meta.directory is missing: a YAML source must set it"),
+        ("", ": meta.directory is missing: a YAML source must set it"),
+        ("meta: {directory: /m}\n", ": servers is missing: a YAML source must set it"),
+        ("meta: {directory: /m}\nservers: []\n", ":2: servers: [] is not a list of directories"),
+        ("meta: {directory: /m}\nservers: [/a, 5]\n", ":2: servers: ['/a', 5] is not a list of directories"),
+        ("meta: {directory: /m}\nservers: [/a, /a/]\n", ":2: servers: /a is already used by servers"),
+        (
+            "meta: {directory: /m}\nservers: [/a/b, /a]\n",
+            ":2: servers: /a/b lies inside /a, which is used too",
+        ),
+        ("meta: {directory: /m}\nservers: [/m/s]\n", ":2: servers: /m/s lies inside /m, which is used too"),
+        ("- a\n", ":1: the file must hold keys and values"),
+        ("log: {level: 2024-99-99}\n", ": not valid YAML: month must be in 1..12"),
+    ],
+)
+def test_an_incomplete_source_is_refused(tmp_path: Path, text: str, expected: str) -> None:
+    source = write(tmp_path / "c.yaml", text)
+    assert refusal(source).startswith(source + expected)
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "c.yaml"
+    source.write_bytes(b"a: \xff\n")
+    assert refusal(str(source)).startswith(f"{source}: not valid YAML: ")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    assert refusal(f"{tmp_path}/c.yaml") == f"{tmp_path}/c.yaml: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("layout.unt", "1MiB", "-o layout.unt: unknown key; the nearest valid key is layout.unit"),
+        ("layout.unit", "x", "-o: layout.unit: 'x' is not a size from 4KiB to 1GiB"),
+        ("servers", "", "-o: servers: '' is not a list of directories"),
+    ],
+)
+def test_a_wrong_override_is_refused(tmp_path: Path, key: str, value: str, expected: str) -> None:
+    assert refusal(str(tmp_path), {key: value}).startswith(expected)

@@ -1,0 +1,813 @@
+"""fsck: each kind of damage is found and named, alone; what can be mended is, and then nothing is found."""
+
+import errno
+import itertools
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from aifs.check import fsck, scan
+from aifs.check.findings import KINDS, Report
+from aifs.check.fsck import check
+from aifs.check.objects import lost_bytes
+from aifs.core import config as configuration
+from aifs.core.errors import StoreBusy, StoreError, Unavailable
+from aifs.core.faults import SimulatedCrash
+from aifs.data import naming
+from aifs.layout.hint import Policy
+from aifs.layout.striped import Striped
+from aifs.meta import journal, keys
+from aifs.meta.records import Garbage, Inode, encode_entry
+from aifs.vfs.filesystem import Filesystem
+from aifs.vfs.owner import OwnerLock
+from aifs.vfs.store import format_store
+from tests.support.damaged import NOBODY, ROOT, UNIT, DamagedStore
+
+FILE, DIRECTORY = stat.S_IFREG >> 12, stat.S_IFDIR >> 12
+COOKIE = 5000  # of names that the tests make; within the first window of ids
+
+Found = list[tuple[str, str]]
+
+
+@dataclass
+class Damage:
+    """What to do to a store, the findings (kind, where), and where paths are after the repair (None: gone).
+
+    ``{/path}`` stands for an inode number, ``{server N}`` for a server's directory.
+    """
+
+    do: Callable[[DamagedStore], None]
+    found: Found
+    moves: dict[str, str | None]
+
+    def expected(self, store: DamagedStore) -> Found:
+        return sorted((kind, _fill(store, where)) for kind, where in self.found)
+
+
+MENDED: dict[str, Damage] = {}
+STAYS: dict[str, Damage] = {}
+
+
+def mended(*found: tuple[str, str], moves: dict[str, str | None] | None = None) -> Callable:
+    """Register a damage that a repair puts right."""
+    return lambda do: MENDED.setdefault(do.__name__, Damage(do, list(found), moves or {}))
+
+
+def stays(*found: tuple[str, str]) -> Callable:
+    """Register a damage that can only be named."""
+    return lambda do: STAYS.setdefault(do.__name__, Damage(do, list(found), {}))
+
+
+def _fill(store: DamagedStore, text: str) -> str:
+    for path, ino in store.ino.items():
+        text = text.replace(f"{{{path}}}", str(ino))
+    for number, path in enumerate(store.config.servers):
+        text = text.replace(f"{{server {number}}}", path)
+    return text
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[DamagedStore]:
+    monkeypatch.setattr(journal, "SEGMENT_BYTES", 256 << 10)  # read at each opening of the store
+    with tempfile.TemporaryDirectory(prefix="aifs-fsck-", dir="/dev/shm") as directory:
+        yield DamagedStore(Path(directory, "store"))
+
+
+def _kinds(report: Report) -> Found:
+    return sorted((finding.kind, finding.where) for finding in report.findings)
+
+
+# --- what is mended ----------------------------------------------------------------------------------
+
+
+@mended(("wrong-link-count", "/a/striped"))
+def too_many_links(store: DamagedStore) -> None:
+    store.change("/a/striped", nlink=7)
+
+
+@mended(("wrong-link-count", "/z/moved"))
+def too_few_links(store: DamagedStore) -> None:
+    store.change("/z/moved", nlink=0)
+
+
+@mended(("wrong-link-count", "/a"))
+def wrong_links_of_a_directory(store: DamagedStore) -> None:
+    store.change("/a", nlink=2)
+
+
+@mended(("wrong-link-count", "/"))
+def wrong_links_of_the_root(store: DamagedStore) -> None:
+    store.change("/", nlink=99)
+
+
+@mended(("wrong-size", "/inline"))
+def wrong_size(store: DamagedStore) -> None:
+    store.change("/inline", size=4711)
+
+
+@mended(("wrong-size", "/nothing"))
+def size_without_bytes(store: DamagedStore) -> None:
+    store.change("/nothing", size=1)
+
+
+@mended(("dangling-dentry", "/inline"), moves={"/inline": None})
+def dangling_dentry(store: DamagedStore) -> None:
+    store.delete(keys.inode(store.ino["/inline"]), keys.xattr(store.ino["/inline"], b"user.colour"))
+    store.transact(lambda tx: tx.add(keys.COUNTER_INODES, -1))
+
+
+@mended(("dangling-dentry", "/empty"), moves={"/empty": None})
+def dangling_directory(store: DamagedStore) -> None:
+    store.delete(keys.inode(store.ino["/empty"]))
+    store.transact(lambda tx: tx.add(keys.COUNTER_INODES, -1))
+
+
+@mended(("missing-directory", "/a"))
+def directory_without_inode(store: DamagedStore) -> None:
+    store.delete(keys.inode(store.ino["/a"]), keys.xattr(store.ino["/a"], b"user.colour"))
+    store.transact(lambda tx: tx.add(keys.COUNTER_INODES, -1))
+
+
+@mended(("missing-directory", "<inode {/a}>"), moves={"/a": "/lost+found/#{/a}"})
+def directory_without_inode_and_name(store: DamagedStore) -> None:
+    store.remove_name("/a")
+    store.change("/", nlink=4)
+    store.delete(keys.inode(store.ino["/a"]))
+    store.transact(lambda tx: tx.add(keys.COUNTER_INODES, -1))
+
+
+@mended(("missing-directory", "/"))
+def no_root(store: DamagedStore) -> None:
+    store.delete(keys.inode(ROOT))
+    store.transact(lambda tx: tx.add(keys.COUNTER_INODES, -1))
+
+
+@mended(("orphan-inode", "<inode {/inline}>"), moves={"/inline": "/lost+found/#{/inline}"})
+def orphan_file(store: DamagedStore) -> None:
+    store.remove_name("/inline")
+
+
+@mended(("orphan-inode", "<inode {/z/moved}>"), moves={"/z/moved": "/lost+found/#{/z/moved}"})
+def deleted_file_without_orphan_record(store: DamagedStore) -> None:
+    store.remove_name("/z/moved")
+    store.change("/z/moved", nlink=0)
+
+
+@mended(
+    ("orphan-inode", "<inode {/a}>"),
+    ("wrong-link-count", "/"),
+    moves={"/a": "/lost+found/#{/a}"},
+)
+def orphan_directory(store: DamagedStore) -> None:
+    store.remove_name("/a")
+
+
+@mended(
+    ("orphan-inode", "<inode {/inline}>"),
+    ("stray-record", "<inode {/inline}>"),
+    moves={"/inline": "/lost+found/#{/inline}"},
+)
+def orphan_with_links(store: DamagedStore) -> None:
+    store.remove_name("/inline")
+    store.put(keys.orphan(store.ino["/inline"]), b"")
+
+
+@mended(("stray-record", "/inline"))
+def orphan_record_of_a_named_inode(store: DamagedStore) -> None:
+    store.put(keys.orphan(store.ino["/inline"]), b"")
+
+
+@mended(("stray-record", "inode 4000"))
+def orphan_record_without_inode(store: DamagedStore) -> None:
+    store.put(keys.orphan(4000), b"")
+
+
+@mended(("stray-record", "record 6f61"), ("stray-record", "record 77" + 9 * "61"))
+def marks_with_a_wrong_key(store: DamagedStore) -> None:
+    store.put(b"oa", b"")
+    store.put(b"waaaaaaaaa", b"")
+
+
+@mended(("stray-record", "inode 4000"))
+def dirty_mark_without_inode(store: DamagedStore) -> None:
+    store.put(keys.dirty(4000), b"")
+
+
+@mended(("stray-record", "inode 4000"))
+def xattr_without_inode(store: DamagedStore) -> None:
+    store.put(keys.xattr(4000, b"user.lost"), b"value")
+
+
+@mended(("name-index", "/a/striped"))
+def dentry_without_entry(store: DamagedStore) -> None:
+    store.delete(store.entry_key("/a/striped"))
+
+
+@mended(("name-index", "/a/striped"))
+def entry_without_dentry(store: DamagedStore) -> None:
+    store.delete(store.dentry_key("/a/striped"))
+
+
+@mended(("name-index", "/a/b"))
+def entry_without_dentry_of_a_directory(store: DamagedStore) -> None:
+    store.delete(store.dentry_key("/a/b"))
+
+
+@mended(("name-index", "/z/gone"))
+def entry_of_a_removed_name(store: DamagedStore) -> None:
+    entry = encode_entry(store.ino["/inline"], FILE, b"gone")
+    store.put(keys.entry(store.ino["/z"], COOKIE), entry)
+
+
+@mended(("name-index", "/inline"))
+def name_listed_twice(store: DamagedStore) -> None:
+    store.put(keys.entry(ROOT, COOKIE), encode_entry(store.ino["/inline"], FILE, b"inline"))
+
+
+@mended(("name-index", "/inline"))
+def entry_with_another_inode(store: DamagedStore) -> None:
+    store.put(store.entry_key("/inline"), encode_entry(store.ino["/nothing"], FILE, b"inline"))
+
+
+@mended(("name-index", "/inline"))
+def unreadable_entry(store: DamagedStore) -> None:
+    store.put(store.entry_key("/inline"), b"?")
+
+
+@mended(("name-index", "/inline"))
+def name_in_another_names_place(store: DamagedStore) -> None:
+    dentry, taken = store.dentry("/inline"), store.dentry("/nothing").cookie
+    store.delete(store.entry_key("/inline"))
+    store.put(store.dentry_key("/inline"), dentry._replace(cookie=taken).encode())
+
+
+@mended(("name-index", "/inline"))
+def name_before_the_first_place(store: DamagedStore) -> None:
+    dentry = store.dentry("/inline")
+    store.delete(store.entry_key("/inline"))
+    store.add_name("/inline", dentry.ino, FILE, 0)
+
+
+@mended(("wrong-type", "/inline"))
+def wrong_type(store: DamagedStore) -> None:
+    dentry = store.dentry("/inline")
+    store.add_name("/inline", dentry.ino, stat.S_IFIFO >> 12, dentry.cookie)
+
+
+@mended(("unreadable-record", "/inline"))
+def unreadable_dentry(store: DamagedStore) -> None:
+    store.put(store.dentry_key("/inline"), b"?")
+
+
+@mended(
+    ("unreadable-record", "/inline"),
+    ("orphan-inode", "<inode {/inline}>"),
+    moves={"/inline": "/lost+found/#{/inline}"},
+)
+def unreadable_dentry_and_no_entry(store: DamagedStore) -> None:
+    store.delete(store.entry_key("/inline"))
+    store.put(store.dentry_key("/inline"), b"?")
+
+
+@mended(("unreadable-record", "entry 5000 of directory 1"))
+def unreadable_entry_of_nothing(store: DamagedStore) -> None:
+    store.put(keys.entry(ROOT, COOKIE), b"?")
+
+
+@mended(("unreadable-record", "garbage record 4000"))
+def unreadable_garbage(store: DamagedStore) -> None:
+    store.put(keys.garbage(4000), b"?")
+
+
+@mended(("wrong-parent", "/a/b"))
+def wrong_parent(store: DamagedStore) -> None:
+    store.change("/a/b", parent=store.ino["/z"])
+
+
+@mended(("wrong-parent", "/"))
+def wrong_parent_of_the_root(store: DamagedStore) -> None:
+    store.change("/", parent=store.ino["/z"])
+
+
+@mended(("second-name", "/z/twice"))
+def directory_with_two_names(store: DamagedStore) -> None:
+    store.add_name("/z/twice", store.ino["/a"], DIRECTORY, COOKIE)
+    store.change("/z", nlink=3)
+
+
+@mended(("second-name", "/a/twice"), moves={"/z": "/a/b/c/z"})
+def directory_with_two_names_the_wrong_one_first(store: DamagedStore) -> None:
+    store.add_name("/a/twice", store.ino["/z"], DIRECTORY, COOKIE)
+    store.change("/a", nlink=4)
+    # The one that the directory itself knows is met later: its parent has the larger number.
+    store.change("/z", parent=store.ino["/a/b/c"])
+    store.remove_name("/z")
+    store.change("/", nlink=4)
+    store.ino["/a/b/c/z"] = store.ino["/z"]
+    store.add_name("/a/b/c/z", store.ino["/z"], DIRECTORY, COOKIE + 1)
+    store.change("/a/b/c", nlink=3)
+
+
+@mended(("loop", "/z/root"))
+def root_with_a_name(store: DamagedStore) -> None:
+    store.add_name("/z/root", ROOT, DIRECTORY, COOKIE)
+    store.change("/z", nlink=3)
+
+
+@mended(
+    ("loop", "<inode {/a}>/b/c/up"),
+    moves={"/a": "/lost+found/#{/a}"},
+)
+def loop(store: DamagedStore) -> None:
+    store.remove_name("/a")
+    store.change("/", nlink=4)
+    store.add_name("/a/b/c/up", store.ino["/a"], DIRECTORY, COOKIE)
+    store.change("/a/b/c", nlink=3)
+    store.change("/a", parent=store.ino["/a/b/c"])
+
+
+@mended(("bad-name", "/x/y"), moves={"/inline": "/lost+found/#{/inline}"})
+def bad_name(store: DamagedStore) -> None:
+    store.remove_name("/inline")
+    ino = store.ino["/inline"]
+    store.put(keys.dentry(ROOT, b"x/y"), store.dentry("/nothing")._replace(ino=ino, cookie=COOKIE).encode())
+    store.put(keys.entry(ROOT, COOKIE), encode_entry(ino, FILE, b"x/y"))
+
+
+@mended(("misplaced-dentry", "/nothing/below"))
+def name_below_a_file(store: DamagedStore) -> None:
+    store.add_name("/nothing/below", store.ino["/inline"], FILE, COOKIE)
+    store.change("/inline", nlink=2)
+
+
+@mended(("unreadable-record", "/"))
+def root_that_is_a_file(store: DamagedStore) -> None:
+    store.change("/", mode=0o100644)
+
+
+@mended(("unreadable-record", "/"))
+def unreadable_root(store: DamagedStore) -> None:
+    store.put(keys.inode(ROOT), b"?")
+
+
+@mended(("misplaced-dentry", "<inode 4000>/lost"))
+def name_below_nothing(store: DamagedStore) -> None:
+    dentry = store.dentry("/inline")
+    store.put(keys.dentry(4000, b"lost"), dentry._replace(cookie=COOKIE).encode())
+
+
+@mended(("wrong-counter", "counter inodes"))
+def wrong_inode_counter(store: DamagedStore) -> None:
+    store.transact(lambda tx: tx.add(keys.COUNTER_INODES, -3))
+
+
+@mended(("wrong-counter", "counter ids"))
+def wrong_id_counter(store: DamagedStore) -> None:
+    store.put(keys.COUNTER_IDS, (3).to_bytes(8, "little"))
+
+
+@mended(("wrong-counter", "counter ids"), ("wrong-counter", "counter inodes"))
+def no_counters(store: DamagedStore) -> None:
+    store.delete(keys.COUNTER_IDS, keys.COUNTER_INODES)
+
+
+@mended(("garbage-in-use", "/a/striped"))
+def garbage_in_use(store: DamagedStore) -> None:
+    inode = store.inode("/a/striped")
+    store.put(keys.garbage(inode.oid), Garbage(inode.ino, inode.layout).encode())
+
+
+@mended(("garbage-in-use", "/a/rewritten"))
+def garbage_in_use_with_another_id(store: DamagedStore) -> None:
+    inode = store.inode("/a/rewritten")
+    assert inode.oid != inode.ino
+    store.put(keys.garbage(inode.oid), Garbage(inode.ino, inode.layout).encode())
+
+
+@mended(("unknown-server", "garbage record 4000"))
+def garbage_on_an_unknown_server(store: DamagedStore) -> None:
+    store.put(keys.garbage(4000), Garbage(4000, Striped(UNIT, (1, 77))).encode())
+
+
+@pytest.mark.parametrize("damage", MENDED.values(), ids=MENDED)
+def test_damage_is_named_and_mended(store: DamagedStore, damage: Damage) -> None:
+    before = store.tree()
+    damage.do(store)
+    expected = damage.expected(store)
+    assert store.found() == expected
+    report = store.check(repair=True)
+    assert _kinds(report) == expected
+    assert report.ok and all(finding.repaired for finding in report.findings)
+    assert store.found() == []
+    after = store.tree()
+    lost_and_found = after.pop("/lost+found", None)
+    assert after == _moved(store, before, damage.moves)
+    assert (lost_and_found is not None) == any(path.startswith("/lost+found") for path in after)
+    assert store.found() == []
+
+
+def _moved(store: DamagedStore, tree: dict[str, int], moves: dict[str, str | None]) -> dict[str, int]:
+    moved = {}
+    for path, ino in tree.items():
+        for old, new in moves.items():
+            if path == old or path.startswith(f"{old}/"):
+                path = "" if new is None else _fill(store, new) + path.removeprefix(old)
+        if path:
+            moved[path] = ino
+    return moved
+
+
+# --- what stays --------------------------------------------------------------------------------------
+
+
+@stays(("unreadable-record", "/inline"))
+def unreadable_inode(store: DamagedStore) -> None:
+    store.put(keys.inode(store.ino["/inline"]), b"\1?")
+
+
+@stays(("unreadable-record", "/a/striped"))
+def inode_that_is_cut_off(store: DamagedStore) -> None:
+    store.put(keys.inode(store.ino["/a/striped"]), store.inode("/a/striped").encode()[:-2])
+
+
+@stays(("unreadable-record", "/a"))
+def unreadable_directory(store: DamagedStore) -> None:
+    store.put(keys.inode(store.ino["/a"]), b"")
+
+
+@stays(("unreadable-record", "/fifo"))
+def fifo_with_bytes(store: DamagedStore) -> None:
+    store.change("/fifo", data=b"bytes", size=5)
+
+
+@stays(("unreadable-record", "/fifo"))
+def unknown_file_type(store: DamagedStore) -> None:
+    store.change("/fifo", mode=0o170644)
+
+
+@stays(("unreadable-record", "/a/striped"))
+def impossible_layout(store: DamagedStore) -> None:
+    store.change("/a/striped", layout=Striped(0, (0, 1, 2, 3)))
+
+
+@stays(("unknown-record", "record 7a7a"))
+def unknown_record(store: DamagedStore) -> None:
+    store.put(b"zz", b"?")
+
+
+@stays(("unknown-record", "record 6901"))
+def record_with_a_short_key(store: DamagedStore) -> None:
+    store.put(b"i\1", b"?")
+
+
+@stays(("unknown-server", "/a/striped"))
+def layout_with_an_unknown_server(store: DamagedStore) -> None:
+    _, path = store.object("/a/striped", 3)
+    path.unlink()
+    layout = store.inode("/a/striped").layout
+    store.change("/a/striped", layout=Striped(layout.unit, (*layout.servers[:3], 77)))
+
+
+@stays(("unknown-server", "/z"))
+def policy_with_an_unknown_server(store: DamagedStore) -> None:
+    store.change("/z", policy=Policy(servers=(0, 77)))
+
+
+@stays(("shared-objects", "/z/moved"))
+def two_files_with_one_object_id(store: DamagedStore) -> None:
+    for number in range(4):
+        for path in Path(store.config.servers[number]).glob(f"objects/*/*/*.{store.ino['/z/moved']:x}"):
+            path.rename(path.with_name(f"{store.ino['/a/striped']:016x}.{store.ino['/z/moved']:x}"))
+    store.change("/z/moved", oid=store.ino["/a/striped"])
+
+
+@stays(("foreign-file", "{server 1}/objects/0/notes.txt"), ("foreign-file", "{server 2}/movie.mkv"))
+def foreign_files(store: DamagedStore) -> None:
+    for number, name in ((1, "objects/0/notes.txt"), (2, "movie.mkv")):
+        Path(store.config.servers[number], name).write_bytes(b"mine")
+
+
+@pytest.mark.parametrize("damage", STAYS.values(), ids=STAYS)
+def test_what_cannot_be_mended_is_named_and_left_alone(store: DamagedStore, damage: Damage) -> None:
+    damage.do(store)
+    before, objects = store.records(), store.stored()
+    for repair in (False, True, False):
+        report = store.check(repair)
+        assert _kinds(report) == damage.expected(store)
+        assert not report.ok and not any(finding.repaired for finding in report.findings)
+    assert store.records() == before
+    assert store.stored() == objects
+
+
+# --- objects -----------------------------------------------------------------------------------------
+
+
+def test_a_missing_object_is_named_with_the_lost_bytes_and_stays_missing(store: DamagedStore) -> None:
+    server, path = store.object("/a/striped", 2)
+    path.unlink()
+    for repair in (False, True, False):
+        report = store.check(repair)
+        (finding,) = report.findings
+        assert (finding.kind, finding.where) == ("missing-object", "/a/striped")
+        assert not finding.repaired and not report.ok
+        assert f"data server {server}:" in finding.detail and str(path) in finding.detail
+        assert finding.detail.endswith(f"lost: {2 * UNIT + 5} bytes between {2 * UNIT} and {10 * UNIT + 4}")
+    assert not path.exists()
+
+    async def read(fs: Filesystem) -> None:
+        handle = await fs.open(store.ino["/a/striped"], os.O_RDONLY)
+        assert len(await fs.read(handle, 0, 2 * UNIT)) == 2 * UNIT
+        with pytest.raises(Unavailable):
+            await fs.read(handle, 0, 3 * UNIT)
+        await fs.release(handle)
+
+    store.use(read)
+
+
+def test_a_short_object_is_named_with_the_lost_bytes(store: DamagedStore) -> None:
+    server, path = store.object("/a/striped", 3)
+    os.truncate(path, UNIT + 10)
+    for repair in (False, True):
+        (finding,) = store.check(repair).findings
+        assert (finding.kind, finding.where, finding.repaired) == ("short-object", "/a/striped", False)
+        assert f"data server {server}: {path} has {UNIT + 10} of {2 * UNIT} bytes" in finding.detail
+        assert finding.detail.endswith(f"lost: bytes {7 * UNIT + 10} to {8 * UNIT - 1}")
+    assert path.stat().st_size == UNIT + 10
+
+
+def test_every_file_of_a_lost_server_is_named(store: DamagedStore) -> None:
+    shutil.rmtree(Path(store.config.servers[0], "objects"))
+    report = store.check()
+    assert {finding.kind for finding in report.findings} == {"missing-object"}
+    here = {path for path, ino in store.ino.items() if _lies_on(store.inode(path), 0)}
+    assert {finding.where for finding in report.findings} == here and len(here) >= 3
+
+
+def _lies_on(inode: Inode, server: int) -> bool:
+    layout = inode.layout
+    return bool(
+        layout and server in layout.servers and layout.object_length(layout.servers.index(server), inode.size)
+    )
+
+
+def test_a_longer_object_is_no_damage(store: DamagedStore) -> None:
+    _, path = store.object("/a/b/short", 0)
+    os.truncate(path, 3 * UNIT)
+    beyond = store.inode("/a/b/short").layout.servers[1]
+    other = Path(store.config.servers[beyond], path.relative_to(store.config.servers[_owner(store, path)]))
+    other.parent.mkdir(parents=True, exist_ok=True)
+    other.write_bytes(b"an append that a power cut undid")
+    assert store.found(repair=True) == []
+    assert other.exists()
+
+
+def _owner(store: DamagedStore, path: Path) -> int:
+    return next(number for number, root in enumerate(store.config.servers) if path.is_relative_to(root))
+
+
+def test_a_file_with_a_dirty_mark_may_lack_objects_until_recovery_has_settled_it(store: DamagedStore) -> None:
+    _, path = store.object("/a/striped", 1)
+    os.truncate(path, 7)
+    store.put(keys.dirty(store.ino["/a/striped"]), b"")
+    report = store.check()
+    assert report.findings == [] and report.counts["recovered_unsynced_files"] == 1
+    assert path.stat().st_size == 3 * UNIT
+
+
+@pytest.mark.parametrize("ino", [4000, "inline", "other oid", "other server"])
+def test_an_orphan_object_is_moved_aside(store: DamagedStore, ino: int | str) -> None:
+    root = Path(store.config.servers[2])
+    name = f"{4000:016x}.{ino if isinstance(ino, str) else 4000:x}" if ino == 4000 else {
+        "inline": f"{4000:016x}.{store.ino['/inline']:x}",
+        "other oid": f"{4000:016x}.{store.ino['/a/striped']:x}",
+        "other server": f"{4000:016x}.{store.ino['/z/moved']:x}",
+    }[str(ino)]  # fmt: skip
+    if ino == "other server":
+        store.change("/z/moved", oid=store.ino["/z/moved"])
+        layout = store.inode("/z/moved").layout
+        root = Path(store.config.servers[min(set(range(4)) - set(layout.servers))])
+        name = f"{store.ino['/z/moved']:016x}.{store.ino['/z/moved']:x}"
+    oid = int(name[:16], 16)
+    path = root / f"objects/{oid >> 16:x}/{oid >> 8 & 255:02x}/{name}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"whose?")
+    assert store.found() == [("orphan-object", str(path))]
+    (root / "lost+found").mkdir()
+    (root / "lost+found" / name).write_bytes(b"an earlier one")
+    report = store.check(repair=True)
+    assert _kinds(report) == [("orphan-object", str(path))] and report.ok
+    assert not path.exists()
+    assert (root / "lost+found" / name).read_bytes() == b"an earlier one"
+    assert (root / "lost+found" / f"{name}.1").read_bytes() == b"whose?"
+    assert store.found(repair=True) == []
+
+
+def test_objects_of_an_unreadable_inode_are_not_orphans(store: DamagedStore) -> None:
+    store.put(keys.inode(store.ino["/a/striped"]), b"?")
+    objects = store.stored()
+    assert store.found(repair=True) == [("unreadable-record", "/a/striped")]
+    assert store.stored() == objects
+
+
+def test_a_server_that_cannot_be_listed_is_named_and_its_objects_are_not_called_missing(
+    store: DamagedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = store.config.servers[1]
+    list_all = naming.list_all
+
+    def fail(root: str) -> Iterator:
+        yield from itertools.islice(list_all(root), 1 if root == broken else None)
+        if root == broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), root)
+
+    monkeypatch.setattr(naming, "list_all", fail)
+    (finding,) = store.check(repair=True).findings
+    assert (finding.kind, finding.where, finding.repaired) == ("unlistable-server", broken, False)
+
+
+@pytest.mark.parametrize(
+    ("index", "length", "text"),
+    [
+        (0, 0, "10 bytes between 0 and 25"),
+        (0, 7, "3 bytes between 15 and 25"),
+        (0, 8, "bytes 24 to 25"),
+        (1, 0, "8 bytes between 4 and 19"),
+        (1, 4, "bytes 16 to 19"),
+        (2, 5, "bytes 21 to 23"),
+    ],
+)
+def test_lost_bytes_are_told_as_ranges_of_the_file(index: int, length: int, text: str) -> None:
+    assert lost_bytes(Striped(4, (0, 1, 2)), index, length, 26) == text
+
+
+# --- the whole ---------------------------------------------------------------------------------------
+
+
+def test_a_healthy_store_has_no_findings_and_is_counted(store: DamagedStore) -> None:
+    report = store.check()
+    assert report.findings == [] and report.ok
+    assert report.counts["inodes"] == len(set(store.ino.values()))
+    assert report.counts["directories"] == 6
+    assert report.counts["files"] == 7
+    assert report.counts["objects"] == sum(
+        bool(length) for path in store.ino for length in _lengths(store.inode(path))
+    )
+    assert report.counts["bytes"] > 10 * UNIT
+    records, objects = store.records(), store.stored()
+    assert store.found(repair=True) == []
+    assert store.records() == records and store.stored() == objects
+
+
+def _lengths(inode: Inode) -> list[int]:
+    layout = inode.layout
+    return [layout.object_length(index, inode.size) for index in range(len(layout.servers))] if layout else []
+
+
+def test_a_store_whose_daemon_was_killed_is_recovered_first(store: DamagedStore) -> None:
+    async def work(fs: Filesystem) -> None:
+        await store.write(fs, "/late", b"z" * 9 * UNIT)
+        for path in ("/open", "/deleted"):
+            handle, inode = await fs.create(ROOT, path[1:].encode(), 0o644, os.O_RDWR, NOBODY)
+            await fs.write(handle, 0, b"w" * 5 * UNIT)
+            store.ino[path] = inode.ino
+        await fs.unlink(ROOT, b"deleted")
+        await fs.unlink(ROOT, b"inline")
+        raise SimulatedCrash
+
+    with pytest.raises(BaseException) as caught:
+        store.use(work)
+    assert "SimulatedCrash" in repr(caught.value)
+    report = store.check()
+    assert report.findings == []
+    assert report.counts["recovered_unsynced_files"] >= 2
+    assert report.counts["recovered_orphans"] == 2
+    report = store.check()
+    assert report.findings == [] and not any(name.startswith("recovered") for name in report.counts)
+    assert store.tree().keys() >= {"/late"} and "/deleted" not in store.tree()
+
+
+def test_recovery_that_fails_is_named(store: DamagedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*args: object) -> None:
+        raise Unavailable("the disk is on fire")
+
+    monkeypatch.setattr(fsck, "recover", fail)
+    store.put(keys.dirty(store.ino["/a/striped"]), b"")
+    _, path = store.object("/a/striped", 1)
+    path.unlink()
+    (finding,) = store.check(repair=True).findings
+    assert (finding.kind, finding.detail, finding.repaired) == ("unrecovered", "the disk is on fire", False)
+
+
+def test_a_new_store_has_no_findings(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    config = configuration.load(str(source), {})
+    format_store(config, force=False)
+    report = check(config, repair=True)
+    assert report.findings == []
+    assert report.counts == {"inodes": 1, "directories": 1, "files": 0, "objects": 0, "bytes": 0}
+
+
+def test_progress_never_goes_back(store: DamagedStore) -> None:
+    calls: list[tuple[str, int, int]] = []
+    check(store.config, False, lambda *call: calls.append(call))
+    assert {what for what, _, _ in calls} == {"metadata", "objects"}
+    for kind in ("metadata", "objects"):
+        done = [number for what, number, _ in calls if what == kind]
+        assert done == sorted(done) and done[-1] > 0
+    assert all(number <= total for _, number, total in calls)
+
+
+def test_records_are_read_in_batches(store: DamagedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan, "BATCH", 3)
+    assert store.found() == []
+    MENDED["orphan_directory"].do(store)
+    assert store.found() == MENDED["orphan_directory"].expected(store)
+
+
+def test_damage_upon_damage_is_mended_in_one_go(store: DamagedStore) -> None:
+    parts = (
+        "orphan_directory",
+        "too_many_links",
+        "wrong_size",
+        "wrong_id_counter",
+        "orphan_record_without_inode",
+    )
+    for name in parts:
+        MENDED[name].do(store)
+    report = store.check(repair=True)
+    assert len(report.findings) == 6 and report.ok
+    assert store.found() == []
+    assert store.tree()[f"/lost+found/#{store.ino['/a']}/striped"] == store.ino["/a/striped"]
+
+
+def test_lost_and_found_may_be_taken_by_a_file(store: DamagedStore) -> None:
+    store.use(lambda fs: store.write(fs, "/lost+found", b"a file"))
+    store.remove_name("/inline")
+    store.remove_name("/fifo")
+    assert store.check(repair=True).ok
+    tree = store.tree()
+    assert tree["/lost+found"] == store.ino["/lost+found"]
+    assert tree[f"/lost+found.1/#{store.ino['/inline']}"] == store.ino["/inline"]
+    assert tree[f"/lost+found.1/#{store.ino['/fifo']}"] == store.ino["/fifo"]
+
+
+def test_a_name_in_lost_and_found_may_be_taken(store: DamagedStore) -> None:
+    async def make(fs: Filesystem) -> None:
+        store.ino["/lost+found"] = (await fs.mkdir(ROOT, b"lost+found", 0o700, NOBODY)).ino
+        await store.write(fs, f"/lost+found/#{store.ino['/inline']}", b"")
+
+    store.use(make)
+    store.remove_name("/inline")
+    assert store.check(repair=True).ok
+    assert store.tree()[f"/lost+found/#{store.ino['/inline']}.1"] == store.ino["/inline"]
+    assert store.found() == []
+
+
+def test_paths_are_printable(store: DamagedStore) -> None:
+    async def make(fs: Filesystem) -> None:
+        store.ino["/odd"] = (await fs.mkdir(ROOT, b"new\nline \xff \xc3\xa9", 0o700, NOBODY)).ino
+
+    store.use(make)
+    store.change("/odd", nlink=5)
+    (finding,) = store.check().findings
+    assert finding.where == "/new\\nline \\xff é"
+
+
+def test_a_store_that_recovery_would_damage_is_not_recovered_without_repair(store: DamagedStore) -> None:
+    """The orphan record would have the collector erase a file that has a name."""
+    store.put(keys.orphan(store.ino["/inline"]), b"")
+    store.put(keys.dirty(store.ino["/a/striped"]), b"")
+    report = store.check()
+    assert "recovered_unsynced_files" not in report.counts
+    assert keys.dirty(store.ino["/a/striped"]) in store.records()
+    report = store.check(repair=True)
+    assert report.counts["recovered_unsynced_files"] == 1
+    assert store.tree()["/inline"] == store.ino["/inline"]
+
+
+def test_a_mounted_store_is_refused(store: DamagedStore) -> None:
+    owner = OwnerLock(store.config.meta.directory, "/mnt/somewhere")
+    try:
+        with pytest.raises(StoreBusy, match="/mnt/somewhere"):
+            store.check()
+    finally:
+        owner.release(orderly=True)
+
+
+def test_a_wrong_server_directory_is_refused(store: DamagedStore) -> None:
+    Path(store.config.servers[3], ".aifs").unlink()
+    with pytest.raises(StoreError, match=store.config.servers[3]):
+        store.check()
+
+
+def test_every_kind_of_finding_is_tested() -> None:
+    tested = {kind for damage in (*MENDED.values(), *STAYS.values()) for kind, _ in damage.found}
+    by_themselves = {"missing-object", "short-object", "orphan-object", "unlistable-server", "unrecovered"}
+    assert tested | by_themselves == set(KINDS)

@@ -1,0 +1,373 @@
+"""The FUSE edge without a kernel: error choke point, conversions, directory listings, waiting for requests."""
+
+import errno
+import logging
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pyfuse3
+import pytest
+import trio
+import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aifs.core.errors import FsError, NotEmpty, NotFound
+from aifs.fuse import operations, requests, session
+from aifs.fuse.operations import Operations
+from aifs.fuse.options import MountOptions
+from aifs.fuse.requests import ReaderLock, Scheduler
+from aifs.fuse.session import mount_arguments
+from aifs.meta.records import Inode
+from aifs.vfs.types import StatFs
+
+KERNEL = SimpleNamespace(entry_timeout_s=10.0, attr_timeout_s=20.0, negative_timeout_s=30.0, read_ahead=0)
+CALLER = SimpleNamespace(uid=1, gid=2, pid=3, umask=0o22)
+
+
+def inode(ino: int = 7) -> Inode:
+    return Inode(ino, 0o100644, 11, 12, 3, 0x801, 1 << 44, 17, 10**18 + 1, 10**18 + 2, -5)
+
+
+class FakeFilesystem:
+    """Answers each method with ``answer``, or raises it; ``calls`` has the arguments."""
+
+    def __init__(self, answer: Any = None) -> None:
+        self.answer = answer
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.on_attr_change = None
+
+    def forget(self, inos: list[int]) -> None:
+        self.calls.append(("forget", (inos,)))
+
+    def __getattr__(self, name: str) -> Any:
+        async def method(*args: Any) -> Any:
+            self.calls.append((name, args))
+            if isinstance(self.answer, BaseException):
+                raise self.answer
+            return self.answer
+
+        return method
+
+
+def edge(answer: Any = None) -> tuple[Operations, FakeFilesystem]:
+    fs = FakeFilesystem(answer)
+    return Operations(fs, KERNEL, Scheduler(0.0)), fs  # type: ignore[arg-type]
+
+
+# --- the choke point ---
+
+
+HANDLERS = [
+    name
+    for name in vars(pyfuse3.Operations)
+    if not name.startswith("_") and callable(getattr(pyfuse3.Operations, name))
+]
+UNUSED = {"init", "access", "poll", "stacktrace", "flush"}
+
+
+@pytest.mark.parametrize("name", sorted(set(HANDLERS) - UNUSED))
+def test_every_handler_is_ours_and_passes_the_choke_point(name: str) -> None:
+    handler = vars(Operations)[name]
+    assert handler.__wrapped__.__name__ == name
+
+
+async def test_filesystem_errors_are_answered_with_their_errno() -> None:
+    ops, _ = edge(NotEmpty())
+    with pytest.raises(pyfuse3.FUSEError) as caught:
+        await ops.rmdir(1, b"d", CALLER)
+    assert caught.value.errno == errno.ENOTEMPTY
+
+
+async def test_bugs_are_answered_with_eio_and_logged_with_their_stack(caplog: pytest.LogCaptureFixture) -> None:
+    ops, _ = edge(ZeroDivisionError("a bug"))
+    with pytest.raises(pyfuse3.FUSEError) as caught:
+        await ops.getattr(1, CALLER)
+    assert caught.value.errno == errno.EIO
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR and record.exc_info[0] is ZeroDivisionError
+    assert "getattr" in record.message
+
+
+async def test_cancellation_is_no_error() -> None:
+    ops, fs = edge()
+
+    async def endless(ino: int) -> None:
+        await trio.sleep_forever()
+
+    fs.getattr = endless  # type: ignore[attr-defined]
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await ops.getattr(1, CALLER)
+    assert scope.cancelled_caught
+
+
+@pytest.mark.parametrize("answer", [inode(), NotFound(), ValueError()])
+async def test_no_request_is_counted_as_waiting_after_its_answer(answer: Any) -> None:
+    fs = FakeFilesystem(answer)
+    scheduler = Scheduler(0.0)
+    ops = Operations(fs, KERNEL, scheduler)  # type: ignore[arg-type]
+    logging.getLogger(operations.__name__).disabled = True
+    try:
+        await ops.getattr(1, CALLER)
+    except pyfuse3.FUSEError:
+        pass
+    finally:
+        logging.getLogger(operations.__name__).disabled = False
+    assert scheduler.waiting_requests == 0 and len(fs.calls) == 1
+
+
+# --- conversions ---
+
+
+async def test_all_attributes_and_timeouts_reach_the_kernel() -> None:
+    ops, _ = edge(inode())
+    entry = await ops.getattr(7, CALLER)
+    found = inode()
+    for field in ("mode", "uid", "gid", "nlink", "rdev", "size", "blocks", "ino", "atime_ns", "mtime_ns", "ctime_ns"):
+        assert getattr(entry, f"st_{field}") == getattr(found, field)
+    assert (entry.entry_timeout, entry.attr_timeout) == (10.0, 20.0)
+
+
+async def test_a_missing_name_is_a_cached_negative_entry() -> None:
+    ops, _ = edge(NotFound())
+    entry = await ops.lookup(1, b"missing", CALLER)
+    assert (entry.st_ino, entry.entry_timeout) == (0, 30.0)
+
+
+@pytest.mark.parametrize("chosen", ["mode", "uid", "gid", "size", "atime", "mtime", "ctime"])
+def test_setattr_changes_what_is_asked_for_and_nothing_else(chosen: str) -> None:
+    every = ("mode", "uid", "gid", "size", "atime", "mtime", "ctime")
+    fields = SimpleNamespace(**{f"update_{name}": name == chosen for name in every})
+    entry = operations.fill(pyfuse3.EntryAttributes(), inode())
+    asked = operations.changes(entry, fields)  # type: ignore[arg-type]
+    names = {name: f"{name}_ns" if name.endswith("time") else name for name in every}
+    for name, attribute in names.items():
+        expected = getattr(inode(), attribute) if name == chosen else None
+        assert getattr(asked, attribute) == expected
+
+
+async def test_statfs_reports_blocks_of_the_stated_size() -> None:
+    ops, _ = edge(StatFs(4096, 100, 50, 40, 30, 20, 255))
+    reply = await ops.statfs(CALLER)
+    found = (reply.f_bsize, reply.f_frsize, reply.f_blocks, reply.f_bfree, reply.f_bavail)
+    assert found == (4096, 4096, 100, 50, 40)
+    assert (reply.f_files, reply.f_ffree, reply.f_favail, reply.f_namemax) == (30, 20, 20, 255)
+
+
+async def test_forgotten_inodes_are_passed_on_without_counts() -> None:
+    ops, fs = edge()
+    await ops.forget([(5, 1), (6, 20)])
+    assert fs.calls == [("forget", ([5, 6],))]
+
+
+def test_options_name_source_and_type_and_survive_commas() -> None:
+    config = SimpleNamespace(source="/a,b\\c")
+    options = mount_arguments(config, MountOptions(True, True, ["nodev"]))  # type: ignore[arg-type]
+    assert options == {"fsname=/a\\,b\\\\c", "subtype=aifs", "default_permissions", "nodev", "ro", "allow_other"}
+
+
+# --- listings ---
+
+
+class Directory(FakeFilesystem):
+    """``count`` entries whose cookies are not consecutive, given in batches."""
+
+    def __init__(self, count: int, batch: int) -> None:
+        super().__init__(1)
+        self.entries = [(b"e%d" % place, inode(place + 2), 3 * place + 5) for place in range(count)]
+        self.batch = batch
+
+    async def readdir(self, handle: int, cookie: int) -> list[tuple[bytes, Inode, int]]:
+        return [entry for entry in self.entries if entry[2] > cookie][: self.batch]
+
+
+class Reply:
+    """Stands for pyfuse3.readdir_reply with a buffer for ``room`` entries."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.got: list[tuple[bytes, int, int]] = []
+
+    def __call__(self, token: object, name: bytes, entry: pyfuse3.EntryAttributes, next_id: int) -> bool:
+        if len(self.got) == self.room:
+            return False
+        self.got.append((name, entry.st_ino, next_id))
+        return True
+
+
+async def _read(ops: Operations, handle: int, cookie: int, room: int) -> list[tuple[bytes, int, int]]:
+    reply = Reply(room)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pyfuse3, "readdir_reply", reply)
+        await ops.readdir(handle, cookie, None)
+    return reply.got
+
+
+@given(st.integers(0, 40), st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=5))
+def test_a_listing_is_complete(count: int, batch: int, rooms: list[int]) -> None:
+    async def check() -> None:
+        fs = Directory(count, batch)
+        ops = Operations(fs, KERNEL, Scheduler(0.0))  # type: ignore[arg-type]
+        handle = await ops.opendir(1, CALLER)
+        found: list[tuple[bytes, int, int]] = []
+        for turn in range(count + 2):
+            got = await _read(ops, handle, found[-1][2] if found else 0, rooms[turn % len(rooms)])
+            if not got:
+                break
+            found += got
+        assert found == [(name, entry.ino, cookie) for name, entry, cookie in fs.entries]
+        await ops.releasedir(handle)
+
+    trio.run(check)
+
+
+async def test_each_request_is_answered_with_what_is_there_when_it_comes() -> None:
+    fs = Directory(10, 4)
+    ops = Operations(fs, KERNEL, Scheduler(0.0))  # type: ignore[arg-type]
+    handle = await ops.opendir(1, CALLER)
+    first = await _read(ops, handle, 0, 2)
+    removed = fs.entries.pop(2)  # it was in the batch that the first reply did not hold all of
+    names = [name for name, _, _ in await _read(ops, handle, first[-1][2], 20)]
+    assert removed[0] not in names and len(names) == 7
+
+
+async def test_seekdir_and_rewinddir_read_afresh() -> None:
+    fs = Directory(10, 4)
+    ops = Operations(fs, KERNEL, Scheduler(0.0))  # type: ignore[arg-type]
+    handle = await ops.opendir(1, CALLER)
+    whole = await _read(ops, handle, 0, 6)
+    assert await _read(ops, handle, whole[2][2], 3) == whole[3:6]
+    assert await _read(ops, handle, 0, 6) == whole
+
+
+# --- waiting for requests ---
+
+
+async def test_the_reader_lock_lets_one_task_in_at_a_time() -> None:
+    lock, inside, most, turns = ReaderLock(), 0, 0, 0
+
+    async def reader() -> None:
+        nonlocal inside, most, turns
+        for _ in range(20):
+            async with lock:
+                inside += 1
+                most = max(most, inside)
+                await trio.lowlevel.checkpoint()
+                inside -= 1
+                turns += 1
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(5):
+            nursery.start_soon(reader)
+    assert (most, turns) == (1, 100)
+
+
+async def test_the_reader_lock_may_be_taken_again_before_those_who_wait() -> None:
+    lock, order = ReaderLock(), []
+
+    async def waiting() -> None:
+        async with lock:
+            order.append("waiting")
+
+    async with trio.open_nursery() as nursery:
+        async with lock:
+            nursery.start_soon(waiting)
+            await trio.testing.wait_all_tasks_blocked()
+        async with lock:
+            order.append("again")
+    assert order == ["again", "waiting"]
+
+
+async def test_a_cancelled_waiter_leaves_the_reader_lock_usable() -> None:
+    lock = ReaderLock()
+    async with lock:
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            async with lock:
+                raise AssertionError("entered twice")
+    async with lock:
+        pass
+    assert scope.cancelled_caught
+
+
+async def test_what_is_readable_is_read_without_a_turn_for_others() -> None:
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, b"request")
+        scheduler = Scheduler(1.0)
+        await scheduler.wait_readable(reading)
+        for _ in range(100):  # suspends now and then: some return at once
+            before = trio.lowlevel.current_statistics().tasks_runnable
+            coroutine = scheduler.wait_readable(reading)
+            try:
+                coroutine.send(None)
+            except StopIteration:
+                break
+            raise AssertionError(f"suspended with {before} runnable tasks though a request is there")
+        scheduler.waiting_requests = 1  # now somebody else needs the turn
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await scheduler.wait_readable(reading)
+        assert scope.cancelled_caught
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+async def test_other_tasks_get_their_turn_while_requests_keep_coming() -> None:
+    reading, writing = os.pipe()
+    ran = trio.Event()
+
+    async def other() -> None:
+        ran.set()
+
+    try:
+        os.write(writing, b"request")
+        scheduler = Scheduler(1.0)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(other)
+            while not ran.is_set():
+                await scheduler.wait_readable(reading)
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert ran.is_set()
+
+
+async def test_a_session_that_ends_wakes_the_waiting_reader() -> None:
+    reading, writing = os.pipe()
+    scheduler = Scheduler(0.0)
+    try:
+        async with trio.open_nursery() as nursery:
+
+            async def reader() -> None:
+                with pytest.raises(scheduler.ClosedResourceError):
+                    await scheduler.wait_readable(reading)
+
+            nursery.start_soon(reader)
+            await trio.testing.wait_all_tasks_blocked()
+            scheduler.notify_closing(reading)
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_install_gives_pyfuse3_all_that_it_uses_of_trio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pyfuse3, "trio", trio)
+    scheduler = requests.install()
+    assert pyfuse3.trio is scheduler and scheduler.lowlevel is scheduler
+    for name in ("Lock", "open_nursery", "ClosedResourceError"):
+        assert hasattr(scheduler, name)
+
+
+def test_every_filesystem_error_has_an_errno_that_the_kernel_takes() -> None:
+    kinds = [FsError, *FsError.__subclasses__()]
+    assert all(0 < kind.errno < 512 for kind in kinds)
+
+
+@pytest.mark.parametrize(("reason", "kept"), [("No such file or directory", False), ("Invalid argument", True)])
+def test_a_reply_that_nobody_waits_for_is_no_error_in_the_log(reason: str, kept: bool) -> None:
+    record = logging.LogRecord("pyfuse3", logging.ERROR, "", 0, "fuse_read(): failed with %s", (reason,), None)
+    assert session.is_error(record) is kept

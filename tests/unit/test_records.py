@@ -1,0 +1,141 @@
+"""Records and keys of the metadata store: golden bytes, round trips, order, refusal of damage."""
+
+import stat
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from aifs.core.errors import Unavailable
+from aifs.layout.hint import Policy
+from aifs.layout.striped import Striped
+from aifs.meta import keys, records
+from aifs.meta.records import Dentry, Garbage, Inode
+
+U8, U16, U32, U64 = (some.integers(0, (1 << bits) - 1) for bits in (8, 16, 32, 64))
+I64 = some.integers(-(1 << 63), (1 << 63) - 1)
+SERVERS = some.lists(U16, max_size=20).map(tuple)
+SOME_SERVERS = some.lists(U16, min_size=1, max_size=255).map(tuple)
+NAMES = some.binary(min_size=1, max_size=255)
+POLICIES = some.builds(Policy, U32, U8, SERVERS)
+LAYOUTS = some.builds(Striped, U32, SOME_SERVERS)
+INODES = some.builds(
+    Inode, U64, U32, U32, U32, U32, U32, U64, U64, I64, I64, I64, U64, U64, some.none() | POLICIES
+)  # fmt: skip
+
+HEAD = (
+    "{form}"  # format, form, policy length, number of servers
+    "a4810000e8030000e90300000200000000000000"  # mode, uid, gid, nlink, rdev
+    "0900000000000000100000000000000001000000000000000200000000000000fdffffffffffffff"  # size to ctime
+    "04000000000000000500000000000000"  # parent, oid
+)
+"""Bytes that stores on disk consist of: if a test of them fails, the format number must change."""
+
+
+def an_inode(**changes: object) -> Inode:
+    return Inode(7, stat.S_IFREG | 0o644, 1000, 1001, 2, 0, 9, 16, 1, 2, -3, 4, 5, **changes)
+
+
+GOLDEN = [
+    (an_inode(), HEAD.format(form="01000000") + "00000000"),
+    (an_inode(data=b"123456789"), HEAD.format(form="01010000") + "00000000" + b"123456789".hex()),
+    (
+        an_inode(layout=Striped(1 << 20, (3, 0, 258))),
+        HEAD.format(form="01020003") + "00001000" + "030000000201",
+    ),
+    (
+        an_inode(policy=Policy(8192, 2, (1, 513)), layout=Striped(4096, (1,))),
+        HEAD.format(form="01020901") + "00100000" + "00200000" + "02" + "01000102" + "0100",
+    ),
+]
+
+
+@pytest.mark.parametrize(("inode", "golden"), GOLDEN, ids=["empty", "inline", "striped", "policy"])
+def test_golden_inodes(inode: Inode, golden: str) -> None:
+    assert inode.encode().hex() == golden
+    assert records.decode_inode(7, bytes.fromhex(golden)) == inode
+
+
+def test_other_golden_records() -> None:
+    assert Dentry(0x0102, 0x03, 4).encode().hex() == "0201000000000000" + "0300000000000000" + "04"
+    assert records.encode_entry(0x0102, 8, b"name").hex() == "0201000000000000" + "08" + b"name".hex()
+    garbage = Garbage(9, Striped(4096, (1, 256)))
+    assert garbage.encode().hex() == "0900000000000000" + "00100000" + "01000001"
+    assert records.encode_policy(Policy(4096, 3, (2,))).hex() == "00100000" + "03" + "0200"
+
+
+def test_golden_keys() -> None:
+    assert keys.SUPERBLOCK == b"S" and keys.COUNTER_IDS == b"cids" and keys.COUNTER_INODES == b"cinodes"
+    number = bytes.fromhex("0000000000000102")
+    assert keys.inode(0x102) == b"i" + number
+    assert keys.dentry(0x102, b"name") == b"d" + number + b"name"
+    assert keys.entry(1, 0x102) == b"e" + bytes(7) + b"\1" + number
+    assert keys.xattr(0x102, b"user.x") == b"x" + number + b"user.x"
+    assert [key(0x102)[:1] for key in (keys.dirty, keys.orphan, keys.garbage)] == [b"w", b"o", b"g"]
+    assert keys.server(0x102) == b"s\1\2"
+
+
+@given(INODES, some.none() | some.binary(max_size=200) | LAYOUTS)
+def test_inodes_come_back(inode: Inode, form: bytes | Striped | None) -> None:
+    inode.layout = form if isinstance(form, Striped) else None
+    inode.data = form if isinstance(form, bytes) else None
+    assert records.decode_inode(inode.ino, inode.encode()) == inode
+
+
+@given(some.builds(Dentry, U64, U64, U8))
+def test_dentries_come_back(dentry: Dentry) -> None:
+    assert records.decode_dentry(dentry.encode()) == dentry
+
+
+@given(U64, U8, NAMES)
+def test_entries_come_back(ino: int, type_: int, name: bytes) -> None:
+    assert records.decode_entry(records.encode_entry(ino, type_, name)) == (ino, type_, name)
+
+
+@given(U64, LAYOUTS)
+def test_garbage_comes_back(ino: int, layout: Striped) -> None:
+    assert records.decode_garbage(Garbage(ino, layout).encode()) == Garbage(ino, layout)
+
+
+@given(POLICIES)
+def test_policies_come_back(policy: Policy) -> None:
+    assert records.decode_policy(records.encode_policy(policy)) == policy
+
+
+@given(U64, U64, NAMES)
+def test_keys_come_apart(one: int, two: int, name: bytes) -> None:
+    for key in (keys.inode, keys.dirty, keys.orphan, keys.garbage):
+        assert keys.number(key(one)) == one
+    assert keys.entry_numbers(keys.entry(one, two)) == (one, two)
+    assert keys.dentry_parts(keys.dentry(one, name)) == (one, name)
+    assert keys.xattr_parts(keys.xattr(one, name)) == (one, name)
+
+
+@given(some.integers(0, (1 << 64) - 2), some.integers(0, (1 << 64) - 2), U64)
+def test_keys_are_in_numeric_order(one: int, two: int, cookie: int) -> None:
+    assert (keys.inode(one) < keys.inode(two)) == (one < two)
+    assert (keys.entry(7, one) < keys.entry(7, two)) == (one < two)
+    start, end = keys.entries_after(one, two)
+    assert (start <= keys.entry(one, cookie) < end) == (cookie > two)
+    assert not start <= keys.entry(one + 1, cookie) < end
+    start, end = keys.all_of(b"i")
+    assert start <= keys.inode(one) < end and not start <= keys.dirty(one) < end
+
+
+@given(INODES, some.data())
+def test_a_record_that_is_cut_short_is_refused(inode: Inode, data: some.DataObject) -> None:
+    head = inode.encode()[: records._INODE.size]
+    with pytest.raises(Unavailable, match=f"inode {inode.ino} "):
+        records.decode_inode(inode.ino, head[: data.draw(some.integers(0, len(head) - 1))])
+
+
+def test_a_record_of_another_format_is_refused() -> None:
+    record = bytes([records.FORMAT + 1]) + an_inode().encode()[1:]
+    with pytest.raises(Unavailable, match="reads format 1"):
+        records.decode_inode(7, record)
+
+
+@pytest.mark.parametrize("decode", [records.decode_dentry, records.decode_entry, records.decode_garbage])
+def test_a_damaged_record_is_refused(decode: object) -> None:
+    with pytest.raises(Unavailable, match="damaged"):
+        decode(b"\1\2\3")
