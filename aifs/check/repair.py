@@ -33,7 +33,7 @@ def change_inode(tx: Transaction, ino: int, changes: dict[str, Any]) -> None:
     inode = namespace.get_inode(tx, ino)
     for name, value in changes.items():
         setattr(inode, name, value)
-    tx.put(keys.inode(ino), inode.encode())
+    namespace.put_inode(tx, inode)
 
 
 # --- names -------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def restore_directory(tx: Transaction, ino: int, parent: int, links: int) -> Non
     inode = Inode(ino, mode, os.getuid(), os.getgid(), links, 0, 0, 0, now, now, now, parent=parent)
     if tx.get(keys.inode(ino)) is None:
         tx.add(keys.COUNTER_INODES, 1)
-    tx.put(keys.inode(ino), inode.encode())
+    namespace.put_inode(tx, inode)
     if parent == 0:
         attach(tx, ino, links)
 
@@ -116,10 +116,10 @@ def attach(tx: Transaction, ino: int, links: int) -> None:
     _put_name(tx, lost.ino, name, Dentry(ino, _fresh_id(tx), inode.mode >> 12))
     tx.delete(keys.orphan(ino))
     inode.parent, inode.nlink, inode.ctime_ns = lost.ino, links, now
-    tx.put(keys.inode(ino), inode.encode())
+    namespace.put_inode(tx, inode)
     lost.nlink += inode.is_dir
     lost.mtime_ns = lost.ctime_ns = now
-    tx.put(keys.inode(lost.ino), lost.encode())
+    namespace.put_inode(tx, lost)
 
 
 def _lost_and_found(tx: Transaction, now: int) -> Inode:

@@ -241,14 +241,14 @@ class MetadataScan:
             self._unknown(tx, key, value)
 
     def _counters(self, tx: ReadTransaction, inodes: int) -> None:
-        ids = _counter(tx, keys.COUNTER_IDS)
+        ids = tx.counter(keys.COUNTER_IDS)
         if ids <= self._highest_id:
             # Beyond the window too, so that recovery does not take for leftovers what lies in it.
             delta = self._highest_id + 1 + WINDOW - ids
             fix = partial(repair.shift_counter, key=keys.COUNTER_IDS, delta=delta)
             detail = f"{ids}, but {self._highest_id} is in use"
             self._problem("wrong-counter", "counter ids", detail, fix, RECOVERY)
-        counted = _counter(tx, keys.COUNTER_INODES)
+        counted = tx.counter(keys.COUNTER_INODES)
         if counted != inodes:
             fix = partial(repair.shift_counter, key=keys.COUNTER_INODES, delta=inodes - counted)
             self._problem("wrong-counter", "counter inodes", f"{counted}, but there are {inodes}", fix)
@@ -279,9 +279,5 @@ def _nonsense(inode: Inode, record: bytes) -> str:
     return ""
 
 
-def _counter(tx: ReadTransaction, key: bytes) -> int:
-    return int.from_bytes(tx.get(key) or b"", "little", signed=True)
-
-
 def _count_inodes(tx: ReadTransaction) -> int:
-    return max(0, _counter(tx, keys.COUNTER_INODES))
+    return max(0, tx.counter(keys.COUNTER_INODES))

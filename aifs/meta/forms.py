@@ -17,14 +17,9 @@ def load(tx: ReadTransaction, ino: int) -> tuple[Inode, bool]:
     return namespace.get_inode(tx, ino), tx.get(keys.dirty(ino)) is not None
 
 
-def put(tx: Transaction, inode: Inode) -> None:
-    """Record the inode as it is."""
-    tx.put(keys.inode(inode.ino), inode.encode())
-
-
 def put_dirty(tx: Transaction, inode: Inode) -> None:
     """Record the inode with a dirty mark (I3)."""
-    put(tx, inode)
+    namespace.put_inode(tx, inode)
     tx.put(keys.dirty(inode.ino), b"")
 
 
@@ -44,7 +39,7 @@ def put_spilled(tx: Transaction, inode: Inode) -> None:
 def put_emptied(tx: Transaction, inode: Inode) -> None:
     """Record the inode without its objects, which become garbage."""
     namespace.discard_objects(tx, inode)
-    put(tx, replace(inode, size=0, blocks=0, layout=None))
+    namespace.put_inode(tx, replace(inode, size=0, blocks=0, layout=None))
 
 
 def remove_dirty(tx: Transaction, inos: Iterable[int]) -> None:

@@ -61,6 +61,10 @@ class ReadTransaction(ABC):
         The map must not be changed through this transaction while the iterator is in use.
         """
 
+    def counter(self, key: bytes) -> int:
+        """The value of a counter (8 bytes, little-endian, signed; missing is 0)."""
+        return int.from_bytes(self.get(key) or b"", "little", signed=True)
+
 
 class Transaction(ReadTransaction):
     """A view that sees its own changes."""
@@ -73,9 +77,8 @@ class Transaction(ReadTransaction):
         """Remove the key; no error if it is missing."""
 
     def add(self, key: bytes, delta: int) -> int:
-        """Add to a counter (8 bytes, little-endian, signed; missing is 0); returns the new value."""
-        old = self.get(key)
-        new = (int.from_bytes(old, "little", signed=True) if old else 0) + delta
+        """Add to a counter; returns the new value."""
+        new = self.counter(key) + delta
         self.put(key, new.to_bytes(8, "little", signed=True))
         return new
 

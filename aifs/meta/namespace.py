@@ -47,10 +47,21 @@ RENAME_EXCHANGE = 2
 
 def get_inode(tx: ReadTransaction, ino: int) -> Inode:
     """Raises NotFound."""
-    record = tx.get(keys.inode(ino))
-    if record is None:
+    inode = find_inode(tx, ino)
+    if inode is None:
         raise NotFound(f"inode {ino} does not exist")
-    return decode_inode(ino, record)
+    return inode
+
+
+def find_inode(tx: ReadTransaction, ino: int) -> Inode | None:
+    """The inode, or None if there is none."""
+    record = tx.get(keys.inode(ino))
+    return None if record is None else decode_inode(ino, record)
+
+
+def put_inode(tx: Transaction, inode: Inode) -> None:
+    """Record the inode as it is."""
+    tx.put(keys.inode(inode.ino), inode.encode())
 
 
 def lookup(tx: ReadTransaction, parent: int, name: bytes) -> Inode:
@@ -109,7 +120,7 @@ def create(tx: Transaction, parent: int, name: bytes, inode: Inode) -> Inode:
         inode.ino, mode, inode.uid, gid, 2 if stat.S_ISDIR(mode) else 1, inode.rdev, inode.size, 0,
         inode.ctime_ns, inode.ctime_ns, inode.ctime_ns, parent, 0, directory.policy, None, inode.data,
     )  # fmt: skip
-    tx.put(keys.inode(new.ino), new.encode())
+    put_inode(tx, new)
     tx.add(keys.COUNTER_INODES, 1)
     _put_name(tx, parent, name, new, new.ino)
     _touch(tx, directory, new.ctime_ns, links=1 if new.is_dir else 0)
@@ -130,7 +141,7 @@ def link(tx: Transaction, ino: int, parent: int, name: bytes, cookie: int, now: 
     inode.nlink += 1
     inode.parent = SEVERAL
     inode.ctime_ns = now
-    tx.put(keys.inode(ino), inode.encode())
+    put_inode(tx, inode)
     _put_name(tx, parent, name, inode, cookie)
     _touch(tx, directory, now)
     return inode
@@ -164,12 +175,9 @@ def remove_orphan(tx: Transaction, ino: int) -> Inode | None:
     """Erase an inode without names, and leave its objects as garbage. None if it is not an orphan (any more)."""
     if tx.get(keys.orphan(ino)) is None:
         return None
-    if tx.get(keys.inode(ino)) is None:
-        tx.delete(keys.orphan(ino))
-        return None
-    inode = get_inode(tx, ino)
+    inode = find_inode(tx, ino)
     tx.delete(keys.orphan(ino))
-    if inode.nlink:
+    if inode is None or inode.nlink:
         return None
     tx.delete(keys.inode(ino))
     tx.add(keys.COUNTER_INODES, -1)
@@ -265,7 +273,7 @@ def _move(tx: Transaction, inode: Inode, parent: int, name: bytes, cookie: int, 
     _put_name(tx, parent, name, inode, cookie)
     inode.ctime_ns = now
     inode.parent = parent if inode.is_dir or inode.nlink == 1 else SEVERAL
-    tx.put(keys.inode(inode.ino), inode.encode())
+    put_inode(tx, inode)
 
 
 # --- the steps that these share ------------------------------------------------------------------------
@@ -303,7 +311,7 @@ def _touch(tx: Transaction, directory: Inode, now: int, links: int = 0) -> None:
     """A directory's content has changed."""
     directory.nlink += links
     directory.mtime_ns = directory.ctime_ns = now
-    tx.put(keys.inode(directory.ino), directory.encode())
+    put_inode(tx, directory)
 
 
 def _drop_link(tx: Transaction, inode: Inode, now: int) -> Inode:
@@ -311,5 +319,5 @@ def _drop_link(tx: Transaction, inode: Inode, now: int) -> Inode:
     inode.ctime_ns = now
     if inode.nlink == 0:
         tx.put(keys.orphan(inode.ino), b"")
-    tx.put(keys.inode(inode.ino), inode.encode())
+    put_inode(tx, inode)
     return inode

@@ -11,7 +11,7 @@ from aifs.core.errors import (
 )
 from aifs.meta import keys
 from aifs.meta.kv import ReadTransaction, Transaction, grows
-from aifs.meta.namespace import get_inode
+from aifs.meta.namespace import get_inode, put_inode
 from aifs.meta.records import Inode
 
 NAME_MAX = 255
@@ -74,5 +74,5 @@ def _check_name(name: bytes) -> None:
 def _touch(tx: Transaction, ino: int, now: int) -> Inode:
     inode = get_inode(tx, ino)
     inode.ctime_ns = now
-    tx.put(keys.inode(ino), inode.encode())
+    put_inode(tx, inode)
     return inode

@@ -19,6 +19,7 @@ from aifs.layout.placement import ALGORITHM, place
 from aifs.layout.striped import Striped
 from aifs.meta import forms
 from aifs.meta.kv import Engine
+from aifs.meta.namespace import put_inode
 from aifs.meta.records import Inode
 from aifs.vfs.collector import Collector
 from aifs.vfs.ids import IdAllocator
@@ -119,7 +120,7 @@ class FileIO:
         """Record the in-core attributes."""
         file.unsaved = False
         try:
-            await self._engine.transact(forms.put, file.inode)
+            await self._engine.transact(put_inode, file.inode)
         except BaseException:
             file.unsaved = True
             raise

@@ -16,7 +16,7 @@ import trio
 from aifs.core.errors import BadHandle, Invalid, NameTooLong, NotADirectory, NotPermitted, ReadOnly
 from aifs.core.log import logger
 from aifs.meta import keys, namespace, xattrs
-from aifs.meta.kv import Transaction
+from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import Inode
 from aifs.vfs import hints
 from aifs.vfs.collector import Collector
@@ -321,7 +321,7 @@ class Filesystem:
     async def statfs(self) -> StatFs:
         """Space of the data servers, each device counted once; inodes are limited by space alone."""
         space = await self.store.servers.statfs()
-        inodes = await self._engine.view(_count_inodes)
+        inodes = await self._engine.view(ReadTransaction.counter, keys.COUNTER_INODES)
         total, free, room = (size // BLOCK_SIZE for size in (space.total, space.free, space.available))
         return StatFs(BLOCK_SIZE, total, free, room, inodes + room, room, namespace.NAME_MAX)
 
@@ -373,9 +373,5 @@ def _apply_changes(inode: Inode, changes: SetAttr) -> None:
 def _change_inode(tx: Transaction, ino: int, change: Callable[[Inode, Any], None], argument: Any) -> Inode:
     inode = namespace.get_inode(tx, ino)
     change(inode, argument)
-    tx.put(keys.inode(ino), inode.encode())
+    namespace.put_inode(tx, inode)
     return inode
-
-
-def _count_inodes(tx: Any) -> int:
-    return int.from_bytes(tx.get(keys.COUNTER_INODES) or b"", "little", signed=True)

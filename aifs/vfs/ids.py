@@ -3,7 +3,7 @@
 import trio
 
 from aifs.meta import keys
-from aifs.meta.kv import Engine, Transaction
+from aifs.meta.kv import Engine, ReadTransaction, Transaction
 
 WINDOW = 8192
 """Ids that are reserved at a time: one journal sync per so many, and the range that recovery looks through."""
@@ -45,6 +45,5 @@ class IdAllocator:
 
 async def last_window(engine: Engine) -> tuple[int, int]:
     """The window that was in use when the store was last open: first id, and the one behind the last."""
-    record = await engine.view(lambda tx: tx.get(keys.COUNTER_IDS))
-    end = int.from_bytes(record, "little") if record else keys.FIRST_FREE_ID
+    end = await engine.view(ReadTransaction.counter, keys.COUNTER_IDS)
     return max(end - WINDOW, keys.FIRST_FREE_ID), end

@@ -27,9 +27,10 @@ def _those_below(tx: ReadTransaction, inos: list[int], top: int) -> list[int]:
 
 def _is_below(tx: ReadTransaction, ino: int, top: int) -> bool:
     while ino != top:
-        if ino == ROOT_INO or tx.get(namespace.keys.inode(ino)) is None:
+        inode = None if ino == ROOT_INO else namespace.find_inode(tx, ino)
+        if inode is None:
             return False
-        ino = namespace.get_inode(tx, ino).parent
+        ino = inode.parent
         if ino == namespace.SEVERAL:
             return True
     return True

@@ -88,34 +88,32 @@ async def _settle_objects(store: Store, inode: Inode) -> None:
 
 
 def _read_settling(tx: ReadTransaction, ino: int) -> tuple[Inode | None, bool]:
-    exists = tx.get(keys.inode(ino)) is not None
-    return (namespace.get_inode(tx, ino) if exists else None), tx.get(keys.orphan(ino)) is not None
+    return namespace.find_inode(tx, ino), tx.get(keys.orphan(ino)) is not None
 
 
 def _put_settled(tx: Transaction, ino: int, inode: Inode | None) -> None:
     tx.delete(keys.dirty(ino))
     if inode is not None:
-        tx.put(keys.inode(ino), inode.encode())
+        namespace.put_inode(tx, inode)
 
 
 async def _delete_unknown_objects(store: Store) -> int:
     """Delete objects in the last window of ids that neither an inode nor a garbage record knows (I7)."""
-    deleted = 0
+    unknown: dict[tuple[int, int], list[int]] = {}
     first, end = await last_window(store.engine)
     for server, ino, oid in await list_window(store.servers, first, end):
         if not await store.engine.view(_is_known, ino, oid):
-            await delete_objects(store.servers, Striped(1 << 20, (server,)), ino, oid)
-            deleted += 1
-    return deleted
+            unknown.setdefault((ino, oid), []).append(server)
+    for (ino, oid), servers in unknown.items():
+        await delete_objects(store.servers, Striped(1 << 20, tuple(servers)), ino, oid)
+    return sum(map(len, unknown.values()))
 
 
 def _is_known(tx: ReadTransaction, ino: int, oid: int) -> bool:
     if tx.get(keys.garbage(oid)) is not None:
         return True
-    if tx.get(keys.inode(ino)) is None:
-        return False
     try:
-        inode = namespace.get_inode(tx, ino)
+        inode = namespace.find_inode(tx, ino)
     except Unavailable:
         return True  # nobody can tell, so nothing is deleted
-    return inode.layout is not None and inode.oid == oid
+    return inode is not None and inode.layout is not None and inode.oid == oid

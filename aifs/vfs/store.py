@@ -23,6 +23,7 @@ from aifs.meta import keys
 from aifs.meta.keys import FIRST_FREE_ID, ROOT_INO
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
+from aifs.meta.namespace import put_inode
 from aifs.meta.records import Inode
 from aifs.vfs.owner import NAME as OWNER_NAME
 from aifs.vfs.owner import OwnerLock
@@ -118,7 +119,7 @@ def _write_first_records(tx: Transaction, identity: str, paths: dict[int, str]) 
     tx.add(keys.COUNTER_IDS, FIRST_FREE_ID)
     tx.add(keys.COUNTER_INODES, 1)
     root = Inode(ROOT_INO, 0o040755, os.getuid(), os.getgid(), 2, 0, 0, 0, now, now, now, parent=ROOT_INO)
-    tx.put(keys.inode(ROOT_INO), root.encode())
+    put_inode(tx, root)
     for number, path in paths.items():
         _put_server(tx, number, path)
 
