@@ -6,16 +6,27 @@ one line with the file and line (or ``-o``), the dotted key, and what is allowed
 
 import difflib
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import core_schema
 
 from aifs.core.errors import ConfigError
-from aifs.core.units import format_duration, format_size, parse_duration, parse_size
+from aifs.core.kinds import (
+    BOOLEAN,
+    COMPRESS,
+    PATH,
+    PATHS,
+    SOME_PATHS,
+    Kind,
+    Setting,
+    choice,
+    duration,
+    fraction,
+    integer,
+    size,
+)
 
 # A link to config/default.yaml, so that a checkout and an installed package find it at the same place.
 DEFAULTS_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "default.yaml")
@@ -29,101 +40,8 @@ DIRECTORY_LAYOUT = {
     "log.file": "log/aifs.log",
 }
 
-
-class Setting(NamedTuple):
-    """A raw value, where it was given, and the directory that its relative paths start from."""
-
-    value: Any
-    origin: str
-    base: str
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of value: ``parse`` takes the raw value and its base; ValueError unless it is ``allowed``."""
-
-    allowed: str
-    parse: Callable[[Any, str], Any]
-    format: Callable[[Any], str] = str
-
-    def check(self, setting: Setting) -> Any:
-        try:
-            return self.parse(setting.value, setting.base)
-        except (ValueError, TypeError):
-            raise ValueError(f"{setting.value!r} is not {self.allowed}") from None
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
-        return core_schema.no_info_before_validator_function(self.check, handler(source))
-
-
-def _number(value: Any, parse_text: Callable[[str], Any]) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise TypeError
-    return parse_text(str(value))
-
-
-def _within(value: Any, minimum: Any, maximum: Any) -> Any:
-    if not minimum <= value <= maximum:
-        raise ValueError
-    return value
-
-
-def _size(minimum: int, maximum: int, multiple: int = 1) -> Kind:
-    def parse(value: Any, base: str) -> int:
-        size = _within(_number(value, parse_size), minimum, maximum)
-        if size % multiple:
-            raise ValueError
-        return size
-
-    step = f", a multiple of {multiple}" if multiple > 1 else ""
-    return Kind(f"a size from {format_size(minimum)} to {format_size(maximum)}{step}", parse, format_size)
-
-
-def _duration(minimum_s: float, maximum_s: float) -> Kind:
-    def parse(value: Any, base: str) -> float:
-        return _within(_number(value, parse_duration), minimum_s, maximum_s)
-
-    allowed = f"a duration from {format_duration(minimum_s)} to {format_duration(maximum_s)}, such as 1s"
-    return Kind(allowed, parse, format_duration)
-
-
-def _integer(minimum: int, maximum: int) -> Kind:
-    def parse(value: Any, base: str) -> int:
-        return _within(_number(value, int), minimum, maximum)
-
-    return Kind(f"a whole number from {minimum} to {maximum}", parse)
-
-
-def _choice(*choices: str) -> Kind:
-    def parse(value: Any, base: str) -> str:
-        if value not in choices:
-            raise ValueError
-        return value
-
-    return Kind(f"one of {', '.join(choices)}", parse)
-
-
-def _parse_path(value: Any, base: str) -> str:
-    if not isinstance(value, str) or not value or "\0" in value:
-        raise ValueError
-    return os.path.normpath(os.path.join(base, os.path.expanduser(value)))
-
-
-def _parse_paths(value: Any, base: str) -> tuple[str, ...]:
-    paths = value.split(":") if isinstance(value, str) else value
-    if not isinstance(paths, list):
-        raise TypeError
-    return tuple(_parse_path(path, base) for path in paths)
-
-
-def _parse_some_paths(value: Any, base: str) -> tuple[str, ...]:
-    paths = _parse_paths(value, base)
-    if not paths:
-        raise ValueError
-    return paths
-
-
-_TIMEOUT = _duration(0, 365 * 86400)
+_TIMEOUT = duration(0, 365 * 86400)
+_ANY_SIZE = size(0, 1 << 60)
 
 
 class _Section(BaseModel):
@@ -131,36 +49,60 @@ class _Section(BaseModel):
 
 
 class MetaConfig(_Section):
-    directory: Annotated[str, Kind("a path", _parse_path)]
-    commit_interval_s: Annotated[float, _duration(0.01, 3600)] = Field(alias="commit_interval")
+    directory: Annotated[str, PATH]
+    commit_interval_s: Annotated[float, duration(0.01, 3600)] = Field(alias="commit_interval")
 
 
 class BurstConfig(_Section):
-    directories: Annotated[tuple[str, ...], Kind("a list of directories", _parse_paths, ":".join)]
-    capacity: Annotated[int, _size(0, 1 << 60)]
+    directories: Annotated[tuple[str, ...], PATHS]
+    capacity: Annotated[int, _ANY_SIZE]
+    high_water: Annotated[float, fraction(0.01, 1)]
+    low_water: Annotated[float, fraction(0, 0.99)]
+    reserve: Annotated[int, _ANY_SIZE]
+    throttle_max_s: Annotated[float, duration(0, 60)] = Field(alias="throttle_max")
+    drain_workers: Annotated[int, integer(1, 64)]
+    drain_bandwidth: Annotated[int, _ANY_SIZE]
+    drain_delay_s: Annotated[float, duration(0, 86400)] = Field(alias="drain_delay")
+    drain_deadline_s: Annotated[float, duration(1, 30 * 86400)] = Field(alias="drain_deadline")
+    drain_on_fsync: Annotated[bool, BOOLEAN]
+    ioprio: Annotated[str, choice("idle", "best-effort", "none")]
+    stage_for_write: Annotated[int, _ANY_SIZE]
+    stage_on_read: Annotated[int, _ANY_SIZE]
+    passthrough: Annotated[bool, BOOLEAN]
 
 
 class LayoutConfig(_Section):
-    unit: Annotated[int, _size(4096, 1 << 30, 4096)]
-    count: Annotated[int, _integer(0, 4096)]
-    inline_limit: Annotated[int, _size(0, 64 << 10)]
+    unit: Annotated[int, size(4096, 1 << 30, 4096)]
+    count: Annotated[int, integer(0, 4096)]
+    inline_limit: Annotated[int, size(0, 64 << 10)]
+    kind: Annotated[str, choice("striped", "interleaved")]
+    container_size: Annotated[int, size(16 << 20, 1 << 40, 4 << 20)]
+    compact_above: Annotated[float, fraction(0.05, 1)]
+    compress: Annotated[int, COMPRESS]
 
 
 class DataConfig(_Section):
-    threads: Annotated[int, _integer(1, 256)]
-    writeback_interval_s: Annotated[float, _duration(0.1, 3600)] = Field(alias="writeback_interval")
+    threads: Annotated[int, integer(1, 256)]
+    writeback_interval_s: Annotated[float, duration(0.1, 3600)] = Field(alias="writeback_interval")
+    verify: Annotated[str, choice("off", "read")]
+
+
+class MemoryConfig(_Section):
+    budget: Annotated[int, size(64 << 20, 1 << 44)]
 
 
 class KernelConfig(_Section):
     entry_timeout_s: Annotated[float, _TIMEOUT] = Field(alias="entry_timeout")
     attr_timeout_s: Annotated[float, _TIMEOUT] = Field(alias="attr_timeout")
     negative_timeout_s: Annotated[float, _TIMEOUT] = Field(alias="negative_timeout")
-    read_ahead: Annotated[int, _size(0, 256 << 20)]
+    read_ahead: Annotated[int, size(0, 256 << 20)]
+    max_background: Annotated[int, integer(1, 1024)]
+    bridge: Annotated[str, choice("auto", "off", "require")]
 
 
 class LogConfig(_Section):
-    file: Annotated[str, Kind("a path", _parse_path)]
-    level: Annotated[str, _choice("debug", "info", "warning", "error")]
+    file: Annotated[str, PATH]
+    level: Annotated[str, choice("debug", "info", "warning", "error")]
 
 
 class Config(_Section):
@@ -168,10 +110,11 @@ class Config(_Section):
 
     source: str
     meta: MetaConfig
-    servers: Annotated[tuple[str, ...], Kind("a list of directories, not empty", _parse_some_paths, ":".join)]
+    servers: Annotated[tuple[str, ...], SOME_PATHS]
     burst: BurstConfig
     layout: LayoutConfig
     data: DataConfig
+    memory: MemoryConfig
     kernel: KernelConfig
     log: LogConfig
     origins: Mapping[str, str]
@@ -233,6 +176,7 @@ def load(source: str, overrides: Mapping[str, str]) -> Config:
         settings["log.file"] = Setting(file_name, "beside meta.directory", meta.base)
     config = _validate(source, file, settings)
     _refuse_double_use(config)
+    _refuse_crossed_marks(config)
     return config
 
 
@@ -267,6 +211,13 @@ def _refuse_double_use(config: Config) -> None:
                 if os.path.commonpath([inner, outer]) == outer:
                     raise ConfigError(f"{config.origins[key]}: {key}: {inner} lies inside {outer}, which is used too")
             used[path] = key
+
+
+def _refuse_crossed_marks(config: Config) -> None:
+    low, high = config.burst.low_water, config.burst.high_water
+    if low >= high:
+        key = min(("burst.low_water", "burst.high_water"), key=lambda key: config.origins[key] == "default")
+        raise ConfigError(f"{config.origins[key]}: {key}: low_water {low} is not below high_water {high}")
 
 
 def _read_file(path: str, known: list[str] | None) -> dict[str, Setting]:

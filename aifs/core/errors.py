@@ -103,12 +103,26 @@ class ArgumentTooBig(FsError):
     errno = errno.E2BIG
 
 
+class NoSuchAddress(FsError):
+    """An offset beyond the end of the file."""
+
+    errno = errno.ENXIO
+
+
 class NotSupported(FsError):
     errno = errno.EOPNOTSUPP
 
 
 class NotImplementedByAifs(FsError):
     errno = errno.ENOSYS
+
+
+class NoSuchIoctl(FsError):
+    errno = errno.ENOTTY
+
+
+class TimedOut(FsError):
+    errno = errno.ETIMEDOUT
 
 
 class TooManyOpenFiles(FsError):
@@ -174,3 +188,9 @@ class MountError(UserError):
     """The mount cannot be made, or is not there."""
 
     exit_code = 6
+
+
+class TimeoutReached(UserError):
+    """What a command waits for has not happened in the time that it was given."""
+
+    exit_code = 7

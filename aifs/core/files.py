@@ -13,9 +13,12 @@ directory) or ``sync_filesystem`` (all of the filesystem below a directory) has 
 
 import ctypes
 import errno
+import fcntl
 import os
+import signal
 import sys
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 
 class Hook(Protocol):
@@ -174,17 +177,30 @@ def sync_filesystem(path: str) -> None:
     _after("sync_filesystem", path)
 
 
-_MEMORY_FILESYSTEMS = (0x01021994, 0x858458F6)  # tmpfs, ramfs: f_type in statfs(2)
+# f_type in statfs(2): tmpfs, ramfs; and NFS, SMB (3 kinds), FUSE, Ceph, 9P, AFS, Lustre, GPFS, BeeGFS.
+_MEMORY_FILESYSTEMS = (0x01021994, 0x858458F6)
+_NETWORK_FILESYSTEMS = (
+    0x6969, 0x517B, 0xFF534D42, 0xFE534D42, 0x65735546, 0x00C36400, 0x01021997, 0x5346414F, 0x0BD00BD0, 0x47504653,
+    0x19830326,
+)  # fmt: skip
 
 
 def is_in_memory(path: str) -> bool:
     """Whether ``path`` lies on a filesystem that never waits for a device, so that calls take microseconds."""
+    return _filesystem_of(path) in _MEMORY_FILESYSTEMS
+
+
+def is_local(path: str) -> bool:
+    """Whether ``path`` lies on a filesystem of this machine: nobody else changes files there."""
+    return _filesystem_of(path) not in _NETWORK_FILESYSTEMS
+
+
+def _filesystem_of(path: str) -> int:
     result = ctypes.create_string_buffer(256)
     if _libc.statfs(os.fsencode(path), result) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), path)
-    kind = int.from_bytes(result.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder)
-    return kind in _MEMORY_FILESYSTEMS
+    return int.from_bytes(result.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF
 
 
 def make_dir(path: str) -> None:
@@ -249,3 +265,135 @@ def read_file(path: str) -> bytes | None:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return None
         raise
+
+
+# --- what only files of the burst tier need ----------------------------------------------------------
+
+KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE = 0x1, 0x2, 0x10
+"""Modes of fallocate(2), to be combined; 0 allocates."""
+
+_COPY_MAX = 1 << 30  # bytes that one copy_file_range(2) is asked for
+_COPY_BUFFER = 1 << 20
+
+
+def change_allocation(fd: int, mode: int, offset: int, length: int) -> None:
+    """fallocate(2): allocate, punch or zero a range. EOPNOTSUPP where the filesystem cannot."""
+    path = _path_of(fd)
+    _before("change_allocation", path)
+    old = os.fstat(fd).st_size
+    if _libc.fallocate(fd, mode, ctypes.c_int64(offset), ctypes.c_int64(length)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    if _hook is not None:
+        size = os.fstat(fd).st_size
+        if size != old:
+            _after("truncate", path, size)
+        if mode & (PUNCH_HOLE | ZERO_RANGE) and offset < size:
+            _after("write_at", path, bytes(min(length, size - offset)), offset)
+
+
+def copy_range(source: int, offset: int, target: int, to: int, length: int) -> int:
+    """Copy bytes between files, in the kernel where it can; returns how many, fewer only at the end of ``source``."""
+    path = _path_of(target)
+    _before("copy_range", path)
+    done = 0
+    while done < length:
+        count = min(length - done, _COPY_MAX)
+        try:
+            copied = os.copy_file_range(source, target, count, offset + done, to + done)
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+            data = os.pread(source, min(count, _COPY_BUFFER), offset + done)
+            copied = os.pwrite(target, data, to + done) if data else 0
+        if copied == 0:
+            break
+        done += copied
+    if _hook is not None and done:
+        _after("write_at", path, os.pread(target, done, to), to)
+    return done
+
+
+def set_mtime(fd: int, mtime_ns: int) -> None:
+    _before("set_mtime", _path_of(fd))
+    os.utime(fd, ns=(mtime_ns, mtime_ns))
+
+
+def take_read_lease(fd: int) -> bool:
+    """Lease a file (``fd`` is open for reading alone); False if it is open, or mapped, for writing anywhere.
+
+    The system breaks the lease when somebody opens the file for writing, after up to 45 s in which that one waits.
+    The signal that it announces this with is one that does no harm.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # the usual one, SIGIO, kills
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def drop_lease(fd: int) -> bool:
+    """End the lease; returns whether it was whole until now."""
+    whole = fcntl.fcntl(fd, fcntl.F_GETLEASE) == fcntl.F_RDLCK
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return whole
+
+
+def data_ranges(fd: int, offset: int, length: int) -> list[tuple[int, int]]:
+    """The parts, as (offset, end), of a range of a file that are not holes."""
+    ranges = []
+    end = offset + length
+    while offset < end:
+        try:
+            start = os.lseek(fd, offset, os.SEEK_DATA)
+            if start >= end:
+                break
+            offset = min(os.lseek(fd, start, os.SEEK_HOLE), end)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # a hole up to the end, or a file that has been cut this very moment
+                break
+            raise
+        ranges.append((start, offset))
+    return ranges
+
+
+# --- I/O priority ------------------------------------------------------------------------------------
+
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}.get(os.uname().machine)
+_IOPRIO_CLASSES = {"none": 0, "best-effort": 2 << 13 | 7, "idle": 3 << 13}
+
+
+def at_priority(priority: str, function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)`` with this thread at an I/O priority: 'idle', 'best-effort' (its lowest) or 'none'.
+
+    It counts where the disk's scheduler knows such a thing, for reads and syncs.
+    """
+    value = _IOPRIO_CLASSES[priority]
+    if not value or _IOPRIO_SET is None:
+        return function(*args)
+    _libc.syscall(_IOPRIO_SET, 1, 0, value)  # 1: a thread, 0: this one
+    try:
+        return function(*args)
+    finally:
+        _libc.syscall(_IOPRIO_SET, 1, 0, 0)
+
+
+def boot_id() -> str:
+    """Names the running kernel: another one after each start of the machine, and so after each power cut."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+
+
+# --- writing back early --------------------------------------------------------------------------------
+
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE
+
+
+def start_writing(fd: int, offset: int, length: int) -> None:
+    """Have the system write these bytes to the device from now on, so that ``sync_file`` finds less to do.
+
+    Does not wait for it, and makes nothing durable. What fails, or cannot be had here, ``sync_file`` will say or do.
+    """
+    _before("start_writing", _path_of(fd))
+    _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _WRITE)

@@ -17,13 +17,22 @@ def first_error(error: BaseException) -> BaseException:
     return error
 
 
+_AT_ONCE = 128
+"""Of many files that are synced together, each holds descriptors meanwhile."""
+
+
 async def run_all(*functions: Callable[[], Awaitable[Any]]) -> None:
-    """Await all of ``functions`` concurrently. If some fail, the rest still finish; the first error is raised."""
+    """Await all of ``functions``, some at a time. If some fail, the rest still finish; the first error is raised.
+
+    They must not wait for one another.
+    """
     errors: list[Exception] = []
+    places = trio.CapacityLimiter(_AT_ONCE)
 
     async def run(function: Callable[[], Awaitable[Any]]) -> None:
         try:
-            await function()
+            async with places:
+                await function()
         except Exception as error:  # noqa: BLE001 (raised below)
             errors.append(error)
 

@@ -210,3 +210,60 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 )
 def test_a_wrong_override_is_refused(tmp_path: Path, key: str, value: str, expected: str) -> None:
     assert refusal(str(tmp_path), {key: value}).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "texts", "value"),
+    [
+        ("burst.high_water", ("0.9", "0.90"), 0.9),
+        ("burst.drain_on_fsync", ("true", "True"), True),
+        ("burst.passthrough", ("false",), False),
+        ("burst.drain_delay", ("0", "0s"), 0.0),
+        ("burst.drain_bandwidth", ("100MB",), 100_000_000),
+        ("burst.ioprio", ("idle",), "idle"),
+        ("layout.compress", ("zstd:3",), 3),
+        ("layout.compress", ("none",), 0),
+        ("data.verify", ("off",), "off"),
+        ("memory.budget", ("64MiB",), 64 << 20),
+    ],
+)
+def test_values_mean_the_same_in_a_file_and_on_the_command_line(
+    tmp_path: Path, key: str, texts: tuple[str, ...], value: object
+) -> None:
+    section, name = key.split(".")
+    for text in texts:
+        given = config.load(str(tmp_path), {key: text})
+        filed = config.load(write(tmp_path / "c.yaml", f"{MINIMAL}{section}:\n  {name}: {text}\n"), {})
+        for loaded in (given, filed):
+            branch = getattr(loaded, section)
+            assert getattr(branch, name, getattr(branch, f"{name}_s", None)) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "allowed"),
+    [
+        ("burst.high_water", "80%", "a fraction from 0.01 to 1"),
+        ("burst.low_water", "1", "a fraction from 0 to 0.99"),
+        ("burst.high_water", "nan", "a fraction from 0.01 to 1"),
+        ("burst.passthrough", "1", "true or false"),
+        ("burst.drain_on_fsync", "yes", "true or false"),
+        ("burst.ioprio", "realtime", "one of idle, best-effort, none"),
+        ("burst.throttle_max", "2min", "a duration from 0s to 1min, such as 1s"),
+        ("burst.drain_workers", "0", "a whole number from 1 to 64"),
+        ("layout.kind", "mirrored", "one of striped, interleaved"),
+        ("layout.container_size", "17MiB", "a size from 16MiB to 1TiB, a multiple of 4194304"),
+        ("layout.compress", "zstd:99", "none or zstd:LEVEL with a level from 1 to 19"),
+        ("layout.compress", "lz4", "none or zstd:LEVEL with a level from 1 to 19"),
+        ("data.verify", "always", "one of off, read"),
+        ("memory.budget", "1MiB", "a size from 64MiB to 16TiB"),
+    ],
+)
+def test_a_value_out_of_range_is_told_what_is_allowed(tmp_path: Path, key: str, text: str, allowed: str) -> None:
+    assert refusal(str(tmp_path), {key: text}) == f"-o: {key}: {text!r} is not {allowed}"
+
+
+def test_the_low_mark_is_below_the_high_one(tmp_path: Path) -> None:
+    message = refusal(str(tmp_path), {"burst.low_water": "0.85"})
+    assert message == "-o: burst.low_water: low_water 0.85 is not below high_water 0.8"
+    source = write(tmp_path / "c.yaml", MINIMAL + "burst:\n  high_water: 0.5\n")
+    assert refusal(source) == f"{source}:5: burst.high_water: low_water 0.6 is not below high_water 0.5"

@@ -1,0 +1,128 @@
+"""One budget for the memory of all buffers: hard, first come first served, and given back by caches under pressure.
+
+Whoever wants a buffer reserves its bytes first and releases them when the buffer is gone. Caches keep what they have
+reserved as long as nobody else wants it: they register a function that gives memory back.
+"""
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import trio
+
+GiveBack = Callable[[int], None]
+"""Release about so many bytes of what can be had again, at once or, where it is in use, when its users let go.
+Does not block and reserves nothing."""
+
+
+class Budget:
+    """``total`` bytes for all buffers together. Used from one trio thread, ``release`` and ``retry`` from anywhere.
+
+    A request that does not fit waits, and everybody who comes later waits behind it. So nobody may wait for memory
+    while holding some that others could be waiting for: reserve once, all that a piece of work needs. A request
+    for more than ``total`` can never be met and is refused with ValueError: cut such work into pieces.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.peak = 0
+        self.waits = 0
+        self._reserved = 0
+        self._released: deque[int] = deque()  # by other threads and finalizers too, so counted later
+        self._waiting: deque[tuple[int, trio.Event]] = deque()
+        self._caches: list[GiveBack] = []
+        self._token: trio.lowlevel.TrioToken | None = None
+
+    def add_cache(self, give_back: GiveBack) -> None:
+        """Ask this one too when memory is short; in the order in which they were added."""
+        self._caches.append(give_back)
+
+    @property
+    def used(self) -> int:
+        """Bytes that are reserved now."""
+        while self._released:
+            self._reserved -= self._released.popleft()
+        return self._reserved
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used
+
+    @property
+    def short(self) -> bool:
+        """Whether someone waits: then caches keep nothing new."""
+        return bool(self._waiting)
+
+    def try_reserve(self, size: int) -> bool:
+        """Reserve ``size`` bytes if they are there, or caches give them back at once, and nobody waits for them."""
+        return not self._waiting and self._take(size)
+
+    async def acquire(self, size: int) -> None:
+        """Reserve ``size`` bytes; waits until they are there. Does not suspend if they are."""
+        if size > self.total:
+            raise ValueError(f"{size} bytes at once of a budget of {self.total}")
+        if self.try_reserve(size):
+            return
+        if self._token is None:
+            self._token = trio.lowlevel.current_trio_token()
+        self.waits += 1
+        request = (size, trio.Event())
+        self._waiting.append(request)
+        try:
+            self._admit()
+            await request[1].wait()
+        except BaseException:
+            if request[1].is_set():
+                self.release(size)
+            else:
+                self._waiting.remove(request)
+                self._admit()
+            raise
+
+    def release(self, size: int) -> None:
+        """Give ``size`` reserved bytes back. Does not block; safe in any thread and in finalizers."""
+        self._released.append(size)
+        self.retry()
+
+    def retry(self) -> None:
+        """Look soon whether those who wait can go on: a cache has something to give back. As safe as ``release``."""
+        # A waiter is in the queue before it looks at what was released, so one of the two sees the other.
+        if self._waiting and self._token is not None:
+            try:
+                self._token.run_sync_soon(self._admit, idempotent=True)
+            except trio.RunFinishedError:
+                pass  # and with it those who waited
+
+    @asynccontextmanager
+    async def reserve(self, size: int) -> AsyncIterator[None]:
+        """``async with budget.reserve(size)``: acquired inside."""
+        await self.acquire(size)
+        try:
+            yield
+        finally:
+            self.release(size)
+
+    def status(self) -> dict[str, int]:
+        """What ``aifs status`` shows: bytes, tasks that wait now, and how often any had to."""
+        return {
+            "total_bytes": self.total,
+            "used_bytes": self.used,
+            "peak_bytes": self.peak,
+            "waiting": len(self._waiting),
+            "waits": self.waits,
+        }
+
+    def _admit(self) -> None:
+        while self._waiting and self._take(self._waiting[0][0]):
+            self._waiting.popleft()[1].set()
+
+    def _take(self, size: int) -> bool:
+        for give_back in self._caches:
+            if size <= self.free:
+                break
+            give_back(size - self.free)
+        if size > self.free:
+            return False
+        self._reserved += size
+        self.peak = max(self.peak, self._reserved)
+        return True

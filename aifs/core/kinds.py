@@ -1,0 +1,141 @@
+"""The kinds of configuration values: how each is read, checked and written. Pure."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pydantic_core import core_schema
+
+from aifs.core.units import format_duration, format_size, parse_duration, parse_size
+
+
+class Setting(NamedTuple):
+    """A raw value, where it was given, and the directory that its relative paths start from."""
+
+    value: Any
+    origin: str
+    base: str
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of value: ``parse`` takes the raw value and its base; ValueError unless it is ``allowed``."""
+
+    allowed: str
+    parse: Callable[[Any, str], Any]
+    format: Callable[[Any], str] = str
+
+    def check(self, setting: Setting) -> Any:
+        try:
+            return self.parse(setting.value, setting.base)
+        except (ValueError, TypeError):
+            raise ValueError(f"{setting.value!r} is not {self.allowed}") from None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(self.check, handler(source))
+
+
+def _number(value: Any, parse_text: Callable[[str], Any]) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError
+    return parse_text(str(value))
+
+
+def _within(value: Any, minimum: Any, maximum: Any) -> Any:
+    if not minimum <= value <= maximum:
+        raise ValueError
+    return value
+
+
+def size(minimum: int, maximum: int, multiple: int = 1) -> Kind:
+    def parse(value: Any, base: str) -> int:
+        size = _within(_number(value, parse_size), minimum, maximum)
+        if size % multiple:
+            raise ValueError
+        return size
+
+    step = f", a multiple of {multiple}" if multiple > 1 else ""
+    return Kind(f"a size from {format_size(minimum)} to {format_size(maximum)}{step}", parse, format_size)
+
+
+def duration(minimum_s: float, maximum_s: float) -> Kind:
+    def parse(value: Any, base: str) -> float:
+        return _within(_number(value, parse_duration), minimum_s, maximum_s)
+
+    allowed = f"a duration from {format_duration(minimum_s)} to {format_duration(maximum_s)}, such as 1s"
+    return Kind(allowed, parse, format_duration)
+
+
+def integer(minimum: int, maximum: int) -> Kind:
+    def parse(value: Any, base: str) -> int:
+        return _within(_number(value, int), minimum, maximum)
+
+    return Kind(f"a whole number from {minimum} to {maximum}", parse)
+
+
+def fraction(minimum: float, maximum: float) -> Kind:
+    def parse(value: Any, base: str) -> float:
+        return _within(_number(value, float), minimum, maximum)
+
+    return Kind(f"a fraction from {minimum} to {maximum}", parse)
+
+
+def choice(*choices: str) -> Kind:
+    def parse(value: Any, base: str) -> str:
+        if value is False:
+            value = "off"  # which is what YAML 1.1 takes the word for
+        if value not in choices:
+            raise ValueError
+        return value
+
+    return Kind(f"one of {', '.join(choices)}", parse)
+
+
+def _parse_boolean(value: Any, base: str) -> bool:
+    text = str(value).lower() if isinstance(value, bool | str) else ""
+    if text not in ("true", "false"):
+        raise ValueError
+    return text == "true"
+
+
+def _parse_compress(value: Any, base: str) -> int:
+    if value == "none":
+        return 0
+    codec, _, level = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if codec != "zstd":
+        raise ValueError
+    return _within(int(level), 1, 19)
+
+
+def _format_compress(level: int) -> str:
+    return f"zstd:{level}" if level else "none"
+
+
+def _parse_path(value: Any, base: str) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError
+    return os.path.normpath(os.path.join(base, os.path.expanduser(value)))
+
+
+def _parse_paths(value: Any, base: str) -> tuple[str, ...]:
+    paths = value.split(":") if isinstance(value, str) else value
+    if paths == [""]:
+        return ()
+    if not isinstance(paths, list):
+        raise TypeError
+    return tuple(_parse_path(path, base) for path in paths)
+
+
+def _parse_some_paths(value: Any, base: str) -> tuple[str, ...]:
+    paths = _parse_paths(value, base)
+    if not paths:
+        raise ValueError
+    return paths
+
+
+BOOLEAN = Kind("true or false", _parse_boolean, lambda value: str(value).lower())
+COMPRESS = Kind("none or zstd:LEVEL with a level from 1 to 19", _parse_compress, _format_compress)
+PATH = Kind("a path", _parse_path)
+PATHS = Kind("a list of directories", _parse_paths, ":".join)
+SOME_PATHS = Kind("a list of directories, not empty", _parse_some_paths, ":".join)
