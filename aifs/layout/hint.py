@@ -1,4 +1,6 @@
-"""Layout hints: what a user asks for new files of a directory, and its text form ``unit=4MiB,count=2``. Pure."""
+"""What a user asks for new files of a directory: layout, and whether they go through the burst tier. Pure.
+
+The layout's text form is ``kind=interleaved,count=2,compress=zstd:3``."""
 
 import difflib
 from collections.abc import Callable
@@ -9,21 +11,32 @@ from aifs.core.units import format_size, parse_size
 from aifs.layout.striped import UNIT_MAX, UNIT_MIN
 
 COUNT_MAX = 255
-SERVER_ID_MAX = 0xFFFF
+SERVER_ID_MAX = 0x7FFF
+_ZSTD_LEVEL = 3
+
+
+# Numbers in these lists are recorded: new members go to the end.
+KINDS = ("", "striped", "interleaved")
+TIERS = ("", "burst", "capacity", "pinned")
 
 
 class Policy(NamedTuple):
-    """How new files are striped. Zeros and empty mean: as the store does by default."""
+    """How new files are stored. Zeros, empty and None mean: as the store does by default."""
 
     unit: int = 0  # stripe unit in bytes
     count: int = 0  # servers per file; 0: all
     servers: tuple[int, ...] = ()  # ids to choose from, ascending; empty: any
+    kind: str = ""  # one of KINDS
+    compress: int | None = None  # zstd level of interleaved chunks; 0: none
+    tier: str = ""  # one of TIERS: through the burst tier, past it, or in it for good
+    expected: int = 0  # size in bytes that a new file is expected to reach; 0: unknown
 
 
 def parse_layout_hint(text: str) -> Policy:
     """The policy that ``text`` asks for: ``key=value`` joined by commas; a key that is left out is left to the store.
 
-    Keys: ``kind`` (striped), ``unit`` (a size), ``count`` (servers per file, 0: all), ``servers`` (ids as ``0:2:3``).
+    Keys: ``kind`` (striped, interleaved), ``unit`` (a size), ``count`` (servers per file, 0: all), ``servers`` (ids as
+    ``0:2:3``), ``compress`` (none, zstd:LEVEL; of interleaved files).
     Raises Invalid, which says what is wrong. Whether the servers exist is for the caller to check.
     """
     values: dict[str, Any] = {}
@@ -38,7 +51,6 @@ def parse_layout_hint(text: str) -> Policy:
         if key in values:
             raise Invalid(f"layout: {key!r} is given twice")
         values[key] = _PARSERS[key](value)
-    values.pop("kind", None)
     policy = Policy(**values)
     if policy.servers and policy.count > len(policy.servers):
         raise Invalid(f"layout: count={policy.count} is more than the {len(policy.servers)} servers that are listed")
@@ -47,18 +59,34 @@ def parse_layout_hint(text: str) -> Policy:
 
 def format_layout_hint(policy: Policy) -> str:
     """The text that ``parse_layout_hint`` reads back as ``policy``."""
-    parts = ["kind=striped"]
+    parts = [f"kind={policy.kind}"] if policy.kind else []
     if policy.unit:
         parts.append(f"unit={format_size(policy.unit)}")
     parts.append(f"count={policy.count}")
     if policy.servers:
         parts.append(f"servers={':'.join(map(str, policy.servers))}")
+    if policy.compress is not None:
+        parts.append(f"compress={format_compress(policy.compress)}")
     return ",".join(parts)
 
 
+def format_compress(level: int) -> str:
+    return f"zstd:{level}" if level else "none"
+
+
+def parse_compress(text: str) -> int:
+    """The zstd level that ``text`` (``none``, ``zstd``, ``zstd:LEVEL``) asks for; 0 for none. Raises Invalid."""
+    codec, colon, level = text.partition(":")
+    if text == "none":
+        return 0
+    if codec != "zstd" or (colon and not (level.isascii() and level.isdigit() and 1 <= int(level) <= 19)):
+        raise Invalid(f"layout: compress={text} is neither 'none' nor 'zstd:LEVEL' with a level from 1 to 19")
+    return int(level) if colon else _ZSTD_LEVEL
+
+
 def _parse_kind(text: str) -> str:
-    if text != "striped":
-        raise Invalid(f"layout: kind={text} is unknown; the one kind is 'striped'")
+    if text not in KINDS[1:]:
+        raise Invalid(f"layout: kind={text} is unknown; there are {' and '.join(KINDS[1:])}")
     return text
 
 
@@ -95,4 +123,5 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "unit": _parse_unit,
     "count": _parse_count,
     "servers": _parse_servers,
+    "compress": parse_compress,
 }

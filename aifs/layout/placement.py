@@ -9,6 +9,9 @@ from functools import lru_cache
 ALGORITHM = 1
 """The algorithm that new files use."""
 
+BURST_FIRST = 0x8000
+"""Server numbers from here on are those of burst directories; lower ones those of data servers."""
+
 _MASK = (1 << 64) - 1
 
 

@@ -3,13 +3,15 @@
 Which step must come before which is said in docs/metadata.md; the order is ``vfs``'s business.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from aifs.layout.striped import Striped
-from aifs.meta import keys, namespace
+from aifs.meta import chunks, keys, namespace
+from aifs.meta.chunks import Chunks
 from aifs.meta.kv import ReadTransaction, Transaction, grows
-from aifs.meta.records import Garbage, Inode
+from aifs.meta.records import Copy, Garbage, Inode, decode_burst
 
 
 def load(tx: ReadTransaction, ino: int) -> tuple[Inode, bool]:
@@ -21,6 +23,8 @@ def put_dirty(tx: Transaction, inode: Inode) -> None:
     """Record the inode with a dirty mark (I3)."""
     namespace.put_inode(tx, inode)
     tx.put(keys.dirty(inode.ino), b"")
+    if inode.layout is not None:
+        namespace.drop_checksums(tx, inode.oid)
 
 
 @grows
@@ -36,12 +40,134 @@ def put_spilled(tx: Transaction, inode: Inode) -> None:
     put_dirty(tx, inode)
 
 
-def put_emptied(tx: Transaction, inode: Inode) -> None:
-    """Record the inode without its objects, which become garbage."""
-    namespace.discard_objects(tx, inode)
+def put_emptied(tx: Transaction, inode: Inode) -> list[int]:
+    """Record the inode without its objects or chunks; the ids of what is garbage now."""
+    garbage = namespace.discard_layout(tx, inode)
+    tx.delete(keys.dirty(inode.ino))
     namespace.put_inode(tx, replace(inode, size=0, blocks=0, layout=None))
+    return garbage
+
+
+def put_restriped(tx: Transaction, inode: Inode, oid: int, layout: Striped) -> list[int]:
+    """The durable objects of ``oid`` replace what the file had; the ids of what is garbage now."""
+    garbage = namespace.discard_layout(tx, inode)
+    tx.delete(keys.garbage(oid))
+    put_dirty(tx, replace(inode, oid=oid, layout=layout))
+    return garbage
+
+
+@grows
+def put_in_burst(tx: Transaction, inode: Inode, copy: Copy, durable: bool, now: int) -> list[int]:
+    """Record that ``copy`` holds the newest bytes of the file from now on; the ids of what is garbage now.
+
+    The copy holds all that the file holds, durably if ``durable``; without that the file must have been empty.
+    """
+    garbage = namespace.discard_layout(tx, inode)
+    moved = replace(inode, layout=None, data=None, copy=copy)
+    namespace.put_inode(tx, moved)
+    namespace.put_undrained(tx, moved, durable, now)
+    return garbage
+
+
+@grows
+def put_inline(tx: Transaction, inode: Inode, copy: Copy) -> int:
+    """Record a tiny file, with its bytes, that gives up its burst copy; the id of what is garbage now."""
+    tx.delete(keys.dirty(inode.ino))
+    namespace.put_inode(tx, inode)
+    return namespace.discard_copy(tx, copy)
+
+
+def put_without_copy(tx: Transaction, ino: int, copy_id: int) -> int:
+    """The file gives up its cached copy; the id of what is garbage now, which is the copy's."""
+    inode = namespace.get_inode(tx, ino)
+    assert inode.copy is not None and inode.copy.id == copy_id and not inode.in_burst
+    namespace.discard_copy(tx, inode.copy)
+    namespace.put_inode(tx, replace(inode, copy=None))
+    return copy_id
+
+
+def put_durable(tx: Transaction, copy_id: int) -> None:
+    """The copy has been synced since it was made, so it cannot vanish in a power cut any more."""
+    key = keys.burst_copy(copy_id)
+    tx.put(key, decode_burst(tx.get(key) or b"")._replace(durable=True).encode())
+
+
+def put_changing(tx: Transaction, inode: Inode) -> None:
+    """A file in the burst tier that was in order is going to change again: a dirty mark, and what it is now."""
+    namespace.put_inode(tx, inode)
+    record = decode_burst(tx.get(keys.burst_copy(inode.copy.id)) or b"")
+    namespace.put_copy(tx, inode.ino, inode.copy, undrained=True, durable=True, now=record.since_ns)
+    tx.put(keys.dirty(inode.ino), b"")
 
 
 def remove_dirty(tx: Transaction, inos: Iterable[int]) -> None:
     for ino in inos:
         tx.delete(keys.dirty(ino))
+
+
+# --- between the tiers -------------------------------------------------------------------------------
+
+
+class Drained(NamedTuple):
+    """A file as it is from now on, with a copy in the burst tier or without, and the copy that held its bytes.
+
+    ``durable``: the copy is on stable storage. ``digests``: those of a striped file. ``chunks``: of an interleaved one.
+    """
+
+    inode: Inode
+    copy: Copy
+    durable: bool
+    digests: bytes = b""
+    chunks: Chunks = ()
+
+
+@grows
+def put_drained(tx: Transaction, drained: Sequence[Drained]) -> list[int]:
+    """The durable objects or chunks of ``inode.oid``, or inline bytes, are the files now; the ids of copies that are
+    garbage now."""
+    garbage = []
+    for inode, copy, durable, digests, placed in drained:
+        if isinstance(inode.layout, Striped):
+            tx.delete(keys.garbage(inode.oid))
+            _put_checksums(tx, inode.oid, digests)
+        elif inode.layout is not None:
+            chunks.put_chunks(tx, inode.oid, placed)
+        namespace.put_inode(tx, inode)
+        tx.delete(keys.dirty(inode.ino))
+        if inode.copy is None:
+            garbage.append(namespace.discard_copy(tx, copy))
+        else:
+            namespace.put_copy(tx, inode.ino, copy, undrained=False, durable=durable, now=0)
+    return garbage
+
+
+def _put_checksums(tx: Transaction, oid: int, digests: bytes) -> None:
+    step = keys.DIGESTS_PER_RECORD * keys.DIGEST_BYTES
+    for start in range(0, len(digests), step):
+        tx.put(keys.checksums(oid, start // keys.DIGEST_BYTES), digests[start : start + step])
+
+
+@grows
+def put_staged(tx: Transaction, inode: Inode) -> None:
+    """The file has a clean copy from now on, which was on record as garbage and is not synced."""
+    assert inode.copy is not None
+    tx.delete(keys.garbage(inode.copy.id))
+    namespace.put_inode(tx, inode)
+    namespace.put_copy(tx, inode.ino, inode.copy, undrained=False, durable=False, now=0)
+
+
+def find_copy_owners(tx: ReadTransaction, copy_ids: Iterable[int]) -> dict[int, int]:
+    """Inode numbers of the files that have these copies, by id of the copy."""
+    records = {copy_id: tx.get(keys.burst_copy(copy_id)) for copy_id in copy_ids}
+    return {copy_id: decode_burst(record).ino for copy_id, record in records.items() if record is not None}
+
+
+def put_evicted(tx: Transaction, victims: Mapping[int, int]) -> list[int]:
+    """Files (id of the copy to inode number) give up their cached copies, where they have them still; the ids of those
+    that are garbage now."""
+    garbage = []
+    for copy_id, ino in victims.items():
+        inode = namespace.find_inode(tx, ino)
+        if inode is not None and inode.copy is not None and inode.copy.id == copy_id and not inode.in_burst:
+            garbage.append(put_without_copy(tx, ino, copy_id))
+    return garbage

@@ -12,8 +12,15 @@
     w ino                            dirty mark: objects may differ from the record; empty
     o ino                            orphan: no name left, still open or known to the kernel; empty
     g oid                            garbage: objects to delete (records.Garbage)
+    b id                             burst copy: whose it is (records.BurstRecord)
+    k oid first                      checksums of a striped file: BLAKE3, 32 bytes for each MiB of the file, up to
+                                     DIGESTS_PER_RECORD of them from MiB ``first`` on; none if it was written in
+                                     place or was mostly holes
+    l oid first                      chunk list of an interleaved file, from chunk ``first`` on (meta/chunks.py)
+    t id                             container: server, length, live bytes (chunks.Container)
+    a id                             open container: chunks may be appended to it; empty
 
-ino, parent, cookie and oid are 8 bytes, server is 2 bytes, all big-endian, so that numeric order is key
+ino, parent, cookie, oid, id and first are 8 bytes, server is 2 bytes, all big-endian, so that numeric order is key
 order. Inode numbers, cookies and object ids come from one sequence (counter ``ids``) and are never used again.
 A cookie is the dentry's place in its directory for readdir: larger than that of every older dentry, so a
 listing in progress neither repeats nor misses an entry that stays.
@@ -23,6 +30,8 @@ import struct
 
 ROOT_INO = 1
 FIRST_FREE_ID = 2
+DIGESTS_PER_RECORD = 256
+DIGEST_BYTES = 32
 
 _NUMBER = struct.Struct(">cQ").pack
 _TWO_NUMBERS = struct.Struct(">cQQ").pack
@@ -71,6 +80,19 @@ def garbage(oid: int) -> bytes:
     return _NUMBER(b"g", oid)
 
 
+def burst_copy(copy_id: int) -> bytes:
+    return _NUMBER(b"b", copy_id)
+
+
+def checksums(oid: int, first: int) -> bytes:
+    return _TWO_NUMBERS(b"k", oid, first)
+
+
+def all_checksums(oid: int) -> tuple[bytes, bytes]:
+    """The key range of a file's checksums."""
+    return _NUMBER(b"k", oid), _NUMBER(b"k", oid + 1)
+
+
 def server(number: int) -> bytes:
     return _SERVER(b"s", number)
 
@@ -98,3 +120,25 @@ def dentry_parts(key: bytes) -> tuple[int, bytes]:
 def xattr_parts(key: bytes) -> tuple[int, bytes]:
     """Inode number and attribute name of an ``x`` key."""
     return int.from_bytes(key[1:9], "big"), key[9:]
+
+
+def chunk_list(oid: int, first: int) -> bytes:
+    return _TWO_NUMBERS(b"l", oid, first)
+
+
+def chunk_lists(oid: int) -> tuple[bytes, bytes]:
+    """The key range of a file's chunk list."""
+    return _NUMBER(b"l", oid), _NUMBER(b"l", oid + 1)
+
+
+def chunk_list_parts(key: bytes) -> tuple[int, int]:
+    """The oid of an ``l`` key, and the number of the first chunk."""
+    return int.from_bytes(key[1:9], "big"), int.from_bytes(key[9:], "big")
+
+
+def container(container_id: int) -> bytes:
+    return _NUMBER(b"t", container_id)
+
+
+def open_container(container_id: int) -> bytes:
+    return _NUMBER(b"a", container_id)

@@ -59,6 +59,7 @@ class Database:
         except BaseException:
             self._env.close()
             raise
+        self._statm = open("/proc/self/statm", "rb", buffering=0)  # kept: descriptors may run out
 
     def _used_bytes(self) -> int:
         return (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
@@ -127,8 +128,7 @@ class Database:
 
     def trim(self) -> None:
         """``renew``, and drop mapped pages from our resident memory if they are many."""
-        with open("/proc/self/statm") as statm:
-            resident = int(statm.read().split()[2]) * _PAGE_BYTES
+        resident = int(os.pread(self._statm.fileno(), 256, 0).split()[2]) * _PAGE_BYTES
         if resident > RESIDENT_BYTES:
             self._remap()
         else:
@@ -173,3 +173,4 @@ class Database:
         self.roll_back()
         self._snapshot.abort()
         self._env.close()
+        self._statm.close()

@@ -19,9 +19,12 @@ from aifs.core.errors import (
     NotPermitted,
     TooManyLinks,
 )
-from aifs.meta import keys
+from aifs.layout.striped import Striped
+from aifs.meta import chunks, keys
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import (
+    BurstRecord,
+    Copy,
     Dentry,
     Garbage,
     Inode,
@@ -107,8 +110,8 @@ def create(tx: Transaction, parent: int, name: bytes, inode: Inode) -> Inode:
     """Give the new ``inode`` its first name; its number is also the cookie of that name.
 
     The group and, for directories, the setgid bit are inherited from a setgid parent (inode(7)), and the layout
-    policy from any parent. Returns the inode as it was recorded. Raises Exists, NotFound, NotADirectory,
-    NameTooLong, TooManyLinks.
+    policy from any parent. With a ``copy`` it starts in the burst tier. Returns the inode as it was recorded. Raises
+    Exists, NotFound, NotADirectory, NameTooLong, TooManyLinks.
     """
     directory = _require_free(tx, parent, name)
     gid, mode = inode.gid, inode.mode
@@ -118,9 +121,11 @@ def create(tx: Transaction, parent: int, name: bytes, inode: Inode) -> Inode:
             mode |= stat.S_ISGID
     new = Inode(
         inode.ino, mode, inode.uid, gid, 2 if stat.S_ISDIR(mode) else 1, inode.rdev, inode.size, 0,
-        inode.ctime_ns, inode.ctime_ns, inode.ctime_ns, parent, 0, directory.policy, None, inode.data,
+        inode.ctime_ns, inode.ctime_ns, inode.ctime_ns, parent, 0, directory.policy, None, inode.data, inode.copy,
     )  # fmt: skip
     put_inode(tx, new)
+    if new.copy is not None:
+        put_undrained(tx, new, durable=False, now=new.ctime_ns)
     tx.add(keys.COUNTER_INODES, 1)
     _put_name(tx, parent, name, new, new.ino)
     _touch(tx, directory, new.ctime_ns, links=1 if new.is_dir else 0)
@@ -171,27 +176,63 @@ def rmdir(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
     return _drop_link(tx, inode, now)
 
 
-def remove_orphan(tx: Transaction, ino: int) -> Inode | None:
-    """Erase an inode without names, and leave its objects as garbage. None if it is not an orphan (any more)."""
+def remove_orphan(tx: Transaction, ino: int) -> list[int]:
+    """Erase an inode without names; the ids of what it leaves as garbage. [] too if it is not an orphan (any more)."""
     if tx.get(keys.orphan(ino)) is None:
-        return None
+        return []
     inode = find_inode(tx, ino)
     tx.delete(keys.orphan(ino))
     if inode is None or inode.nlink:
-        return None
+        return []
     tx.delete(keys.inode(ino))
     tx.add(keys.COUNTER_INODES, -1)
     for key in [key for key, _ in tx.range(*keys.xattrs(ino))]:
         tx.delete(key)
-    discard_objects(tx, inode)
-    return inode
+    garbage = discard_layout(tx, inode)
+    if inode.copy is not None:
+        garbage.append(discard_copy(tx, inode.copy))
+    tx.delete(keys.dirty(ino))
+    return garbage
 
 
-def discard_objects(tx: Transaction, inode: Inode) -> None:
-    """Turn the objects of ``inode`` into garbage and remove its dirty mark. The inode's record is the caller's to write."""
-    if inode.layout is not None:
+# --- what holds a file's bytes -----------------------------------------------------------------------
+# The inode's own record is the caller's to write.
+
+
+def put_undrained(tx: Transaction, inode: Inode, durable: bool, now: int) -> None:
+    """From now on the burst copy of ``inode`` holds its newest bytes, and changes without notice (dirty mark)."""
+    assert inode.copy is not None
+    put_copy(tx, inode.ino, inode.copy, undrained=True, durable=durable, now=now)
+    tx.put(keys.dirty(inode.ino), b"")
+
+
+def put_copy(tx: Transaction, ino: int, copy: Copy, undrained: bool, durable: bool, now: int) -> None:
+    """Record that the inode has this burst copy."""
+    tx.put(keys.burst_copy(copy.id), BurstRecord(ino, copy.server, undrained, durable, now).encode())
+
+
+def discard_layout(tx: Transaction, inode: Inode) -> list[int]:
+    """Turn objects or chunks of ``inode`` on the capacity tier into garbage; the ids of what is to be deleted."""
+    if inode.layout is None:
+        return []
+    if isinstance(inode.layout, Striped):
         tx.put(keys.garbage(inode.oid), Garbage(inode.ino, inode.layout).encode())
-        tx.delete(keys.dirty(inode.ino))
+        drop_checksums(tx, inode.oid)
+        return [inode.oid]
+    return chunks.drop_chunks(tx, inode.oid)
+
+
+def discard_copy(tx: Transaction, copy: Copy) -> int:
+    """Turn a burst copy into garbage; its id."""
+    tx.delete(keys.burst_copy(copy.id))
+    tx.put(keys.garbage(copy.id), Garbage(0, Striped(1, (copy.server,))).encode())
+    return copy.id
+
+
+def drop_checksums(tx: Transaction, oid: int) -> None:
+    """The objects of ``oid`` are about to change, or to go."""
+    for key in [key for key, _ in tx.range(*keys.all_checksums(oid))]:
+        tx.delete(key)
 
 
 # --- rename ----------------------------------------------------------------------------------------

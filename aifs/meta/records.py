@@ -5,16 +5,22 @@ All numbers are little-endian.
 inode
     u8 format=1, u8 form, u8 policy length, u8 number of servers, u32 mode, u32 uid, u32 gid, u32 nlink, u32 rdev,
     u64 size, u64 blocks (of 512 bytes), i64 atime, i64 mtime, i64 ctime (ns),
-    u64 parent (0: a file that has or had several), u64 oid, u32 unit (0 unless striped), then: policy, servers (u16 each, stripe order), inline bytes to the end
-    form: 0 empty or not a file, 1 inline (the bytes are at the end; also symlink targets), 2 striped
+    u64 parent (0: a file that has or had several), u64 oid, u32 unit (of the layout, in bytes), then: policy,
+    servers (u16 each, stripe order), burst copy (u16 server, u64 id), inline bytes to the end
+    form: 0 without a layout, 1 inline (the bytes are at the end; also symlink targets), 2 striped, 3 interleaved;
+    plus 128: there is a burst copy
 dentry
     u64 ino, u64 cookie, u8 type (mode >> 12)
 entry
     u64 ino, u8 type, name
 garbage
     u64 ino, u32 unit, servers (u16 each)
+burst copy
+    u64 ino, u16 server, u8 flags (1 undrained: it holds the newest bytes, which lie nowhere else; 2 durable: it has
+    been synced since it was made), i64 since (ns, undrained since)
 policy (what new files of a directory get)
-    u32 unit, u8 count (0: all servers), servers (u16 each; none: any)
+    u32 unit, u8 count (0: all servers), [u8 kind, u8 compress (255: the store's default), u8 tier, u64 expected size,] servers (u16 each; none: any)
+    The part in brackets is left out, which makes the length odd, where all of it is the default.
 """
 
 import stat
@@ -24,26 +30,41 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from aifs.core.errors import Unavailable
-from aifs.layout.hint import Policy
+from aifs.layout.hint import KINDS, TIERS, Policy
+from aifs.layout.interleaved import Interleaved
 from aifs.layout.striped import Striped
 
 FORMAT = 1
-EMPTY, INLINE, STRIPED = 0, 1, 2
+EMPTY, INLINE, STRIPED, INTERLEAVED = 0, 1, 2, 3
+_HAS_COPY = 128
 
 _INODE = struct.Struct("<BBBBIIIIIQQqqqQQI")
 _DENTRY = struct.Struct("<QQB")
 _ENTRY = struct.Struct("<QB")
 _GARBAGE = struct.Struct("<QI")
 _POLICY = struct.Struct("<IB")
+_LONG_POLICY = struct.Struct("<IBBBBQ")
+_COPY = struct.Struct("<HQ")
+_BURST = struct.Struct("<QHBq")
+_COMPRESS_DEFAULT = 255
+
+
+class Copy(NamedTuple):
+    """A file's copy in the burst tier: the number of the burst device, and the id that names the copy there."""
+
+    server: int
+    id: int
 
 
 @dataclass(slots=True)
 class Inode:
     """Attributes of an inode and where its bytes are.
 
-    A regular file is *empty* (no ``layout``, no ``data``), *inline* (``data`` holds exactly ``size`` bytes) or *striped*
-    (``layout`` and ``oid``). ``data`` of a symlink is its target. ``policy`` is, for a directory, what its new files
-    and directories inherit, and for a file what it will be laid out by once it has objects.
+    A regular file is *empty*, *inline* (``data`` holds exactly ``size`` bytes), *striped* or *interleaved* (``layout``, and
+    ``oid``, which names the objects or the list of chunks), or *in the burst tier* (``copy`` alone: then size, blocks and
+    mtime are those of the copy while it is open or has a dirty mark). A ``copy`` beside one of the other forms is a
+    clean and complete cache of it. ``data`` of a symlink is its target. ``policy`` is, for a directory, what
+    its new files and directories inherit, and for a file what it will be laid out by when it is drained.
     """
 
     ino: int
@@ -60,8 +81,26 @@ class Inode:
     parent: int = 0
     oid: int = 0
     policy: Policy | None = None
-    layout: Striped | None = None
+    layout: Striped | Interleaved | None = None
     data: bytes | None = None
+    copy: Copy | None = None
+
+    @property
+    def in_burst(self) -> bool:
+        """Whether the newest bytes lie in the burst tier alone."""
+        return self.copy is not None and self.layout is None and self.data is None
+
+    @property
+    def is_privileged(self) -> bool:
+        """Whether running the file gives its user's or group's rights."""
+        return bool(self.mode & (stat.S_ISUID | stat.S_ISGID)) and self.is_file
+
+    @property
+    def unprivileged_mode(self) -> int:
+        """The mode without setuid, and without setgid where it is not a mark for mandatory locking."""
+        if self.is_dir:
+            return self.mode
+        return self.mode & ~(stat.S_ISUID | (stat.S_ISGID if self.mode & stat.S_IXGRP else 0))
 
     @property
     def is_dir(self) -> bool:
@@ -72,19 +111,23 @@ class Inode:
         return stat.S_ISREG(self.mode)
 
     def encode(self) -> bytes:
-        layout, data = self.layout, self.data
+        layout, data, copy = self.layout, self.data, self.copy
         policy = encode_policy(self.policy) if self.policy else b""
+        unit, servers, count = 0, b"", 0
         if layout is None:
-            form, unit, servers, count = (EMPTY if data is None else INLINE), 0, b"", 0
-        else:
+            form = EMPTY if data is None else INLINE
+        elif type(layout) is Striped:
             form, unit, servers, count = STRIPED, layout.unit, _pack_servers(layout.servers), len(layout.servers)
+        else:
+            form, unit = INTERLEAVED, layout.chunk
         head = _INODE.pack(
-            FORMAT, form, len(policy), count, self.mode, self.uid, self.gid, self.nlink, self.rdev,
-            self.size, self.blocks, self.atime_ns, self.mtime_ns, self.ctime_ns, self.parent, self.oid, unit,
+            FORMAT, form if copy is None else form | _HAS_COPY, len(policy), count,
+            self.mode, self.uid, self.gid, self.nlink, self.rdev, self.size, self.blocks,
+            self.atime_ns, self.mtime_ns, self.ctime_ns, self.parent, self.oid, unit,
         )  # fmt: skip
-        if form == EMPTY and not policy:
+        if form == EMPTY and not policy and copy is None:
             return head
-        return b"".join((head, policy, servers, data or b""))
+        return b"".join((head, policy, servers, b"" if copy is None else _COPY.pack(*copy), data or b""))
 
 
 def decode_inode(ino: int, record: bytes) -> Inode:
@@ -101,9 +144,16 @@ def decode_inode(ino: int, record: bytes) -> Inode:
         if policy_length:
             inode.policy = decode_policy(record[offset : offset + policy_length])
             offset += policy_length
-        if form == STRIPED:
-            inode.layout = _layout(unit, record[offset : offset + 2 * count])
-        elif form == INLINE:
+        base = form & ~_HAS_COPY
+        if base == STRIPED:
+            inode.layout = _striped(unit, record[offset : offset + 2 * count])
+            offset += 2 * count
+        elif base == INTERLEAVED:
+            inode.layout = Interleaved(unit)
+        if form & _HAS_COPY:
+            inode.copy = Copy._make(_COPY.unpack_from(record, offset))
+            offset += _COPY.size
+        if base == INLINE:
             inode.data = record[offset:]
         return inode
     except struct.error:
@@ -155,24 +205,57 @@ class Garbage(NamedTuple):
 def decode_garbage(record: bytes) -> Garbage:
     try:
         ino, unit = _GARBAGE.unpack_from(record)
-        return Garbage(ino, _layout(unit, record[_GARBAGE.size :]))
+        return Garbage(ino, _striped(unit, record[_GARBAGE.size :]))
     except struct.error:
         raise Unavailable("a garbage record is damaged") from None
 
 
+class BurstRecord(NamedTuple):
+    """Whose copy it is (the key has its id), on which burst device, and what a crash may have done to it."""
+
+    ino: int
+    server: int
+    undrained: bool
+    durable: bool
+    since_ns: int
+
+    def encode(self) -> bytes:
+        return _BURST.pack(self.ino, self.server, self.undrained | self.durable << 1, self.since_ns)
+
+
+def decode_burst(record: bytes) -> BurstRecord:
+    try:
+        ino, server, flags, since_ns = _BURST.unpack(record)
+        return BurstRecord(ino, server, bool(flags & 1), bool(flags & 2), since_ns)
+    except struct.error:
+        raise Unavailable("the record of a burst copy is damaged") from None
+
+
 @lru_cache(maxsize=4096)
 def encode_policy(policy: Policy) -> bytes:
-    return _POLICY.pack(policy.unit, policy.count) + _pack_servers(policy.servers)
+    servers = _pack_servers(policy.servers)
+    if policy == Policy(policy.unit, policy.count, policy.servers):
+        return _POLICY.pack(policy.unit, policy.count) + servers
+    kind, tier = KINDS.index(policy.kind), TIERS.index(policy.tier)
+    compress = _COMPRESS_DEFAULT if policy.compress is None else policy.compress
+    return _LONG_POLICY.pack(policy.unit, policy.count, kind, compress, tier, policy.expected) + servers
 
 
 @lru_cache(maxsize=4096)
 def decode_policy(record: bytes) -> Policy:
-    unit, count = _POLICY.unpack_from(record)
-    return Policy(unit, count, _unpack_servers(record[_POLICY.size :]))
+    if len(record) % 2:
+        unit, count = _POLICY.unpack_from(record)
+        return Policy(unit, count, _unpack_servers(record[_POLICY.size :]))
+    unit, count, kind, compress, tier, expected = _LONG_POLICY.unpack_from(record)
+    if kind >= len(KINDS) or tier >= len(TIERS):
+        raise struct.error
+    level = None if compress == _COMPRESS_DEFAULT else compress
+    servers = _unpack_servers(record[_LONG_POLICY.size :])
+    return Policy(unit, count, servers, KINDS[kind], level, TIERS[tier], expected)
 
 
 @lru_cache(maxsize=4096)
-def _layout(unit: int, servers: bytes) -> Striped:
+def _striped(unit: int, servers: bytes) -> Striped:
     return Striped(unit, _unpack_servers(servers))
 
 

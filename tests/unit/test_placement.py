@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.core.errors import Invalid
-from aifs.layout.hint import Policy, format_layout_hint, parse_layout_hint
+from aifs.layout.hint import KINDS, Policy, format_layout_hint, parse_layout_hint
 from aifs.layout.placement import ALGORITHM, place
 
 TEN = tuple(range(10))
@@ -74,8 +74,11 @@ def test_subsets_vary():
     ("text", "policy"),
     [
         ("unit=4MiB,count=2", Policy(4 << 20, 2, ())),
-        ("kind=striped", Policy()),
-        ("kind=striped,unit=4096", Policy(4096)),
+        ("kind=striped", Policy(kind="striped")),
+        ("kind=interleaved,unit=4096", Policy(4096, kind="interleaved")),
+        ("compress=zstd:7", Policy(compress=7)),
+        ("compress=none", Policy(compress=0)),
+        ("compress=zstd", Policy(compress=3)),
         (" count = 3 , servers = 4:0:2 ", Policy(0, 3, (0, 2, 4))),
         ("count=0,unit=1GiB", Policy(1 << 30)),
     ],
@@ -87,10 +90,12 @@ def test_hints_are_read(text, policy):
 @given(
     unit=st.integers(0, 1 << 18).map(lambda pages: pages * 4096),
     count=st.integers(0, 255),
-    servers=st.sets(st.integers(0, 0xFFFF), max_size=5).map(lambda ids: tuple(sorted(ids))),
+    servers=st.sets(st.integers(0, 0x7FFF), max_size=5).map(lambda ids: tuple(sorted(ids))),
+    kind=st.sampled_from(KINDS),
+    compress=st.none() | st.integers(0, 19),
 )
-def test_hints_are_written_as_they_are_read(unit, count, servers):
-    policy = Policy(unit, min(count, len(servers)) if servers else count, servers)
+def test_hints_are_written_as_they_are_read(unit, count, servers, kind, compress):
+    policy = Policy(unit, min(count, len(servers)) if servers else count, servers, kind, compress)
     assert parse_layout_hint(format_layout_hint(policy)) == policy
 
 
@@ -101,7 +106,7 @@ def test_hints_are_written_as_they_are_read(unit, count, servers):
         ("4MiB", "'4MiB' is not key=value"),
         ("unit=4MiB,", "is not key=value"),
         ("unot=4MiB", "did you mean 'unit'"),
-        ("xyz=1", "there are kind, unit, count, servers"),
+        ("xyz=1", "there are kind, unit, count, servers, compress"),
         ("unit=4MiB,unit=4MiB", "given twice"),
         ("unit=5000", "multiple of 4096 bytes from 4KiB to 1GiB"),
         ("unit=0", "multiple of 4096"),
@@ -110,10 +115,13 @@ def test_hints_are_written_as_they_are_read(unit, count, servers):
         ("count=-1", "'-1' is not a whole number from 0 to 255"),
         ("count=256", "from 0 to 255"),
         ("count=\u0662", "whole number"),
+        ("compress=lz4", "neither 'none' nor 'zstd:LEVEL'"),
+        ("compress=zstd:20", "from 1 to 19"),
+        ("servers=32768", "from 0 to 32767"),
         ("servers=", "'' is not a whole number"),
         ("servers=0:1:0", "names a server twice"),
         ("servers=0:1,count=3", "more than the 2 servers"),
-        ("kind=mirrored", "the one kind is 'striped'"),
+        ("kind=mirrored", "there are striped and interleaved"),
     ],
 )
 def test_wrong_hints_are_refused_with_the_reason(text, complaint):

@@ -7,20 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from aifs.core.errors import Unavailable
-from aifs.layout.hint import Policy
+from aifs.layout.hint import KINDS, TIERS, Policy
+from aifs.layout.interleaved import Interleaved
 from aifs.layout.striped import Striped
 from aifs.meta import keys, records
-from aifs.meta.records import Dentry, Garbage, Inode
+from aifs.meta.records import BurstRecord, Copy, Dentry, Garbage, Inode
 
 U8, U16, U32, U64 = (some.integers(0, (1 << bits) - 1) for bits in (8, 16, 32, 64))
 I64 = some.integers(-(1 << 63), (1 << 63) - 1)
 SERVERS = some.lists(U16, max_size=20).map(tuple)
 SOME_SERVERS = some.lists(U16, min_size=1, max_size=255).map(tuple)
 NAMES = some.binary(min_size=1, max_size=255)
-POLICIES = some.builds(Policy, U32, U8, SERVERS)
+POLICIES = some.builds(
+    Policy, U32, U8, SERVERS, some.sampled_from(KINDS), some.none() | some.integers(0, 19), some.sampled_from(TIERS), U64
+)
 LAYOUTS = some.builds(Striped, U32, SOME_SERVERS)
 INODES = some.builds(
-    Inode, U64, U32, U32, U32, U32, U32, U64, U64, I64, I64, I64, U64, U64, some.none() | POLICIES
+    Inode, U64, U32, U32, U32, U32, U32, U64, U64, I64, I64, I64, U64, U64, some.none() | POLICIES,
+    copy=some.none() | some.builds(Copy, U16, U64),
 )  # fmt: skip
 
 HEAD = (
@@ -47,10 +51,20 @@ GOLDEN = [
         an_inode(policy=Policy(8192, 2, (1, 513)), layout=Striped(4096, (1,))),
         HEAD.format(form="01020901") + "00100000" + "00200000" + "02" + "01000102" + "0100",
     ),
+    (an_inode(copy=Copy(0x8001, 0x102)), HEAD.format(form="01800000") + "00000000" + "0180" + "0201000000000000"),
+    (
+        an_inode(data=b"123456789", copy=Copy(0x8001, 0x102)),
+        HEAD.format(form="01810000") + "00000000" + "0180" + "0201000000000000" + b"123456789".hex(),
+    ),
+    (
+        an_inode(layout=Striped(1 << 20, (3,)), copy=Copy(0x8001, 0x102)),
+        HEAD.format(form="01820001") + "00001000" + "0300" + "0180" + "0201000000000000",
+    ),
+    (an_inode(layout=Interleaved(1 << 20)), HEAD.format(form="01030000") + "00001000"),
 ]
 
 
-@pytest.mark.parametrize(("inode", "golden"), GOLDEN, ids=["empty", "inline", "striped", "policy"])
+@pytest.mark.parametrize(("inode", "golden"), GOLDEN, ids=["empty", "inline", "striped", "policy", "burst", "inline cached", "striped cached", "interleaved"])
 def test_golden_inodes(inode: Inode, golden: str) -> None:
     assert inode.encode().hex() == golden
     assert records.decode_inode(7, bytes.fromhex(golden)) == inode
@@ -62,6 +76,10 @@ def test_other_golden_records() -> None:
     garbage = Garbage(9, Striped(4096, (1, 256)))
     assert garbage.encode().hex() == "0900000000000000" + "00100000" + "01000001"
     assert records.encode_policy(Policy(4096, 3, (2,))).hex() == "00100000" + "03" + "0200"
+    policy = Policy(4096, 3, (2,), "interleaved", 5, "pinned", 0x102)
+    assert records.encode_policy(policy).hex() == "00100000" + "03" + "02" + "05" + "03" + "0201000000000000" + "0200"
+    copy = BurstRecord(0x102, 0x8001, undrained=True, durable=False, since_ns=3)
+    assert copy.encode().hex() == "0201000000000000" + "0180" + "01" + "0300000000000000"
 
 
 def test_golden_keys() -> None:
@@ -73,11 +91,13 @@ def test_golden_keys() -> None:
     assert keys.xattr(0x102, b"user.x") == b"x" + number + b"user.x"
     assert [key(0x102)[:1] for key in (keys.dirty, keys.orphan, keys.garbage)] == [b"w", b"o", b"g"]
     assert keys.server(0x102) == b"s\1\2"
+    assert keys.burst_copy(0x102) == b"b" + number
+    assert keys.checksums(1, 0x102) == b"k" + bytes(7) + b"\1" + number
 
 
-@given(INODES, some.none() | some.binary(max_size=200) | LAYOUTS)
-def test_inodes_come_back(inode: Inode, form: bytes | Striped | None) -> None:
-    inode.layout = form if isinstance(form, Striped) else None
+@given(INODES, some.none() | some.binary(max_size=200) | LAYOUTS | some.builds(Interleaved, U32))
+def test_inodes_come_back(inode: Inode, form: bytes | Striped | Interleaved | None) -> None:
+    inode.layout = form if isinstance(form, Striped | Interleaved) else None
     inode.data = form if isinstance(form, bytes) else None
     assert records.decode_inode(inode.ino, inode.encode()) == inode
 
@@ -95,6 +115,12 @@ def test_entries_come_back(ino: int, type_: int, name: bytes) -> None:
 @given(U64, LAYOUTS)
 def test_garbage_comes_back(ino: int, layout: Striped) -> None:
     assert records.decode_garbage(Garbage(ino, layout).encode()) == Garbage(ino, layout)
+
+
+@given(U64, U16, some.booleans(), some.booleans(), I64)
+def test_burst_records_come_back(ino: int, server: int, undrained: bool, durable: bool, since_ns: int) -> None:
+    record = BurstRecord(ino, server, undrained, durable, since_ns)
+    assert records.decode_burst(record.encode()) == record
 
 
 @given(POLICIES)
