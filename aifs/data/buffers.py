@@ -1,7 +1,13 @@
 """Reused read buffers. A fresh megabyte costs a page fault per 4 KiB, about as much as reading into it."""
 
+import ctypes
 import mmap
 import sys
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+from aifs.core.budget import Budget
 
 BUFFER_SIZE = 1 << 20
 POOLED_MIN = 64 << 10  # below that an ordinary bytearray is as cheap
@@ -31,3 +37,75 @@ class BufferPool:
             self._buffers.append(buffer)
             return memoryview(buffer)[:length]
         return memoryview(bytearray(length))
+
+
+class BudgetedBuffers:
+    """Page-aligned buffers whose memory counts in a budget from when they are taken until no view of them is left.
+
+    ``take`` hands out memory that nobody gives back: whoever holds it or a memoryview of it holds the buffer. What
+    is free again is kept for reuse, and given back to the budget when somebody else needs it. Used from one trio
+    thread; views may die in any.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._dead: deque[mmap.mmap] = deque()  # appended by finalizers
+        self._free: dict[int, list[mmap.mmap]] = {}  # by size
+        budget.add_cache(self.give_back)
+
+    @property
+    def free_bytes(self) -> int:
+        """What ``give_back`` could release."""
+        self._bury()
+        return sum(size * len(buffers) for size, buffers in self._free.items())
+
+    def try_take(self, size: int) -> memoryview | None:
+        """A writable view of ``size`` bytes of undefined content; None if neither we nor the budget have them."""
+        if self._budget.short:
+            return None
+        self._bury()
+        if free := self._free.get(size):
+            return self._lend(free.pop())
+        return self._lend(mmap.mmap(-1, size)) if self._budget.try_reserve(size) else None
+
+    async def take(self, size: int) -> memoryview:
+        """The same, but waits for the memory. Raises ValueError where the budget will never have it."""
+        view = self.try_take(size)
+        if view is None:
+            await self._budget.acquire(size)
+            view = self._lend(mmap.mmap(-1, size))
+        return view
+
+    def give_back(self, size: int) -> None:
+        """Release at least ``size`` bytes of free buffers to the budget, or all there are."""
+        self._bury()
+        released = 0
+        for length, buffers in self._free.items():
+            while buffers and released < size:
+                buffers.pop()
+                self._budget.release(length)
+                released += length
+
+    def _lend(self, buffer: mmap.mmap) -> memoryview:
+        # Views of a buffer keep the object alive that they were made of. So each time it is lent that is a fresh one,
+        # whose death says that the last view has gone.
+        lent = (ctypes.c_ubyte * len(buffer)).from_buffer(buffer)
+        weakref.finalize(lent, self._died, buffer).atexit = False
+        return memoryview(lent).cast("B")
+
+    def _died(self, buffer: mmap.mmap) -> None:
+        self._dead.append(buffer)
+        self._budget.retry()
+
+    def _bury(self) -> None:
+        while self._dead:
+            buffer = self._dead.popleft()
+            self._free.setdefault(len(buffer), []).append(buffer)
+
+
+def scatter(source: memoryview, parts: Sequence[memoryview]) -> None:
+    """Copy ``source`` to ``parts``, one after the other; together they are as long."""
+    start = 0
+    for part in parts:
+        part[:] = source[start : start + len(part)]
+        start += len(part)

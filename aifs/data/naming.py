@@ -18,7 +18,7 @@ OBJECTS = "objects"
 
 _UPPER = re.compile(r"0|[1-9a-f][0-9a-f]*")
 _LOWER = re.compile(r"[0-9a-f]{2}")
-_OBJECT = re.compile(r"([0-9a-f]{16})\.([1-9a-f][0-9a-f]*)")
+_OBJECT = re.compile(r"([0-9a-f]{16})\.(0|[1-9a-f][0-9a-f]*)")
 
 
 class StoredObject(NamedTuple):
@@ -41,8 +41,12 @@ def directory_of(root: str, oid: int) -> str:
     return f"{root}/{OBJECTS}/{oid >> 16:x}/{oid >> 8 & 0xFF:02x}"
 
 
+def name_of(ino: int, oid: int) -> str:
+    return f"{oid:016x}.{ino:x}"
+
+
 def object_path(root: str, ino: int, oid: int) -> str:
-    return f"{directory_of(root, oid)}/{oid:016x}.{ino:x}"
+    return f"{directory_of(root, oid)}/{name_of(ino, oid)}"
 
 
 def list_range(root: str, first_oid: int, end_oid: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""One data server: a directory, marked as the store's, that holds objects.
+"""One data server or burst directory: a directory, marked as the store's, that holds objects.
 
 Everything that touches the directory blocks: it runs in ``workers``, or on the trio thread where ``may_inline``
 says that nothing there can wait. The system's errors become FsErrors here, and are noted in ``health``.
@@ -11,18 +11,23 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from aifs.core import files
-from aifs.core.errors import FsError, StoreError
+from aifs.core.errors import FsError, StoreError, Unavailable
 from aifs.data import naming
 from aifs.data.health import Health
 from aifs.data.marker import read_marker
 from aifs.data.naming import ForeignFile, StoredObject
 from aifs.data.unsynced import Unsynced
 from aifs.data.workers import Workers
+from aifs.layout.placement import BURST_FIRST
 
 _KNOWN_DIRECTORIES = 1024
 
 Key = tuple[int, int]
 """Names an object on a server: (ino, oid)."""
+
+
+class Missing(Unavailable):
+    """An object is not there, though its server's directory is."""
 
 
 class Space(NamedTuple):
@@ -35,15 +40,31 @@ class Space(NamedTuple):
     files_free: int
 
 
+def role_of(server_id: int) -> str:
+    """'data' or 'burst'."""
+    return "burst" if server_id >= BURST_FIRST else "data"
+
+
+def name_of(server_id: int) -> str:
+    """For messages."""
+    return f"burst directory {server_id - BURST_FIRST}" if server_id >= BURST_FIRST else f"data server {server_id}"
+
+
 class DataServer:
-    """A registered data server. ``identify`` must have succeeded before objects are used."""
+    """A registered data server, or burst directory. ``identify`` must have succeeded before objects are used.
+
+    ``role`` is 'data' or 'burst', and ``number`` the id within it, as in the marker; ``name`` is for messages.
+    """
 
     def __init__(self, server_id: int, path: str, store: str, workers: Workers) -> None:
         self.id = server_id
         self.path = path
         self.workers = workers
-        self.health = Health(f"data server {server_id} ({path})")
-        self.in_memory = False
+        self.role = role_of(server_id)
+        self.number = server_id - (BURST_FIRST if self.role == "burst" else 0)
+        self.name = name_of(server_id)
+        self.health = Health(f"{self.name} ({path})")
+        self.in_memory = self.is_local = False
         self._store = store
         self._can_read_cached = True
         self._writable = False
@@ -63,12 +84,12 @@ class DataServer:
         self._check_marker()
         try:
             status = os.stat(self.path)
-            self.in_memory = files.is_in_memory(self.path)
+            self.in_memory, self.is_local = files.is_in_memory(self.path), files.is_local(self.path)
         except OSError as error:
-            raise StoreError(f"data server {self.id}: {self.path}: {error.strerror}") from error
+            raise StoreError(f"{self.name}: {self.path}: {error.strerror}") from error
         if not read_only and not os.access(self.path, os.W_OK):
             raise StoreError(
-                f"data server {self.id}: {self.path}: cannot be written to; make it writable, or mount with -o ro"
+                f"{self.name}: {self.path}: cannot be written to; make it writable, or mount with -o ro"
             )
         self._writable = not read_only
         self._inode = (status.st_dev, status.st_ino)
@@ -77,11 +98,11 @@ class DataServer:
         try:
             marker = read_marker(self.path)
         except StoreError as error:
-            raise StoreError(f"data server {self.id}: {error}") from error
-        if (marker.store, marker.role, marker.id) != (self._store, "data", self.id):
+            raise StoreError(f"{self.name}: {error}") from error
+        if (marker.store, marker.role, marker.id) != (self._store, self.role, self.number):
             raise StoreError(
-                f"data server {self.id}: {self.path}: its marker says {marker.role} {marker.id} of store "
-                f"{marker.store}, not data {self.id} of store {self._store}; put the right directory there"
+                f"{self.name}: {self.path}: its marker says {marker.role} {marker.id} of store "
+                f"{marker.store}, not {self.role} {self.number} of store {self._store}; put the right directory there"
             )
 
     def _check_present(self) -> None:
@@ -104,7 +125,7 @@ class DataServer:
         """Whether short operations may run on the trio thread: they never wait for a device."""
         return self.in_memory and not files.is_hooked()
 
-    def _call(self, op: str, where: str | Key, function: Callable[..., Any], *args: Any) -> Any:
+    def call(self, op: str, where: str | Key, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args)``, with its errors mapped and the outcome noted."""
         try:
             result = function(*args)
@@ -124,27 +145,41 @@ class DataServer:
         """To be held while a descriptor of the object is obtained or the object removed."""
         return self._locks[oid & 15]
 
-    def open_object(self, key: Key, create: bool) -> int | None:
+    def open_object(self, key: Key, create: bool, write: bool = True) -> int | None:
         """A descriptor, or None if there is no such object and it is not to be made."""
-        return self._call("open", key, self._open, key, create)
+        if create:
+            return self.call("open", key, self._create, key, False)
+        return self.call("open", key, self._open, key, write)
 
-    def _open(self, key: Key, create: bool) -> int | None:
+    def create_object(self, key: Key) -> int:
+        """A new object, of which there is none; the descriptor is for reading alone."""
+        return self.call("open", key, self._create, key, True)
+
+    def _open(self, key: Key, write: bool) -> int | None:
         path = self.object_path(*key)
-        if not create:
-            try:
-                return self._open_existing(path)
-            except FileNotFoundError:
-                self._check_present()
-                return None
-        directory = os.path.dirname(path)
+        try:
+            return files.open_file(path, write=write and self._writable)
+        except FileNotFoundError:
+            self._check_present()
+            return None
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            return files.open_file(path, write=False)  # its disk has become read-only: what is there can be rescued
+
+    def _create(self, key: Key, new: bool) -> int:
+        directory = naming.directory_of(self.path, key[1])
+        path = f"{directory}/{naming.name_of(*key)}"
         while True:
-            self._make_directory(directory)
+            if directory not in self._known:
+                self._make_directory(directory)
+            if not new:
+                try:
+                    return files.open_file(path)
+                except FileNotFoundError:
+                    pass
             try:
-                return files.open_file(path)
-            except FileNotFoundError:
-                pass
-            try:
-                fd = files.open_file(path, create=True)
+                fd = files.open_file(path, create=True, exclusive=new, write=not new)
             except FileNotFoundError:
                 # The last other object in it has just been removed, and the directory with it.
                 with self._directories_lock:
@@ -152,14 +187,6 @@ class DataServer:
                 continue
             self._unsynced_names.mark(directory)
             return fd
-
-    def _open_existing(self, path: str) -> int:
-        try:
-            return files.open_file(path, write=self._writable)
-        except OSError as error:
-            if error.errno != errno.EROFS:
-                raise
-            return files.open_file(path, write=False)  # its disk has become read-only: what is there can be rescued
 
     def _make_directory(self, directory: str) -> None:
         with self._directories_lock:
@@ -179,8 +206,8 @@ class DataServer:
 
     def remove_object(self, key: Key) -> None:
         """Remove the object if it exists; durable after ``sync_names_near``."""
-        self._call("remove", key, self._unlink, key)
-        self._call("remove", key, self._after_removals, naming.directory_of(self.path, key[1]))
+        self.call("remove", key, self._unlink, key)
+        self.call("remove", key, self._after_removals, naming.directory_of(self.path, key[1]))
 
     def remove_objects(self, keys: Sequence[Key]) -> dict[int, FsError]:
         """Remove those that exist, durably. Returns the errors, by oid, of those that may still be there."""
@@ -189,12 +216,12 @@ class DataServer:
         for key in keys:
             by_directory.setdefault(naming.directory_of(self.path, key[1]), []).append(key[1])
             try:
-                self._call("remove", key, self._unlink, key)
+                self.call("remove", key, self._unlink, key)
             except FsError as error:
                 failed[key[1]] = error
         for directory, oids in by_directory.items():
             try:
-                self._call("remove", directory, self._after_removals, directory)
+                self.call("remove", directory, self._after_removals, directory)
                 self.sync_names_near(oids[0])
             except FsError as error:
                 failed.update(dict.fromkeys(oids, error))
@@ -221,7 +248,7 @@ class DataServer:
 
     def read(self, key: Key, fd: int, buffer: memoryview, offset: int) -> int:
         """Fill ``buffer``; returns the bytes read, fewer only at the object's end."""
-        return self._call("read", key, files.read_into, fd, buffer, offset)
+        return self.call("read", key, files.read_into, fd, buffer, offset)
 
     def read_cached(self, fd: int, buffer: memoryview, offset: int) -> bool:
         """Fill ``buffer`` if that can be done without waiting, wholly or not at all. For the trio thread."""
@@ -235,17 +262,17 @@ class DataServer:
             return False
 
     def write(self, key: Key, fd: int, data: bytes | memoryview, offset: int) -> None:
-        self._call("write", key, files.write_at, fd, data, offset)
+        self.call("write", key, files.write_at, fd, data, offset)
 
     def truncate(self, key: Key, fd: int, length: int) -> None:
-        self._call("write", key, files.truncate, fd, length)
+        self.call("write", key, files.truncate, fd, length)
 
     def stat(self, key: Key, fd: int) -> os.stat_result:
-        return self._call("stat", key, os.fstat, fd)
+        return self.call("stat", key, os.fstat, fd)
 
     def sync_object(self, key: Key, fd: int) -> None:
         """The object's bytes and length are durable on return; its name after ``sync_names_near``."""
-        self._call("sync", key, files.sync_file, fd)
+        self.call("sync", key, files.sync_file, fd)
 
     def close_object(self, fd: int, removed: bool = False) -> None:
         """Does not block: a worker closes the descriptor where that may take long, as it does for a removed object."""
@@ -258,15 +285,22 @@ class DataServer:
 
     def sync_names_near(self, oid: int) -> None:
         """Which objects exist in the directory of ``oid`` is durable on return."""
+        for path in self._directories_of(oid):
+            self._sync_directory(path)
+
+    def doubt_names_near(self, oid: int) -> None:
+        """Names there may be the work of a process that died before it synced them."""
+        self._unsynced_names.mark(*self._directories_of(oid))
+
+    def _directories_of(self, oid: int) -> tuple[str, ...]:
         directory = naming.directory_of(self.path, oid)
         upper = os.path.dirname(directory)
-        for path in (directory, upper, os.path.dirname(upper), self.path):
-            self._sync_directory(path)
+        return directory, upper, os.path.dirname(upper), self.path
 
     def _sync_directory(self, directory: str) -> None:
         generation = self._unsynced_names.get(directory)
         if generation is not None:
-            self._call("sync", directory, self._sync_dir_if_there, directory)
+            self.call("sync", directory, self._sync_dir_if_there, directory)
             self._unsynced_names.done(directory, generation)
 
     def _sync_dir_if_there(self, directory: str) -> None:
@@ -278,8 +312,8 @@ class DataServer:
     def sync_all(self) -> None:
         """Everything on the server's filesystem is durable on return."""
         names = self._unsynced_names.snapshot()
-        self._call("reach", self.path, self._check_present)
-        self._call("sync", self.path, files.sync_filesystem, self.path)
+        self.call("reach", self.path, self._check_present)
+        self.call("sync", self.path, files.sync_filesystem, self.path)
         for directory, generation in names.items():
             self._unsynced_names.done(directory, generation)
 
@@ -287,7 +321,7 @@ class DataServer:
 
     def space(self) -> Space:
         """Of the filesystem that the server lies on."""
-        status = self._call("statvfs", self.path, os.statvfs, self.path)
+        status = self.call("statvfs", self.path, os.statvfs, self.path)
         unit = status.f_frsize
         return Space(
             status.f_blocks * unit, status.f_bfree * unit, status.f_bavail * unit, status.f_files, status.f_ffree
@@ -300,12 +334,12 @@ class DataServer:
 
     def list_range(self, first_oid: int, end_oid: int) -> list[Key]:
         """The objects with first_oid <= oid < end_oid."""
-        self._call("reach", self.path, self._check_present)
-        return self._call("list", self.path, naming.list_range, self.path, first_oid, end_oid)
+        self.call("reach", self.path, self._check_present)
+        return self.call("list", self.path, naming.list_range, self.path, first_oid, end_oid)
 
     def list_objects(self) -> Iterator[StoredObject | ForeignFile]:
         """All that lies in the directory, the marker apart, in order of path. Objects may come and go meanwhile."""
-        self._call("reach", self.path, self._check_present)
+        self.call("reach", self.path, self._check_present)
         walk = naming.list_all(self.path)
-        while (item := self._call("list", self.path, next, walk, None)) is not None:
+        while (item := self.call("list", self.path, next, walk, None)) is not None:
             yield item

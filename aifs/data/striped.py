@@ -8,8 +8,12 @@ file takes long.
 
 from collections.abc import Mapping
 
+from aifs.core import files
 from aifs.core.errors import FsError, Unavailable
+from aifs.data.buffers import scatter
+from aifs.data.cached_reads import CachedReads, collect
 from aifs.data.known import Known
+from aifs.data.read_cache import Block, object_name
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.data.unsynced import Unsynced
@@ -28,12 +32,19 @@ class StripedObjects:
     Descriptors are opened when an object is first touched.
     """
 
-    def __init__(self, servers: Servers, layout: Striped, ino: int, oid: int, *, new: bool = False) -> None:
-        """``new``: no object of this oid has ever been made, which spares asking. Raises Unavailable."""
+    def __init__(
+        self, servers: Servers, layout: Striped, ino: int, oid: int, *, new: bool = False, background: str = ""
+    ) -> None:
+        """``new``: no object of this oid has ever been made, which spares asking. Raises Unavailable.
+
+        ``background``: an I/O priority (see core.files). Everything runs in workers, at that priority.
+        """
         self._layout = layout
         self._key = (ino, oid)
         self._servers = [servers[number] for number in layout.servers]
         self._buffers = servers.buffers
+        self._background = background
+        self._cached = CachedReads(servers.cache, layout, self._servers, self._key, self._read_object, self._in_use)
         self._fds: list[int | None] = [None] * len(self._servers)
         self._known = [Known(0 if new else None) for _ in self._servers]
         self._inherited = not new  # objects may hold what an earlier user wrote and did not sync
@@ -48,32 +59,67 @@ class StripedObjects:
     async def read(self, offset: int, length: int, size: int, strict: bool) -> memoryview:
         """Exactly ``length`` bytes, of a file that has ``size``; bytes that no object holds are zeros.
 
-        With ``strict`` bytes that an object of a settled file must hold are not allowed to be missing. Raises
-        Unavailable, naming server and object. The memory is reused once no view of it is left.
+        With ``strict`` the file is settled: bytes that an object must hold are not allowed to be missing, and what
+        has to come from servers is cached and read ahead. Raises Unavailable, naming server and object. The memory is
+        reused once no view of it is left.
         """
         buffer = self._buffers.take(length)
         calls: list[Call] = []
+        loads: list[tuple[Run, list[Block]]] = []
+        ahead = None
         for run in self._runs(offset, buffer):
             server = self._servers[run[0]]
             if server.may_inline:
                 self._read_run(run, size, strict)
-            elif not self._read_cached(run, server):
+                continue
+            place = (run[0], run[1], sum(map(len, run[2])))
+            blocks = self._cached.find(*place) if strict else None
+            if blocks is None and self._read_cached(run, server):
+                continue
+            if strict and ahead is None:
+                ahead = self._cached.observe(offset, length)
+            if blocks is None and strict:
+                blocks = self._cached.load(*place, size)
+            if blocks is None:
                 calls.append((server.workers, self._read_run, (run, size, strict)))
+            else:
+                loads.append((run, blocks))
+        if ahead:
+            self._cached.read_ahead(ahead, size)  # before anything is waited for: the file is still settled
         if calls:
             await self._gather(calls)
+        for run, blocks in loads:
+            held = await collect(blocks, run[1], sum(map(len, run[2])))
+            if len(held) == length:
+                return held  # all of the request
+            self._fill(run, held, size)
         return buffer
+
+    async def read_into(self, offset: int, buffer: memoryview, size: int) -> None:
+        """As a strict ``read``, but into ``buffer``, and past all caches of ours."""
+        await self._gather(
+            [(self._servers[run[0]].workers, self._read_run, (run, size, True)) for run in self._runs(offset, buffer)]
+        )
+
+    async def backing(self, size: int) -> int | None:
+        """The descriptor, ours, of the first object, if that is on a local server and has exactly ``size`` bytes."""
+        server, fd = self._servers[0], self._fds[0]
+        if fd is None and server.is_local:
+            [fd] = await self._gather([(server.workers, self._descriptor, (0, False))])
+        return fd if fd is not None and server.is_local and server.stat(self._key, fd).st_size == size else None
 
     async def write(self, offset: int, data: bytes | memoryview) -> None:
         """All of ``data`` is in the servers' page caches on return. Objects are made as they are needed.
 
         Raises NoSpace, QuotaExceeded, Unavailable: then any part of it may have been written.
         """
+        self._cached.forget()
         runs = self._runs(offset, memoryview(data))
         calls: list[Call] = []
         try:
             for run in runs:
                 server = self._servers[run[0]]
-                if server.may_inline:
+                if self._may_inline(server):
                     self._write_run(run)
                 else:
                     calls.append((server.workers, self._write_run, (run,)))
@@ -109,21 +155,30 @@ class StripedObjects:
             offset += len(part)
         return True
 
+    def _read_object(self, index: int, buffer: memoryview, offset: int) -> int:
+        fd = self._descriptor(index, create=False)
+        return 0 if fd is None else self._servers[index].read(self._key, fd, buffer, offset)
+
     def _read_run(self, run: Run, size: int, strict: bool) -> None:
         index, offset, parts = run
         # One request to the server, whatever the stripe unit.
         target = parts[0] if len(parts) == 1 else memoryview(bytearray(sum(map(len, parts))))
-        fd = self._descriptor(index, create=False)
-        done = 0 if fd is None else self._servers[index].read(self._key, fd, target, offset)
+        done = self._read_object(index, target, offset)
         if done < len(target):
             if strict:
                 self._require(index, offset + done, offset + len(target), size)
             target[done:] = bytes(len(target) - done)
         if len(parts) > 1:
-            start = 0
-            for part in parts:
-                part[:] = target[start : start + len(part)]
-                start += len(part)
+            scatter(target, parts)
+
+    def _fill(self, run: Run, held: memoryview, size: int) -> None:
+        """The run's memory, from what its object holds of it."""
+        index, offset, parts = run
+        length = sum(map(len, parts))
+        if len(held) < length:
+            self._require(index, offset + len(held), offset + length, size)
+            held = memoryview(bytes(held).ljust(length, b"\0"))
+        scatter(held, parts)
 
     def _require(self, index: int, length: int, end: int, size: int) -> None:
         expected = self._layout.object_length(index, size)
@@ -145,6 +200,7 @@ class StripedObjects:
 
     async def trim(self, size: int) -> None:
         """No object is longer on return than a file of ``size`` bytes calls for. Raises Unavailable."""
+        self._cached.forget()
         calls = []
         for index, known in enumerate(self._known):
             target = self._layout.object_length(index, size)
@@ -158,6 +214,7 @@ class StripedObjects:
         ``sync`` then covers whatever may not be durable of them, also the work of earlier users of the file.
         Raises NoSpace, QuotaExceeded, Unavailable.
         """
+        self._cached.forget()
         calls = []
         for index, known in enumerate(self._known):
             target = self._layout.object_length(index, size)
@@ -224,16 +281,18 @@ class StripedObjects:
 
     # --- durability ---
 
-    async def sync(self) -> None:
-        """Every object that has changed is durable on return, with its length, its name, or its absence.
+    async def sync(self, all_objects: bool = False) -> None:
+        """Every object that has changed, by us, is durable on return, with its length, its name, or its absence.
 
         Raises NoSpace, QuotaExceeded, Unavailable. Where the system has failed to write bytes back, it forgets them:
         then this fails each time it is called.
         """
+        if all_objects:
+            self._unsynced.mark(*range(len(self._servers)))
         calls: list[Call] = []
         for index, generation in self._unsynced.snapshot().items():
             server = self._servers[index]
-            if server.may_inline:
+            if self._may_inline(server):
                 self._sync_object(index, generation)
             else:
                 calls.append((server.workers, self._sync_object, (index, generation)))
@@ -266,13 +325,21 @@ class StripedObjects:
                     fd = self._fds[index] = server.open_object(self._key, create)
         return fd
 
+    def _may_inline(self, server: DataServer) -> bool:
+        return server.may_inline and not self._background
+
     async def _gather(self, calls: list[Call]) -> list:
-        self._busy += 1
+        if self._background:
+            calls = [(w, files.at_priority, (self._background, function, *args)) for w, function, args in calls]
+        self._in_use(1)
         try:
             return await gather(calls)
         finally:
-            self._busy -= 1
-            self._close_unused()
+            self._in_use(-1)
+
+    def _in_use(self, change: int) -> None:
+        self._busy += change
+        self._close_unused()
 
     def close(self) -> None:
         """Give up the descriptors, once no call uses them any more. Nothing is synced. Does not block."""
@@ -316,6 +383,8 @@ async def delete_batch(servers: Servers, doomed: Mapping[int, tuple[int, Striped
         except Unavailable as error:
             failed.update({oid: error for _, oid in chosen})
             continue
+        for key in chosen:
+            servers.cache.invalidate(object_name(server, key))
         calls.append((server.workers, server.remove_objects, (chosen,)))
     if calls:
         for errors in await gather(calls):

@@ -30,20 +30,37 @@ class _Batch:
         self.remaining = count
         self.results: list[Any] = [None] * count
 
+    def finished(self) -> None:
+        trio.lowlevel.reschedule(self.task)
+
+
+class _Notice:
+    """A call that no task waits for; a function is told how it ended."""
+
+    __slots__ = ("remaining", "results", "tell")
+
+    def __init__(self, tell: Callable[[Any], None]) -> None:
+        self.tell = tell
+        self.remaining = 1
+        self.results: list[Any] = [None]
+
+    def finished(self) -> None:
+        self.tell(self.results[0])
+
 
 class Completions:
     """The way back from all workers of one trio run to its scheduler."""
 
     def __init__(self) -> None:
         self._token: trio.lowlevel.TrioToken | None = None
-        self._ready: deque[tuple[_Batch | None, Workers]] = deque()
+        self._ready: deque[tuple[_Batch | _Notice | None, Workers]] = deque()
         self._awake = False
 
     def bind(self) -> None:
         if self._token is None:
             self._token = trio.lowlevel.current_trio_token()
 
-    def put(self, batch: _Batch | None, workers: "Workers") -> None:
+    def put(self, batch: _Batch | _Notice | None, workers: "Workers") -> None:
         """Called by worker threads."""
         self._ready.append((batch, workers))
         # Two threads may both see False: one wake-up too many, never one too few, since ``_drain`` clears
@@ -64,7 +81,7 @@ class Completions:
             if batch is not None:
                 batch.remaining -= 1
                 if batch.remaining == 0:
-                    trio.lowlevel.reschedule(batch.task)
+                    batch.finished()
 
 
 class Workers:
@@ -78,7 +95,7 @@ class Workers:
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def submit(self, batch: _Batch | None, place: int, function: Callable[..., Any], args: tuple) -> None:
+    def submit(self, batch: _Batch | _Notice | None, place: int, function: Callable[..., Any], args: tuple) -> None:
         self.outstanding += 1
         self._queue.put((batch, place, function, args))
         if len(self._threads) < min(self.outstanding, self._limit):
@@ -90,6 +107,15 @@ class Workers:
     def post(self, function: Callable[..., Any], *args: Any) -> None:
         """Have ``function(*args)`` called some time, before ``close`` returns; an error is logged."""
         self.submit(None, 0, function, args)
+
+    def start(self, tell: Callable[[Any], None], function: Callable[..., Any], *args: Any) -> None:
+        """Run ``function(*args)``; then, on the trio thread, ``tell`` what it returned or raised. It must not raise."""
+        self.submit(_Notice(tell), 0, function, args)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the next call would wait for a thread: then it is not the time for one that nobody needs yet."""
+        return self.outstanding >= self._limit
 
     def close(self) -> None:
         """Finish what has been handed over, and end the threads. Blocks."""

@@ -1,0 +1,113 @@
+"""Chunks as they lie in containers, format 1: for each a header of 76 bytes, then the stored bytes, without gaps.
+
+header (all numbers little-endian)
+    4 bytes magic "AIFC", u8 format=1, u8 codec (0 as they are, 1 zstd), u16 zero, u64 ino, u64 oid (the generation
+    of the file's bytes), u32 index of the chunk in the file, u32 chunk size of the file, u32 stored length,
+    u32 raw length, 32 bytes BLAKE3-256 of the raw bytes, u32 crc32 of all before
+
+So a container can be read without the metadata: the chunk's place in its file is index * chunk size. Holes of a
+file have no chunks. What counts is the first part of a container, as long as the metadata says; what a crash has
+left behind it is cut before the next append.
+"""
+
+import struct
+import threading
+import zlib
+from typing import NamedTuple
+
+import zstandard
+from blake3 import blake3
+
+from aifs.layout.interleaved import HEADER_BYTES
+
+PLAIN, ZSTD = 0, 1
+
+_MAGIC = b"AIFC"
+_FORMAT = 1
+_HEADER = struct.Struct("<4sBBHQQIIII32s")
+_CRC = struct.Struct("<I")
+assert _HEADER.size + _CRC.size == HEADER_BYTES
+
+_local = threading.local()
+
+
+class Header(NamedTuple):
+    ino: int
+    oid: int
+    index: int
+    chunk: int
+    codec: int
+    stored: int
+    raw: int
+    digest: bytes
+
+
+def pack_header(header: Header) -> bytes:
+    ino, oid, index, chunk, codec, stored, raw, digest = header
+    packed = _HEADER.pack(_MAGIC, _FORMAT, codec, 0, ino, oid, index, chunk, stored, raw, digest)
+    return packed + _CRC.pack(zlib.crc32(packed))
+
+
+def unpack_header(packed: bytes | memoryview) -> Header:
+    """Raises ValueError for what is not a header, or a damaged one."""
+    view = memoryview(packed)
+    if len(view) < HEADER_BYTES or zlib.crc32(view[: _HEADER.size]) != _CRC.unpack_from(view, _HEADER.size)[0]:
+        raise ValueError("not the header of a chunk")
+    magic, version, codec, _, ino, oid, index, chunk, stored, raw, digest = _HEADER.unpack_from(view)
+    if magic != _MAGIC or version != _FORMAT or codec not in (PLAIN, ZSTD):
+        raise ValueError("not the header of a chunk of a known format")
+    return Header(ino, oid, index, chunk, codec, stored, raw, digest)
+
+
+def encode(memory: memoryview, raw: int, level: int, ino: int, oid: int, index: int, chunk: int) -> Header:
+    """Make ``memory`` the stored form of a chunk whose ``raw`` bytes lie in it behind the place of the header.
+
+    ``level``: of zstd, 0 for none; bytes that it does not make fewer stay as they are. The header comes first,
+    then as many bytes as it says.
+    """
+    data = memory[HEADER_BYTES : HEADER_BYTES + raw]
+    digest = digest_of(data)
+    codec, stored = PLAIN, raw
+    if level:
+        packed = _compressor(level).compress(data)
+        if len(packed) < raw:
+            codec, stored = ZSTD, len(packed)
+            data[:stored] = packed
+    header = Header(ino, oid, index, chunk, codec, stored, raw, digest)
+    memory[:HEADER_BYTES] = pack_header(header)
+    return header
+
+
+def decode(stored: memoryview, codec: int, raw: int) -> memoryview:
+    """The raw bytes of a chunk. Raises ValueError if they cannot be had, or are not ``raw`` in number."""
+    data = stored
+    if codec == ZSTD:
+        try:
+            data = memoryview(_decompressor().decompress(stored, max_output_size=raw))
+        except zstandard.ZstdError as error:
+            raise ValueError(str(error)) from None
+    elif codec != PLAIN:
+        raise ValueError(f"unknown codec {codec}")
+    if len(data) != raw:
+        raise ValueError(f"{len(data)} bytes instead of {raw}")
+    return data
+
+
+def digest_of(data: bytes | memoryview) -> bytes:
+    """BLAKE3-256. Lets other threads run meanwhile."""
+    return blake3(data).digest()
+
+
+# Contexts of zstd are large and not to be shared by threads.
+
+
+def _compressor(level: int) -> zstandard.ZstdCompressor:
+    if getattr(_local, "level", 0) != level:
+        _local.level, _local.compressor = level, zstandard.ZstdCompressor(level=level)
+    return _local.compressor
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    if not hasattr(_local, "decompressor"):
+        _local.decompressor = zstandard.ZstdDecompressor()
+    return _local.decompressor

@@ -1,0 +1,134 @@
+"""What a file's reads have in common, and so what will be read next. Pure: offsets in, ranges out.
+
+A file is read by several *streams* at once: threads, processes that map it, the tensors of one that is loaded lazily.
+Each request continues the stream that it fits, or begins one. A stream is *sequential* (a request begins about where
+the last one ended, or inside what has been announced) or *strided* (requests are a constant distance apart, either way).
+
+As in Linux' on-demand read-ahead (Wu, Xi and Xu, 2008) a window is announced ahead of the reader, the next and
+twice as large one when half of it has been read. Requests that fit nothing halve all windows.
+"""
+
+STREAMS = 16
+"""How many streams are followed; the one that was used least recently makes room."""
+
+WINDOW_MIN = 1 << 20
+WINDOW_MAX = 32 << 20
+STEPS_MAX = 16
+"""How many requests of a strided stream are announced ahead of it."""
+
+_STRIDED_AFTER = 2  # equal distances in a row
+_RANDOM_AFTER = 4  # requests in a row that fit nothing
+
+
+class _Stream:
+    __slots__ = ("ahead", "distance", "end", "repeats", "start", "window")
+
+    def __init__(self, start: int, end: int, distance: int) -> None:
+        self.start = start  # of the last request
+        self.end = end
+        self.distance = distance  # a guess: from the start of a request nearby
+        self.repeats = 1  # how often in a row that was the distance
+        self.window = 0  # bytes to announce; more than 0 where a request has fitted
+        self.ahead = end  # announced up to here; strided: where the last range announced begins
+
+    @property
+    def strided(self) -> bool:
+        return self.repeats >= _STRIDED_AFTER
+
+    def continued_by(self, offset: int, length: int) -> bool:
+        if self.strided:
+            return False
+        # Where several requests are under way some overtake others.
+        first = self.end - self.window if self.window else self.start + 1
+        return first <= offset <= max(self.end + length, self.ahead)
+
+
+class Pattern:
+    """The streams of one open file. Bounded state; ``observe`` takes a few microseconds."""
+
+    __slots__ = ("_last", "_misfits", "_streams")
+
+    def __init__(self) -> None:
+        self._streams: list[_Stream] = []  # most recently used first
+        self._misfits = 0
+        self._last: _Stream | None = None
+
+    @property
+    def random(self) -> bool:
+        """Whether the last requests had nothing in common: what lies beside them is not worth fetching."""
+        return self._misfits >= _RANDOM_AFTER
+
+    @property
+    def following(self) -> bool:
+        """Whether the last request continued a stream."""
+        return self._last is not None
+
+    def observe(self, offset: int, length: int, limit: int = WINDOW_MAX) -> list[tuple[int, int]]:
+        """Note a request; returns (offset, length) of what to fetch ahead, most urgent first, often nothing.
+
+        Ranges may lie beyond the end of the file, which is not known here. Windows grow up to ``limit`` bytes.
+        """
+        for stream in self._streams:
+            if stream.continued_by(offset, length):
+                stream.start, stream.end = offset, max(stream.end, offset + length)
+                self._fits(stream)
+                return self._announce(stream, length, limit)
+        for stream in self._streams:
+            if stream.distance and offset == stream.start + stream.distance:
+                if not stream.strided:
+                    stream.ahead = offset
+                stream.repeats += 1
+                stream.start, stream.end = offset, offset + length
+                self._fits(stream)
+                return self._announce_strided(stream, length, limit)
+        self._begin(offset, offset + length)
+        return []
+
+    def refused(self, begin: int, offset: int) -> None:
+        """Of the range at ``begin`` that the last ``observe`` announced, nothing was fetched from ``offset`` on.
+
+        That and the ranges after it will be announced again.
+        """
+        stream = self._last
+        if stream is not None:
+            stream.ahead = begin - stream.distance if stream.strided else max(stream.end, offset)
+
+    def _fits(self, stream: _Stream) -> None:
+        self._misfits = 0
+        self._last = stream
+        if self._streams[0] is not stream:
+            self._streams.remove(stream)
+            self._streams.insert(0, stream)
+
+    def _begin(self, start: int, end: int) -> None:
+        self._misfits += 1
+        self._last = None
+        near = min(self._streams, key=lambda other: abs(other.start - start), default=None)
+        for stream in self._streams:
+            stream.window //= 2
+        self._streams.insert(0, _Stream(start, end, start - near.start if near else 0))
+        del self._streams[STREAMS:]
+
+    def _announce(self, stream: _Stream, length: int, limit: int) -> list[tuple[int, int]]:
+        first = max(stream.ahead, stream.end)
+        if stream.window and first - stream.end >= stream.window // 2:
+            return []
+        stream.window = min(max(2 * stream.window, 2 * length, WINDOW_MIN), limit)
+        stream.ahead = max(first, stream.end + stream.window)
+        return [(first, stream.ahead - first)] if stream.ahead > first else []
+
+    def _announce_strided(self, stream: _Stream, length: int, limit: int) -> list[tuple[int, int]]:
+        announced = (stream.ahead - stream.start) // stream.distance
+        steps = min(STEPS_MAX, stream.window // length)
+        if stream.window and announced >= max(1, steps // 2):
+            return []
+        stream.window = min(max(2 * stream.window, 2 * length), limit)
+        steps = min(STEPS_MAX, stream.window // length)
+        ranges = []
+        for _ in range(max(0, announced), steps):
+            start = stream.start + (len(ranges) + max(0, announced) + 1) * stream.distance
+            if start < 0:
+                break
+            ranges.append((start, length))
+            stream.ahead = start
+        return ranges

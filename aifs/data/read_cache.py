@@ -1,0 +1,368 @@
+"""Blocks of objects in memory: each is fetched once however many read it, ahead of them where that pays.
+
+An object is cut into aligned blocks. A block is *loading* or *loaded*; a load belongs to no task, so a reader that is
+cancelled while it waits disturbs nobody. Its memory counts in the budget until the last view of it has gone.
+
+No reader sees stale or torn bytes. Whoever changes an object calls ``invalidate`` before the first byte changes, and
+has nobody load of it until the last one has changed. A load that was under way then is not kept: its result goes to
+those who waited already, whose reads overlap the change, and to no one who comes later.
+
+A read never waits for memory that others hold, who may in turn be waiting for what it reads: a small part of the
+budget is the cache's own, and what is fetched into that is handed to its readers and not kept.
+
+Loaded blocks are in one of two queues: those that were fetched ahead and that nobody has read yet, oldest first, and
+the others, least recently used first. Memory is taken from the latter as long as there are any.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+
+import trio
+
+from aifs.core.budget import Budget
+from aifs.data.buffers import BudgetedBuffers
+from aifs.data.patterns import WINDOW_MAX
+from aifs.data.server import DataServer, Key
+
+BLOCK = 1 << 20
+BLOCK_MAX = 4 << 20
+_FLOOR = 16 << 20
+_USED_SHARE = 8
+_SMALLEST = 64 << 10  # buffers come in sizes 4 times larger than the one before
+
+
+class Source(Protocol):
+    """An object, as the cache knows it."""
+
+    name: Hashable
+    """What it is invalidated by: the same for all sources of an object."""
+    block: int
+    """Bytes that are fetched by one request: a power of two, the same for all sources of an object."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether reading ahead would be in the way of others."""
+
+    def start(self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int) -> None:
+        """Begin to fill ``buffer``; ``tell``, on the trio thread, how many bytes there were, or the error."""
+
+
+def object_name(server: DataServer, key: Key) -> Hashable:
+    """The name of an object of a data server in the cache."""
+    return (server.id, *key)
+
+
+class ObjectSource:
+    """An object of a data server. ``read`` runs in the server's workers: (buffer, offset) to bytes read.
+
+    ``in_use`` is told +1 when a read is handed to them and -1 when it has ended, on the trio thread.
+    """
+
+    __slots__ = ("_in_use", "_read", "_workers", "block", "name")
+
+    def __init__(
+        self, server: DataServer, key: Key, read: Callable[[memoryview, int], int], block: int = BLOCK,
+        in_use: Callable[[int], None] = lambda change: None,
+    ) -> None:  # fmt: skip
+        self.name = object_name(server, key)
+        self.block = block
+        self._workers = server.workers
+        self._read = read
+        self._in_use = in_use
+
+    @property
+    def busy(self) -> bool:
+        return self._workers.busy
+
+    def start(self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int) -> None:
+        def ended(result: int | BaseException) -> None:
+            self._in_use(-1)
+            tell(result)
+
+        self._in_use(1)
+        self._workers.start(ended, self._read, buffer, offset)
+
+
+class Block:
+    """A piece of an object. Whoever keeps it keeps its memory."""
+
+    __slots__ = ("_ready", "ahead", "age", "error", "index", "kept", "name", "size", "view")
+
+    def __init__(self, name: Hashable, index: int, size: int, kept: bool, ahead: bool, age: int) -> None:
+        self.name = name
+        self.index = index
+        self.size = size
+        self.kept = kept
+        self.ahead = ahead
+        self.age = age
+        self.view: memoryview | None = None
+        self.error: BaseException | None = None
+        self._ready: trio.Event | None = None
+
+    @property
+    def loading(self) -> bool:
+        return self.view is None and self.error is None
+
+    def loaded(self, view: memoryview | None, error: BaseException | None) -> None:
+        self.view, self.error = view, error
+        if self._ready is not None:
+            self._ready.set()
+
+    async def bytes(self) -> memoryview:
+        """What the object has of this block, read-only: shorter than a block where it ends. Raises the load's error.
+
+        Does not suspend if the block is loaded.
+        """
+        if self.loading:
+            if self._ready is None:
+                self._ready = trio.Event()
+            await self._ready.wait()
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        return self.view
+
+
+class ReadCache:
+    """All blocks of a mount. Used from one trio thread. Nothing here blocks; only ``fetch`` and ``settle`` suspend."""
+
+    def __init__(self, budget: Budget) -> None:
+        """``budget``: unused as yet, of at least 4 times BLOCK_MAX."""
+        floor = max(BLOCK_MAX, min(_FLOOR, budget.total // 4))
+        if not budget.try_reserve(floor):
+            raise ValueError(f"a budget of {budget.total} bytes is too small")
+        self._budget = budget
+        self._buffers = BudgetedBuffers(budget)
+        self._floor = BudgetedBuffers(Budget(floor))
+        self._objects: dict[Hashable, dict[int, Block]] = {}
+        self._used: dict[Block, None] = {}
+        self._ahead: dict[Block, None] = {}
+        self._loads = 0
+        self._idle: trio.Event | None = None
+        self._used_bytes = 0
+        self._ahead_bytes = 0  # with those that are loading
+        self._hits = self._misses = self._joined = 0
+        self._fetched = self._fetched_ahead = self._ahead_used = self._ahead_unused = 0
+        budget.add_cache(self._give_back)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is loaded or loading: as long as page caches have what is read."""
+        return not self._objects
+
+    @property
+    def window_max(self) -> int:
+        """How far one stream of a reader may be read ahead."""
+        return min(WINDOW_MAX, self._budget.total // 8)
+
+    # --- reading ---
+
+    def find(self, source: Source, index: int, needed: int) -> Block | None:
+        """Block ``index`` if it is loading, or loaded with at least ``needed`` bytes."""
+        block = self._objects.get(source.name, {}).get(index)
+        if block is None:
+            return None
+        if block.view is not None and len(block.view) < needed:
+            self._drop(block)  # the object has grown
+            return None
+        if block.ahead:
+            self._take_up(block)
+        if block.loading:
+            self._joined += 1
+        else:
+            self._hits += 1
+            self._used.pop(block)
+            self._used[block] = None
+        return block
+
+    def start(self, source: Source, index: int, end: int) -> Block | None:
+        """Begin to load block ``index`` of an object of ``end`` bytes, which ``find`` has not found.
+
+        None if there is no memory now.
+        """
+        memory = self._memory(_size(source, index, end))
+        return None if memory is None else self._load(source, index, memory)
+
+    def read_ahead(self, source: Source, index: int, end: int) -> bool:
+        """Have block ``index`` loaded before somebody asks. False: not now, the server or memory is needed otherwise."""
+        if index in self._objects.get(source.name, ()):
+            return True
+        size = _size(source, index, end)
+        if source.busy or self._budget.short or not self._may_read_ahead(size):
+            return False
+        memory = self._memory(size)
+        if memory is None:
+            return False
+        self._load(source, index, memory, ahead=True)
+        return True
+
+    async def fetch(self, source: Source, offset: int, length: int, end: int) -> memoryview:
+        """Bytes of an object of ``end`` bytes that nobody changes, read-only; fewer than ``length`` only at its end.
+
+        A range inside one block is not copied. May wait until others let go of their views: so keep none while fetching
+        another.
+        Raises what the server's read raises.
+        """
+        length = min(length, end - offset)
+        if length <= 0:
+            return memoryview(b"")
+        first, last = offset // source.block, (offset + length - 1) // source.block
+        if first == last:
+            begin = offset - first * source.block
+            return (await self._bytes(source, first, begin + length, end))[begin : begin + length]
+        for index in range(first, last + 1):  # all requests at once, as far as memory allows
+            if index not in self._objects.get(source.name, ()):
+                self.start(source, index, end)
+        parts = []
+        for index in range(first, last + 1):
+            start = index * source.block
+            stop = min(start + source.block, offset + length)
+            view = await self._bytes(source, index, stop - start, end)
+            # Copied at once: whoever waits for memory may hold none.
+            parts.append(bytes(view[max(offset - start, 0) : stop - start]))
+            del view
+            if len(parts[-1]) < stop - max(start, offset):
+                break
+        return memoryview(b"".join(parts))
+
+    async def _bytes(self, source: Source, index: int, needed: int, end: int) -> memoryview:
+        block = self.find(source, index, needed) or self.start(source, index, end)
+        if block is None:
+            memory = await self._floor.take(_size(source, index, end))
+            block = self.find(source, index, needed) or self._load(source, index, memory, kept=False)
+            del memory
+        return await block.bytes()
+
+    # --- loads ---
+
+    def _load(self, source: Source, index: int, memory: memoryview, kept: bool = True, ahead: bool = False) -> Block:
+        block = Block(source.name, index, len(memory), kept, ahead, self._fetched)
+        self._objects.setdefault(block.name, {})[index] = block
+        self._loads += 1
+        if ahead:
+            self._ahead_bytes += block.size
+            self._fetched_ahead += block.size
+        else:
+            self._misses += 1
+
+        def ended(result: int | BaseException) -> None:
+            nonlocal memory
+            self._ended(block, memory, result)
+            memory = None  # the block's own view is what counts
+
+        source.start(ended, memory, index * source.block)
+        return block
+
+    def _ended(self, block: Block, memory: memoryview, result: int | BaseException) -> None:
+        self._loads -= 1
+        failed = isinstance(result, BaseException)
+        if not failed:
+            self._fetched += result
+        if self._is_current(block):
+            if failed or not block.kept or self._budget.short:
+                self._drop(block)
+            elif block.ahead:
+                self._ahead[block] = None
+            else:
+                self._keep(block)
+        block.loaded(None if failed else memory[:result].toreadonly(), result if failed else None)
+        if not self._loads and self._idle is not None:
+            self._idle.set()
+
+    async def settle(self) -> None:
+        """Wait until no load is under way."""
+        while self._loads:
+            if self._idle is None or self._idle.is_set():
+                self._idle = trio.Event()
+            await self._idle.wait()
+
+    def invalidate(self, name: Hashable) -> None:
+        """Forget all blocks of an object, those that are loading too. Views that readers hold stay as they are."""
+        for block in list(self._objects.get(name, {}).values()):
+            self._drop(block)
+
+    # --- memory ---
+
+    def _is_current(self, block: Block) -> bool:
+        return self._objects.get(block.name, {}).get(block.index) is block
+
+    def _drop(self, block: Block) -> None:
+        blocks = self._objects[block.name]
+        del blocks[block.index]
+        if not blocks:
+            del self._objects[block.name]
+        if block in self._used:
+            del self._used[block]
+            self._used_bytes -= block.size
+        if block.ahead:
+            self._ahead.pop(block, None)
+            self._ahead_bytes -= block.size
+            self._ahead_unused += block.size
+            block.ahead = False
+
+    def _take_up(self, block: Block) -> None:
+        """Somebody reads what was fetched ahead."""
+        block.ahead = False
+        self._ahead_bytes -= block.size
+        self._ahead_used += block.size
+        if block in self._ahead:
+            del self._ahead[block]
+            self._keep(block)
+
+    def _keep(self, block: Block) -> None:
+        """Somebody reads, or has read, what is loaded: the kernel has it now, so little of that is kept."""
+        self._used[block] = None
+        self._used_bytes += block.size
+        while self._used_bytes > self._budget.total // _USED_SHARE and len(self._used) > 1:
+            self._drop(next(iter(self._used)))
+
+    def _memory(self, size: int) -> memoryview | None:
+        if self._budget.short:
+            return None
+        if size > self._budget.free + self._buffers.free_bytes:
+            self._evict(size)  # and take the buffer over, rather than have the budget free it
+        return self._buffers.try_take(size)
+
+    def _evict(self, size: int) -> None:
+        """Drop loaded blocks of ``size`` bytes together, as far as there are so many."""
+        dropped = 0
+        while dropped < size and (victim := next(iter(self._used or self._ahead), None)) is not None:
+            dropped += victim.size
+            self._drop(victim)
+
+    def _give_back(self, size: int) -> None:
+        self._evict(size)
+        self._buffers.give_back(size)
+
+    def _may_read_ahead(self, size: int) -> bool:
+        """Reading ahead takes half of the memory at most, and none from what was read ahead and still has a future."""
+        while self._ahead and self._is_forgotten(oldest := next(iter(self._ahead))):
+            self._drop(oldest)
+        spare = self._budget.free + self._buffers.free_bytes + self._used_bytes
+        return size <= spare and self._ahead_bytes + size <= self._budget.total // 2
+
+    def _is_forgotten(self, block: Block) -> bool:
+        return self._fetched - block.age > self._budget.total
+
+    # --- status ---
+
+    def status(self) -> dict[str, Any]:
+        """Counters since the mount. ``joined``: reads that waited for a load that was under way already."""
+        return {
+            "hits": self._hits,
+            "misses": self._misses,
+            "joined": self._joined,
+            "fetched_bytes": self._fetched,
+            "read_ahead_bytes": self._fetched_ahead,
+            "read_ahead_used_bytes": self._ahead_used,
+            "read_ahead_unused_bytes": self._ahead_unused,
+            "cached_bytes": self._used_bytes + sum(block.size for block in self._ahead),
+        }
+
+
+def _size(source: Source, index: int, end: int) -> int:
+    """The buffer for a block of an object of ``end`` bytes: no larger than it may need, in few sizes."""
+    needed = min(source.block, end - index * source.block)
+    size = _SMALLEST
+    while size < needed:
+        size *= 4
+    return min(size, source.block) if source.block >= _SMALLEST else source.block
