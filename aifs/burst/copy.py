@@ -1,0 +1,258 @@
+"""One burst copy: a file of the burst tier that holds all bytes of one file of the filesystem.
+
+It is the object ``(0, id)`` of its burst directory. Its own length and times count: the kernel may read and write it
+behind our back (passthrough). What is done where: what takes microseconds runs on the trio thread, as reads that
+the page cache can answer, and on a memory filesystem also opening and writing; all else in the directory's workers.
+
+There are two descriptors. The one for reading is also what passthrough is set up with, and what leases are taken
+on; the other one, for writing, exists only while we write ourselves, since a lease is the proof that nobody can write.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from aifs.core import files
+from aifs.core.errors import FsError, NoSuchAddress, NotSupported, Unavailable
+from aifs.data.buffers import BufferPool
+from aifs.data.server import DataServer, Missing
+from aifs.data.workers import gather
+from aifs.meta.records import Copy
+
+_FREED_INLINE = 1 << 20  # bytes of memory that may be given back on the trio thread
+
+
+class BurstCopy:
+    """All use of one copy by the daemon goes through one of these at a time. Does no I/O before it is asked to.
+
+    Reads and writes may overlap. Calls that use worker threads are not cancellable while they do. Every call raises
+    Unavailable, naming directory and path, where the copy is missing or its device fails.
+    """
+
+    def __init__(self, device: DataServer, copy_id: int, buffers: BufferPool, fd: int | None = None) -> None:
+        """``fd``: the descriptor for reading, if the copy has just been made."""
+        self.device = device
+        self.id = copy_id
+        self.fd = fd
+        """For reading; open from ``ensure_open`` to ``close``."""
+        self._buffers = buffers
+        self._key = (0, copy_id)
+        self._writer: int | None = None
+        self._leased = False
+        self._name_in_doubt = fd is None
+        self._lost = ""
+        self._busy = 0
+        self._closed = self._removed = False
+
+    @property
+    def server(self) -> int:
+        """The number of the burst directory, as in records."""
+        return self.device.id
+
+    @property
+    def place(self) -> Copy:
+        """As in the record of the inode."""
+        return Copy(self.device.id, self.id)
+
+    @property
+    def is_open(self) -> bool:
+        return self.fd is not None
+
+    # --- descriptors ---
+
+    async def ensure_open(self) -> None:
+        """The copy is there, and ``stat``, ``lease`` and ``fd`` can be used."""
+        if self.fd is None:
+            await self._do(self._open_reader)
+
+    async def backing(self) -> int:
+        """A descriptor to set up passthrough with, ours: it stays open until ``close``."""
+        await self.ensure_open()
+        return self.fd
+
+    async def release_writers(self) -> None:
+        """Nothing of ours is open for writing on return. No call that writes may be under way."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            await self._do(files.close_file, writer)
+
+    def lease(self) -> bool:
+        """Whether nobody has the copy open or mapped for writing, and from now on nobody will unnoticed.
+
+        Somebody who opens it for writing waits until ``unlease``, up to 45 s. Does not block.
+        """
+        if not self._leased:
+            self._leased = self.device.call("lease", self._key, files.take_read_lease, self.fd)
+        return self._leased
+
+    def unlease(self) -> bool:
+        """Give up the lease; returns whether it has held from ``lease`` until now. Does not block."""
+        held, self._leased = self._leased, False
+        return held and files.drop_lease(self.fd)
+
+    def _open_reader(self) -> int:
+        with self.device.lock_of(self.id):
+            if self.fd is None:
+                self.fd = self._open(write=False)
+        return self.fd
+
+    def _open_writer(self) -> int:
+        with self.device.lock_of(self.id):
+            if self._writer is None:
+                self.unlease()  # or we would wait for ourselves
+                self._writer = self._open(write=True)
+        return self._writer
+
+    def _open(self, write: bool) -> int:
+        fd = self.device.open_object(self._key, create=False, write=write)
+        if fd is None:
+            path = self.device.object_path(*self._key)
+            raise Missing(f"{self.device.name}: {path} is missing, which holds a file's bytes")
+        return fd
+
+    def close(self, removed: bool = False) -> None:
+        """Give up the descriptors, once no call uses them any more. Nothing is synced. Does not block.
+
+        ``removed``: the copy has no name any more, so that closing it frees its space, which takes long.
+        """
+        self._closed, self._removed = True, removed
+        self._close_unused()
+
+    def _close_unused(self) -> None:
+        if self._closed and not self._busy:
+            self.unlease()  # passthrough may keep the file open
+            fds, self.fd, self._writer = (self._writer, self.fd), None, None
+            for fd in fds:
+                if fd is not None:
+                    self.device.close_object(fd, self._removed)
+
+    async def _do(self, function: Callable[..., Any], *args: Any) -> Any:
+        """On the trio thread where it cannot wait for a device, else in a worker."""
+        return function(*args) if self.device.may_inline else await self._work(function, *args)
+
+    async def _work(self, function: Callable[..., Any], *args: Any) -> Any:
+        self._busy += 1
+        try:
+            return (await gather([(self.device.workers, function, args)]))[0]
+        finally:
+            self._busy -= 1
+            self._close_unused()
+
+    # --- bytes ---
+
+    def stat(self) -> os.stat_result:
+        """Length, blocks and times, as they are. The copy is open. Does not block."""
+        return self.device.stat(self._key, self.fd)
+
+    async def read(self, offset: int, length: int) -> memoryview:
+        """``length`` bytes, fewer at the copy's end. The memory is reused once no view of it is left."""
+        await self.ensure_open()
+        length = min(length, self.stat().st_size - offset)
+        if length <= 0:
+            return memoryview(b"")
+        buffer = self._buffers.take(length)
+        if not self.device.may_inline and self.device.read_cached(self.fd, buffer, offset):
+            return buffer
+        return buffer[: await self._do(self.device.read, self._key, self.fd, buffer, offset)]
+
+    async def write(self, offset: int, data: bytes | memoryview) -> None:
+        """All of ``data`` is in the page cache on return. Raises NoSpace, QuotaExceeded: any part may be, then."""
+        await self._do(self.write_now, offset, data)
+
+    def write_now(self, offset: int, data: bytes | memoryview) -> None:
+        """As ``write``, in the thread that calls: a worker of the device."""
+        self.device.write(self._key, self._open_writer(), data, offset)
+
+    async def truncate(self, size: int) -> None:
+        """Cut or extend to ``size`` bytes."""
+        await self.ensure_open()
+        frees_much = self.stat().st_size - size > _FREED_INLINE
+        await (self._work if frees_much else self._do)(self._truncate, size)
+
+    def _truncate(self, size: int) -> None:
+        self.device.truncate(self._key, self._open_writer(), size)
+
+    def fill_now(self, parts: Sequence[tuple[int, memoryview]], size: int) -> None:
+        """Write the parts of an empty copy, in a worker of the device, which then has ``size`` bytes and no writer."""
+        fd = self._open(write=True)
+        try:
+            for offset, data in parts:
+                self.device.write(self._key, fd, data, offset)
+            self.device.truncate(self._key, fd, size)
+        finally:
+            files.close_file(fd)
+
+    async def allocate(self, mode: int, offset: int, length: int) -> None:
+        """fallocate(2), modes as in core.files. Raises NoSpace; NotSupported where the filesystem cannot."""
+        await self._work(self._allocate, mode, offset, length)
+
+    def _allocate(self, mode: int, offset: int, length: int) -> None:
+        self.device.call("write", self._key, _change_allocation, self._open_writer(), mode, offset, length)
+
+    async def copy_range(self, source: "BurstCopy", offset: int, to: int, length: int) -> int:
+        """Copy bytes from ``offset`` of ``source`` to ``to``; returns how many, fewer only at the end of ``source``."""
+        await source.ensure_open()
+        source._busy += 1
+        try:
+            return await self._work(self._copy_range, source.fd, offset, to, length)
+        finally:
+            source._busy -= 1
+            source._close_unused()
+
+    def _copy_range(self, source: int, offset: int, to: int, length: int) -> int:
+        return self.device.call("write", self._key, files.copy_range, source, offset, self._open_writer(), to, length)
+
+    async def seek(self, offset: int, whence: int) -> int:
+        """lseek(2) with SEEK_DATA or SEEK_HOLE. Raises NoSuchAddress behind the last data, or the end."""
+        await self.ensure_open()
+        return await self._work(self.device.call, "seek", self._key, _seek, self.fd, offset, whence)
+
+    async def set_mtime(self, mtime_ns: int) -> None:
+        """The copy's mtime is ``mtime_ns``, until the next write."""
+        await self.ensure_open()
+        await self._do(self.device.call, "write", self._key, files.set_mtime, self.fd, mtime_ns)
+
+    # --- durability ---
+
+    async def sync(self) -> None:
+        """All bytes written before, by anyone, the length and the name are durable on return.
+
+        Where the system has failed to write bytes back, it forgets them: then this fails each time it is called.
+        """
+        await self._do(self._sync)
+
+    def _sync(self) -> None:
+        fd = self._open_reader()
+        if self._lost:
+            raise Unavailable(f"bytes were lost earlier: {self._lost}")
+        try:
+            self.device.sync_object(self._key, fd)
+        except FsError as error:
+            self._lost = str(error)
+            raise
+        if self._name_in_doubt:
+            self.device.doubt_names_near(self.id)
+            self._name_in_doubt = False
+        self.device.sync_names_near(self.id)
+
+
+# What follows are answers about the file, not failures of the device.
+
+
+def _seek(fd: int, offset: int, whence: int) -> int:
+    try:
+        return os.lseek(fd, offset, whence)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise NoSuchAddress from None
+
+
+def _change_allocation(fd: int, mode: int, offset: int, length: int) -> None:
+    try:
+        files.change_allocation(fd, mode, offset, length)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        raise NotSupported from None

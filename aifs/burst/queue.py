@@ -1,0 +1,221 @@
+"""Which undrained files are drained next, and when. Pure: times are seconds of one clock, given by the caller."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from sortedcontainers import SortedList
+
+BATCH_FILES = 64
+BATCH_BYTES = 64 << 20
+
+_BACK_OFF_MIN_S = 1.0
+_BACK_OFF_MAX_S = 60.0
+_NEVER = float("inf")
+
+
+class Rank(IntEnum):
+    """What goes first."""
+
+    REQUESTED = 0  # somebody waits
+    PUBLISHED = 1  # part of a checkpoint that has got its name
+    USUAL = 2
+
+
+@dataclass(slots=True)
+class Entry:
+    """A file that is not drained yet.
+
+    ``since``: the time from which its oldest undrained byte counts. ``ready_at``: when it may be drained;
+    never, while somebody has it open for writing. ``due``: it is *ready*. ``taken``: it is being drained;
+    ``again``: it has been closed, or lost its name, since it was taken.
+    """
+
+    ino: int
+    size: int
+    since: float
+    ready_at: float
+    rank: Rank = Rank.USUAL
+    failures: int = 0
+    due: bool = False
+    taken: bool = False
+    again: bool = False
+
+
+class Queue:
+    """All undrained files that have been closed.
+
+    Each is in one of four states: *ready* (by rank, then the oldest first), *later*, *held* (open for
+    writing, until ``closed``) or *taken*. Every method takes O(log n) for each file that it touches.
+    """
+
+    def __init__(self, delay_s: float, deadline_s: float) -> None:
+        """``delay_s``: from the last close; not for those that are older than ``deadline_s``."""
+        self.size = 0
+        self.held = 0
+        self._delay_s = delay_s
+        self._deadline_s = deadline_s
+        self._entries: OrderedDict[int, Entry] = OrderedDict()  # by ino, the oldest first
+        self._ready = SortedList()  # (rank, since, ino)
+        self._later = SortedList()  # (ready at, ino)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, ino: int) -> bool:
+        return ino in self._entries
+
+    def oldest_age(self, now: float) -> float:
+        """Seconds since when the oldest file is undrained; 0 if there is none."""
+        return max(now - next(iter(self._entries.values())).since, 0.0) if self._entries else 0.0
+
+    def late(self, now: float) -> bool:
+        """Whether the oldest file is beyond the deadline."""
+        return self.oldest_age(now) > self._deadline_s
+
+    def ready_in(self, now: float) -> float:
+        """Seconds until a file may be drained: 0, or perhaps infinite."""
+        if self._ready:
+            return 0.0
+        return max(self._later[0][0] - now, 0.0) if self._later else _NEVER
+
+    # --- what comes in ---
+
+    def add(self, ino: int, size: int, since: float, now: float) -> None:
+        """A file that an earlier mount has left undrained; before all else, the oldest file first."""
+        if ino not in self._entries:
+            self._insert(Entry(ino, size, since, now))
+
+    def closed(self, ino: int, size: int, now: float) -> float:
+        """Nobody has the file open for writing any more. Returns when it may be drained."""
+        entry = self._entries.get(ino)
+        if entry is None:
+            entry = Entry(ino, size, now, now + self._delay_s)
+            self._insert(entry)
+            return entry.ready_at
+        self.size += size - entry.size
+        entry.size = size
+        if entry.taken:
+            entry.again = True
+        elif entry.ready_at == _NEVER:
+            self._move(entry, now + self._delay_of(entry, now), entry.rank)
+        return entry.ready_at
+
+    def prefer(self, inos: Iterable[int], rank: Rank, now: float) -> None:
+        """Drain these earlier than usual; for requested ones nothing is waited for.
+
+        Unknown ones count as requested now: they may be open still.
+        """
+        for ino in inos:
+            entry = self._entries.get(ino)
+            if entry is None:
+                if rank is Rank.REQUESTED:
+                    self._insert(Entry(ino, 0, now, now, rank))
+            elif rank < entry.rank or (rank is Rank.REQUESTED and not entry.taken):
+                at = now if rank is Rank.REQUESTED else entry.ready_at
+                self._move(entry, at, min(rank, entry.rank))
+
+    def unlinked(self, ino: int) -> bool:
+        """It has no name any more; whether it is out of the queue with that."""
+        entry = self._entries.get(ino)
+        if entry is None:
+            return False
+        if entry.taken:
+            entry.again = True
+            return False
+        self._forget(entry)
+        return True
+
+    # --- what goes out ---
+
+    def take(self, now: float) -> list[Entry]:
+        """The next files to drain, in order: many small ones, or one large one; empty if none is ready."""
+        while self._later and self._later[0][0] <= now:
+            entry = self._entries[self._later.pop(0)[1]]
+            entry.due = True
+            self._ready.add((entry.rank, entry.since, entry.ino))
+        batch: list[Entry] = []
+        total = 0
+        while self._ready and len(batch) < BATCH_FILES:
+            entry = self._entries[self._ready[0][2]]
+            total += entry.size
+            if batch and total > BATCH_BYTES:
+                break
+            del self._ready[0]
+            entry.taken, entry.due, entry.again = True, False, False
+            batch.append(entry)
+        return batch
+
+    def done(self, ino: int, now: float) -> bool:
+        """It is drained, or gone; False if it has to be looked at once more, since it was closed meanwhile."""
+        entry = self._entries[ino]
+        if entry.again:
+            self.again(ino, now)
+            return False
+        self._forget(entry)
+        return True
+
+    def retry(self, ino: int, now: float) -> float:
+        """It cannot be drained at present: again after a while, which it returns, longer each time."""
+        entry = self._entries[ino]
+        pause_s = min(_BACK_OFF_MIN_S * 2**entry.failures, _BACK_OFF_MAX_S)
+        self._give_back(entry, now + pause_s, min(entry.failures + 1, 16))
+        return pause_s
+
+    def again(self, ino: int, now: float) -> None:
+        """It has been changed meanwhile, and closed."""
+        entry = self._entries[ino]
+        self._give_back(entry, now + self._delay_of(entry, now), 0)
+
+    def hold(self, ino: int, now: float) -> None:
+        """Somebody may write to it until ``closed``."""
+        if self._entries[ino].again:
+            self.again(ino, now)
+        else:
+            self._give_back(self._entries[ino], _NEVER, 0)
+
+    # --- inside ---
+
+    def _delay_of(self, entry: Entry, now: float) -> float:
+        urgent = entry.rank is Rank.REQUESTED or now - entry.since > self._deadline_s
+        return 0.0 if urgent else self._delay_s
+
+    def _insert(self, entry: Entry) -> None:
+        self._entries[entry.ino] = entry
+        self.size += entry.size
+        self._place(entry)
+
+    def _forget(self, entry: Entry) -> None:
+        self._remove(entry)
+        del self._entries[entry.ino]
+        self.size -= entry.size
+
+    def _give_back(self, entry: Entry, at: float, failures: int) -> None:
+        assert entry.taken
+        entry.taken, entry.ready_at, entry.failures = False, at, failures
+        self._place(entry)
+
+    def _move(self, entry: Entry, at: float, rank: Rank) -> None:
+        self._remove(entry)
+        entry.rank, entry.ready_at = rank, at
+        self._place(entry)
+
+    def _place(self, entry: Entry) -> None:
+        if entry.taken:
+            return
+        if entry.ready_at == _NEVER:
+            self.held += 1
+        else:
+            entry.due = False
+            self._later.add((entry.ready_at, entry.ino))
+
+    def _remove(self, entry: Entry) -> None:
+        if entry.taken:
+            return
+        if entry.ready_at == _NEVER:
+            self.held -= 1
+        elif entry.due:
+            self._ready.remove((entry.rank, entry.since, entry.ino))
+        else:
+            self._later.remove((entry.ready_at, entry.ino))

@@ -1,0 +1,300 @@
+"""The burst tier: which device a new file goes to, if any; who waits for room; what has to be evicted.
+
+Free space is looked up in the background, the more often the nearer a device is to being full, and what is known to
+have been added since is counted; so ``admit`` costs microseconds.
+
+``throttle`` works as Linux's balance_dirty_pages does: with pressure p, which grows from 0 to 1 as the undrained bytes
+go from the low to the high mark, each new file waits p / (1 - p) times as long as draining takes for a file of
+the mean size, so that at p = 1/2 as much comes as goes; at most ``throttle_max``.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import trio
+
+from aifs.burst.copy import BurstCopy
+from aifs.burst.device import Device
+from aifs.burst.ledger import Ledger
+from aifs.burst.spares import Spares, remove_copies
+from aifs.core.config import Config
+from aifs.core.errors import FsError
+from aifs.data.server import DataServer, Space
+from aifs.data.servers import Servers
+from aifs.meta.records import Copy
+
+_LOOK_MIN_S, _LOOK_MAX_S, _LOOK_IDLE_S = 0.02, 1.0, 5.0
+_FILL_RATE = 4e9
+"""Bytes per second that a device is supposed to be filled with at most, between two looks at its free space."""
+
+_RATE_MEMORY_S = 5.0
+"""How far back the measured rate of draining looks."""
+
+
+class BurstTier:
+    """All burst directories of a store. Used from one trio thread; ``run`` is its background task.
+
+    Those who change files say what becomes of each copy (see Ledger): ``begun``, ``dirty``, ``clean``, ``gone``,
+    ``opened``, ``closed``, ``touch``, ``pinned``, ``evicted``.
+    """
+
+    def __init__(self, config: Config, servers: Servers, take_id: Callable[[], Awaitable[int]]) -> None:
+        """``take_id`` gives an id that was never used. Blocks for a moment."""
+        self._config = config.burst
+        self._servers = servers
+        self._take_id = take_id
+        self._ledger = Ledger()
+        self._devices: dict[int, Device] = {}
+        self._spares: dict[int, Spares] = {}
+        self._open: dict[int, BurstCopy] = {}
+        self._turn = 0
+        self._kick = trio.Event()
+        self._relief = trio.Event()
+        self._crowd = trio.Event()
+        self._waiting = 0
+        self._rate = 0.0
+        self._rate_seen = (time.monotonic(), 0)
+        for server in servers.burst():
+            self._add(server)
+        for device in self._devices.values():
+            device.look(_space_or_none(device.server))
+
+    def _add(self, server: DataServer) -> None:
+        self._devices[server.id] = Device(server, self._config, self._ledger)
+        self._spares[server.id] = Spares(server, self._take_id)
+        share = self._config.capacity // len(self._devices)
+        for device in self._devices.values():
+            device.share = share
+
+    @property
+    def has_devices(self) -> bool:
+        return bool(self._devices)
+
+    # --- new files ---
+
+    def admit(self, policy_tier: str, expected: int = 0) -> DataServer | None:
+        """The device for a new file, or one that is brought in; None: it goes to, or stays on, the data servers.
+
+        ``expected``: the bytes that it is going to have, if that is known; pass it to ``create``, too. Of devices that
+        have room, the one with the most of it for each file that is being written there; of equal ones each in turn.
+        """
+        if policy_tier == "capacity":
+            return None
+        self._kick.set()
+        devices = [device for device in self._devices.values() if device.admits(expected)]
+        if not devices:
+            return None
+        best = devices[0]
+        if len(devices) > 1:
+            self._turn += 1
+            first = self._turn % len(devices)
+            best = max(
+                devices[first:] + devices[:first], key=lambda device: device.room_for(expected) / (1 + device.writers)
+            )
+        best.admitted += 1
+        return best.server
+
+    async def throttle(self) -> None:
+        """Wait before a new file is admitted, if draining does not keep up. Does not suspend where there is room."""
+        if self.pressure == 0:
+            return
+        self._waiting += 1
+        try:
+            with trio.move_on_after(self.pause_s):
+                await self._relief.wait()
+        finally:
+            self._waiting -= 1
+
+    @property
+    def pressure(self) -> float:
+        """0 while undrained bytes are below the low mark of some device, 1 when they are at the high mark of all."""
+        return min([device.pressure() for device in self._devices.values() if device.usable], default=0.0)
+
+    @property
+    def pause_s(self) -> float:
+        """How long a new file waits now."""
+        pressure, longest = self.pressure, self._config.throttle_max_s
+        totals = [device.totals for device in self._devices.values()]
+        count = sum(total.dirty_copies for total in totals)
+        if self._rate <= 0 or count == 0 or pressure >= 1:
+            return pressure * longest
+        a_file_s = sum(total.dirty for total in totals) / count / self._rate * max(1, self._waiting)
+        return min(longest, a_file_s * pressure / (1 - pressure))
+
+    async def create(self, device: DataServer, expected: int = 0) -> BurstCopy:
+        """A new, empty copy, open, that no record knows yet. Raises NoSpace, Unavailable."""
+        if device.may_inline:
+            copy_id = await self._take_id()
+            fd = device.create_object((0, copy_id))
+        else:
+            copy_id, fd = await self._spares[device.id].take()
+        if expected:
+            self._devices[device.id].promise(copy_id, expected)
+        return BurstCopy(device, copy_id, self._servers.buffers, fd)
+
+    def open(self, place: Copy) -> BurstCopy:
+        """An existing copy. Does no I/O. Raises Unavailable if its device is not registered."""
+        return BurstCopy(self._servers[place.server], place.id, self._servers.buffers)
+
+    def discard(self, copy: BurstCopy) -> None:
+        """Remove a copy that no record came to know, in the background. Does not block."""
+        copy.close(removed=True)
+        self.gone(copy.id)
+        copy.device.workers.post(remove_copies, copy.device, [copy.id])
+
+    # --- what becomes of copies ---
+
+    def dirty(self, copy_id: int, server: int, length: int) -> None:
+        """It has the newest bytes of a file, ``length`` of them, or as many as it has now."""
+        self._ledger.dirty(copy_id, server, length)
+
+    def clean(self, copy_id: int, server: int, length: int) -> None:
+        """It is a copy of what lies on the data servers."""
+        self._ledger.clean(copy_id, server, length)
+        self._relieve()
+        self._look_for_a_crowd()
+
+    def evicted(self, copy_id: int) -> None:
+        """No file has it any more; it is going to be deleted."""
+        known = self._ledger.gone(copy_id)
+        if known is not None and known[0] in self._devices:
+            self._devices[known[0]].leaving(copy_id, known[1])
+
+    def gone(self, copy_id: int) -> None:
+        """It has been deleted, and its space is free. Other ids, too, may be told here."""
+        self._ledger.gone(copy_id)
+        self._open.pop(copy_id, None)
+        for device in self._devices.values():
+            device.left(copy_id)
+        self._relieve()
+
+    def deleted(self, ids: Iterable[int]) -> None:
+        """These have been deleted; ids of other things may be among them."""
+        for copy_id in ids:
+            self.gone(copy_id)
+
+    def begun(self, copy: BurstCopy) -> None:
+        """A new file has it, which is empty: ``dirty`` and ``opened``."""
+        self._ledger.begun(copy.id, copy.server)
+        self._open[copy.id] = copy
+
+    def opened(self, copy: BurstCopy) -> None:
+        self._ledger.opened(copy.id)
+        self._open[copy.id] = copy
+
+    def closed(self, copy: BurstCopy) -> None:
+        if self._ledger.closed(copy.id):
+            self._open.pop(copy.id, None)
+            device = self._devices[copy.server]
+            device.promise(copy.id, 0)
+            if device.excess():
+                self._crowd.set()
+
+    def touch(self, copy_id: int) -> None:
+        """It has been used."""
+        self._ledger.touch(copy_id)
+
+    def pinned(self, copy_id: int, pinned: bool) -> None:
+        """Whether it must not be evicted."""
+        self._ledger.pin(copy_id, pinned)
+
+    # --- eviction ---
+
+    def needs_eviction(self) -> dict[int, int]:
+        """How many bytes of clean copies have to go from which device to reach its low mark."""
+        return {number: count for number, device in self._devices.items() if (count := device.excess()) > 0}
+
+    def victims(self, server: int, wanted: int) -> list[int]:
+        """Ids of copies to evict for ``wanted`` bytes: least recently used; never dirty, open or pinned ones."""
+        return self._ledger.victims(server, wanted)
+
+    async def crowded(self) -> None:
+        """Wait until ``needs_eviction`` has something to say."""
+        while not self.needs_eviction():
+            await self._crowd.wait()
+            self._crowd = trio.Event()
+
+    def _look_for_a_crowd(self) -> None:
+        if any(device.excess() for device in self._devices.values()):
+            self._crowd.set()
+
+    def _relieve(self) -> None:
+        if self._waiting and self.pressure == 0:
+            self._relief.set()
+            self._relief = trio.Event()
+
+    # --- in the background ---
+
+    async def run(self) -> None:
+        """Keep the figures fresh until cancelled."""
+        try:
+            while True:
+                await self.look()
+                if self._is_active():
+                    await trio.sleep(self._interval_s())
+                else:
+                    self._kick = trio.Event()
+                    with trio.move_on_after(_LOOK_IDLE_S):
+                        await self._kick.wait()
+        finally:
+            for spares in self._spares.values():
+                spares.stop()
+
+    async def look(self) -> None:
+        """Look at the free space of all devices, and at the lengths of the copies that are being written."""
+        for server in self._servers.burst():
+            if server.id not in self._devices:
+                self._add(server)
+        devices = list(self._devices.values())
+        if not devices:
+            return
+        for copy_id, server in list(self._ledger.writers()):
+            copy = self._open.get(copy_id)
+            if copy is not None and copy.is_open:
+                self._ledger.dirty(copy_id, server, copy.stat().st_blocks * 512)
+        for device, space in zip(devices, await self._servers.spaces([d.server for d in devices]), strict=True):
+            device.look(space)
+        self._measure()
+        for spares in self._spares.values():
+            spares.expire()
+        self._relieve()
+        self._look_for_a_crowd()
+
+    def _measure(self) -> None:
+        now, drained = time.monotonic(), self._ledger.drained_bytes
+        before_s, before = self._rate_seen
+        elapsed = now - before_s
+        if elapsed >= _LOOK_MIN_S:
+            weight = min(1.0, elapsed / _RATE_MEMORY_S)
+            self._rate += weight * ((drained - before) / elapsed - self._rate)
+            self._rate_seen = (now, drained)
+
+    def _is_active(self) -> bool:
+        spares = any(not spares.empty for spares in self._spares.values())
+        return spares or any(device.writers for device in self._devices.values())
+
+    def _interval_s(self) -> float:
+        room = min(device.room_to_high() for device in self._devices.values())
+        return min(_LOOK_MAX_S, max(_LOOK_MIN_S, room / _FILL_RATE))
+
+    async def close(self) -> None:
+        """Remove what was made ahead; to be called at an orderly end, after ``run``."""
+        for spares in self._spares.values():
+            await spares.close()
+
+    def status(self) -> dict[str, Any]:
+        """What ``aifs status`` shows."""
+        return {
+            "devices": [device.status() for device in self._devices.values()],
+            "throttled_writers": self._waiting,
+            "pause_s": self.pause_s if self.pressure else 0.0,
+            "drain_bytes_per_s": round(self._rate),
+        }
+
+
+def _space_or_none(server: DataServer) -> Space | None:
+    try:
+        return server.space()
+    except FsError:
+        return None

@@ -1,0 +1,251 @@
+"""Moving the bytes of whole files between burst copies and the capacity tier.
+
+A file goes in pieces, several at a time: a piece is read in the workers of where it lies and written in
+those of where it goes, so that a device or server that hangs holds up nobody else. Read, and not mapped: a
+mapping would end the process where the device fails or the file is cut; a reused buffer is not slower.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import trio
+from blake3 import blake3
+
+from aifs.burst.copy import BurstCopy
+from aifs.core import faults, files
+from aifs.core.budget import Budget
+from aifs.core.errors import Unavailable
+from aifs.core.tasks import run_all
+from aifs.data.buffers import BudgetedBuffers
+from aifs.data.striped import StripedObjects
+from aifs.data.workers import gather
+
+_WRITTEN = faults.declare("burst.drain.written", "new objects hold the bytes of a burst copy, not synced")
+
+PIECE = 4 << 20
+HASHED = 1 << 20
+"""Bytes of a file that one checksum covers; the last one covers fewer."""
+
+_SMALL = 256 << 10
+_PIECES_AT_ONCE = 4  # of one file
+
+
+def digests_of(data: memoryview) -> bytes:
+    """BLAKE3-256 of each ``HASHED`` bytes."""
+    return b"".join(blake3(data[start : start + HASHED]).digest() for start in range(0, len(data), HASHED))
+
+
+_ZEROS = bytes(HASHED)
+_DIGESTS_OF_HOLE = digests_of(memoryview(_ZEROS)) * (PIECE // HASHED)
+
+
+class Limiter:
+    """Bytes per second for all who share it, 0 for any number. Each waits once, in the order of asking."""
+
+    def __init__(self, rate: int) -> None:
+        self.rate = rate
+        self.lifted = False
+        """Set while the limit does not count."""
+        self._free_at = 0.0
+
+    async def take(self, count: int) -> None:
+        """Wait until ``count`` more bytes may be moved. Does not suspend if they may be now."""
+        if not self.rate or self.lifted:
+            return
+        now = trio.current_time()
+        start = max(self._free_at, now)
+        self._free_at = start + count / self.rate
+        if start > now:
+            await trio.sleep_until(start)
+
+
+class Chunked(Protocol):
+    """What is read of an interleaved file."""
+
+    async def read(self, offset: int, length: int, size: int, strict: bool) -> memoryview: ...
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Bytes of a file in memory, and which of them are not holes."""
+
+    data: memoryview
+    ranges: list[tuple[int, int]]
+    digests: bytes
+
+
+class Mover:
+    """All moving of bytes between the tiers. Used from one trio thread."""
+
+    def __init__(
+        self, budget: Budget, limiter: Limiter, io_priority: str, is_in_the_way: Callable[[], bool] = lambda: False
+    ) -> None:
+        """``io_priority``: see core.files. While ``is_in_the_way``, drains move one piece at a time."""
+        self.moved_bytes = 0
+        self._is_in_the_way = is_in_the_way
+        self._moving = 0
+        self._waiting = trio.lowlevel.ParkingLot()
+        self._limiter = limiter
+        self._io_priority = io_priority
+        self._buffers = BudgetedBuffers(budget)
+        budget.add_cache(self._buffers.give_back)
+
+    async def drain_out(
+        self, copy: BurstCopy, size: int, objects: StripedObjects, cancelled: Callable[[], bool]
+    ) -> bytes | None:
+        """Copy all ``size`` bytes of a burst copy, which nobody changes, to new ``objects``; durable on return.
+
+        Returns the checksums, none of a file that is mostly holes; None if ``cancelled`` has become true
+        meanwhile, which is asked between pieces. Holes stay holes. Raises NoSpace, QuotaExceeded, Unavailable.
+        """
+        digests: dict[int, bytes] = {}  # by offset of the piece
+        offsets: Sequence[int] = range(0, size, PIECE)
+        sparse = copy.stat().st_blocks * 512 < size
+        if sparse:
+            offsets = await self._run(copy, _pieces_with_data, size)
+
+        async def move(offset: int) -> None:
+            length = min(PIECE, size - offset)
+            await self._limiter.take(length)
+            async with self._turn():
+                if not cancelled():
+                    await move_now(offset, length)
+
+        async def move_now(offset: int, length: int) -> None:
+            piece = await self._run(copy, _read_piece, offset, await self._buffer(length), sparse)
+            for start, end in piece.ranges:
+                await objects.write(start, piece.data[start - offset : end - offset])
+            digests[offset] = piece.digests
+            self.moved_bytes += length
+
+        await _in_parallel(move, offsets)
+        if cancelled():
+            return None
+        await objects.settle(size)
+        faults.reach(_WRITTEN)
+        await objects.sync()
+        if 2 * len(offsets) * PIECE < size:
+            return b""
+        return b"".join(digests.get(offset, _DIGESTS_OF_HOLE) for offset in range(0, size, PIECE))
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        while self._moving and self._is_in_the_way():
+            await self._waiting.park()
+        self._moving += 1
+        try:
+            yield
+        finally:
+            self._moving -= 1
+            self._waiting.unpark_all()
+
+    async def stage_in(
+        self, objects: StripedObjects | Chunked, size: int, copy: BurstCopy, cancelled: Callable[[], bool]
+    ) -> bool:
+        """Copy a settled file of ``size`` bytes into a new, empty burst copy; nothing is synced.
+
+        Returns False if ``cancelled`` has become true meanwhile. Each MiB of zeros becomes a hole. Nothing of ours is
+        open for writing on return. Raises NoSpace, QuotaExceeded, Unavailable.
+        """
+
+        async def move(offset: int, write: Callable[[BurstCopy, int, memoryview], None]) -> None:
+            length = min(PIECE, size - offset)
+            await self._limiter.take(length)
+            if cancelled():
+                return
+            buffer = await self._buffer(length)
+            if isinstance(objects, StripedObjects):
+                await objects.read_into(offset, buffer, size)
+            else:
+                for start in range(0, length, HASHED):
+                    part = buffer[start : start + HASHED]
+                    part[:] = await objects.read(offset + start, len(part), size, True)
+            await self._run(copy, write, offset, buffer)
+            self.moved_bytes += length
+
+        if 0 < size <= PIECE:
+            await move(0, _write_all)
+        else:
+            await copy.truncate(size)
+            await _in_parallel(partial(move, write=_write_piece), range(0, size, PIECE))
+            await copy.release_writers()
+        return not cancelled()
+
+    async def admit(self, count: int) -> None:
+        """Wait until somebody else may move ``count`` bytes under our limit."""
+        await self._limiter.take(count)
+        self.moved_bytes += count
+
+    async def read_whole(self, copy: BurstCopy, size: int) -> bytes:
+        """All bytes of a small burst copy. Raises Unavailable."""
+        if size == 0:
+            return b""
+        piece = await self._run(copy, _read_piece, 0, memoryview(bytearray(size)), False)
+        return bytes(piece.data)
+
+    async def _buffer(self, length: int) -> memoryview:
+        # Of two sizes only, so that those that are free fit.
+        return (await self._buffers.take(PIECE if length > _SMALL else _SMALL))[:length]
+
+    async def _run(self, copy: BurstCopy, function: Callable[..., Any], *args: Any) -> Any:
+        call = (self._io_priority, function, copy, *args)
+        return (await gather([(copy.device.workers, files.at_priority, call)]))[0]
+
+
+async def _in_parallel(move: Callable[[int], Awaitable[None]], offsets: Sequence[int]) -> None:
+    """Call ``move`` with each of ``offsets``, a few at a time; none after the first error, which is raised."""
+    if len(offsets) == 1:
+        await move(offsets[0])  # most files are small; a nursery for each would be felt
+        return
+
+    following = iter(offsets)
+    failed = False
+
+    async def work() -> None:
+        nonlocal failed
+        try:
+            for offset in following:
+                await trio.lowlevel.checkpoint()
+                if failed:
+                    return
+                await move(offset)
+        except BaseException:
+            failed = True
+            raise
+
+    await run_all(*[work] * min(_PIECES_AT_ONCE, len(offsets)))
+
+
+def _pieces_with_data(copy: BurstCopy, size: int) -> list[int]:
+    """Offsets of the pieces that are not holes, and of the last one."""
+    ranges = copy.device.call("read", (0, copy.id), files.data_ranges, copy.fd, 0, size)
+    pieces = {piece for start, end in ranges for piece in range(start // PIECE, (end - 1) // PIECE + 1)}
+    return [piece * PIECE for piece in sorted(pieces | {(size - 1) // PIECE})]
+
+
+def _read_piece(copy: BurstCopy, offset: int, buffer: memoryview, sparse: bool) -> _Piece:
+    device, key, end = copy.device, (0, copy.id), offset + len(buffer)
+    ranges = [(offset, end)]
+    if sparse:
+        ranges = device.call("read", key, files.data_ranges, copy.fd, offset, len(buffer))
+    if device.read(key, copy.fd, buffer, offset) < len(buffer):
+        raise Unavailable(f"{device.name}: {device.object_path(*key)} ends before byte {end}")
+    return _Piece(buffer, ranges, digests_of(buffer))
+
+
+def _write_piece(copy: BurstCopy, offset: int, buffer: memoryview) -> None:
+    for start, part in _without_zeros(buffer):
+        copy.write_now(offset + start, part)
+
+
+def _write_all(copy: BurstCopy, _: int, buffer: memoryview) -> None:
+    copy.fill_now(_without_zeros(buffer), len(buffer))
+
+
+def _without_zeros(buffer: memoryview) -> list[tuple[int, memoryview]]:
+    """The MiBs that are not all zeros, with their offsets."""
+    parts = [(start, buffer[start : start + HASHED]) for start in range(0, len(buffer), HASHED)]
+    return [(start, part) for start, part in parts if part[0] or part[-1] or bytes(part) != _ZEROS[: len(part)]]
