@@ -1,5 +1,7 @@
 """Background removal of what nobody can reach any more: orphan inodes, and the objects left as garbage."""
 
+from collections.abc import Callable
+
 import trio
 
 from aifs.core import faults
@@ -14,6 +16,7 @@ from aifs.meta.records import Garbage, decode_garbage
 _log = logger(__name__)
 
 _BATCH = 256
+_ERASED_AT_ONCE = 32  # in one transaction, whose own changes slow down its range reads
 _RETRY_S = 10.0
 
 _ERASED = faults.declare("vfs.collect.erased", "orphans are erased, their objects are on record as garbage")
@@ -33,8 +36,11 @@ class Collector:
         self._orphans: list[int] = []
         self._garbage: list[int] = []
         self._retry: list[int] = []
+        self._failed = 0  # of the last batch
         self._work = trio.Event()
         self._draining = trio.Lock()
+        self.on_deleted: Callable[[list[int]], None] = lambda oids: None
+        """Called with the ids of objects and burst copies whose space is free again."""
 
     def add_orphan(self, ino: int) -> None:
         """``ino`` has no name, no handle, and is unknown to the kernel."""
@@ -70,11 +76,12 @@ class Collector:
         """Remove all that is waiting. Raises NoSpace or Unavailable if the metadata store cannot be changed."""
         async with self._draining:
             while self._orphans or self._garbage:
-                if self._orphans:
-                    batch = self._orphans[:_BATCH]
+                while self._orphans and len(self._garbage) < _BATCH:
+                    batch = self._orphans[:_ERASED_AT_ONCE]
                     self._garbage += await self._engine.transact(_erase, batch)
                     del self._orphans[: len(batch)]
                     faults.reach(_ERASED)
+                    await trio.lowlevel.checkpoint()
                 if self._garbage:
                     batch = self._garbage[:_BATCH]
                     await self._delete(batch)
@@ -86,25 +93,25 @@ class Collector:
             return
         await self._engine.barrier()
         failed = await delete_batch(self._servers, garbage)
-        if failed:
+        if failed and len(failed) != self._failed:
             error = next(iter(failed.values()))
             _log.info("objects of %d deleted files stay for now: %s", len(failed), error)
+        self._failed = len(failed)
         self._retry += failed
         faults.reach(_DELETED)
-        await self._engine.transact(_forget_garbage, [oid for oid in garbage if oid not in failed])
+        deleted = [oid for oid in garbage if oid not in failed]
+        self.on_deleted(deleted)
+        await self._engine.transact(_forget_garbage, deleted)
 
 
 def _erase(tx: Transaction, inos: list[int]) -> list[int]:
     """Erase orphans; returns the oids whose objects are garbage now."""
-    oids = []
+    oids: list[int] = []
     for ino in inos:
         try:
-            inode = namespace.remove_orphan(tx, ino)
+            oids += namespace.remove_orphan(tx, ino)
         except Unavailable as error:
             _log.warning("deleted inode %d cannot be removed (fsck will name it): %s", ino, error)
-            continue
-        if inode is not None and inode.layout is not None:
-            oids.append(inode.oid)
     return oids
 
 

@@ -18,6 +18,11 @@ class Gate:
         self._waiting_alone = 0
         self._queue: trio.lowlevel.ParkingLot | None = None
 
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody is inside."""
+        return not self._alone and not self._inside
+
     async def enter_shared(self) -> None:
         while self._alone or self._waiting_alone:
             await self._park()

@@ -6,7 +6,7 @@ from aifs.meta import keys
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 
 WINDOW = 8192
-"""Ids that are reserved at a time: one journal sync per so many, and the range that recovery looks through."""
+"""Ids that are reserved at a time: one journal sync per so many."""
 
 
 class IdAllocator:
@@ -43,7 +43,11 @@ class IdAllocator:
                 self._next, self._end = end - WINDOW, end
 
 
-async def last_window(engine: Engine) -> tuple[int, int]:
-    """The window that was in use when the store was last open: first id, and the one behind the last."""
+async def last_windows(engine: Engine) -> tuple[int, int]:
+    """Where unknown ids may be: first id, and the one behind the last.
+
+    It is the window that was in use when the store was last open, and the one before, from which files may have been made
+    ahead that nobody has used.
+    """
     end = await engine.view(ReadTransaction.counter, keys.COUNTER_IDS)
-    return max(end - WINDOW, keys.FIRST_FREE_ID), end
+    return max(end - 2 * WINDOW, keys.FIRST_FREE_ID), end

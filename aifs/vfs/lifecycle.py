@@ -10,7 +10,7 @@ from aifs.core.config import Config
 from aifs.core.log import logger
 from aifs.core.tasks import first_error
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.recovery import recover
+from aifs.vfs.recovery import load_copies, recover
 from aifs.vfs.store import open_store, set_clean
 
 _log = logger(__name__)
@@ -32,14 +32,16 @@ async def open_filesystem(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_keep_running, store.engine.run)
             fs = Filesystem(store, mountpoint, read_only, atime)
-            fs.recovered = await recover(store, fs.collector)
+            fs.recovered = await recover(store, fs.tier, fs.collector)
+            await fs.containers.recover()
+            fs.drain.load(await load_copies(store, fs.tier, fs.collector, fs.recovered))
             if not store.clean:
                 _log.info("the store was not closed in order: %s", fs.recovered)
             await set_clean(store.engine, False)
             error = None
             async with trio.open_nursery() as background:
-                background.start_soon(_keep_running, fs.collector.run)
-                background.start_soon(_keep_running, fs.writeback.run)
+                for part in fs.background(read_only):
+                    background.start_soon(_keep_running, part.run)
                 try:
                     yield fs
                 except BaseException as raised:  # noqa: BLE001 (raised again, outside the nurseries that would wrap it)
@@ -80,5 +82,8 @@ async def _close(fs: Filesystem) -> None:
     for ino in fs._orphans:
         fs.collector.add_orphan(ino)
     await fs.collector.drain()
+    fs.containers.close()
+    await fs.tier.close()
+    await fs.store.servers.cache.settle()
     await fs.sync()
     await set_clean(fs.store.engine, True)

@@ -1,8 +1,19 @@
-"""The in-core state of a regular file while it is open, or while its size is being changed."""
+"""The in-core state of a regular file while it is open, or while its bytes are being moved or its size changed."""
 
+from typing import Protocol
+
+from aifs.burst.copy import BurstCopy
+from aifs.data.chunked import ChunkedObjects
 from aifs.data.striped import StripedObjects
 from aifs.meta.records import Inode
 from aifs.vfs.gate import Gate
+
+
+class Drain(Protocol):
+    """A drain of the file that is under way, or a sync; both hold a lease on the burst copy."""
+
+    def cancel(self) -> None:
+        """It must not count any more. Does not block; others may write to the burst copy when this returns."""
 
 
 class OpenInode:
@@ -12,36 +23,61 @@ class OpenInode:
     record in the store may lag behind (``unsaved``). Mode, owner, links and names are the store's; ``adopt`` takes
     them over after each transaction that changed them.
 
+    ``objects`` are those of a striped file, or the chunks of an interleaved one; ``copy`` is the burst copy.
     ``dirty``: the dirty mark is in the store. ``trimmed``: no object holds bytes beyond the size, so the file may
-    grow. ``changes`` counts modifications of the bytes, each before its first byte changes, so that a sync can tell
-    whether another one has come since. ``shown_blocks``: the count of blocks that stat(2) showed since the last
+    grow. ``changes`` counts modifications of the bytes, each before its first byte changes, so that a sync or a drain
+    can tell whether another one has come since. ``shown``: mtime and blocks that stat(2) showed since the last
     change, which may have been a guess; None if it was not asked for.
+
+    ``handles`` counts all who need the in-core state, ``users`` the open handles of programs among them, ``writers``
+    those that can write. ``backing`` is the kernel's id of the local file that the users' handles are passed
+    through to; 0 while they are not, and then none of them is. That is the burst copy, or, with ``on_object``, the one
+    object of a striped file, which the file then has to stay. ``copy_mtime_ns`` is the copy's mtime when it was last
+    looked at; 0: it was not. ``copy_is_durable``: it is on record as such, as far as we know. ``marked_seq``: the transaction
+    that put the dirty mark on a file that was in order. ``stripped``: a write has taken setuid and setgid away, which is not
+    on record yet.
     """
 
     __slots__ = (
-        "changes", "dirty", "forgotten", "gate", "handles", "inode", "objects", "shown_blocks", "trimmed", "unsaved",
+        "backing", "changes", "copy", "copy_is_durable", "copy_mtime_ns", "dirty", "drain", "forgotten", "gate", "handles",
+        "inode", "marked_seq", "objects", "on_object", "shown", "stripped", "trimmed", "unsaved", "users", "writers",
     )  # fmt: skip
 
-    def __init__(self, inode: Inode, objects: StripedObjects | None, dirty: bool) -> None:
+    def __init__(self, inode: Inode, objects: StripedObjects | ChunkedObjects | None, dirty: bool) -> None:
         self.inode = inode
         self.objects = objects
+        self.copy: BurstCopy | None = None
         self.dirty = dirty
         self.trimmed = False
         self.unsaved = False
         self.forgotten = False
         self.changes = 0
-        self.shown_blocks: int | None = None
-        self.handles = 0
+        self.shown: tuple[int, int] | None = None
+        self.handles = self.users = self.writers = 0
+        self.backing = 0
+        self.on_object = False
+        self.copy_mtime_ns = 0
+        self.copy_is_durable = False
+        self.marked_seq = 0
+        self.stripped = False
+        self.drain: Drain | None = None
         self.gate = Gate()
 
     def adopt(self, stored: Inode) -> None:
         inode = self.inode
-        inode.mode, inode.uid, inode.gid = stored.mode, stored.uid, stored.gid
+        inode.mode = stored.unprivileged_mode if self.stripped else stored.mode
+        inode.uid, inode.gid = stored.uid, stored.gid
         inode.nlink, inode.parent, inode.policy = stored.nlink, stored.parent, stored.policy
         inode.ctime_ns = max(inode.ctime_ns, stored.ctime_ns)
 
     def changed(self, now: int) -> None:
         """The bytes or the size have changed."""
         self.inode.mtime_ns = self.inode.ctime_ns = now
-        self.shown_blocks = None
+        self.shown = None
         self.unsaved = True
+
+    def cancel_drain(self) -> None:
+        """The bytes are about to change, or to go: what a drain has copied must not count."""
+        if self.drain is not None:
+            self.drain.cancel()
+            self.drain = None

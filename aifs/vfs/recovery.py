@@ -4,20 +4,25 @@ The work depends on what was in flight: dirty marks, orphans, garbage, and the l
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from aifs.burst.tier import BurstTier
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
+from aifs.data.server import Missing
 from aifs.data.striped import StripedObjects, delete_objects, list_window
 from aifs.layout.striped import Striped
-from aifs.meta import keys, namespace
+from aifs.meta import forms, keys, namespace
 from aifs.meta.kv import ReadTransaction, Transaction
-from aifs.meta.records import Inode
+from aifs.meta.records import BurstRecord, Inode, decode_burst
 from aifs.vfs.collector import Collector
-from aifs.vfs.ids import last_window
+from aifs.vfs.ids import last_windows
 from aifs.vfs.store import Store
 
 _log = logger(__name__)
+
+_SLICE = 256
 
 
 @dataclass(slots=True)
@@ -29,6 +34,8 @@ class Recovered:
     orphans: int = 0  # unlinked, but open when the daemon died
     garbage: int = 0  # object sets that were waiting for deletion
     unknown_objects: int = 0  # made shortly before a power cut that undid their files
+    undrained: int = 0  # files whose newest bytes are in the burst tier alone
+    dropped_copies: int = 0  # cached in the burst tier, but not known to be on stable storage
 
     def __str__(self) -> str:
         parts = [
@@ -37,11 +44,13 @@ class Recovered:
             (self.orphans, "deleted files that were open removed"),
             (self.garbage, "sets of garbage objects queued for deletion"),
             (self.unknown_objects, "objects of lost files deleted"),
+            (self.dropped_copies, "cached copies dropped"),
+            (self.undrained, "files to drain"),
         ]
         return ", ".join(f"{count} {what}" for count, what in parts if count) or "nothing to recover"
 
 
-async def recover(store: Store, collector: Collector) -> Recovered:
+async def recover(store: Store, tier: BurstTier, collector: Collector) -> Recovered:
     """Bring the store into order; what only needs deleting is left to the collector.
 
     A file on a server that does not work keeps its dirty mark, and is settled by a later mount.
@@ -54,7 +63,7 @@ async def recover(store: Store, collector: Collector) -> Recovered:
     for oid in garbage:
         collector.add_garbage(oid)
     for start in range(0, len(dirty), 64):
-        await run_all(*(lambda ino=ino: _settle(store, ino) for ino in dirty[start : start + 64]))
+        await run_all(*(lambda ino=ino: _settle(store, tier, collector, ino) for ino in dirty[start : start + 64]))
     if not store.clean:
         recovered.unknown_objects = await _delete_unknown_objects(store)
     return recovered
@@ -67,14 +76,40 @@ def _read_in_flight(tx: ReadTransaction) -> tuple[list[int], list[int], list[int
     return numbers(b"w"), numbers(b"o"), numbers(b"g")
 
 
-async def _settle(store: Store, ino: int) -> None:
+async def _settle(store: Store, tier: BurstTier, collector: Collector, ino: int) -> None:
     try:
         inode, is_orphan = await store.engine.view(_read_settling, ino)
-        if inode is not None and inode.layout is not None and not is_orphan:
-            await _settle_objects(store, inode)
+        if inode is not None and not is_orphan:
+            if inode.in_burst:
+                await _settle_copy(store, tier, collector, inode)
+            elif inode.layout is not None:
+                await _settle_objects(store, inode)
         await store.engine.transact(_put_settled, ino, inode)
     except FsError as error:
         _log.warning("inode %d could not be settled, the next mount will try again: %s", ino, error)
+
+
+async def _settle_copy(store: Store, tier: BurstTier, collector: Collector, inode: Inode) -> None:
+    """Take over what the burst copy says, and sync it. One that a power cut has undone leaves an empty file."""
+    copy = tier.open(inode.copy)
+    try:
+        await copy.ensure_open()
+        status = copy.stat()
+        inode.size, inode.blocks, inode.mtime_ns = status.st_size, status.st_blocks, status.st_mtime_ns
+        await copy.sync()
+    except Missing:
+        if store.same_boot or await store.engine.view(_is_durable, inode.copy.id):
+            raise
+        _log.warning("inode %d was not on stable storage when the power went: it is empty now", inode.ino)
+        collector.add_garbage(await store.engine.transact(namespace.discard_copy, inode.copy))
+        inode.copy, inode.size, inode.blocks = None, 0, 0
+    finally:
+        copy.close()
+
+
+def _is_durable(tx: ReadTransaction, copy_id: int) -> bool:
+    record = tx.get(keys.burst_copy(copy_id))
+    return record is None or decode_burst(record).durable
 
 
 async def _settle_objects(store: Store, inode: Inode) -> None:
@@ -100,7 +135,7 @@ def _put_settled(tx: Transaction, ino: int, inode: Inode | None) -> None:
 async def _delete_unknown_objects(store: Store) -> int:
     """Delete objects in the last window of ids that neither an inode nor a garbage record knows (I7)."""
     unknown: dict[tuple[int, int], list[int]] = {}
-    first, end = await last_window(store.engine)
+    first, end = await last_windows(store.engine)
     for server, ino, oid in await list_window(store.servers, first, end):
         if not await store.engine.view(_is_known, ino, oid):
             unknown.setdefault((ino, oid), []).append(server)
@@ -112,8 +147,65 @@ async def _delete_unknown_objects(store: Store) -> int:
 def _is_known(tx: ReadTransaction, ino: int, oid: int) -> bool:
     if tx.get(keys.garbage(oid)) is not None:
         return True
+    if ino == 0:
+        return tx.get(keys.burst_copy(oid)) is not None or tx.get(keys.container(oid)) is not None
     try:
         inode = namespace.find_inode(tx, ino)
     except Unavailable:
         return True  # nobody can tell, so nothing is deleted
     return inode is not None and inode.layout is not None and inode.oid == oid
+
+
+# --- burst copies --------------------------------------------------------------------------------------
+
+
+class Undrained(NamedTuple):
+    """A file that has to be drained: inode number, since when, size."""
+
+    ino: int
+    since_ns: int
+    size: int
+
+
+async def load_copies(store: Store, tier: BurstTier, collector: Collector, recovered: Recovered) -> list[Undrained]:
+    """Tell the tier what it holds; returns what has to be drained, oldest first.
+
+    A cached copy that is not durable counts only while the machine has not been started anew: a power cut may have left
+    anything in it.
+    """
+    undrained: list[Undrained] = []
+    start, end = keys.all_of(b"b")
+    while batch := await store.engine.view(_read_copies, start, end):
+        for copy_id, record, inode in batch:
+            start = keys.burst_copy(copy_id + 1)
+            if inode is None or inode.copy != (record.server, copy_id) or inode.in_burst != record.undrained:
+                continue  # fsck names it
+            if record.server not in store.servers:
+                # What the missing directory holds is on record as garbage, should it ever come back.
+                await store.engine.transact(forms.put_without_copy, record.ino, copy_id)
+                recovered.dropped_copies += 1
+            elif record.undrained:
+                undrained.append(Undrained(record.ino, record.since_ns, inode.size))
+                tier.dirty(copy_id, record.server, inode.size)
+            elif record.durable or store.same_boot:
+                tier.clean(copy_id, record.server, inode.size)
+                tier.pinned(copy_id, inode.policy is not None and inode.policy.tier == "pinned")
+            else:
+                collector.add_garbage(await store.engine.transact(forms.put_without_copy, record.ino, copy_id))
+                recovered.dropped_copies += 1
+    recovered.undrained = len(undrained)
+    return sorted(undrained, key=lambda file: file.since_ns)
+
+
+def _read_copies(
+    tx: ReadTransaction, start: bytes, end: bytes
+) -> list[tuple[int, BurstRecord, Inode | None]]:
+    found = [(keys.number(key), decode_burst(value)) for key, value in tx.range(start, end, _SLICE)]
+    return [(copy_id, record, _find_readable(tx, record.ino)) for copy_id, record in found]
+
+
+def _find_readable(tx: ReadTransaction, ino: int) -> Inode | None:
+    try:
+        return namespace.find_inode(tx, ino)
+    except Unavailable:
+        return None

@@ -1,7 +1,8 @@
 """A store on disk: making one, opening one, adding data servers to it.
 
-The metadata holds the store's identity and the table of its data servers; every directory carries the same
-identity in its marker. The table is what counts: a configuration names directories when a store is made.
+The metadata holds the store's identity and the table of its data servers and burst directories; every directory
+carries the same identity in its marker. The table is what counts: a configuration names directories when a store is
+made. Format 2 has burst directories in the table; format 1 knew them by their markers alone.
 """
 
 import json
@@ -14,21 +15,28 @@ from datetime import datetime, timezone
 import trio
 
 from aifs.core import files
+from aifs.core.budget import Budget
 from aifs.core.config import Config, is_directory_source
 from aifs.core.errors import StoreError
+from aifs.core.log import logger
+from aifs.data.marker import FORMAT as MARKER_FORMAT
 from aifs.data.marker import NAME as MARKER_NAME
 from aifs.data.marker import Marker, read_marker, write_marker
+from aifs.data.server import DataServer
 from aifs.data.servers import Servers
+from aifs.layout.placement import BURST_FIRST
 from aifs.meta import keys
 from aifs.meta.keys import FIRST_FREE_ID, ROOT_INO
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.namespace import put_inode
-from aifs.meta.records import Inode
+from aifs.meta.records import Inode, decode_burst
 from aifs.vfs.owner import NAME as OWNER_NAME
 from aifs.vfs.owner import OwnerLock
 
-FORMAT = 1
+FORMAT = 2
+
+_log = logger(__name__)
 
 LOST_AND_FOUND = "lost+found"
 """Left alone in every directory: the filesystem's own below a mount point, and what fsck has moved aside."""
@@ -36,17 +44,22 @@ LOST_AND_FOUND = "lost+found"
 _OWN_NAMES = {
     "meta": {OWNER_NAME, "data.mdb", "journal.0", "journal.1"},
     "data": {"objects"},
-    "burst": set(),
+    "burst": {"objects"},
 }
 
 
 @dataclass(slots=True)
 class Store:
-    """An open store. ``clean``: it was closed in order, so nothing needs to be recovered."""
+    """An open store.
+
+    ``clean``: it was closed in order, so nothing needs to be recovered. ``same_boot``: the kernel that was running when it
+    was last used is running still, with all that it had in its page cache.
+    """
 
     config: Config
     uuid: str
     clean: bool
+    same_boot: bool
     engine: LmdbEngine
     servers: Servers
     owner: OwnerLock
@@ -98,15 +111,15 @@ def format_store(config: Config, force: bool) -> str:
         identity = str(uuid.uuid4())
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         for role, number, path in roles[1:]:
-            write_marker(path, Marker(FORMAT, identity, role, number, created))
-        paths = {number: _recorded_path(config, path) for number, path in enumerate(config.servers)}
+            write_marker(path, Marker(MARKER_FORMAT, identity, role, number, created))
+        paths = {_id_of(role, number): _recorded_path(config, path) for role, number, path in roles[1:]}
         engine = LmdbEngine(meta)
         try:
             trio.run(engine.transact, _write_first_records, identity, paths)
         finally:
             engine.close()
         # The marker of the metadata directory comes last: without it there is no store.
-        write_marker(meta, Marker(FORMAT, identity, "meta", 0, created))
+        write_marker(meta, Marker(MARKER_FORMAT, identity, "meta", 0, created))
     finally:
         owner.release(orderly=True)
     return identity
@@ -122,6 +135,10 @@ def _write_first_records(tx: Transaction, identity: str, paths: dict[int, str]) 
     put_inode(tx, root)
     for number, path in paths.items():
         _put_server(tx, number, path)
+
+
+def _id_of(role: str, number: int) -> int:
+    return BURST_FIRST + number if role == "burst" else number
 
 
 def _put_server(tx: Transaction, number: int, path: str) -> None:
@@ -174,8 +191,12 @@ def _erase(role: str, path: str) -> None:
 # --- open --------------------------------------------------------------------------------------------
 
 
-async def open_store(config: Config, *, mountpoint: str = "", read_only: bool = False) -> Store:
+async def open_store(
+    config: Config, *, mountpoint: str = "", read_only: bool = False, adding: str = ""
+) -> Store:
     """Own and open a store, with its journal replayed. Raises StoreError, StoreBusy.
+
+    ``adding``: a directory that the configuration may name though it is no part of the store yet.
 
     Opening blocks the thread: it is done before anything else runs in it.
     """
@@ -190,13 +211,18 @@ async def open_store(config: Config, *, mountpoint: str = "", read_only: bool = 
         superblock, paths = await _read_identity(engine, meta)
         if superblock["uuid"] != marker.store:
             raise StoreError(f"{meta}: the metadata belongs to another store than the directory's marker says")
-        if superblock["format"] != FORMAT:
-            raise StoreError(f"{meta}: the store has format {superblock['format']}; this version knows {FORMAT} alone")
+        if superblock["format"] == 1:
+            paths |= await _upgrade(engine, config, marker.store)
+        elif superblock["format"] != FORMAT:
+            raise StoreError(f"{meta}: the store has format {superblock['format']}; this version knows 1 and {FORMAT}")
         table = {number: os.path.join(config.source, path) for number, path in paths.items()}
-        _require_registered(config, table)
-        servers = Servers(table, superblock["uuid"], threads=config.data.threads)
+        _require_registered(config, table, adding)
+        budget = Budget(config.memory.budget)
+        servers = Servers(table, superblock["uuid"], threads=config.data.threads, budget=budget)
+        await _check_burst(engine, servers, read_only)
         servers.check_identity(read_only=read_only)
-        return Store(config, superblock["uuid"], superblock["clean"], engine, servers, owner)
+        same_boot = superblock.get("boot") == files.boot_id()
+        return Store(config, superblock["uuid"], superblock["clean"], same_boot, engine, servers, owner)
     except BaseException:
         if servers is not None:
             servers.close()
@@ -212,7 +238,8 @@ async def _read_identity(engine: Engine, meta: str) -> tuple[dict, dict[int, str
     def read(tx: ReadTransaction) -> tuple[dict, dict[int, str]]:
         superblock = json.loads(tx.get(keys.SUPERBLOCK) or b"")
         servers = {keys.number(key): json.loads(value)["path"] for key, value in tx.range(*keys.all_of(b"s"))}
-        return {key: superblock[key] for key in ("uuid", "format", "clean")}, servers
+        known = {key: superblock[key] for key in ("uuid", "format", "clean")}
+        return known | {"boot": superblock.get("boot")}, servers
 
     try:
         return await engine.view(read)
@@ -220,15 +247,68 @@ async def _read_identity(engine: Engine, meta: str) -> tuple[dict, dict[int, str
         raise StoreError(f"{meta}: the store's own records are damaged; restore the directory from a copy") from error
 
 
-def _require_registered(config: Config, table: dict[int, str]) -> None:
+async def _upgrade(engine: Engine, config: Config, identity: str) -> dict[int, str]:
+    """Make a store of format 1 one of format 2: its burst directories, of which it made no use, enter the table.
+
+    Returns their paths, as recorded, by id. Durable on return.
+    """
+    paths = {}
+    for path in config.burst.directories:
+        try:
+            marker = read_marker(path)
+            if (marker.store, marker.role) != (identity, "burst"):
+                raise StoreError(f"{path}: its marker says {marker.role} of store {marker.store}")
+        except StoreError as error:
+            _log.warning("a burst directory is not used: %s", error)
+        else:
+            paths[_id_of("burst", marker.id)] = _recorded_path(config, path)
+
+    def upgrade(tx: Transaction) -> None:
+        for number, path in paths.items():
+            _put_server(tx, number, path)
+        superblock = json.loads(tx.get(keys.SUPERBLOCK)) | {"format": FORMAT}
+        tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())
+
+    await engine.transact(upgrade)
+    await engine.barrier()
+    _log.info("the store was upgraded from format 1 to %d, with %d burst directories", FORMAT, len(paths))
+    return paths
+
+
+async def _check_burst(engine: Engine, servers: Servers, read_only: bool) -> None:
+    """Each burst directory is there, or is done without: its cached copies are no loss.
+
+    Raises StoreError if files of the store lie there alone.
+    """
+    for server in servers.burst():
+        try:
+            server.identify(read_only)
+        except StoreError as error:
+            count = await engine.view(_count_undrained, server)
+            if count:
+                stake = f"{count} files have their newest bytes there alone"
+                advice = "mount its filesystem or put the directory back"
+                raise StoreError(f"{error}; {stake}: {advice}") from error
+            _log.warning("%s; only cached copies lie there, so the store does without it", error)
+            servers.drop(server.id)
+
+
+def _count_undrained(tx: ReadTransaction, server: DataServer) -> int:
+    records = map(decode_burst, (value for _, value in tx.range(*keys.all_of(b"b"))))
+    return sum(record.undrained for record in records if record.server == server.id)
+
+
+def _require_registered(config: Config, table: dict[int, str], adding: str) -> None:
     if is_directory_source(config.source):
         return
-    known = {os.path.realpath(path) for path in table.values()}
-    for path in config.servers:
+    known = {os.path.realpath(path) for path in (*table.values(), *filter(None, (adding,)))}
+    named = [("server", "", path) for path in config.servers]
+    named += [("burst directory", "--burst ", path) for path in config.burst.directories]
+    for kind, option, path in named:
         if os.path.realpath(path) not in known:
             raise StoreError(
-                f"{config.source}: server {path} is not part of the store; add it with: "
-                f"aifs server add {config.source} {path}"
+                f"{config.source}: {kind} {path} is not part of the store; add it with: "
+                f"aifs server add {option}{config.source} {path}"
             )
 
 
@@ -237,7 +317,7 @@ async def set_clean(engine: Engine, clean: bool) -> None:
 
     def update(tx: Transaction) -> None:
         superblock = json.loads(tx.get(keys.SUPERBLOCK))
-        superblock["clean"] = clean
+        superblock |= {"clean": clean, "boot": files.boot_id()}
         tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())
 
     await engine.transact(update)
@@ -247,35 +327,37 @@ async def set_clean(engine: Engine, clean: bool) -> None:
 # --- add a server ------------------------------------------------------------------------------------
 
 
-def add_server(config: Config, directory: str) -> int:
-    """Add a data server to a store that is not mounted; returns its id. Blocks; durable when it returns."""
+def add_server(config: Config, directory: str, role: str = "data") -> int:
+    """Add a directory to a store that is not mounted; returns its id. Blocks; durable when it returns."""
 
     async def add() -> int:
-        store = await open_store(config)
+        store = await open_store(config, adding=directory)
         try:
-            return await register_server(store, directory)
+            return await register_server(store, directory, role)
         finally:
             store.close()
 
     return trio.run(add)
 
 
-async def register_server(store: Store, directory: str) -> int:
-    """Make ``directory`` a data server of the open store; new files use it from now on. Durable when this returns.
+async def register_server(store: Store, directory: str, role: str = "data") -> int:
+    """Make ``directory`` a data server ('data') or burst directory ('burst') of the open store; returns its id.
 
-    Raises StoreError if it is not an empty directory.
+    New files use it from now on. Durable when this returns. Raises StoreError if it is not an empty directory.
     """
     directory = os.path.abspath(directory)
     _require_distinct([directory, store.config.meta.directory, *(s.path for s in store.servers.values())])
-    _require_usable("data", directory, force=False)
-    number = max(store.servers) + 1
+    _require_usable(role, directory, force=False)
+    peers = store.servers.burst() if role == "burst" else store.servers.capacity()
+    number = max((peer.number for peer in peers), default=-1) + 1
+    server_id = _id_of(role, number)
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     files.make_dirs(directory)
-    write_marker(directory, Marker(FORMAT, store.uuid, "data", number, created))
-    await store.engine.transact(_put_server, number, _recorded_path(store.config, directory))
-    store.servers.add(number, directory)  # before anything waits: the next one takes the next number
+    write_marker(directory, Marker(MARKER_FORMAT, store.uuid, role, number, created))
+    await store.engine.transact(_put_server, server_id, _recorded_path(store.config, directory))
+    store.servers.add(server_id, directory)  # before anything waits: the next one takes the next number
     await store.engine.barrier()
-    return number
+    return server_id
 
 
 def _recorded_path(config: Config, path: str) -> str:

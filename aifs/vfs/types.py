@@ -41,6 +41,28 @@ class SetAttr:
     atime_ns: int | None = None
     mtime_ns: int | None = None
     ctime_ns: int | None = None
+    kill_privileges: bool = False
+    """Clear setuid and setgid, as a truncation by someone without CAP_FSETID must."""
+
+
+class Passthrough(Protocol):
+    """The kernel reads and writes a backing file by itself. Neither method blocks."""
+
+    def attach(self, fd: int) -> int:
+        """A backing id, above 0, for the file behind ``fd``. Raises OSError."""
+
+    def detach(self, backing: int) -> None: ...
+
+
+class Opened(NamedTuple):
+    """An open file: its handle, and the backing id that it is passed through to (0: it is not).
+
+    ``direct``: all the same its reads and writes come to us, uncached; only its mappings are passed through.
+    """
+
+    handle: int
+    backing: int = 0
+    direct: bool = False
 
 
 class StatFs(NamedTuple):
@@ -67,8 +89,3 @@ class FileHandle:
     @property
     def writable(self) -> bool:
         return self.flags & os.O_ACCMODE != os.O_RDONLY
-
-
-@dataclass(slots=True)
-class DirectoryHandle:
-    ino: int

@@ -1,0 +1,52 @@
+"""What setattr(2) and its kind change in an inode, as functions that may be repeated."""
+
+import stat
+import time
+from collections.abc import Callable
+from typing import Any
+
+from aifs.meta import keys, namespace
+from aifs.meta.kv import Transaction
+from aifs.meta.records import Inode
+from aifs.vfs.types import SetAttr
+
+CAPABILITIES = b"security.capability"
+
+
+def apply_changes(inode: Inode, changes: SetAttr) -> None:
+    """All of ``changes`` but the size. A change of owner takes privileges away, as Linux does for everybody."""
+    if changes.mode is not None:
+        inode.mode = stat.S_IFMT(inode.mode) | stat.S_IMODE(changes.mode)
+    elif changes.kill_privileges or changes.uid is not None or changes.gid is not None:
+        inode.mode = inode.unprivileged_mode
+    if changes.uid is not None:
+        inode.uid = changes.uid
+    if changes.gid is not None:
+        inode.gid = changes.gid
+    if changes.atime_ns is not None:
+        inode.atime_ns = changes.atime_ns
+    if changes.mtime_ns is not None:
+        inode.mtime_ns = changes.mtime_ns
+    inode.ctime_ns = changes.ctime_ns if changes.ctime_ns is not None else time.time_ns()
+
+
+def has_capabilities(tx: Transaction, ino: int) -> bool:
+    return tx.get(keys.xattr(ino, CAPABILITIES)) is not None
+
+
+def change_inode(tx: Transaction, ino: int, change: Callable[[Inode, Any], None], argument: Any) -> Inode:
+    """Record what ``change(inode, argument)`` makes of the inode."""
+    inode = namespace.get_inode(tx, ino)
+    change(inode, argument)
+    namespace.put_inode(tx, inode)
+    return inode
+
+
+def kill_privileges(tx: Transaction, ino: int) -> Inode:
+    """What a write must do to setuid, setgid and file capabilities."""
+    inode = namespace.get_inode(tx, ino)
+    tx.delete(keys.xattr(ino, CAPABILITIES))
+    inode.mode = inode.unprivileged_mode
+    inode.ctime_ns = time.time_ns()
+    namespace.put_inode(tx, inode)
+    return inode

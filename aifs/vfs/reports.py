@@ -1,0 +1,147 @@
+"""What the filesystem tells of itself, as JSON-able dictionaries: an inode and where its parts lie, the whole mount."""
+
+import os
+import stat
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from aifs.burst.tier import BurstTier
+from aifs.layout.hint import format_layout_hint
+from aifs.layout.striped import Striped
+from aifs.meta import chunks, keys
+from aifs.meta.kv import ReadTransaction
+from aifs.meta.records import Inode
+from aifs.vfs import burst_hints
+from aifs.vfs.collector import Collector
+from aifs.vfs.drain import Drain
+from aifs.vfs.evict import Evictor
+from aifs.vfs.file_io import FileIO
+from aifs.vfs.handles import Handles
+from aifs.vfs.recovery import Recovered
+from aifs.vfs.stage import Stager
+from aifs.vfs.store import Store
+
+_TYPES = {
+    stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink", stat.S_IFIFO: "fifo",
+    stat.S_IFSOCK: "socket", stat.S_IFBLK: "block device", stat.S_IFCHR: "character device",
+}  # fmt: skip
+
+_RECORDS = 256
+
+
+class Host(Protocol):
+    """What the reports need of the filesystem."""
+
+    store: Store
+    io: FileIO
+    handles: Handles
+    tier: BurstTier
+    drain: Drain
+    stager: Stager
+    evictor: Evictor
+    collector: Collector
+    recovered: Recovered
+    mountpoint: str
+    read_only: bool
+    started_s: float
+    edge_status: Callable[[], dict[str, Any]]
+
+    async def getattr(self, ino: int) -> Inode: ...
+
+
+async def describe(fs: Host, ino: int) -> dict[str, Any]:
+    """An inode, the form that its bytes are in, and where each part of them lies."""
+    inode = await fs.getattr(ino)
+    layout = inode.layout
+    info: dict[str, Any] = {
+        "inode": ino,
+        "type": _TYPES[stat.S_IFMT(inode.mode)],
+        "size": inode.size,
+        "allocated_bytes": inode.blocks * 512,
+        "links": inode.nlink,
+        "form": _form(inode),
+    }
+    if inode.policy is not None:
+        if inode.policy.tier:
+            info["tier"] = inode.policy.tier
+        if inode.is_dir:
+            info["policy"] = format_layout_hint(inode.policy)
+    if inode.copy is not None:
+        device = fs.store.servers[inode.copy.server]
+        info["copy"] = {
+            "device": device.number,
+            "state": burst_hints.state_of(inode, fs.io.open.get(ino)),
+            "path": device.object_path(0, inode.copy.id),
+        }
+    if isinstance(layout, Striped):
+        info["layout"] = {"kind": "striped", "unit": layout.unit, "servers": list(layout.servers)}
+        info["parts"] = [
+            _part(fs, number, ino, inode.oid, length)
+            for index, number in enumerate(layout.servers)
+            if (length := layout.object_length(index, inode.size))
+        ]
+    elif layout is not None:
+        shares = await _shares(fs, inode.oid)
+        servers = sorted({server for _, server in shares})
+        info["layout"] = {"kind": "interleaved", "chunk": layout.chunk, "servers": servers}
+        info["parts"] = [_part(fs, server, 0, container, size) for (container, server), size in shares.items()]
+    return info
+
+
+def _form(inode: Inode) -> str:
+    if inode.in_burst:
+        return "burst"
+    if inode.layout is not None:
+        return "striped" if isinstance(inode.layout, Striped) else "interleaved"
+    return "empty" if inode.data is None else "inline"
+
+
+def _part(fs: Host, server: int, ino: int, oid: int, length: int) -> dict[str, Any]:
+    return {"server": server, "path": fs.store.servers[server].object_path(ino, oid), "bytes": length}
+
+
+async def _shares(fs: Host, oid: int) -> Counter[tuple[int, int]]:
+    """(container, server) of an interleaved file's chunks: how many bytes of it are there, as they are stored."""
+    shares = Counter[tuple[int, int]]()
+    start, end = keys.chunk_lists(oid)
+    while start:
+        found, start = await fs.store.engine.view(_read_shares, start, end)
+        for container, server, size in found:
+            shares[container, server] += size
+    return shares
+
+
+def _read_shares(tx: ReadTransaction, start: bytes, end: bytes) -> tuple[list[tuple[int, int, int]], bytes]:
+    records = list(tx.range(start, end, _RECORDS))
+    found = [share for _, record in records for share in chunks.decode_shares(record)]
+    return found, records[-1][0] + b"\0" if len(records) == _RECORDS else b""
+
+
+async def status(fs: Host) -> dict[str, Any]:
+    """The state of the mount; ``aifs status`` shows it."""
+    store = fs.store
+    servers = await store.servers.status()
+    edge = fs.edge_status()
+    edge["passthrough"] = fs.handles.passthrough is not None and not edge.get("missing")
+    return {
+        "pid": os.getpid(),
+        "mountpoint": fs.mountpoint,
+        "source": store.config.source,
+        "uuid": store.uuid,
+        "uptime_s": round(time.monotonic() - fs.started_s, 3),
+        "read_only": fs.read_only,
+        "open_files": len(fs.io.open),
+        "unsynced_files": len(fs.io.unsynced),
+        "collector_backlog": fs.collector.backlog,
+        "recovered": str(fs.recovered),
+        "servers": [server for server in servers if server["role"] == "data"],
+        "burst": fs.tier.status(),
+        "drain": fs.drain.status(),
+        "stage": fs.stager.status(),
+        "evict": fs.evictor.status(),
+        "memory": store.servers.budget.status(),
+        "cache": store.servers.cache.status(),
+        "bridge": edge,
+    }
