@@ -9,6 +9,9 @@ venv=$root/.venv
 # What building and mounting needs: libfuse's headers for pyfuse3, a compiler, fusermount3.
 build_packages=(python3-venv python3-dev libfuse3-dev fuse3 pkg-config gcc git)
 
+# What an installation depends on; the Python files are used where they are.
+build_sources=(setup.cfg setup.py aifs/fuse/bridge.c aifs/fuse/messages.h)
+
 bootstrap() {
     local extra=$1 missing=() package stamp
     shift
@@ -22,10 +25,10 @@ bootstrap() {
     fi
     [ -x "$venv/bin/pip" ] || python3 -m venv "$venv"
     stamp=$venv/installed-$extra
-    if ! cmp -s "$root/setup.cfg" "$stamp"; then
+    if ! (cd "$root" && cat "${build_sources[@]}") | cmp -s - "$stamp"; then
         echo "installing aifs${extra:+[$extra]} into .venv" >&2
         "$venv/bin/pip" install --quiet --disable-pip-version-check --editable "$root${extra:+[$extra]}"
-        cp "$root/setup.cfg" "$stamp"
+        (cd "$root" && cat "${build_sources[@]}") >"$stamp"
     fi
 }
 

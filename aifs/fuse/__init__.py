@@ -1,1 +1,25 @@
-"""The pyfuse3 adapter: turns kernel requests into calls of vfs and its answers into replies. Nothing else does."""
+"""The pyfuse3 adapter: turns kernel requests into calls of vfs and its answers into replies. Nothing else does.
+
+Importing this package loads the bridge (bridge.c), if it has been built: before pyfuse3, and with symbols that
+pyfuse3 can see, so that pyfuse3 mounts through it. ``bridge.py`` says what it is for.
+"""
+
+import importlib
+import os
+import sys
+
+__all__ = ["extension", "extension_error"]
+
+extension, extension_error = None, ""
+_flags = sys.getdlopenflags()
+sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
+try:
+    extension = importlib.import_module("aifs.fuse._bridge")
+    if "pyfuse3" in sys.modules:
+        extension_error = "pyfuse3 was imported before aifs.fuse"
+except ModuleNotFoundError:
+    extension_error = "it has not been built"
+except ImportError as error:
+    extension_error = str(error)
+finally:
+    sys.setdlopenflags(_flags)

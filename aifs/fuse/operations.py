@@ -15,10 +15,11 @@ from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestC
 
 from aifs.core.config import KernelConfig
 from aifs.core.errors import FsError, NotFound
+from aifs.fuse.bridge import HANDLE_BITS
 from aifs.fuse.requests import Scheduler
 from aifs.meta.records import Inode
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.types import SetAttr
+from aifs.vfs.types import Opened, SetAttr
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ def answers(handler: Handler) -> Handler:
     """
 
     @functools.wraps(handler)
-    async def answer(self: "Operations", *args: Any) -> Any:
+    async def answer(self: Any, *args: Any) -> Any:
         scheduler = self._scheduler
         scheduler.waiting_requests += 1
         try:
@@ -67,7 +68,12 @@ def fill(entry: EntryAttributes, inode: Inode) -> EntryAttributes:
     return entry
 
 
-def changes(attr: EntryAttributes, fields: SetattrFields) -> SetAttr:
+def file_info(opened: Opened) -> FileInfo:
+    """The reply to an open. It keeps the kernel's cached pages: nobody else changes files."""
+    return FileInfo(opened.backing << HANDLE_BITS | opened.handle, direct_io=opened.direct)
+
+
+def changes(attr: EntryAttributes, fields: SetattrFields, kill_privileges: bool) -> SetAttr:
     """What a SETATTR request asks for."""
     return SetAttr(
         mode=attr.st_mode if fields.update_mode else None,
@@ -77,6 +83,7 @@ def changes(attr: EntryAttributes, fields: SetattrFields) -> SetAttr:
         atime_ns=attr.st_atime_ns if fields.update_atime else None,
         mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
         ctime_ns=attr.st_ctime_ns if fields.update_ctime else None,
+        kill_privileges=kill_privileges,
     )
 
 
@@ -93,15 +100,22 @@ def drop_cached_attributes(ino: int) -> None:
 
 
 class Operations(pyfuse3.Operations):
-    """pyfuse3's handlers over one open Filesystem."""
+    """pyfuse3's handlers over one open Filesystem.
+
+    ``kill_privileges()`` tells whether the request read last owes the clearing of set-id bits, where the kernel leaves
+    that to us; so it is called before a handler awaits anything.
+    """
 
     supports_dot_lookup = False
 
-    def __init__(self, fs: Filesystem, kernel: KernelConfig, scheduler: Scheduler) -> None:
+    def __init__(
+        self, fs: Filesystem, kernel: KernelConfig, scheduler: Scheduler, kill_privileges: Callable[[], bool]
+    ) -> None:
         super().__init__()
         self._fs = fs
         self._kernel = kernel
         self._scheduler = scheduler
+        self._kill_privileges = kill_privileges
         self._negative = EntryAttributes()
         self._negative.entry_timeout = kernel.negative_timeout_s
         fs.on_attr_change = drop_cached_attributes
@@ -129,8 +143,8 @@ class Operations(pyfuse3.Operations):
     async def create(
         self, parent: int, name: bytes, mode: int, flags: int, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
-        handle, inode = await self._fs.create(parent, name, mode, flags, ctx)
-        return FileInfo(handle), self._entry(inode)
+        opened, inode = await self._fs.create(parent, name, mode, flags, ctx)
+        return file_info(opened), self._entry(inode)
 
     @answers
     async def mknod(
@@ -186,7 +200,8 @@ class Operations(pyfuse3.Operations):
     async def setattr(
         self, ino: int, attr: EntryAttributes, fields: SetattrFields, handle: int | None, ctx: RequestContext
     ) -> EntryAttributes:
-        return self._entry(await self._fs.setattr(ino, changes(attr, fields), ctx, handle))
+        asked = changes(attr, fields, self._kill_privileges())
+        return self._entry(await self._fs.setattr(ino, asked, ctx, handle))
 
     @answers
     async def getxattr(self, ino: int, name: bytes, ctx: RequestContext) -> bytes:
@@ -217,7 +232,7 @@ class Operations(pyfuse3.Operations):
 
     @answers
     async def open(self, ino: int, flags: int, ctx: RequestContext) -> FileInfo:
-        return FileInfo(await self._fs.open(ino, flags))  # keeps the kernel's cache: nobody else changes files
+        return file_info(await self._fs.open(ino, flags, self._kill_privileges()))
 
     @answers
     async def read(self, handle: int, offset: int, length: int) -> Any:
@@ -225,10 +240,10 @@ class Operations(pyfuse3.Operations):
 
     @answers
     async def write(self, handle: int, offset: int, data: bytes) -> int:
-        return await self._fs.write(handle, offset, data)
+        return await self._fs.write(handle, offset, data, self._kill_privileges())
 
-    # No flush: a write leaves nothing to do for close(2). The kernel asks once, is told ENOSYS, and saves a
-    # round trip per close from then on.
+    # No flush: a write leaves nothing to do for close(2). The bridge says so for each open file; without it the
+    # kernel asks once, is told ENOSYS, and saves a round trip per close from then on.
 
     @answers
     async def release(self, handle: int) -> None:
@@ -238,11 +253,11 @@ class Operations(pyfuse3.Operations):
     async def fsync(self, handle: int, datasync: bool) -> None:
         await self._fs.fsync(handle, datasync)
 
-    # directories
+    # directories: the handle is the inode number, also when the kernel does not ask for one
 
     @answers
     async def opendir(self, ino: int, ctx: RequestContext) -> int:
-        return await self._fs.opendir(ino)
+        return ino
 
     @answers
     async def readdir(self, handle: int, cookie: int, token: ReaddirToken) -> None:
@@ -257,7 +272,7 @@ class Operations(pyfuse3.Operations):
 
     @answers
     async def releasedir(self, handle: int) -> None:
-        await self._fs.releasedir(handle)
+        pass
 
     @answers
     async def fsyncdir(self, handle: int, datasync: bool) -> None:

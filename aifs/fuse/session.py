@@ -23,8 +23,12 @@ from aifs.core.errors import MountError
 from aifs.core.log import dump_stacks
 from aifs.core.tasks import first_error
 from aifs.fuse import requests
+from aifs.data.marker import NAME as MARKER_NAME
+from aifs.fuse.bridge import ALL_COST, SPEED_COST, Bridge, Missing
+from aifs.fuse.handed_over import HandedOver
 from aifs.fuse.operations import Operations
 from aifs.fuse.options import MountOptions
+from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.lifecycle import open_filesystem
 
 log = logging.getLogger(__name__)
@@ -33,7 +37,7 @@ READER_TASKS = 1
 """Idle tasks that pyfuse3 keeps besides the one that reads; the lock makes more of them useless."""
 
 MAX_TASKS = 99
-"""Requests that may wait at once; the kernel sends at most 12 reads ahead, but any number of processes ask."""
+"""Requests that may wait at once: kernel.max_background of the kernel's own, and any number that processes ask."""
 
 SWITCH_INTERVAL_S = 0.0005
 """How long a worker thread waits for the interpreter before it asks for it; Python's 5 ms is ten requests."""
@@ -66,10 +70,15 @@ async def _serve(config: Config, mountpoint: str, options: MountOptions, on_read
     scheduler = requests.install()
     atime = "noatime" not in options.fuse_options
     async with open_filesystem(config, options.read_only, mountpoint, atime) as fs:
-        with _mounted(Operations(fs, config.kernel, scheduler), mountpoint, mount_arguments(config, options)):
+        handed_over = HandedOver(fs, scheduler)
+        bridge = Bridge(config.kernel, handed_over.take)
+        handed_over.reply = bridge.reply
+        operations = Operations(fs, config.kernel, scheduler, bridge.kill_privileges)
+        with _mounted(operations, bridge, mountpoint, mount_arguments(config, options)):
             async with trio.open_nursery() as nursery:
+                handed_over.nursery = nursery
                 nursery.start_soon(_handle_signals, mountpoint)
-                nursery.start_soon(_announce, mountpoint, config.kernel.read_ahead, on_ready)
+                nursery.start_soon(_announce, fs, bridge, config.kernel.read_ahead, config.burst.passthrough, on_ready)
                 gc.freeze()
                 await pyfuse3.main(READER_TASKS, MAX_TASKS)
                 nursery.cancel_scope.cancel()
@@ -92,22 +101,52 @@ def _escaped(value: str) -> str:
 
 
 @contextmanager
-def _mounted(operations: Operations, mountpoint: str, fuse_options: set[str]) -> Iterator[None]:
+def _mounted(operations: Operations, bridge: Bridge, mountpoint: str, fuse_options: set[str]) -> Iterator[None]:
     try:
         pyfuse3.init(operations, mountpoint, fuse_options)
     except RuntimeError as error:  # libfuse tells the reason on stderr alone
         raise MountError(f"cannot mount on {mountpoint}: {error}") from None
     try:
+        bridge.check()
         yield
     finally:
+        bridge.disconnect()
         pyfuse3.close(unmount=True)
 
 
-async def _announce(mountpoint: str, read_ahead: int, on_ready: Callable[[], None]) -> None:
-    """Wait for the mount's first answer, set its read-ahead, and say that it serves."""
-    await trio.to_thread.run_sync(_set_read_ahead, mountpoint, read_ahead, abandon_on_cancel=True)
-    log.info("serving %s", mountpoint)
+async def _announce(
+    fs: Filesystem, bridge: Bridge, read_ahead: int, passthrough: bool, on_ready: Callable[[], None]
+) -> None:
+    """Wait for the mount's first answer, set its read-ahead, use what the kernel offers, and say that it serves."""
+    await trio.to_thread.run_sync(_set_read_ahead, fs.mountpoint, read_ahead, abandon_on_cancel=True)
+    missing = bridge.missing()
+    if passthrough and bridge.passes_through:
+        fs.handles.passthrough = bridge
+        missing += _refused(fs)
+    for what, why, cost, _ in missing:
+        log.warning("%s is not in use: %s. The cost: %s. `aifs doctor` tells what to change", what, why, cost)
+    if fs.store.config.kernel.bridge == "off":
+        missing.append(Missing("the bridge", "kernel.bridge is off", ALL_COST, "set it to auto"))
+    elif not passthrough:
+        missing.append(Missing("passthrough", "burst.passthrough is false", SPEED_COST, "set it to true"))
+    fs.edge_status = lambda: {**bridge.status(), "missing": [each._asdict() for each in missing]}
+    log.info("serving %s", fs.mountpoint)
     on_ready()
+
+
+def _refused(fs: Filesystem) -> list[Missing]:
+    """The burst directories whose files the kernel does not pass through."""
+    missing = []
+    for server in fs.store.servers.burst():
+        fd = files.open_file(os.path.join(server.path, MARKER_NAME), write=False)
+        try:
+            error = fs.handles.try_out(server.id, fd)
+        finally:
+            files.close_file(fd)
+        if error is not None:
+            fix = "put it on a local filesystem, such as ext4, xfs or tmpfs"
+            missing.append(Missing(f"passthrough to {server.path}", str(error.strerror), SPEED_COST, fix))
+    return missing
 
 
 def _set_read_ahead(mountpoint: str, read_ahead: int) -> None:

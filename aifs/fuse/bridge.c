@@ -1,0 +1,327 @@
+/*
+ * aifs.fuse._bridge: the bridge between libfuse and /dev/fuse, below an unmodified pyfuse3.
+ *
+ * pyfuse3 speaks the FUSE protocol through libfuse, and both are older than what the kernel offers. This module is
+ * loaded with RTLD_GLOBAL before pyfuse3, so that its fuse_session_mount() is the one that pyfuse3 calls. It calls
+ * the real one and then gives the session its own read() and writev() (fuse_session_custom_io, public since
+ * libfuse 3.14). There every message passes by, and messages.h decides what happens to it:
+ *
+ *   - the reply to INIT asks for more features;
+ *   - replies to OPEN and CREATE pass a file through to a backing file (aifs/fuse/bridge.py);
+ *   - requests that libfuse or pyfuse3 do not know are handed to a Python callable, which answers them later;
+ *   - requests whose answer is always the same are answered here.
+ *
+ * All state is the interpreter's: everything here runs with the GIL, except writev() for notifications (unique 0),
+ * which touches no state. One mount per process, as in pyfuse3.
+ */
+#define _GNU_SOURCE /* dladdr */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <linux/ioctl.h>
+#include <poll.h>
+#include <sys/ioctl.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "messages.h"
+
+struct fuse_session; /* libfuse's */
+
+/* libfuse's struct fuse_custom_io; clone_fd is read by libfuse 3.17 and later alone. */
+struct custom_io {
+    ssize_t (*writev)(int, struct iovec *, int, void *);
+    ssize_t (*read)(int, void *, size_t, void *);
+    void *splice_receive, *splice_send, *clone_fd;
+};
+
+struct backing_map {
+    int32_t fd;
+    uint32_t flags;
+    uint64_t padding;
+};
+#define DEVICE_BACKING_OPEN _IOW(229, 1, struct backing_map)
+#define DEVICE_BACKING_CLOSE _IOW(229, 2, uint32_t)
+
+/* Requests that are answered here without looking at what else there is to do. */
+#define ANSWERED_IN_A_ROW 32
+
+static struct bridge bridge;
+static PyObject *on_request; /* NULL: switched off */
+static int device = -1;      /* /dev/fuse, while the bridge is in use */
+static size_t handed_over;   /* requests that Python has not yet answered */
+
+/* --- messages --- */
+
+static int send_reply(uint64_t unique, int error, const void *data, size_t size)
+{
+    struct out_header header = {.len = (uint32_t)(sizeof header + size), .error = -error, .unique = unique};
+    struct iovec parts[] = {{&header, sizeof header}, {(void *)data, size}};
+    return writev(device, parts, size ? 2 : 1) < 0 ? -1 : 0;
+}
+
+/* Whether Python has taken the request. A callable that raises takes none; what it hands back then is EIO. */
+static bool hand_over(const struct in_header *header)
+{
+    const char *body = (const char *)(header + 1);
+    Py_ssize_t size = (Py_ssize_t)(header->len - sizeof *header);
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *taken = PyObject_CallFunction(
+        on_request, "IKK(III)y#", header->opcode, (unsigned long long)header->unique,
+        (unsigned long long)header->nodeid, header->uid, header->gid, header->pid, body, size);
+    int result = taken == NULL ? -1 : PyObject_IsTrue(taken);
+    if (result < 0)
+        PyErr_WriteUnraisable(on_request);
+    Py_XDECREF(taken);
+    PyGILState_Release(state);
+    return result > 0;
+}
+
+static bool is_readable(int fd)
+{
+    struct pollfd waiting = {.fd = fd, .events = POLLIN};
+    return poll(&waiting, 1, 0) > 0;
+}
+
+/* libfuse's read(): the next request that is for libfuse; EINTR, which makes pyfuse3 come again, if there is none. */
+static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata)
+{
+    (void)userdata;
+    for (int round = 0; round < ANSWERED_IN_A_ROW && (round == 0 || is_readable(fd)); round++) {
+        ssize_t size = read(fd, buffer, capacity);
+        if (size < 0) {
+            if (errno == ENOENT || errno == EAGAIN) /* it was withdrawn; libfuse would wait, or pyfuse3 give up */
+                errno = EINTR;
+            return -1;
+        }
+        const struct in_header *header = buffer;
+        int error = 0;
+        switch (examine_request(&bridge, buffer, (size_t)size, &error)) {
+        case PASS:
+            return size;
+        case ANSWER:
+            send_reply(header->unique, error, NULL, 0);
+            break;
+        case HAND_OVER:
+            if (hand_over(header))
+                handed_over++;
+            else
+                send_reply(header->unique, EIO, NULL, 0);
+            break;
+        case OFFER:
+            if (handed_over == 0 || !hand_over(header))
+                return size;
+            break;
+        }
+    }
+    errno = EINTR;
+    return -1;
+}
+
+/* libfuse's writev(): a reply, or a notification. */
+static ssize_t bridge_writev(int fd, struct iovec *parts, int count, void *userdata)
+{
+    (void)userdata;
+    const struct out_header *header = parts[0].iov_base;
+    if (header->unique != 0 && bridge.expected_count != 0)
+        edit_reply(&bridge, header, count > 1 ? parts[1].iov_base : NULL, count > 1 ? parts[1].iov_len : 0);
+    return writev(fd, parts, count);
+}
+
+/* --- taking the place of libfuse's function --- */
+
+static void take_over(void *libfuse, struct fuse_session *session)
+{
+    const struct custom_io io = {.writev = bridge_writev, .read = bridge_read};
+    int (*session_fd)(struct fuse_session *) = dlsym(libfuse, "fuse_session_fd");
+    int (*custom_io)(struct fuse_session *, const struct custom_io *, int) = dlsym(libfuse, "fuse_session_custom_io");
+    int (*custom_io_317)(struct fuse_session *, const struct custom_io *, size_t, int) =
+        dlsym(libfuse, "fuse_session_custom_io_317");
+    if (session_fd == NULL)
+        return;
+    int fd = session_fd(session), failed = -1;
+    if (custom_io_317 != NULL)
+        failed = custom_io_317(session, &io, sizeof io, fd);
+    else if (custom_io != NULL)
+        failed = custom_io(session, &io, fd);
+    if (!failed) {
+        device = fd;
+        /* A request may be withdrawn after it was announced: then read() would wait for another one, with the GIL. */
+        fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+    }
+}
+
+/* Not static: this is the name that pyfuse3 finds. */
+__attribute__((visibility("default"))) int fuse_session_mount(struct fuse_session *session, const char *mountpoint)
+{
+    /* The libfuse that the caller is linked with, whichever others there are. */
+    Dl_info caller;
+    void *library = NULL;
+    if (dladdr(__builtin_return_address(0), &caller) != 0)
+        library = dlopen(caller.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+    int (*mount)(struct fuse_session *, const char *) = library ? dlsym(library, "fuse_session_mount") : NULL;
+    int failed = -1;
+    if (mount != NULL && mount != fuse_session_mount)
+        failed = mount(session, mountpoint);
+    if (!failed && on_request != NULL)
+        take_over(library, session);
+    if (library != NULL)
+        dlclose(library); /* it stays loaded: the caller runs in it */
+    return failed;
+}
+
+/* --- the Python module --- */
+
+PyDoc_STRVAR(configure_doc,
+             "configure(on_request, wanted, max_background, ioctl_type)\n--\n\n"
+             "Use the bridge for the next mount. on_request None: do not.\n\n"
+             "on_request(opcode, unique, nodeid, (uid, gid, pid), body) is called for each request that only Python\n"
+             "can answer, on the thread that reads requests; it returns at once, true if reply() will be called.\n"
+             "For INTERRUPT it returns whether the body names one of its own requests, and owes no reply.\n"
+             "wanted: flags of INIT, used where the kernel offers them. max_background: requests without a waiting\n"
+             "process that the kernel sends at once, 0 for its default. ioctl_type: of the ioctls handed over.");
+
+static PyObject *configure(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *callable;
+    unsigned long long wanted;
+    unsigned short max_background;
+    unsigned char ioctl_type;
+    if (!PyArg_ParseTuple(args, "OKHb", &callable, &wanted, &max_background, &ioctl_type))
+        return NULL;
+    memset(&bridge, 0, sizeof bridge);
+    bridge.wanted = wanted;
+    bridge.max_background = max_background;
+    bridge.ioctl_type = ioctl_type;
+    handed_over = 0;
+    device = -1;
+    Py_XSETREF(on_request, callable == Py_None ? NULL : Py_NewRef(callable));
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(disconnect_doc, "disconnect()\n--\n\nThe mount ends: no descriptor of it is used from now on.");
+
+static PyObject *disconnect(PyObject *self, PyObject *unused)
+{
+    (void)self, (void)unused;
+    device = -1;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(is_connected_doc, "is_connected()\n--\n\nWhether a mount uses the bridge.");
+
+static PyObject *is_connected(PyObject *self, PyObject *unused)
+{
+    (void)self, (void)unused;
+    return PyBool_FromLong(device >= 0);
+}
+
+PyDoc_STRVAR(reply_doc, "reply(unique, errno, data)\n--\n\n"
+                        "Answer a request that on_request has taken. Raises OSError if the kernel refuses it (ENOENT:\n"
+                        "nobody waits for it any more).");
+
+static PyObject *reply(PyObject *self, PyObject *args)
+{
+    (void)self;
+    unsigned long long unique;
+    int error;
+    Py_buffer data;
+    if (!PyArg_ParseTuple(args, "Kiy*", &unique, &error, &data))
+        return NULL;
+    handed_over -= handed_over > 0;
+    int failed = send_reply(unique, error, data.buf, (size_t)data.len);
+    PyBuffer_Release(&data);
+    return failed ? PyErr_SetFromErrno(PyExc_OSError) : Py_NewRef(Py_None);
+}
+
+PyDoc_STRVAR(backing_open_doc, "backing_open(fd)\n--\n\n"
+                               "Register an open file with the mount: its backing id. Raises OSError.");
+
+static PyObject *backing_open(PyObject *self, PyObject *args)
+{
+    (void)self;
+    int fd;
+    if (!PyArg_ParseTuple(args, "i", &fd))
+        return NULL;
+    struct backing_map map = {.fd = fd};
+    int id = ioctl(device, DEVICE_BACKING_OPEN, &map);
+    return id < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLong(id);
+}
+
+PyDoc_STRVAR(backing_close_doc, "backing_close(id)\n--\n\nForget a backing id; open files keep it. Raises OSError.");
+
+static PyObject *backing_close(PyObject *self, PyObject *args)
+{
+    (void)self;
+    uint32_t id;
+    if (!PyArg_ParseTuple(args, "I", &id))
+        return NULL;
+    return ioctl(device, DEVICE_BACKING_CLOSE, &id) < 0 ? PyErr_SetFromErrno(PyExc_OSError) : Py_NewRef(Py_None);
+}
+
+PyDoc_STRVAR(kill_privileges_doc, "kill_privileges()\n--\n\n"
+                                  "Whether the request read last (WRITE, SETATTR, OPEN, CREATE) asks to clear the\n"
+                                  "set-user-id and set-group-id bits. Ask before anything is awaited.");
+
+static PyObject *kill_privileges(PyObject *self, PyObject *unused)
+{
+    (void)self, (void)unused;
+    return PyBool_FromLong(bridge.kill_privileges);
+}
+
+PyDoc_STRVAR(negotiated_doc, "negotiated()\n--\n\n"
+                             "Flags of INIT as (offered by the kernel, in use); (0, 0) before INIT.");
+
+static PyObject *negotiated(PyObject *self, PyObject *unused)
+{
+    (void)self, (void)unused;
+    return Py_BuildValue("KK", (unsigned long long)bridge.offered, (unsigned long long)bridge.granted);
+}
+
+PyDoc_STRVAR(counts_doc, "counts()\n--\n\nRequests read from the kernel by opcode; those that are 0 are left out.");
+
+static PyObject *counts(PyObject *self, PyObject *unused)
+{
+    (void)self, (void)unused;
+    PyObject *result = PyDict_New();
+    for (unsigned opcode = 0; result != NULL && opcode < OPCODES; opcode++) {
+        if (bridge.counts[opcode] == 0)
+            continue;
+        PyObject *key = PyLong_FromUnsignedLong(opcode);
+        PyObject *value = PyLong_FromUnsignedLongLong(bridge.counts[opcode]);
+        if (key == NULL || value == NULL || PyDict_SetItem(result, key, value) < 0)
+            Py_CLEAR(result);
+        Py_XDECREF(key);
+        Py_XDECREF(value);
+    }
+    return result;
+}
+
+static PyMethodDef methods[] = {
+    {"configure", configure, METH_VARARGS, configure_doc},
+    {"disconnect", disconnect, METH_NOARGS, disconnect_doc},
+    {"is_connected", is_connected, METH_NOARGS, is_connected_doc},
+    {"reply", reply, METH_VARARGS, reply_doc},
+    {"backing_open", backing_open, METH_VARARGS, backing_open_doc},
+    {"backing_close", backing_close, METH_VARARGS, backing_close_doc},
+    {"kill_privileges", kill_privileges, METH_NOARGS, kill_privileges_doc},
+    {"negotiated", negotiated, METH_NOARGS, negotiated_doc},
+    {"counts", counts, METH_NOARGS, counts_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "aifs.fuse._bridge",
+    .m_doc = "The bridge between libfuse and /dev/fuse; see bridge.c.",
+    .m_size = -1,
+    .m_methods = methods,
+};
+
+PyMODINIT_FUNC PyInit__bridge(void)
+{
+    return PyModule_Create(&module);
+}

@@ -1,0 +1,143 @@
+"""The bridge (bridge.c) as the daemon uses it: what is asked of the kernel, passthrough, what is missing and why.
+
+Without it everything works but ioctl, fallocate, SEEK_DATA and SEEK_HOLE, copies inside the filesystem, and the speed
+of passthrough.
+"""
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from aifs.core.config import KernelConfig
+from aifs.core.errors import MountError
+from aifs.core.log import logger
+from aifs.fuse import extension, extension_error, ioctl
+
+_log = logger(__name__)
+
+HANDLE_BITS = 40
+"""An open file is answered as ``backing << HANDLE_BITS | handle``; the kernel then sends the handle alone."""
+
+# Features of the kernel (flags of INIT in <linux/fuse.h>) that pyfuse3 does not ask for.
+PARALLEL_DIROPS = 1 << 18
+CACHE_SYMLINKS = 1 << 23  # a symlink's target never changes
+NO_OPENDIR_SUPPORT = 1 << 24  # the kernel opens directories by itself, and caches listings
+EXPLICIT_INVAL_DATA = 1 << 25  # a new mtime leaves cached pages alone: nobody else changes files
+HANDLE_KILLPRIV_V2 = 1 << 28  # no GETXATTR before each write; vfs clears the set-id bits
+DIRECT_IO_ALLOW_MMAP = 1 << 36
+PASSTHROUGH = 1 << 37
+
+WANTED = (
+    PARALLEL_DIROPS | CACHE_SYMLINKS | NO_OPENDIR_SUPPORT | EXPLICIT_INVAL_DATA | HANDLE_KILLPRIV_V2
+    | DIRECT_IO_ALLOW_MMAP | PASSTHROUGH
+)  # fmt: skip
+
+_CAP_SYS_ADMIN = 21
+
+ALL_COST = "files are not passed through to the burst tier; no ioctl, fallocate, SEEK_HOLE, copy_file_range"
+SPEED_COST = "files of the burst tier are read and written through the daemon"
+
+
+class Missing(NamedTuple):
+    """Something that would help and is not in use: why, what that costs, what to change."""
+
+    what: str
+    why: str
+    cost: str
+    fix: str
+
+
+NOT_BUILT = "install gcc and python3-dev, then install aifs again"
+OLD_LIBFUSE = "install libfuse 3.14 or later and build pyfuse3 with it"
+OLD_KERNEL = "run a kernel of 6.9 or later that is built with CONFIG_FUSE_PASSTHROUGH"
+NO_CAPABILITY = "mount as root, or give the daemon CAP_SYS_ADMIN"
+
+
+class Bridge:
+    """The bridge of the next mount, if it can be used and is wanted: ``in_use`` says so once that is mounted.
+
+    It is the ``Passthrough`` of vfs. Made before pyfuse3 mounts, because that is when the bridge steps in. Raises
+    MountError if the configuration requires a bridge that has not been built.
+    """
+
+    def __init__(self, kernel: KernelConfig, on_request: Callable[..., bool]) -> None:
+        self._kernel = kernel
+        if extension is not None:
+            wanted = kernel.bridge != "off"
+            extension.configure(on_request if wanted else None, WANTED, kernel.max_background, ioctl.TYPE)
+        elif kernel.bridge == "require":
+            raise MountError(f"kernel.bridge is require, but it cannot be loaded: {extension_error}; {NOT_BUILT}")
+
+    @property
+    def in_use(self) -> bool:
+        return extension is not None and extension.is_connected()
+
+    @property
+    def passes_through(self) -> bool:
+        """Whether the kernel passes files through for us; known when the mount has answered a request."""
+        return self.in_use and bool(extension.negotiated()[1] & PASSTHROUGH) and may_pass_through()
+
+    def check(self) -> None:
+        """After mounting: raise MountError if a bridge that is required is not in use."""
+        if self._kernel.bridge == "require" and not self.in_use:
+            why = self._reason()
+            raise MountError(f"kernel.bridge is require, but the bridge cannot be used: {why}; {OLD_LIBFUSE}")
+
+    def disconnect(self) -> None:
+        """The mount ends. Backing files are the kernel's to close then."""
+        if extension is not None:
+            extension.disconnect()
+
+    def attach(self, fd: int) -> int:
+        """A backing id for an open file. Raises OSError: EPERM, ELOOP (its filesystem is a stacked one), ..."""
+        return extension.backing_open(fd)
+
+    def detach(self, backing: int) -> None:
+        """Give the id back; handles that were opened with it keep their file."""
+        if self.in_use:
+            try:
+                extension.backing_close(backing)
+            except OSError as error:
+                _log.warning("the kernel keeps a backing file: %s", error)
+
+    def kill_privileges(self) -> bool:
+        """Whether the request read last owes the clearing of set-id bits. Ask before anything is awaited."""
+        return extension is not None and extension.kill_privileges()
+
+    def reply(self, unique: int, number: int, data: bytes) -> None:
+        """Answer a request that was handed over."""
+        try:
+            extension.reply(unique, number, data)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENODEV, errno.EBADF):  # nobody waits for it any more
+                _log.error("the kernel refuses an answer: %s", error)  # raised, it would end the mount
+
+    def status(self) -> dict[str, object]:
+        """For ``aifs status``: what is in use, and how many requests of each opcode the kernel has sent."""
+        counts = extension.counts() if self.in_use else {}
+        requests = {str(opcode): count for opcode, count in counts.items()}
+        return {"in_use": self.in_use, "requests": requests}
+
+    def missing(self) -> list[Missing]:
+        """What is not in use of a mount that has answered a request; nothing that was switched off."""
+        if self._kernel.bridge == "off":
+            return []
+        if not self.in_use:
+            fix = NOT_BUILT if extension is None else OLD_LIBFUSE
+            return [Missing("the bridge", self._reason(), ALL_COST, fix)]
+        if not extension.negotiated()[1] & PASSTHROUGH:
+            return [Missing("passthrough", "the kernel does not offer it", SPEED_COST, OLD_KERNEL)]
+        if not may_pass_through():
+            return [Missing("passthrough", "the daemon has no CAP_SYS_ADMIN", SPEED_COST, NO_CAPABILITY)]
+        return []
+
+    def _reason(self) -> str:
+        return extension_error or "this libfuse has no usable fuse_session_custom_io"
+
+
+def may_pass_through(status: str | None = None) -> bool:
+    """Whether this process has CAP_SYS_ADMIN in its effective set (``status``: text of a /proc/PID/status)."""
+    lines = (Path("/proc/self/status").read_text() if status is None else status).splitlines()
+    effective = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
+    return bool(effective >> _CAP_SYS_ADMIN & 1)

@@ -1,0 +1,124 @@
+"""Requests that pyfuse3 does not know, handed over by the bridge: each is answered by a task of its own."""
+
+import errno
+import struct
+from collections.abc import Awaitable, Callable
+
+import pyfuse3
+import trio
+
+from aifs.core.errors import Invalid, NoSuchIoctl
+from aifs.fuse import ioctl
+from aifs.fuse.operations import answers
+from aifs.fuse.requests import Scheduler
+from aifs.vfs.filesystem import Filesystem
+
+INTERRUPT, IOCTL, FALLOCATE, LSEEK, COPY_FILE_RANGE, SYNCFS, COPY_FILE_RANGE_64 = 36, 39, 43, 46, 47, 50, 53
+
+_UNIQUE = struct.Struct("=Q")
+_IOCTL = struct.Struct("=QIIQII")  # handle, flags, command, argument, in_size, out_size; then the data
+_IOCTL_REPLY = struct.Struct("=iIII")  # result, flags, in_iovs, out_iovs; then the data
+_FALLOCATE = struct.Struct("=QQQII")  # handle, offset, length, mode, padding
+_LSEEK = struct.Struct("=QQII")  # handle, offset, whence, padding
+_OFFSET = struct.Struct("=Q")
+_COPY = struct.Struct("=QQQQQQQ")  # handle in, offset in, inode out, handle out, offset out, length, flags
+_COPIED = struct.Struct("=II")  # bytes, padding
+_COPIED_MAX = 1 << 30  # of one COPY_FILE_RANGE: fits its 32 bits, and keeps an interrupt from waiting long
+
+
+class HandedOver:
+    """Takes requests from the bridge (``take``) and answers them through it, from tasks in ``nursery``.
+
+    ``reply`` and ``nursery`` are set before the first request is read.
+    """
+
+    def __init__(self, fs: Filesystem, scheduler: Scheduler) -> None:
+        self._fs = fs
+        self._scheduler = scheduler
+        self._running: dict[int, trio.CancelScope] = {}
+        self.reply: Callable[[int, int, bytes], None] = lambda unique, number, data: None
+        self.nursery: trio.Nursery | None = None
+        self._handlers: dict[int, Callable[[int, bytes], Awaitable[bytes]]] = {
+            IOCTL: self.ioctl,
+            FALLOCATE: self.fallocate,
+            LSEEK: self.lseek,
+            COPY_FILE_RANGE: self.copy_file_range,
+            COPY_FILE_RANGE_64: self.copy_file_range_64,
+            SYNCFS: self.syncfs,
+        }
+
+    def take(self, opcode: int, unique: int, nodeid: int, caller: tuple[int, int, int], body: bytes) -> bool:
+        """A request of the kernel. Returns at once, True if it will be answered (INTERRUPT: if it was one of ours)."""
+        if opcode == INTERRUPT:
+            scope = self._running.get(*_UNIQUE.unpack_from(body))
+            if scope is not None:
+                scope.cancel()
+            return scope is not None
+        assert self.nursery is not None
+        self._running[unique] = trio.CancelScope()
+        self.nursery.start_soon(self._answer, self._handlers[opcode], unique, nodeid, body)
+        return True
+
+    async def _answer(
+        self, handler: Callable[[int, bytes], Awaitable[bytes]], unique: int, nodeid: int, body: bytes
+    ) -> None:
+        number, data = errno.EINTR, b""
+        try:
+            with self._running[unique]:
+                try:
+                    data = await handler(nodeid, body)
+                    number = 0
+                except pyfuse3.FUSEError as error:
+                    number = error.errno
+        finally:
+            del self._running[unique]
+            self.reply(unique, number, data)
+
+    @answers
+    async def ioctl(self, nodeid: int, body: bytes) -> bytes:
+        _, _, request, _, in_size, out_size = _IOCTL.unpack_from(body)
+        command = ioctl.COMMANDS.get(request)
+        if command is None:
+            raise NoSuchIoctl()
+        if command is ioctl.AIFS_IOC_VERSION:
+            data = command.argument.pack(ioctl.VERSION)
+        else:
+            flags, reserved, timeout_ms = command.unpack(body[_IOCTL.size :][:in_size])
+            if flags or reserved:
+                raise Invalid("unknown flags")
+            await self._fs.wait_drained(nodeid, timeout_ms / 1000 if timeout_ms else None)
+            data = b""
+        if len(data) > out_size:
+            raise Invalid("no room for the result")
+        return _IOCTL_REPLY.pack(0, 0, 0, 0) + data
+
+    @answers
+    async def fallocate(self, nodeid: int, body: bytes) -> bytes:
+        handle, offset, length, mode, _ = _FALLOCATE.unpack_from(body)
+        await self._fs.fallocate(handle, mode, offset, length)
+        return b""
+
+    @answers
+    async def lseek(self, nodeid: int, body: bytes) -> bytes:
+        handle, offset, whence, _ = _LSEEK.unpack_from(body)
+        return _OFFSET.pack(await self._fs.lseek(handle, offset, whence))
+
+    @answers
+    async def copy_file_range(self, nodeid: int, body: bytes) -> bytes:
+        return _COPIED.pack(await self._copy(body), 0)
+
+    @answers
+    async def copy_file_range_64(self, nodeid: int, body: bytes) -> bytes:
+        return _OFFSET.pack(await self._copy(body))
+
+    async def _copy(self, body: bytes) -> int:
+        handle_in, offset_in, _, handle_out, offset_out, length, flags = _COPY.unpack_from(body)
+        if flags:
+            raise Invalid("copy_file_range(2) has no flags")
+        length = min(length, _COPIED_MAX)
+        return await self._fs.copy_file_range(handle_in, offset_in, handle_out, offset_out, length)
+
+    @answers
+    async def syncfs(self, nodeid: int, body: bytes) -> bytes:
+        await self._fs.sync()
+        return b""

@@ -1,0 +1,373 @@
+/*
+ * The FUSE messages that the bridge reads or edits, and what it does to them. Pure: no I/O, no Python.
+ *
+ * examine_request() looks at a request of the kernel before libfuse does, edit_reply() at a reply of libfuse before the
+ * kernel does. Both are given the length that was really read or is really sent, and touch nothing beyond it.
+ *
+ * The layouts are those of the kernel's <linux/fuse.h>, protocol 7.45; they are repeated here because the header of
+ * the machine that compiles this may be older than the kernel that runs it.
+ */
+#ifndef AIFS_MESSAGES_H
+#define AIFS_MESSAGES_H
+
+#include <assert.h>
+#include <errno.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+/* --- the protocol --- */
+
+enum opcode {
+    SETATTR = 4,
+    OPEN = 14,
+    WRITE = 16,
+    SETXATTR = 21,
+    GETXATTR = 22,
+    INIT = 26,
+    OPENDIR = 27,
+    READDIR = 28,
+    FSYNCDIR = 30,
+    CREATE = 35,
+    INTERRUPT = 36,
+    IOCTL = 39,
+    FALLOCATE = 43,
+    READDIRPLUS = 44,
+    LSEEK = 46,
+    COPY_FILE_RANGE = 47,
+    SYNCFS = 50,
+    COPY_FILE_RANGE_64 = 53,
+    OPCODES = 64, /* one more than the largest that is counted */
+};
+
+/* Flags of INIT; those above bit 31 travel in flags2. */
+#define INIT_AUTO_INVAL_DATA (UINT64_C(1) << 12)
+#define INIT_NO_OPENDIR_SUPPORT (UINT64_C(1) << 24)
+#define INIT_EXPLICIT_INVAL_DATA (UINT64_C(1) << 25)
+#define INIT_EXT (UINT64_C(1) << 30)
+#define INIT_PASSTHROUGH (UINT64_C(1) << 37)
+
+#define FOPEN_DIRECT_IO (1u << 0)
+#define FOPEN_NOFLUSH (1u << 5)
+#define FOPEN_PARALLEL_DIRECT_WRITES (1u << 6)
+#define FOPEN_PASSTHROUGH (1u << 7)
+
+#define OPEN_KILL_SUIDGID (1u << 0)
+#define WRITE_KILL_SUIDGID (1u << 2)
+#define FATTR_KILL_SUIDGID (1u << 11)
+
+struct in_header {
+    uint32_t len, opcode;
+    uint64_t unique, nodeid;
+    uint32_t uid, gid, pid, extensions;
+};
+static_assert(sizeof(struct in_header) == 40, "layout");
+
+struct out_header {
+    uint32_t len;
+    int32_t error;
+    uint64_t unique;
+};
+static_assert(sizeof(struct out_header) == 16, "layout");
+
+struct init_in {
+    uint32_t major, minor, max_readahead, flags, flags2, unused[11];
+};
+static_assert(sizeof(struct init_in) == 64, "layout");
+
+struct init_out {
+    uint32_t major, minor, max_readahead, flags;
+    uint16_t max_background, congestion_threshold;
+    uint32_t max_write, time_gran;
+    uint16_t max_pages, map_alignment;
+    uint32_t flags2, max_stack_depth;
+    uint16_t request_timeout, unused[11];
+};
+static_assert(sizeof(struct init_out) == 64 && offsetof(struct init_out, max_stack_depth) == 36, "layout");
+
+struct open_in {
+    uint32_t flags, open_flags;
+};
+struct create_in {
+    uint32_t flags, mode, umask, open_flags;
+};
+struct open_out {
+    uint64_t fh;
+    uint32_t open_flags;
+    int32_t backing_id;
+};
+static_assert(sizeof(struct open_out) == 16, "layout");
+
+struct entry_out {
+    uint64_t nodeid, generation, rest[14];
+};
+static_assert(sizeof(struct entry_out) == 128, "layout");
+
+struct create_out {
+    struct entry_out entry;
+    struct open_out open;
+};
+static_assert(sizeof(struct create_out) == 144, "layout");
+
+struct setattr_in {
+    uint32_t valid, rest[21];
+};
+static_assert(sizeof(struct setattr_in) == 88, "layout");
+
+struct write_in {
+    uint64_t fh, offset;
+    uint32_t size, write_flags;
+    uint64_t lock_owner;
+    uint32_t flags, padding;
+};
+static_assert(sizeof(struct write_in) == 40, "layout");
+
+struct directory_in { /* how READDIR, READDIRPLUS and FSYNCDIR begin */
+    uint64_t fh, rest;
+};
+static_assert(sizeof(struct directory_in) == 16, "layout");
+
+struct getxattr_in {
+    uint32_t size, padding;
+};
+struct ioctl_in {
+    uint64_t fh;
+    uint32_t flags, command;
+    uint64_t argument;
+    uint32_t in_size, out_size;
+};
+static_assert(sizeof(struct ioctl_in) == 32, "layout");
+
+/* Lengths of the other requests that are handed over. */
+enum { INTERRUPT_SIZE = 8, SYNCFS_SIZE = 8, LSEEK_SIZE = 24, FALLOCATE_SIZE = 32, COPY_FILE_RANGE_SIZE = 56 };
+
+/* --- the state of one mount --- */
+
+/* A handle of the filesystem, as it answers OPEN and CREATE: the backing id (0: none) above the handle proper. */
+#define HANDLE_BITS 40
+
+/* Requests whose reply will be looked at; more than the filesystem works on at once. */
+#define EXPECTED_MAX 512
+
+/* Inodes known to have no security.capability: the last ones created or asked for, by a hash of their number. */
+#define PLAIN_MAX 8192
+
+struct expected {
+    uint64_t unique, nodeid, xattr_changes;
+    uint32_t opcode;
+};
+
+struct bridge {
+    /* Chosen before the mount. */
+    uint64_t wanted; /* flags of INIT to ask for where the kernel offers them */
+    uint16_t max_background;
+    uint8_t ioctl_type; /* commands of another type are no business of the filesystem */
+
+    /* Learned from INIT. */
+    uint64_t offered, granted;
+
+    bool kill_privileges; /* the flag of the request examined last */
+    uint64_t counts[OPCODES];
+    uint64_t xattr_changes;
+    uint64_t plain[PLAIN_MAX];
+    struct expected expected[EXPECTED_MAX];
+    size_t expected_count;
+};
+
+enum verdict {
+    PASS,      /* libfuse gets it */
+    ANSWER,    /* the bridge answers it, with the error given */
+    HAND_OVER, /* a Python coroutine answers it */
+    OFFER,     /* Python is asked whether it is for one of its own; if not: PASS */
+};
+
+/* --- requests --- */
+
+static inline bool expect_reply(struct bridge *bridge, const struct in_header *header)
+{
+    if (bridge->expected_count == EXPECTED_MAX)
+        return false;
+    bridge->expected[bridge->expected_count++] = (struct expected){
+        .unique = header->unique,
+        .nodeid = header->nodeid,
+        .xattr_changes = bridge->xattr_changes,
+        .opcode = header->opcode,
+    };
+    return true;
+}
+
+/*
+ * GETXATTR of security.capability, which the kernel asks before the first write to an inode: nearly no file has one.
+ * The negative answer is kept for inodes that were just created or have just been asked for. An inode number is
+ * never used again, and every change of an attribute passes here.
+ */
+static inline bool asks_for_capability(const void *body, size_t size)
+{
+    static const char name[] = "security.capability";
+    return size == sizeof(struct getxattr_in) + sizeof name
+        && memcmp((const char *)body + sizeof(struct getxattr_in), name, sizeof name) == 0;
+}
+
+/* A request in full (header and body): the verdict, and for ANSWER the error. Edits it in place. */
+static inline enum verdict examine_request(struct bridge *bridge, void *message, size_t size, int *error)
+{
+    struct in_header *header = message;
+    bridge->kill_privileges = false;
+    if (size < sizeof *header || header->len != size)
+        return PASS; /* libfuse says what it thinks of it */
+    if (header->opcode < OPCODES)
+        bridge->counts[header->opcode]++;
+    void *body = header + 1;
+    size -= sizeof *header;
+    size_t least = 0; /* the shortest body of a request that is handed over */
+
+    switch (header->opcode) {
+    case INIT: {
+        const struct init_in *in = body;
+        if (size >= sizeof *in) {
+            bridge->offered = in->flags;
+            if (in->flags & INIT_EXT)
+                bridge->offered |= (uint64_t)in->flags2 << 32;
+            expect_reply(bridge, header);
+        }
+        return PASS;
+    }
+    case OPEN:
+        if (size >= sizeof(struct open_in))
+            bridge->kill_privileges = ((const struct open_in *)body)->open_flags & OPEN_KILL_SUIDGID;
+        *error = ENFILE; /* without the edit of its reply, the kernel would take the backing id for a handle */
+        return expect_reply(bridge, header) ? PASS : ANSWER;
+    case CREATE:
+        if (size >= sizeof(struct create_in))
+            bridge->kill_privileges = ((const struct create_in *)body)->open_flags & OPEN_KILL_SUIDGID;
+        *error = ENFILE;
+        return expect_reply(bridge, header) ? PASS : ANSWER;
+    case SETATTR:
+        if (size >= sizeof(struct setattr_in))
+            bridge->kill_privileges = ((const struct setattr_in *)body)->valid & FATTR_KILL_SUIDGID;
+        return PASS;
+    case WRITE:
+        if (size >= sizeof(struct write_in))
+            bridge->kill_privileges = ((const struct write_in *)body)->write_flags & WRITE_KILL_SUIDGID;
+        return PASS;
+
+    case SETXATTR:
+        bridge->xattr_changes++;
+        bridge->plain[header->nodeid % PLAIN_MAX] = 0;
+        return PASS;
+    case GETXATTR:
+        if (!asks_for_capability(body, size))
+            return PASS;
+        *error = ENODATA;
+        if (header->nodeid != 0 && bridge->plain[header->nodeid % PLAIN_MAX] == header->nodeid)
+            return ANSWER;
+        expect_reply(bridge, header);
+        return PASS;
+
+    case OPENDIR:
+        /* Told once, the kernel opens directories by itself from then on, and caches what it has listed. */
+        *error = ENOSYS;
+        return bridge->offered & bridge->wanted & INIT_NO_OPENDIR_SUPPORT ? ANSWER : PASS;
+    case READDIR:
+    case READDIRPLUS:
+    case FSYNCDIR:
+        /* A directory's handle is its inode number; the kernel has none to send when it did not ask OPENDIR. */
+        if (size >= sizeof(struct directory_in))
+            ((struct directory_in *)body)->fh = header->nodeid;
+        return PASS;
+
+    case IOCTL: {
+        const struct ioctl_in *in = body;
+        if (size >= sizeof *in && (in->command >> 8 & 0xff) != bridge->ioctl_type) {
+            *error = ENOTTY; /* isatty(3), which Python's open() calls, among others */
+            return ANSWER;
+        }
+        *error = EINVAL;
+        return size >= sizeof *in && size - sizeof *in == in->in_size ? HAND_OVER : ANSWER;
+    }
+    case FALLOCATE:
+        least = FALLOCATE_SIZE;
+        break;
+    case LSEEK:
+        least = LSEEK_SIZE;
+        break;
+    case COPY_FILE_RANGE:
+    case COPY_FILE_RANGE_64:
+        least = COPY_FILE_RANGE_SIZE;
+        break;
+    case SYNCFS:
+        least = SYNCFS_SIZE;
+        break;
+    case INTERRUPT:
+        return size >= INTERRUPT_SIZE ? OFFER : PASS;
+    default:
+        return PASS;
+    }
+    *error = EINVAL;
+    return size >= least ? HAND_OVER : ANSWER;
+}
+
+/* --- replies --- */
+
+static inline void edit_init(struct bridge *bridge, struct init_out *out)
+{
+    uint64_t flags = out->flags | (out->flags & INIT_EXT ? (uint64_t)out->flags2 << 32 : 0);
+    flags |= bridge->offered & bridge->wanted;
+    if (bridge->offered & INIT_EXT)
+        flags |= INIT_EXT;
+    if (flags & INIT_EXPLICIT_INVAL_DATA)
+        flags &= ~INIT_AUTO_INVAL_DATA; /* where both are set, the kernel takes this one */
+    if (flags & INIT_PASSTHROUGH)
+        out->max_stack_depth = 1;
+    if (bridge->max_background) {
+        out->max_background = bridge->max_background;
+        out->congestion_threshold = (uint16_t)(bridge->max_background - bridge->max_background / 4);
+    }
+    out->flags = (uint32_t)flags;
+    if (flags & INIT_EXT)
+        out->flags2 = (uint32_t)(flags >> 32);
+    bridge->granted = flags;
+}
+
+static inline void edit_open(struct open_out *out)
+{
+    uint64_t backing = out->fh >> HANDLE_BITS;
+    out->fh &= (UINT64_C(1) << HANDLE_BITS) - 1;
+    out->open_flags |= FOPEN_NOFLUSH; /* a write leaves nothing to do for close(2) */
+    if (backing) {
+        /* It goes with no flag about the page cache. Direct I/O comes to us all the same; mappings do not. */
+        out->open_flags = FOPEN_PASSTHROUGH | FOPEN_NOFLUSH | (out->open_flags & FOPEN_DIRECT_IO);
+        out->backing_id = (int32_t)backing;
+    } else if (out->open_flags & FOPEN_DIRECT_IO) {
+        out->open_flags |= FOPEN_PARALLEL_DIRECT_WRITES;
+    }
+}
+
+/* A reply, as its header and the part behind it (size 0: none). Edits both in place. */
+static inline void edit_reply(struct bridge *bridge, const struct out_header *header, void *body, size_t size)
+{
+    size_t i = 0;
+    while (i < bridge->expected_count && bridge->expected[i].unique != header->unique)
+        i++;
+    if (i == bridge->expected_count)
+        return;
+    struct expected request = bridge->expected[i];
+    bridge->expected[i] = bridge->expected[--bridge->expected_count];
+
+    uint64_t plain = 0; /* an inode that has no security.capability */
+    if (request.opcode == INIT && header->error == 0 && size >= sizeof(struct init_out)) {
+        edit_init(bridge, body);
+    } else if (request.opcode == OPEN && header->error == 0 && size >= sizeof(struct open_out)) {
+        edit_open(body);
+    } else if (request.opcode == CREATE && header->error == 0 && size >= sizeof(struct create_out)) {
+        edit_open(&((struct create_out *)body)->open);
+        plain = ((struct create_out *)body)->entry.nodeid;
+    } else if (request.opcode == GETXATTR && header->error == -ENODATA) {
+        plain = request.nodeid;
+    }
+    if (plain && request.xattr_changes == bridge->xattr_changes)
+        bridge->plain[plain % PLAIN_MAX] = plain;
+}
+
+#endif
