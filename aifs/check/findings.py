@@ -6,12 +6,16 @@ from dataclasses import dataclass, field
 from aifs.meta.kv import Transaction
 
 KINDS = {
+    "bad-cache": "a burst copy that is not what the file holds; the file is whole without it",
     "bad-name": "a name that no program can use",
+    "copy-record": "a burst copy and its record do not match",
     "dangling-dentry": "a name that leads to no inode",
     "foreign-file": "a file in a data server's directory that is not of the store; never touched",
     "garbage-in-use": "a record that would have the objects of an existing file deleted",
     "loop": "a directory that lies below itself",
+    "lost-chunk": "bytes of a file are lost: chunks are not where its list says, or the list is not whole",
     "misplaced-dentry": "a name in something that is not a directory",
+    "missing-container": "a container of chunks that is not on its data server",
     "missing-directory": "a directory with names in it but without an inode",
     "missing-object": "bytes of a file are lost: an object is not on its data server",
     "name-index": "a name and its place in the directory listing do not match",
@@ -19,6 +23,7 @@ KINDS = {
     "orphan-object": "an object that belongs to no file",
     "second-name": "a directory with more than one name",
     "shared-objects": "an object id that two files use",
+    "short-container": "a container of chunks that is shorter than its record says",
     "short-object": "bytes of a file are lost: an object is shorter than the file calls for",
     "stray-record": "a record that belongs to an inode that does not exist, or contradicts it",
     "unknown-record": "a record that is not of this format",
@@ -26,10 +31,13 @@ KINDS = {
     "unlistable-server": "a data server whose objects could not be checked",
     "unreadable-record": "a record that cannot be decoded",
     "unrecovered": "what the last use of the store left behind could not be dealt with",
+    "unreadable-bytes": "bytes of a file cannot be read from their data server",
+    "wrong-checksum": "bytes of a file are not those that were stored",
     "wrong-counter": "a counter that contradicts the records",
     "wrong-link-count": "a link count that is not the number of names",
+    "wrong-live-bytes": "a container's count of bytes in use that is not that of the chunk lists",
     "wrong-parent": "a directory that says it lies somewhere else",
-    "wrong-size": "a size that is not that of the bytes in the inode",
+    "wrong-size": "a size that is not that of the bytes in the inode, or in the burst copy",
     "wrong-type": "a name that tells a wrong type of its inode",
 }
 """Every kind of finding, with what it means. Kinds once published keep their meaning."""

@@ -4,13 +4,16 @@
 2. What recovery would trip over is mended, and the store is recovered as by a mount. Without leave to mend, a
    store that recovery would damage further is not recovered.
 3. The rest of the metadata is mended (``repair``).
-4. The objects on the data servers are compared with the inodes (``objects``).
+4. The objects on the data servers and the burst copies are compared with the inodes (``objects``).
+5. Where it is asked for, all bytes that have checksums are read (``deep``).
 """
 
 import dataclasses
 
 import trio
 
+from aifs.burst.tier import BurstTier
+from aifs.check.deep import DeepCheck
 from aifs.check.findings import NAMELESS, RECORDS, RECOVERY, SILENT, Problem, Progress, Report
 from aifs.check.objects import ObjectCheck
 from aifs.check.scan import MetadataScan
@@ -18,27 +21,29 @@ from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.meta.kv import Engine
 from aifs.vfs.collector import Collector
-from aifs.vfs.recovery import recover
+from aifs.vfs.ids import IdAllocator
+from aifs.vfs.recovery import load_copies, recover
 from aifs.vfs.store import Store, open_store, set_clean
 
 
-def check(config: Config, repair: bool, progress: Progress | None = None) -> Report:
+def check(config: Config, repair: bool, progress: Progress | None = None, deep: bool = False) -> Report:
     """Check the store, which must not be mounted; with ``repair`` mend it, durably when this returns. Blocks.
 
+    ``deep``: also read all files that have checksums, and compare.
     A store that was not closed in order is recovered, also without ``repair``, as the next mount would do.
     Raises StoreError and StoreBusy as a mount does, Unavailable or NoSpace if the metadata cannot be changed.
     """
-    return trio.run(_check, config, repair, progress or (lambda what, done, total: None))
+    return trio.run(_check, config, repair, deep, progress or (lambda what, done, total: None))
 
 
-async def _check(config: Config, repair: bool, progress: Progress) -> Report:
+async def _check(config: Config, repair: bool, deep: bool, progress: Progress) -> Report:
     store = await open_store(config)
     report, failure = Report(), None
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(store.engine.run)
             try:
-                await _check_store(store, repair, progress, report)
+                await _check_store(store, repair, deep, progress, report)
             except Exception as error:  # noqa: BLE001 (raised again below)
                 failure = error  # out of the nursery it would come as a group
             nursery.cancel_scope.cancel()
@@ -51,7 +56,7 @@ async def _check(config: Config, repair: bool, progress: Progress) -> Report:
     return report
 
 
-async def _check_store(store: Store, repair: bool, progress: Progress, report: Report) -> None:
+async def _check_store(store: Store, repair: bool, deep: bool, progress: Progress, report: Report) -> None:
     scan = MetadataScan(store.engine, store.servers, progress)
     await scan.run()
     problems = scan.problems
@@ -62,12 +67,16 @@ async def _check_store(store: Store, repair: bool, progress: Progress, report: R
     if repair:
         await _mend(store.engine, problems, RECORDS)
         await _mend(store.engine, problems, NAMELESS)
-    objects = ObjectCheck(store, scan.table, progress)
+    objects = ObjectCheck(store, scan, progress)
     await objects.run()
+    late = list(objects.problems)
+    if deep:
+        late += await DeepCheck(store, scan.table, progress).run({problem.subject for problem in late})
+    found = [*problems, *late]
     if repair:
+        await _mend(store.engine, late, RECORDS)
         await objects.move_orphans_aside()
         await store.engine.barrier()
-    found = [*problems, *objects.problems]
     report.findings = [problem.finding() for problem in found if problem.kind != SILENT]
     report.counts = objects.counts | report.counts
 
@@ -75,15 +84,19 @@ async def _check_store(store: Store, repair: bool, progress: Progress, report: R
 async def _recover(store: Store, report: Report) -> list[Problem]:
     """What a mount does first; its counts go to the report. Returns what stood in the way."""
     collector = Collector(store.engine, store.servers)
+    tier = BurstTier(store.config, store.servers, IdAllocator(store.engine).take)
     try:
-        recovered = await recover(store, collector)
+        recovered = await recover(store, tier, collector)
+        await load_copies(store, tier, collector, recovered)
         await collector.drain()
         if not store.clean:
             await set_clean(store.engine, True)
     except FsError as error:
         where = store.config.meta.directory
         return [Problem("unrecovered", where, str(error), where=where)]
-    for name, number in dataclasses.asdict(recovered).items():
+    counts = dataclasses.asdict(recovered)
+    report.counts["undrained"] = counts.pop("undrained")
+    for name, number in counts.items():
         if number:
             report.counts[f"recovered_{name}"] = number
     return []

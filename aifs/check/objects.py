@@ -6,12 +6,15 @@ workers.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
 
-from aifs.check.findings import Problem, Progress
-from aifs.check.scan import BATCH, for_each
-from aifs.check.table import NONE, UNREADABLE, InodeTable
+from aifs.check import repair
+from aifs.check.findings import Fix, Problem, Progress
+from aifs.check.container_objects import ContainerObjects
+from aifs.check.scan import BATCH, MetadataScan, for_each
+from aifs.check.table import NONE, UNREADABLE
 from aifs.core import files
 from aifs.core.errors import FsError, from_oserror
 from aifs.data.naming import ForeignFile, StoredObject
@@ -19,7 +22,7 @@ from aifs.data.server import DataServer
 from aifs.layout.striped import Striped
 from aifs.meta import keys
 from aifs.meta.kv import ReadTransaction
-from aifs.meta.records import Inode, decode_garbage, decode_inode
+from aifs.meta.records import Copy, Inode, decode_burst, decode_garbage, decode_inode
 from aifs.vfs.store import Store
 
 ASIDE = "lost+found"
@@ -29,10 +32,12 @@ ASIDE = "lost+found"
 class ObjectCheck:
     """``problems`` and ``counts`` are complete when ``run`` returns."""
 
-    def __init__(self, store: Store, table: InodeTable, progress: Progress) -> None:
+    def __init__(self, store: Store, scan: MetadataScan, progress: Progress) -> None:
         self._engine = store.engine
         self._servers = store.servers
-        self._table = table
+        self._scan = scan
+        self._table = scan.table
+        self._containers = ContainerObjects(store.engine, store.servers, scan.user)
         self._progress = progress
         self._orphans: list[tuple[DataServer, Problem]] = []
         self._expected = 0
@@ -41,14 +46,22 @@ class ObjectCheck:
 
     async def run(self) -> None:
         await for_each(self._engine, *keys.all_of(b"i"), self._expect, lambda count: None)
+        await self._containers.expect()
+        listed: set[int] = set()
         for server in list(self._servers.values()):
             try:
                 await self._check_server(server)
+                listed.add(server.id)
             except FsError as error:
                 self.problems.append(Problem("unlistable-server", server.path, str(error), where=server.path))
         for row, missing in enumerate(self._table.objects):
             if missing:
                 await self._find_missing(self._table.ino[row])
+        await self._containers.conclude(listed)
+        for problem in self._containers.problems:
+            if isinstance(problem.subject, int):
+                problem.where = await self._engine.view(self._table.path, problem.subject)
+        self.problems += self._containers.problems
 
     # --- what must be there ---
 
@@ -61,11 +74,11 @@ class ObjectCheck:
         inode = decode_inode(ino, value)
         self.counts["directories"] += inode.is_dir
         self.counts["files"] += inode.is_file
-        layout = inode.layout
-        if layout is not None:
-            count = sum(1 for index in range(len(layout.servers)) if layout.object_length(index, inode.size))
-            self._table.objects[row] = count
-            self._expected += count
+        count = int(inode.copy is not None)
+        if isinstance(inode.layout, Striped):
+            count += sum(1 for _ in _expected_objects(inode))
+        self._table.objects[row] = count
+        self._expected += count
 
     # --- what is there ---
 
@@ -84,77 +97,111 @@ class ObjectCheck:
                 self.counts["bytes"] += found.allocated
                 self._match_object(tx, server, found)
             elif found.path != os.path.join(server.path, ASIDE):
-                detail = f"data server {server.id}: not of this store; left as it is"
+                detail = f"{server.name}: not of this store; left as it is"
                 self.problems.append(Problem("foreign-file", found.path, detail, where=found.path))
 
     def _match_object(self, tx: ReadTransaction, server: DataServer, found: StoredObject) -> None:
-        row = self._table.find(found.ino)
-        if row != NONE and self._table.flags[row] & UNREADABLE:
-            return  # it may be his
-        inode = _read_inode(tx, found.ino) if row != NONE else None
-        layout = inode.layout if inode is not None and inode.oid == found.oid else None
-        if layout is None or server.id not in layout.servers:
-            if not _is_garbage(tx, found):
-                detail = f"data server {server.id}: {found.length} bytes, once of inode {found.ino}"
-                problem = Problem("orphan-object", found.path, detail, where=found.path)
-                self.problems.append(problem)
-                self._orphans.append((server, problem))
+        if found.ino == 0 and server.role == "burst":
+            if self._match_copy(tx, server, found):
+                return
+        elif found.ino == 0:
+            if self._containers.matches(server, found) or self._scan.may_hold_chunks(found.oid):
+                return
+        elif self._match_stripes(tx, server, found):
             return
+        if not _is_garbage(tx, found):
+            whose = f", once of inode {found.ino}" if found.ino else ""
+            detail = f"{server.name}: {found.length} bytes{whose}"
+            problem = Problem("orphan-object", found.path, detail, where=found.path)
+            self.problems.append(problem)
+            self._orphans.append((server, problem))
+
+    def _match_stripes(self, tx: ReadTransaction, server: DataServer, found: StoredObject) -> bool:
+        """Whether it is, or may be, an object of a striped file."""
+        row = self._table.find(found.ino)
+        if row == NONE or self._table.flags[row] & UNREADABLE:
+            return row != NONE
+        inode = _read_inode(tx, found.ino)
+        layout = inode.layout if inode is not None and inode.oid == found.oid else None
+        if not isinstance(layout, Striped) or server.id not in layout.servers:
+            return False
         index = layout.servers.index(server.id)
         expected = layout.object_length(index, inode.size)
         if expected:
             self._table.objects[row] -= 1
         if found.length < expected and not _is_dirty(tx, inode.ino):
-            self._lost(
-                "short-object",
-                tx,
-                inode,
-                index,
-                found.length,
-                server,
-                f"has {found.length} of {expected} bytes",
-            )
+            what = f"has {found.length} of {expected} bytes"
+            lost = lost_bytes(layout, index, found.length, inode.size)
+            self._lost("short-object", tx, inode, server, what, lost)
+        return True
+
+    def _match_copy(self, tx: ReadTransaction, server: DataServer, found: StoredObject) -> bool:
+        """Whether it is, or may be, the burst copy of a file."""
+        ino = self._scan.user_of_copy(found.oid)
+        row = self._table.find(_recorded_user(tx, found.oid) if ino is None else ino)
+        if ino is None or self._table.flags[row] & UNREADABLE:
+            return row != NONE and bool(self._table.flags[row] & UNREADABLE)
+        inode = _read_inode(tx, ino)
+        if inode is None or inode.copy != Copy(server.id, found.oid):
+            return False
+        self._table.objects[row] -= 1
+        if found.length == inode.size or _is_dirty(tx, ino):
+            return True
+        what = f"has {found.length} of {inode.size} bytes"
+        if not inode.in_burst:
+            self._of_file("bad-cache", tx, inode, server, what, partial(repair.drop_copy, ino=ino))
+        elif found.length < inode.size:
+            self._lost("short-object", tx, inode, server, what, f"bytes {found.length} to {inode.size - 1}")
+        else:
+            fix = partial(repair.change_inode, ino=ino, changes={"size": found.length})
+            self._of_file("wrong-size", tx, inode, server, what, fix)
+        return True
 
     async def _find_missing(self, ino: int) -> None:
         """Look at each object of a file of which the listings did not show all."""
-        inode, dirty = await self._engine.view(lambda tx: (_read_inode(tx, ino), _is_dirty(tx, ino)))
+        view = self._engine.view
+        inode, dirty = await view(lambda tx: (_read_inode(tx, ino), _is_dirty(tx, ino)))
         if dirty:
             return
-        for index, number in enumerate(inode.layout.servers):
-            if number not in self._servers or not inode.layout.object_length(index, inode.size):
-                continue
-            server = self._servers[number]
-            try:
-                exists = await self._servers.run(server, _exists, server.object_path(ino, inode.oid))
-            except FsError:
-                continue  # the server cannot be listed either
-            if not exists:
-                await self._engine.view(
-                    lambda tx, index=index, server=server: self._lost(
-                        "missing-object", tx, inode, index, 0, server, "is missing"
-                    )
-                )
+        is_lost = partial(self._lost, "missing-object")
+        for index, number in _expected_objects(inode) if isinstance(inode.layout, Striped) else ():
+            if await self._is_missing(number, ino, inode.oid):
+                lost = lost_bytes(inode.layout, index, 0, inode.size)
+                server = self._servers[number]
+                await view(is_lost, inode, server, "is missing", lost)
+        if inode.copy is not None and await self._is_missing(inode.copy.server, 0, inode.copy.id):
+            server = self._servers[inode.copy.server]
+            if inode.in_burst and inode.size:
+                lost = f"bytes 0 to {inode.size - 1}"
+                await view(is_lost, inode, server, "is missing", lost)
+            else:
+                forget = partial(repair.forget_copy, ino=ino)
+                await view(partial(self._of_file, "bad-cache"), inode, server, "is missing", forget)
+
+    async def _is_missing(self, number: int, ino: int, oid: int) -> bool:
+        if number not in self._servers:
+            return False  # named already
+        server = self._servers[number]
+        try:
+            return not await self._servers.run(server, _exists, server.object_path(ino, oid))
+        except FsError:
+            return False  # the server cannot be listed either
+
+    # --- what is found ---
 
     def _lost(
-        self,
-        kind: str,
-        tx: ReadTransaction,
-        inode: Inode,
-        index: int,
-        length: int,
-        server: DataServer,
-        what: str,
+        self, kind: str, tx: ReadTransaction, inode: Inode, server: DataServer, what: str, lost: str
     ) -> None:
-        object_path = server.object_path(inode.ino, inode.oid)
-        lost = lost_bytes(inode.layout, index, length, inode.size)
-        self.problems.append(
-            Problem(
-                kind,
-                inode.ino,
-                f"data server {server.id}: {object_path} {what}; lost: {lost}",
-                where=self._table.path(tx, inode.ino),
-            )
-        )
+        self._of_file(kind, tx, inode, server, what + f"; lost: {lost}")
+
+    def _of_file(
+        self, kind: str, tx: ReadTransaction, inode: Inode, server: DataServer, what: str,
+        fix: Fix | None = None,
+    ) -> None:  # fmt: skip
+        is_copy = server.role == "burst"
+        path = server.object_path(0, inode.copy.id) if is_copy else server.object_path(inode.ino, inode.oid)
+        where = self._table.path(tx, inode.ino)
+        self.problems.append(Problem(kind, inode.ino, f"{server.name}: {path} {what}", fix, where=where))
 
     # --- repair ---
 
@@ -190,9 +237,24 @@ def lost_bytes(layout: Striped, index: int, length: int, size: int) -> str:
     return f"{expected - length} bytes between {first} and {last}"
 
 
+def _expected_objects(inode: Inode) -> Iterator[tuple[int, int]]:
+    """Index and server of each object that a striped file must have."""
+    for index, number in enumerate(inode.layout.servers):
+        if inode.layout.object_length(index, inode.size):
+            yield index, number
+
+
 def _read_inode(tx: ReadTransaction, ino: int) -> Inode | None:
     record = tx.get(keys.inode(ino))
     return None if record is None else decode_inode(ino, record)
+
+
+def _recorded_user(tx: ReadTransaction, copy_id: int) -> int:
+    """The inode that has a burst copy, by the copy's own record; 0 if there is none that can be read."""
+    try:
+        return decode_burst(tx.get(keys.burst_copy(copy_id)) or b"").ino
+    except FsError:
+        return 0
 
 
 def _is_dirty(tx: ReadTransaction, ino: int) -> bool:

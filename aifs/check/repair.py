@@ -7,12 +7,14 @@ What has lost its name gets one in /lost+found; nothing that holds bytes is ever
 import os
 import stat
 import time
+from dataclasses import replace
 from typing import Any
 
 from aifs.check.table import find_dentry, find_entry_name, lost_name
-from aifs.meta import keys, namespace
+from aifs.core.errors import FsError
+from aifs.meta import forms, keys, namespace
 from aifs.meta.kv import ReadTransaction, Transaction
-from aifs.meta.records import Dentry, Inode, encode_entry
+from aifs.meta.records import BurstRecord, Dentry, Inode, decode_burst, encode_entry
 
 LOST_AND_FOUND = b"lost+found"
 
@@ -34,6 +36,37 @@ def change_inode(tx: Transaction, ino: int, changes: dict[str, Any]) -> None:
     for name, value in changes.items():
         setattr(inode, name, value)
     namespace.put_inode(tx, inode)
+
+
+# --- burst copies ------------------------------------------------------------------------------------
+
+
+def record_copy(tx: Transaction, ino: int) -> None:
+    """The record of the inode's burst copy, as the inode says."""
+    inode = namespace.get_inode(tx, ino)
+    if inode.copy is None:
+        return
+    try:
+        record = decode_burst(tx.get(keys.burst_copy(inode.copy.id)) or b"")
+    except FsError:
+        record = BurstRecord(0, 0, False, False, inode.mtime_ns)
+    durable = inode.in_burst or record.durable  # a lost cache is no loss
+    namespace.put_copy(tx, ino, inode.copy, inode.in_burst, durable, record.since_ns)
+
+
+def drop_copy(tx: Transaction, ino: int) -> None:
+    """The file does without its cached copy, which is deleted."""
+    inode = namespace.get_inode(tx, ino)
+    if inode.copy is not None and not inode.in_burst:
+        forms.put_without_copy(tx, ino, inode.copy.id)
+
+
+def forget_copy(tx: Transaction, ino: int) -> None:
+    """The same for a copy that is nowhere; an empty file needs none either."""
+    inode = namespace.get_inode(tx, ino)
+    if inode.copy is not None and (not inode.in_burst or inode.size == 0):
+        tx.delete(keys.burst_copy(inode.copy.id))
+        namespace.put_inode(tx, replace(inode, copy=None))
 
 
 # --- names -------------------------------------------------------------------------------------------

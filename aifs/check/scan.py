@@ -9,12 +9,16 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from aifs.check import repair
+from aifs.check.containers import ContainerCheck
+from aifs.check.copies import CopyCheck
 from aifs.check.findings import RECORDS, RECOVERY, Fix, Problem, Progress, Subject, printable
 from aifs.check.names import NameCheck
 from aifs.check.table import DIRECTORY, NONE, ORPHAN, OWN_OID, UNREADABLE, InodeTable
 from aifs.core.errors import FsError
-from aifs.layout.striped import UNIT_MAX, UNIT_MIN
-from aifs.meta import keys
+from aifs.layout.interleaved import CHUNK_MAX, Interleaved
+from aifs.layout.placement import BURST_FIRST
+from aifs.layout.striped import UNIT_MAX, UNIT_MIN, Striped
+from aifs.meta import keys, namespace
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.records import Garbage, Inode, decode_garbage, decode_inode
 from aifs.vfs.ids import WINDOW
@@ -24,7 +28,9 @@ BATCH = 2048
 _ID_MAX = 1 << 62
 _LAST = b"\xff" * 512
 _TYPES = (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFBLK, stat.S_IFCHR)
-_KEY_LENGTHS = {b"i": 9, b"g": 9, b"o": 9, b"w": 9, b"s": 3, b"e": 17}
+_KEY_LENGTHS = {
+    b"a": 9, b"b": 9, b"e": 17, b"g": 9, b"i": 9, b"k": 17, b"l": 17, b"o": 9, b"s": 3, b"t": 9, b"w": 9,
+}  # fmt: skip
 _COUNTERS = (keys.COUNTER_IDS, keys.COUNTER_INODES)
 
 Handler = Callable[[ReadTransaction, bytes, bytes], None]
@@ -60,7 +66,10 @@ class MetadataScan:
         self.table = InodeTable()
         self.problems: list[Problem] = []
         self._names = NameCheck(self.table, self.problems, self._in_use)
+        self._copies = CopyCheck(self.table, self.problems, self._servers, self._in_use)
+        self._containers = ContainerCheck(self._servers, self._problem, self._in_use)
         self._users: dict[int, int] = {}  # object id -> inode, where the two differ
+        self._unreadable_inodes = 0
         self._highest_id = 0
         self._checked = 0
         self._expected = 0
@@ -71,12 +80,19 @@ class MetadataScan:
         await self._each(b"i", self._inode)
         await self._engine.view(self._users_of_objects)
         for kind, handle in (
+            (b"b", self._copies.record),
             (b"g", self._garbage),
+            (b"k", self._checksums),
             (b"o", self._orphan),
             (b"w", self._dirty),
             (b"x", self._xattr),
+            (b"t", self._containers.container),
+            (b"a", self._containers.open_mark),
+            (b"l", self._chunk_list),
         ):
             await self._each(kind, handle)
+        self._copies.conclude()
+        await self._engine.view(self._containers.conclude)
         inodes = len(self.table)
         await self._each(b"d", names.dentry)
         await self._engine.view(names.resolve_dangling)
@@ -92,7 +108,7 @@ class MetadataScan:
         length = _KEY_LENGTHS.get(kind)
 
         def checked(tx: ReadTransaction, key: bytes, value: bytes) -> None:
-            if length and len(key) != length and kind in b"gow":
+            if length and len(key) != length and kind in b"abgow":
                 # Recovery would trip over it, and it holds nothing that could be lost.
                 self._stray(f"record {key.hex()}", "its key is not that of a record", key, RECOVERY)
             elif (length and len(key) != length) or len(key) < 9 and kind in b"dx":
@@ -132,6 +148,9 @@ class MetadataScan:
             return
         row = self.table.add(ino, inode.mode >> 12, 0, inode.nlink, inode.parent)
         self._in_use(inode.oid)
+        self._copies.inode(inode)
+        if isinstance(inode.layout, Interleaved):
+            self._containers.file(tx, inode)
         if inode.layout is not None:
             if inode.oid == ino:
                 self.table.flags[row] |= OWN_OID
@@ -139,15 +158,15 @@ class MetadataScan:
                 self._share(inode.oid, ino, self._users[inode.oid])
             else:
                 self._users[inode.oid] = ino
-        elif len(inode.data or b"") != inode.size:
+        elif len(inode.data or b"") != inode.size and not inode.in_burst:
             size = len(inode.data or b"")
             self._problem(
                 "wrong-size", ino, f"inode {ino}: size {inode.size}, but it holds {size} bytes",
                 partial(repair.change_inode, ino=ino, changes={"size": size}),
             )  # fmt: skip
-        used = set(inode.layout.servers if inode.layout else ()) | set(
-            inode.policy.servers if inode.policy else ()
-        )
+        used = {*(inode.policy.servers if inode.policy else ())}
+        if isinstance(inode.layout, Striped):
+            used.update(inode.layout.servers)
         for server in sorted(used - self._servers):
             self._problem("unknown-server", ino, f"inode {ino}: its layout names data server {server}")
 
@@ -156,6 +175,7 @@ class MetadataScan:
         is_root = ino == keys.ROOT_INO
         self.table.add(ino, DIRECTORY if is_root else 0, UNREADABLE)
         fix = self._restore_root if is_root else None
+        self._unreadable_inodes += not is_root
         self._problem("unreadable-record", ino, f"inode {ino}: {reason}", fix)
 
     def _restore_root(self, tx: Transaction) -> None:
@@ -172,6 +192,19 @@ class MetadataScan:
             if row != NONE and self.table.flags[row] & OWN_OID:
                 self._share(oid, ino, oid)
 
+    def user(self, oid: int) -> int | None:
+        """The inode whose objects, or list of chunks, have this id."""
+        row = self.table.find(oid)
+        return oid if row != NONE and self.table.flags[row] & OWN_OID else self._users.get(oid)
+
+    def user_of_copy(self, copy_id: int) -> int | None:
+        """The inode that has this burst copy."""
+        return self._copies.user(copy_id)
+
+    def may_hold_chunks(self, container: int) -> bool:
+        """Whether some file may lie in this container, recorded or not."""
+        return self._containers.may_hold_chunks(container)
+
     # --- what belongs to inodes ---
 
     def _stray(self, subject: Subject, detail: str, key: bytes, stage: int = RECORDS) -> None:
@@ -185,6 +218,8 @@ class MetadataScan:
         ino = keys.number(key)
         if not self._is_readable(ino):
             self._stray(f"inode {ino}", "dirty mark of an inode that cannot be read", key, RECOVERY)
+        elif isinstance(namespace.get_inode(tx, ino).layout, Interleaved):
+            self._stray(ino, f"inode {ino}: dirty mark of a file that never changes in place", key, RECOVERY)
 
     def _orphan(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
         ino = keys.number(key)
@@ -200,6 +235,15 @@ class MetadataScan:
                 f"inode {ino}", f"extended attribute {printable(name)} of an inode that does not exist", key
             )
 
+    def _checksums(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        ino = self.user(keys.entry_numbers(key)[0])
+        if ino is not None or not self._unreadable_inodes:
+            self._copies.checksums(tx, ino, key, value)
+
+    def _chunk_list(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        ino = self.user(keys.chunk_list_parts(key)[0])
+        self._containers.chunk_list(tx, key, value, ino, certain=not self._unreadable_inodes)
+
     def _garbage(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
         oid = keys.number(key)
         where = f"garbage record {oid}"
@@ -210,11 +254,11 @@ class MetadataScan:
             self._problem("unreadable-record", where, str(error), forget, RECOVERY)
             return
         self._in_use(oid)
-        row = self.table.find(garbage.ino)
-        own = oid == garbage.ino and row != NONE and self.table.flags[row] & OWN_OID
-        if own or self._users.get(oid) == garbage.ino:
-            self._problem("garbage-in-use", garbage.ino, f"inode {garbage.ino}: its objects would be deleted",
-                          forget, RECOVERY)  # fmt: skip
+        user = self._copies.user(oid) if garbage.ino == 0 else self.user(oid)
+        if user is not None and garbage.ino in (0, user):
+            what = "burst copy" if garbage.ino == 0 else "objects"
+            detail = f"inode {user}: its {what} would be deleted"
+            self._problem("garbage-in-use", user, detail, forget, RECOVERY)
         unknown = sorted(set(garbage.layout.servers) - self._servers)
         if unknown:
             known = tuple(server for server in garbage.layout.servers if server in self._servers)
@@ -229,8 +273,8 @@ class MetadataScan:
 
     async def _unknown_kinds(self) -> None:
         start = b""
-        for kind in sorted((keys.SUPERBLOCK, b"c", b"d", b"e", b"g", b"i", b"o", b"s", b"w", b"x")):
-            first, end = keys.all_of(kind)
+        for letter in b"Sabcdegiklostwx":
+            first, end = keys.all_of(bytes((letter,)))
             await for_each(self._engine, start, first, self._unknown, self._seen)
             start = end
         await for_each(self._engine, start, _LAST, self._unknown, self._seen)
@@ -267,16 +311,24 @@ def _nonsense(inode: Inode, record: bytes) -> str:
         return f"there is no file type {inode.mode >> 12}"
     if inode.ino == keys.ROOT_INO and not inode.is_dir:
         return "the root is not a directory"
-    if layout is not None:
-        if not inode.is_file:
-            return "has objects, but is not a regular file"
-        if not UNIT_MIN <= layout.unit <= UNIT_MAX or len(set(layout.servers)) < max(1, len(layout.servers)):
-            return "has an impossible layout"
+    if (layout is not None or inode.copy is not None) and not inode.is_file:
+        return "has objects, but is not a regular file"
+    if not _is_possible(layout):
+        return "has an impossible layout"
     if inode.data is not None and not (inode.is_file or stat.S_ISLNK(inode.mode)):
         return "holds bytes, but is neither a regular file nor a symlink"
-    if not inode.oid < _ID_MAX:
-        return f"has an impossible object id {inode.oid}"
+    for number in (inode.oid, inode.copy.id if inode.copy else 0):
+        if number >= _ID_MAX:
+            return f"has an impossible object id {number}"
     return ""
+
+
+def _is_possible(layout: Striped | Interleaved | None) -> bool:
+    if isinstance(layout, Striped):
+        servers = layout.servers
+        distinct = 0 < len(servers) == len(set(servers)) and max(servers) < BURST_FIRST
+        return distinct and UNIT_MIN <= layout.unit <= UNIT_MAX
+    return layout is None or 0 < layout.chunk <= CHUNK_MAX
 
 
 def _count_inodes(tx: ReadTransaction) -> int:

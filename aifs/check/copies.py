@@ -1,0 +1,148 @@
+"""The check of burst copies and of checksums against the inodes. Part of the metadata scan.
+
+An inode says which burst copy it has; the copy's record, by which mounts find it, follows the inode. A file can do
+without checksums, so all of them go where one cannot be right.
+"""
+
+from collections.abc import Callable, Collection
+from functools import partial
+
+from aifs.burst.transfer import HASHED
+from aifs.check import repair
+from aifs.check.findings import RECORDS, RECOVERY, SILENT, Fix, Problem, Subject
+from aifs.check.table import NONE, UNREADABLE, InodeTable
+from aifs.core.errors import FsError
+from aifs.layout.placement import BURST_FIRST
+from aifs.layout.striped import Striped
+from aifs.meta import keys, namespace
+from aifs.meta.keys import DIGEST_BYTES, DIGESTS_PER_RECORD
+from aifs.meta.kv import ReadTransaction
+from aifs.meta.records import BurstRecord, Inode, decode_burst
+
+_NOBODY = BurstRecord(0, BURST_FIRST, False, False, 0)
+
+
+class CopyCheck:
+    """To be called in order: ``inode`` for all that can be read, ``record`` for all, ``conclude``; and, at any
+    time after the inodes, ``checksums``. ``servers``: the ids of all data servers and burst directories.
+    """
+
+    def __init__(
+        self, table: InodeTable, problems: list[Problem], servers: Collection[int],
+        in_use: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self._table = table
+        self._problems = problems
+        self._servers = servers
+        self._in_use = in_use
+        self._users: dict[int, int] = {}  # id of a copy -> inode
+        self._unrecorded: set[int] = set()  # ids of copies whose records have not been met
+        self._stale: set[int] = set()  # object ids whose checksums are named already
+
+    def _problem(
+        self, kind: str, subject: Subject, detail: str, fix: Fix | None = None, stage: int = RECORDS
+    ) -> None:
+        self._problems.append(Problem(kind, subject, detail, fix, stage))
+
+    # --- burst copies ---
+
+    def user(self, copy_id: int) -> int | None:
+        """The inode that has this copy."""
+        return self._users.get(copy_id)
+
+    def inode(self, inode: Inode) -> None:
+        ino, copy = inode.ino, inode.copy
+        if copy is None:
+            return
+        self._in_use(copy.id)
+        if copy.server not in self._servers or copy.server < BURST_FIRST:
+            drop = None if inode.in_burst else partial(repair.forget_copy, ino=ino)
+            detail = f"inode {ino}: its burst copy is on burst directory {copy.server - BURST_FIRST}"
+            self._problem("unknown-server", ino, detail, drop, RECOVERY)
+        if copy.id in self._users:
+            first, second = sorted((ino, self._users[copy.id]))
+            detail = f"inode {second}: has the burst copy {copy.id} of inode {first}"
+            self._problem("shared-objects", second, detail)
+            return
+        self._users[copy.id] = ino
+        self._unrecorded.add(copy.id)
+
+    def record(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        copy_id = keys.number(key)
+        where = f"record of burst copy {copy_id}"
+        self._in_use(copy_id)
+        self._unrecorded.discard(copy_id)
+        ino = self._users.get(copy_id)
+        try:
+            record = decode_burst(value)
+            if record.encode() != value:
+                raise ValueError("the record of a burst copy has unknown flags")
+        except (FsError, ValueError) as error:
+            self._unreadable(tx, copy_id, ino, str(error))
+            return
+        if ino is not None:
+            inode = namespace.get_inode(tx, ino)
+            told = (record.ino, record.server, record.undrained)
+            if told != (ino, inode.copy.server, inode.in_burst):
+                detail = f"inode {ino}: the record of its burst copy {copy_id} says something else"
+                self._rewrite("copy-record", ino, detail)
+        elif not self._is_unreadable(record.ino):
+            self._problem("stray-record", where, f"inode {record.ino} does not have this copy",
+                          partial(repair.delete, key=key))  # fmt: skip
+
+    def _unreadable(self, tx: ReadTransaction, copy_id: int, ino: int | None, reason: str) -> None:
+        if ino is not None:
+            self._rewrite("unreadable-record", ino, f"inode {ino}: {reason}")
+            return
+        # Until recovery is over, some record has to be there, or it would take the copy for a leftover.
+        key, where = keys.burst_copy(copy_id), f"record of burst copy {copy_id}"
+        keep = partial(repair.put, key=key, value=_NOBODY.encode())
+        self._problem("unreadable-record", where, reason, keep, RECOVERY)
+        self._problem(SILENT, where, "", partial(repair.delete, key=key))
+
+    def _rewrite(self, kind: str, ino: int, detail: str) -> None:
+        self._problem(kind, ino, detail, partial(repair.record_copy, ino=ino), RECOVERY)
+
+    def _is_unreadable(self, ino: int) -> bool:
+        row = self._table.find(ino)
+        return row != NONE and bool(self._table.flags[row] & UNREADABLE)
+
+    def conclude(self) -> None:
+        for copy_id in sorted(self._unrecorded):
+            ino = self._users[copy_id]
+            self._rewrite("copy-record", ino, f"inode {ino}: its burst copy {copy_id} has no record")
+
+    # --- checksums ---
+
+    def checksums(self, tx: ReadTransaction, ino: int | None, key: bytes, value: bytes) -> None:
+        """``ino``: the striped file whose objects have the oid, if there is one."""
+        oid, first = keys.entry_numbers(key)
+        if oid in self._stale:
+            return
+        reason = _nonsense(tx, ino, oid, first, value)
+        if reason:
+            self._stale.add(oid)
+            self._in_use(oid)
+            subject = f"checksums of objects {oid}" if ino is None else ino
+            # Recovery would take the dirty mark away, and then nobody could tell.
+            stage = RECOVERY if ino is not None and tx.get(keys.dirty(ino)) is not None else RECORDS
+            self._problem("stray-record", subject, reason, partial(namespace.drop_checksums, oid=oid), stage)
+
+
+def _nonsense(tx: ReadTransaction, ino: int | None, oid: int, first: int, value: bytes) -> str:
+    """Why these checksums cannot be right, or nothing."""
+    inode = None if ino is None else namespace.find_inode(tx, ino)
+    if inode is None or not isinstance(inode.layout, Striped):
+        return "checksums of objects that no file has"
+    if tx.get(keys.dirty(ino)) is not None:
+        return f"inode {ino}: checksums of a file that was being changed"
+    count = -(-inode.size // HASHED)
+    following = first + DIGESTS_PER_RECORD
+    whole = (
+        first % DIGESTS_PER_RECORD == 0
+        and first < count
+        and len(value) == DIGEST_BYTES * min(DIGESTS_PER_RECORD, count - first)
+        and (first == 0 or tx.get(keys.checksums(oid, first - DIGESTS_PER_RECORD)) is not None)
+        and (following >= count or tx.get(keys.checksums(oid, following)) is not None)
+    )
+    return "" if whole else f"inode {ino}: does not have a checksum for each MiB"
