@@ -1,6 +1,11 @@
 """Types of command-line arguments that several commands share."""
 
+from collections.abc import Callable
+from typing import Any
+
 import click
+
+from aifs.core.units import parse_duration, parse_size
 
 
 class _PathType(click.ParamType):
@@ -15,4 +20,20 @@ class _PathType(click.ParamType):
         return value
 
 
+class _Quantity(click.ParamType):
+    """A number with a unit, read by ``parse``, whose ValueError says what is allowed."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 PATH = _PathType()
+SIZE = _Quantity("size", parse_size)  # bytes
+DURATION = _Quantity("duration", parse_duration)  # seconds

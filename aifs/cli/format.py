@@ -28,4 +28,5 @@ def format_command(source: str, force: bool) -> None:
     loaded = config.load(source, {})
     uuid = format_store(loaded, force)
     servers = [(f"server {number}", path) for number, path in enumerate(loaded.servers)]
-    print_facts([("uuid", uuid), ("metadata", loaded.meta.directory), *servers])
+    burst = [(f"burst {number}", path) for number, path in enumerate(loaded.burst.directories)]
+    print_facts([("uuid", uuid), ("metadata", loaded.meta.directory), *servers, *burst])

@@ -24,14 +24,16 @@ Exit codes, as fsck(8):
 Examples:
   aifs fsck /srv/store
   aifs fsck /srv/store --repair
+  aifs fsck /srv/store --deep
 """
 
 
 @click.command("fsck", epilog=EPILOG)
 @click.argument("source", type=PATH)
 @click.option("--repair", is_flag=True, help="Mend what can be mended without guessing.")
+@click.option("--deep", is_flag=True, help="Also read all bytes that have checksums, and compare.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def fsck_command(source: str, repair: bool, as_json: bool) -> int:
+def fsck_command(source: str, repair: bool, deep: bool, as_json: bool) -> int:
     """Check the store SOURCE, which must not be mounted. Changes nothing without --repair."""
     from rich.console import Console
 
@@ -42,7 +44,7 @@ def fsck_command(source: str, repair: bool, as_json: bool) -> int:
     console = Console(stderr=True)
     try:
         with console.status("checking") if console.is_terminal else nullcontext():
-            report = check(config.load(source, {}), repair)
+            report = check(config.load(source, {}), repair, deep=deep)
     except (AifsError, OSError) as error:
         print_error(describe_error(error))
         return EXIT_CANNOT_CHECK

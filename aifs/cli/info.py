@@ -1,16 +1,13 @@
 """``aifs info``: where the bytes of a file lie."""
 
-import json
-import os
 import stat
 from typing import Any
 
 import click
 
+from aifs.cli import hints
 from aifs.cli.arguments import PATH
-from aifs.core.errors import MountError
 
-INFO_XATTR = "user.aifs.info"
 _TYPES = {
     stat.S_IFLNK: "symlink",
     stat.S_IFIFO: "fifo",
@@ -24,33 +21,40 @@ _TYPES = {
 @click.argument("path", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def info_command(path: str, as_json: bool) -> None:
-    """Show the inode of PATH, its layout, and where each part of it lies. A symlink is not followed."""
+    """Show the inode of PATH, its form and layout, and where each part of it lies. A symlink is not followed."""
     from aifs.cli.output import print_facts, print_json, print_table
-    from aifs.core.units import describe_size, format_size
+    from aifs.core.units import describe_size
 
     info = _read_info(path)
     if as_json:
         print_json(info)
         return
-    parts, layout = info.pop("parts", []), info.pop("layout", None)
+    parts, layout, copy = info.pop("parts", []), info.pop("layout", None), info.pop("copy", None)
+    if copy:
+        info["copy"] = f"{copy['state']}, burst directory {copy['device']}, {copy['path']}"
     if layout:
-        servers = ":".join(map(str, layout["servers"]))
-        info["layout"] = f"{layout['kind']}, unit {format_size(layout['unit'])}, servers {servers}"
+        info["layout"] = _describe(layout)
     print_facts(info.items())
     if parts:
         print()
         rows = [(part["server"], describe_size(part["bytes"]), part["path"]) for part in parts]
-        print_table(("server", "bytes", "path"), rows, right=("server", "bytes"))
+        what = "container" if layout["kind"] == "interleaved" else "path"
+        print_table(("server", "bytes", what), rows, right=("server", "bytes"))
+
+
+def _describe(layout: dict[str, Any]) -> str:
+    from aifs.core.units import format_size
+
+    name = "chunk" if layout["kind"] == "interleaved" else "unit"
+    servers = ":".join(map(str, layout["servers"]))
+    return f"{layout['kind']}, {name} {format_size(layout[name])}, servers {servers}"
 
 
 def _read_info(path: str) -> dict[str, Any]:
-    from aifs.cli.mounts import FSTYPE, all_mounts
+    from aifs.cli.mounts import require_inside
 
-    found = os.lstat(path)
-    fstypes = {mount.fstype for mount in all_mounts() if mount.device == found.st_dev}
-    if FSTYPE not in fstypes:
-        raise MountError(f"{path}: does not lie in an AIFS mount")
+    found = require_inside(path, follow=False)
     kind = _TYPES.get(stat.S_IFMT(found.st_mode))
     if kind:  # the kernel lets nobody ask user.* attributes of these
         return {"inode": found.st_ino, "type": kind, "size": found.st_size, "links": found.st_nlink}
-    return json.loads(os.getxattr(path, INFO_XATTR, follow_symlinks=False))
+    return hints.read(path, hints.INFO, follow=False)

@@ -11,14 +11,19 @@ from collections.abc import Sequence
 import click
 
 from aifs.cli.config import config_command
+from aifs.cli.doctor import doctor_command
+from aifs.cli.drain import drain_command
+from aifs.cli.evict import evict_command
 from aifs.cli.format import format_command
 from aifs.cli.fsck import fsck_command
 from aifs.cli.info import info_command
 from aifs.cli.mount import mount_command
 from aifs.cli.output import describe_error, print_error
+from aifs.cli.pin import pin_command, unpin_command
 from aifs.cli.server import server_group
 from aifs.cli.status import status_command
 from aifs.cli.umount import umount_command
+from aifs.cli.warm import warm_command
 from aifs.core.errors import AifsError, UserError
 
 EXIT_INTERRUPTED = 130
@@ -37,12 +42,13 @@ Examples:
 \b
 Exit codes:
   0  done
-  1  an error of the system, such as a file that cannot be read
+  1  an error of the system, such as a file that cannot be read; or not all was done, as the command says
   2  wrong usage of the command line
   3  wrong configuration or mount option
   4  the store, or one of its directories, is not what it should be
   5  the store is in use by another process
   6  the mount cannot be made, is not there, or did not end in order
+  7  the time that the command was given is over
 fsck has its own, as fsck(8): see aifs fsck --help.
 """
 
@@ -59,6 +65,12 @@ for _command in (
     umount_command,
     status_command,
     info_command,
+    doctor_command,
+    drain_command,
+    warm_command,
+    evict_command,
+    pin_command,
+    unpin_command,
     fsck_command,
     config_command,
     server_group,

@@ -2,17 +2,16 @@
 
 import errno
 import glob
-import json
 import os
 import re
 import subprocess
 from typing import Any, NamedTuple
 
+from aifs.cli import hints
 from aifs.cli.output import print_error
 from aifs.core.errors import MountError
 
 FSTYPE = "fuse.aifs"
-STATUS_XATTR = "user.aifs.status"
 UMOUNT_HELPER = "/sbin/umount.fuse.aifs"
 
 
@@ -67,10 +66,18 @@ def require_aifs(path: str) -> str:
     return absolute
 
 
+def require_inside(path: str, follow: bool = True) -> os.stat_result:
+    """The status of ``path``, or of the symlink itself. Raises MountError if it does not lie in an AIFS, OSError."""
+    found = os.stat(path, follow_symlinks=follow)
+    if FSTYPE not in {mount.fstype for mount in all_mounts() if mount.device == found.st_dev}:
+        raise MountError(f"{path}: does not lie in an AIFS mount")
+    return found
+
+
 def read_status(mountpoint: str) -> dict[str, Any]:
     """What the daemon says of itself. Raises MountError if it is dead."""
     try:
-        return json.loads(os.getxattr(mountpoint, STATUS_XATTR))
+        return hints.read(mountpoint, hints.STATUS)
     except OSError as error:
         if is_dead(mountpoint):
             raise MountError(

@@ -35,6 +35,11 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], right:
     Console(file=sys.stdout, width=_WIDE).print(table)
 
 
+def count(number: int, noun: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def describe_error(error: BaseException) -> str:
     """What went wrong in one line; an error of the system names its file first, as other commands do."""
     text = str(error)

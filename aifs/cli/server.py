@@ -5,21 +5,27 @@ import socket
 
 import click
 
+from aifs.cli import hints
 from aifs.cli.arguments import PATH
 from aifs.core.errors import StoreBusy, StoreError
-
-SERVER_ADD_XATTR = "user.aifs.server-add"
 
 
 @click.group("server")
 def server_group() -> None:
-    """Add data servers to a store."""
+    """Add data servers and burst directories to a store."""
 
 
-@server_group.command("add", epilog="\b\nExample:\n  aifs server add /srv/store /mnt/disk5/aifs")
+_EXAMPLES = """\b
+Examples:
+  aifs server add /srv/store /mnt/disk5/aifs
+  aifs server add --burst /srv/store /nvme1/aifs-burst"""
+
+
+@server_group.command("add", epilog=_EXAMPLES)
+@click.option("--burst", is_flag=True, help="Add it to the burst tier: a directory on local NVMe.")
 @click.argument("source", type=PATH)
 @click.argument("directory", type=PATH)
-def add_command(source: str, directory: str) -> None:
+def add_command(burst: bool, source: str, directory: str) -> None:
     """Make the empty DIRECTORY a data server of the store SOURCE, mounted or not. New files use it.
 
     The store remembers its servers; a YAML file need not list those that were added.
@@ -31,13 +37,13 @@ def add_command(source: str, directory: str) -> None:
     loaded = config.load(source, {})
     directory = os.path.abspath(directory)
     try:
-        number = add_server(loaded, directory)
+        add_server(loaded, directory, "burst" if burst else "data")
     except StoreBusy:
         owner = read_owner(loaded.meta.directory)
         if owner is None or not owner.mountpoint or owner.host != socket.gethostname():
             raise
         try:
-            os.setxattr(owner.mountpoint, SERVER_ADD_XATTR, os.fsencode(directory))
+            hints.put(owner.mountpoint, hints.BURST_ADD if burst else hints.SERVER_ADD, directory)
         except OSError as error:
             raise StoreError(
                 f"{directory}: refused by the mount at {owner.mountpoint}: {error.strerror}; "
@@ -45,4 +51,4 @@ def add_command(source: str, directory: str) -> None:
             ) from None
         print(f"added {directory} to the mounted store")
     else:
-        print(f"added {directory} as server {number}")
+        print(f"added {directory} to the store")

@@ -1,36 +1,94 @@
 """``aifs status``: what a mounted daemon says of itself."""
 
+from typing import Any
+
 import click
 
 from aifs.cli.arguments import PATH
+from aifs.cli.output import count
 
 
 @click.command("status", epilog="\b\nExamples:\n  aifs status /mnt/store\n  aifs status /mnt/store --json")
 @click.argument("mountpoint", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def status_command(mountpoint: str, as_json: bool) -> None:
-    """Show the state of the mount at MOUNTPOINT and of its data servers."""
+    """Show the state of the mount at MOUNTPOINT, of its data servers, its burst tier and its drain."""
     from aifs.cli.mounts import read_status, require_aifs
     from aifs.cli.output import print_facts, print_json, print_table
-    from aifs.core.units import describe_size
 
     status = read_status(require_aifs(mountpoint))
     if as_json:
         print_json(status)
         return
-    print_facts((name, value) for name, value in status.items() if not isinstance(value, list | dict))
+    facts = [(name, value) for name, value in status.items() if not isinstance(value, list | dict)]
+    print_facts(facts + summaries(status))
     print()
+    right = ("server", "used", "free")
     rows = [
-        (
-            server["id"],
-            server["state"],
-            describe_size(server["used_bytes"]),
-            describe_size(server["free_bytes"]),
-            server["path"],
-            server["last_error"],
-        )
+        (server["id"], server["state"], _size(server, "used_bytes"), _size(server, "free_bytes"), server["path"],
+         server["last_error"])
         for server in status["servers"]
+    ]  # fmt: skip
+    print_table(("server", "state", "used", "free", "path", "last error"), rows, right=right)
+    if status["burst"]["devices"]:
+        print()
+        sizes = ("dirty", "clean", "pinned", "free", "low", "high")
+        rows = [_row_of(device) for device in status["burst"]["devices"]]
+        print_table(("burst", "state", *sizes, "path", "new files"), rows, right=("burst", *sizes))
+
+
+def _size(of: dict[str, Any], key: str) -> str:
+    from aifs.core.units import describe_size
+
+    return "unknown" if of[key] is None else describe_size(of[key])
+
+
+def _row_of(device: dict[str, Any]) -> tuple[object, ...]:
+    keys = ("dirty_bytes", "clean_bytes", "pinned_bytes", "free_bytes", "low_water_bytes", "high_water_bytes")
+    admission = f"go to the data servers: {device['refuses']}" if device["refuses"] else "are admitted"
+    return device["id"], device["state"], *(_size(device, key) for key in keys), device["path"], admission
+
+
+def summaries(status: dict[str, Any]) -> list[tuple[str, str]]:
+    """A line for each part of the mount."""
+    burst, memory, cache = status["burst"], status["memory"], status["cache"]
+    facts = [("bridge", _describe_bridge(status["bridge"]))]
+    if burst["devices"]:
+        facts += [("drain", _describe_drain(status["drain"], burst["drain_bytes_per_s"]))]
+        facts += [("throttle", _describe_throttle(burst))]
+    facts.append(("memory", f"{_size(memory, 'used_bytes')} of {_size(memory, 'total_bytes')}, "
+                  f"peak {_size(memory, 'peak_bytes')}, {memory['waiting']} waiting"))  # fmt: skip
+    facts.append(("read_cache", f"{_size(cache, 'cached_bytes')}, {cache['hits']} hits, {cache['misses']} misses, "
+                  f"{_size(cache, 'read_ahead_bytes')} read ahead"))  # fmt: skip
+    return facts
+
+
+def _describe_bridge(bridge: dict[str, Any]) -> str:
+    if not bridge.get("in_use"):
+        return "not in use; aifs doctor says why"
+    return "in use, with passthrough" if bridge.get("passthrough") else "in use, without passthrough"
+
+
+def _describe_throttle(burst: dict[str, Any]) -> str:
+    if not burst["pause_s"]:
+        return "none"
+    pause = f"a new file waits {burst['pause_s'] * 1000:.0f} ms"
+    return f"{pause}, {burst['throttled_writers']} do now: draining does not keep up"
+
+
+def _describe_drain(drain: dict[str, Any], bytes_per_s: int) -> str:
+    from aifs.core.units import describe_size
+
+    if not drain["files"]:
+        return f"all is on the capacity tier; {count(drain['drained_files'], 'file')} drained since the mount"
+    parts = [
+        f"{count(drain['files'], 'file')} ({_size(drain, 'bytes')}) undrained for up to {drain['oldest_age_s']:.0f} s",
+        f"{drain['active_files']} active, {describe_size(bytes_per_s)}/s",
     ]
-    print_table(
-        ("server", "state", "used", "free", "path", "last error"), rows, right=("server", "used", "free")
-    )
+    if drain["held_files"]:
+        parts.append(f"{drain['held_files']} open for writing")
+    if drain["late"]:
+        parts.append("beyond burst.drain_deadline")
+    if drain["failing_files"]:
+        parts.append(f"{drain['failing_files']} to be tried again after: {drain['last_error']}")
+    return "; ".join(parts)

@@ -7,24 +7,36 @@ from typing import Any
 import click
 
 from aifs.cli.arguments import PATH
+from aifs.cli.drain import Left, drain, left
 from aifs.cli.output import print_error
 from aifs.core.errors import MountError, UserError
 
 NOTICE_S = 5.0
 
 
-@click.command("umount", epilog="\b\nExample:\n  aifs umount /mnt/store")
+EPILOG = """
+\b
+Examples:
+  aifs umount /mnt/store
+  aifs umount /mnt/store --drain
+"""
+
+
+@click.command("umount", epilog=EPILOG)
 @click.argument("mountpoint", type=PATH)
 @click.option("-l", "--lazy", is_flag=True, help="Take it away now; do not wait for its users.")
+@click.option("--drain", "drain_first", is_flag=True, help="First wait until all is on the capacity tier.")
 @click.option("-n", is_flag=True, hidden=True, expose_value=False)
 @click.option("-f", is_flag=True, hidden=True, expose_value=False)
 @click.option("-v", is_flag=True, hidden=True, expose_value=False)
 @click.option("-r", is_flag=True, hidden=True, expose_value=False)
 @click.option("-t", hidden=True, expose_value=False)
-def umount_command(mountpoint: str, lazy: bool) -> None:
+def umount_command(mountpoint: str, lazy: bool, drain_first: bool) -> None:
     """Unmount MOUNTPOINT.
 
-    Returns when the daemon has ended: everything that was acknowledged is on stable storage by then.
+    Returns when the daemon has ended: everything that was acknowledged is on stable storage by then. What the burst tier
+    has not drained yet stays there, as safe as its devices are, and is drained after the next mount, or before
+    with --drain.
     A mount whose daemon was killed is just taken away; what was acknowledged is found by the next mount. The same
     goes, with an error, where the daemon could not write everything to its servers.
     """
@@ -36,6 +48,7 @@ def umount_command(mountpoint: str, lazy: bool) -> None:
         unmount(path, lazy=True)
         return
     status = read_status(path)
+    undrained = _drain(path) if drain_first else left([path])
     pid = status["pid"]
     try:
         daemon = os.pidfd_open(pid)
@@ -50,7 +63,14 @@ def umount_command(mountpoint: str, lazy: bool) -> None:
             select.select([daemon], [], [])
     finally:
         os.close(daemon)
+    if undrained.files:
+        print(f"in the burst tier alone until the next mount drains it: {undrained}")
     _require_orderly_end(mountpoint, status)
+
+
+def _drain(mountpoint: str) -> Left:
+    drain([mountpoint], None)
+    return left([mountpoint])
 
 
 def _require_orderly_end(mountpoint: str, status: dict[str, Any]) -> None:

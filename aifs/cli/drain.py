@@ -1,0 +1,101 @@
+"""``aifs drain``: have files on the capacity tier, and wait for it."""
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import click
+
+from aifs.cli import hints
+from aifs.cli.arguments import DURATION, PATH
+from aifs.cli.output import count, print_error
+from aifs.core.errors import TimeoutReached
+from aifs.core.units import describe_size, format_duration
+
+EPILOG = """
+\b
+Examples:
+  aifs drain /mnt/store/step-100
+  aifs drain /mnt/store --timeout 5min
+
+Ctrl-C and the time-out end the waiting, not the drain. Files that are open for writing are drained when they
+have been closed. `getfattr -n user.aifs.state PATH` says where the bytes are.
+"""
+
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.01, 0.5
+
+
+class Left(NamedTuple):
+    """What is still in the burst tier alone."""
+
+    files: int
+    bytes: int
+    open_files: int
+    error: str = ""
+    """Why draining has to wait, if it does."""
+
+    def __str__(self) -> str:
+        are_open = f", {self.open_files} open for writing" if self.open_files else ""
+        return f"{count(self.files, 'file')} ({describe_size(self.bytes)}{are_open})"
+
+
+@click.command("drain", epilog=EPILOG)
+@click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
+@click.option("--timeout", "timeout_s", type=DURATION, help="Stop waiting after so long (exit code 7).")
+def drain_command(paths: tuple[str, ...], timeout_s: float | None) -> None:
+    """Drain the files PATH, and all below the directories PATH, ahead of all else; wait until they are on the
+    capacity tier.
+
+    Returns when all that had been written before the command began is on stable storage of the data servers. What is
+    written below PATH meanwhile is not waited for.
+    """
+    from aifs.cli.trees import require_files
+
+    require_files(paths)
+    begin = time.monotonic()
+    drained = drain(paths, timeout_s)
+    if drained.files:
+        elapsed_s = max(time.monotonic() - begin, 1e-3)
+        print(f"drained {drained}, {describe_size(int(drained.bytes / elapsed_s))}/s")
+    else:
+        print("nothing was undrained")
+
+
+def left(paths: Sequence[str], before_ns: int | None = None) -> Left:
+    """What is undrained of ``paths``; with ``before_ns`` nothing, once all that was so at that time (epoch) is drained."""
+    answers = [hints.read(path, hints.DRAIN) for path in paths]
+    if before_ns is not None:
+        answers = [answer for answer in answers if answer["files"] and answer["oldest_since_ns"] <= before_ns]
+    files, size, writers = (sum(answer[key] for answer in answers) for key in ("files", "bytes", "open_files"))
+    return Left(files, size, writers, next((answer["error"] for answer in answers), ""))
+
+
+def drain(paths: Sequence[str], timeout_s: float | None) -> Left:
+    """Drain ``paths`` and wait, with a progress bar; what there was to drain. Raises TimeoutReached, OSError."""
+    from aifs.cli.progress import progress
+
+    begin_ns, begin = time.time_ns(), time.monotonic()
+    for path in paths:
+        hints.put(path, hints.DRAIN)
+    first = remaining = left(paths, begin_ns)
+    pause_s, said = _PAUSE_MIN_S, ""
+    try:
+        with progress("draining") as show:
+            while remaining.files:
+                show(max(first.bytes - remaining.bytes, 0), first.bytes)
+                if remaining.error and not said:
+                    said = remaining.error
+                    print_error(f"draining is tried again and again: {said}")
+                if timeout_s is not None and time.monotonic() - begin >= timeout_s:
+                    raise TimeoutReached(
+                        f"not drained after {format_duration(timeout_s)}: {remaining}; draining goes on, "
+                        "and aifs status shows what holds it up"
+                    )
+                time.sleep(pause_s)
+                asked = time.monotonic()
+                remaining = left(paths, begin_ns)
+                pause_s = min(_PAUSE_MAX_S, max(_PAUSE_MIN_S, 10 * (time.monotonic() - asked)))
+    except KeyboardInterrupt:
+        print_error(f"draining goes on in the background; left: {remaining}")
+        raise
+    return first

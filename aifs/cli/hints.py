@@ -1,0 +1,25 @@
+"""The extended attributes through which commands talk to a mount. vfs/hints.py says what each of them means."""
+
+import json
+import os
+from typing import Any
+
+BURST_ADD = "user.aifs.burst-add"
+DRAIN = "user.aifs.drain"
+EVICT = "user.aifs.evict"
+INFO = "user.aifs.info"
+SERVER_ADD = "user.aifs.server-add"
+STAGE = "user.aifs.stage"
+STATE = "user.aifs.state"
+STATUS = "user.aifs.status"
+TIER = "user.aifs.tier"
+
+
+def read(path: str, name: str, follow: bool = True) -> dict[str, Any]:
+    """What the hint says. Raises OSError."""
+    return json.loads(os.getxattr(path, name, follow_symlinks=follow))
+
+
+def put(path: str, name: str, value: str = "") -> None:
+    """Set the hint. Raises OSError."""
+    os.setxattr(path, name, os.fsencode(value))
