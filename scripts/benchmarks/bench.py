@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import click
 from endurance import endurance_rows
 from latency import latency_row
+from movement import movement_rows
 from report import Row, rate, show
 from rich.console import Console
 from systems import Aifs, Nothing, System, medium, touch_memory
@@ -16,7 +17,7 @@ from works import COURSES, WORKS, Size, Work
 QUICK = Size(files=1000, entries=10_000, mib=128)
 NORMAL = Size(files=5000, entries=100_000, mib=512)
 
-SPECIAL = ("latency", "memory")
+SPECIAL = ("latency", "movement", "memory")
 
 Rates = dict[tuple[str, str], list[float]]
 
@@ -49,6 +50,9 @@ def bench(
         if "latency" in chosen:
             with log.status("latency"):
                 rows.append(latency_row(base, size.mib, rounds))
+        if "movement" in chosen:
+            with log.status("movement"):
+                rows += movement_rows(base, size.mib, rounds)
         if "memory" in chosen:
             with log.status("memory"):
                 amounts = (1_000_000, 20, 1_000_000) if long else (size.entries, 4, size.entries)

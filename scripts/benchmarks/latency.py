@@ -19,12 +19,13 @@ def latency_row(base: Path, mib: int, rounds: int) -> Row:
         device = os.stat(system.path).st_dev
         setting = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
         chosen = setting.read_text()
+        system.use_capacity_tier("slow")
         system.run("write", "slow", jobs=1, mib=mib)
         for _ in range(rounds):
-            found["ahead"].append(mib / system.run("read", "slow", jobs=1, mib=mib))
-            found["single"].append(mib / system.run("read_single", "slow", jobs=1, mib=mib))
+            found["ahead"].append(mib / system.run("read", "slow", jobs=1, mib=mib, cold=1))
+            found["single"].append(mib / system.run("read-single", "slow", jobs=1, mib=mib, cold=1))
             setting.write_text(str(KERNEL_DEFAULT_KIB))
-            found["default"].append(mib / system.run("read", "slow", jobs=1, mib=mib))
+            found["default"].append(mib / system.run("read", "slow", jobs=1, mib=mib, cold=1))
             setting.write_text(chosen)
     ahead, default, single = (statistics.median(rates) for rates in found.values())
     return Row(

@@ -8,7 +8,10 @@ and daemon on one processor or on two changes their rates by a factor of two, at
 """
 
 import json
+import mmap
 import os
+import random
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -47,12 +50,18 @@ def listing(names: list[str]) -> None:
     assert found == len(names), f"{found} of {len(names)} entries found"
 
 
-def write_file(name: str, mib: int) -> None:
+def write_file(name: str, mib: int, sync: bool = False) -> None:
     block = memoryview(bytearray(os.urandom(MIB)))
     fd = os.open(name, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
     for _ in range(mib):
         assert os.write(fd, block) == MIB
+    if sync:
+        os.fsync(fd)
     os.close(fd)
+
+
+def write_synced(name: str, mib: int) -> None:
+    write_file(name, mib, sync=True)
 
 
 def read_file(name: str, mib: int) -> None:
@@ -61,6 +70,42 @@ def read_file(name: str, mib: int) -> None:
     for position in range(mib):
         assert os.preadv(fd, [block], position * MIB) == MIB
     os.close(fd)
+
+
+def read_mapped(name: str, mib: int) -> None:
+    """By way of a mapping, as safetensors and torch.load(mmap=True) do."""
+    block = bytearray(MIB)
+    fd = os.open(name, os.O_RDONLY)
+    with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapping, memoryview(mapping) as view:
+        for position in range(mib):
+            block[:] = view[position * MIB : (position + 1) * MIB]
+    os.close(fd)
+
+
+def write_randomly(name: str, mib: int) -> None:
+    """256 requests of 4 KiB for each MiB, in place, at random offsets."""
+    block, fd = os.urandom(4096), os.open(name, os.O_WRONLY)
+    for position in _random_pages(mib):
+        os.pwrite(fd, block, position)
+    os.close(fd)
+
+
+def read_randomly(name: str, mib: int) -> None:
+    block, fd = memoryview(bytearray(4096)), os.open(name, os.O_RDONLY)
+    for position in _random_pages(mib):
+        os.preadv(fd, [block], position)
+    os.close(fd)
+
+
+def _random_pages(mib: int) -> list[int]:
+    rng = random.Random(mib)
+    return [rng.randrange(mib * 256) * 4096 for _ in range(mib * 256)]
+
+
+def write_shard(name: str, mib: int) -> None:
+    """One rank's part of a checkpoint."""
+    os.makedirs("checkpoint.tmp", exist_ok=True)
+    write_file(f"checkpoint.tmp/{name}", mib, sync=True)
 
 
 def read_single(name: str, mib: int) -> None:
@@ -105,10 +150,43 @@ def in_processes(work: Callable[[str, int], None], jobs: int, mib: int) -> float
     return time.perf_counter() - begin
 
 
+SMALL = 100_000
+"""Bytes of a small file: a sample of a dataset."""
+
+
+def small_write(names: list[str]) -> None:
+    block = os.urandom(SMALL)
+    for name in names:
+        fd = os.open(name, os.O_CREAT | os.O_WRONLY, 0o644)
+        os.write(fd, block)
+        os.close(fd)
+
+
+def small_read(names: list[str]) -> None:
+    block = memoryview(bytearray(SMALL))
+    for name in names:
+        fd = os.open(name, os.O_RDONLY)
+        assert os.preadv(fd, [block], 0) == SMALL
+        os.close(fd)
+
+
+def checkpoint(jobs: int, mib: int) -> float:
+    """Seconds from the common start of the ranks to the end of the rename that publishes their shards."""
+    shutil.rmtree("checkpoint", ignore_errors=True)
+    begin = time.perf_counter()
+    in_processes(write_shard, jobs, mib)
+    os.rename("checkpoint.tmp", "checkpoint")
+    return time.perf_counter() - begin
+
+
 NAMES = {
     "create": create, "stat": stat, "rename": rename, "unlink": unlink, "mkdir": mkdir, "listing": listing,
+    "small-write": small_write, "small-read": small_read,
 }  # fmt: skip
-STREAMS = {"write": write_file, "read": read_file, "read_single": read_single}
+STREAMS = {
+    "write": write_file, "write-sync": write_synced, "read": read_file, "read-mmap": read_mapped,
+    "read-single": read_single, "random-write": write_randomly, "random-read": read_randomly,
+}  # fmt: skip
 
 
 def main() -> None:
@@ -124,8 +202,10 @@ def main() -> None:
         begin = time.perf_counter()
         NAMES[work](names)
         seconds = time.perf_counter() - begin
+    elif work == "checkpoint":
+        seconds = checkpoint(values["jobs"], values["mib"])
     else:
-        if work.startswith("read"):
+        if work.startswith("read") and values.get("cold"):
             drop_pages(values["jobs"])
         seconds = in_processes(STREAMS[work], values["jobs"], values["mib"])
     print(json.dumps(seconds))

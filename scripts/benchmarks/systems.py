@@ -42,6 +42,14 @@ class System:
         return json.loads(done.stdout)
 
 
+    def remove(self, directory: str) -> None:
+        """Remove what a work has left below ``directory``, and let the medium come to rest."""
+        shutil.rmtree(self.path / directory, ignore_errors=True)
+
+    def use_capacity_tier(self, directory: str) -> None:
+        """New files below ``directory`` are to go straight to the data servers, where there are any."""
+
+
 class MountedSystem(System):
     """A system whose ``command``, a FUSE daemon in the foreground, serves ``path``."""
 
@@ -92,6 +100,24 @@ class Aifs(MountedSystem):
         format_command = [*self._aifs, "format", self.base / "store"]
         subprocess.run(format_command, check=True, stdout=subprocess.DEVNULL, cwd=REPOSITORY)
         return super().__enter__()
+
+    def use_capacity_tier(self, directory: str) -> None:
+        (self.path / directory).mkdir(exist_ok=True)
+        os.setxattr(self.path / directory, "user.aifs.tier", b"capacity")
+
+    def remove(self, directory: str) -> None:
+        super().remove(directory)
+        while self.status()["collector_backlog"]:
+            time.sleep(0.05)
+
+    def status(self) -> dict:
+        """What the mount says of itself."""
+        return json.loads(os.getxattr(self.path, "user.aifs.status"))
+
+    def cpu_s(self) -> float:
+        """Processor time that the daemon has used."""
+        fields = Path(f"/proc/{self.daemon.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def resident_bytes(self) -> int:
         """Memory of the daemon that is in RAM now, mapped files included."""

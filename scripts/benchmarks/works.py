@@ -41,10 +41,22 @@ WORKS = {
         Work("unlink", "files/s", 0.6, 0.022, "S3QL, JuiceFS"),
         Work("mkdir", "files/s", 0.6),
         Work("readdir", "entries/s", 0.6, 0.020, "S3QL"),
-        Work("write-1", "MiB/s", 0.8),
-        Work("read-1", "MiB/s", 0.8),
-        Work("write-4", "MiB/s", 0.8),
-        Work("read-4", "MiB/s", 0.8),
+        Work("small-write", "files/s", None, 0.4),
+        Work("small-read", "files/s", None, 0.5),
+        Work("write-1", "MiB/s", None, 0.9),
+        Work("write-sync-1", "MiB/s", None, 0.9),
+        Work("read-1", "MiB/s", None, 0.9),
+        Work("read-mmap-1", "MiB/s", None, 0.9),
+        Work("random-write", "requests/s", None, 0.6),
+        Work("random-read", "requests/s", None, 0.6),
+        Work("write-4", "MiB/s", None, 0.9),
+        Work("write-sync-4", "MiB/s", None, 0.9),
+        Work("read-4", "MiB/s", None, 0.9),
+        Work("checkpoint", "MiB/s", None, 0.9),
+        Work("striped-write-1", "MiB/s", 0.8),
+        Work("striped-read-1", "MiB/s", 0.8),
+        Work("striped-write-4", "MiB/s", 0.8),
+        Work("striped-read-4", "MiB/s", 0.8),
     )
 }
 
@@ -67,11 +79,42 @@ def listing(system: System, size: Size, round_: int) -> Iterator[tuple[str, floa
     yield "readdir", size.entries / system.run("listing", "listing", count=size.entries)
 
 
+def small_files(system: System, size: Size, round_: int) -> Iterator[tuple[str, float]]:
+    directory, count = f"small{round_}", size.files
+    yield "small-write", count / system.run("small-write", directory, count=count)
+    system.run("small-read", directory, count=count)
+    yield "small-read", count / system.run("small-read", directory, count=count)
+    system.remove(directory)
+
+
 def streams(system: System, size: Size, round_: int) -> Iterator[tuple[str, float]]:
+    """New files each time, as checkpoints are."""
+    directory = f"streams{round_}"
+    for jobs in (1, 4):
+        settings = {"jobs": jobs, "mib": size.mib}
+        for kind in ("write", "write-sync"):
+            system.remove(directory)
+            yield f"{kind}-{jobs}", size.mib * jobs / system.run(kind, directory, **settings)
+        yield f"read-{jobs}", size.mib * jobs / system.run("read", directory, **settings)
+        if jobs == 1:
+            yield "read-mmap-1", size.mib / system.run("read-mmap", directory, **settings)
+            for kind in ("random-write", "random-read"):
+                yield kind, size.mib * 256 / system.run(kind, directory, **settings)
+    system.remove(directory)
+
+
+def checkpoints(system: System, size: Size, round_: int) -> Iterator[tuple[str, float]]:
+    system.remove("checkpoints")
+    yield "checkpoint", 4 * size.mib / system.run("checkpoint", "checkpoints", jobs=4, mib=size.mib)
+
+
+def striped(system: System, size: Size, round_: int) -> Iterator[tuple[str, float]]:
+    """Past the burst tier."""
+    system.use_capacity_tier("striped")
     for jobs in (1, 4):
         total, settings = size.mib * jobs, {"jobs": jobs, "mib": size.mib}
         for kind in ("write", "read"):
-            yield f"{kind}-{jobs}", total / system.run(kind, "streams", **settings)
+            yield f"striped-{kind}-{jobs}", total / system.run(kind, "striped", cold=1, **settings)
 
 
 Course = Callable[[System, Size, int], Iterator[tuple[str, float]]]
@@ -79,5 +122,10 @@ Course = Callable[[System, Size, int], Iterator[tuple[str, float]]]
 COURSES: dict[Course, tuple[str, ...]] = {
     names: ("create", "stat", "stat-cached", "rename", "unlink", "mkdir"),
     listing: ("readdir",),
-    streams: ("write-1", "read-1", "write-4", "read-4"),
+    small_files: ("small-write", "small-read"),
+    streams: tuple(
+        name for name in WORKS if name.startswith(("write", "read-", "random"))
+    ),
+    checkpoints: ("checkpoint",),
+    striped: tuple(name for name in WORKS if name.startswith("striped")),
 }
