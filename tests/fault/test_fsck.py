@@ -23,13 +23,14 @@ RANDOM_STORES = 30
 def new_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], DamagedStore]]:
     monkeypatch.setattr(journal, "SEGMENT_BYTES", 256 << 10)
     with tempfile.TemporaryDirectory(prefix="aifs-fsck-", dir="/dev/shm") as directory:
+        template = DamagedStore(Path(directory, "template"))
         stores = 0
 
         def make() -> DamagedStore:
             nonlocal stores
             stores += 1
             shutil.rmtree(Path(directory, str(stores - 1)), ignore_errors=True)
-            return DamagedStore(Path(directory, str(stores)))
+            return template.copied_to(Path(directory, str(stores)))
 
         yield make
     faults.disarm_all()
@@ -71,6 +72,10 @@ def _damage(store: DamagedStore) -> None:
     store.put(keys.COUNTER_IDS, (3).to_bytes(8, "little"))
     store.put(keys.orphan(store.ino["/fifo"]), b"")
     store.put(keys.dirty(store.ino["/a/rewritten"]), b"")
+    store.copy("/fast/cached").unlink()
+    store.copy("/fast/tiny").write_bytes(b"")
+    store.put(keys.burst_copy(store.inode("/fast/new").copy.id), b"?")
+    store.put(keys.checksums(4000, 0), b"")
 
 
 def _lose_objects(store: DamagedStore) -> None:
@@ -168,7 +173,7 @@ def _random_damage(rng: random.Random, tx: Transaction) -> None:
             case 5:
                 tx.put(key, value[: rng.randrange(len(value) + 1)])
             case 6:
-                kind = rng.choice(b"dowg")
+                kind = rng.choice(b"abdgklotw")
                 tx.put(bytes((kind,)) + rng.choice(records)[0][1:9], rng.choice((b"", value)))
 
 

@@ -22,7 +22,7 @@ from aifs.vfs.store import format_store
 from tests.support.data_servers import failing, hooked
 
 ROOT, ME, UNIT = 1, Caller(), 4096
-SETTINGS = {"layout.unit": "4KiB", "meta.commit_interval": "1h", "data.writeback_interval": "1h"}
+SETTINGS = {"layout.unit": "4KiB", "burst.directories": "", "meta.commit_interval": "1h", "data.writeback_interval": "1h"}
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ async def is_marked(fs: Filesystem, ino: int) -> bool:
 
 
 async def make(fs: Filesystem, name: bytes, size: int) -> tuple[int, int]:
-    handle, inode = await fs.create(ROOT, name, 0o644, os.O_RDWR, ME)
+    (handle, *_), inode = await fs.create(ROOT, name, 0o644, os.O_RDWR, ME)
     if size:
         await fs.write(handle, 0, b"a" * size)
     return handle, inode.ino
@@ -141,7 +141,7 @@ async def test_a_write_that_had_to_wait_looks_again_at_what_it_waited_for(direct
             await gate.enter_alone()
             nursery.start_soon(fs.write, handle, 0, b"c" * UNIT)
             await trio.testing.wait_all_tasks_blocked()
-            await fs.io._discard(fs.io.open[ino])  # what a truncation to zero does behind the gate
+            await fs.io.capacity._discard(fs.io.open[ino])  # what a truncation to zero does behind the gate
             gate.leave_alone()
         assert bytes(await fs.read(handle, 0, 3 * UNIT)) == b"c" * UNIT
         assert await is_marked(fs, ino)
@@ -163,7 +163,7 @@ async def test_objects_of_a_file_that_failed_to_outgrow_its_record_are_not_used_
             while fs.collector.backlog:
                 await trio.lowlevel.checkpoint()
         await fs.release(handle)
-        handle = await fs.open(ino, os.O_RDONLY)  # with descriptors of its own
+        handle, *_ = await fs.open(ino, os.O_RDONLY)  # with descriptors of its own
         assert bytes(await fs.read(handle, 0, 3 * UNIT)) == b"a" * 100 + b"b" * 2 * UNIT
         await fs.release(handle)
 
@@ -192,14 +192,14 @@ async def test_an_exchange_makes_both_sides_durable(directory: Path) -> None:
 
 async def test_two_servers_that_are_added_at_once_get_numbers_of_their_own(directory: Path) -> None:
     async with opened(directory) as fs:
-        count = len(fs.store.servers)
+        count = len(fs.store.servers.capacity())
         paths = [directory / "extra1", directory / "extra2"]
         async with trio.open_nursery() as nursery:
             for path in paths:
                 nursery.start_soon(fs.setxattr, ROOT, b"user.aifs.server-add", os.fsencode(path))
         assert {fs.store.servers[count + place].path for place in (0, 1)} == {str(path) for path in paths}
     async with opened(directory) as fs:
-        assert len(fs.store.servers) == count + 2
+        assert len(fs.store.servers.capacity()) == count + 2
 
 
 async def test_the_kernel_is_told_when_the_count_of_blocks_becomes_exact(directory: Path) -> None:

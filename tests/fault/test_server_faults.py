@@ -304,7 +304,7 @@ async def test_a_cancelled_read_waits_for_its_thread(servers, tmp_path):
     async def read() -> None:
         with trio.CancelScope() as scope:
             nursery.start_soon(cancel, scope)
-            await objects.read(0, MIB, MIB, True)
+            await objects.read(0, MIB, MIB, False)
         ended.set()
 
     async def cancel(scope: trio.CancelScope) -> None:

@@ -12,21 +12,25 @@ from pathlib import Path
 import pytest
 
 from aifs.check.fsck import check
-from aifs.core.config import Config, load
-from aifs.vfs.store import format_store
-from tests.support import lives, lockstep, model_ops
+from aifs.core.config import Config
+from tests.support import lives, lockstep, model_ops, modes
 from tests.support.sequences import Op, listing, shrink
 
 LENGTH = 1000
+SMALL = {"layout.unit": "4KiB"}
+EAGER = {"meta.commit_interval": "10ms", "data.writeback_interval": "100ms"}
+NO_INLINE = {"layout.inline_limit": "0"}
 SHAPES = {
-    "small-units": {"layout.unit": "4KiB", "layout.inline_limit": "2048"},
-    "no-inline": {"layout.unit": "8KiB", "layout.inline_limit": "0", "layout.count": "2"},
+    "off": modes.OFF | SMALL,
+    "off-no-inline": modes.OFF | NO_INLINE | {"layout.unit": "8KiB", "layout.count": "2"},
+    "off-eager": modes.OFF | SMALL | EAGER,
     "defaults": {},
-    "eager-writeback": {
-        "layout.unit": "4KiB",
-        "meta.commit_interval": "10ms",
-        "data.writeback_interval": "100ms",
-    },
+    "waiting": modes.WAITING | SMALL | NO_INLINE,
+    "tiny": modes.TINY | SMALL | EAGER,
+    "tiny-daemon": modes.TINY | modes.BY_DAEMON | SMALL | NO_INLINE,
+    "waiting-interleaved": modes.WAITING | modes.INTERLEAVED | NO_INLINE | {"layout.compress": "zstd:3"},
+    "tiny-interleaved": modes.TINY | modes.INTERLEAVED | SMALL | NO_INLINE | EAGER,
+    "tiny-whole": modes.TINY | SMALL | NO_INLINE | {"layout.count": "1"},
 }
 
 
@@ -41,21 +45,21 @@ def scratch() -> Iterator[Path]:
 
 def _run(scratch: Path, shape: dict[str, str], ops: list[Op]) -> int:
     """Operations on a new store, then fsck. Returns the number of kills."""
-    source = tempfile.mkdtemp(dir=scratch)
-    config = load(source, shape)
+    source = Path(tempfile.mkdtemp(dir=scratch)) / "store"
     try:
-        lives.in_child(_format, config)
+        lives.in_child(_format, source, shape)
+        config = modes.config_of(source)
         kills = lives.run(config, ops)
         findings, _ = lives.in_child(_check, config)
         if findings:
             raise lives.Mismatch(f"fsck finds {findings}")
         return kills
     finally:
-        shutil.rmtree(source)
+        shutil.rmtree(source.parent)
 
 
-def _format(writer: int, config: Config) -> None:
-    format_store(config, force=False)
+def _format(writer: int, source: Path, shape: dict[str, str]) -> None:
+    modes.make_store(source, shape)
     lives.send(writer, (False,))
 
 

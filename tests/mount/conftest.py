@@ -29,26 +29,41 @@ def mounted(scratch: Path) -> Iterator[Mounted]:
 
 @pytest.fixture
 def mount_store(scratch: Path) -> Iterator[Callable[..., Mounted]]:
-    """A function of mount options that makes one more mounted store; each is checked afterwards."""
+    """A function of mount options that makes one more mounted store, with or without a burst tier.
+
+    Each is checked afterwards.
+    """
     with ExitStack() as stack:
         count = 0
 
-        def make(*options: str) -> Mounted:
+        def make(*options: str, burst: bool = True) -> Mounted:
             nonlocal count
             count += 1
             directory = scratch / str(count)
             directory.mkdir()
-            return stack.enter_context(mounted_store(directory, options))
+            return stack.enter_context(mounted_store(directory, options, burst=burst))
 
         yield make
 
 
-@pytest.fixture(scope="module")
-def module_mount() -> Iterator[Mounted]:
-    """One mount for all cases of a file: each works in a directory of its own. All users can reach it."""
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(((), True), id="bridge"),
+        pytest.param((("kernel.bridge=off",), True), id="plain"),
+        pytest.param(((), False), id="no-burst", marks=pytest.mark.long),
+        pytest.param((("layout.kind=interleaved", "burst.drain_delay=0s"), True), id="interleaved", marks=pytest.mark.long),
+    ],
+)
+def module_mount(request: pytest.FixtureRequest) -> Iterator[Mounted]:
+    """One mount for all cases of a file: each works in a directory of its own. All users can reach it.
+
+    With all that the bridge gives, and with plain pyfuse3.
+    """
+    options, burst = request.param
     with tempfile.TemporaryDirectory(prefix="aifs-posix-") as scratch:
         os.chmod(scratch, 0o755)
-        with mounted_store(Path(scratch)) as store:
+        with mounted_store(Path(scratch), options, burst=burst) as store:
             yield store
 
 

@@ -146,6 +146,7 @@ def test_options_reach_the_kernel(place: Place) -> None:
 def test_keys_reach_the_filesystem(place: Place) -> None:
     place.mount("-o", "layout.unit=64KiB,burst.capacity=64MiB,log.level=debug")
     (place.path / "file").write_bytes(bytes(1 << 20))
+    aifs("drain", place.path / "file")
     info = json.loads(aifs("info", place.path / "file", "--json").stdout)
     assert info["layout"]["unit"] == 64 << 10
 
@@ -290,6 +291,7 @@ def test_a_lazy_umount_does_not_wait(place: Place) -> None:
 
 def test_umount_says_if_the_store_could_not_be_closed_in_order(place: Place) -> None:
     place.mount()
+    os.setxattr(place.path, "user.aifs.tier", b"capacity")
     (place.path / "file").write_bytes(bytes(8 << 20))
     aifs("umount", place.path)
     place.mount()
@@ -348,6 +350,7 @@ def test_a_server_is_added_while_mounted(place: Place) -> None:
     assert aifs("server", "add", place.source, disk).stdout == f"added {disk} to the mounted store\n"
     assert [server["path"] for server in place.status()["servers"]][4:] == [str(disk)]
     (place.path / "file").write_bytes(bytes(6 << 20))
+    aifs("drain", place.path / "file")
     assert len(json.loads(aifs("info", place.path / "file", "--json").stdout)["parts"]) == 5
     full = place.directory / "full"
     (full / "x").mkdir(parents=True)

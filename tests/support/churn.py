@@ -10,7 +10,8 @@ from typing import Any
 
 import trio
 
-from aifs.vfs import Caller, Filesystem, SetAttr
+from aifs.vfs import Caller, SetAttr
+from tests.support.kernel import Kernel
 from tests.support.ledger import Entry, Found, Ledger, State
 
 ROOT_INO = 1
@@ -19,24 +20,25 @@ CALLER = Caller()
 UNIT = 4096
 SIZE_MAX = 10 * UNIT
 NAMES_MAX = 25
+WAIT_S = 30  # for what must happen; a test that waits so long fails
 
 WEIGHTS = {
     "create": 12, "write": 30, "append": 10, "truncate": 14, "truncate_open": 4, "fsync": 8, "rename": 6,
     "replace": 4, "exchange": 2, "unlink": 6, "unlink_open": 4, "mkdir": 4, "rmdir": 3, "symlink": 2, "link": 3,
     "chmod": 4, "setxattr": 4, "removexattr": 2, "open": 8, "close": 10, "sync": 2, "fsyncdir": 4,
-    "write_during_fsync": 4,
+    "write_during_fsync": 4, "drain": 7, "evict": 7, "stage": 10, "compact": 3, "settle_all": 1,
 }  # fmt: skip
 
 
 class Churn:
-    """Works on ``fs`` and enters all of it in ``ledger``.
+    """Works on ``fs`` as programs do, and enters all of it in ``ledger``.
 
     ``before_note`` is called before each entry, under ``lock``; it may raise to end the work. Whoever holds
     the lock can be sure that no call begins or counts as acknowledged.
     """
 
     def __init__(
-        self, fs: Filesystem, ledger: Ledger, rng: random.Random, before_note: Callable[[], None]
+        self, fs: Kernel, ledger: Ledger, rng: random.Random, before_note: Callable[[], None]
     ) -> None:
         self.fs = fs
         self.ledger = ledger
@@ -56,6 +58,7 @@ class Churn:
         await trio.lowlevel.checkpoint()
 
     async def close_all(self) -> None:
+        """As programs do that end in order."""
         for handle in list(self._handles):
             await self._release(handle)
 
@@ -312,6 +315,39 @@ class Churn:
             self._handles[await self.fs.open(ino, os.O_RDWR | os.O_TRUNC)] = ino
             self._note(self.ledger.done_write, ino)
 
+    # --- where the bytes are ---
+
+    async def _drain(self) -> None:
+        """Ask for it; wait only where nobody is writing."""
+        ino = self._file()
+        if ino is not None:
+            self.fs.drain.request([ino])
+            if ino not in self._handles.values():
+                await self._drained([ino])
+
+    async def _settle_all(self) -> None:
+        """All that is closed is drained."""
+        inos = self.ledger.versions.keys() - self._handles.values()
+        self.fs.drain.request(list(inos))
+        await self._drained(list(inos))
+
+    async def _drained(self, inos: list[int]) -> None:
+        with trio.fail_after(WAIT_S):
+            await self.fs.drain.wait(inos)
+
+    async def _evict(self) -> None:
+        ino = self._file()
+        if ino is not None:
+            await self.fs.evictor.evict(ino)
+
+    async def _stage(self) -> None:
+        ino = self._file()
+        if ino is not None:
+            await self.fs.stager.stage(ino)
+
+    async def _compact(self) -> None:
+        await self.fs.compaction.compact()
+
     # --- durability ---
 
     async def _fsync(self) -> None:
@@ -339,10 +375,8 @@ class Churn:
 
     async def _fsyncdir(self) -> None:
         path = self._choose(stat.S_IFDIR)
-        handle = await self.fs.opendir(self.ledger.now[path].ino if path else ROOT_INO)
-        await self.fs.fsyncdir(handle)
+        await self.fs.fsyncdir(self.ledger.now[path].ino if path else ROOT_INO)
         self._note(self.ledger.barrier)
-        await self.fs.releasedir(handle)
 
 
 def _with_links(state: State) -> State:
@@ -353,25 +387,24 @@ def _with_links(state: State) -> State:
     }
 
 
-async def read_tree(fs: Filesystem) -> dict[bytes, Found]:
+async def read_tree(fs: Kernel) -> dict[bytes, Found]:
     """Everything that has a name, by path."""
     tree: dict[bytes, Found] = {}
 
     async def walk(directory: int, path: bytes) -> None:
-        handle, cookie = await fs.opendir(directory), 0
-        while batch := await fs.readdir(handle, cookie):
+        cookie = 0
+        while batch := await fs.readdir(directory, cookie):
             for name, inode, cookie in batch:
                 assert path + b"/" + name not in tree
                 tree[path + b"/" + name] = await _read(fs, inode)
                 if inode.is_dir:
                     await walk(inode.ino, path + b"/" + name)
-        await fs.releasedir(handle)
 
     await walk(ROOT_INO, b"")
     return tree
 
 
-async def _read(fs: Filesystem, inode: Any) -> Found:
+async def _read(fs: Kernel, inode: Any) -> Found:
     names = sorted(await fs.listxattr(inode.ino))
     xattrs = tuple([(name, await fs.getxattr(inode.ino, name)) for name in names])
     target = await fs.readlink(inode.ino) if stat.S_ISLNK(inode.mode) else None

@@ -1,6 +1,8 @@
 """A store for fsck's tests: filled with every feature, then damaged record by record or object by object."""
 
+import copy
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,15 @@ from aifs.check.findings import Report
 from aifs.check.fsck import check
 from aifs.core import config as configuration
 from aifs.core.config import Config
-from aifs.meta import keys, namespace
+from aifs.data.chunk_codec import digest_of
+from aifs.data.naming import object_path
+from aifs.data.pieces import Source
+from aifs.layout.interleaved import Interleaved
+from aifs.layout.placement import BURST_FIRST
+from aifs.meta import chunks, keys, namespace
+from aifs.meta.chunks import Chunks
 from aifs.meta.kv import ReadTransaction, Transaction
-from aifs.meta.records import Dentry, Inode, decode_dentry, encode_entry
+from aifs.meta.records import Copy, Dentry, Inode, decode_burst, decode_dentry, encode_entry
 from aifs.vfs import Filesystem, open_filesystem
 from aifs.vfs.store import format_store, open_store
 from aifs.vfs.types import Caller, SetAttr
@@ -21,6 +29,9 @@ from aifs.vfs.types import Caller, SetAttr
 UNIT = 4096
 ROOT = keys.ROOT_INO
 NOBODY = Caller()
+CHUNK = 64 << 10
+COPY_ID = 6000  # of copies that the store is given; within the first window of ids
+OPTIONS = {"layout.unit": str(UNIT), "burst.drain_delay": "1h"}
 
 
 class DamagedStore:
@@ -28,10 +39,21 @@ class DamagedStore:
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir()
-        self.config: Config = configuration.load(str(directory), {"layout.unit": str(UNIT)})
+        self.directory = directory
+        self.config: Config = configuration.load(str(directory), OPTIONS)
         format_store(self.config, force=False)
         self.ino: dict[str, int] = {"/": ROOT}
+        self._copies = 0
         self.use(self._fill)
+        self._add_copies()
+
+    def copied_to(self, directory: Path) -> "DamagedStore":
+        """The same store in another place, which is much faster than to fill one."""
+        other = copy.copy(self)
+        shutil.copytree(self.directory, directory)
+        other.directory, other.ino = directory, dict(self.ino)
+        other.config = configuration.load(str(directory), OPTIONS)
+        return other
 
     def use(self, work: Callable[[Filesystem], Any]) -> Any:
         async def run() -> Any:
@@ -41,6 +63,7 @@ class DamagedStore:
         return trio.run(run)
 
     async def _fill(self, fs: Filesystem) -> None:
+        await fs.setxattr(ROOT, b"user.aifs.tier", b"capacity")
         for path in ("/a", "/a/b", "/a/b/c", "/empty", "/z"):
             self.ino[path] = (await fs.mkdir(*self._place(path), 0o755, NOBODY)).ino
         for path, size in (
@@ -51,10 +74,10 @@ class DamagedStore:
         ):
             await self.write(fs, path, os.urandom(size))
         await self.write(fs, "/a/rewritten", b"x" * 5 * UNIT)
-        again = await fs.open(self.ino["/a/rewritten"], os.O_RDWR | os.O_TRUNC)
+        again = (await fs.open(self.ino["/a/rewritten"], os.O_RDWR | os.O_TRUNC)).handle
         await fs.write(again, 0, b"y" * 6 * UNIT)
         await fs.release(again)
-        handle, inode = await fs.create(*self._place("/a/sparse"), 0o644, os.O_RDWR, NOBODY)
+        (handle, *_), inode = await fs.create(*self._place("/a/sparse"), 0o644, os.O_RDWR, NOBODY)
         await fs.setattr(inode.ino, SetAttr(size=1000 * UNIT), NOBODY, handle)
         await fs.write(handle, 500 * UNIT, b"island")
         await fs.release(handle)
@@ -67,12 +90,77 @@ class DamagedStore:
         await self.write(fs, "/a/two", b"z" * 50_000)
         await fs.rename(*self._place("/a/two"), self.ino["/z"], b"moved")
         self.ino["/z/moved"] = self.ino.pop("/a/two")
+        self.ino["/fast"] = (await fs.mkdir(*self._place("/fast"), 0o755, NOBODY)).ino
+        for path, size in (("/fast/cached", 5 * UNIT + 1), ("/fast/tiny", 50)):
+            await self.write(fs, path, os.urandom(size))
+        await fs.setxattr(self.ino["/fast"], b"user.aifs.tier", b"burst")
+        await self.write(fs, "/fast/new", os.urandom(3 * UNIT + 7))
+        await self._interleave(fs, {"/a/chunks": os.urandom(3 * CHUNK + 5), "/z/chunk": os.urandom(100)})
+
+    async def _interleave(self, fs: Filesystem, contents: dict[str, bytes]) -> None:
+        """Interleaved files, as a drain stores them."""
+        sources = []
+        for path, data in contents.items():
+            self.ino[path] = ino = (await fs.mknod(*self._place(path), 0o100644, 0, NOBODY)).ino
+            fd = os.memfd_create("source")
+            os.write(fd, data)
+            sources.append(Source(ino, ino, len(data), fd, Interleaved(CHUNK), 0))
+
+        def flip(tx: Transaction, lists: list[Chunks]) -> None:
+            for source, places in zip(sources, lists, strict=True):
+                chunks.put_chunks(tx, source.oid, places)
+                inode = namespace.get_inode(tx, source.ino)
+                inode.layout, inode.oid, inode.size = source.layout, source.oid, source.size
+                namespace.put_inode(tx, inode)
+
+        async with fs.containers.append(sources, (0, 1)) as lists:
+            await fs.store.engine.transact(flip, lists)
+        for source in sources:
+            os.close(source.fd)
+
+    def _add_copies(self) -> None:
+        """Burst copies of files on the capacity tier, and checksums, as a drain leaves them."""
+        contents = self.use(lambda fs: self._read_all(fs, ("/fast/cached", "/fast/tiny", "/z/moved")))
+
+        for path in ("/fast/cached", "/fast/tiny"):
+            self.add_copy(path, contents[path])
+        digest = digest_of(contents["/z/moved"])
+        self.transact(lambda tx: tx.put(keys.checksums(self._oid_of(tx, "/z/moved"), 0), digest))
+
+    def _oid_of(self, tx: ReadTransaction, path: str) -> int:
+        return namespace.get_inode(tx, self.ino[path]).oid
+
+    def add_copy(self, path: str, content: bytes) -> None:
+        """A clean burst copy of a file on the capacity tier, with this content."""
+        place = Copy(BURST_FIRST, COPY_ID + self._copies)
+        self._copies += 1
+
+        def add(tx: Transaction) -> None:
+            inode = namespace.get_inode(tx, self.ino[path])
+            inode.copy = place
+            namespace.put_inode(tx, inode)
+            namespace.put_copy(tx, inode.ino, place, undrained=False, durable=True, now=1)
+
+        self.transact(add)
+        self.copy(path).parent.mkdir(parents=True, exist_ok=True)
+        self.copy(path).write_bytes(content)
+
+    async def _read_all(self, fs: Filesystem, paths: tuple[str, ...]) -> dict[str, bytes]:
+        contents = {}
+        for path in paths:
+            handle = (await fs.open(self.ino[path], os.O_RDONLY)).handle
+            contents[path] = bytes(await fs.read(handle, 0, 1 << 30))
+            await fs.release(handle)
+        return contents
 
     async def write(self, fs: Filesystem, path: str, data: bytes) -> None:
-        handle, inode = await fs.create(*self._place(path), 0o644, os.O_RDWR, NOBODY)
+        (handle, *_), inode = await fs.create(*self._place(path), 0o644, os.O_RDWR, NOBODY)
         self.ino[path] = inode.ino
         await fs.write(handle, 0, data)
         await fs.release(handle)
+
+    def read(self, path: str) -> bytes:
+        return self.use(lambda fs: self._read_all(fs, (path,)))[path]
 
     def _place(self, path: str) -> tuple[int, bytes]:
         parent, _, name = path.rpartition("/")
@@ -102,6 +190,11 @@ class DamagedStore:
             tx.put(keys.inode(inode.ino), inode.encode())
 
         self.transact(function)
+
+    def change_copy_record(self, path: str, **changes: Any) -> None:
+        """Set fields of the record of the file's burst copy."""
+        key = keys.burst_copy(self.inode(path).copy.id)
+        self.transact(lambda tx: tx.put(key, decode_burst(tx.get(key))._replace(**changes).encode()))
 
     def put(self, key: bytes, value: bytes) -> None:
         self.transact(lambda tx: tx.put(key, value))
@@ -142,6 +235,16 @@ class DamagedStore:
         (found,) = root.glob(f"objects/*/*/{inode.oid:016x}.{inode.ino:x}")
         return number, found
 
+    def copy(self, path: str) -> Path:
+        """The burst copy of the file."""
+        return Path(object_path(self.config.burst.directories[0], 0, self.inode(path).copy.id))
+
+    def container(self) -> tuple[int, Path]:
+        """Number and path of the container that the first chunk of /a/chunks lies in."""
+        oid = self.inode("/a/chunks").oid
+        place = self.transact(lambda tx: chunks.get_chunks(tx, oid, 0)[1][0])
+        return place.container, Path(object_path(self.config.servers[place.server], 0, place.container))
+
     def records(self) -> dict[bytes, bytes]:
         def function(tx: ReadTransaction) -> dict[bytes, bytes]:
             return dict(tx.range(b"", b"\xff" * 512))
@@ -152,9 +255,8 @@ class DamagedStore:
         """Inode numbers by path, as programs see them, with a check that every file can be read."""
 
         async def walk(fs: Filesystem, ino: int, path: str, found: dict[str, int]) -> None:
-            handle = await fs.opendir(ino)
             cookie = 0
-            while batch := await fs.readdir(handle, cookie):
+            while batch := await fs.readdir(ino, cookie):
                 for name, inode, place in batch:
                     cookie = place
                     below = f"{path}/{os.fsdecode(name)}"
@@ -162,7 +264,6 @@ class DamagedStore:
                     found[below] = inode.ino
                     if inode.is_dir:
                         await walk(fs, inode.ino, below, found)
-            await fs.releasedir(handle)
 
         async def run(fs: Filesystem) -> dict[str, int]:
             found: dict[str, int] = {}
@@ -173,8 +274,8 @@ class DamagedStore:
 
     # --- fsck ---
 
-    def check(self, repair: bool = False) -> Report:
-        return check(self.config, repair)
+    def check(self, repair: bool = False, deep: bool = False) -> Report:
+        return check(self.config, repair, deep=deep)
 
     def found(self, repair: bool = False) -> list[tuple[str, str]]:
         """Kind and place of what is found."""
@@ -184,7 +285,7 @@ class DamagedStore:
         """Paths of all files in the servers' directories."""
         return {
             os.path.join(directory, name)
-            for server in self.config.servers
+            for server in (*self.config.servers, *self.config.burst.directories)
             for directory, _, names in os.walk(server)
             for name in names
         }

@@ -100,10 +100,11 @@ class Ledger:
 
     # --- what is found ---
 
-    def check(self, tree: dict[bytes, Found], killed: bool) -> None:
+    def check(self, tree: dict[bytes, Found], killed: bool, any_size: bool = False) -> None:
         """AssertionError unless a crash may leave ``tree``.
 
-        ``killed``: only the process died, so everything acknowledged must be there.
+        ``killed``: only the process died, so everything acknowledged must be there. ``any_size``: what is not durable may
+        have any size between those that it had, as on a local filesystem.
         """
         found = {path: one.entry for path, one in tree.items()}
         first = self.acknowledged if killed else self.durable
@@ -117,7 +118,7 @@ class Ledger:
         for path, (entry, content) in tree.items():
             if content is not None:
                 versions = self.versions.get(entry.ino, [b""])[least.get(entry.ino, 0) :]
-                _check_content(path, content, versions)
+                _check_content(path, content, versions, any_size)
 
 
 def _agree(state: State, found: State) -> bool:
@@ -136,11 +137,12 @@ def _explain(state: State, found: State, count: int) -> str:
     return "\n".join(lines)
 
 
-def _check_content(path: bytes, content: bytes, versions: list[bytes]) -> None:
+def _check_content(path: bytes, content: bytes, versions: list[bytes], any_size: bool) -> None:
     if content in versions:
         return
     sizes = {len(version) for version in versions}
-    assert len(content) in sizes, f"{path!r} has {len(content)} bytes, not one of {sorted(sizes)}"
+    between = any_size and min(sizes) < len(content) < max(sizes)
+    assert between or len(content) in sizes, f"{path!r} has {len(content)} bytes, not one of {sorted(sizes)}"
     assert len(versions) > 1, f"{path!r} is durable but differs: {_first_difference(content, versions[0])}"
     shortest = min(sizes)
     for place, byte in enumerate(content):

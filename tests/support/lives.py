@@ -17,6 +17,7 @@ import trio
 
 from aifs.core.config import Config
 from aifs.vfs import open_filesystem
+from tests.support.kernel import Kernel
 from tests.support.lockstep import Life
 from tests.support.oracle import ROOT, Oracle, Stamp
 from tests.support.sequences import Op
@@ -28,7 +29,7 @@ class _Warnings(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+        self.lines.append(self.format(record))
 
 
 class Mismatch(AssertionError):
@@ -115,8 +116,8 @@ async def _live_async(
     die: Callable[[int], None],
 ) -> int:
     """Run operations up to a remount, a crash or the end; returns where to go on."""
-    async with open_filesystem(config) as fs:
-        life = Life(fs, oracle, numbers, config.layout.inline_limit)
+    async with open_filesystem(config) as fs, Kernel(fs) as kernel:
+        life = Life(kernel, oracle, numbers, config.layout)
         root = oracle.inodes[ROOT]
         if start == 0:
             real = await fs.getattr(ROOT)
@@ -126,7 +127,7 @@ async def _live_async(
         for position in range(start, len(ops)):
             op = ops[position]
             if op[0] == "remount":
-                return position + 1
+                break
             if op[0] == "crash":
                 die(position)
             try:
@@ -134,8 +135,10 @@ async def _live_async(
             except Exception as error:
                 error.add_note(f"at operation {position}: {op!r}"[:500])
                 raise
-        await life.run(("compare",))
-        return len(ops)
+        else:
+            await life.run(("compare",))
+        life.close_maps()
+        return position + 1
 
 
 def _known(oracle: Oracle, numbers: dict[int, int]) -> dict[int, int]:

@@ -1,6 +1,7 @@
 """Runs operations on the real filesystem, in process, and on the oracle, and compares what they say."""
 
 import errno
+import mmap
 import os
 import stat
 import time
@@ -9,25 +10,33 @@ from typing import Any
 
 import trio
 
+from aifs.core.config import LayoutConfig
 from aifs.core.errors import FsError
 from aifs.vfs.types import Caller, SetAttr
+from tests.support.kernel import Kernel
 from tests.support.oracle import PAGE, ROOT, Oracle, OracleInode, Stamp
 from tests.support.sequences import Op, payload
 
 _END_OF_TIME = 1 << 63
+_CLOCK_TICK_NS = 20 * 10**6
+"""How far the clock that the kernel takes file times from may be behind: burst copies tell such times."""
+
+_WAIT_S = 30  # for what must happen; a test that waits so long fails
 
 
 class Life:
     """The filesystem, open, beside the oracle. ``numbers``: oracle inode number to the real one."""
 
-    def __init__(self, fs: Any, oracle: Oracle, numbers: dict[int, int], inline_limit: int) -> None:
+    def __init__(self, fs: Kernel, oracle: Oracle, numbers: dict[int, int], layout: LayoutConfig) -> None:
         self.fs = fs
         self.oracle = oracle
         self.numbers = numbers
-        self._inline_limit = inline_limit
+        self._inline_limit = layout.inline_limit
+        self._exact_blocks = layout.kind == "striped"  # chunks of interleaved files have no holes of single pages
         self._slots: dict[int, tuple[Any, int]] = {}
         self._appending: set[int] = set()
         self._dirs: dict[int, tuple[Any, int, Any, list[bytes]]] = {}
+        self._maps: dict[int, tuple[mmap.mmap, OracleInode]] = {}
 
     async def run(self, op: Op) -> None:
         kind, *args = op
@@ -35,7 +44,7 @@ class Life:
 
     async def both(self, method: str, real_args: tuple, oracle_args: tuple) -> tuple[Any, Any] | None:
         """Call the method of both. The two results, or None where both failed with the same errno."""
-        self.oracle.clock = clock = Stamp(time.time_ns(), _END_OF_TIME)
+        self.oracle.clock = clock = Stamp(time.time_ns() - _CLOCK_TICK_NS, _END_OF_TIME)
         expected, expected_error = _attempt(getattr(self.oracle, method), oracle_args)
         found, found_error = None, None
         try:
@@ -68,8 +77,10 @@ class Life:
         """The real inode has the attributes that it must have."""
         where = f"inode {real.ino} (the oracle's {inode.ino})"
         assert self.numbers.setdefault(inode.ino, real.ino) == real.ino, f"{where} has changed its number"
-        wanted = (inode.mode, inode.uid, inode.gid, inode.nlink, inode.rdev)
-        assert (real.mode, real.uid, real.gid, real.nlink, real.rdev) == wanted, (
+        # A write that is passed through takes setuid and setgid away, whoever writes.
+        kept = ~0o6000 if stat.S_ISREG(inode.mode) else ~0
+        wanted = (inode.mode & kept, inode.uid, inode.gid, inode.nlink, inode.rdev)
+        assert (real.mode & kept, real.uid, real.gid, real.nlink, real.rdev) == wanted, (
             f"{where}: {real} for {wanted}"
         )
         for name in ("atime", "mtime", "ctime"):
@@ -81,7 +92,7 @@ class Life:
             allocated, most = real.blocks * 512, (len(inode.content.pages) + 1) * PAGE
             holds_bytes = any(page.strip(b"\0") for page in inode.content.pages.values())
             assert allocated or not holds_bytes, f"{where}: nothing is allocated for its bytes"
-            known_exactly = not inode.handles
+            known_exactly = self._exact_blocks and not inode.handles and not inode.allocated
             assert allocated <= most or not known_exactly, (
                 f"{where}: {allocated} bytes allocated, {most} at most"
             )
@@ -285,6 +296,114 @@ class Life:
     async def _sync(self) -> None:
         await self.both("sync", (), ())
 
+    # Ranges, and mappings of passed-through files.
+
+    async def _fallocate(self, slot: int, mode: int, offset: int, length: int) -> None:
+        await self._on_handle("fallocate", slot, mode, offset, length)
+        await self._getattr_(slot)
+
+    async def _copy_file_range(self, slot: int, offset: int, to_slot: int, to: int, length: int) -> None:
+        if slot in self._slots and to_slot in self._slots:
+            (real, handle), (to_real, to_handle) = self._slots[slot], self._slots[to_slot]
+            results = await self.both(
+                "copy_file_range", (real, offset, to_real, to, length), (handle, offset, to_handle, to, length)
+            )
+            assert not results or results[0] == results[1], f"copy_file_range: {results}"
+            await self._getattr_(to_slot)
+
+    async def _seek(self, slot: int, offset: int, whence: int) -> None:
+        """What is passed over on the way to the next data, and what follows a hole's begin, must be zeros."""
+        inode = self.target(slot)
+        if inode is None:
+            return
+        try:
+            found = await self.fs.lseek(self._slots[slot][0], offset, whence)
+        except FsError as error:
+            assert error.errno == errno.ENXIO, error
+            assert offset >= inode.size or whence == os.SEEK_DATA, f"no hole from {offset} on"
+            found = max(offset, inode.size)
+        assert offset <= found <= max(inode.size, offset), f"lseek({offset}, {whence}) is {found}"
+        zeros = (offset, found) if whence == os.SEEK_DATA else (found, found + 1)
+        assert not inode.content.any_data(*zeros), f"lseek({offset}, {whence}) is {found}, but there is data"
+
+    async def _map(self, slot: int, length: int) -> None:
+        await self._unmap(slot)
+        mapping = self.fs.map(self._slots[slot][0], length) if slot in self._slots else None
+        if mapping is not None:
+            self._maps[slot] = (mapping, self.target(slot))
+
+    async def _map_write(self, slot: int, seed: int, length: int, offset: int) -> None:
+        """As the processor does it: nobody is told, and the file may have been closed long ago."""
+        if slot in self._maps:
+            mapping, inode = self._maps[slot]
+            length = min(length, len(mapping) - offset, inode.size - offset)
+            if length > 0:
+                mapping[offset : offset + length] = data = payload(seed, length)
+                self.oracle.clock = Stamp(0, time.time_ns())
+                self.oracle.map_write(inode, offset, data)
+
+    async def _unmap(self, slot: int) -> None:
+        if slot in self._maps:
+            self._maps.pop(slot)[0].close()
+
+    def _is_written(self, inode: OracleInode) -> bool:
+        """Whether a program could write to it now, so that it cannot be drained."""
+        mapped = any(other is inode for _, other in self._maps.values())
+        return mapped or self.oracle.has_writers(inode)
+
+    # Where the bytes are.
+
+    async def _drain(self, path: tuple[bytes, ...], wait: bool) -> None:
+        inode = self.target(path)
+        if inode and stat.S_ISREG(inode.mode):
+            number = self.numbers[inode.ino]
+            self.fs.drain.request([number])
+            if wait and not self._is_written(inode):
+                await self._drained([number])
+
+    async def _drain_all(self) -> None:
+        inodes = [i for i in self.oracle.inodes.values() if stat.S_ISREG(i.mode) and i.nlink]
+        numbers = [self.numbers[inode.ino] for inode in inodes if not self._is_written(inode)]
+        self.fs.drain.request(numbers)
+        await self._drained(numbers)
+
+    async def _drained(self, numbers: list[int]) -> None:
+        try:
+            with trio.fail_after(_WAIT_S):
+                await self.fs.drain.wait(numbers)
+        except trio.TooSlowError:
+            raise AssertionError(f"inodes {numbers} are not drained: {self.fs.drain.status()}") from None
+        for number in numbers:
+            assert not (await self.fs.getattr(number)).in_burst, f"inode {number} is still in the burst tier"
+
+    async def _evict(self, path: tuple[bytes, ...]) -> None:
+        inode = self.target(path)
+        if inode and stat.S_ISREG(inode.mode):
+            number = self.numbers[inode.ino]
+            if await self.fs.evictor.evict(number):
+                assert (await self.fs.getattr(number)).copy is None, f"inode {number} has kept its copy"
+            await self._check(inode)
+
+    async def _stage(self, path: tuple[bytes, ...]) -> None:
+        inode = self.target(path)
+        if inode and stat.S_ISREG(inode.mode):
+            number = self.numbers[inode.ino]
+            if await self.fs.stager.stage(number):
+                assert (await self.fs.getattr(number)).copy is not None, f"inode {number} has no copy"
+            await self._check(inode)
+
+    async def _compact(self) -> None:
+        await self.fs.compaction.compact()
+
+    async def _pause(self, turns: int) -> None:
+        for _ in range(turns):
+            await trio.lowlevel.checkpoint()
+
+    def close_maps(self) -> None:
+        """The programs end."""
+        for slot in list(self._maps):
+            self._maps.pop(slot)[0].close()
+
     async def _parallel(
         self, slot: int, seed: int, length: int, offset: int, reads: tuple[tuple, ...], sync_slot: int
     ) -> None:
@@ -310,16 +429,15 @@ class Life:
         inode = self.target(path)
         if inode and inode.is_dir:
             await self._closedir(slot)
-            results = await self.both("opendir", (self.numbers[inode.ino],), (inode.ino,))
-            self._dirs[slot] = (*results, 0, [])
+            self._dirs[slot] = (self.numbers[inode.ino], self.oracle.opendir(inode.ino), 0, [])
 
     async def _list_some(self, slot: int, batches: int) -> None:
         """Go on with a listing; at its end, it must have been true to what stayed and what came and went."""
         if slot not in self._dirs:
             return
-        real_handle, handle, cookie, seen = self._dirs[slot]
+        number, handle, cookie, seen = self._dirs[slot]
         for _ in range(batches):
-            batch = await self.fs.readdir(real_handle, cookie)
+            batch = await self.fs.readdir(number, cookie)
             if not batch:
                 opened = self.oracle.dir_handles[handle]
                 missing, wrong = opened.always - set(seen), set(seen) - opened.ever
@@ -333,12 +451,11 @@ class Life:
                 inode = self.oracle.dir_handles[handle].directory.names.get(name)
                 if inode:
                     self.same(real, inode)
-        self._dirs[slot] = (real_handle, handle, cookie, seen)
+        self._dirs[slot] = (number, handle, cookie, seen)
 
     async def _closedir(self, slot: int) -> None:
         if slot in self._dirs:
-            real_handle, handle, _, _ = self._dirs.pop(slot)
-            await self.both("releasedir", (real_handle,), (handle,))
+            self.oracle.releasedir(self._dirs.pop(slot)[1])
 
     async def _list_all(self, path: tuple[bytes, ...]) -> None:
         inode = self.target(path)
@@ -351,12 +468,10 @@ class Life:
     async def _listing(self, inode: OracleInode) -> list[tuple[bytes, Any]]:
         self.oracle.clock = Stamp(time.time_ns(), _END_OF_TIME)
         self.oracle.touch_atime(inode)
-        handle = await self.fs.opendir(self.numbers[inode.ino])
         found, cookie = [], 0
-        while batch := await self.fs.readdir(handle, cookie):
+        while batch := await self.fs.readdir(self.numbers[inode.ino], cookie):
             found += [(name, real) for name, real, _ in batch]
             cookie = batch[-1][2]
-        await self.fs.releasedir(handle)
         assert len(found) == len({name for name, _ in found}), f"readdir repeated a name: {found}"
         return found
 

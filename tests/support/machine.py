@@ -5,6 +5,7 @@ The answers are plain values: two machines in lock-step compare two filesystems.
 
 import ctypes
 import errno
+import fcntl
 import hashlib
 import mmap
 import os
@@ -42,15 +43,21 @@ class Machine:
     def __init__(self, root: str) -> None:
         self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
         self._slots: dict[int, int] = {}
+        self._maps: dict[int, mmap.mmap] = {}
+        self._timed = True  # until a mapping is kept: writing to memory moves times whenever it is noticed
+        self._memory = os.open("/proc/self/mem", os.O_RDWR)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close_slots()
+        os.close(self._memory)
         os.close(self._root)
 
     def close_slots(self) -> None:
+        for number in list(self._maps):
+            self._drop_map(number)
         while self._slots:
             os.close(self._slots.popitem()[1])
 
@@ -74,7 +81,7 @@ class Machine:
             started_ns = time.time_ns()
             result = self._attempt(op)
             after = self._describe(op)
-        return result, _changes(op, before, after, started_ns)
+        return result, _changes(op, before, after, started_ns, self._timed)
 
     def _attempt(self, op: Op) -> tuple:
         kind, *args = op
@@ -132,6 +139,8 @@ class Machine:
         self._close(slot)
         self._slots[slot] = fd
 
+    _open_plain = _open
+
     def _close(self, slot: int) -> None:
         if slot in self._slots:
             os.close(self._slots.pop(slot))
@@ -147,6 +156,8 @@ class Machine:
 
     def _pwrite(self, slot: int, seed: int, length: int, offset: int) -> int:
         return os.pwrite(self._fd(slot), payload(seed, length), offset)
+
+    _fill = _pwrite
 
     def _lseek(self, slot: int, offset: int, whence: int) -> int | None:
         fd = self._fd(slot)
@@ -268,6 +279,51 @@ class Machine:
         with mapped[0] as view:
             return _digest(view[mapped[1] : mapped[1] + length])
 
+    def _keep_map(self, slot: int, number: int, length: int, offset: int) -> bool:
+        """A mapping that outlives the descriptor."""
+        mapped = self._map(slot, length, offset, mmap.PROT_READ | mmap.PROT_WRITE)
+        if mapped is None:
+            return False
+        self._drop_map(number)
+        self._maps[number] = mapped[0]
+        self._timed = False
+        return True
+
+    def _poke(self, number: int, seed: int, length: int, offset: int) -> int | None:
+        """Write to a kept mapping, by way of /proc: where the file has been cut, that is an error and no signal."""
+        mapping = self._maps.get(number)
+        if mapping is None or offset + length > len(mapping):
+            return None
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        return os.pwrite(self._memory, payload(seed, length), address + offset)
+
+    def _drop_map(self, number: int) -> None:
+        if number in self._maps:
+            self._maps.pop(number).close()
+
+    def _fallocate(self, slot: int, mode: int, offset: int, length: int) -> None:
+        arguments = ctypes.c_int64(offset), ctypes.c_int64(length)
+        if _libc.fallocate(self._fd(slot), mode, *arguments):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+    def _seek_data(self, slot: int, offset: int) -> bool:
+        """Filesystems may find data where there are zeros, but must pass over nothing else."""
+        fd = self._fd(slot)
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            return False
+        try:
+            found = os.lseek(fd, offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            found = info.st_size
+        os.lseek(fd, 0, os.SEEK_SET)
+        passed = min(found - offset, LARGEST)
+        readable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
+        return passed <= 0 or not readable or not os.pread(fd, passed, offset).strip(b"\0")
+
     def _direct_write(self, path: bytes, seed: int, length: int, offset: int) -> int:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644)
         try:
@@ -321,7 +377,9 @@ def _content(path: bytes, size: int) -> tuple:
 
 def _public(info: os.stat_result) -> dict[str, int]:
     """What two filesystems agree about in the attributes of one file."""
-    found = {"mode": info.st_mode, "nlink": info.st_nlink, "uid": info.st_uid, "gid": info.st_gid}
+    # Where the kernel writes past the daemon, a write takes these away also if root has written.
+    mode = info.st_mode & ~_PRIVILEGES if stat.S_ISREG(info.st_mode) else info.st_mode
+    found = {"mode": mode, "nlink": info.st_nlink, "uid": info.st_uid, "gid": info.st_gid}
     if stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode):
         found["size"] = info.st_size
     if stat.S_ISCHR(info.st_mode) or stat.S_ISBLK(info.st_mode):
@@ -341,13 +399,14 @@ def _attributes(target: bytes | int) -> dict[str, int] | None:
     return {**_public(info), "ino": info.st_ino, "mtime_ns": info.st_mtime_ns, "ctime_ns": info.st_ctime_ns}
 
 
+_PRIVILEGES = stat.S_ISUID | stat.S_ISGID
 _COMPARED = ("mode", "nlink", "uid", "gid", "size", "rdev")
-_UNTIMED = ("map_write", "map_read", "copy_range", "open")
+_UNTIMED = ("map_write", "map_read", "copy_range", "open", "open_plain", "fallocate", "keep_map", "poke", "drop_map")
 _CLOCK_TICK_NS = 20_000_000
 _RECENT_NS = 60 * 10**9
 
 
-def _changes(op: Op, before: dict, after: dict, started_ns: int) -> dict:
+def _changes(op: Op, before: dict, after: dict, started_ns: int, timed: bool) -> dict:
     """What became of each file mentioned: its attributes, and which of its times moved."""
     kind = op[2][0] if op[0] == "as_user" else op[0]
     sets_now = kind == "utime" and None in (op[2] if op[0] == "as_user" else op)
@@ -363,7 +422,7 @@ def _changes(op: Op, before: dict, after: dict, started_ns: int) -> dict:
         same_size = kind in ("truncate", "ftruncate") and old and old.get("size") == new.get("size")
         fifo = stat.S_ISFIFO(new["mode"])  # the kernel alone carries its bytes, and tells FUSE nothing
         # Cutting a file to the size that it has may touch its times or not, and the kernel's "now" has coarse ticks.
-        if old is None or kind in _UNTIMED or same_size or fifo or sets_now:
+        if old is None or kind in _UNTIMED or same_size or fifo or sets_now or not timed:
             continue
         for name in ("mtime_ns", "ctime_ns"):
             found[key][name] = "moved" if new[name] != old[name] else "kept"

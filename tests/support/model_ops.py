@@ -7,6 +7,7 @@ import os
 import random
 import stat
 
+from aifs.vfs.ranges import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE
 from tests.support.oracle import EXCHANGE, NOREPLACE
 from tests.support.sequences import Op, Weighted
 
@@ -114,6 +115,69 @@ def fsync(rng: random.Random) -> Op:
 @_ops.add(1)
 def sync(rng: random.Random) -> Op:
     return ()
+
+
+@_ops.add(4)
+def fallocate(rng: random.Random) -> Op:
+    mode = rng.choice((0, KEEP_SIZE, PUNCH_HOLE | KEEP_SIZE, ZERO_RANGE, ZERO_RANGE | KEEP_SIZE))
+    return _slot(rng), mode, _offset(rng), _length(rng)
+
+
+@_ops.add(3)
+def copy_file_range(rng: random.Random) -> Op:
+    return _slot(rng), _offset(rng), _slot(rng), _offset(rng), _length(rng)
+
+
+@_ops.add(3)
+def seek(rng: random.Random) -> Op:
+    return _slot(rng), _offset(rng), rng.choice((os.SEEK_DATA, os.SEEK_HOLE))
+
+
+@_ops.add(4)
+def map(rng: random.Random) -> Op:
+    return _slot(rng), rng.randrange(1, 80_000)
+
+
+@_ops.add(4)
+def map_write(rng: random.Random) -> Op:
+    return _slot(rng), _seed(rng), _length(rng), rng.randrange(80_000)
+
+
+@_ops.add(3)
+def unmap(rng: random.Random) -> Op:
+    return (_slot(rng),)
+
+
+@_ops.add(4)
+def drain(rng: random.Random) -> Op:
+    """Wait for it, or let it go on beside what follows."""
+    return _path(rng), rng.random() < 0.5
+
+
+@_ops.add(1)
+def drain_all(rng: random.Random) -> Op:
+    return ()
+
+
+@_ops.add(4)
+def evict(rng: random.Random) -> Op:
+    return (_path(rng),)
+
+
+@_ops.add(4)
+def stage(rng: random.Random) -> Op:
+    return (_path(rng),)
+
+
+@_ops.add(2)
+def compact(rng: random.Random) -> Op:
+    return ()
+
+
+@_ops.add(3)
+def pause(rng: random.Random) -> Op:
+    """Give the background some turns."""
+    return (rng.choice((1, 3, 10, 100)),)
 
 
 @_ops.add(4)

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from aifs.core.config import DIRECTORY_FILE
+
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 60
 
@@ -29,16 +31,19 @@ def aifs(*args: str | Path, check: bool = True) -> subprocess.CompletedProcess[s
 class Mounted:
     """A store and its mount. ``path`` is the mountpoint, ``source`` the store's directory, ``pid`` the daemon."""
 
-    def __init__(self, directory: Path, options: Sequence[str] = ()) -> None:
+    def __init__(self, directory: Path, options: Sequence[str] = (), burst: bool = True) -> None:
         self.path = directory / "mnt"
         self.source = directory / "store"
         self.log = self.source / "log" / "aifs.log"
         self.options = tuple(options)
-        self.expected: list[str] = []
+        self.expected = [r"session: .* is not in use: "]  # the kernel or the bridge lacks something
         """Regular expressions of warnings and errors that the log may hold."""
         self.pid = 0
         self._ended = -1  # a descriptor of the daemon that becomes readable when it has ended
         self.path.mkdir()
+        if not burst:
+            self.source.mkdir()
+            (self.source / DIRECTORY_FILE).write_text("burst:\n  directories: []\n")
         aifs("format", self.source)
 
     def mount(self) -> None:
@@ -109,9 +114,11 @@ class Mounted:
 
 
 @contextmanager
-def mounted_store(directory: Path, options: Sequence[str] = (), mount: bool = True) -> Iterator[Mounted]:
+def mounted_store(
+    directory: Path, options: Sequence[str] = (), mount: bool = True, burst: bool = True
+) -> Iterator[Mounted]:
     """A freshly formatted store below ``directory``, mounted; at the end unmounted and checked."""
-    store = Mounted(directory, options)
+    store = Mounted(directory, options, burst)
     try:
         if mount:
             store.mount()

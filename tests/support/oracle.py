@@ -10,6 +10,7 @@ import stat
 from dataclasses import dataclass, field
 
 from aifs.core import errors
+from aifs.vfs import ranges
 
 NOREPLACE, EXCHANGE = 1, 2
 PAGE = 4096
@@ -25,6 +26,9 @@ class Stamp:
 
     def __contains__(self, time_ns: int) -> bool:
         return self.low <= time_ns <= self.high
+
+    def or_at(self, other: "Stamp") -> "Stamp":
+        return Stamp(min(self.low, other.low), max(self.high, other.high))
 
 
 class Content:
@@ -53,6 +57,20 @@ class Content:
             self.pages[page] = old[:start] + part + old[start + len(part) :]
             offset += len(part)
 
+    def any_data(self, offset: int, end: int) -> bool:
+        """Whether a byte of the range is not zero."""
+        end = min(end, self.size)
+        return any(
+            self.pages[page][max(0, offset - page * PAGE) : max(0, end - page * PAGE)].strip(b"\0")
+            for page in self.pages
+            if offset // PAGE <= page <= end // PAGE
+        )
+
+    def allocate(self, offset: int, end: int) -> None:
+        """Give every page of the range a place."""
+        for page in range(offset // PAGE, (end + PAGE - 1) // PAGE):
+            self.pages.setdefault(page, bytes(PAGE))
+
     def truncate(self, size: int) -> None:
         last, keep = divmod(size, PAGE)
         self.pages = {page: data for page, data in self.pages.items() if page * PAGE < size}
@@ -77,6 +95,8 @@ class OracleInode:
     parent: "OracleInode | None" = None  # of a directory
     target: bytes = b""  # of a symlink
     content: Content = field(default_factory=Content)  # of a regular file
+    allocated: bool = False
+    """Space may be reserved beyond the end."""
     times_at_save: tuple[Stamp, Stamp] | None = None
     """mtime and ctime before the first write whose times need not be safe from kill -9 yet."""
     handles: int = 0
@@ -277,6 +297,10 @@ class Oracle:
             self._truncate(inode, changes.size)
         if changes.mode is not None:
             inode.mode = stat.S_IFMT(inode.mode) | stat.S_IMODE(changes.mode)
+        elif not stat.S_ISDIR(inode.mode) and (changes.uid is not None or changes.gid is not None):
+            inode.mode &= ~stat.S_ISUID
+            if inode.mode & stat.S_IXGRP:
+                inode.mode &= ~stat.S_ISGID
         if changes.uid is not None:
             inode.uid = changes.uid
         if changes.gid is not None:
@@ -291,12 +315,14 @@ class Oracle:
         return inode
 
     def _truncate(self, inode: OracleInode, size: int) -> None:
-        if size == inode.content.size:  # may count as a change or not
-            inode.mtime = Stamp(inode.mtime.low, self.clock.high)
-            inode.ctime = Stamp(inode.ctime.low, self.clock.high)
-            return
+        if size == inode.content.size:
+            return self._perhaps_changed(inode)
         inode.content.truncate(size)
         inode.mtime = inode.ctime = self.clock
+
+    def _perhaps_changed(self, inode: OracleInode) -> None:
+        """Filesystems differ in what counts as a change."""
+        inode.mtime, inode.ctime = inode.mtime.or_at(self.clock), inode.ctime.or_at(self.clock)
 
     def getxattr(self, ino: int, name: bytes) -> bytes:
         if name not in self.inodes[ino].xattrs:
@@ -340,6 +366,10 @@ class Oracle:
         self.touch_atime(inode)
         return self._handle(inode, flags)
 
+    def has_writers(self, inode: OracleInode) -> bool:
+        """Whether a handle can write to it."""
+        return any(i is inode and self._access[h] != os.O_RDONLY for h, i in self.handles.items())
+
     def touch_atime(self, inode: OracleInode) -> None:
         """Reading may set the access time, if the mount keeps it."""
         inode.atime = Stamp(inode.atime.low, max(inode.atime.high, self.clock.high))
@@ -359,6 +389,32 @@ class Oracle:
             inode.content.write(offset, data)
             inode.mtime = inode.ctime = self.clock
         return len(data)
+
+    def fallocate(self, handle: int, mode: int, offset: int, length: int) -> None:
+        inode, end = self.handles[handle], offset + length
+        if self._access[handle] == os.O_RDONLY:
+            raise errors.BadHandle
+        content, size = inode.content, inode.size
+        if mode & (ranges.PUNCH_HOLE | ranges.ZERO_RANGE) and offset < size:
+            content.write(offset, bytes(min(end, size) - offset))
+        content.allocate(offset, end)
+        content.size = size if mode & ranges.KEEP_SIZE else max(size, end)
+        inode.allocated |= end > content.size
+        inode.times_at_save = inode.times_at_save or (inode.mtime, inode.ctime)
+        self._perhaps_changed(inode)
+
+    def copy_file_range(self, source: int, offset: int, target: int, to: int, length: int) -> int:
+        if self._access[source] == os.O_WRONLY or self._access[target] == os.O_RDONLY:
+            raise errors.BadHandle
+        data = self.read(source, offset, length)
+        if self.handles[source] is self.handles[target] and offset < to + len(data) and to < offset + len(data):
+            raise errors.Invalid
+        return self.write(target, to, data)
+
+    def map_write(self, inode: OracleInode, offset: int, data: bytes) -> None:
+        """Write to a mapping: the times may change at once, later, or not at all."""
+        inode.content.write(offset, data)
+        self._perhaps_changed(inode)
 
     def fsync(self, handle: int, datasync: bool) -> None:
         self.handles[handle].times_at_save = None
@@ -406,8 +462,7 @@ class Oracle:
             inode.handles = 0
             if crashed and inode.times_at_save:
                 mtime, ctime = inode.times_at_save
-                inode.mtime = Stamp(min(mtime.low, inode.mtime.low), max(mtime.high, inode.mtime.high))
-                inode.ctime = Stamp(min(ctime.low, inode.ctime.low), max(ctime.high, inode.ctime.high))
+                inode.mtime, inode.ctime = inode.mtime.or_at(mtime), inode.ctime.or_at(ctime)
             inode.times_at_save = None
         self.forget(self.forgettable())
 

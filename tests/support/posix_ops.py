@@ -9,6 +9,7 @@ import os
 import random
 import stat
 
+from aifs.vfs.ranges import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE
 from tests.support.sequences import Op, Weighted, payload
 
 SLOTS = 6
@@ -294,8 +295,52 @@ def copy_range(rng: random.Random) -> Op:
     return _slot(rng), _slot(rng), _length(rng), _offset(rng), _offset(rng)
 
 
-def generate(seed: int, length: int, users: bool = True) -> list[Op]:
-    """A sequence; with ``users`` some operations run as another user: ("as_user", uid, op)."""
+_bridged = Weighted(_ops)
+
+
+@_bridged.add(30)
+def open_plain(rng: random.Random) -> Op:
+    """Something that can be mapped, and mostly is there."""
+    flags = rng.choice((_BOTH, _BOTH, _BOTH | os.O_TRUNC, _BOTH | os.O_APPEND, _READ))
+    return _slot(rng), rng.choice((b"f", b"g", b"h")), flags | os.O_CREAT, 0o644
+
+
+@_bridged.add(10)
+def fill(rng: random.Random) -> Op:
+    return _slot(rng), rng.randrange(1 << 30), rng.randrange(20000, 100_000), PAGE * rng.randrange(4)
+
+
+@_bridged.add(8)
+def fallocate(rng: random.Random) -> Op:
+    mode = rng.choice((0, KEEP_SIZE, PUNCH_HOLE | KEEP_SIZE, ZERO_RANGE, ZERO_RANGE | KEEP_SIZE, PUNCH_HOLE))
+    return _slot(rng), mode, _offset(rng), _length(rng)
+
+
+@_bridged.add(6)
+def seek_data(rng: random.Random) -> Op:
+    return _slot(rng), _offset(rng)
+
+
+@_bridged.add(5)
+def keep_map(rng: random.Random) -> Op:
+    return _slot(rng), rng.randrange(2), rng.randrange(1, 60_000), 0
+
+
+@_bridged.add(8)
+def poke(rng: random.Random) -> Op:
+    return rng.randrange(2), rng.randrange(1 << 30), rng.randrange(1, 3000), rng.randrange(20_000)
+
+
+@_bridged.add(2)
+def drop_map(rng: random.Random) -> Op:
+    return (rng.randrange(2),)
+
+
+def generate(seed: int, length: int, users: bool = True, bridged: bool = False) -> list[Op]:
+    """A sequence; with ``users`` some operations run as another user: ("as_user", uid, op).
+
+    ``bridged``: also what plain pyfuse3 does not serve.
+    """
     rng = random.Random(~seed)
-    ops = _ops.sequence(seed, length)
+    ops = (_bridged if bridged else _ops).sequence(seed, length)
     return [("as_user", rng.choice(USERS), op) if users and rng.random() < 0.15 else op for op in ops]

@@ -98,8 +98,11 @@ class PowerCut:
     """``with PowerCut(root) as cut:`` records everything below ``root`` that is opened from then on.
 
     ``crashed`` says whether a fault point given to ``crash_at`` was reached; from then on nothing more is
-    recorded, so the program under test may be closed in the ordinary way.
+    recorded, so the program under test may be closed in the ordinary way. ``boots`` counts the states that were
+    made: the machine has been started anew for each.
     """
+
+    boots = 0
 
     def __init__(self, root: Path) -> None:
         self._root = str(root)
@@ -234,6 +237,7 @@ class PowerCut:
 
     def materialise(self, target: Path, rng: random.Random) -> None:
         """Fill the empty or missing ``target`` with a state that a cut now, or at the crash, may leave."""
+        PowerCut.boots += 1
         with self._lock:
             _write_tree(self._tree, target, rng)
             for name, contents in self._mapped.items():

@@ -13,11 +13,11 @@ Generator = Callable[[random.Random], Op]
 
 
 class Weighted:
-    """Chooses among named generators in proportion to their weights."""
+    """Chooses among named generators in proportion to their weights; begins with those of ``base``."""
 
-    def __init__(self) -> None:
-        self._generators: dict[str, Generator] = {}
-        self._weights: list[int] = []
+    def __init__(self, base: "Weighted | None" = None) -> None:
+        self._generators: dict[str, Generator] = dict(base._generators) if base else {}
+        self._weights: list[int] = list(base._weights) if base else []
 
     def add(self, weight: int) -> Callable[[Generator], Generator]:
         """Register a generator under its function's name."""

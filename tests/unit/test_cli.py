@@ -39,7 +39,11 @@ def test_help_documents_every_exit_code(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    "command", ["format", "mount", "umount", "status", "info", "fsck", "config", "server add"]
+    "command",
+    [
+        "format", "mount", "umount", "status", "info", "doctor", "drain", "warm", "evict", "pin", "unpin", "fsck", "config",
+        "server add",
+    ],
 )
 def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
     code, out, _ = run(capsys, *command.split(), "--help")
@@ -226,9 +230,12 @@ def test_a_server_is_added_to_a_store_that_is_not_mounted(
     source, disk = tmp_path / "store", tmp_path / "disk"
     run(capsys, "format", source)
     disk.mkdir()
-    assert run(capsys, "server", "add", source, disk) == (0, f"added {disk} as server 4\n", "")
+    assert run(capsys, "server", "add", source, disk) == (0, f"added {disk} to the store\n", "")
     code, said = refused(capsys, "server", "add", source, disk)
     assert code == 4 and said.startswith(f"{disk}: ")
+    burst = tmp_path / "burst"
+    assert run(capsys, "server", "add", "--burst", source, burst)[0] == 0
+    assert json.loads((burst / ".aifs").read_text())["role"] == "burst"
 
 
 # --- fsck --------------------------------------------------------------------------------------------
@@ -239,7 +246,7 @@ def fsck_finds(monkeypatch: pytest.MonkeyPatch):
     """Let fsck find things: a function of the ``repaired`` of each."""
 
     def install(*repaired: bool) -> None:
-        def check(loaded: config.Config, repair: bool) -> SimpleNamespace:
+        def check(loaded: config.Config, repair: bool, deep: bool) -> SimpleNamespace:
             findings = [
                 SimpleNamespace(
                     kind="orphan-inode", where=f"inode {number}", detail="no name", repaired=mended

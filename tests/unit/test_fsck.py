@@ -11,23 +11,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import trio
 
 from aifs.check import fsck, scan
 from aifs.check.findings import KINDS, Report
 from aifs.check.fsck import check
 from aifs.check.objects import lost_bytes
 from aifs.core import config as configuration
+from aifs.core import files
 from aifs.core.errors import StoreBusy, StoreError, Unavailable
 from aifs.core.faults import SimulatedCrash
-from aifs.data import naming
+from aifs.data import chunk_codec, naming
 from aifs.layout.hint import Policy
+from aifs.layout.interleaved import HEADER_BYTES
+from aifs.layout.placement import BURST_FIRST
 from aifs.layout.striped import Striped
-from aifs.meta import journal, keys
-from aifs.meta.records import Garbage, Inode, encode_entry
+from aifs.meta import chunks, journal, keys
+from aifs.meta.records import BurstRecord, Copy, Garbage, Inode, encode_entry
+from aifs.vfs import open_filesystem
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.owner import OwnerLock
 from aifs.vfs.store import format_store
-from tests.support.damaged import NOBODY, ROOT, UNIT, DamagedStore
+from tests.support.damaged import CHUNK, COPY_ID, NOBODY, ROOT, UNIT, DamagedStore
 
 FILE, DIRECTORY = stat.S_IFREG >> 12, stat.S_IFDIR >> 12
 COOKIE = 5000  # of names that the tests make; within the first window of ids
@@ -69,14 +74,25 @@ def _fill(store: DamagedStore, text: str) -> str:
         text = text.replace(f"{{{path}}}", str(ino))
     for number, path in enumerate(store.config.servers):
         text = text.replace(f"{{server {number}}}", path)
+    if "{container}" in text:
+        text = text.replace("{container}", str(store.container()[0]))
     return text
 
 
+@pytest.fixture(scope="module")
+def template() -> Iterator[DamagedStore]:
+    with tempfile.TemporaryDirectory(prefix="aifs-fsck-", dir="/dev/shm") as directory:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(journal, "SEGMENT_BYTES", 256 << 10)
+            filled = DamagedStore(Path(directory, "store"))
+        yield filled
+
+
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[DamagedStore]:
+def store(monkeypatch: pytest.MonkeyPatch, template: DamagedStore) -> Iterator[DamagedStore]:
     monkeypatch.setattr(journal, "SEGMENT_BYTES", 256 << 10)  # read at each opening of the store
     with tempfile.TemporaryDirectory(prefix="aifs-fsck-", dir="/dev/shm") as directory:
-        yield DamagedStore(Path(directory, "store"))
+        yield template.copied_to(Path(directory, "store"))
 
 
 def _kinds(report: Report) -> Found:
@@ -137,7 +153,7 @@ def directory_without_inode(store: DamagedStore) -> None:
 @mended(("missing-directory", "<inode {/a}>"), moves={"/a": "/lost+found/#{/a}"})
 def directory_without_inode_and_name(store: DamagedStore) -> None:
     store.remove_name("/a")
-    store.change("/", nlink=4)
+    store.change("/", nlink=5)
     store.delete(keys.inode(store.ino["/a"]))
     store.transact(lambda tx: tx.add(keys.COUNTER_INODES, -1))
 
@@ -308,7 +324,7 @@ def directory_with_two_names_the_wrong_one_first(store: DamagedStore) -> None:
     # The one that the directory itself knows is met later: its parent has the larger number.
     store.change("/z", parent=store.ino["/a/b/c"])
     store.remove_name("/z")
-    store.change("/", nlink=4)
+    store.change("/", nlink=5)
     store.ino["/a/b/c/z"] = store.ino["/z"]
     store.add_name("/a/b/c/z", store.ino["/z"], DIRECTORY, COOKIE + 1)
     store.change("/a/b/c", nlink=3)
@@ -326,7 +342,7 @@ def root_with_a_name(store: DamagedStore) -> None:
 )
 def loop(store: DamagedStore) -> None:
     store.remove_name("/a")
-    store.change("/", nlink=4)
+    store.change("/", nlink=5)
     store.add_name("/a/b/c/up", store.ino["/a"], DIRECTORY, COOKIE)
     store.change("/a/b/c", nlink=3)
     store.change("/a", parent=store.ino["/a/b/c"])
@@ -393,6 +409,118 @@ def garbage_in_use_with_another_id(store: DamagedStore) -> None:
 @mended(("unknown-server", "garbage record 4000"))
 def garbage_on_an_unknown_server(store: DamagedStore) -> None:
     store.put(keys.garbage(4000), Garbage(4000, Striped(UNIT, (1, 77))).encode())
+
+
+@mended(("copy-record", "/fast/new"))
+def copy_without_record(store: DamagedStore) -> None:
+    store.delete(keys.burst_copy(store.inode("/fast/new").copy.id))
+
+
+@mended(("copy-record", "/fast/new"))
+def record_of_another_inode(store: DamagedStore) -> None:
+    store.change_copy_record("/fast/new", ino=store.ino["/inline"])
+
+
+@mended(("copy-record", "/fast/new"))
+def record_of_a_copy_elsewhere(store: DamagedStore) -> None:
+    store.change_copy_record("/fast/new", server=BURST_FIRST + 7)
+
+
+@mended(("copy-record", "/fast/new"))
+def record_says_that_it_is_drained(store: DamagedStore) -> None:
+    store.change_copy_record("/fast/new", undrained=False, durable=False)
+
+
+@mended(("copy-record", "/fast/cached"))
+def record_says_that_it_is_not_drained(store: DamagedStore) -> None:
+    store.change_copy_record("/fast/cached", undrained=True)
+
+
+@mended(("unreadable-record", "/fast/new"))
+def unreadable_record_of_a_copy(store: DamagedStore) -> None:
+    store.put(keys.burst_copy(store.inode("/fast/new").copy.id), b"?")
+
+
+@mended(("unreadable-record", "record of burst copy 4000"))
+def unreadable_record_of_no_copy(store: DamagedStore) -> None:
+    store.put(keys.burst_copy(4000), b"?")
+
+
+@mended(("stray-record", "record of burst copy 4000"), ("stray-record", "record of burst copy 4001"))
+def records_of_no_copy(store: DamagedStore) -> None:
+    store.put(keys.burst_copy(4000), BurstRecord(store.ino["/inline"], BURST_FIRST, True, True, 1).encode())
+    store.put(keys.burst_copy(4001), BurstRecord(4711, BURST_FIRST, False, True, 1).encode())
+
+
+@mended(("garbage-in-use", "/fast/new"))
+def garbage_copy_in_use(store: DamagedStore) -> None:
+    copy = store.inode("/fast/new").copy
+    store.put(keys.garbage(copy.id), Garbage(0, Striped(1, (copy.server,))).encode())
+
+
+@mended(("bad-cache", "/fast/cached"), ("bad-cache", "/fast/tiny"))
+def caches_of_another_length(store: DamagedStore) -> None:
+    os.truncate(store.copy("/fast/cached"), UNIT)
+    os.truncate(store.copy("/fast/tiny"), 2 * UNIT)
+
+
+@mended(("bad-cache", "/fast/cached"))
+def missing_cache(store: DamagedStore) -> None:
+    store.copy("/fast/cached").unlink()
+
+
+@mended(("bad-cache", "/fast/new"))
+def missing_copy_of_an_empty_file(store: DamagedStore) -> None:
+    store.copy("/fast/new").unlink()
+    store.change("/fast/new", size=0)
+
+
+@mended(("unknown-server", "/fast/tiny"))
+def cache_on_an_unknown_device(store: DamagedStore) -> None:
+    store.copy("/fast/tiny").unlink()
+    copy = Copy(BURST_FIRST + 7, store.inode("/fast/tiny").copy.id)
+    store.change("/fast/tiny", copy=copy)
+    store.change_copy_record("/fast/tiny", server=copy.server)
+
+
+@mended(("wrong-size", "/fast/new"))
+def copy_that_is_longer(store: DamagedStore) -> None:
+    with store.copy("/fast/new").open("ab") as file:
+        file.write(b"appended")
+
+
+@mended(("stray-record", "checksums of objects 4000"))
+def checksums_of_nothing(store: DamagedStore) -> None:
+    store.put(keys.checksums(4000, 0), bytes(32))
+
+
+@mended(("stray-record", "/z/moved"))
+def too_many_checksums(store: DamagedStore) -> None:
+    store.put(keys.checksums(store.inode("/z/moved").oid, 0), bytes(64))
+
+
+@mended(("stray-record", "/z/moved"))
+def checksums_that_do_not_begin_with_the_file(store: DamagedStore) -> None:
+    oid = store.inode("/z/moved").oid
+    store.delete(keys.checksums(oid, 0))
+    store.put(keys.checksums(oid, 256), bytes(32))
+
+
+@mended(("stray-record", "/z/moved"))
+def checksums_of_a_changing_file(store: DamagedStore) -> None:
+    store.put(keys.dirty(store.ino["/z/moved"]), b"")
+
+
+@mended(("stray-record", "/a/chunks"))
+def dirty_mark_of_an_interleaved_file(store: DamagedStore) -> None:
+    store.put(keys.dirty(store.ino["/a/chunks"]), b"")
+
+
+@mended(("wrong-live-bytes", "container {container}"))
+def wrong_count_of_live_bytes(store: DamagedStore) -> None:
+    number, _ = store.container()
+    record = store.transact(lambda tx: chunks.find_container(tx, number))
+    store.put(keys.container(number), record._replace(live=record.live - 5).encode())
 
 
 @pytest.mark.parametrize("damage", MENDED.values(), ids=MENDED)
@@ -484,6 +612,7 @@ def two_files_with_one_object_id(store: DamagedStore) -> None:
     for number in range(4):
         for path in Path(store.config.servers[number]).glob(f"objects/*/*/*.{store.ino['/z/moved']:x}"):
             path.rename(path.with_name(f"{store.ino['/a/striped']:016x}.{store.ino['/z/moved']:x}"))
+    store.delete(keys.checksums(store.inode("/z/moved").oid, 0))
     store.change("/z/moved", oid=store.ino["/a/striped"])
 
 
@@ -491,6 +620,32 @@ def two_files_with_one_object_id(store: DamagedStore) -> None:
 def foreign_files(store: DamagedStore) -> None:
     for number, name in ((1, "objects/0/notes.txt"), (2, "movie.mkv")):
         Path(store.config.servers[number], name).write_bytes(b"mine")
+
+
+@stays(("unknown-server", "/fast/new"))
+def copy_on_an_unknown_device(store: DamagedStore) -> None:
+    store.copy("/fast/new").unlink()
+    copy = Copy(BURST_FIRST + 7, store.inode("/fast/new").copy.id)
+    store.change("/fast/new", copy=copy)
+    store.change_copy_record("/fast/new", server=copy.server)
+
+
+@stays(("shared-objects", "/fast/tiny"))
+def two_files_with_one_copy(store: DamagedStore) -> None:
+    copy = store.inode("/fast/cached").copy
+    store.delete(keys.burst_copy(store.inode("/fast/tiny").copy.id))
+    store.copy("/fast/tiny").unlink()
+    store.change("/fast/tiny", copy=copy)
+
+
+@stays(("unreadable-record", "/fast/new"))
+def unreadable_inode_with_a_copy(store: DamagedStore) -> None:
+    store.put(keys.inode(store.ino["/fast/new"]), b"?")
+
+
+@stays(("unreadable-record", "/fifo"))
+def fifo_with_a_copy(store: DamagedStore) -> None:
+    store.change("/fifo", copy=Copy(BURST_FIRST, 4000))
 
 
 @pytest.mark.parametrize("damage", STAYS.values(), ids=STAYS)
@@ -521,7 +676,7 @@ def test_a_missing_object_is_named_with_the_lost_bytes_and_stays_missing(store: 
     assert not path.exists()
 
     async def read(fs: Filesystem) -> None:
-        handle = await fs.open(store.ino["/a/striped"], os.O_RDONLY)
+        handle = (await fs.open(store.ino["/a/striped"], os.O_RDONLY)).handle
         assert len(await fs.read(handle, 0, 2 * UNIT)) == 2 * UNIT
         with pytest.raises(Unavailable):
             await fs.read(handle, 0, 3 * UNIT)
@@ -544,15 +699,17 @@ def test_a_short_object_is_named_with_the_lost_bytes(store: DamagedStore) -> Non
 def test_every_file_of_a_lost_server_is_named(store: DamagedStore) -> None:
     shutil.rmtree(Path(store.config.servers[0], "objects"))
     report = store.check()
-    assert {finding.kind for finding in report.findings} == {"missing-object"}
+    kinds = {"missing-object", "missing-container", "lost-chunk"}
+    assert {finding.kind for finding in report.findings} == kinds
     here = {path for path, ino in store.ino.items() if _lies_on(store.inode(path), 0)}
-    assert {finding.where for finding in report.findings} == here and len(here) >= 3
+    here |= {"/a/chunks", "/z/chunk", str(store.container()[1])}
+    assert {finding.where for finding in report.findings} == here and len(here) >= 6
 
 
 def _lies_on(inode: Inode, server: int) -> bool:
     layout = inode.layout
-    return bool(
-        layout and server in layout.servers and layout.object_length(layout.servers.index(server), inode.size)
+    return isinstance(layout, Striped) and bool(
+        server in layout.servers and layout.object_length(layout.servers.index(server), inode.size)
     )
 
 
@@ -646,6 +803,252 @@ def test_lost_bytes_are_told_as_ranges_of_the_file(index: int, length: int, text
     assert lost_bytes(Striped(4, (0, 1, 2)), index, length, 26) == text
 
 
+# --- burst copies, containers, and what they hold --------------------------------------------------------
+
+
+def test_a_missing_burst_copy_is_named_with_the_lost_bytes(store: DamagedStore) -> None:
+    path = store.copy("/fast/new")
+    path.unlink()
+    for repair in (False, True):
+        (finding,) = store.check(repair).findings
+        assert (finding.kind, finding.where, finding.repaired) == ("missing-object", "/fast/new", False)
+        assert finding.detail == f"burst directory 0: {path} is missing; lost: bytes 0 to {3 * UNIT + 6}"
+
+
+def test_a_short_burst_copy_is_named_with_the_lost_bytes(store: DamagedStore) -> None:
+    path = store.copy("/fast/new")
+    os.truncate(path, UNIT)
+    for repair in (False, True):
+        (finding,) = store.check(repair).findings
+        assert (finding.kind, finding.where, finding.repaired) == ("short-object", "/fast/new", False)
+        lost = f"lost: bytes {UNIT} to {3 * UNIT + 6}"
+        assert finding.detail.endswith(f"has {UNIT} of {3 * UNIT + 7} bytes; {lost}")
+    assert path.stat().st_size == UNIT
+
+
+def test_a_longer_burst_copy_counts(store: DamagedStore) -> None:
+    with store.copy("/fast/new").open("ab") as file:
+        file.write(b"appended")
+    store.check(repair=True)
+    assert store.inode("/fast/new").size == 3 * UNIT + 7 + 8
+    contents = store.read("/fast/new")
+    assert contents.endswith(b"appended") and len(contents) == 3 * UNIT + 15
+
+
+def test_a_burst_copy_with_a_dirty_mark_may_have_any_length(store: DamagedStore) -> None:
+    os.truncate(store.copy("/fast/new"), UNIT)
+    store.put(keys.dirty(store.ino["/fast/new"]), b"")
+    assert store.found() == []
+    assert store.inode("/fast/new").size == UNIT
+
+
+def test_a_file_without_its_cache_is_whole(store: DamagedStore) -> None:
+    contents = {path: store.read(path) for path in ("/fast/cached", "/fast/tiny")}
+    old = store.copy("/fast/tiny")
+    store.copy("/fast/cached").unlink()
+    old.write_bytes(b"something else")
+    assert store.check(repair=True).ok
+    for path, data in contents.items():
+        assert store.inode(path).copy is None
+        assert store.read(path) == data
+    assert store.found() == [] and not old.exists()
+
+
+@pytest.mark.parametrize("ino", [0, 4000, "inline"])
+@pytest.mark.parametrize("where", ["burst", "data"])
+def test_an_object_that_nothing_refers_to_is_moved_aside(
+    store: DamagedStore, ino: int | str, where: str
+) -> None:
+    root = Path(store.config.burst.directories[0] if where == "burst" else store.config.servers[1])
+    owner = store.ino["/inline"] if ino == "inline" else int(ino)
+    path = Path(naming.object_path(str(root), owner, 4000))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"whose?")
+    assert store.found() == [("orphan-object", str(path))]
+    assert store.check(repair=True).ok
+    assert (root / "lost+found" / path.name).read_bytes() == b"whose?"
+    assert store.found() == []
+
+
+def test_the_copy_of_a_record_that_nobody_refers_to_is_moved_aside(store: DamagedStore) -> None:
+    path = store.copy("/fast/tiny")
+    store.change("/fast/tiny", copy=None)
+    store.put(keys.burst_copy(COPY_ID + 1), b"?")
+    report = store.check(repair=True)
+    unreadable = ("unreadable-record", f"record of burst copy {COPY_ID + 1}")
+    assert _kinds(report) == [("orphan-object", str(path)), unreadable]
+    assert report.ok and (Path(store.config.burst.directories[0]) / "lost+found" / path.name).exists()
+    assert store.found() == []
+
+
+def test_a_burst_directory_that_is_missing_is_named_with_what_is_at_stake(store: DamagedStore) -> None:
+    burst = Path(store.config.burst.directories[0])
+    burst.rename(burst.with_name("away"))
+    with pytest.raises(StoreError, match="burst directory 0.*1 files have their newest bytes there alone"):
+        store.check()
+
+
+def test_a_missing_container_is_named_with_the_files_that_lost_bytes(store: DamagedStore) -> None:
+    _, path = store.container()
+    path.unlink()
+    for repair in (False, True):
+        report = store.check(repair)
+        expected = [("lost-chunk", "/a/chunks"), ("lost-chunk", "/z/chunk"), ("missing-container", str(path))]
+        assert _kinds(report) == expected and not any(finding.repaired for finding in report.findings)
+
+
+def test_a_short_container_is_named_with_the_files_that_lost_bytes(store: DamagedStore) -> None:
+    _, path = store.container()
+    os.truncate(path, path.stat().st_size - 10)
+    for repair in (False, True):
+        assert store.found(repair) == [("lost-chunk", "/z/chunk"), ("short-container", str(path))]
+
+
+@pytest.mark.parametrize("record", [None, b"?"])
+def test_a_container_that_files_name_is_never_moved(store: DamagedStore, record: bytes | None) -> None:
+    number, path = store.container()
+    if record is None:
+        store.delete(keys.container(number), keys.open_container(number))
+    else:
+        store.put(keys.container(number), record)
+    for repair in (False, True):
+        kinds = {kind for kind, _ in store.found(repair)}
+        assert kinds == ({"lost-chunk"} if record is None else {"unreadable-record"})
+    assert path.exists()
+
+
+# --- all bytes ---------------------------------------------------------------------------------------
+
+
+def test_all_bytes_are_what_was_stored(store: DamagedStore) -> None:
+    calls: list[tuple[str, int, int]] = []
+    report = check(store.config, False, lambda *call: calls.append(call), deep=True)
+    assert report.findings == []
+    sizes = [store.inode(path).size for path in ("/z/moved", "/a/chunks", "/z/chunk")]
+    assert [call for call in calls if call[0] == "bytes"][-1] == ("bytes", sum(sizes), sum(sizes))
+
+
+def test_changed_bytes_of_striped_files_are_found_by_a_deep_check_alone(store: DamagedStore) -> None:
+    server, path = store.object("/z/moved", 1)
+    _spoil(path, 5)
+    assert store.found() == []
+    (finding,) = store.check(repair=True, deep=True).findings
+    assert (finding.kind, finding.where, finding.repaired) == ("wrong-checksum", "/z/moved", False)
+    numbers = sorted(store.inode("/z/moved").layout.servers)
+    servers = " or ".join(f"data server {number}" for number in numbers)
+    assert finding.detail == f"bytes 0 to 49999, on {servers}"
+
+
+def test_each_wrong_mib_of_a_large_file_is_told(store: DamagedStore) -> None:
+    mib = 1 << 20
+    data = bytes(range(256)) * (20 * mib // 256) + b"end"
+    store.use(lambda fs: store.write(fs, "/a/large", data))
+    parts = [data[start : start + mib] for start in range(0, len(data), mib)]
+    store.put(keys.checksums(store.inode("/a/large").oid, 0), b"".join(map(chunk_codec.digest_of, parts)))
+    assert store.check(deep=True).findings == []
+    for index, number in ((0, 3), (1, 4), (0, 9)):
+        _spoil(store.object("/a/large", index)[1], number * mib // 2)  # two servers
+    _spoil(store.object("/a/large", 0)[1], len(store.object("/a/large", 0)[1].read_bytes()) - 1)
+    (finding,) = store.check(deep=True).findings
+    ranges = [part.split(",")[0] for part in finding.detail.split("; ")]
+    assert finding.where == "/a/large"
+    assert ranges == [
+        f"bytes {3 * mib} to {5 * mib - 1}",
+        f"bytes {9 * mib} to {10 * mib - 1}",
+        f"bytes {20 * mib} to {len(data) - 1}",
+    ]
+
+
+def test_changed_bytes_of_chunks_are_found(store: DamagedStore) -> None:
+    number, path = store.container()
+    places = store.transact(lambda tx: chunks.get_chunks(tx, store.ino["/a/chunks"], 0)[1])
+    _spoil(path, places[1].offset + HEADER_BYTES)
+    _spoil(path, places[2].offset + 20)
+    _spoil(path, places[2].offset + HEADER_BYTES + 1)
+    (finding,) = store.check(deep=True).findings
+    assert (finding.kind, finding.where) == ("wrong-checksum", "/a/chunks")
+    assert finding.detail == f"bytes {CHUNK} to {3 * CHUNK - 1}, on data server {places[1].server}"
+
+
+def test_bytes_that_a_server_does_not_give_are_named(
+    store: DamagedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_into = files.read_into
+
+    def fail(fd: int, buffer: memoryview, offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(files, "read_into", fail)
+    found = sorted((finding.kind, finding.where) for finding in store.check(deep=True).findings)
+    assert found == [("unreadable-bytes", path) for path in ("/a/chunks", "/z/chunk", "/z/moved")]
+    monkeypatch.setattr(files, "read_into", read_into)
+
+
+@pytest.mark.parametrize("path", ["/z/moved", "/a/chunks"])
+def test_a_cached_copy_with_other_bytes_is_dropped(store: DamagedStore, path: str) -> None:
+    data = store.read(path)
+    store.add_copy(path, data)
+    assert store.check(deep=True).findings == []
+    _spoil(store.copy(path), 40_000)
+    assert store.found() == []
+    report = store.check(repair=True, deep=True)
+    assert _kinds(report) == [("bad-cache", path)] and report.ok
+    assert store.inode(path).copy is None and store.read(path) == data
+    assert store.check(deep=True).findings == []
+
+
+def test_a_cached_copy_is_kept_where_the_data_servers_lack_bytes(store: DamagedStore) -> None:
+    store.add_copy("/z/moved", store.read("/z/moved"))
+    _spoil(store.object("/z/moved", 1)[1], 5)
+    (finding,) = store.check(repair=True, deep=True).findings
+    assert finding.kind == "wrong-checksum" and finding.detail.endswith(f"whole: {store.copy('/z/moved')}")
+    _spoil(store.copy("/z/moved"), 10)
+    report = store.check(repair=True, deep=True)
+    assert _kinds(report) == [("bad-cache", "/z/moved"), ("wrong-checksum", "/z/moved")]
+    assert not any(finding.repaired for finding in report.findings)
+
+
+@pytest.mark.parametrize("kind", ["striped", "interleaved"])
+def test_what_drains_and_stages_leave_is_in_order(tmp_path: Path, kind: str) -> None:
+    options = {"layout.kind": kind, "layout.unit": str(UNIT), "burst.drain_delay": "0s"}
+    config = configuration.load(str(tmp_path), options)
+    format_store(config, force=False)
+
+    async def work() -> None:
+        async with open_filesystem(config) as fs:
+            inos = []
+            for number, size in enumerate((0, 100, 50_000, (3 << 20) + 1)):
+                (handle, *_), inode = await fs.create(ROOT, b"%d" % number, 0o644, os.O_RDWR, NOBODY)
+                await fs.write(handle, 0, os.urandom(size))
+                await fs.release(handle)
+                inos.append(inode.ino)
+            fs.drain.request(inos)
+            await fs.drain.wait(inos)
+            assert await fs.evictor.evict(inos[3])
+            await fs.evictor.evict(inos[2])
+            assert await fs.stager.stage(inos[3])
+
+    trio.run(work)
+    for _ in range(2):
+        report = check(config, repair=True, deep=True)
+        assert report.findings == [] and report.counts["undrained"] == 0
+
+
+def test_files_that_lack_bytes_are_not_read(store: DamagedStore) -> None:
+    store.object("/z/moved", 0)[1].unlink()
+    store.container()[1].unlink()
+    kinds = {kind for kind, _ in _kinds(store.check(deep=True))}
+    assert kinds == {"missing-object", "missing-container", "lost-chunk"}
+
+
+def _spoil(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes((byte[0] ^ 255,)))
+
+
 # --- the whole ---------------------------------------------------------------------------------------
 
 
@@ -653,11 +1056,12 @@ def test_a_healthy_store_has_no_findings_and_is_counted(store: DamagedStore) -> 
     report = store.check()
     assert report.findings == [] and report.ok
     assert report.counts["inodes"] == len(set(store.ino.values()))
-    assert report.counts["directories"] == 6
-    assert report.counts["files"] == 7
-    assert report.counts["objects"] == sum(
-        bool(length) for path in store.ino for length in _lengths(store.inode(path))
-    )
+    assert report.counts["directories"] == 7
+    assert report.counts["files"] == 12
+    assert report.counts["undrained"] == 1
+    stripes = sum(bool(length) for path in store.ino for length in _lengths(store.inode(path)))
+    copies, containers = 3, 1
+    assert report.counts["objects"] == stripes + copies + containers
     assert report.counts["bytes"] > 10 * UNIT
     records, objects = store.records(), store.stored()
     assert store.found(repair=True) == []
@@ -665,7 +1069,7 @@ def test_a_healthy_store_has_no_findings_and_is_counted(store: DamagedStore) -> 
 
 
 def _lengths(inode: Inode) -> list[int]:
-    layout = inode.layout
+    layout = inode.layout if isinstance(inode.layout, Striped) else None
     return [layout.object_length(index, inode.size) for index in range(len(layout.servers))] if layout else []
 
 
@@ -673,7 +1077,7 @@ def test_a_store_whose_daemon_was_killed_is_recovered_first(store: DamagedStore)
     async def work(fs: Filesystem) -> None:
         await store.write(fs, "/late", b"z" * 9 * UNIT)
         for path in ("/open", "/deleted"):
-            handle, inode = await fs.create(ROOT, path[1:].encode(), 0o644, os.O_RDWR, NOBODY)
+            (handle, *_), inode = await fs.create(ROOT, path[1:].encode(), 0o644, os.O_RDWR, NOBODY)
             await fs.write(handle, 0, b"w" * 5 * UNIT)
             store.ino[path] = inode.ino
         await fs.unlink(ROOT, b"deleted")
@@ -711,7 +1115,8 @@ def test_a_new_store_has_no_findings(tmp_path: Path) -> None:
     format_store(config, force=False)
     report = check(config, repair=True)
     assert report.findings == []
-    assert report.counts == {"inodes": 1, "directories": 1, "files": 0, "objects": 0, "bytes": 0}
+    counts = {"inodes": 1, "directories": 1, "files": 0, "objects": 0, "bytes": 0, "undrained": 0}
+    assert report.counts == counts
 
 
 def test_progress_never_goes_back(store: DamagedStore) -> None:
@@ -810,4 +1215,6 @@ def test_a_wrong_server_directory_is_refused(store: DamagedStore) -> None:
 def test_every_kind_of_finding_is_tested() -> None:
     tested = {kind for damage in (*MENDED.values(), *STAYS.values()) for kind, _ in damage.found}
     by_themselves = {"missing-object", "short-object", "orphan-object", "unlistable-server", "unrecovered"}
+    by_themselves |= {"lost-chunk", "missing-container", "short-container"}
+    by_themselves |= {"unreadable-bytes", "wrong-checksum"}
     assert tested | by_themselves == set(KINDS)

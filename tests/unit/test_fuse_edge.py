@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 
 from aifs.core.errors import FsError, NotEmpty, NotFound
 from aifs.fuse import operations, requests, session
+from aifs.fuse.bridge import HANDLE_BITS
 from aifs.fuse.operations import Operations
 from aifs.fuse.options import MountOptions
 from aifs.fuse.requests import ReaderLock, Scheduler
 from aifs.fuse.session import mount_arguments
 from aifs.meta.records import Inode
-from aifs.vfs.types import StatFs
+from aifs.vfs.types import Opened, StatFs
 
 KERNEL = SimpleNamespace(entry_timeout_s=10.0, attr_timeout_s=20.0, negative_timeout_s=30.0, read_ahead=0)
+TIMES = ("atime", "mtime", "ctime")
 CALLER = SimpleNamespace(uid=1, gid=2, pid=3, umask=0o22)
 
 
@@ -51,9 +53,13 @@ class FakeFilesystem:
         return method
 
 
-def edge(answer: Any = None) -> tuple[Operations, FakeFilesystem]:
+def over(fs: Any, scheduler: Scheduler | None = None, kill_privileges: bool = False) -> Operations:
+    return Operations(fs, KERNEL, scheduler or Scheduler(0.0), lambda: kill_privileges)  # type: ignore[arg-type]
+
+
+def edge(answer: Any = None, kill_privileges: bool = False) -> tuple[Operations, FakeFilesystem]:
     fs = FakeFilesystem(answer)
-    return Operations(fs, KERNEL, Scheduler(0.0)), fs  # type: ignore[arg-type]
+    return over(fs, None, kill_privileges), fs
 
 
 # --- the choke point ---
@@ -107,7 +113,7 @@ async def test_cancellation_is_no_error() -> None:
 async def test_no_request_is_counted_as_waiting_after_its_answer(answer: Any) -> None:
     fs = FakeFilesystem(answer)
     scheduler = Scheduler(0.0)
-    ops = Operations(fs, KERNEL, scheduler)  # type: ignore[arg-type]
+    ops = over(fs, scheduler)
     logging.getLogger(operations.__name__).disabled = True
     try:
         await ops.getattr(1, CALLER)
@@ -141,11 +147,37 @@ def test_setattr_changes_what_is_asked_for_and_nothing_else(chosen: str) -> None
     every = ("mode", "uid", "gid", "size", "atime", "mtime", "ctime")
     fields = SimpleNamespace(**{f"update_{name}": name == chosen for name in every})
     entry = operations.fill(pyfuse3.EntryAttributes(), inode())
-    asked = operations.changes(entry, fields)  # type: ignore[arg-type]
+    asked = operations.changes(entry, fields, False)  # type: ignore[arg-type]
     names = {name: f"{name}_ns" if name.endswith("time") else name for name in every}
     for name, attribute in names.items():
         expected = getattr(inode(), attribute) if name == chosen else None
         assert getattr(asked, attribute) == expected
+
+
+@pytest.mark.parametrize("owed", [False, True])
+async def test_what_a_request_owes_to_set_id_bits_is_passed_on(owed: bool) -> None:
+    ops, fs = edge(Opened(3), owed)
+    await ops.open(7, os.O_WRONLY, CALLER)
+    await ops.write(3, 10, b"bytes")
+    fs.answer = inode()
+    fields = SimpleNamespace(**{f"update_{name}": False for name in ("mode", "uid", "gid", "size", *TIMES)})
+    await ops.setattr(7, pyfuse3.EntryAttributes(), fields, None, CALLER)
+    (_, opened), (_, written), (_, set_to) = fs.calls
+    assert (opened, written) == ((7, os.O_WRONLY, owed), (3, 10, b"bytes", owed))
+    assert set_to[1].kill_privileges is owed
+
+
+@pytest.mark.parametrize("backing", [0, 1, 70_000])
+async def test_an_open_file_is_answered_with_its_backing_id_above_its_handle(backing: int) -> None:
+    ops, fs = edge(Opened((1 << 40) - 1, backing))
+    info = await ops.open(7, os.O_RDONLY, CALLER)
+    assert (info.fh >> HANDLE_BITS, info.fh & (1 << HANDLE_BITS) - 1) == (backing, (1 << 40) - 1)
+    assert info.keep_cache and not info.direct_io
+    fs.answer = Opened(3, backing, direct=True)
+    assert (await ops.open(7, os.O_RDWR, CALLER)).direct_io
+    fs.answer = Opened(5, backing), inode()
+    info, entry = await ops.create(1, b"new", 0o644, os.O_RDWR, CALLER)
+    assert (info.fh, entry.st_ino) == (backing << HANDLE_BITS | 5, 7)
 
 
 async def test_statfs_reports_blocks_of_the_stated_size() -> None:
@@ -209,7 +241,7 @@ async def _read(ops: Operations, handle: int, cookie: int, room: int) -> list[tu
 def test_a_listing_is_complete(count: int, batch: int, rooms: list[int]) -> None:
     async def check() -> None:
         fs = Directory(count, batch)
-        ops = Operations(fs, KERNEL, Scheduler(0.0))  # type: ignore[arg-type]
+        ops = over(fs)
         handle = await ops.opendir(1, CALLER)
         found: list[tuple[bytes, int, int]] = []
         for turn in range(count + 2):
@@ -225,7 +257,7 @@ def test_a_listing_is_complete(count: int, batch: int, rooms: list[int]) -> None
 
 async def test_each_request_is_answered_with_what_is_there_when_it_comes() -> None:
     fs = Directory(10, 4)
-    ops = Operations(fs, KERNEL, Scheduler(0.0))  # type: ignore[arg-type]
+    ops = over(fs)
     handle = await ops.opendir(1, CALLER)
     first = await _read(ops, handle, 0, 2)
     removed = fs.entries.pop(2)  # it was in the batch that the first reply did not hold all of
@@ -235,7 +267,7 @@ async def test_each_request_is_answered_with_what_is_there_when_it_comes() -> No
 
 async def test_seekdir_and_rewinddir_read_afresh() -> None:
     fs = Directory(10, 4)
-    ops = Operations(fs, KERNEL, Scheduler(0.0))  # type: ignore[arg-type]
+    ops = over(fs)
     handle = await ops.opendir(1, CALLER)
     whole = await _read(ops, handle, 0, 6)
     assert await _read(ops, handle, whole[2][2], 3) == whole[3:6]

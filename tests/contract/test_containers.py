@@ -1,0 +1,400 @@
+"""Files stored in containers, against plain bytes: what is appended is read back, what fails leaves nothing."""
+
+import errno
+import os
+import tempfile
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aifs.core import faults
+from aifs.core.budget import Budget
+from aifs.core.errors import FsError, NoSpace, Unavailable
+from aifs.data import pieces
+from aifs.data.chunk_codec import unpack_header
+from aifs.data.chunked import ChunkedObjects, ContainerFiles
+from aifs.data.containers import ContainerWriter
+from aifs.data.pieces import Source, StoredPiece
+from aifs.data.servers import Servers
+from aifs.layout.interleaved import HEADER_BYTES, STRIPE, Interleaved
+from tests.support.data_servers import data_servers, failing, hooked, open_below
+
+CONTAINER = 20 << 20
+
+
+@pytest.fixture(params=["disk", "memory"])
+def servers(request, tmp_path):
+    if request.param == "disk":
+        with data_servers(tmp_path, 3) as servers:
+            yield servers
+    else:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as parent, data_servers(Path(parent), 3) as servers:
+            yield servers
+
+
+class Shelf:
+    """Writer, reader, and a catalogue in memory. ``lists``: chunks by oid."""
+
+    def __init__(self, servers: Servers, directory: Path, verify: bool = False) -> None:
+        self.servers = servers
+        self.directory = directory
+        self.files = ContainerFiles(servers, verify)
+        self.budget = Budget(64 << 20)
+        self.writer = ContainerWriter(servers, self, self.budget, CONTAINER)
+        self.lists = {}
+        self.layouts = {}
+        self.server_of = {}
+        self.sealed = set()
+        self._ids = count(1000)
+
+    async def new(self, server: int) -> int:
+        await trio.lowlevel.checkpoint()
+        container = next(self._ids)
+        self.server_of[container] = server
+        return container
+
+    async def seal(self, container: int) -> None:
+        self.sealed.add(container)
+
+    def changed(self, server: int, container: int) -> None:
+        self.files.changed(server, container)
+
+    @contextmanager
+    def sources(self, contents: dict[int, bytes], chunk: int = 65536, level: int = 0):
+        sources = []
+        try:
+            for oid, content in contents.items():
+                path = self.directory / f"copy{oid}"
+                with open(path, "wb") as file:
+                    for start in range(0, len(content), 4096):
+                        if content[start : start + 4096].strip(b"\0"):
+                            file.seek(start)
+                            file.write(content[start : start + 4096])
+                    file.truncate(len(content))
+                fd = os.open(path, os.O_RDONLY)
+                sources.append(Source(oid + 1, oid, len(content), fd, Interleaved(chunk), level))
+            yield sources
+        finally:
+            for source in sources:
+                os.close(source.fd)
+
+    async def store(self, contents: dict[int, bytes], chunk: int = 65536, level: int = 0, keep: bool = True) -> list:
+        with self.sources(contents, chunk, level) as sources:
+            cut = [pieces.cut(source) for source in sources]
+            whole = [piece for file in cut for piece in file if piece is not None]
+            async with self.writer.append(whole, tuple(self.servers)) as places:
+                following = iter(places)
+                for source, file in zip(sources, cut, strict=True):
+                    chunks = [None if piece is None else next(following) for piece in file]
+                    if keep:
+                        self.lists[source.oid], self.layouts[source.oid] = chunks, source.layout
+            return places
+
+    def objects(self, oid: int) -> ChunkedObjects:
+        async def load(index: int):
+            await trio.lowlevel.checkpoint()
+            first = index - index % 5
+            return first, self.lists[oid][first : first + 5]
+
+        return ChunkedObjects(self.files, self.layouts[oid], load)
+
+    async def content(self, oid: int, size: int) -> bytes:
+        return bytes(await self.objects(oid).read(0, size, size, True)) if size else b""
+
+    def close(self) -> None:
+        self.writer.close()
+        self.files.close_idle()
+
+
+@contextmanager
+def shelf(servers: Servers, tmp_path: Path, verify: bool = False):
+    directory = Path(tempfile.mkdtemp(dir=tmp_path))
+    made = Shelf(servers, directory, verify)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def content(seed: int, size: int) -> bytes:
+    """Half of it can be compressed, a part is zeros."""
+    block = bytes((seed * 7 + index) % 251 for index in range(997))
+    data = bytearray((block * (size // 997 + 1))[:size])
+    for start in range((seed % 5) * 65536, size, 5 * 65536):
+        if seed % 3:
+            data[start : start + 65536] = bytes(len(data[start : start + 65536]))
+    return bytes(data)
+
+
+batches = st.lists(
+    st.tuples(
+        st.lists(st.integers(1, 3000) | st.integers(1, 300_000) | st.just(131_072), min_size=1, max_size=8),
+        st.sampled_from([4096, 65536, 1 << 20]),
+        st.sampled_from([0, 0, 3]),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(batches, st.booleans(), st.data())
+@pytest.mark.parametrize("where", [nullcontext, hooked], ids=["inline", "workers"])
+def test_oracle(where, batches, verify, data):
+    async def use(made: Shelf) -> None:
+        expected = {}
+        for number, (sizes, chunk, level) in enumerate(batches):
+            batch = {100 * number + place: content(100 * number + place, size) for place, size in enumerate(sizes)}
+            await made.store(batch, chunk, level)
+            expected |= batch
+        for oid, whole in expected.items():
+            objects = made.objects(oid)
+            size = len(whole)
+            assert bytes(await objects.read(0, size, size, True)) == whole
+            offset = data.draw(st.integers(0, size - 1))
+            length = data.draw(st.integers(1, size - offset))
+            assert bytes(await objects.read(offset, length, size, True)) == whole[offset : offset + length]
+        for oid in expected:
+            for place in made.lists[oid]:
+                path = made.servers[place.server].object_path(0, place.container) if place else ""
+                if place:
+                    with open(path, "rb") as file:
+                        file.seek(place.offset)
+                        header = unpack_header(file.read(HEADER_BYTES))
+                    assert (header.ino, header.oid, header.digest) == (oid + 1, oid, place.digest)
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory, data_servers(Path(directory), 3) as servers:
+        with where(), shelf(servers, Path(directory), verify) as made:
+            trio.run(use, made)
+
+
+async def test_containers_are_dense_and_few(servers, tmp_path):
+    with shelf(servers, tmp_path) as made:
+        size = 100_000
+        for batch in range(4):
+            await made.store({batch * 200 + number: content(1, size) for number in range(200)}, 1 << 20)
+        stored = sum(os.path.getsize(servers[s].object_path(0, c)) for c, s in made.server_of.items())
+        chunks = sum(place is not None for file in made.lists.values() for place in file)
+        assert stored == chunks * (HEADER_BYTES + size)
+        assert len(made.server_of) <= stored // CONTAINER + 2 * len(servers)
+        assert all(
+            os.path.getsize(servers[s].object_path(0, c)) > CONTAINER - STRIPE
+            for c, s in made.server_of.items()
+            if c in made.sealed
+        )
+        assert made.sealed
+
+
+async def test_holes_take_no_space(servers, tmp_path):
+    with shelf(servers, tmp_path) as made:
+        data = bytes(1 << 20) + b"x" * 10 + bytes((3 << 20) - 10)
+        await made.store({1: data, 2: bytes(500_000)})
+        assert sum(place is not None for place in made.lists[1]) == 1
+        assert set(made.lists[2]) == {None}
+        assert await made.content(1, len(data)) == data
+        assert await made.content(2, 500_000) == bytes(500_000)
+
+
+@pytest.mark.parametrize("op", ["open_file", "write_at", "sync_file", "sync_dir"])
+async def test_a_failing_server_leaves_nothing_that_counts(servers, tmp_path, op):
+    with hooked(), shelf(servers, tmp_path) as made:
+        await made.store({1: content(1, 200_000)})
+        ends = lengths(made)
+        with failing(op, servers[1].path, errno.ENOSPC), pytest.raises(NoSpace):
+            await made.store({10 + number: content(number, 3 << 20) for number in range(8)}, 1 << 20)
+        assert await made.content(1, 200_000) == content(1, 200_000)
+        batch = {30 + number: content(number, 3 << 20) for number in range(8)}
+        await made.store(batch, 1 << 20)
+        for oid, data in batch.items():
+            assert await made.content(oid, len(data)) == data
+        if op != "sync_file":
+            assert sum(lengths(made).values()) == sum(ends.values()) + sum(
+                HEADER_BYTES + place.stored for oid in batch for place in made.lists[oid] if place
+            )
+
+
+def lengths(made: Shelf) -> dict[int, int]:
+    paths = {c: made.servers[s].object_path(0, c) for c, s in made.server_of.items()}
+    return {c: os.path.getsize(path) for c, path in paths.items() if os.path.exists(path)}
+
+
+async def test_after_a_failed_sync_nothing_is_appended_to_the_container(servers, tmp_path):
+    with hooked(), shelf(servers, tmp_path) as made:
+        with failing("sync_file", servers[0].path), pytest.raises(Unavailable):
+            await made.store({1: content(1, 200_000)})
+        (failed,) = made.server_of
+        assert made.sealed == {failed}
+        for number in range(4):
+            await made.store({2 + number: content(1, 200_000)})
+        assert failed not in {place.container for file in made.lists.values() for place in file if place}
+
+
+async def test_cancelled_between_stripes(servers, tmp_path):
+    with shelf(servers, tmp_path) as made:
+        await made.store({1: content(1, 200_000)})
+        with trio.CancelScope() as scope:
+            faults.arm("data.append.written", scope.cancel)
+            try:
+                await made.store({10 + number: content(number, 6 << 20) for number in range(8)}, 1 << 20)
+            finally:
+                faults.disarm_all()
+        assert scope.cancelled_caught
+        assert list(made.lists) == [1]
+        await made.store({2: content(2, 9 << 20)}, 1 << 20)
+        assert await made.content(1, 200_000) == content(1, 200_000)
+        assert await made.content(2, 9 << 20) == content(2, 9 << 20)
+
+
+async def test_a_source_that_shrinks_is_refused(servers, tmp_path):
+    with shelf(servers, tmp_path) as made, made.sources({1: b"x" * 100_000}) as sources:
+        os.truncate(made.directory / "copy1", 70_000)
+        with pytest.raises(Unavailable, match="fewer bytes"):
+            async with made.writer.append([pieces.FilePiece(sources[0], 1)], (0,)):
+                raise AssertionError
+
+
+async def test_several_writers_at_once(servers, tmp_path):
+    with shelf(servers, tmp_path) as made:
+        expected = {number: content(number, 150_000 + number) for number in range(60)}
+
+        async with trio.open_nursery() as nursery:
+            for first in range(0, 60, 10):
+                batch = {number: expected[number] for number in range(first, first + 10)}
+                nursery.start_soon(partial(made.store, batch, keep=True))
+        for oid, data in expected.items():
+            assert await made.content(oid, len(data)) == data
+        assert len(made.server_of) <= 6 * len(servers)
+        assert made.budget.used <= made.budget.total
+
+
+async def test_goes_on_where_the_records_end(servers, tmp_path):
+    with shelf(servers, tmp_path) as made:
+        await made.store({1: content(1, 200_000)})
+        places = [place for place in made.lists[1] if place]
+        end = max(place.offset + HEADER_BYTES + place.stored for place in places)
+        (container,) = made.server_of
+        made.close()
+        path = servers[places[0].server].object_path(0, container)
+        with open(path, "ab") as file:
+            file.write(b"torn" * 1000)
+        again = Shelf(servers, made.directory)
+        again.lists, again.layouts = made.lists, made.layouts
+        again.server_of, again._ids = made.server_of, made._ids
+        again.writer.adopt(places[0].server, container, end)
+        for number in range(len(servers)):
+            await again.store({2 + number: content(2, 100_000)})
+        after = [place for oid in range(2, 5) for place in again.lists[oid] if place and place.container == container]
+        assert after[0].offset == end
+        assert os.path.getsize(path) == sum(HEADER_BYTES + place.stored for place in places + after)
+        assert await again.content(1, 200_000) == content(1, 200_000)
+        again.close()
+
+
+@pytest.mark.parametrize("damage", ["missing", "short"])
+async def test_a_damaged_container_is_left_alone(servers, tmp_path, damage, caplog):
+    with shelf(servers, tmp_path) as made:
+        made.server_of[7] = 0
+        path = Path(servers[0].object_path(0, 7))
+        if damage == "short":
+            path.parent.mkdir(parents=True)
+            path.write_bytes(b"x" * 99)
+        made.writer.adopt(0, 7, 100)
+        await made.store({1: content(1, 100_000)})
+        assert made.sealed == {7}
+        assert 7 not in {place.container for place in made.lists[1] if place}
+        assert path.exists() == (damage == "short")
+    assert "nothing is appended to it any more" in caplog.text
+    caplog.clear()
+
+
+async def test_damage_is_found_where_it_is_looked_for(servers, tmp_path):
+    with shelf(servers, tmp_path) as made:
+        await made.store({1: content(3, 300_000)}, 65536, 3)
+        await made.store({2: os.urandom(300_000)}, 65536)
+        places = {oid: made.lists[oid][1] for oid in (1, 2)}
+        for place in places.values():
+            with open(servers[place.server].object_path(0, place.container), "r+b") as file:
+                file.seek(place.offset + HEADER_BYTES + place.stored - 1)
+                file.write(b"\xff")
+        checking = Shelf(servers, made.directory, verify=True)
+        checking.lists, checking.layouts = made.lists, made.layouts
+        for oid in (1, 2):
+            await checking.objects(oid).read(0, 65536, 300_000, True)
+            with pytest.raises(Unavailable, match=f"{servers[places[oid].server].name}: .*chunk at"):
+                await checking.objects(oid).read(65536, 100, 300_000, True)
+        assert len(await made.objects(2).read(65536, 65536, 300_000, True)) == 65536
+        checking.close()
+
+
+async def test_a_short_container_is_an_error(servers, tmp_path):
+    with shelf(servers, tmp_path) as made:
+        await made.store({1: b"x" * 300_000})
+        last = made.lists[1][-1]
+        path = servers[last.server].object_path(0, last.container)
+        os.truncate(path, os.path.getsize(path) - 1)
+        with pytest.raises(Unavailable, match="ends before byte"):
+            await made.content(1, 300_000)
+        assert len(await made.objects(1).read(0, 65536, 300_000, True)) == 65536
+
+
+async def test_a_chunk_that_has_moved_is_found_again(servers, tmp_path):
+    with shelf(servers, tmp_path) as made:
+        data = os.urandom(200_000)
+        await made.store({1: data})
+        objects = made.objects(1)
+        assert bytes(await objects.read(0, 10, 200_000, True)) == data[:10]
+        old = made.lists[1]
+        (container,) = made.server_of
+        server = servers[made.server_of[container]]
+        path = server.object_path(0, container)
+        fd = os.open(path, os.O_RDONLY)
+        with open(path, "rb") as file:
+            copied = file.read()
+        headers = [unpack_header(copied[place.offset : place.offset + HEADER_BYTES]) for place in old]
+        stored = [StoredPiece(server, fd, *pair) for pair in zip(headers, old, strict=True)]
+        other = (server.id + 1) % len(servers)
+        async with made.writer.append(stored, (other,)) as places:
+            made.lists[1] = places
+        os.close(fd)
+        os.unlink(path)
+        made.files.close_idle()
+        made.changed(server.id, container)
+        assert bytes(await objects.read(0, 200_000, 200_000, True)) == data
+        os.unlink(servers[other].object_path(0, places[0].container))
+        made.files.close_idle()
+        made.changed(other, places[0].container)
+        with pytest.raises(FsError, match="is missing"):
+            await made.objects(1).read(0, 200_000, 200_000, True)
+
+
+async def test_descriptors_are_shared_and_given_back(servers, tmp_path):
+    with shelf(servers, tmp_path) as made:
+        for number in range(30):
+            await made.store({number: content(number, 10_000 + number)})
+        made.writer.close()
+        for number in range(30):
+            await made.content(number, 10_000 + number)
+        assert len(open_below(Path(servers[0].path).parent)) <= len(made.server_of)
+        made.files.close_idle()
+        await made.servers.cache.settle()
+        for server in servers.values():
+            await servers.run(server, os.getpid)  # closed before this
+        assert open_below(Path(servers[0].path).parent) == []
+
+
+async def test_neighbours_come_with_one_request(tmp_path):
+    """Small files in the order in which they were stored: large reads, whatever the size of the files."""
+    with data_servers(tmp_path, 2) as servers, shelf(servers, tmp_path) as made:
+        expected = {number: content(number, 20_000) for number in range(600)}
+        await made.store(expected)
+        reads = []
+        with hooked(lambda op, path: reads.append(op) if op.startswith("read") else None):
+            for number, data in expected.items():
+                assert await made.content(number, len(data)) == data
+        assert len(reads) < 12

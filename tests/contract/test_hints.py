@@ -1,0 +1,334 @@
+"""The hints of the burst tier on the filesystem in process: what they tell, set, start and refuse."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from aifs.core.errors import Busy, FsError, Invalid, NoAttribute, NotPermitted, NotSupported, TimedOut
+from aifs.vfs import Caller, Filesystem, open_filesystem
+from tests.support import modes
+
+ROOT, OWNER, OTHER = 1, Caller(uid=1000, gid=1000), Caller(uid=2000, gid=2000)
+SIZE = 40 << 10
+SHAPE = modes.WAITING | {"layout.unit": "4KiB", "burst.stage_on_read": "0"}
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="aifs-hints-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+@asynccontextmanager
+async def opened(directory: Path, **changes: str) -> AsyncIterator[Filesystem]:
+    source = directory / "store"
+    if not source.exists():
+        shape = SHAPE | {key.replace("__", "."): value for key, value in changes.items()}
+        await trio.to_thread.run_sync(modes.make_store, source, shape)
+    async with open_filesystem(modes.config_of(source)) as fs:
+        with trio.fail_after(20):
+            yield fs
+
+
+async def make(fs: Filesystem, parent: int, name: bytes, size: int = SIZE) -> int:
+    """A closed file of OWNER's."""
+    (handle, *_), inode = await fs.create(parent, name, 0o644, os.O_RDWR, OWNER)
+    if size:
+        await fs.write(handle, 0, bytes([name[0]]) * size)
+    await fs.release(handle)
+    return inode.ino
+
+
+async def tree(fs: Filesystem, name: bytes) -> int:
+    return (await fs.mkdir(ROOT, name, 0o755, OWNER)).ino
+
+
+async def get(fs: Filesystem, ino: int, name: str) -> str:
+    return (await fs.getxattr(ino, f"user.aifs.{name}".encode())).decode()
+
+
+async def ask(fs: Filesystem, ino: int, name: str) -> dict:
+    return json.loads(await get(fs, ino, name))
+
+
+async def put(fs: Filesystem, ino: int, name: str, value: str = "", caller: Caller = OWNER) -> None:
+    await fs.setxattr(ino, f"user.aifs.{name}".encode(), value.encode(), caller=caller)
+
+
+async def state(fs: Filesystem, ino: int) -> str:
+    return (await ask(fs, ino, "state"))["state"]
+
+
+async def until_staged(fs: Filesystem, ino: int) -> None:
+    while (await ask(fs, ino, "state"))["staging"]:
+        await trio.lowlevel.checkpoint()
+
+
+async def content(fs: Filesystem, ino: int) -> bytes:
+    handle, *_ = await fs.open(ino, os.O_RDONLY)
+    try:
+        return bytes(await fs.read(handle, 0, 1 << 20))
+    finally:
+        await fs.release(handle)
+
+
+# --- policies ----------------------------------------------------------------------------------------
+
+
+async def test_policies_are_inherited_and_keep_each_other(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top = await tree(fs, b"top")
+        assert await get(fs, top, "tier") == "default"
+        for missing in ("layout", "expected_size"):
+            with pytest.raises(NoAttribute):
+                await get(fs, top, missing)
+        await put(fs, top, "tier", "capacity")
+        with pytest.raises(NoAttribute):
+            await get(fs, top, "layout")
+        await put(fs, top, "layout", "unit=8KiB,count=2")
+        await put(fs, top, "expected_size", "3MiB")
+        below = (await fs.mkdir(top, b"below", 0o755, OWNER)).ino
+        ino = await make(fs, below, b"file")
+        for one in (top, below):
+            assert await get(fs, one, "layout") == "unit=8KiB,count=2"
+            assert await get(fs, one, "expected_size") == "3MiB"
+        assert await get(fs, ino, "tier") == "capacity"
+        assert (await ask(fs, ino, "info"))["form"] == "striped"
+        assert (await ask(fs, ino, "info"))["layout"]["unit"] == 8 << 10
+        await put(fs, top, "tier", "default")
+        await put(fs, top, "layout", "count=0")
+        await put(fs, top, "expected_size", "0")
+        assert (await fs.getattr(top)).policy is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tier", ""), ("tier", "fast"), ("expected_size", "much"), ("expected_size", "8EiB"), ("layout", "unit=1"),
+        ("layout", "servers=7"), ("layout", "servers=32768"), ("drain", "now"), ("stage", "1"),
+    ],
+)  # fmt: skip
+async def test_wrong_values_are_refused(directory: Path, name: str, value: str) -> None:
+    async with opened(directory) as fs:
+        ino = await make(fs, ROOT, b"file", 0)
+        with pytest.raises(Invalid):
+            await put(fs, ino, name, value)
+
+
+async def test_what_a_file_will_be_laid_out_by_is_settled_once_it_has_bytes(directory: Path) -> None:
+    async with opened(directory) as fs:
+        ino = await make(fs, ROOT, b"file")
+        for name, value in (("layout", "count=1"), ("expected_size", "1MiB")):
+            with pytest.raises(Invalid):
+                await put(fs, ino, name, value)
+        await put(fs, ino, "tier", "pinned")
+        assert await get(fs, ino, "tier") == "pinned"
+
+
+async def test_only_what_is_known_can_be_set(directory: Path) -> None:
+    async with opened(directory) as fs:
+        link = (await fs.symlink(ROOT, b"link", b"x", OWNER)).ino
+        for name in ("state", "info", "status", "server-add", "nonsense"):
+            with pytest.raises(NotPermitted):
+                await put(fs, ROOT, name)
+        for name in ("state", "tier", "nonsense"):
+            with pytest.raises(NoAttribute):
+                await get(fs, link, name)
+        assert await fs.listxattr(ROOT) == []
+
+
+# --- state, drain ------------------------------------------------------------------------------------
+
+
+async def test_state_counts_what_lies_where(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top = await tree(fs, b"top")
+        below = (await fs.mkdir(top, b"below", 0o755, OWNER)).ino
+        assert await ask(fs, top, "state") == {
+            "state": "clean", "since_s": None, "bytes": dict.fromkeys(("dirty", "draining", "clean", "cached"), 0),
+            "files": dict.fromkeys(("dirty", "draining", "clean", "cached"), 0),
+        }  # fmt: skip
+        dirty = await make(fs, below, b"dirty")
+        await fs.link(dirty, top, b"again")
+        await fs.symlink(top, b"link", b"x", OWNER)
+        clean = await make(fs, below, b"clean")
+        await fs.wait_drained(clean)
+        await put(fs, clean, "evict")
+        for number in range(100):
+            await make(fs, below, b"n%d" % number, 0)
+        found = await ask(fs, top, "state")
+        assert found["state"] == "dirty" and found["since_s"] > 1e9
+        assert found["bytes"] == {"dirty": SIZE, "draining": 0, "clean": SIZE, "cached": 0}
+        assert found["files"]["clean"] == 1
+        assert sum(found["files"].values()) == 102
+        one = await ask(fs, dirty, "state")
+        assert (one["state"], one["open"], one["copy"], one["pinned"], one["staging"]) == ("dirty", False, True, False, False)
+        handle, *_ = await fs.open(dirty, os.O_RDONLY)
+        assert (await ask(fs, dirty, "state"))["open"]
+        await fs.release(handle)
+
+
+async def test_drain_moves_a_tree_and_nothing_else(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top, other = await tree(fs, b"top"), await tree(fs, b"other")
+        below = (await fs.mkdir(top, b"below", 0o755, OWNER)).ino
+        inos = [await make(fs, below, b"%c" % number) for number in range(97, 107)]
+        beside = await make(fs, other, b"beside")
+        before = await ask(fs, top, "drain")
+        assert (before["files"], before["bytes"], before["open_files"]) == (10, 10 * SIZE, 0)
+        assert before["oldest_since_ns"] > 1e18
+        assert (await ask(fs, ROOT, "drain"))["files"] == 11
+        await put(fs, top, "drain")
+        await fs.wait_drained(top)
+        assert await ask(fs, top, "drain") == {
+            "files": 0, "bytes": 0, "open_files": 0, "oldest_since_ns": None, "error": ""
+        }  # fmt: skip
+        assert [await state(fs, ino) for ino in inos] == ["cached"] * 10
+        assert await state(fs, beside) == "dirty"
+        assert await content(fs, inos[3]) == b"d" * SIZE
+        info = await ask(fs, inos[0], "info")
+        assert (info["form"], info["copy"]["state"]) == ("striped", "cached")
+        assert os.path.getsize(info["copy"]["path"]) == SIZE
+
+
+async def test_waiting_for_an_open_file_ends_with_the_time_out(directory: Path) -> None:
+    async with opened(directory) as fs:
+        ino = await make(fs, ROOT, b"file")
+        handle, *_ = await fs.open(ino, os.O_RDWR)
+        assert (await ask(fs, ROOT, "drain"))["open_files"] == 1
+        with pytest.raises(TimedOut):
+            await fs.wait_drained(ROOT, 0.05)
+        await fs.release(handle)
+        await fs.wait_drained(ROOT, 10)
+        assert await state(fs, ino) == "cached"
+
+
+async def test_state_of_a_large_tree_does_not_hold_up_others(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top = await tree(fs, b"top")
+        for number in range(1000):
+            await make(fs, top, b"%d" % number, 0)
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await trio.lowlevel.checkpoint()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(others)
+            before = turns
+            assert sum((await ask(fs, top, "state"))["files"].values()) == 1000
+            assert turns - before >= 1000 // 64
+            nursery.cancel_scope.cancel()
+
+
+# --- stage, evict ------------------------------------------------------------------------------------
+
+
+async def test_evict_and_stage(directory: Path) -> None:
+    async with opened(directory) as fs:
+        ino = await make(fs, ROOT, b"file")
+        with pytest.raises(Busy):
+            await put(fs, ino, "evict")
+        await fs.wait_drained(ino)
+        for caller, name in ((OTHER, "evict"), (OTHER, "stage")):
+            with pytest.raises(NotPermitted):
+                await put(fs, ino, name, caller=caller)
+        handle, *_ = await fs.open(ino, os.O_RDONLY)
+        with pytest.raises(Busy):
+            await put(fs, ino, "evict")
+        await fs.release(handle)
+        await put(fs, ino, "tier", "pinned")
+        with pytest.raises(Busy):
+            await put(fs, ino, "evict", caller=Caller())
+        await put(fs, ino, "tier", "default")
+        await put(fs, ino, "evict")
+        await put(fs, ino, "evict")
+        assert await state(fs, ino) == "clean"
+        assert "copy" not in await ask(fs, ino, "info")
+        await put(fs, ino, "stage")
+        await until_staged(fs, ino)
+        assert await state(fs, ino) == "cached"
+        assert await content(fs, ino) == b"f" * SIZE
+
+
+async def test_only_files_can_be_staged_and_evicted(directory: Path) -> None:
+    async with opened(directory) as fs:
+        for name in ("stage", "evict"):
+            with pytest.raises(Invalid):
+                await put(fs, ROOT, name, caller=Caller())
+
+
+async def test_without_a_burst_tier(directory: Path) -> None:
+    async with opened(directory, burst__directories="") as fs:
+        ino = await make(fs, ROOT, b"file")
+        assert await state(fs, ino) == "clean"
+        await put(fs, ino, "drain")
+        await fs.wait_drained(ROOT, 1)
+        await put(fs, ino, "evict")
+        with pytest.raises(NotSupported):
+            await put(fs, ino, "stage")
+        status = await ask(fs, ROOT, "status")
+        assert status["burst"]["devices"] == []
+
+
+async def test_a_pinned_file_stays_when_it_has_been_drained_or_staged(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top = await tree(fs, b"top")
+        await put(fs, top, "tier", "pinned")
+        ino = await make(fs, top, b"file")
+        await fs.wait_drained(ino)
+        assert (await ask(fs, ino, "state"))["pinned"]
+        assert (await ask(fs, ROOT, "status"))["burst"]["devices"][0]["pinned_bytes"] >= SIZE
+
+
+# --- reports -----------------------------------------------------------------------------------------
+
+
+async def test_info_names_the_containers_of_an_interleaved_file(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top = await tree(fs, b"top")
+        await put(fs, top, "layout", "kind=interleaved")
+        ino = await make(fs, top, b"file")
+        await fs.wait_drained(ino)
+        info = await ask(fs, ino, "info")
+        assert (info["form"], info["layout"]["kind"]) == ("interleaved", "interleaved")
+        assert await get(fs, ino, "layout") == "kind=interleaved,count=0"
+        (part,) = info["parts"]
+        assert [part["server"]] == info["layout"]["servers"]
+        assert 0 < part["bytes"] <= os.path.getsize(part["path"])
+
+
+async def test_status_has_a_part_for_each_module(directory: Path) -> None:
+    async with opened(directory) as fs:
+        fs.edge_status = lambda: {"in_use": True, "passthrough": True}
+        await make(fs, ROOT, b"file")
+        status = await ask(fs, ROOT, "status")
+        assert [server["id"] for server in status["servers"]] == [0, 1, 2, 3]
+        assert [device["dirty_bytes"] for device in status["burst"]["devices"]] == [SIZE]
+        assert (status["drain"]["files"], status["drain"]["bytes"]) == (1, SIZE)
+        assert status["memory"]["total_bytes"] > 0 and "hits" in status["cache"]
+        assert status["bridge"] == {"in_use": True, "passthrough": False}
+
+
+async def test_answers_keep_their_length_while_numbers_grow(directory: Path) -> None:
+    async with opened(directory) as fs:
+        for name in ("state", "drain", "status"):
+            assert len(await get(fs, ROOT, name)) % 64 == 0
+
+
+async def test_hints_of_a_file_that_is_gone(directory: Path) -> None:
+    async with opened(directory) as fs:
+        for name in ("state", "drain", "info", "tier"):
+            with pytest.raises(FsError):
+                await get(fs, 999_999, name)

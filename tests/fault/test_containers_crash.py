@@ -1,0 +1,390 @@
+"""Containers after power cuts at every step of storing, deleting and compacting, and compaction itself.
+
+Files here are inodes without names: what a drain does to a file, and nothing else of the filesystem.
+"""
+
+import errno
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from aifs.core import faults
+from aifs.core.tasks import first_error
+from aifs.data import health
+from aifs.data.pieces import Source
+from aifs.data.server import DataServer
+from aifs.data.servers import Servers
+from aifs.data.striped import delete_objects, list_window
+from aifs.layout.interleaved import HEADER_BYTES, Interleaved
+from aifs.layout.striped import Striped
+from aifs.meta import chunks, journal, keys, lmdb_database, namespace
+from aifs.meta.kv import ReadTransaction, Transaction
+from aifs.meta.lmdb_engine import LmdbEngine
+from aifs.meta.records import Inode
+from aifs.vfs import containers as vfs_containers
+from aifs.vfs import ids as vfs_ids
+from aifs.vfs.collector import Collector
+from aifs.vfs.compaction import Compaction
+from aifs.vfs.containers import Containers
+from aifs.vfs.ids import IdAllocator
+from tests.support.data_servers import STORE, failing, hooked, make_table, opened
+from tests.support.powercut import PowerCut
+
+SERVERS = 2
+CONTAINER = 120_000
+CHUNK = 16384
+LAYOUT = Interleaved(CHUNK)
+POINTS = [name for name in sorted(faults.POINTS) if name.startswith(("data.append.", "vfs.compact.", "vfs.collect.d"))]
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "SEGMENT_BYTES", 256 << 10)
+    monkeypatch.setattr(lmdb_database, "INITIAL_MAP_BYTES", 128 << 10)
+    monkeypatch.setattr(vfs_ids, "WINDOW", 64)
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="aifs-containers-", dir="/dev/shm"))
+    make_store(directory / "0")
+    yield directory
+    shutil.rmtree(directory)
+
+
+def make_store(directory: Path) -> None:
+    directory.mkdir()
+    (directory / "meta").mkdir()
+    make_table(directory, SERVERS)
+    engine = LmdbEngine(str(directory / "meta"))
+    trio.run(engine.transact, Transaction.add, keys.COUNTER_IDS, keys.FIRST_FREE_ID)
+    engine.close()
+
+
+class Mounted:
+    """What of a mounted store has to do with containers."""
+
+    def __init__(self, engine: LmdbEngine, servers: Servers) -> None:
+        self.engine = engine
+        self.servers = servers
+        self.ids = IdAllocator(engine)
+        self.collector = Collector(engine, servers)
+        self.containers = Containers(engine, servers, self.ids, self.collector, servers.budget, CONTAINER, True)
+        self.compaction = Compaction(engine, servers, self.containers, self.collector, 0.3)
+
+    async def recover(self) -> None:
+        for oid in await self.engine.view(lambda tx: [keys.number(key) for key, _ in tx.range(*keys.all_of(b"g"))]):
+            self.collector.add_garbage(oid)
+        first, end = await vfs_ids.last_windows(self.engine)
+        for server, ino, oid in await list_window(self.servers, first, end):
+            known = await self.engine.view(
+                lambda tx, oid=oid: chunks.find_container(tx, oid) or tx.get(keys.garbage(oid)) is not None
+            )
+            if not known:
+                await delete_objects(self.servers, Striped(1, (server,)), ino, oid)
+        await self.containers.recover()
+
+    async def store(self, contents: list[bytes], fd_of: "Copies") -> list[int]:
+        """Drain them together; returns the inodes."""
+        inos = [await self.ids.take() for _ in contents]
+        oids = [await self.ids.take() for _ in contents]
+        sources = [
+            Source(ino, oid, len(content), fd_of(content), LAYOUT, ino % 2)
+            for ino, oid, content in zip(inos, oids, contents, strict=True)
+        ]
+        async with self.containers.append(sources, tuple(self.servers)) as lists:
+            await self.engine.transact(put_files, sources, lists)
+        return inos
+
+    async def delete(self, ino: int) -> None:
+        for oid in await self.engine.transact(delete_file, ino):
+            self.collector.add_garbage(oid)
+
+    async def contents(self) -> dict[int, bytes]:
+        """All files, and a check of all that must be true of the table, of lists and of objects."""
+        found = {}
+        for inode in await self.engine.view(inodes):
+            data = await self.containers.objects_of(inode).read(0, inode.size, inode.size, True)
+            found[inode.ino] = bytes(data)
+        table, live, garbage = await self.engine.view(accounts)
+        assert {container: record.live for container, record in table.items()} == {
+            container: live.get(container, 0) for container in table
+        }
+        stored = set()
+        for server in self.servers.values():
+            for item in server.list_objects():
+                stored.add(item.oid)
+                if item.oid in table:
+                    assert item.length >= table[item.oid].length
+                    assert table[item.oid].server == server.id
+                else:
+                    assert item.oid in garbage, "an object that nobody knows"
+        assert {container for container, record in table.items() if record.live} <= stored
+        return found
+
+
+class Copies:
+    """Burst copies: descriptors of files with given content."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._fds: list[int] = []
+
+    def __call__(self, content: bytes) -> int:
+        path = self._directory / "copy"
+        path.write_bytes(content)
+        self._fds.append(os.open(path, os.O_RDONLY))
+        path.unlink()
+        return self._fds[-1]
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+
+
+def put_files(tx: Transaction, sources: list[Source], lists: list[chunks.Chunks]) -> None:
+    for source, places in zip(sources, lists, strict=True):
+        chunks.put_chunks(tx, source.oid, places)
+        inode = Inode(source.ino, 0o100644, 0, 0, 1, 0, source.size, 0, 0, 0, 0, oid=source.oid, layout=source.layout)
+        namespace.put_inode(tx, inode)
+
+
+def delete_file(tx: Transaction, ino: int) -> list[int]:
+    inode = namespace.get_inode(tx, ino)
+    tx.delete(keys.inode(ino))
+    return chunks.drop_chunks(tx, inode.oid)
+
+
+def inodes(tx: ReadTransaction) -> list[Inode]:
+    numbers = [keys.number(key) for key, _ in tx.range(*keys.all_of(b"i"))]
+    return [namespace.get_inode(tx, ino) for ino in numbers]
+
+
+def accounts(tx: ReadTransaction) -> tuple[dict[int, chunks.Container], dict[int, int], set[int]]:
+    table = {keys.number(key): chunks.decode_container(value) for key, value in tx.range(*keys.all_of(b"t"))}
+    live: dict[int, int] = {}
+    for _, value in tx.range(*keys.all_of(b"l")):
+        for place in chunks.decode_chunks(value):
+            if place is not None:
+                assert place.offset + HEADER_BYTES + place.stored <= table[place.container].length
+                live[place.container] = live.get(place.container, 0) + HEADER_BYTES + place.stored
+    return table, live, {keys.number(key) for key, _ in tx.range(*keys.all_of(b"g"))}
+
+
+@asynccontextmanager
+async def mounted(directory: Path) -> AsyncIterator[Mounted]:
+    table = {number: str(directory / f"server{number}") for number in range(SERVERS)}
+    with opened(table) as servers:
+        engine = LmdbEngine(str(directory / "meta"), 0.01)
+        crashed = True
+        try:
+            mount = Mounted(engine, servers)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(engine.run)
+                await mount.recover()
+                yield mount
+                nursery.cancel_scope.cancel()
+            crashed = False
+            await servers.cache.settle()
+            mount.containers.close()
+        finally:
+            engine.abandon() if crashed else engine.close()
+
+
+def content(rng: random.Random) -> bytes:
+    size = rng.choice((1, 3000, CHUNK, 40_000, 60_000))
+    return rng.choice((rng.randbytes(size), b"pattern" * (size // 7 + 1)))
+
+
+async def work(
+    directory: Path, seed: int, expected: dict[int, bytes], doubtful: dict[int, bytes], cut: PowerCut
+) -> None:
+    """Store, delete and compact until a crash. ``expected``: durable; ``doubtful``: may be there or not."""
+    rng = random.Random(seed)
+    copies = Copies(directory.parent)
+    try:
+        async with mounted(directory) as mount:
+            for _ in range(40):
+                step = rng.choice(("store", "store", "delete", "delete", "delete", "compact", "collect", "barrier"))
+                if step == "store":
+                    batch = [content(rng) for _ in range(rng.randint(1, 6))]
+                    doubtful |= dict(zip(await mount.store(batch, copies), batch, strict=True))
+                elif step == "delete" and expected | doubtful:
+                    ino = rng.choice(sorted(expected | doubtful))
+                    doubtful[ino] = expected.pop(ino, None) or doubtful[ino]
+                    if await mount.engine.view(lambda tx, ino=ino: tx.get(keys.inode(ino))) is not None:
+                        await mount.delete(ino)
+                elif step == "compact":
+                    await mount.compaction.compact()
+                elif step == "collect":
+                    await mount.collector.drain()
+                elif step == "barrier":
+                    await mount.engine.barrier()
+                    if not cut.crashed:
+                        there = {inode.ino for inode in await mount.engine.view(inodes)}
+                        expected |= {ino: data for ino, data in doubtful.items() if ino in there}
+                        doubtful.clear()
+    finally:
+        copies.close()
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_power_cuts(root: Path, point: str) -> None:
+    reached = 0
+    expected: dict[int, bytes] = {}
+    for seed in range(12):
+        doubtful: dict[int, bytes] = {}
+        directory, after = root / str(seed), root / str(seed + 1)
+        with PowerCut(directory) as cut:
+            cut.crash_at(point, 1 + seed % 3)
+            try:
+                trio.run(work, directory, seed, expected, doubtful, cut)
+            except BaseException as error:  # noqa: BLE001 (a crash comes in groups)
+                if not isinstance(first_error(error), faults.SimulatedCrash):
+                    raise
+            reached += cut.crashed
+            cut.materialise(after, random.Random(seed))
+        shutil.rmtree(directory)
+        expected = trio.run(found_after, after, expected, expected | doubtful)
+    assert reached >= 6, "the point was hardly ever reached"
+
+
+async def found_after(directory: Path, required: dict[int, bytes], allowed: dict[int, bytes]) -> dict[int, bytes]:
+    async with mounted(directory) as mount:
+        await mount.collector.drain()
+        found = await mount.contents()
+        assert required.items() <= found.items(), f"lost: {required.keys() - found.keys()}"
+        assert found.items() <= allowed.items(), "bytes that were never written"
+        await mount.compaction.compact()
+        await mount.collector.drain()
+        assert await mount.contents() == found
+    return found
+
+
+# --- compaction ---
+
+
+async def test_compaction_gives_space_back(root: Path) -> None:
+    copies, rng = Copies(root), random.Random(1)
+    async with mounted(root / "0") as mount:
+        batch = [rng.randbytes(30_000) for _ in range(80)]
+        inos = []
+        for first in range(0, 80, 8):
+            inos += await mount.store(batch[first : first + 8], copies)
+        full = stored_bytes(mount.servers)
+        kept = dict(zip(inos, batch, strict=True))
+        for ino in inos:
+            if ino % 5:
+                del kept[ino]
+                await mount.delete(ino)
+        readers = {inode.ino: mount.containers.objects_of(inode) for inode in await mount.engine.view(inodes)}
+        for ino, objects in readers.items():
+            assert bytes(await objects.read(0, 30_000, 30_000, True)) == kept[ino]
+        await mount.compaction.compact()
+        await mount.collector.drain()
+        assert stored_bytes(mount.servers) < 0.5 * full
+        assert await mount.contents() == kept
+        for ino, objects in readers.items():
+            assert bytes(await objects.read(0, 30_000, 30_000, True)) == kept[ino], "read by the old places"
+        sizes = []
+        for _ in range(5):
+            await mount.compaction.compact()
+            await mount.collector.drain()
+            sizes.append(stored_bytes(mount.servers))
+        assert sizes[-1] == sizes[-2], "there is nothing left to do"
+    copies.close()
+
+
+def stored_bytes(servers: Servers) -> int:
+    return sum(item.length for server in servers.values() for item in server.list_objects())
+
+
+async def test_a_file_deleted_while_its_chunks_move(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = Copies(root)
+    async with mounted(root / "0") as mount:
+        batch = [bytes([number]) * 30_000 for number in range(20)]
+        inos = await mount.store(batch, copies)
+        await seal_all(mount)
+        for ino in inos[::2]:
+            await mount.delete(ino)
+        victim, deleted = inos[1], []
+        original = vfs_containers.Containers.append_pieces
+
+        @asynccontextmanager
+        async def append_pieces(self, pieces, server):
+            async with original(self, pieces, server) as places:
+                if any(piece.header.ino == victim for piece in pieces):
+                    await mount.delete(victim)
+                    deleted.append(victim)
+                yield places
+
+        monkeypatch.setattr(vfs_containers.Containers, "append_pieces", append_pieces)
+        await mount.compaction.compact()
+        await mount.collector.drain()
+        assert deleted == [victim]
+        assert set(await mount.contents()) == set(inos[1::2]) - {victim}
+    copies.close()
+
+
+async def test_a_damaged_chunk_stays_where_it_is(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    copies = Copies(root)
+    async with mounted(root / "0") as mount:
+        inos = await mount.store([os.urandom(50_000) for _ in range(20)], copies)
+        for ino in inos[:5] + inos[6:-3]:
+            await mount.delete(ino)
+        oid = (await mount.engine.view(namespace.get_inode, inos[5])).oid
+        place = (await mount.engine.view(chunks.get_chunks, oid, 0))[1][0]
+        server: DataServer = mount.servers[place.server]
+        with open(server.object_path(0, place.container), "r+b") as file:
+            file.seek(place.offset + HEADER_BYTES + 10)
+            file.write(b"damage")
+        await seal_all(mount)
+        await mount.compaction.compact()
+        assert f"container {place.container} is not compacted: data server {server.id}" in caplog.text
+        caplog.clear()
+        await mount.compaction.compact()
+        assert not caplog.text, "it is said once"
+        record = await mount.engine.view(chunks.find_container, place.container)
+        assert record is not None
+    copies.close()
+
+
+async def seal_all(mount: Mounted) -> None:
+    """As if all containers were full."""
+    for container in await mount.engine.view(chunks.open_containers):
+        await mount.containers.seal(container)
+    mount.containers._writer.close()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+async def test_a_failing_server_delays_compaction(
+    root: Path, number: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "RETRY_S", 0.0)
+    copies = Copies(root)
+    with hooked():
+        async with mounted(root / "0") as mount:
+            batch = [os.urandom(50_000) for _ in range(20)]
+            inos = await mount.store(batch, copies)
+            kept = dict(zip(inos[-3:], batch[-3:], strict=True))
+            for ino in inos[:-3]:
+                await mount.delete(ino)
+            await seal_all(mount)
+            before = stored_bytes(mount.servers)
+            with failing("write_at", str(root / "0" / "server"), number):
+                await mount.compaction.compact()
+            assert await mount.contents() == kept
+            assert "not compacted" not in caplog.text
+            caplog.clear()
+            await mount.compaction.compact()
+            await mount.collector.drain()
+            assert stored_bytes(mount.servers) < before
+            assert await mount.contents() == kept
+    copies.close()

@@ -1,0 +1,472 @@
+"""Draining, staging, eviction, without a mount: what counts when, and what others may do meanwhile."""
+
+import logging
+import mmap
+import os
+import random
+import tempfile
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from aifs.core import faults
+from aifs.core.errors import NotFound
+from aifs.layout.interleaved import Interleaved
+from aifs.layout.striped import Striped
+from aifs.meta import keys
+from aifs.meta.keys import ROOT_INO
+from aifs.meta.records import Copy
+from aifs.vfs.filesystem import Filesystem
+from aifs.vfs.lifecycle import open_filesystem
+from aifs.vfs.types import ROOT, SetAttr
+from tests.support import modes
+from tests.support.data_servers import failing, hooked
+
+SIZES = [0, 1, 2048, 2049, 1 << 20, (1 << 20) + 1, (4 << 20) - 1, (9 << 20) + 12345]
+KINDS = [{}, modes.INTERLEAVED]
+WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
+
+
+@pytest.fixture
+def directory():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as parent:
+        yield Path(parent) / "store"
+
+
+@pytest.fixture(autouse=True)
+def disarm():
+    yield
+    faults.disarm_all()
+
+
+@asynccontextmanager
+async def mounted(directory: Path, settings: dict[str, str] = modes.ON):
+    if not directory.exists():
+        await trio.to_thread.run_sync(modes.make_store, directory, settings)
+    with trio.fail_after(20):
+        async with open_filesystem(modes.config_of(directory)) as fs:
+            yield fs
+            await fs.collector.drain()
+
+
+async def write_file(fs: Filesystem, name: bytes, data: bytes, close: bool = True) -> tuple[int, int]:
+    """Inode number and handle."""
+    opened, inode = await fs.create(ROOT_INO, name, 0o600, os.O_RDWR, ROOT)
+    for start in range(0, len(data), 1 << 20):
+        await fs.write(opened.handle, start, data[start : start + (1 << 20)])
+    if close:
+        await fs.release(opened.handle)
+    return inode.ino, opened.handle
+
+
+async def read_file(fs: Filesystem, ino: int) -> bytes:
+    opened = await fs.open(ino, os.O_RDONLY)
+    try:
+        size = (await fs.getattr(ino)).size
+        return b"".join([bytes(await fs.read(opened.handle, at, 1 << 20)) for at in range(0, size, 1 << 20)])
+    finally:
+        await fs.release(opened.handle)
+
+
+async def drained(fs: Filesystem, *inos: int) -> None:
+    fs.drain.request(inos)
+    await fs.drain.wait(inos)
+
+
+async def count(fs: Filesystem, kind: bytes) -> int:
+    return await fs.store.engine.view(lambda tx: sum(1 for _ in tx.range(*keys.all_of(kind))))
+
+
+def path_of(fs: Filesystem, copy: Copy) -> str:
+    return fs.store.servers[copy.server].object_path(0, copy.id)
+
+
+def objects_in(fs: Filesystem) -> list[str]:
+    """Paths of the objects on the data servers, containers apart."""
+    return sorted(
+        path
+        for server in fs.store.servers.capacity()
+        for top, _, names in os.walk(os.path.join(server.path, "objects"))
+        for name in names
+        if not (path := os.path.join(top, name)).endswith(".0")
+    )
+
+
+async def at(point: str, fs: Filesystem, act: Callable) -> list[int]:
+    """Have ``act`` called, once, when the point is reached. Returns a list that then has an element."""
+    calls: list[int] = []
+
+    def reached() -> None:
+        if not calls:
+            calls.append(1)
+            act()
+
+    faults.arm(point, reached)
+    return calls
+
+
+# --- drain -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["striped", "interleaved"])
+async def test_a_drained_file_is_the_same_from_either_tier_and_after_a_remount(directory, kind):
+    rng = random.Random(7)
+    contents = {f"{size}".encode(): rng.randbytes(size) for size in SIZES}
+    async with mounted(directory, modes.ON | kind) as fs:
+        inos = {name: (await write_file(fs, name, data))[0] for name, data in contents.items()}
+        before = {name: await fs.getattr(ino) for name, ino in inos.items()}
+        await drained(fs, *inos.values())
+        assert len(fs.drain._queue) == 0 and await count(fs, b"w") == 0
+        for name, data in contents.items():
+            inode = await fs.getattr(inos[name])
+            assert not inode.in_burst and inode.size == len(data) and inode.mtime_ns == before[name].mtime_ns
+            large = len(data) > 2048
+            expected = Interleaved if kind else Striped
+            assert isinstance(inode.layout, expected) if large else inode.layout is None
+            assert (inode.copy is not None) == large
+            assert await read_file(fs, inos[name]) == data
+        for ino in inos.values():
+            assert await fs.evictor.evict(ino)
+        for name, data in contents.items():
+            assert (await fs.getattr(inos[name])).copy is None
+            assert await read_file(fs, inos[name]) == data
+        assert await count(fs, b"b") == 0
+    async with mounted(directory) as fs:
+        assert str(fs.recovered) == "nothing to recover"
+        for name, data in contents.items():
+            assert await read_file(fs, inos[name]) == data
+
+
+async def test_checksums_are_recorded(directory):
+    from blake3 import blake3
+
+    data = random.Random(3).randbytes((5 << 20) + 77)
+    async with mounted(directory) as fs:
+        ino, _ = await write_file(fs, b"f", data)
+        await drained(fs, ino)
+        oid = (await fs.getattr(ino)).oid
+        records = await fs.store.engine.view(lambda tx: dict(tx.range(*keys.all_checksums(oid))))
+        parts = [data[start : start + (1 << 20)] for start in range(0, len(data), 1 << 20)]
+        assert records == {keys.checksums(oid, 0): b"".join(blake3(part).digest() for part in parts)}
+
+
+async def test_holes_stay_holes(directory):
+    async with mounted(directory) as fs:
+        ino, handle = await write_file(fs, b"f", b"begin", close=False)
+        await fs.write(handle, 64 << 20, b"end")
+        await fs.release(handle)
+        await drained(fs, ino)
+        inode = await fs.getattr(ino)
+        assert inode.size == (64 << 20) + 3 and inode.blocks * 512 <= 128 << 10
+        assert await fs.evictor.evict(ino)
+        data = await read_file(fs, ino)
+        assert data == b"begin".ljust(64 << 20, b"\0") + b"end"
+        assert await fs.stager.stage(ino)
+        assert os.stat(path_of(fs, (await fs.getattr(ino)).copy)).st_blocks * 512 <= 2 << 20
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["striped", "interleaved"])
+async def test_many_small_files(directory, kind):
+    async with mounted(directory, WAITING | kind) as fs:
+        contents = [random.Random(n).randbytes(n * 37) for n in range(200)]
+        inos = [(await write_file(fs, b"%d" % n, data))[0] for n, data in enumerate(contents)]
+        await drained(fs, *inos)
+        for ino, data in zip(inos, contents, strict=True):
+            assert not (await fs.getattr(ino)).in_burst
+            assert await read_file(fs, ino) == data
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["striped", "interleaved"])
+@pytest.mark.parametrize("change", ["write", "truncate", "unlink", "open"])
+async def test_a_change_cancels_the_drain_without_a_trace(directory, kind, change):
+    data = random.Random(1).randbytes(3 << 20)
+    point = "data.append.synced" if kind else "vfs.drain.copied"
+    async with mounted(directory, WAITING | kind) as fs:
+        ino, handle = await write_file(fs, b"f", data)
+        async with trio.open_nursery() as nursery:
+            done = trio.Event()
+
+            async def act() -> None:
+                match change:
+                    case "write" | "open":
+                        opened = await fs.open(ino, os.O_RDWR)
+                        if change == "write":
+                            await fs.write(opened.handle, 5, b"other")
+                        await fs.release(opened.handle)
+                    case "truncate":
+                        await fs.setattr(ino, SetAttr(size=7), ROOT)
+                    case "unlink":
+                        await fs.unlink(ROOT_INO, b"f")
+                        fs.forget([ino])
+                done.set()
+
+            calls = await at(point, fs, lambda: nursery.start_soon(act))
+            # The flip waits for the gate, so the change, which has been started, may overtake it or not.
+            fs.drain.request([ino])
+            await done.wait()
+            await drained(fs, ino)
+        assert calls
+        if change == "unlink":
+            with pytest.raises(NotFound):
+                await fs.getattr(ino)
+            await fs.collector.drain()
+            assert objects_in(fs) == [] and await count(fs, b"b") == await count(fs, b"g") == 0
+            return
+        expected = {"write": data[:5] + b"other" + data[10:], "truncate": data[:7], "open": data}[change]
+        inode = await fs.getattr(ino)
+        assert not inode.in_burst and await read_file(fs, ino) == expected
+        await fs.collector.drain()
+        assert await count(fs, b"g") == 0
+        layout = inode.layout
+        assert len(objects_in(fs)) == (
+            sum(layout.object_length(n, inode.size) > 0 for n in range(4)) if isinstance(layout, Striped) else 0
+        )
+
+
+async def test_cancelled_between_pieces(directory):
+    """A drain that is cancelled while it copies stops there, and the writer does not wait for it."""
+    data = random.Random(2).randbytes(16 << 20)
+    async with mounted(directory, WAITING | {"burst.drain_bandwidth": "4MiB"}) as fs:
+        ino, _ = await write_file(fs, b"f", data)
+        fs.drain.request([ino])
+        while (file := fs.io.open.get(ino)) is None or file.drain is None:
+            await trio.lowlevel.checkpoint()
+        opened = await fs.open(ino, os.O_RDWR)
+        await fs.write(opened.handle, 0, b"new")
+        assert file.drain is None
+        assert (await fs.getattr(ino)).in_burst
+        assert await fs.read(opened.handle, 0, 5) == b"new" + data[3:5]
+        await fs.release(opened.handle)
+        assert await read_file(fs, ino) == b"new" + data[3:]
+
+
+async def test_a_file_that_is_open_for_writing_waits_for_its_last_close(directory):
+    async with mounted(directory) as fs:
+        ino, handle = await write_file(fs, b"f", b"x" * 100_000, close=False)
+        fs.drain.request([ino])
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert fs.drain.status()["held_files"] == 1 and (await fs.getattr(ino)).in_burst
+        await fs.release(handle)
+        await fs.drain.wait([ino])
+        assert not (await fs.getattr(ino)).in_burst
+
+
+async def test_a_mapping_that_outlives_its_handle_holds_the_drain_up(directory):
+    async with mounted(directory, WAITING) as fs:
+        ino, _ = await write_file(fs, b"f", b"x" * 100_000)
+        with open(path_of(fs, (await fs.getattr(ino)).copy), "r+b") as file:
+            mapping = mmap.mmap(file.fileno(), 0)
+        fs.drain.request([ino])
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert (await fs.getattr(ino)).in_burst and fs.drain.status()["failing_files"] == 0
+        mapping[:3] = b"new"
+        mapping.close()
+        await drained(fs, ino)
+        assert await read_file(fs, ino) == b"new" + b"x" * 99_997
+        assert await fs.evictor.evict(ino)
+        assert await read_file(fs, ino) == b"new" + b"x" * 99_997
+
+
+async def test_a_reader_keeps_its_copy(directory):
+    async with mounted(directory, WAITING) as fs:
+        for size in (2049, 100_000):
+            data = bytes(size)
+            ino, _ = await write_file(fs, b"%d" % size, data)
+            opened = await fs.open(ino, os.O_RDONLY)
+            await drained(fs, ino)
+            inode = await fs.getattr(ino)
+            assert inode.copy is not None and not inode.in_burst
+            assert not await fs.evictor.evict(ino)
+            assert await fs.read(opened.handle, 0, 200_000) == data
+            await fs.release(opened.handle)
+            assert await fs.evictor.evict(ino)
+            assert await read_file(fs, ino) == data
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["striped", "interleaved"])
+@pytest.mark.parametrize("op", ["write_at", "sync_file", "open_file"])
+async def test_a_failing_server_loses_nothing_and_is_told_once(directory, kind, op, caplog):
+    caplog.set_level(logging.INFO)
+    data = random.Random(4).randbytes(6 << 20)
+    settings = WAITING | kind | {"layout.count": "4"}
+    async with mounted(directory, settings) as fs:
+        with hooked():
+            inos = [(await write_file(fs, b"%d" % n, data))[0] for n in range(3)]
+            with failing(op, str(directory / "data")) as failed:
+                fs.drain.request(inos)
+                while fs.drain.status()["failing_files"] < 3:
+                    await trio.sleep(0.01)
+            assert failed
+            assert all([(await fs.getattr(ino)).in_burst for ino in inos])
+            assert fs.drain.status()["last_error"]
+            assert sum("draining has to wait" in line for line in caplog.messages) == 1
+            for ino in inos:
+                assert await read_file(fs, ino) == data
+            await drained(fs, *inos)
+        assert fs.drain.status()["failing_files"] == 0
+        assert sum("draining goes on" in line for line in caplog.messages) == 1
+        await fs.collector.drain()
+        assert await count(fs, b"g") == 0
+        for ino in inos:
+            assert await fs.evictor.evict(ino)
+            assert await read_file(fs, ino) == data
+    caplog.clear()
+
+
+@pytest.mark.parametrize("point", ["burst.drain.written", "vfs.drain.copied", "vfs.drain.flipped"])
+async def test_a_crash_leaves_the_old_form_or_the_new_one(directory, point):
+    data = random.Random(5).randbytes((3 << 20) + 5)
+    ino = 0
+
+    def crash() -> None:
+        raise faults.SimulatedCrash
+
+    with pytest.raises(faults.SimulatedCrash):
+        async with mounted(directory, WAITING) as fs:
+            ino, _ = await write_file(fs, b"f", data)
+            faults.arm(point, crash)
+            fs.drain.request([ino])
+            await trio.sleep_forever()
+    faults.disarm_all()
+    async with mounted(directory) as fs:
+        inode = await fs.getattr(ino)
+        assert inode.in_burst == (point != "vfs.drain.flipped")
+        assert fs.recovered.undrained == inode.in_burst
+        assert await read_file(fs, ino) == data
+        await drained(fs, ino)
+        assert await fs.evictor.evict(ino)
+        assert await read_file(fs, ino) == data
+        await fs.collector.drain()
+        assert await count(fs, b"g") == 0 and len(objects_in(fs)) == 4
+
+
+# --- stage and evict -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["striped", "interleaved"])
+async def test_staged_files_are_the_same(directory, kind):
+    async with mounted(directory, modes.ON | kind) as fs:
+        for size in SIZES[3:]:
+            data = random.Random(size).randbytes(size)
+            ino, _ = await write_file(fs, b"%d" % size, data)
+            await drained(fs, ino)
+            assert await fs.evictor.evict(ino)
+            assert await fs.stager.stage(ino) and await fs.stager.stage(ino)
+            inode = await fs.getattr(ino)
+            assert inode.copy is not None and not inode.in_burst
+            assert Path(path_of(fs, inode.copy)).read_bytes() == data == await read_file(fs, ino)
+        await fs.collector.drain()
+        assert await count(fs, b"g") == 0
+        assert fs.stager.status()["staged_files"] == len(SIZES[3:])
+
+
+async def test_staged_at_once_by_many_only_once(directory):
+    async with mounted(directory) as fs:
+        ino, _ = await write_file(fs, b"f", bytes(range(256)) * 40_000)
+        await drained(fs, ino)
+        await fs.evictor.evict(ino)
+        async with trio.open_nursery() as nursery:
+            for _ in range(5):
+                nursery.start_soon(fs.stager.stage, ino)
+        assert fs.stager.status()["staged_files"] == 1
+
+
+@pytest.mark.parametrize("change", ["write", "truncate", "unlink"])
+async def test_what_changes_while_it_is_staged_is_not(directory, change):
+    data = random.Random(6).randbytes(5 << 20)
+    async with mounted(directory, WAITING | {"burst.stage_for_write": "0"}) as fs:
+        ino, _ = await write_file(fs, b"f", data)
+        await drained(fs, ino)
+        await fs.evictor.evict(ino)
+        async with trio.open_nursery() as nursery:
+
+            async def act() -> None:
+                while not (file := fs.io.open.get(ino)) or file.handles < 1:
+                    await trio.lowlevel.checkpoint()
+                match change:
+                    case "write":
+                        opened = await fs.open(ino, os.O_RDWR)
+                        await fs.write(opened.handle, 5, b"other")
+                        await fs.release(opened.handle)
+                    case "truncate":
+                        await fs.setattr(ino, SetAttr(size=7), ROOT)
+                    case "unlink":
+                        await fs.unlink(ROOT_INO, b"f")
+
+            nursery.start_soon(act)
+            staged = await fs.stager.stage(ino)
+        assert not staged
+        await fs.collector.drain()
+        assert await count(fs, b"g") == 0
+        if change == "unlink":
+            return
+        expected = {"write": data[:5] + b"other" + data[10:], "truncate": data[:7]}[change]
+        assert (await fs.getattr(ino)).copy is None
+        assert await read_file(fs, ino) == expected
+
+
+async def test_a_file_that_is_read_is_staged(directory):
+    async with mounted(directory) as fs:
+        data = random.Random(6).randbytes(300_000)
+        ino, _ = await write_file(fs, b"f", data)
+        await drained(fs, ino)
+        await fs.evictor.evict(ino)
+        assert await read_file(fs, ino) == data
+        assert fs.stager.is_staging(ino)
+        while fs.stager.is_staging(ino):
+            await trio.sleep(0.01)
+        assert (await fs.getattr(ino)).copy is not None
+        opened = await fs.open(ino, os.O_RDWR)
+        await fs.write(opened.handle, 0, b"other")
+        await fs.release(opened.handle)
+        await drained(fs, ino)
+        assert await read_file(fs, ino) == b"other" + data[5:]
+
+
+@pytest.mark.parametrize("point", ["vfs.stage.copied", "vfs.evict.recorded"])
+async def test_a_crash_while_staging_or_evicting_leaks_nothing(directory, point):
+    data = random.Random(5).randbytes((3 << 20) + 5)
+    ino = 0
+
+    def crash() -> None:
+        raise faults.SimulatedCrash
+
+    with pytest.raises(faults.SimulatedCrash):
+        async with mounted(directory, WAITING) as fs:
+            ino, _ = await write_file(fs, b"f", data)
+            await drained(fs, ino)
+            if point == "vfs.stage.copied":
+                await fs.evictor.evict(ino)
+            faults.arm(point, crash)
+            await fs.evictor.evict(ino)
+            await fs.stager.stage(ino)
+    faults.disarm_all()
+    async with mounted(directory) as fs:
+        assert (await fs.getattr(ino)).copy is None
+        assert await read_file(fs, ino) == data
+        await fs.collector.drain()
+        assert await count(fs, b"g") == 0
+
+
+async def test_a_crowded_tier_evicts_the_least_recently_used(directory):
+    settings = modes.ON | {
+        "burst.capacity": "8MiB", "burst.high_water": "0.5", "burst.low_water": "0.3", "burst.reserve": "0",
+    }  # fmt: skip
+    async with mounted(directory, settings) as fs:
+        inos, entered = [], []
+        for n in range(12):
+            ino, _ = await write_file(fs, b"%d" % n, bytes([n]) * (1 << 20))
+            inos.append(ino)
+            if (await fs.getattr(ino)).in_burst:  # else there was no room yet
+                entered.append(n)
+            await drained(fs, ino)
+            while fs.tier.needs_eviction():
+                await trio.sleep(0.01)
+        cached = [n for n, ino in enumerate(inos) if (await fs.getattr(ino)).copy is not None]
+        assert cached and cached == entered[-len(cached) :]
+        assert fs.evictor.status()["evicted_files"] > 0
+        for n, ino in enumerate(inos):
+            assert await read_file(fs, ino) == bytes([n]) * (1 << 20)

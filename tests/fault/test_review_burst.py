@@ -1,0 +1,151 @@
+"""Operations on files of the burst tier that meet in the middle, and what outlives what it was made for."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from aifs.core.errors import Unavailable
+from aifs.meta import chunks, keys
+from aifs.meta.keys import ROOT_INO
+from aifs.vfs import publish
+from aifs.vfs.filesystem import Filesystem
+from aifs.vfs.types import ROOT
+from tests.fault.test_drain import drained, mounted, path_of, read_file, write_file
+from tests.fault.test_review_races import holding
+from tests.support import modes
+from tests.support.data_servers import failing, hooked
+from tests.support.kernel import Kernel
+
+WAITING = modes.WAITING | {"data.writeback_interval": "1h", "meta.commit_interval": "1h"}
+
+
+@pytest.fixture
+def directory():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as parent:
+        yield Path(parent) / "store"
+
+
+async def is_marked(fs: Filesystem, ino: int) -> bool:
+    return await fs.store.engine.view(lambda tx: tx.get(keys.dirty(ino)) is not None)
+
+
+async def test_who_waits_for_a_drain_goes_on_when_the_file_becomes_inline_at_its_close(directory: Path) -> None:
+    async with mounted(directory, WAITING) as fs:
+        ino, handle = await write_file(fs, b"f", b"tiny", close=False)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fs.wait_drained, ino, 10)
+            while not fs.drain.status()["held_files"]:
+                await trio.testing.wait_all_tasks_blocked()
+                await trio.sleep(0.01)
+            await fs.release(handle)
+            assert not (await fs.getattr(ino)).in_burst
+        assert fs.drain.status()["files"] == 0
+
+
+async def test_a_writer_whose_open_meets_a_sync_leaves_a_mark(directory: Path) -> None:
+    with hooked():  # all calls go to threads, and descriptors have paths
+        async with mounted(directory, WAITING) as fs, Kernel(fs) as kernel:
+            ino, _ = await write_file(fs, b"f", b"x" * 10_000)
+            await drained(fs, ino)
+            handles: list[int] = []
+
+            async def open_it() -> None:
+                handles.append(await kernel.open(ino, os.O_RDWR))
+
+            async with trio.open_nursery() as nursery:
+                with holding("sync_file", lambda path: "/meta/" in path) as syncing:
+                    nursery.start_soon(open_it)
+                    await syncing.arrived.wait()  # the copy is the file again, and this is not durable yet
+                    nursery.start_soon(fs.writeback.sync_inode, ino)
+                    await trio.testing.wait_all_tasks_blocked(0.05)
+            assert await is_marked(fs, ino)
+            await kernel.write(handles[0], 10_000, b"y" * 10_000)
+            assert (await fs.getattr(ino)).size == 20_000
+            await kernel.release(handles[0])
+
+
+async def test_a_mapping_that_outlives_its_handle_keeps_the_mark_of_one_file_among_many(directory: Path) -> None:
+    async with mounted(directory, WAITING) as fs, Kernel(fs) as kernel:
+        handle, inode = await kernel.create(ROOT_INO, b"mapped", 0o600, os.O_RDWR, ROOT)
+        await kernel.write(handle, 0, b"x" * 8192)
+        memory = kernel.map(handle, 8192)
+        await kernel.release(handle)
+        others = [(await write_file(fs, b"%d" % number, b"x" * 5000))[0] for number in range(70)]
+        await fs.writeback.sync_closed_files()  # so many are synced together
+        assert not await is_marked(fs, others[0])
+        assert await is_marked(fs, inode.ino)
+        memory.close()
+        await fs.writeback.sync_closed_files()
+        assert not await is_marked(fs, inode.ino)
+
+
+async def test_renaming_a_file_does_not_look_at_what_else_is_unsynced(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "_those_below", None)  # which walks from each of them to the root
+    async with mounted(directory, WAITING) as fs:
+        inos = [(await write_file(fs, b"%d" % number, b"x" * 5000))[0] for number in range(20)]
+        await fs.rename(ROOT_INO, b"0", ROOT_INO, b"new")
+        assert [await is_marked(fs, ino) for ino in inos] == [False] + [True] * 19
+
+
+async def test_a_file_that_is_deleted_after_its_drain_failed_does_not_count_as_failing(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with mounted(directory, WAITING) as fs:
+        ino, _ = await write_file(fs, b"f", b"x" * 10_000)
+        with failing("write_at", str(directory / "data")):
+            fs.drain.request([ino])
+            with trio.fail_after(5):
+                while not fs.drain.status()["failing_files"]:
+                    await trio.sleep(0.01)
+        await fs.unlink(ROOT_INO, b"f")
+        assert fs.drain.status()["failing_files"] == 0
+
+
+async def test_a_damaged_record_of_a_container_does_not_keep_the_store_from_being_mounted(directory: Path) -> None:
+    settings = WAITING | modes.INTERLEAVED
+    async with mounted(directory, settings) as fs:
+        ino, _ = await write_file(fs, b"f", b"x" * 10_000)
+        await drained(fs, ino)
+        [container] = await fs.store.engine.view(chunks.open_containers)
+        await fs.store.engine.transact(lambda tx: tx.put(keys.container(container), b"?"))
+    async with mounted(directory, settings) as fs:
+        await fs.compaction.compact()
+        assert await fs.store.engine.view(chunks.open_containers) == {}
+
+
+async def test_an_open_that_fails_at_its_end_leaves_a_file_that_is_drained(directory: Path) -> None:
+    async with mounted(directory) as fs:
+        ino, _ = await write_file(fs, b"f", b"x" * 10_000)
+        await drained(fs, ino)
+        add = fs._add_handle
+
+        async def failing_add(*args: object) -> None:
+            raise Unavailable("the device is gone")
+
+        fs._add_handle = failing_add
+        with pytest.raises(Unavailable):
+            await fs.open(ino, os.O_RDWR)
+        fs._add_handle = add
+        assert (await fs.getattr(ino)).in_burst
+        with trio.fail_after(5):
+            while (await fs.getattr(ino)).in_burst:
+                await trio.sleep(0.01)
+
+
+async def test_a_tiny_file_that_the_full_metadata_store_cannot_take_stays_in_the_burst_tier(directory: Path) -> None:
+    async with mounted(directory, WAITING) as fs:
+        ino, handle = await write_file(fs, b"f", b"tiny", close=False)
+        fs.store.engine._short_of_space = True
+        await fs.release(handle)
+        assert (await fs.getattr(ino)).in_burst
+        path = path_of(fs, (await fs.getattr(ino)).copy)
+        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # nobody has kept a lease
+        fs.store.engine._short_of_space = False
+        await drained(fs, ino)
+        assert await read_file(fs, ino) == b"tiny"

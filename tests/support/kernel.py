@@ -1,0 +1,136 @@
+"""Programs and the kernel's part of their calls, in process: descriptors, and passthrough to local files.
+
+``Kernel`` has the methods of the filesystem, with plain handles. Where the filesystem answers an open with a backing
+id, reads and writes go to that file directly, behind the filesystem's back, as FUSE passthrough does; where the open file
+is also "direct", they go to the filesystem. They go through ``files``, so that a test's hook sees them.
+"""
+
+import errno
+import mmap
+import os
+from typing import Any, Self
+
+from aifs.core import files
+from aifs.core.errors import BadHandle, FileTooLarge, FsError, NoSpace, Unavailable
+from aifs.vfs import Filesystem
+from aifs.vfs.types import Opened
+
+_NOT_DIRECT = (None, None)
+_ERRORS = {
+    errno.EBADF: BadHandle, errno.ENOSPC: NoSpace, errno.EFBIG: FileTooLarge, errno.EIO: Unavailable,
+}  # fmt: skip
+
+
+class Kernel:
+    """What lies between programs and ``fs``. It passes files through unless the configuration forbids it.
+
+    Like the kernel, it insists that all opens of an inode at a time are of one kind, and it opens the backing
+    file anew for each handle, with the handle's access mode. That must not have to wait for a lease.
+    """
+
+    def __init__(self, fs: Filesystem) -> None:
+        self._fs = fs
+        self._backing: dict[int, str] = {}  # backing id -> path
+        self._next = 1
+        self._direct: dict[int, tuple[int, int]] = {}  # handle -> descriptor of the burst copy, access mode
+        self._opened: dict[int, dict[int, int]] = {}  # ino -> handle -> backing id
+        self._inos: dict[int, int] = {}  # handle -> ino
+        self.direct_bytes = 0
+        """Bytes that were read and written behind the filesystem's back."""
+        if fs.store.config.burst.passthrough:
+            fs.handles.passthrough = self
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """The programs end, and the mount with them: it closes by itself what is open."""
+        for fd, _ in self._direct.values():
+            files.close_file(fd)
+        self._direct.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fs, name)
+
+    # --- what the filesystem asks of the kernel ---
+
+    def attach(self, fd: int) -> int:
+        backing, self._next = self._next, self._next + 1
+        self._backing[backing] = os.readlink(f"/proc/self/fd/{fd}")
+        return backing
+
+    def detach(self, backing: int) -> None:
+        del self._backing[backing]
+
+    # --- what programs ask of the kernel ---
+
+    async def open(self, ino: int, flags: int) -> int:
+        return await self._add(ino, await self._fs.open(ino, flags), flags)
+
+    async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Any) -> tuple[int, Any]:
+        opened, inode = await self._fs.create(parent, name, mode, flags, caller)
+        return await self._add(inode.ino, opened, flags), inode
+
+    async def _add(self, ino: int, opened: Opened, flags: int) -> int:
+        handle, backing, direct = opened
+        others = self._opened.setdefault(ino, {})
+        assert set(others.values()) <= {backing}, f"inode {ino} is open in two ways: {others} and {backing}"
+        others[handle] = backing
+        self._inos[handle] = ino
+        if backing and not direct:
+            access = flags & os.O_ACCMODE
+            try:
+                self._direct[handle] = _attempt(_open_backing, self._backing[backing], access), access
+            except FsError:
+                await self.release(handle)
+                raise
+        return handle
+
+    async def release(self, handle: int) -> None:
+        direct = self._direct.pop(handle, None)
+        if direct is not None:
+            files.close_file(direct[0])
+        del self._opened[self._inos.pop(handle)][handle]
+        await self._fs.release(handle)
+
+    async def read(self, handle: int, offset: int, length: int) -> bytes | memoryview:
+        fd, access = self._direct.get(handle, _NOT_DIRECT)
+        if fd is None:
+            return await self._fs.read(handle, offset, length)
+        if access == os.O_WRONLY:
+            raise BadHandle()
+        data = _attempt(files.read_at, fd, length, offset)
+        self.direct_bytes += len(data)
+        return data
+
+    async def write(self, handle: int, offset: int, data: bytes) -> int:
+        fd, _ = self._direct.get(handle, _NOT_DIRECT)
+        if fd is None:
+            return await self._fs.write(handle, offset, data)
+        _attempt(files.write_at, fd, data, offset)
+        self.direct_bytes += len(data)
+        return len(data)
+
+    def map(self, handle: int, length: int) -> mmap.mmap | None:
+        """A shared, writable mapping of a passed-through file, which outlives the handle; None if it cannot be."""
+        fd, access = self._direct.get(handle, _NOT_DIRECT)
+        if access != os.O_RDWR or not length or os.fstat(fd).st_size < length:
+            return None
+        return mmap.mmap(fd, length)
+
+
+def _open_backing(path: str, access: int) -> int:
+    os.close(os.open(path, access | os.O_NONBLOCK))  # EWOULDBLOCK: the filesystem has kept its lease
+    return files.open_file(path, write=access != os.O_RDONLY)
+
+
+def _attempt(function: Any, *args: Any) -> Any:
+    try:
+        return function(*args)
+    except OSError as error:
+        kind = _ERRORS.get(error.errno)
+        if kind is None:
+            raise
+        raise kind(str(error)) from None
+
+

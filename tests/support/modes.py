@@ -1,0 +1,49 @@
+"""Ways to configure a store, for suites that are to hold in all of them.
+
+The burst tier is off, on, or tiny, so that admission, draining, eviction and staging happen all the time; bytes are
+passed through to it or go by way of the daemon; drained files are striped or interleaved.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from aifs.core.config import DIRECTORY_FILE, Config, load
+from aifs.vfs.store import format_store
+
+OFF = {"burst.directories": ""}
+ON = {"burst.drain_delay": "0s", "burst.throttle_max": "0s"}
+TINY = ON | {
+    "burst.capacity": "256KiB",
+    "burst.high_water": "0.5",
+    "burst.low_water": "0.2",
+    "burst.reserve": "0",
+    "burst.stage_for_write": "16KiB",
+}
+WAITING = ON | {"burst.drain_delay": "1h"}
+"""Nothing is drained but what is asked for."""
+
+BY_DAEMON = {"burst.passthrough": "false"}
+INTERLEAVED = {"layout.kind": "interleaved", "layout.compact_above": "0.05"}
+
+CONTAINER_SIZE = 64 << 10
+"""Far below what may be configured, so that containers are filled, and compacted, by tests too."""
+
+
+def make_store(directory: Path, settings: Mapping[str, str]) -> None:
+    """An empty store in the missing ``directory``, which keeps its settings in itself."""
+    directory.mkdir()
+    tree: dict[str, dict[str, object]] = {}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = value if value or key != "burst.directories" else []
+    (directory / DIRECTORY_FILE).write_text(yaml.safe_dump(tree))
+    format_store(config_of(directory), force=False)
+
+
+def config_of(directory: Path) -> Config:
+    """The configuration of a SOURCE directory, with small containers."""
+    config = load(str(directory), {})
+    layout = config.layout.model_copy(update={"container_size": CONTAINER_SIZE})
+    return config.model_copy(update={"layout": layout})

@@ -1,0 +1,320 @@
+"""What the bridge hands over, its ioctls, and what is said where something is missing; without a kernel."""
+
+import errno
+import logging
+import struct
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aifs.core.errors import Invalid, MountError, NoSuchIoctl, NotFound, TimedOut
+from aifs.fuse import bridge, handed_over, ioctl, probe
+from aifs.fuse.bridge import Bridge
+from aifs.fuse.handed_over import HandedOver
+from aifs.fuse.requests import Scheduler
+
+CALLER = (1, 2, 3)
+
+
+class FakeFilesystem:
+    """Answers each method with ``answer``, raises it, or waits (``answer`` None)."""
+
+    def __init__(self, answer: Any = None) -> None:
+        self.answer = answer
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        async def method(*args: Any) -> Any:
+            self.calls.append((name, args))
+            if isinstance(self.answer, BaseException):
+                raise self.answer
+            if self.answer is None:
+                await trio.sleep_forever()
+            return self.answer
+
+        return method
+
+
+async def answer_to(fs: Any, opcode: int, body: bytes, nodeid: int = 7) -> tuple[int, bytes]:
+    """The errno and data of the reply to one request."""
+    replies = []
+    requests = HandedOver(fs, scheduler := Scheduler(0.0))
+    requests.reply = lambda unique, number, data: replies.append((unique, number, data))
+    async with trio.open_nursery() as nursery:
+        requests.nursery = nursery
+        assert requests.take(opcode, 99, nodeid, CALLER, body)
+    assert scheduler.waiting_requests == 0
+    ((unique, number, data),) = replies
+    assert unique == 99
+    return number, data
+
+
+def ioctl_body(request: int, data: bytes = b"", out_size: int = 0) -> bytes:
+    return struct.pack("=QIIQII", 5, 0, request, 0, len(data), out_size) + data
+
+
+# --- ioctl ---
+
+
+def test_ioctl_numbers_are_those_of_linux() -> None:
+    assert ioctl.AIFS_IOC_VERSION.request == 2 << 30 | 4 << 16 | ioctl.TYPE << 8 | 0
+    assert ioctl.AIFS_IOC_DRAIN.request == 1 << 30 | 16 << 16 | ioctl.TYPE << 8 | 1
+    assert len(ioctl.COMMANDS) == 2
+
+
+async def test_the_version_is_answered() -> None:
+    body = ioctl_body(ioctl.AIFS_IOC_VERSION.request, b"", 4)
+    number, data = await answer_to(FakeFilesystem(), handed_over.IOCTL, body)
+    assert (number, data) == (0, struct.pack("=iIII", 0, 0, 0, 0) + struct.pack("=I", ioctl.VERSION))
+
+
+@pytest.mark.parametrize(("timeout_ms", "timeout_s"), [(0, None), (1500, 1.5)])
+async def test_drain_waits_for_the_inode_that_it_is_called_on(timeout_ms: int, timeout_s: float | None) -> None:
+    fs = FakeFilesystem(0)
+    body = ioctl_body(ioctl.AIFS_IOC_DRAIN.request, struct.pack("=IIQ", 0, 0, timeout_ms))
+    assert (await answer_to(fs, handed_over.IOCTL, body))[0] == 0
+    assert fs.calls == [("wait_drained", (7, timeout_s))]
+
+
+@pytest.mark.parametrize(
+    ("body", "number"),
+    [
+        (ioctl_body(ioctl.AIFS_IOC_DRAIN.request + 1), errno.ENOTTY),
+        (ioctl_body(ioctl.AIFS_IOC_DRAIN.request ^ 1 << 16), errno.ENOTTY),
+        (ioctl_body(ioctl.AIFS_IOC_DRAIN.request, bytes(15)), errno.EINVAL),
+        (ioctl_body(ioctl.AIFS_IOC_DRAIN.request, bytes(17)), errno.EINVAL),
+        (ioctl_body(ioctl.AIFS_IOC_DRAIN.request, struct.pack("=IIQ", 1, 0, 0)), errno.EINVAL),
+        (ioctl_body(ioctl.AIFS_IOC_DRAIN.request, struct.pack("=IIQ", 0, 1, 0)), errno.EINVAL),
+        (ioctl_body(ioctl.AIFS_IOC_VERSION.request, b"", 3), errno.EINVAL),
+    ],
+)
+async def test_unknown_ioctls_and_wrong_sizes_are_refused(body: bytes, number: int) -> None:
+    fs = FakeFilesystem(0)
+    assert await answer_to(fs, handed_over.IOCTL, body) == (number, b"")
+    assert not fs.calls
+
+
+@given(st.integers(0, (1 << 32) - 1), st.binary(max_size=64), st.integers(0, 64))
+def test_any_ioctl_gets_an_answer(request: int, data: bytes, out_size: int) -> None:
+    number, _ = trio.run(answer_to, FakeFilesystem(0), handed_over.IOCTL, ioctl_body(request, data, out_size))
+    assert number in (0, errno.ENOTTY, errno.EINVAL)
+
+
+# --- the other requests ---
+
+
+@pytest.mark.parametrize(
+    ("opcode", "body", "answer", "call", "data"),
+    [
+        (
+            handed_over.FALLOCATE, struct.pack("=QQQII", 5, 1 << 40, 3, 1, 0), 0,
+            ("fallocate", (5, 1, 1 << 40, 3)), b"",
+        ),
+        (
+            handed_over.LSEEK, struct.pack("=QQII", 5, 10, 4, 0), 1 << 50,
+            ("lseek", (5, 10, 4)), struct.pack("=Q", 1 << 50),
+        ),
+        (
+            handed_over.COPY_FILE_RANGE, struct.pack("=7Q", 5, 10, 8, 6, 20, 1 << 60, 0), 77,
+            ("copy_file_range", (5, 10, 6, 20, 1 << 30)), struct.pack("=II", 77, 0),
+        ),
+        (
+            handed_over.COPY_FILE_RANGE_64, struct.pack("=7Q", 5, 10, 8, 6, 20, 30, 0), 30,
+            ("copy_file_range", (5, 10, 6, 20, 30)), struct.pack("=Q", 30),
+        ),
+        (handed_over.SYNCFS, bytes(8), 0, ("sync", ()), b""),
+    ],
+)  # fmt: skip
+async def test_each_request_becomes_one_call(opcode: int, body: bytes, answer: Any, call: Any, data: bytes) -> None:
+    fs = FakeFilesystem(answer)
+    assert await answer_to(fs, opcode, body) == (0, data)
+    assert fs.calls == [call]
+
+
+async def test_copies_with_flags_are_refused() -> None:
+    body = struct.pack("=7Q", 5, 10, 8, 6, 20, 30, 1)
+    assert await answer_to(FakeFilesystem(0), handed_over.COPY_FILE_RANGE, body) == (errno.EINVAL, b"")
+
+
+async def test_errors_pass_the_choke_point(caplog: pytest.LogCaptureFixture) -> None:
+    body = struct.pack("=QQII", 5, 10, 4, 0)
+    assert await answer_to(FakeFilesystem(NotFound()), handed_over.LSEEK, body) == (errno.ENOENT, b"")
+    assert await answer_to(FakeFilesystem(TimedOut()), handed_over.LSEEK, body) == (errno.ETIMEDOUT, b"")
+    assert not caplog.records
+    assert await answer_to(FakeFilesystem(ZeroDivisionError()), handed_over.LSEEK, body) == (errno.EIO, b"")
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+
+
+async def test_an_interrupt_cancels_its_request_alone() -> None:
+    replies: list[tuple[int, int, bytes]] = []
+    requests = HandedOver(FakeFilesystem(), Scheduler(0.0))  # type: ignore[arg-type]
+    requests.reply = lambda *reply: replies.append(reply)
+    body = struct.pack("=QQII", 5, 10, 4, 0)
+    async with trio.open_nursery() as nursery:
+        requests.nursery = nursery
+        for unique in (2, 4):
+            assert requests.take(handed_over.LSEEK, unique, 7, CALLER, body)
+        assert not requests.take(handed_over.INTERRUPT, 0, 0, CALLER, struct.pack("=Q", 6))
+        assert requests.take(handed_over.INTERRUPT, 0, 0, CALLER, struct.pack("=Q", 4))  # before it has begun
+        await trio.testing.wait_all_tasks_blocked()
+        assert replies == [(4, errno.EINTR, b"")]
+        assert requests.take(handed_over.INTERRUPT, 0, 0, CALLER, struct.pack("=Q", 2))
+    assert replies[1:] == [(2, errno.EINTR, b"")]
+    assert not requests.take(handed_over.INTERRUPT, 0, 0, CALLER, struct.pack("=Q", 2))
+
+
+async def test_requests_that_still_wait_when_the_mount_ends_are_answered() -> None:
+    replies: list[tuple[int, int, bytes]] = []
+    requests = HandedOver(FakeFilesystem(), Scheduler(0.0))  # type: ignore[arg-type]
+    requests.reply = lambda *reply: replies.append(reply)
+    async with trio.open_nursery() as nursery:
+        requests.nursery = nursery
+        requests.take(handed_over.LSEEK, 2, 7, CALLER, struct.pack("=QQII", 5, 10, 4, 0))
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert replies == [(2, errno.EINTR, b"")]
+
+
+def test_errors_of_ioctls_have_their_errno() -> None:
+    assert (NoSuchIoctl.errno, TimedOut.errno, Invalid.errno) == (errno.ENOTTY, errno.ETIMEDOUT, errno.EINVAL)
+
+
+# --- what is missing ---
+
+
+class FakeExtension:
+    """Stands for aifs.fuse._bridge."""
+
+    def __init__(self, connected: bool = True, granted: int = bridge.WANTED) -> None:
+        self.connected, self.granted = connected, granted
+        self.configured: tuple[Any, ...] = ()
+
+    def configure(self, *args: Any) -> None:
+        self.configured = args
+
+    def is_connected(self) -> bool:
+        return self.connected
+
+    def negotiated(self) -> tuple[int, int]:
+        return self.granted, self.granted
+
+
+def kernel(chosen: str) -> Any:
+    return SimpleNamespace(bridge=chosen, max_background=64)
+
+
+def nothing(*args: Any) -> bool:
+    return False
+
+
+def missing(monkeypatch: pytest.MonkeyPatch, extension: Any, admin: bool = True, chosen: str = "auto") -> list[str]:
+    monkeypatch.setattr(bridge, "extension", extension)
+    monkeypatch.setattr(bridge, "extension_error", "" if extension else "no such module")
+    monkeypatch.setattr(bridge, "may_pass_through", lambda: admin)
+    found = Bridge(kernel(chosen), nothing).missing()
+    assert all(one.why and one.cost and one.fix for one in found)
+    return [one.what for one in found]
+
+
+def test_everything_in_use_is_not_worth_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing(monkeypatch, FakeExtension()) == []
+
+
+def test_one_line_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing(monkeypatch, None) == ["the bridge"]
+    assert missing(monkeypatch, FakeExtension(connected=False)) == ["the bridge"]
+    assert missing(monkeypatch, FakeExtension(granted=bridge.WANTED & ~bridge.PASSTHROUGH)) == ["passthrough"]
+    assert missing(monkeypatch, FakeExtension(), admin=False) == ["passthrough"]
+
+
+def test_what_was_switched_off_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    extension = FakeExtension(connected=False)
+    assert missing(monkeypatch, extension, chosen="off") == []
+    assert extension.configured[0] is None
+
+
+def test_a_required_bridge_that_cannot_be_used_refuses_the_mount(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridge, "extension", None)
+    monkeypatch.setattr(bridge, "extension_error", "no such module")
+    with pytest.raises(MountError, match="no such module"):
+        Bridge(kernel("require"), nothing)
+    Bridge(kernel("auto"), nothing).check()
+    monkeypatch.setattr(bridge, "extension", FakeExtension(connected=False))
+    with pytest.raises(MountError, match="libfuse"):
+        Bridge(kernel("require"), nothing).check()
+
+
+@pytest.mark.parametrize(
+    ("mask", "may"), [("000001ffffffffff", True), ("0000000000200000", True), ("00000000a80425fb", False)]
+)
+def test_the_capability_is_read_from_the_effective_set(mask: str, may: bool) -> None:
+    assert bridge.may_pass_through(f"Name:\tx\nCapPrm:\tffff\nCapEff:\t{mask}\n") is may
+
+
+# --- the doctor's checks ---
+
+WELL = probe.Facts("6.18.44-x", "3.16.2", True, "", True, True, {"/nvme": "ext4"}, 4 << 20, 1 << 20, True, False)
+CONFIG: Any = SimpleNamespace(kernel=SimpleNamespace(bridge="auto", read_ahead=4 << 20))
+IN_USE = {"in_use": True, "passthrough": True}
+
+
+def failed(facts: probe.Facts, config: Any = CONFIG) -> list[str]:
+    checks = probe.judge(facts, config, {})
+    assert all(bool(check.fix) != check.ok for check in checks)
+    return [check.name for check in checks if not check.ok]
+
+
+def test_a_machine_that_has_everything_is_well() -> None:
+    assert failed(WELL) == []
+    assert {check.in_use for check in probe.judge(WELL, CONFIG, IN_USE)} == {True, None}
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"kernel": "6.8.0-31"}, "kernel"),
+        ({"kernel": "5.15.0"}, "kernel"),
+        ({"kernel": "strange"}, "kernel"),
+        ({"custom_io": False, "libfuse": "3.10.5"}, "libfuse"),
+        ({"extension_error": "no module"}, "bridge"),
+        ({"admin": False}, "CAP_SYS_ADMIN"),
+        ({"filesystems": {"/a": "xfs", "/b": "overlay"}}, "burst directory /b"),
+        ({"filesystems": {"/b": "fuse.sshfs"}}, "burst directory /b"),
+        ({"read_ahead": 128 << 10}, "read-ahead"),
+        ({"open_files": 1024}, "open files"),
+        ({"leases": False}, "file leases"),
+        ({"root": False}, "allow_other"),
+    ],
+)
+def test_each_fault_is_named_with_its_remedy(change: dict[str, Any], name: str) -> None:
+    assert failed(replace(WELL, **change)) == [name]
+
+
+def test_a_bridge_that_is_switched_off_is_said_to_be() -> None:
+    config = SimpleNamespace(kernel=SimpleNamespace(bridge="off", read_ahead=4 << 20))
+    assert failed(WELL, config) == ["bridge"]
+
+
+def test_the_filesystem_of_a_directory_is_found() -> None:
+    mounts = (
+        "21 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        "22 21 0:5 / /burst\\040one rw,nosuid shared:1 - tmpfs none rw\n"
+        "23 21 0:6 / /burst rw - overlay none rw\n"
+        "24 21 0:7 / /burst rw - xfs /dev/sdb rw\n"
+    )
+    found = [probe.filesystem_of(path, mounts) for path in ("/x/y", "/burst one/d", "/burst/d", "/burster", "/burst")]
+    assert found == ["ext4", "tmpfs", "xfs", "ext4", "xfs"]
+    assert probe.filesystem_of("/x", "") == ""
+
+
+def test_the_facts_of_this_machine_can_be_read(tmp_path: Any) -> None:
+    facts = probe.look([str(tmp_path)], None)
+    assert facts.kernel and facts.libfuse.startswith("3.") and facts.filesystems[str(tmp_path)]
+    assert facts.open_files > 0 and facts.read_ahead is None

@@ -1,0 +1,148 @@
+"""Chunk lists and the table of containers: records, and counts that stay right whatever happens."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aifs.core.errors import Unavailable
+from aifs.layout.interleaved import HEADER_BYTES, Location
+from aifs.meta import chunks, keys
+from aifs.meta.chunks import CHUNKS_PER_RECORD, Container, Move
+from aifs.meta.memory_engine import MemoryEngine
+from aifs.meta.records import decode_garbage
+
+GOLDEN_LIST = (
+    "0103010500000000000000070000000000000002008502000000000000"
+    "000103000000e80300000a00000000000000" + "01" * 32 + "0000ea010000ea0100005700000000000000" + "02" * 32
+)
+GOLDEN_CONTAINER = "01020000100000000000000300000000000000"
+
+locations = st.builds(
+    Location,
+    st.integers(0, 3),
+    st.integers(1, 5),
+    st.integers(0, 1 << 40),
+    st.integers(1, 1 << 22),
+    st.integers(1, 1 << 22),
+    st.integers(0, 1),
+    st.binary(min_size=32, max_size=32),
+).map(lambda place: place._replace(server=place.container % 3))
+
+
+@given(st.lists(st.none() | locations, min_size=1, max_size=CHUNKS_PER_RECORD))
+def test_list_round_trip(places):
+    record = chunks.encode_chunks(places)
+    assert chunks.decode_chunks(record) == places
+    shares = {container: live for container, _, live in chunks.decode_shares(record)}
+    for container in shares:
+        stored = [place.stored for place in places if place and place.container == container]
+        assert shares[container] == sum(stored) + HEADER_BYTES * len(stored)
+    for damaged in (record[:-1], record + b"\0", b"\2" + record[1:], b""):
+        with pytest.raises(Unavailable):
+            chunks.decode_chunks(damaged)
+
+
+def test_golden_records():
+    first = Location(2, 7, 10, 3, 1000, 1, b"\1" * 32)
+    second = Location(2, 7, 0x57, 490, 490, 0, b"\2" * 32)
+    assert chunks.encode_chunks([first, None, second]).hex() == GOLDEN_LIST
+    assert Container(2, 0x1000, 3).encode().hex() == GOLDEN_CONTAINER
+    assert chunks.decode_container(bytes.fromhex(GOLDEN_CONTAINER)) == Container(2, 0x1000, 3)
+    with pytest.raises(Unavailable):
+        chunks.decode_container(bytes.fromhex(GOLDEN_CONTAINER[:-2]))
+
+
+class Table:
+    """What the records should say."""
+
+    def __init__(self, engine: MemoryEngine) -> None:
+        self.engine = engine
+        self.ends: dict[int, int] = {}
+        self.open: set[int] = set()
+        self.files: dict[int, list[Location | None]] = {}
+        self.garbage: set[int] = set()
+
+    def live(self, container: int) -> int:
+        places = [place for file in self.files.values() for place in file if place and place.container == container]
+        return sum(HEADER_BYTES + place.stored for place in places)
+
+    def place(self, number: int, size: int) -> Location | None:
+        if not self.open or size % 7 == 0:
+            return None
+        container = sorted(self.open)[number % len(self.open)]
+        offset = self.ends[container]
+        self.ends[container] += HEADER_BYTES + size
+        return Location(1, container, offset, size, size, 0, bytes(32))
+
+    async def step(self, number: int, kind: str, size: int) -> None:
+        transact = self.engine.transact
+        if kind == "new":
+            await transact(chunks.put_container, number, 1)
+            self.open.add(number)
+            self.ends[number] = 0
+        elif kind == "seal" and self.open:
+            container = sorted(self.open)[size % len(self.open)]
+            self.open.remove(container)
+            self.garbage.update(await transact(chunks.seal_container, container))
+        elif kind == "put":
+            file = [self.place(number + index, size + index) for index in range(size % 150 + 1)]
+            await transact(chunks.put_chunks, number, file)
+            self.files[number] = file
+        elif kind == "drop" and self.files:
+            oid = sorted(self.files)[size % len(self.files)]
+            del self.files[oid]
+            self.garbage.update(await transact(chunks.drop_chunks, oid))
+        elif kind == "move" and self.files:
+            oid = sorted(self.files)[size % len(self.files)]
+            moves = []
+            for index, old in enumerate(self.files[oid]):
+                new = self.place(number, 5) if old else None
+                if new and index % 3:
+                    moves.append(Move(oid, index, old, new))
+                    self.files[oid][index] = new
+                elif new:  # the list does not name this place
+                    moves.append(Move(oid, index, old._replace(offset=old.offset + 1), new))
+            nowhere = Location(1, 1, 0, 1, 1, 0, bytes(32))
+            moves.append(Move(1 << 50, 0, nowhere, nowhere))
+            self.garbage.update(await transact(chunks.move_chunks, moves))
+
+    def check(self, tx) -> None:
+        for container in self.ends:
+            record = chunks.find_container(tx, container)
+            if container in self.garbage:
+                assert record is None
+                assert self.live(container) == 0
+                assert decode_garbage(tx.get(keys.garbage(container))).layout.servers == (1,)
+            else:
+                assert record.live == self.live(container)
+                assert record.length <= self.ends[container]
+                assert record.live or container in self.open, "nothing keeps a dead container"
+        assert set(chunks.open_containers(tx)) == self.open
+        assert len(list(tx.range(*keys.all_of(b"l")))) == sum(-(-len(file) // 64) for file in self.files.values())
+        for oid, file in self.files.items():
+            for index in range(0, len(file), 50):
+                first, found = chunks.get_chunks(tx, oid, index)
+                assert file[first : first + len(found)] == found
+                assert first <= index < first + len(found)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["new", "seal", "put", "put", "drop", "move"]), st.integers(1, 10_000)), max_size=25
+    )
+)
+async def test_counts(plan):
+    engine = MemoryEngine()
+    table = Table(engine)
+    for number, (kind, size) in enumerate(plan, 1):
+        await table.step(number, kind, size)
+        await engine.view(table.check)
+
+
+async def test_unknown_container_is_refused():
+    engine = MemoryEngine()
+    with pytest.raises(Unavailable, match="container 5"):
+        await engine.transact(chunks.put_chunks, 1, [Location(0, 5, 0, 1, 1, 0, bytes(32))])
+    with pytest.raises(Unavailable, match="list of chunks 1"):
+        await engine.view(chunks.get_chunks, 1, 0)

@@ -1,0 +1,344 @@
+"""The commands of the burst tier in process, on a mount that is played: what they ask of it, print, and exit with."""
+
+import errno
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from aifs.cli import drain, hints, progress, trees
+from aifs.cli.doctor import burst_checks
+from aifs.cli.main import main
+from aifs.cli.status import summaries
+
+MIB = 1 << 20
+
+
+class Played:
+    """A directory of plain files whose hints are answered here. Each pause of a command is a step of the background work."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.states: dict[str, str] = {}
+        self.pinned: set[str] = set()
+        self.opened: set[str] = set()
+        self.staging: list[str] = []
+        self.tiers: dict[str, str] = {}
+        self.foreign: set[str] = set()
+        self.room = 1 << 40
+        self.draining = False
+        self.error = ""
+        self.since_ns = 1
+        self.most_staging = 0
+
+    def file(self, name: str, state: str, mib: int = 1) -> Path:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file:
+            file.truncate(mib * MIB)
+        self.states[str(path)] = state
+        return path
+
+    def read(self, path: str, name: str, follow: bool = True) -> dict:
+        files = [item for item in self.states if item == path or item.startswith(f"{path}/")]
+        if name == hints.DRAIN:
+            dirty = [item for item in files if self.states[item] == "dirty"]
+            oldest = self.since_ns if dirty else None
+            sizes, writers = sum(map(os.path.getsize, dirty)), sum(item in self.opened for item in dirty)
+            return {
+                "files": len(dirty), "bytes": sizes, "open_files": writers, "oldest_since_ns": oldest, "error": self.error
+            }  # fmt: skip
+        assert name == hints.STATE
+        sizes, counts = (dict.fromkeys(("dirty", "draining", "clean", "cached"), 0) for _ in range(2))
+        for item in files:
+            counts[self.states[item]] += 1
+            sizes[self.states[item]] += os.path.getsize(item)
+        answer = {"state": next((s for s in counts if counts[s]), "clean"), "bytes": sizes, "files": counts}
+        copy = answer["state"] != "clean"
+        return answer | {
+            "copy": copy, "open": path in self.opened, "pinned": path in self.pinned, "staging": path in self.staging
+        }  # fmt: skip
+
+    def put(self, path: str, name: str, value: str = "") -> None:
+        state = self.states.get(path)
+        if name == hints.DRAIN:
+            self.draining = True
+        elif name == hints.TIER:
+            self.tiers[os.path.relpath(path, self.root)] = value
+        elif path in self.foreign:
+            raise PermissionError(errno.EPERM, "Operation not permitted", path)
+        elif name == hints.STAGE and state == "clean":
+            self.staging.append(path)
+            self.most_staging = max(self.most_staging, len(self.staging))
+        elif name == hints.EVICT:
+            if state == "dirty" or path in self.pinned or path in self.opened:
+                raise OSError(errno.EBUSY, "Device or resource busy", path)
+            self.states[path] = "clean"
+
+    def step(self, seconds: float) -> None:
+        for path in self.staging[:1]:
+            self.staging.remove(path)
+            if os.path.getsize(path) <= self.room:
+                self.room -= os.path.getsize(path)
+                self.states[path] = "cached"
+        waiting = [path for path, state in self.states.items() if state == "dirty" and path not in self.opened]
+        for path in waiting[:1] if self.draining else []:
+            self.states[path] = "cached"
+
+
+@pytest.fixture
+def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Played:
+    played = Played(tmp_path)
+    monkeypatch.setattr(hints, "read", played.read)
+    monkeypatch.setattr(hints, "put", played.put)
+    monkeypatch.setattr(trees, "require_inside", os.stat)
+    monkeypatch.setattr(time, "sleep", played.step)
+    return played
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = main([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+# --- drain -------------------------------------------------------------------------------------------
+
+
+def test_drain_waits_until_all_is_drained(capsys, mount: Played) -> None:
+    for number in range(3):
+        mount.file(f"tree/{number}", "dirty", number + 1)
+    mount.file("beside", "dirty")
+    code, out, err = run(capsys, "drain", mount.root / "tree")
+    assert (code, err) == (0, "")
+    assert out.startswith("drained 3 files (6.00 MiB), ")
+    assert set(mount.states.values()) == {"cached", "dirty"}
+    assert run(capsys, "drain", mount.root / "tree") == (0, "nothing was undrained\n", "")
+
+
+def test_drain_gives_up_after_the_timeout(capsys, mount: Played) -> None:
+    path = mount.file("open", "dirty", 5)
+    mount.opened.add(str(path))
+    code, out, err = run(capsys, "drain", path, "--timeout", "10ms")
+    assert (code, out) == (7, "")
+    assert err == (
+        "aifs: not drained after 10ms: 1 file (5.00 MiB, 1 open for writing); draining goes on, "
+        "and aifs status shows what holds it up\n"
+    )
+
+
+def test_drain_does_not_wait_for_what_is_written_meanwhile(capsys, mount: Played) -> None:
+    path = mount.file("new", "dirty")
+    mount.opened.add(str(path))
+    mount.since_ns = time.time_ns() + 10**12
+    assert run(capsys, "drain", path)[1] == "nothing was undrained\n"
+
+
+def test_an_interrupted_drain_says_that_it_goes_on(capsys, mount: Played, monkeypatch) -> None:
+    path = mount.file("file", "dirty")
+    monkeypatch.setattr(time, "sleep", lambda seconds: (_ for _ in ()).throw(KeyboardInterrupt))
+    code, out, err = run(capsys, "drain", path)
+    assert (code, out) == (130, "")
+    assert err.rstrip("\n") == "aifs: draining goes on in the background; left: 1 file (1.00 MiB)"
+
+
+@pytest.mark.parametrize("timeout", ["5 minutes", "-1s", "x"])
+def test_a_wrong_duration_is_refused(capsys, timeout: str) -> None:
+    code, _, err = run(capsys, "drain", "/x", "--timeout", timeout)
+    assert code == 2 and "is not a duration" in err and err.count("\n") == 1
+
+
+def test_drain_says_once_that_a_server_fails(capsys, mount: Played) -> None:
+    for name in "abc":
+        mount.file(f"tree/{name}", "dirty")
+    mount.error = "data server 2: Input/output error"
+    code, _, err = run(capsys, "drain", mount.root)
+    assert (code, err) == (0, "aifs: draining is tried again and again: data server 2: Input/output error\n")
+
+
+# --- warm --------------------------------------------------------------------------------------------
+
+
+def test_warm_stages_several_at_a_time(capsys, mount: Played, monkeypatch) -> None:
+    monkeypatch.setattr("aifs.cli.warm.PARALLEL", 8)
+    for number in range(30):
+        mount.file(f"tree/{number % 3}/{number}", "clean" if number % 5 else "cached")
+    mount.file("tree/dirty", "dirty")
+    (mount.root / "tree/link").symlink_to("dirty")
+    assert run(capsys, "warm", mount.root / "tree") == (0, "staged 24 files, 24.0 MiB; there already: 7\n", "")
+    assert mount.most_staging == 8
+    assert mount.read(str(mount.root), hints.STATE)["files"]["clean"] == 0
+
+
+def test_warm_keeps_to_its_limit(capsys, mount: Played) -> None:
+    for number in range(5):
+        mount.file(f"tree/{number}", "clean", 3)
+    code, out, err = run(capsys, "warm", mount.root / "tree", "--limit", "10MiB")
+    assert (code, err) == (0, "")
+    assert out == "staged 3 files, 9.00 MiB; there already: 0\nleft out by the limit: 2 files\n"
+
+
+def test_warm_says_what_was_refused(capsys, mount: Played) -> None:
+    mount.foreign.add(str(mount.file("tree/a", "clean")))
+    mount.file("tree/b", "clean")
+    mount.file("tree/c", "clean", 9)
+    mount.room = 2 * MIB
+    code, out, err = run(capsys, "warm", mount.root / "tree")
+    assert (code, out) == (1, "staged 1 file, 1.00 MiB; there already: 0\n")
+    assert sorted(err.splitlines()) == [
+        "aifs: 1 file not staged: no room in the burst tier, or changed meanwhile",
+        "aifs: 1 file not staged: only the owner and root may",
+    ]
+
+
+def test_warm_passes_over_what_is_removed_meanwhile(capsys, mount: Played, monkeypatch) -> None:
+    path = mount.file("tree/a", "clean")
+
+    def put(*args: str) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+
+    monkeypatch.setattr(hints, "put", put)
+    assert run(capsys, "warm", path) == (0, "staged 0 files, 0 B; there already: 0\n", "")
+
+
+def test_warm_without_a_burst_tier(capsys, mount: Played, monkeypatch) -> None:
+    path = mount.file("a", "clean")
+
+    def put(*args: str) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported", str(path))
+
+    monkeypatch.setattr(hints, "put", put)
+    code, _, err = run(capsys, "warm", path)
+    assert code == 4 and "the store has no burst tier" in err
+
+
+def test_warm_check_only_counts(capsys, mount: Played) -> None:
+    mount.file("tree/a", "clean", 3)
+    mount.file("tree/b", "cached")
+    mount.file("tree/c", "dirty")
+    code, out, _ = run(capsys, "warm", "--check", mount.root / "tree", mount.root / "tree/a")
+    assert code == 0 and not mount.staging
+    assert [line.split() for line in out.splitlines()[1:]] == [
+        ["2", "2.00", "MiB", "1", "3.00", "MiB", f"{mount.root}/tree"],
+        ["0", "0", "B", "1", "3.00", "MiB", f"{mount.root}/tree/a"],
+    ]
+    _, out, _ = run(capsys, "warm", "--check", "--json", mount.root / "tree")
+    assert json.loads(out)[f"{mount.root}/tree"]["bytes"]["clean"] == 3 * MIB
+
+
+# --- evict, pin --------------------------------------------------------------------------------------
+
+
+def test_evict_says_what_stays_and_why(capsys, mount: Played) -> None:
+    mount.file("tree/cached", "cached", 2)
+    mount.file("tree/clean", "clean")
+    mount.file("tree/dirty", "dirty")
+    mount.pinned.add(str(mount.file("tree/pinned", "cached")))
+    mount.opened.add(str(mount.file("tree/open", "cached")))
+    code, out, err = run(capsys, "evict", mount.root / "tree")
+    assert (code, out) == (1, "evicted 1 file, 2.00 MiB\n")
+    assert sorted(err.splitlines()) == [
+        "aifs: 1 file not evicted: open",
+        "aifs: 1 file not evicted: pinned; aifs unpin lets go",
+        "aifs: 1 file not evicted: the newest bytes are in the burst tier alone; aifs drain moves them",
+    ]
+    assert run(capsys, "evict", mount.root / "tree/cached") == (0, "evicted 0 files, 0 B\n", "")
+
+
+def test_pin_sets_the_tier_of_all_and_stages(capsys, mount: Played, monkeypatch) -> None:
+    mount.file("tree/deep/a", "clean")
+    mount.file("tree/b", "cached")
+
+    def getxattr(path: str, name: str) -> bytes:
+        assert name == hints.TIER
+        return mount.tiers.get(os.path.relpath(path, mount.root), "default").encode()
+
+    monkeypatch.setattr(os, "getxattr", getxattr)
+    code, out, _ = run(capsys, "pin", mount.root / "tree")
+    assert (code, out) == (0, "pinned; staged 1 file, 1.00 MiB; there already: 1\n")
+    assert mount.tiers == dict.fromkeys(("tree", "tree/b", "tree/deep", "tree/deep/a"), "pinned")
+    assert run(capsys, "unpin", mount.root / "tree") == (0, "", "")
+    assert set(mount.tiers.values()) == {"default"}
+
+
+def test_what_is_no_file_is_refused(capsys, mount: Played) -> None:
+    os.mkfifo(mount.root / "fifo")
+    for command in ("drain", "warm", "evict", "pin", "unpin"):
+        code, out, err = run(capsys, command, mount.root / "fifo")
+        assert (code, out) == (6, "")
+        assert err == f"aifs: {mount.root}/fifo: is neither a file nor a directory\n"
+
+
+# --- progress, doctor, status ------------------------------------------------------------------------
+
+
+def test_progress_elsewhere_than_on_a_terminal_is_a_line_now_and_then(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(progress, "NOTICE_S", 0.0)
+    with progress.progress("draining") as show:
+        show(MIB, 4 * MIB)
+    assert capsys.readouterr().err == "aifs: draining: 1.00 MiB of 4.00 MiB\n"
+
+
+def test_doctor_looks_at_this_machine(capsys, tmp_path: Path) -> None:
+    code, out, _ = run(capsys, "doctor", "--json")
+    checks = json.loads(out)
+    assert code == any(not check["ok"] for check in checks)
+    assert {"bridge", "kernel"} <= {check["name"] for check in checks}
+    assert all(bool(check["fix"]) != check["ok"] for check in checks)
+    code, out, _ = run(capsys, "doctor", tmp_path)
+    assert f"burst directory {tmp_path}/burst" in out
+    code, _, err = run(capsys, "doctor", tmp_path / "missing")
+    assert (code, err) == (1, f"aifs: {tmp_path}/missing: No such file or directory\n")
+
+
+def burst_status(**changes: object) -> dict:
+    device = {"id": 0, "path": "/b", "refuses": ""}
+    return {"devices": [device], "throttled_writers": 0, "pause_s": 0.0, "drain_bytes_per_s": 5 * MIB} | changes
+
+
+def test_doctor_names_a_burst_tier_that_slows_down() -> None:
+    assert [check["ok"] for check in burst_checks(burst_status())] == [True]
+    full = {"id": 0, "path": "/b", "refuses": "above the high mark"}
+    checks = burst_checks(burst_status(devices=[full], pause_s=0.1))
+    assert [(check["name"], check["why"]) for check in checks] == [
+        ("room in /b", "above the high mark"), ("draining", "new files have to wait for it"),
+    ]  # fmt: skip
+    assert not any(check["ok"] for check in checks) and all(check["fix"] for check in checks)
+    assert [check["why"] for check in burst_checks(burst_status(devices=[]))] == ["the store has none"]
+
+
+def test_what_is_left_is_said_in_a_line() -> None:
+    assert str(drain.Left(1, 5, 0)) == "1 file (5 B)"
+    assert str(drain.Left(2, 2048, 1)) == "2 files (2.00 KiB, 1 open for writing)"
+
+
+def drain_status(**changes: object) -> dict:
+    return {
+        "files": 0, "bytes": 0, "active_files": 0, "held_files": 0, "failing_files": 0, "oldest_age_s": 0.0,
+        "late": False, "drained_files": 7, "last_error": "",
+    } | changes  # fmt: skip
+
+
+def test_status_says_why_new_files_wait() -> None:
+    status = {
+        "bridge": {"in_use": True, "passthrough": False, "requests": {}},
+        "burst": burst_status(throttled_writers=2, pause_s=0.05),
+        "drain": drain_status(),
+        "memory": {"total_bytes": 4 * MIB, "used_bytes": MIB, "peak_bytes": MIB, "waiting": 0, "waits": 0},
+        "cache": {"cached_bytes": 0, "hits": 1, "misses": 2, "read_ahead_bytes": 3},
+    }
+    lines = dict(summaries(status))
+    assert lines["drain"] == "all is on the capacity tier; 7 files drained since the mount"
+    assert lines["bridge"] == "in use, without passthrough"
+    assert lines["throttle"] == "a new file waits 50 ms, 2 do now: draining does not keep up"
+    assert lines["memory"] == "1.00 MiB of 4.00 MiB, peak 1.00 MiB, 0 waiting"
+    status["drain"] = drain_status(
+        files=3, bytes=3 * MIB, active_files=1, held_files=1, failing_files=1, oldest_age_s=400.2, late=True,
+        last_error="data server 2: no space",
+    )  # fmt: skip
+    assert dict(summaries(status))["drain"] == (
+        "3 files (3.00 MiB) undrained for up to 400 s; 1 active, 5.00 MiB/s; 1 open for writing; "
+        "beyond burst.drain_deadline; 1 to be tried again after: data server 2: no space"
+    )
