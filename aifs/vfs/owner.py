@@ -7,7 +7,7 @@ import socket
 from dataclasses import asdict, dataclass
 
 from aifs.core import files
-from aifs.core.errors import StoreBusy
+from aifs.core.errors import StoreBusy, from_oserror
 
 NAME = "owner"
 
@@ -37,10 +37,17 @@ class OwnerLock:
         files.write_at(self._fd, me.ljust(_RECORD_BYTES), 0)
 
     def release(self, orderly: bool) -> None:
-        """Let go. ``orderly``: everything acknowledged is safe; the next one to read the file sees no owner."""
-        if orderly:
-            files.write_at(self._fd, bytes(_RECORD_BYTES), 0)
-        files.close_file(self._fd)
+        """Let go. ``orderly``: everything acknowledged is safe; the next one to read the file sees no owner.
+
+        Raises NoSpace or Unavailable, with the store let go, if that cannot be written.
+        """
+        try:
+            if orderly:
+                files.write_at(self._fd, bytes(_RECORD_BYTES), 0)
+        except OSError as error:
+            raise from_oserror(error) from error
+        finally:
+            files.close_file(self._fd)
 
 
 def read_owner(meta_directory: str) -> Owner | None:
