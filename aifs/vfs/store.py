@@ -137,6 +137,10 @@ def _write_first_records(tx: Transaction, identity: str, paths: dict[int, str]) 
         _put_server(tx, number, path)
 
 
+def _server_ids(tx: ReadTransaction) -> list[int]:
+    return [keys.number(key) for key, _ in tx.range(*keys.all_of(b"s"))]
+
+
 def _id_of(role: str, number: int) -> int:
     return BURST_FIRST + number if role == "burst" else number
 
@@ -348,9 +352,11 @@ async def register_server(store: Store, directory: str, role: str = "data") -> i
     directory = os.path.abspath(directory)
     _require_distinct([directory, store.config.meta.directory, *(s.path for s in store.servers.values())])
     _require_usable(role, directory, force=False)
-    peers = store.servers.burst() if role == "burst" else store.servers.capacity()
-    number = max((peer.number for peer in peers), default=-1) + 1
-    server_id = _id_of(role, number)
+    # Of the table, not of those in use: one that the store does without keeps its number.
+    table = await store.engine.view(_server_ids)
+    first = _id_of(role, 0)
+    server_id = max((number for number in table if (number >= BURST_FIRST) == (role == "burst")), default=first - 1) + 1
+    number = server_id - first
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     files.make_dirs(directory)
     write_marker(directory, Marker(MARKER_FORMAT, store.uuid, role, number, created))

@@ -130,6 +130,7 @@ def test_a_missing_burst_directory_with_cached_copies_alone_is_done_without(
     (tmp_path / "store" / "burst").rename(tmp_path / "elsewhere")
     opened(config)
     assert "only cached copies lie there, so the store does without it" in caplog.text
+    assert add_server(config, f"{tmp_path}/b1", "burst") == BURST_FIRST + 1  # the missing one keeps its number
 
 
 def test_a_missing_burst_directory_is_named_with_what_is_at_stake(tmp_path: Path) -> None:
