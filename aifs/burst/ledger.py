@@ -124,7 +124,9 @@ class Ledger:
         return True
 
     def pin(self, copy_id: int, pinned: bool) -> None:
-        if pinned or copy_id in self._copies:
+        """Saying once more what it is leaves its place in the order of eviction."""
+        known = self._copies.get(copy_id)
+        if pinned != (known is not None and known.pinned):
             copy = self._known(copy_id)
             self._leave(copy_id, copy)
             copy.pinned = pinned

@@ -32,6 +32,9 @@ class Policy(NamedTuple):
     expected: int = 0  # size in bytes that a new file is expected to reach; 0: unknown
 
 
+DEFAULT_POLICY = Policy()
+
+
 def parse_layout_hint(text: str) -> Policy:
     """The policy that ``text`` asks for: ``key=value`` joined by commas; a key that is left out is left to the store.
 

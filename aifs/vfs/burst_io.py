@@ -16,7 +16,7 @@ from aifs.core.config import Config
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
-from aifs.layout.hint import Policy
+from aifs.layout.hint import DEFAULT_POLICY, Policy
 from aifs.meta import forms
 from aifs.meta.kv import Engine
 from aifs.vfs.collector import Collector
@@ -27,7 +27,6 @@ _log = logger(__name__)
 _ENTERED = faults.declare("vfs.burst.entered", "the burst copy is the file now, what it replaces is garbage")
 _SYNCED = faults.declare("vfs.burst.synced", "a burst copy is synced, the dirty mark is not removed yet")
 
-NO_POLICY = Policy()
 _UNKNOWN = 0  # OpenInode.copy_mtime_ns of a copy that has not been looked at
 
 
@@ -63,7 +62,7 @@ class BurstIO:
         if not self._tier.has_devices:
             return None
         await self._tier.throttle()
-        policy = policy or NO_POLICY
+        policy = policy or DEFAULT_POLICY
         device = self._tier.admit(policy.tier, policy.expected)
         if device is None:
             return None
@@ -109,9 +108,7 @@ class BurstIO:
         """The capacity tier has the file; its copy does not work."""
         copy_id = await self._engine.transact(forms.put_without_copy, file.inode.ino, file.copy.id)
         file.inode.copy = None
-        self.detach(file)
-        self._tier.evicted(copy_id)
-        self._collector.add_garbage(copy_id)
+        self._let_go(file, copy_id)
 
     async def _make_copy(self, file: OpenInode, end: int) -> bool:
         inode = file.inode
@@ -213,6 +210,10 @@ class BurstIO:
             copy.unlease()  # or the next writer would wait for it
         inode.data, inode.copy, inode.blocks = data, None, after.blocks
         file.dirty = file.unsaved = False
+        self._let_go(file, copy_id)
+
+    def _let_go(self, file: OpenInode, copy_id: int) -> None:
+        """The record of the file has given up its copy."""
         self.detach(file)
         self._tier.evicted(copy_id)
         self._collector.add_garbage(copy_id)

@@ -22,7 +22,7 @@ from aifs.core.tasks import run_all
 from aifs.data.pieces import Source
 from aifs.data.servers import Servers
 from aifs.data.striped import StripedObjects
-from aifs.layout.hint import Policy
+from aifs.layout.hint import DEFAULT_POLICY
 from aifs.layout.interleaved import CHUNK, Interleaved
 from aifs.layout.striped import Striped
 from aifs.meta import forms
@@ -40,7 +40,6 @@ _COPIED = faults.declare("vfs.drain.copied", "new objects hold the bytes durably
 _FLIPPED = faults.declare("vfs.drain.flipped", "files are on the capacity tier, their burst copies are clean")
 
 _AT_ONCE = 16  # files of one batch
-_NO_POLICY = Policy()
 
 
 class Outcome(Enum):
@@ -73,7 +72,7 @@ class Draining:
 
     def begin(self, file: OpenInode, copy: BurstCopy) -> None:
         """The lease on the copy is ours."""
-        self.copy, self.size, self.policy = copy, file.inode.size, file.inode.policy or _NO_POLICY
+        self.copy, self.size, self.policy = copy, file.inode.size, file.inode.policy or DEFAULT_POLICY
         self.blocks = file.inode.blocks
         file.drain = self
 
@@ -274,8 +273,6 @@ class Drainer:
         if inode.copy is None:
             self._io.burst.detach(file)
             self._tier.evicted(copy.id)
-        elif draining.policy.tier == "pinned":
-            self._tier.pinned(copy.id, True)
         draining.garbage = 0
         draining.outcome = Outcome.DRAINED
 

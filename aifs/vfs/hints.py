@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from aifs.core.errors import Busy, Invalid, NoAttribute, NotPermitted, StoreError
 from aifs.core.log import logger
 from aifs.core.units import format_size, parse_size
-from aifs.layout.hint import TIERS, Policy, format_layout_hint, parse_layout_hint
+from aifs.layout.hint import DEFAULT_POLICY, TIERS, Policy, format_layout_hint, parse_layout_hint
 from aifs.layout.striped import Striped
 from aifs.meta import keys
 from aifs.meta.records import Inode
@@ -36,8 +36,6 @@ from aifs.vfs.types import SIZE_MAX, CallerLike
 PREFIX = b"user.aifs."
 
 DEFAULT_TIER = "default"
-
-_DEFAULT = Policy()
 
 _log = logger(__name__)
 
@@ -73,7 +71,7 @@ def _json(answer: dict[str, Any]) -> bytes:
 
 
 def _policy_text(inode: Inode, name: bytes) -> str:
-    policy = inode.policy or _DEFAULT
+    policy = inode.policy or DEFAULT_POLICY
     if name == b"user.aifs.tier":
         return policy.tier or DEFAULT_TIER
     if name == b"user.aifs.expected_size" and policy.expected:
@@ -84,7 +82,7 @@ def _policy_text(inode: Inode, name: bytes) -> str:
             return format_layout_hint(Policy(layout.unit, len(layout.servers), layout.servers))
         if layout is not None:
             return format_layout_hint(Policy(kind="interleaved"))
-        if policy._replace(tier="", expected=0) != _DEFAULT:
+        if policy._replace(tier="", expected=0) != DEFAULT_POLICY:
             return format_layout_hint(policy)
     return ""
 
@@ -147,8 +145,8 @@ def _change_policy_of_new(inode: Inode, fields: dict[str, Any]) -> None:
 def _change_policy(inode: Inode, fields: dict[str, Any]) -> None:
     if not inode.is_dir and not inode.is_file:
         raise Invalid("it can be set on a directory or a file")
-    policy = (inode.policy or _DEFAULT)._replace(**fields)
-    inode.policy = None if policy == _DEFAULT else policy
+    policy = (inode.policy or DEFAULT_POLICY)._replace(**fields)
+    inode.policy = None if policy == DEFAULT_POLICY else policy
     inode.ctime_ns = time.time_ns()
 
 

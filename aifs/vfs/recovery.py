@@ -168,7 +168,7 @@ class Undrained(NamedTuple):
 
 
 async def load_copies(store: Store, tier: BurstTier, collector: Collector, recovered: Recovered) -> list[Undrained]:
-    """Tell the tier what it holds; returns what has to be drained, oldest first.
+    """Tell the tier what it holds; returns what has to be drained.
 
     A cached copy that is not durable counts only while the machine has not been started anew: a power cut may have left
     anything in it.
@@ -194,7 +194,7 @@ async def load_copies(store: Store, tier: BurstTier, collector: Collector, recov
                 collector.add_garbage(await store.engine.transact(forms.put_without_copy, record.ino, copy_id))
                 recovered.dropped_copies += 1
     recovered.undrained = len(undrained)
-    return sorted(undrained, key=lambda file: file.since_ns)
+    return undrained
 
 
 def _read_copies(

@@ -19,7 +19,7 @@ from aifs.core.errors import FsError, NotFound, Stale
 from aifs.core.log import logger
 from aifs.data.servers import Servers
 from aifs.data.striped import StripedObjects
-from aifs.layout.hint import Policy
+from aifs.layout.hint import DEFAULT_POLICY
 from aifs.layout.striped import Striped
 from aifs.meta import forms
 from aifs.meta.kv import Engine
@@ -33,7 +33,6 @@ _COPIED = faults.declare("vfs.stage.copied", "a new copy holds a file's bytes, i
 
 _WORKERS = 8
 _WAITING_MAX = 1024
-_NO_POLICY = Policy()
 
 
 class Stager:
@@ -86,7 +85,7 @@ class Stager:
 
     async def _stage(self, file: OpenInode) -> bool:
         inode, objects, changes = file.inode, file.objects, file.changes
-        policy = inode.policy or _NO_POLICY
+        policy = inode.policy or DEFAULT_POLICY
         if objects is None or file.dirty:
             return False
         device = self._tier.admit(policy.tier, inode.size)
@@ -130,8 +129,6 @@ class Stager:
         file.unsaved = False
         self._io.burst.attach(file, copy)
         self._tier.clean(copy.id, copy.server, file.inode.size)
-        if file.inode.policy is not None and file.inode.policy.tier == "pinned":
-            self._tier.pinned(copy.id, True)
         self._files += 1
 
     # --- in the background ---
@@ -151,7 +148,7 @@ class Stager:
     def read(self, file: OpenInode) -> None:
         """Somebody begins to read a file that has no copy: by policy it is staged soon, for the next one."""
         inode = file.inode
-        tier = (inode.policy or _NO_POLICY).tier
+        tier = (inode.policy or DEFAULT_POLICY).tier
         wanted = inode.size <= self._on_read or tier in ("burst", "pinned")
         if (
             wanted and self._on_read and tier != "capacity" and not file.dirty

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import trio
 import trio.testing
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from aifs.burst.ledger import Ledger
@@ -329,6 +329,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS, st.integers(0, 300))
+@example(events=[("clean", 1, 0, 0), ("clean", 0, 0, 0), ("unpin", 1, 0, 0)], wanted=0)  # one that was not pinned
 @settings(max_examples=300)
 def test_the_ledger_agrees_with_a_naive_one(events, wanted):
     ledger = Ledger()
