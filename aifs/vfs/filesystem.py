@@ -1,4 +1,4 @@
-"""The filesystem's operations: names and attributes here, file bytes through ``file_io``.
+"""The filesystem's operations: names in ``names``, attributes here, file bytes through ``file_io``.
 
 All methods raise FsError subclasses. A change has happened when its method returns: everybody sees it, it
 survives the daemon's death, and a power cut within the commit interval or after the next fsync, fsyncdir or sync.
@@ -6,35 +6,30 @@ A rename is durable when it returns, with all that lies below the new name.
 """
 
 import os
-import stat
 import time
 from collections.abc import Callable
 from typing import Any
 
 import trio
 
-from aifs.core.errors import Invalid, NameTooLong, NotPermitted, ReadOnly
+from aifs.core.errors import NotPermitted, ReadOnly
 from aifs.core.log import logger
-from aifs.layout.hint import Policy
 from aifs.meta import keys, namespace, xattrs
-from aifs.meta.kv import ReadTransaction, Transaction
-from aifs.meta.records import Copy, Inode
+from aifs.meta.kv import ReadTransaction
+from aifs.meta.records import Inode
 from aifs.vfs import attributes, burst_hints, hints, ranges
+from aifs.vfs.names import Names
 from aifs.vfs.open_inode import OpenInode
-from aifs.vfs.parts import Parts
-from aifs.vfs.publish import sync_below
 from aifs.vfs.recovery import Recovered
 from aifs.vfs.store import Store
 from aifs.vfs.types import BLOCK_SIZE, ROOT, CallerLike, Opened, SetAttr, StatFs
 
 _log = logger(__name__)
 
-_READDIR_BATCH = 32  # of the about 180 entries of one reply; the last batch is read in part in vain
-_POLICIES_MAX = 1024
 _ATIME_INTERVAL_NS = 24 * 3600 * 10**9  # relatime, as in mount(8)
 
 
-class Filesystem(Parts):
+class Filesystem(Names):
     """An open store as a POSIX filesystem. Made by ``open_filesystem``; used from one trio thread."""
 
     def __init__(self, store: Store, mountpoint: str, read_only: bool, atime: bool) -> None:
@@ -43,123 +38,9 @@ class Filesystem(Parts):
         self.read_only = read_only
         self.started_s = time.monotonic()
         self.recovered = Recovered()
-        self.on_attr_change: Callable[[int], None] = lambda ino: None
-        """Called when an inode's attributes change without the kernel having asked for it."""
         self.edge_status: Callable[[], dict[str, Any]] = dict
         """What the edge says of itself, for ``aifs status``."""
         self._atime = atime and not read_only
-        self._engine = store.engine
-        self._policies: dict[int, Policy | None] = {}
-        self._orphans: set[int] = set()
-
-    # --- names ---
-
-    async def lookup(self, parent: int, name: bytes) -> Inode:
-        return self._current(await self._engine.view(namespace.lookup, parent, name))
-
-    async def create(
-        self, parent: int, name: bytes, mode: int, flags: int, caller: CallerLike
-    ) -> tuple[Opened, Inode]:
-        """A new regular file, opened with ``flags``."""
-        copy = None
-        if flags & os.O_ACCMODE:
-            copy = await self.io.burst.new_copy(await self._policy_of(parent))
-        try:
-            place = None if copy is None else copy.place
-            inode = await self._create(parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller, copy=place)
-        except BaseException:
-            if copy is not None:
-                self.tier.discard(copy)
-            raise
-        file = self.io.adopt_new(inode, copy)
-        return await self.handles.add(file, flags), inode
-
-    async def _policy_of(self, directory: int) -> Policy | None:
-        """What new files of a directory inherit. Raises NotFound."""
-        try:
-            return self._policies[directory]
-        except KeyError:
-            if len(self._policies) >= _POLICIES_MAX:
-                self._policies.clear()
-            policy = (await self._engine.view(namespace.get_inode, directory)).policy
-            self._policies[directory] = policy
-            return policy
-
-    async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: CallerLike) -> Inode:
-        """A regular file, fifo, socket or device node."""
-        if stat.S_IFMT(mode) in (stat.S_IFDIR, stat.S_IFLNK):
-            raise Invalid("mknod makes neither directories nor symlinks")
-        return await self._create(parent, name, mode if stat.S_IFMT(mode) else mode | stat.S_IFREG, caller, rdev)
-
-    async def mkdir(self, parent: int, name: bytes, mode: int, caller: CallerLike) -> Inode:
-        return await self._create(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), caller)
-
-    async def symlink(self, parent: int, name: bytes, target: bytes, caller: CallerLike) -> Inode:
-        if len(target) > namespace.SYMLINK_MAX:
-            raise NameTooLong()
-        return await self._create(parent, name, stat.S_IFLNK | 0o777, caller, data=target)
-
-    async def _create(
-        self, parent: int, name: bytes, mode: int, caller: CallerLike, rdev: int = 0, data: bytes | None = None,
-        copy: Copy | None = None,
-    ) -> Inode:  # fmt: skip
-        now = time.time_ns()
-        ino, size = await self.ids.take(), len(data or b"")
-        new = Inode(ino, mode, caller.uid, caller.gid, 1, rdev, size, 0, now, now, now, data=data, copy=copy)
-        return await self._engine.transact(namespace.create, parent, name, new)
-
-    async def link(self, ino: int, new_parent: int, new_name: bytes) -> Inode:
-        cookie = await self.ids.take()
-        linked = await self._engine.transact(namespace.link, ino, new_parent, new_name, cookie, time.time_ns())
-        return self._adopt(linked)
-
-    async def unlink(self, parent: int, name: bytes) -> None:
-        self._unlinked(await self._engine.transact(namespace.unlink, parent, name, time.time_ns()))
-
-    async def rmdir(self, parent: int, name: bytes) -> None:
-        self._unlinked(await self._engine.transact(namespace.rmdir, parent, name, time.time_ns()))
-
-    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0) -> None:
-        """rename(2). A publishing barrier: all below the name is durable first, the rename itself on return."""
-        moving = await self._engine.view(namespace.get_dentry, parent, name)
-        published = await sync_below(self._engine, self.io, self.writeback, moving)
-        if flags == namespace.RENAME_EXCHANGE:
-            other = await self._engine.view(namespace.get_dentry, new_parent, new_name)
-            await sync_below(self._engine, self.io, self.writeback, other)
-        cookies = (await self.ids.take(), await self.ids.take())
-        inode, other = await self._engine.transact(
-            namespace.rename, parent, name, new_parent, new_name, flags, cookies, time.time_ns()
-        )
-        self._adopt(inode)
-        if other is not None:
-            self._unlinked(other)
-        await self._engine.barrier()
-        self.drain.published(published)
-
-    async def readlink(self, ino: int) -> bytes:
-        inode = await self._engine.view(namespace.get_inode, ino)
-        if not stat.S_ISLNK(inode.mode):
-            raise Invalid("not a symlink")
-        return inode.data or b""
-
-    def forget(self, inos: list[int]) -> None:
-        """The kernel has dropped these inodes; those without a name are removed once they are closed."""
-        for ino in self._orphans.intersection(inos):
-            self._orphans.discard(ino)
-            file = self.io.open.get(ino)
-            if file is not None:
-                file.forgotten = True
-            else:
-                self.collector.add_orphan(ino)
-
-    def _unlinked(self, inode: Inode) -> None:
-        self._adopt(inode)
-        if inode.nlink == 0:
-            self._orphans.add(inode.ino)
-            self.drain.gone(inode.ino)
-            file = self.io.open.get(inode.ino)
-            if file is not None:
-                file.cancel_drain()
 
     # --- attributes ---
 
@@ -200,19 +81,6 @@ class Filesystem(Parts):
             return await self._engine.transact(attributes.change_inode, ino, change, argument)
         change(file.inode, argument)
         await self.io.save(file)
-        return self.io.attributes(file)
-
-    def _current(self, inode: Inode) -> Inode:
-        """The inode as it is in core, if it is open."""
-        file = self.io.open.get(inode.ino)
-        return inode if file is None else self.io.attributes(file)
-
-    def _adopt(self, inode: Inode) -> Inode:
-        """As ``_current``, after a transaction that changed the record."""
-        file = self.io.open.get(inode.ino)
-        if file is None:
-            return inode
-        file.adopt(inode)
         return self.io.attributes(file)
 
     def _accessed(self, inode: Inode) -> bool:
@@ -331,23 +199,6 @@ class Filesystem(Parts):
         for ino in list(self.io.open):
             await self.writeback.sync_inode(ino)
         await self.writeback.sync_closed_files()
-        await self._engine.barrier()
-
-    # --- directories ---
-
-    async def readdir(self, ino: int, cookie: int) -> list[tuple[bytes, Inode, int]]:
-        """The next entries behind ``cookie`` (0: the first) as (name, inode, cookie); [] at the end.
-
-        An entry that exists during the whole listing appears exactly once, whatever else changes. A directory that has
-        been removed, which some process may still be in, has none.
-        """
-        entries = await self._engine.view(namespace.list_directory, ino, cookie, _READDIR_BATCH)
-        if not self.io.open:
-            return entries
-        return [(name, self._current(inode), place) for name, inode, place in entries]
-
-    async def fsyncdir(self, ino: int) -> None:
-        """The directory's names are on stable storage when this returns."""
         await self._engine.barrier()
 
     # --- extended attributes ---

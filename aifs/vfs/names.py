@@ -1,0 +1,170 @@
+"""Names: what a directory holds, and making, linking, moving and removing it.
+
+A rename is a publishing barrier: it is durable when it returns, with all that lies below the new name.
+"""
+
+import os
+import stat
+import time
+from collections.abc import Callable
+
+from aifs.core.errors import Invalid, NameTooLong
+from aifs.layout.hint import Policy
+from aifs.meta import namespace
+from aifs.meta.records import Copy, Inode
+from aifs.vfs.parts import Parts
+from aifs.vfs.publish import sync_below
+from aifs.vfs.store import Store
+from aifs.vfs.types import CallerLike, Opened
+
+_READDIR_BATCH = 32  # of the about 180 entries of one reply; the last batch is read in part in vain
+_POLICIES_MAX = 1024
+
+
+class Names(Parts):
+    """The part of ``Filesystem`` that concerns names."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.on_attr_change: Callable[[int], None] = lambda ino: None
+        """Called when an inode's attributes change without the kernel having asked for it."""
+        self._engine = store.engine
+        self._policies: dict[int, Policy | None] = {}
+        self._orphans: set[int] = set()
+
+    async def lookup(self, parent: int, name: bytes) -> Inode:
+        return self._current(await self._engine.view(namespace.lookup, parent, name))
+
+    async def create(
+        self, parent: int, name: bytes, mode: int, flags: int, caller: CallerLike
+    ) -> tuple[Opened, Inode]:
+        """A new regular file, opened with ``flags``."""
+        copy = None
+        if flags & os.O_ACCMODE:
+            copy = await self.io.burst.new_copy(await self._policy_of(parent))
+        try:
+            place = None if copy is None else copy.place
+            inode = await self._create(parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller, copy=place)
+        except BaseException:
+            if copy is not None:
+                self.tier.discard(copy)
+            raise
+        file = self.io.adopt_new(inode, copy)
+        return await self.handles.add(file, flags), inode
+
+    async def _policy_of(self, directory: int) -> Policy | None:
+        """What new files of a directory inherit. Raises NotFound."""
+        try:
+            return self._policies[directory]
+        except KeyError:
+            if len(self._policies) >= _POLICIES_MAX:
+                self._policies.clear()
+            policy = (await self._engine.view(namespace.get_inode, directory)).policy
+            self._policies[directory] = policy
+            return policy
+
+    async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: CallerLike) -> Inode:
+        """A regular file, fifo, socket or device node."""
+        if stat.S_IFMT(mode) in (stat.S_IFDIR, stat.S_IFLNK):
+            raise Invalid("mknod makes neither directories nor symlinks")
+        return await self._create(parent, name, mode if stat.S_IFMT(mode) else mode | stat.S_IFREG, caller, rdev)
+
+    async def mkdir(self, parent: int, name: bytes, mode: int, caller: CallerLike) -> Inode:
+        return await self._create(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), caller)
+
+    async def symlink(self, parent: int, name: bytes, target: bytes, caller: CallerLike) -> Inode:
+        if len(target) > namespace.SYMLINK_MAX:
+            raise NameTooLong()
+        return await self._create(parent, name, stat.S_IFLNK | 0o777, caller, data=target)
+
+    async def _create(
+        self, parent: int, name: bytes, mode: int, caller: CallerLike, rdev: int = 0, data: bytes | None = None,
+        copy: Copy | None = None,
+    ) -> Inode:  # fmt: skip
+        now = time.time_ns()
+        ino, size = await self.ids.take(), len(data or b"")
+        new = Inode(ino, mode, caller.uid, caller.gid, 1, rdev, size, 0, now, now, now, data=data, copy=copy)
+        return await self._engine.transact(namespace.create, parent, name, new)
+
+    async def link(self, ino: int, new_parent: int, new_name: bytes) -> Inode:
+        cookie = await self.ids.take()
+        linked = await self._engine.transact(namespace.link, ino, new_parent, new_name, cookie, time.time_ns())
+        return self._adopt(linked)
+
+    async def unlink(self, parent: int, name: bytes) -> None:
+        self._unlinked(await self._engine.transact(namespace.unlink, parent, name, time.time_ns()))
+
+    async def rmdir(self, parent: int, name: bytes) -> None:
+        self._unlinked(await self._engine.transact(namespace.rmdir, parent, name, time.time_ns()))
+
+    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0) -> None:
+        """rename(2). A publishing barrier: all below the name is durable first, the rename itself on return."""
+        moving = await self._engine.view(namespace.get_dentry, parent, name)
+        published = await sync_below(self._engine, self.io, self.writeback, moving)
+        if flags == namespace.RENAME_EXCHANGE:
+            other = await self._engine.view(namespace.get_dentry, new_parent, new_name)
+            await sync_below(self._engine, self.io, self.writeback, other)
+        cookies = (await self.ids.take(), await self.ids.take())
+        inode, other = await self._engine.transact(
+            namespace.rename, parent, name, new_parent, new_name, flags, cookies, time.time_ns()
+        )
+        self._adopt(inode)
+        if other is not None:
+            self._unlinked(other)
+        await self._engine.barrier()
+        self.drain.published(published)
+
+    async def readlink(self, ino: int) -> bytes:
+        inode = await self._engine.view(namespace.get_inode, ino)
+        if not stat.S_ISLNK(inode.mode):
+            raise Invalid("not a symlink")
+        return inode.data or b""
+
+    def forget(self, inos: list[int]) -> None:
+        """The kernel has dropped these inodes; those without a name are removed once they are closed."""
+        for ino in self._orphans.intersection(inos):
+            self._orphans.discard(ino)
+            file = self.io.open.get(ino)
+            if file is not None:
+                file.forgotten = True
+            else:
+                self.collector.add_orphan(ino)
+
+    def _unlinked(self, inode: Inode) -> None:
+        self._adopt(inode)
+        if inode.nlink == 0:
+            self._orphans.add(inode.ino)
+            self.drain.gone(inode.ino)
+            file = self.io.open.get(inode.ino)
+            if file is not None:
+                file.cancel_drain()
+
+    async def readdir(self, ino: int, cookie: int) -> list[tuple[bytes, Inode, int]]:
+        """The next entries behind ``cookie`` (0: the first) as (name, inode, cookie); [] at the end.
+
+        An entry that exists during the whole listing appears exactly once, whatever else changes. A directory that has
+        been removed, which some process may still be in, has none.
+        """
+        entries = await self._engine.view(namespace.list_directory, ino, cookie, _READDIR_BATCH)
+        if not self.io.open:
+            return entries
+        return [(name, self._current(inode), place) for name, inode, place in entries]
+
+    async def fsyncdir(self, ino: int) -> None:
+        """The directory's names are on stable storage when this returns."""
+        await self._engine.barrier()
+
+    # --- inodes as they are now ---
+
+    def _current(self, inode: Inode) -> Inode:
+        """The inode as it is in core, if it is open."""
+        file = self.io.open.get(inode.ino)
+        return inode if file is None else self.io.attributes(file)
+
+    def _adopt(self, inode: Inode) -> Inode:
+        """As ``_current``, after a transaction that changed the record."""
+        file = self.io.open.get(inode.ino)
+        if file is None:
+            return inode
+        file.adopt(inode)
+        return self.io.attributes(file)
