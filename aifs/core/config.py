@@ -15,11 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from aifs.core.errors import ConfigError
 from aifs.core.kinds import (
     BOOLEAN,
+    CODED,
     COMPRESS,
+    HEDGE,
     PATH,
     PATHS,
-    SOME_PATHS,
+    SERVERS,
     Kind,
+    ServerPlace,
     Setting,
     choice,
     duration,
@@ -51,6 +54,8 @@ class _Section(BaseModel):
 class MetaConfig(_Section):
     directory: Annotated[str, PATH]
     commit_interval_s: Annotated[float, duration(0.01, 3600)] = Field(alias="commit_interval")
+    backup_interval_s: Annotated[float, duration(0, 30 * 86400)] = Field(alias="backup_interval")
+    backup_copies: Annotated[int, integer(1, 8)]
 
 
 class BurstConfig(_Section):
@@ -79,12 +84,31 @@ class LayoutConfig(_Section):
     container_size: Annotated[int, size(16 << 20, 1 << 40, 4 << 20)]
     compact_above: Annotated[float, fraction(0.05, 1)]
     compress: Annotated[int, COMPRESS]
+    replicas: Annotated[int, integer(1, 8)]
+    ec: Annotated[tuple[int, int], CODED]
 
 
 class DataConfig(_Section):
     threads: Annotated[int, integer(1, 256)]
     writeback_interval_s: Annotated[float, duration(0.1, 3600)] = Field(alias="writeback_interval")
     verify: Annotated[str, choice("off", "read")]
+    missing: Annotated[str, choice("refuse", "allow")]
+    min_spare: Annotated[int, integer(0, 8)]
+    hedge_s: Annotated[float, HEDGE] = Field(alias="hedge")
+
+
+class RebuildConfig(_Section):
+    workers: Annotated[int, integer(1, 64)]
+    bandwidth: Annotated[int, _ANY_SIZE]
+
+
+class ScrubConfig(_Section):
+    interval_s: Annotated[float, _TIMEOUT] = Field(alias="interval")
+    bandwidth: Annotated[int, _ANY_SIZE]
+
+
+class PublishConfig(_Section):
+    abandoned_after_s: Annotated[float, duration(0, 3650 * 86400)] = Field(alias="abandoned_after")
 
 
 class MemoryConfig(_Section):
@@ -110,15 +134,23 @@ class Config(_Section):
 
     source: str
     meta: MetaConfig
-    servers: Annotated[tuple[str, ...], SOME_PATHS]
+    places: Annotated[tuple[ServerPlace, ...], SERVERS] = Field(alias="servers")
     burst: BurstConfig
     layout: LayoutConfig
     data: DataConfig
+    rebuild: RebuildConfig
+    scrub: ScrubConfig
+    publish: PublishConfig
     memory: MemoryConfig
     kernel: KernelConfig
     log: LogConfig
     origins: Mapping[str, str]
     """Where each dotted key's value came from: ``default``, ``SOURCE directory``, ``FILE:LINE`` or ``-o``."""
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The directories of the data servers."""
+        return tuple(place.path for place in self.places)
 
     def settings(self) -> Iterator[tuple[str, str, str]]:
         """Every key as (dotted key, its value as one would write it, origin)."""
@@ -177,6 +209,9 @@ def load(source: str, overrides: Mapping[str, str]) -> Config:
     config = _validate(source, file, settings)
     _refuse_double_use(config)
     _refuse_crossed_marks(config)
+    if config.layout.replicas > 1 and config.layout.ec[1]:
+        key = min(("layout.replicas", "layout.ec"), key=lambda key: config.origins[key] == "default")
+        raise ConfigError(f"{config.origins[key]}: {key}: files are either replicated or coded; set one of both")
     return config
 
 

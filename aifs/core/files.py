@@ -15,8 +15,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import signal
-import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -177,32 +175,6 @@ def sync_filesystem(path: str) -> None:
     _after("sync_filesystem", path)
 
 
-# f_type in statfs(2): tmpfs, ramfs; and NFS, SMB (3 kinds), FUSE, Ceph, 9P, AFS, Lustre, GPFS, BeeGFS.
-_MEMORY_FILESYSTEMS = (0x01021994, 0x858458F6)
-_NETWORK_FILESYSTEMS = (
-    0x6969, 0x517B, 0xFF534D42, 0xFE534D42, 0x65735546, 0x00C36400, 0x01021997, 0x5346414F, 0x0BD00BD0, 0x47504653,
-    0x19830326,
-)  # fmt: skip
-
-
-def is_in_memory(path: str) -> bool:
-    """Whether ``path`` lies on a filesystem that never waits for a device, so that calls take microseconds."""
-    return _filesystem_of(path) in _MEMORY_FILESYSTEMS
-
-
-def is_local(path: str) -> bool:
-    """Whether ``path`` lies on a filesystem of this machine: nobody else changes files there."""
-    return _filesystem_of(path) not in _NETWORK_FILESYSTEMS
-
-
-def _filesystem_of(path: str) -> int:
-    result = ctypes.create_string_buffer(256)
-    if _libc.statfs(os.fsencode(path), result) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), path)
-    return int.from_bytes(result.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF
-
-
 def make_dir(path: str) -> None:
     """Make the directory ``path`` (mode 0700) unless it exists; its parent must. The new name is not synced."""
     _before("make_dir", path)
@@ -319,25 +291,22 @@ def set_mtime(fd: int, mtime_ns: int) -> None:
     os.utime(fd, ns=(mtime_ns, mtime_ns))
 
 
-def take_read_lease(fd: int) -> bool:
-    """Lease a file (``fd`` is open for reading alone); False if it is open, or mapped, for writing anywhere.
+def set_label(fd: int, name: str, value: bytes) -> None:
+    """Give the file an extended attribute; ``sync_file`` makes it durable, on most filesystems. ENOTSUP where there are none."""
+    path = _path_of(fd)
+    _before("set_label", path)
+    os.setxattr(fd, name, value)
+    _after("set_label", path, name, value)
 
-    The system breaks the lease when somebody opens the file for writing, after up to 45 s in which that one waits.
-    The signal that it announces this with is one that does no harm.
-    """
+
+def get_label(path: str | int, name: str) -> bytes | None:
+    """The value of an extended attribute of the file, or descriptor; None if it has none, or can have none."""
     try:
-        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # the usual one, SIGIO, kills
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def drop_lease(fd: int) -> bool:
-    """End the lease; returns whether it was whole until now."""
-    whole = fcntl.fcntl(fd, fcntl.F_GETLEASE) == fcntl.F_RDLCK
-    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    return whole
+        return os.getxattr(path, name)
+    except OSError as error:
+        if error.errno in (errno.ENODATA, errno.ENOTSUP):
+            return None
+        raise
 
 
 def data_ranges(fd: int, offset: int, length: int) -> list[tuple[int, int]]:
@@ -397,3 +366,13 @@ def start_writing(fd: int, offset: int, length: int) -> None:
     """
     _before("start_writing", _path_of(fd))
     _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _WRITE)
+
+
+# --- writing past the page cache -------------------------------------------------------------------------
+
+
+def set_direct(fd: int, direct: bool) -> None:
+    """Have what is written from now on go past the page cache (O_DIRECT), or through it again. EINVAL where that cannot be."""
+    _before("set_direct", _path_of(fd))
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)

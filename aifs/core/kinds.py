@@ -1,5 +1,6 @@
 """The kinds of configuration values: how each is read, checked and written. Pure."""
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +9,15 @@ from typing import Any, NamedTuple
 from pydantic_core import core_schema
 
 from aifs.core.units import format_duration, format_size, parse_duration, parse_size
+
+DOMAIN_MAX = 255
+
+
+class ServerPlace(NamedTuple):
+    """The directory of a data server, and the name of what fails with it: a host, a rack ("": itself alone)."""
+
+    path: str
+    domain: str = ""
 
 
 class Setting(NamedTuple):
@@ -112,6 +122,23 @@ def _format_compress(level: int) -> str:
     return f"zstd:{level}" if level else "none"
 
 
+def _parse_coded(value: Any, base: str) -> tuple[int, int]:
+    if value == "none":
+        return 0, 0
+    data, parity = map(int, value.split("+")) if isinstance(value, str) else (0, 0)
+    return _within(data, 2, 16), _within(parity, 1, 8)
+
+
+def _parse_hedge(value: Any, base: str) -> float:
+    if value is False or value == "off":
+        return math.inf
+    return 0.0 if value == "auto" else _within(_number(value, parse_duration), 1e-4, 60)
+
+
+def _format_hedge(delay_s: float) -> str:
+    return "off" if delay_s == math.inf else format_duration(delay_s) if delay_s else "auto"
+
+
 def _parse_path(value: Any, base: str) -> str:
     if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError
@@ -127,15 +154,41 @@ def _parse_paths(value: Any, base: str) -> tuple[str, ...]:
     return tuple(_parse_path(path, base) for path in paths)
 
 
-def _parse_some_paths(value: Any, base: str) -> tuple[str, ...]:
-    paths = _parse_paths(value, base)
-    if not paths:
+def _parse_servers(value: Any, base: str) -> tuple[ServerPlace, ...]:
+    servers = value.split(":") if isinstance(value, str) else value
+    if not isinstance(servers, list) or not servers or servers == [""]:
         raise ValueError
-    return paths
+    return tuple(_parse_server(server, base) for server in servers)
+
+
+def _parse_server(value: Any, base: str) -> ServerPlace:
+    if not isinstance(value, dict):
+        return ServerPlace(_parse_path(value, base))
+    if not {"path"} <= set(value) <= {"path", "domain"}:
+        raise ValueError
+    return ServerPlace(_parse_path(value["path"], base), parse_domain(value.get("domain", "")))
+
+
+def parse_domain(value: Any) -> str:
+    """The name of a failure domain. Raises ValueError."""
+    if not isinstance(value, str) or len(value) > DOMAIN_MAX or not value.isprintable():
+        raise ValueError(f"a failure domain is a name of up to {DOMAIN_MAX} characters")
+    return value
+
+
+def _format_servers(servers: tuple[ServerPlace, ...]) -> str:
+    return ":".join(f"{path} ({domain})" if domain else path for path, domain in servers)
 
 
 BOOLEAN = Kind("true or false", _parse_boolean, lambda value: str(value).lower())
+CODED = Kind(
+    "none or DATA+PARITY, such as 4+2, with 2 to 16 and 1 to 8 columns", _parse_coded,
+    lambda columns: f"{columns[0]}+{columns[1]}" if columns[1] else "none",
+)  # fmt: skip
+HEDGE = Kind("auto, off, or a duration from 100us to 1min", _parse_hedge, _format_hedge)
 COMPRESS = Kind("none or zstd:LEVEL with a level from 1 to 19", _parse_compress, _format_compress)
 PATH = Kind("a path", _parse_path)
 PATHS = Kind("a list of directories", _parse_paths, ":".join)
-SOME_PATHS = Kind("a list of directories, not empty", _parse_some_paths, ":".join)
+SERVERS = Kind(
+    "a list of directories, not empty; each a path, or {path: PATH, domain: NAME}", _parse_servers, _format_servers
+)

@@ -1,0 +1,25 @@
+"""Leases on files: the proof that nobody has one open, or mapped, for writing."""
+
+import fcntl
+import signal
+
+
+def take_read_lease(fd: int) -> bool:
+    """Lease a file (``fd`` is open for reading alone); False if it is open, or mapped, for writing anywhere.
+
+    The system breaks the lease when somebody opens the file for writing, after up to 45 s in which that one waits.
+    The signal that it announces this with is one that does no harm.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # the usual one, SIGIO, kills
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def drop_lease(fd: int) -> bool:
+    """End the lease; returns whether it was whole until now."""
+    whole = fcntl.fcntl(fd, fcntl.F_GETLEASE) == fcntl.F_RDLCK
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return whole

@@ -1,0 +1,108 @@
+"""Files and directories of users, on a mount or any other filesystem: made with the caller's umask, as
+programs do.
+
+The same rules as in ``files``, whose hook sees these operations too: everything blocks, errors are the
+operating system's own, and nothing is durable until it is synced; where a function syncs, it says so.
+"""
+
+import ctypes
+import errno
+import os
+from contextlib import suppress
+
+from aifs.core import files
+from aifs.core.files import _after, _before, _libc
+
+_AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
+
+
+def make_dir(path: str) -> bool:
+    """Make the directory ``path`` and its missing parents; returns whether ``path`` is new. The names are not
+    synced."""
+    parent = os.path.dirname(path)
+    if parent and not os.path.isdir(parent):
+        make_dir(parent)
+    _before("make_dir", path)
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        return False
+    _after("make_dir", path)
+    return True
+
+
+def create_file(path: str) -> int:
+    """A descriptor of a new file, for writing. Raises FileExistsError."""
+    _before("open_file", path)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    _after("open_file", path, True)
+    return fd
+
+
+def replace_file(path: str, data: bytes, durable: bool = True) -> None:
+    """Make ``path`` hold ``data``, all or nothing, whoever else does so at the same time.
+
+    If ``durable`` the bytes are when they get the name, but not the name: that takes a ``sync_dir``.
+    """
+    temporary = beside(path)
+    fd = create_file(temporary)
+    try:
+        files.write_at(fd, data, 0)
+        if durable:
+            files.sync_file(fd)
+    finally:
+        files.close_file(fd)
+    files.rename(temporary, path)
+
+
+def replace_symlink(path: str, target: str) -> None:
+    """Make ``path`` a symlink to ``target``, replacing any file or symlink of that name at once. Not
+    synced."""
+    temporary = beside(path)
+    _before("symlink", temporary)
+    os.symlink(target, temporary)
+    _after("symlink", temporary, target)
+    files.rename(temporary, path)
+
+
+def beside(path: str) -> str:
+    """A name beside ``path`` that nobody else uses, and that says of what it is left over if it is."""
+    directory, name = os.path.split(path)
+    return os.path.join(directory, f".{name}.{os.urandom(4).hex()}.tmp")
+
+
+def rename_new(old: str, new: str) -> None:
+    """Rename, replacing nothing. Raises FileExistsError."""
+    _rename(old, new, _RENAME_NOREPLACE, "rename")
+
+
+def exchange(old: str, new: str) -> None:
+    """Let two names change places, at once. Not synced. EINVAL or ENOSYS where the filesystem cannot."""
+    _rename(old, new, _RENAME_EXCHANGE, "exchange")
+
+
+def _rename(old: str, new: str, flags: int, op: str) -> None:
+    _before(op, old)
+    if _libc.renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags) != 0:
+        number = ctypes.get_errno()
+        if op != "rename" or number not in (errno.EINVAL, errno.ENOSYS) or os.path.lexists(new):
+            raise OSError(number, os.strerror(number), old, None, new)
+        os.rename(old, new)  # onto a directory that is not empty it fails, too
+    _after(op, old, new)
+
+
+def remove_tree(path: str) -> None:
+    """Remove the directory ``path`` and all below it; what is gone already is no error. Not synced."""
+    with suppress(FileNotFoundError):
+        empty_dir(path)
+        files.remove_dir(path)
+
+
+def empty_dir(path: str) -> None:
+    """Remove all that is in the directory ``path``. Raises FileNotFoundError if there is none. Not synced."""
+    for entry in list(os.scandir(path)):
+        if entry.is_dir(follow_symlinks=False):
+            remove_tree(entry.path)
+        else:
+            with suppress(FileNotFoundError):
+                files.unlink(entry.path)
