@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from aifs.core.errors import Invalid
 from aifs.core.units import format_size, parse_size
-from aifs.layout.striped import UNIT_MAX, UNIT_MIN
+from aifs.layout.redundancy import REPLICAS_MAX, Redundancy, check_coded_unit, format_ec, parse_ec
+from aifs.layout.striped import UNIT_MAX, UNIT_MIN, Striped
 
 COUNT_MAX = 255
 SERVER_ID_MAX = 0x7FFF
@@ -18,28 +19,48 @@ _ZSTD_LEVEL = 3
 # Numbers in these lists are recorded: new members go to the end.
 KINDS = ("", "striped", "interleaved")
 TIERS = ("", "burst", "capacity", "pinned")
+PUBLISHES = ("", "capacity")
 
 
 class Policy(NamedTuple):
     """How new files are stored. Zeros, empty and None mean: as the store does by default."""
 
     unit: int = 0  # stripe unit in bytes
-    count: int = 0  # servers per file; 0: all
+    count: int = 0  # servers that a file's bytes are striped over, not counting replicas and parity; 0: all
     servers: tuple[int, ...] = ()  # ids to choose from, ascending; empty: any
     kind: str = ""  # one of KINDS
     compress: int | None = None  # zstd level of interleaved chunks; 0: none
     tier: str = ""  # one of TIERS: through the burst tier, past it, or in it for good
     expected: int = 0  # size in bytes that a new file is expected to reach; 0: unknown
+    replicas: int = 0  # of each byte; 1: one
+    data: int = 0  # columns of coded files
+    parity: int = 0  # columns of coded files; 0: they are not coded
+    publish: str = ""  # one of PUBLISHES: where bytes must be before a rename into the directory shows them
+
+    def redundancy(self, default: Redundancy) -> Redundancy:
+        """What protects the files, if ``default`` counts where the policy says nothing."""
+        if self.parity:
+            return Redundancy(1, self.data, self.parity)
+        return Redundancy(self.replicas) if self.replicas else default
 
 
 DEFAULT_POLICY = Policy()
+
+
+def policy_of(layout: Striped) -> Policy:
+    """What one would ask for to get this layout."""
+    if layout.parity:
+        return Policy(layout.unit, 0, layout.servers, data=layout.width, parity=layout.parity)
+    replicas = layout.replicas if layout.is_protected else 0
+    return Policy(layout.unit, layout.width, layout.servers, replicas=replicas)
 
 
 def parse_layout_hint(text: str) -> Policy:
     """The policy that ``text`` asks for: ``key=value`` joined by commas; a key that is left out is left to the store.
 
     Keys: ``kind`` (striped, interleaved), ``unit`` (a size), ``count`` (servers per file, 0: all), ``servers`` (ids as
-    ``0:2:3``), ``compress`` (none, zstd:LEVEL; of interleaved files).
+    ``0:2:3``), ``compress`` (none, zstd:LEVEL; of interleaved files), ``replicas`` (of each byte; 1: no more than one), ``ec``
+    (DATA+PARITY columns, or none).
     Raises Invalid, which says what is wrong. Whether the servers exist is for the caller to check.
     """
     values: dict[str, Any] = {}
@@ -54,7 +75,20 @@ def parse_layout_hint(text: str) -> Policy:
         if key in values:
             raise Invalid(f"layout: {key!r} is given twice")
         values[key] = _PARSERS[key](value)
+    if "ec" in values:
+        coded = values.pop("ec")
+        if not coded[1]:
+            values.setdefault("replicas", 1)
+        elif "replicas" in values or values.get("count"):
+            raise Invalid("layout: ec says how many servers a file has: 'replicas' and 'count' do not go with it")
+        else:
+            values["data"], values["parity"] = coded
     policy = Policy(**values)
+    if policy.parity and policy.unit:
+        check_coded_unit(policy.unit, policy.data)
+    least = policy.redundancy(Redundancy()).least_servers
+    if policy.servers and least > len(policy.servers):
+        raise Invalid(f"layout: {least} servers are needed, but {len(policy.servers)} are listed")
     if policy.servers and policy.count > len(policy.servers):
         raise Invalid(f"layout: count={policy.count} is more than the {len(policy.servers)} servers that are listed")
     return policy
@@ -68,6 +102,10 @@ def format_layout_hint(policy: Policy) -> str:
     parts.append(f"count={policy.count}")
     if policy.servers:
         parts.append(f"servers={':'.join(map(str, policy.servers))}")
+    if policy.parity:
+        parts.append(f"ec={format_ec(policy.data, policy.parity)}")
+    elif policy.replicas:
+        parts.append(f"replicas={policy.replicas}")
     if policy.compress is not None:
         parts.append(f"compress={format_compress(policy.compress)}")
     return ",".join(parts)
@@ -115,6 +153,13 @@ def _parse_servers(text: str) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
+def _parse_replicas(text: str) -> int:
+    replicas = _number("replicas", text, REPLICAS_MAX)
+    if not replicas:
+        raise Invalid("layout: replicas=0 would keep nothing; 1 is one copy of each byte")
+    return replicas
+
+
 def _number(key: str, text: str, largest: int) -> int:
     if not (text.isascii() and text.isdigit() and int(text) <= largest):
         raise Invalid(f"layout: {key}: {text!r} is not a whole number from 0 to {largest}")
@@ -127,4 +172,6 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "count": _parse_count,
     "servers": _parse_servers,
     "compress": parse_compress,
+    "replicas": _parse_replicas,
+    "ec": parse_ec,
 }

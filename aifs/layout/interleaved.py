@@ -3,11 +3,17 @@
 The chunks of all files that are stored together, in the order of the files, fill *stripes* of 4 MiB and their headers;
 each stripe is appended as a whole to a container of the next server. So few large writes go to every server whatever
 the sizes of the files, one large file is spread over all servers, and files that lie side by side are read together.
+
+A container is laid out as a file is (see striped): a plain one is one object, a replicated one several, and a coded one
+is striped in small units over its data columns, so that each stripe is spread over all of them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from aifs.layout.redundancy import PLAIN, Redundancy
+from aifs.layout.striped import Striped
 
 CHUNK = 1 << 20
 """Chunk size of new files."""
@@ -17,12 +23,25 @@ CHUNK_MAX = 4 << 20
 HEADER_BYTES = 76
 """Of the header before each chunk in a container (see data/chunk_codec.py)."""
 
-STRIPE = 4 * (CHUNK + HEADER_BYTES)
-"""Bytes, headers included, that are appended to one container at a time; more only where one chunk takes more."""
+RECORD_MAX = 320
+"""Of what is said of a file beside its chunks (see data/chunk_codec.py)."""
+
+RECORDS_HEAD = HEADER_BYTES + 72
+"""Bytes before the first of these in a stripe, at most."""
+
+STRIPE = RECORDS_HEAD + 4 * (CHUNK + HEADER_BYTES + RECORD_MAX)
+"""Bytes, headers and records of files included, that are appended to one container at a time; more only where one chunk
+takes more."""
+
+UNIT = 64 << 10
+"""The stripe unit of containers."""
 
 
 class Location(NamedTuple):
-    """Where a chunk lies: ``offset`` in its container is that of its header."""
+    """Where a chunk lies: ``offset`` in its container is that of its header.
+
+    ``server`` is where the container's first column was when the chunk was appended; where it is now the table says.
+    """
 
     server: int
     container: int
@@ -33,10 +52,21 @@ class Location(NamedTuple):
     digest: bytes  # BLAKE3-256 of the file's bytes
 
 
-class Stripe(NamedTuple):
-    """Chunks ``first`` to ``end`` - 1 of those that are dealt out, and the server that they go to."""
+class Growth(NamedTuple):
+    """What else has been appended to a container, beside chunks.
 
-    server: int
+    ``records``: bytes of records of files. ``lost``: mask of the columns that are not durable.
+    """
+
+    container: int
+    records: int
+    lost: int
+
+
+class Stripe(NamedTuple):
+    """Chunks ``first`` to ``end`` - 1 of those that are dealt out, and the number of the slot that they go to."""
+
+    slot: int
     first: int
     end: int
 
@@ -56,18 +86,34 @@ class Interleaved:
         return min(self.chunk, size - index * self.chunk)
 
 
-def deal(sizes: Sequence[int], servers: Sequence[int], start: int) -> list[Stripe]:
-    """Chunks as stripes, in order: each as full as it gets, on the server behind the last one's.
+def container_layout(servers: tuple[int, ...], redundancy: Redundancy = PLAIN) -> Striped:
+    """Of a container on these servers: as many as the redundancy needs, one for a plain container."""
+    return Striped(UNIT, servers, redundancy.replicas, redundancy.parity)
 
-    ``sizes`` include the headers. ``start``: place in ``servers`` of the first stripe, taken modulo their number.
+
+def redundancy_of(layout: Striped) -> Redundancy:
+    """What protects a container that is laid out so."""
+    return Redundancy(layout.replicas, layout.width, layout.parity) if layout.parity else Redundancy(layout.replicas)
+
+
+def padded(layout: Striped, length: int) -> int:
+    """Where the next append begins: coded containers grow by whole rows, so that no row is ever changed."""
+    return -(-length // layout.row) * layout.row if layout.parity else length
+
+
+def deal(sizes: Sequence[int], slots: int, start: int) -> list[Stripe]:
+    """Chunks as stripes, in order: each as full as it gets, in the slot behind the last one's.
+
+    A slot is what takes one stripe at a time: a server, or a set of them. ``sizes`` include headers and records.
+    ``start``: the slot of the first stripe, taken modulo their number.
     """
     stripes: list[Stripe] = []
-    first = filled = 0
+    first, filled = 0, RECORDS_HEAD
     for index, size in enumerate(sizes):
         if filled + size > STRIPE and index > first:
-            stripes.append(Stripe(servers[(start + len(stripes)) % len(servers)], first, index))
-            first, filled = index, 0
+            stripes.append(Stripe((start + len(stripes)) % slots, first, index))
+            first, filled = index, RECORDS_HEAD
         filled += size
     if len(sizes) > first:
-        stripes.append(Stripe(servers[(start + len(stripes)) % len(servers)], first, len(sizes)))
+        stripes.append(Stripe((start + len(stripes)) % slots, first, len(sizes)))
     return stripes

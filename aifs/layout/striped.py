@@ -1,8 +1,14 @@
-"""Striped layout: RAID-0 order over the objects of one file.
+"""Striped layout: RAID-0 order over the objects of one file, with replicas or parity beside it where it is protected.
 
-A file is cut into *stripe units* of ``unit`` bytes. With n servers, unit u lies in object u mod n, at
-offset (u div n) * unit of that object. Objects are numbered by their place in ``servers``; that order is
-chosen once per file (see ``placement``) and recorded with it.
+A file is cut into *stripe units* of ``unit`` bytes. With ``width`` data columns, unit u lies in data column u mod width,
+at offset (u div width) * unit of its object. *Columns* are the objects in the order of ``servers``; that order is
+chosen once per file (see ``placement``) and recorded with it; no server has two of them.
+
+- *plain*: the data columns are all there is.
+- *replicated* (``replicas`` = r > 1): replica j of data column c is column c + j * width.
+- *coded* (``parity`` = m > 0): after the data columns come m parity columns. A *row* is ``width`` units, one of each data
+  column; the units of its parity are computed over them, each zero-padded to the length of the row's first one. So
+  a parity object is as long as that of data column 0, and where a whole row is zeros (a hole), so is its parity.
 """
 
 from collections.abc import Iterator
@@ -16,7 +22,7 @@ UNIT_MAX = 1 << 30
 class Extent(NamedTuple):
     """A run of a file's bytes that is one run in one object."""
 
-    index: int  # of the object, in the order of Striped.servers
+    index: int  # of the data column
     object_offset: int
     file_offset: int
     length: int
@@ -24,14 +30,67 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Striped:
-    """The layout of one file: the unit in bytes and the ids of its data servers, in stripe order."""
+    """The layout of one file: the unit in bytes, the ids of its data servers in the order of columns, the redundancy."""
 
     unit: int
     servers: tuple[int, ...]
+    replicas: int = 1
+    parity: int = 0
+
+    @property
+    def width(self) -> int:
+        """How many data columns there are: they are columns 0 to width - 1."""
+        return len(self.servers) // self.replicas - self.parity
+
+    @property
+    def is_protected(self) -> bool:
+        return self.replicas > 1 or self.parity > 0
+
+    @property
+    def tolerates(self) -> int:
+        """How many columns, whichever, may be lost."""
+        return self.replicas - 1 + self.parity
+
+    @property
+    def row(self) -> int:
+        """Bytes of the file that one row holds."""
+        return self.unit * self.width
+
+    @property
+    def data(self) -> "Striped":
+        """The data columns alone, which hold all bytes of the file, as a plain layout."""
+        return Striped(self.unit, self.servers[: self.width]) if self.is_protected else self
+
+    def data_column(self, column: int) -> int | None:
+        """The data column whose bytes this one holds; None for parity."""
+        if column < self.width:
+            return column
+        return None if self.parity else column % self.width
+
+    def copies(self, column: int) -> tuple[int, ...]:
+        """The columns that hold the same bytes, itself among them, in order of replicas."""
+        if self.replicas == 1:
+            return (column,)
+        return tuple(range(column % self.width, len(self.servers), self.width))
+
+    def moved(self, column: int, server: int) -> "Striped":
+        """The same with one column on another server."""
+        servers = (*self.servers[:column], server, *self.servers[column + 1 :])
+        return Striped(self.unit, servers, self.replicas, self.parity)
+
+    def spare(self, lost: int) -> int:
+        """How many more columns, whichever, may be lost if those of the mask ``lost`` are; negative: bytes are lost."""
+        if self.replicas > 1:
+            return min(sum(not lost >> copy & 1 for copy in self.copies(column)) for column in range(self.width)) - 1
+        return self.parity - lost.bit_count()
+
+    def survives(self, lost: int) -> bool:
+        """Whether all bytes can be told without the columns of the mask ``lost``."""
+        return self.spare(lost) >= 0
 
     def extents(self, offset: int, length: int) -> Iterator[Extent]:
-        """The byte range as extents, in file order. Together they cover it exactly; none is empty."""
-        unit, count = self.unit, len(self.servers)
+        """The byte range as extents of data columns, in file order. Together they cover it exactly; none is empty."""
+        unit, count = self.unit, self.width
         end = offset + length
         while offset < end:
             row_unit, within = divmod(offset, unit)
@@ -41,7 +100,16 @@ class Striped:
             offset += step
 
     def object_length(self, index: int, size: int) -> int:
-        """How long object ``index`` is when the file has ``size`` bytes; 0 means that it does not exist."""
-        unit, count = self.unit, len(self.servers)
+        """How long the object of column ``index`` is when the file has ``size`` bytes; 0: it does not exist."""
+        unit, count = self.unit, self.width
+        if index >= count:
+            index = 0 if self.parity else index % count
         full_rows, rest = divmod(size, unit * count)
         return full_rows * unit + min(max(rest - index * unit, 0), unit)
+
+    def size_from(self, column: int, length: int) -> int:
+        """The smallest file size at which the object of a data ``column`` is ``length`` bytes long; 0 for length 0."""
+        if not length:
+            return 0
+        full, rest = divmod(length - 1, self.unit)
+        return full * self.row + (self.data_column(column) or 0) * self.unit + rest + 1

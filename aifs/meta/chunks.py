@@ -3,9 +3,11 @@
 A container is *open* while chunks may still be appended to it, then *sealed*. Its *live* bytes are those of the
 chunks, headers included, that some file's list names. A sealed container without live bytes becomes garbage in the
 transaction that takes the last of them. ``length`` covers all chunks that a list has ever named; behind it may lie
-what a drain that failed has left.
+what a drain that failed has left. That of a coded container is a number of whole rows.
 
-Records, format 1, little-endian:
+The table alone says where a container is: it may have been moved since a chunk list named its server.
+
+Records, little-endian:
 
 chunk list (of one file, from chunk ``first`` on)
     u8 format=1, u8 number of chunks (1 to CHUNKS_PER_RECORD), u8 number of containers, u64 chunks that are stored
@@ -13,7 +15,9 @@ chunk list (of one file, from chunk ``first`` on)
     chunks in it, headers included; then for each stored chunk: u8 container (its place above), u8 codec,
     u32 stored length, u32 raw length, u64 offset, 32 bytes digest
 container
-    u8 format=1, u16 server, u64 length, u64 live bytes
+    u8 format=2, u64 length, u64 live bytes, u64 bytes of records of files, u32 stripe unit, u8 replicas, u8 parity columns,
+    u8 number of columns, servers (u16 each, in the order of columns)
+    Format 1, which is still read, is u8 format=1, u16 server, u64 length, u64 live bytes: a plain one.
 """
 
 import struct
@@ -22,42 +26,56 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from aifs.core.errors import Unavailable
-from aifs.layout.interleaved import HEADER_BYTES, Location
+from aifs.layout.interleaved import HEADER_BYTES, Growth, Location, container_layout, padded
 from aifs.layout.striped import Striped
-from aifs.meta import keys
+from aifs.meta import keys, servers
+from aifs.meta.degraded import drop_degraded, find_degraded, put_degraded
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import Garbage
 
 FORMAT = 1
+CONTAINER_FORMAT = 2
 CHUNKS_PER_RECORD = 64
 
 _LIST = struct.Struct("<BBBQ")
 _SHARE = struct.Struct("<QHQ")
 _CHUNK = struct.Struct("<BBIIQ32s")
-_CONTAINER = struct.Struct("<BHQQ")
+_CONTAINER = struct.Struct("<BQQQIBBB")
+_CONTAINER_1 = struct.Struct("<BHQQ")
 
 Chunks = Sequence[Location | None]
 """Chunks of a file in order; None is a hole."""
 
 
 class Container(NamedTuple):
-    server: int
+    """``records``: how many of its bytes say something of files; they are part of ``length``, and nobody's live bytes."""
+
+    layout: Striped
     length: int
     live: int
+    records: int = 0
 
     def encode(self) -> bytes:
-        return _CONTAINER.pack(FORMAT, *self)
+        layout, count = self.layout, len(self.layout.servers)
+        head = _CONTAINER.pack(
+            CONTAINER_FORMAT, self.length, self.live, self.records, layout.unit, layout.replicas, layout.parity, count
+        )
+        return head + struct.pack(f"<{count}H", *layout.servers)
 
 
 def decode_container(record: bytes) -> Container:
     """Raises Unavailable for a damaged record, as the other decoders do."""
     try:
-        version, *fields = _CONTAINER.unpack(record)
-    except struct.error:
-        version = 0
-    if version != FORMAT:
-        raise Unavailable("the record of a container is damaged")
-    return Container(*fields)
+        if record[0] == FORMAT:
+            _, server, length, live = _CONTAINER_1.unpack(record)
+            return Container(container_layout((server,)), length, live)
+        version, length, live, records, unit, replicas, parity, count = _CONTAINER.unpack_from(record)
+        layout = Striped(unit, struct.unpack(f"<{count}H", record[_CONTAINER.size :]), replicas, parity)
+        if version == CONTAINER_FORMAT and unit and replicas and layout.width > 0:
+            return Container(layout, length, live, records)
+    except (struct.error, IndexError):
+        pass
+    raise Unavailable("the record of a container is damaged")
 
 
 def encode_chunks(chunks: Chunks) -> bytes:
@@ -129,6 +147,16 @@ def put_chunks(tx: Transaction, oid: int, chunks: Chunks) -> None:
     _count_in(tx, chunks)
 
 
+def put_growth(tx: Transaction, growth: Sequence[Growth]) -> None:
+    """Record what else an append has done to containers, in the transaction that records its chunks: after these."""
+    for container, records, lost in growth:
+        record = find_container(tx, container)
+        if record is not None:
+            tx.put(keys.container(container), record._replace(records=record.records + records).encode())
+            if lost:
+                put_degraded(tx, container, 0, lost)
+
+
 def drop_chunks(tx: Transaction, oid: int) -> list[int]:
     """Forget the chunk list; ids of the containers that are garbage now."""
     lost: dict[int, int] = {}
@@ -149,8 +177,11 @@ class Move(NamedTuple):
     new: Location
 
 
-def move_chunks(tx: Transaction, moves: Sequence[Move]) -> list[int]:
-    """Point chunk lists to the copies where they still name the old places; ids of containers that are garbage now."""
+def move_chunks(tx: Transaction, moves: Sequence[Move], growth: Sequence[Growth] = ()) -> list[int]:
+    """Point chunk lists to the copies where they still name the old places; ids of containers that are garbage now.
+
+    ``growth``: what copying them has done to their new containers.
+    """
     done: list[Move] = []
     by_record: dict[tuple[int, int], list[Move]] = {}
     for move in moves:
@@ -167,6 +198,8 @@ def move_chunks(tx: Transaction, moves: Sequence[Move]) -> list[int]:
             tx.put(keys.chunk_list(oid, first), encode_chunks(chunks))
             done += current
     _count_in(tx, [move.new for move in done])
+    if done:
+        put_growth(tx, growth)
     lost: dict[int, int] = {}
     for move in done:
         lost[move.old.container] = lost.get(move.old.container, 0) + HEADER_BYTES + move.old.stored
@@ -187,6 +220,12 @@ def find_container(tx: ReadTransaction, container: int) -> Container | None:
     return None if record is None else decode_container(record)
 
 
+def find_readable(tx: ReadTransaction, container: int) -> tuple[Container, int] | None:
+    """The container, and the mask of its columns that must not be read."""
+    record = find_container(tx, container)
+    return None if record is None else (record, find_degraded(tx, container))
+
+
 def open_containers(tx: ReadTransaction) -> dict[int, Container]:
     """Those that are not sealed. One whose record is missing or damaged is left out: fsck names it."""
     found = {}
@@ -198,9 +237,14 @@ def open_containers(tx: ReadTransaction) -> dict[int, Container]:
 
 
 @grows
-def put_container(tx: Transaction, container: int, server: int) -> None:
-    """An empty, open container. Its object must not exist before this is recorded."""
-    tx.put(keys.container(container), Container(server, 0, 0).encode())
+def put_container(tx: Transaction, container: int, layout: Striped) -> None:
+    """An empty, open container. None of its objects must exist before this is recorded.
+
+    Raises Unavailable if one of its servers has been removed from the store.
+    """
+    if not layout.is_protected:
+        servers.mark_unprotected(tx, layout.servers)
+    tx.put(keys.container(container), Container(layout, 0, 0).encode())
     tx.put(keys.open_container(container), b"")
 
 
@@ -228,7 +272,9 @@ def _count_in(tx: Transaction, chunks: Chunks) -> None:
         record = find_container(tx, container)
         if record is None:
             raise Unavailable(f"container {container} is not in the table")
-        grown_record = Container(record.server, max(record.length, length), record.live + live)
+        grown_record = record._replace(
+            length=max(record.length, padded(record.layout, length)), live=record.live + live
+        )
         tx.put(keys.container(container), grown_record.encode())
 
 
@@ -243,6 +289,7 @@ def _count_out(tx: Transaction, lost: dict[int, int]) -> list[int]:
             tx.put(keys.container(container), record._replace(live=live).encode())
             continue
         tx.delete(keys.container(container))
-        tx.put(keys.garbage(container), Garbage(0, Striped(1, (record.server,))).encode())
+        drop_degraded(tx, container)
+        tx.put(keys.garbage(container), Garbage(0, record.layout).encode())
         garbage.append(container)
     return garbage

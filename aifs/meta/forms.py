@@ -7,16 +7,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from aifs.layout.interleaved import Growth
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys, namespace
 from aifs.meta.chunks import Chunks
+from aifs.meta.degraded import find_degraded, put_degraded
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import Copy, Garbage, Inode, decode_burst
+from aifs.meta.servers import mark_unprotected
 
 
-def load(tx: ReadTransaction, ino: int) -> tuple[Inode, bool]:
-    """The inode, and whether it has a dirty mark. Raises NotFound."""
-    return namespace.get_inode(tx, ino), tx.get(keys.dirty(ino)) is not None
+def load(tx: ReadTransaction, ino: int) -> tuple[Inode, bool, int]:
+    """The inode, whether it has a dirty mark, and the mask of columns that must not be read. Raises NotFound."""
+    inode = namespace.get_inode(tx, ino)
+    protected = isinstance(inode.layout, Striped) and inode.layout.is_protected
+    return inode, tx.get(keys.dirty(ino)) is not None, find_degraded(tx, inode.oid) if protected else 0
 
 
 def put_dirty(tx: Transaction, inode: Inode) -> None:
@@ -34,10 +39,17 @@ def put_garbage(tx: Transaction, oid: int, ino: int, layout: Striped) -> None:
 
 
 @grows
-def put_spilled(tx: Transaction, inode: Inode) -> None:
-    """Record the inode with its first objects, which are garbage no more."""
+def put_spilled(tx: Transaction, inode: Inode, due: bool) -> None:
+    """Record the inode with its first objects, which are unprotected, and garbage no more. ``due``: they should not be."""
     tx.delete(keys.garbage(inode.oid))
+    _put_plain(tx, inode, due)
     put_dirty(tx, inode)
+
+
+def _put_plain(tx: Transaction, inode: Inode, due: bool) -> None:
+    mark_unprotected(tx, inode.layout.servers)
+    if due:
+        put_degraded(tx, inode.oid, inode.ino, 0)
 
 
 def put_emptied(tx: Transaction, inode: Inode) -> list[int]:
@@ -48,11 +60,14 @@ def put_emptied(tx: Transaction, inode: Inode) -> list[int]:
     return garbage
 
 
-def put_restriped(tx: Transaction, inode: Inode, oid: int, layout: Striped) -> list[int]:
-    """The durable objects of ``oid`` replace what the file had; the ids of what is garbage now."""
+def put_restriped(tx: Transaction, inode: Inode, oid: int, layout: Striped, due: bool) -> list[int]:
+    """The durable objects of ``oid``, which are unprotected, replace what the file had; the ids of what is garbage now.
+    ``due``: they should not be."""
     garbage = namespace.discard_layout(tx, inode)
     tx.delete(keys.garbage(oid))
-    put_dirty(tx, replace(inode, oid=oid, layout=layout))
+    restriped = replace(inode, oid=oid, layout=layout)
+    _put_plain(tx, restriped, due)
+    put_dirty(tx, restriped)
     return garbage
 
 
@@ -112,6 +127,8 @@ class Drained(NamedTuple):
     """A file as it is from now on, with a copy in the burst tier or without, and the copy that held its bytes.
 
     ``durable``: the copy is on stable storage. ``digests``: those of a striped file. ``chunks``: of an interleaved one.
+    ``lacking``: mask of the columns of a protected file that could not be written. ``due``: the file should be protected and
+    is not.
     """
 
     inode: Inode
@@ -119,17 +136,23 @@ class Drained(NamedTuple):
     durable: bool
     digests: bytes = b""
     chunks: Chunks = ()
+    lacking: int = 0
+    due: bool = False
 
 
 @grows
-def put_drained(tx: Transaction, drained: Sequence[Drained]) -> list[int]:
+def put_drained(tx: Transaction, drained: Sequence[Drained], growth: Sequence[Growth] = ()) -> list[int]:
     """The durable objects or chunks of ``inode.oid``, or inline bytes, are the files now; the ids of copies that are
-    garbage now."""
+    garbage now. ``growth``: what else storing the chunks has done to containers."""
     garbage = []
-    for inode, copy, durable, digests, placed in drained:
+    for inode, copy, durable, digests, placed, lacking, due in drained:
         if isinstance(inode.layout, Striped):
             tx.delete(keys.garbage(inode.oid))
-            _put_checksums(tx, inode.oid, digests)
+            if not inode.layout.is_protected:
+                _put_plain(tx, inode, due)
+            elif lacking:
+                put_degraded(tx, inode.oid, inode.ino, lacking)
+            namespace.put_checksums(tx, inode.oid, digests)
         elif inode.layout is not None:
             chunks.put_chunks(tx, inode.oid, placed)
         namespace.put_inode(tx, inode)
@@ -138,13 +161,15 @@ def put_drained(tx: Transaction, drained: Sequence[Drained]) -> list[int]:
             garbage.append(namespace.discard_copy(tx, copy))
         else:
             namespace.put_copy(tx, inode.ino, copy, undrained=False, durable=durable, now=0)
+    chunks.put_growth(tx, growth)
     return garbage
 
 
-def _put_checksums(tx: Transaction, oid: int, digests: bytes) -> None:
-    step = keys.DIGESTS_PER_RECORD * keys.DIGEST_BYTES
-    for start in range(0, len(digests), step):
-        tx.put(keys.checksums(oid, start // keys.DIGEST_BYTES), digests[start : start + step])
+def get_checksums(tx: ReadTransaction, oid: int, number: int) -> tuple[int, bytes]:
+    """The record of checksums that MiB ``number`` of a file belongs to: number of its first MiB, and the checksums from that
+    on; b"" where the file has none."""
+    first = number - number % keys.DIGESTS_PER_RECORD
+    return first, tx.get(keys.checksums(oid, first)) or b""
 
 
 @grows

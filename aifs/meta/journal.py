@@ -61,15 +61,20 @@ AFTER_APPEND = faults.declare("meta.journal.after_append", "its record is writte
 
 def encode(seq: int, writes: Writes, salt: int) -> bytes:
     """One record."""
+    payload = encode_changes(writes)
+    length = len(payload)
+    return _RECORD.pack(length, crc32(payload, crc32(_SUMMED.pack(length, seq), salt)), seq) + payload
+
+
+def encode_changes(writes: Writes) -> bytes:
+    """The payload of a record."""
     parts = [b""]
     for key, value in writes.items():
         if value is None:
             parts += (_CHANGE.pack(len(key), _DELETED), key)
         else:
             parts += (_CHANGE.pack(len(key), len(value)), key, value)
-    payload = b"".join(parts)
-    length = len(payload)
-    return _RECORD.pack(length, crc32(payload, crc32(_SUMMED.pack(length, seq), salt)), seq) + payload
+    return b"".join(parts)
 
 
 def decode(data: bytes, salt: int) -> Iterator[tuple[int, bytes]]:
@@ -88,7 +93,7 @@ def decode(data: bytes, salt: int) -> Iterator[tuple[int, bytes]]:
 
 
 def changes(payload: bytes) -> Writes:
-    """What ``encode`` was given."""
+    """What ``encode_changes`` was given."""
     writes: Writes = {}
     offset = 0
     while offset < len(payload):
@@ -165,6 +170,8 @@ class Journal:
         self._active_since = 0  # records with a larger seq are in the active segment
         self.used_bytes = 0
         """Bytes of records in the active segment."""
+        self.last_bytes = 0
+        """Bytes of the last record."""
 
     @classmethod
     def create(cls, directory: str) -> "Journal":
@@ -235,7 +242,8 @@ class Journal:
         segment = self._active
         record = encode(seq, writes, segment.salt)
         files.write_at(segment.fd, record, FIRST_RECORD + self.used_bytes)
-        self.used_bytes += len(record)
+        self.last_bytes = len(record)
+        self.used_bytes += self.last_bytes
         faults.reach(AFTER_APPEND)
 
     def switch(self, seq: int) -> None:

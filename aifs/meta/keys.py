@@ -4,7 +4,7 @@
     ------------------------------   ---------------------------------------------------------------
     S                                superblock (JSON: format, uuid, created_s)
     c name                           counter (8 bytes little-endian, see kv.Transaction.add)
-    s server                         data server (JSON: path)
+    s server                         data server or burst directory (JSON, see meta/servers.py)
     i ino                            inode (records.Inode)
     d parent name                    dentry: the name in the directory (records.Dentry)
     e parent cookie                  the same dentry by its directory cookie: ino, type, name (readdir's order)
@@ -17,8 +17,16 @@
                                      DIGESTS_PER_RECORD of them from MiB ``first`` on; none if it was written in
                                      place or was mostly holes
     l oid first                      chunk list of an interleaved file, from chunk ``first`` on (meta/chunks.py)
-    t id                             container: server, length, live bytes (chunks.Container)
+    t id                             container: layout, length, live bytes (chunks.Container)
     a id                             open container: chunks may be appended to it; empty
+    q oid                            degraded: columns that must not be read, a rebuild is due (records.Degraded)
+    m oid server                     stray: an object of oid may lie on a server that its layout does not name; its ino
+                                     (8 bytes little-endian; 0: a container)
+    u server                         unprotected bytes may lie on that data server; empty; never removed while it is in use
+    z ino                            trash: a tree that nobody can find by name, to be removed (meta/trash.py)
+    p ino [rank]                     pending directory; with rank (4 bytes): a member that has committed (meta/publishing.py)
+    r ino                            retention of the checkpoints in a directory: text, as in core/retention.py
+    j name                           where a background job that goes through the store has got to; its own format
 
 ino, parent, cookie, oid, id and first are 8 bytes, server is 2 bytes, all big-endian, so that numeric order is key
 order. Inode numbers, cookies and object ids come from one sequence (counter ``ids``) and are never used again.
@@ -35,11 +43,15 @@ DIGEST_BYTES = 32
 
 _NUMBER = struct.Struct(">cQ").pack
 _TWO_NUMBERS = struct.Struct(">cQQ").pack
+_NUMBER_AND_SERVER = struct.Struct(">cQH").pack
 _SERVER = struct.Struct(">cH").pack
+_MEMBER = struct.Struct(">cQI").pack
 
 SUPERBLOCK = b"S"
 COUNTER_IDS = b"cids"  # all ids below it may be in use
 COUNTER_INODES = b"cinodes"  # inodes that exist
+COUNTER_SERVERS = b"cservers"  # data servers that have ever been in the table; so the next one's number
+COUNTER_BURST = b"cburst"  # the same, of burst directories
 
 
 def inode(ino: int) -> bytes:
@@ -91,6 +103,58 @@ def checksums(oid: int, first: int) -> bytes:
 def all_checksums(oid: int) -> tuple[bytes, bytes]:
     """The key range of a file's checksums."""
     return _NUMBER(b"k", oid), _NUMBER(b"k", oid + 1)
+
+
+def degraded(oid: int) -> bytes:
+    return _NUMBER(b"q", oid)
+
+
+def stray(oid: int, server: int) -> bytes:
+    return _NUMBER_AND_SERVER(b"m", oid, server)
+
+
+def strays(oid: int) -> tuple[bytes, bytes]:
+    """The key range of all records of strays of an oid."""
+    return _NUMBER(b"m", oid), _NUMBER(b"m", oid + 1)
+
+
+def stray_parts(key: bytes) -> tuple[int, int]:
+    """The oid of an ``m`` key, and the server."""
+    return int.from_bytes(key[1:9], "big"), int.from_bytes(key[9:], "big")
+
+
+def unprotected(server: int) -> bytes:
+    return _SERVER(b"u", server)
+
+
+def trash(ino: int) -> bytes:
+    return _NUMBER(b"z", ino)
+
+
+def pending(ino: int) -> bytes:
+    return _NUMBER(b"p", ino)
+
+
+def member(ino: int, rank: int) -> bytes:
+    return _MEMBER(b"p", ino, rank)
+
+
+def members(ino: int) -> tuple[bytes, bytes]:
+    """The key range of the members of a pending directory, in order of rank."""
+    return _MEMBER(b"p", ino, 0), _NUMBER(b"p", ino + 1)
+
+
+def pending_rank(key: bytes) -> int | None:
+    """The rank of a ``p`` key; None for the directory's own."""
+    return int.from_bytes(key[9:], "big") if len(key) > 9 else None
+
+
+def retention(ino: int) -> bytes:
+    return _NUMBER(b"r", ino)
+
+
+def job(name: bytes) -> bytes:
+    return b"j" + name
 
 
 def server(number: int) -> bytes:

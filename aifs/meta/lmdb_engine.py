@@ -16,12 +16,12 @@ from typing import Any
 
 import trio
 
-from aifs.core import faults, files
+from aifs.core import faults, files, filesystems
 from aifs.core.errors import NoSpace, StoreError, Unavailable, from_oserror
 from aifs.meta import journal
 from aifs.meta.kv import Engine, Result
 from aifs.meta.lmdb_database import Database, DatabaseError, MapFull
-from aifs.meta.memtable import LeveledTransaction, LeveledView, Memtable
+from aifs.meta.memtable import LeveledTransaction, LeveledView, Memtable, Writes
 
 log = logging.getLogger(__name__)
 
@@ -50,16 +50,21 @@ REPLAYED = faults.declare("meta.recovery.replayed", "the journal has been read, 
 class LmdbEngine(Engine):
     """The store in ``directory``; made there if the directory holds none yet.
 
-    Opening blocks (recovery) and raises StoreError. The caller sees to it that nobody else has it open.
+    Opening blocks (recovery) and raises StoreError. The caller sees to it that nobody else has it open. ``found_seq`` is
+    the number of the last transaction that it found, ``opened_seq`` the one from which it counts on.
     """
 
-    def __init__(self, directory: str, commit_interval_s: float = 1.0) -> None:
+    def __init__(self, directory: str, commit_interval_s: float = 1.0, first_seq: int = 0) -> None:
+        """``first_seq``: where the sequence numbers of a store that is made begin."""
         self._directory = directory
         self._commit_interval_s = commit_interval_s
         self._memtable = Memtable()
         self._frozen = Memtable()  # empty when nothing is on its way into LMDB
         self._frozen_seq = 0
         self._frozen_at_s = 0.0
+        self._first_seq = first_seq
+        self.tap: Callable[[Writes, int], None] | None = None
+        """Called with the changes of each transaction, and how long its record is. It must not keep the mapping itself."""
         self._operations = 0
         self._failure = ""  # why the engine takes no more changes
         self._commit_error = ""  # why LMDB takes no changes at present
@@ -67,7 +72,7 @@ class LmdbEngine(Engine):
         self._syncing: trio.Event | None = None
         self._wake = trio.Event()
         self._threads = trio.CapacityLimiter(2)  # one to sync, one to commit
-        self._in_memory = files.is_in_memory(directory)
+        self._in_memory = filesystems.is_in_memory(directory)
         self._database = Database(directory)
         try:
             self._journal = self._open_journal()
@@ -79,7 +84,7 @@ class LmdbEngine(Engine):
         except BaseException:
             self._database.close()
             raise
-        self.durable_seq = self.seq = self._frozen_seq
+        self.durable_seq = self.seq = self.opened_seq = self._frozen_seq
 
     def _open_journal(self) -> journal.Journal:
         if self._database.applied() is not None:
@@ -93,13 +98,14 @@ class LmdbEngine(Engine):
 
     def _recover(self) -> int:
         """Bring the journal into LMDB; returns the number of transactions."""
-        seq = self._database.applied() or 0
+        seq = self._database.applied() or self._first_seq
         replayed = 0
         try:
             for _, writes in self._journal.replay(seq):
                 self._frozen.apply(writes)
                 replayed += 1
-            self._frozen_seq = seq + replayed + _RECOVERY_GAP
+            self.found_seq = seq + replayed
+            self._frozen_seq = self.found_seq + _RECOVERY_GAP
             faults.reach(REPLAYED)
             self._write_frozen_now()
         except (DatabaseError, OSError) as error:
@@ -126,6 +132,8 @@ class LmdbEngine(Engine):
                 raise from_oserror(error, "metadata journal") from error
             self.seq = seq
             self._memtable.apply(writes)
+            if self.tap is not None:
+                self.tap(writes, self._journal.last_bytes)
             if self._journal.used_bytes > journal.SEGMENT_BYTES >> 1 and not self._frozen.entries:
                 self._wake.set()
         return result

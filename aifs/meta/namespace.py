@@ -21,6 +21,7 @@ from aifs.core.errors import (
 )
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys
+from aifs.meta.degraded import drop_degraded
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import (
     BurstRecord,
@@ -127,8 +128,8 @@ def create(tx: Transaction, parent: int, name: bytes, inode: Inode) -> Inode:
     if new.copy is not None:
         put_undrained(tx, new, durable=False, now=new.ctime_ns)
     tx.add(keys.COUNTER_INODES, 1)
-    _put_name(tx, parent, name, new, new.ino)
-    _touch(tx, directory, new.ctime_ns, links=1 if new.is_dir else 0)
+    put_name(tx, parent, name, new, new.ino)
+    touch(tx, directory, new.ctime_ns, links=1 if new.is_dir else 0)
     return new
 
 
@@ -147,8 +148,8 @@ def link(tx: Transaction, ino: int, parent: int, name: bytes, cookie: int, now: 
     inode.parent = SEVERAL
     inode.ctime_ns = now
     put_inode(tx, inode)
-    _put_name(tx, parent, name, inode, cookie)
-    _touch(tx, directory, now)
+    put_name(tx, parent, name, inode, cookie)
+    touch(tx, directory, now)
     return inode
 
 
@@ -161,9 +162,9 @@ def unlink(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
     inode = get_inode(tx, dentry.ino)
     if inode.is_dir:
         raise IsADirectory()
-    _remove_name(tx, parent, name, dentry)
-    _touch(tx, get_directory(tx, parent), now)
-    return _drop_link(tx, inode, now)
+    remove_name(tx, parent, name, dentry)
+    touch(tx, get_directory(tx, parent), now)
+    return drop_link(tx, inode, now)
 
 
 def rmdir(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
@@ -171,9 +172,9 @@ def rmdir(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
     dentry = get_dentry(tx, parent, name)
     inode = get_inode(tx, dentry.ino)
     _require_empty(tx, inode)
-    _remove_name(tx, parent, name, dentry)
-    _touch(tx, get_directory(tx, parent), now, links=-1)
-    return _drop_link(tx, inode, now)
+    remove_name(tx, parent, name, dentry)
+    touch(tx, get_directory(tx, parent), now, links=-1)
+    return drop_link(tx, inode, now)
 
 
 def remove_orphan(tx: Transaction, ino: int) -> list[int]:
@@ -184,6 +185,12 @@ def remove_orphan(tx: Transaction, ino: int) -> list[int]:
     tx.delete(keys.orphan(ino))
     if inode is None or inode.nlink:
         return []
+    return erase(tx, inode)
+
+
+def erase(tx: Transaction, inode: Inode) -> list[int]:
+    """Erase an inode that nothing refers to; the ids of what it leaves as garbage."""
+    ino = inode.ino
     tx.delete(keys.inode(ino))
     tx.add(keys.COUNTER_INODES, -1)
     for key in [key for key, _ in tx.range(*keys.xattrs(ino))]:
@@ -192,7 +199,16 @@ def remove_orphan(tx: Transaction, ino: int) -> list[int]:
     if inode.copy is not None:
         garbage.append(discard_copy(tx, inode.copy))
     tx.delete(keys.dirty(ino))
+    if inode.is_dir:
+        drop_pending(tx, ino)
+        tx.delete(keys.retention(ino))
     return garbage
+
+
+def drop_pending(tx: Transaction, ino: int) -> None:
+    """A directory is pending no more (meta/publishing.py)."""
+    for key in [key for key, _ in tx.range(keys.pending(ino), keys.members(ino)[1])]:
+        tx.delete(key)
 
 
 # --- what holds a file's bytes -----------------------------------------------------------------------
@@ -218,6 +234,7 @@ def discard_layout(tx: Transaction, inode: Inode) -> list[int]:
     if isinstance(inode.layout, Striped):
         tx.put(keys.garbage(inode.oid), Garbage(inode.ino, inode.layout).encode())
         drop_checksums(tx, inode.oid)
+        drop_degraded(tx, inode.oid)
         return [inode.oid]
     return chunks.drop_chunks(tx, inode.oid)
 
@@ -227,6 +244,13 @@ def discard_copy(tx: Transaction, copy: Copy) -> int:
     tx.delete(keys.burst_copy(copy.id))
     tx.put(keys.garbage(copy.id), Garbage(0, Striped(1, (copy.server,))).encode())
     return copy.id
+
+
+def put_checksums(tx: Transaction, oid: int, digests: bytes) -> None:
+    """Those of all MiB of the file that has these objects; none of one that is mostly holes."""
+    step = keys.DIGESTS_PER_RECORD * keys.DIGEST_BYTES
+    for start in range(0, len(digests), step):
+        tx.put(keys.checksums(oid, start // keys.DIGEST_BYTES), digests[start : start + step])
 
 
 def drop_checksums(tx: Transaction, oid: int) -> None:
@@ -268,22 +292,22 @@ def rename(
         elif other.is_dir:
             raise IsADirectory()
 
-    _remove_name(tx, parent, name, dentry)
+    remove_name(tx, parent, name, dentry)
     links = {parent: 0, new_parent: 0}
     links[parent] -= inode.is_dir
     links[new_parent] += inode.is_dir
     if target is not None:
         assert other is not None
-        _remove_name(tx, new_parent, new_name, target)
+        remove_name(tx, new_parent, new_name, target)
         links[new_parent] -= other.is_dir
         if flags & RENAME_EXCHANGE:
             links[parent] += other.is_dir
             _move(tx, other, parent, name, cookies[1], now)
         else:
-            other = _drop_link(tx, other, now)
+            other = drop_link(tx, other, now)
     _move(tx, inode, new_parent, new_name, cookies[0], now)
     for directory, change in links.items():
-        _touch(tx, get_directory(tx, directory), now, links=change)
+        touch(tx, get_directory(tx, directory), now, links=change)
     return inode, other
 
 
@@ -311,7 +335,7 @@ def _require_not_below(tx: Transaction, ino: int, directory: int) -> None:
 
 
 def _move(tx: Transaction, inode: Inode, parent: int, name: bytes, cookie: int, now: int) -> None:
-    _put_name(tx, parent, name, inode, cookie)
+    put_name(tx, parent, name, inode, cookie)
     inode.ctime_ns = now
     inode.parent = parent if inode.is_dir or inode.nlink == 1 else SEVERAL
     put_inode(tx, inode)
@@ -337,25 +361,28 @@ def _require_empty(tx: Transaction, inode: Inode) -> None:
         raise NotEmpty()
 
 
-def _put_name(tx: Transaction, parent: int, name: bytes, inode: Inode, cookie: int) -> None:
+def put_name(tx: Transaction, parent: int, name: bytes, inode: Inode, cookie: int) -> None:
+    """A dentry and its place in the listing."""
     type_ = inode.mode >> 12
     tx.put(keys.dentry(parent, name), Dentry(inode.ino, cookie, type_).encode())
     tx.put(keys.entry(parent, cookie), encode_entry(inode.ino, type_, name))
 
 
-def _remove_name(tx: Transaction, parent: int, name: bytes, dentry: Dentry) -> None:
+def remove_name(tx: Transaction, parent: int, name: bytes, dentry: Dentry) -> None:
+    """The reverse."""
     tx.delete(keys.dentry(parent, name))
     tx.delete(keys.entry(parent, dentry.cookie))
 
 
-def _touch(tx: Transaction, directory: Inode, now: int, links: int = 0) -> None:
+def touch(tx: Transaction, directory: Inode, now: int, links: int = 0) -> None:
     """A directory's content has changed."""
     directory.nlink += links
     directory.mtime_ns = directory.ctime_ns = now
     put_inode(tx, directory)
 
 
-def _drop_link(tx: Transaction, inode: Inode, now: int) -> Inode:
+def drop_link(tx: Transaction, inode: Inode, now: int) -> Inode:
+    """The inode has lost a name; without any it is an orphan."""
     inode.nlink = 0 if inode.is_dir else inode.nlink - 1
     inode.ctime_ns = now
     if inode.nlink == 0:

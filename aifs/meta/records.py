@@ -6,21 +6,26 @@ inode
     u8 format=1, u8 form, u8 policy length, u8 number of servers, u32 mode, u32 uid, u32 gid, u32 nlink, u32 rdev,
     u64 size, u64 blocks (of 512 bytes), i64 atime, i64 mtime, i64 ctime (ns),
     u64 parent (0: a file that has or had several), u64 oid, u32 unit (of the layout, in bytes), then: policy,
-    servers (u16 each, stripe order), burst copy (u16 server, u64 id), inline bytes to the end
-    form: 0 without a layout, 1 inline (the bytes are at the end; also symlink targets), 2 striped, 3 interleaved;
-    plus 128: there is a burst copy
+    [u8 replicas, u8 parity columns,] servers (u16 each, in the order of columns), burst copy (u16 server, u64 id), inline
+    bytes to the end
+    form: 0 without a layout, 1 inline (the bytes are at the end; also symlink targets), 2 striped, 3 interleaved, 4
+    protected striped (which alone has what is in brackets); plus 128: there is a burst copy
 dentry
     u64 ino, u64 cookie, u8 type (mode >> 12)
 entry
     u64 ino, u8 type, name
 garbage
-    u64 ino, u32 unit, servers (u16 each)
+    u64 ino, u32 unit, servers (u16 each; what the columns are for is not recorded, since it does not matter any more)
 burst copy
     u64 ino, u16 server, u8 flags (1 undrained: it holds the newest bytes, which lie nowhere else; 2 durable: it has
     been synced since it was made), i64 since (ns, undrained since)
 policy (what new files of a directory get)
-    u32 unit, u8 count (0: all servers), [u8 kind, u8 compress (255: the store's default), u8 tier, u64 expected size,] servers (u16 each; none: any)
-    The part in brackets is left out, which makes the length odd, where all of it is the default.
+    u32 unit, u8 count (0: all servers), [u8 kind, u8 compress (255: the store's default), u8 tier, u64 expected size,
+    [u8 replicas, u8 data columns, u8 parity columns, u8 publish,]] servers (u16 each; none: any)
+    The parts in brackets are left out where all of them is the default: the outer one, which makes the length odd, and
+    the inner one; where that is there, 128 is added to kind.
+degraded
+    u64 ino (0: a container), u32 mask of columns
 """
 
 import stat
@@ -30,12 +35,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from aifs.core.errors import Unavailable
-from aifs.layout.hint import KINDS, TIERS, Policy
+from aifs.layout.hint import KINDS, PUBLISHES, TIERS, Policy
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.striped import Striped
 
 FORMAT = 1
-EMPTY, INLINE, STRIPED, INTERLEAVED = 0, 1, 2, 3
+EMPTY, INLINE, STRIPED, INTERLEAVED, PROTECTED = 0, 1, 2, 3, 4
 _HAS_COPY = 128
 
 _INODE = struct.Struct("<BBBBIIIIIQQqqqQQI")
@@ -47,6 +52,10 @@ _LONG_POLICY = struct.Struct("<IBBBBQ")
 _COPY = struct.Struct("<HQ")
 _BURST = struct.Struct("<QHBq")
 _COMPRESS_DEFAULT = 255
+_HAS_REDUNDANCY = 128
+_REDUNDANCY = struct.Struct("<BBBB")
+_PROTECTION = struct.Struct("<BB")
+_DEGRADED = struct.Struct("<QI")
 
 
 class Copy(NamedTuple):
@@ -118,6 +127,8 @@ class Inode:
             form = EMPTY if data is None else INLINE
         elif type(layout) is Striped:
             form, unit, servers, count = STRIPED, layout.unit, _pack_servers(layout.servers), len(layout.servers)
+            if layout.is_protected:
+                form, servers = PROTECTED, _PROTECTION.pack(layout.replicas, layout.parity) + servers
         else:
             form, unit = INTERLEAVED, layout.chunk
         head = _INODE.pack(
@@ -147,6 +158,11 @@ def decode_inode(ino: int, record: bytes) -> Inode:
         base = form & ~_HAS_COPY
         if base == STRIPED:
             inode.layout = _striped(unit, record[offset : offset + 2 * count])
+            offset += 2 * count
+        elif base == PROTECTED:
+            replicas, parity = _PROTECTION.unpack_from(record, offset)
+            offset += _PROTECTION.size
+            inode.layout = _striped(unit, record[offset : offset + 2 * count], replicas, parity)
             offset += 2 * count
         elif base == INTERLEAVED:
             inode.layout = Interleaved(unit)
@@ -231,6 +247,26 @@ def decode_burst(record: bytes) -> BurstRecord:
         raise Unavailable("the record of a burst copy is damaged") from None
 
 
+class Degraded(NamedTuple):
+    """Columns (a mask) of an object set (the key has its oid) that are missing or wrong, and whose it is (0: a container's).
+
+    No column: the file is plain although its policy asks for protection.
+    """
+
+    ino: int
+    mask: int
+
+    def encode(self) -> bytes:
+        return _DEGRADED.pack(*self)
+
+
+def decode_degraded(record: bytes) -> Degraded:
+    try:
+        return Degraded._make(_DEGRADED.unpack(record))
+    except struct.error:
+        raise Unavailable("the record of a degraded file is damaged") from None
+
+
 @lru_cache(maxsize=4096)
 def encode_policy(policy: Policy) -> bytes:
     servers = _pack_servers(policy.servers)
@@ -238,6 +274,10 @@ def encode_policy(policy: Policy) -> bytes:
         return _POLICY.pack(policy.unit, policy.count) + servers
     kind, tier = KINDS.index(policy.kind), TIERS.index(policy.tier)
     compress = _COMPRESS_DEFAULT if policy.compress is None else policy.compress
+    if policy.replicas or policy.data or policy.parity or policy.publish:
+        kind |= _HAS_REDUNDANCY
+        publish = PUBLISHES.index(policy.publish)
+        servers = _REDUNDANCY.pack(policy.replicas, policy.data, policy.parity, publish) + servers
     return _LONG_POLICY.pack(policy.unit, policy.count, kind, compress, tier, policy.expected) + servers
 
 
@@ -247,16 +287,23 @@ def decode_policy(record: bytes) -> Policy:
         unit, count = _POLICY.unpack_from(record)
         return Policy(unit, count, _unpack_servers(record[_POLICY.size :]))
     unit, count, kind, compress, tier, expected = _LONG_POLICY.unpack_from(record)
-    if kind >= len(KINDS) or tier >= len(TIERS):
+    redundancy, publish, end = (0, 0, 0), 0, _LONG_POLICY.size
+    if kind & _HAS_REDUNDANCY:
+        *redundancy, publish = _REDUNDANCY.unpack_from(record, end)
+        kind, end = kind & ~_HAS_REDUNDANCY, end + _REDUNDANCY.size
+    if kind >= len(KINDS) or tier >= len(TIERS) or publish >= len(PUBLISHES):
         raise struct.error
     level = None if compress == _COMPRESS_DEFAULT else compress
-    servers = _unpack_servers(record[_LONG_POLICY.size :])
-    return Policy(unit, count, servers, KINDS[kind], level, TIERS[tier], expected)
+    servers = _unpack_servers(record[end:])
+    return Policy(unit, count, servers, KINDS[kind], level, TIERS[tier], expected, *redundancy, PUBLISHES[publish])
 
 
 @lru_cache(maxsize=4096)
-def _striped(unit: int, servers: bytes) -> Striped:
-    return Striped(unit, _unpack_servers(servers))
+def _striped(unit: int, servers: bytes, replicas: int = 1, parity: int = 0) -> Striped:
+    layout = Striped(unit, _unpack_servers(servers), replicas, parity)
+    if layout.is_protected and (not replicas or layout.width < 1 or len(layout.servers) % replicas):
+        raise struct.error
+    return layout
 
 
 def _pack_servers(servers: tuple[int, ...]) -> bytes:

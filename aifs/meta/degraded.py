@@ -1,0 +1,28 @@
+"""Which columns of an object set must not be read (``q`` records), as transaction functions (see kv.py)."""
+
+from aifs.meta import keys
+from aifs.meta.kv import ReadTransaction, Transaction, grows
+from aifs.meta.records import Degraded, decode_degraded
+
+
+def find_degraded(tx: ReadTransaction, oid: int) -> int:
+    """The mask of columns that must not be read. Raises Unavailable for a damaged record."""
+    record = tx.get(keys.degraded(oid))
+    return 0 if record is None else decode_degraded(record).mask
+
+
+@grows
+def put_degraded(tx: Transaction, oid: int, ino: int, mask: int) -> None:
+    """These columns, besides those that are known to be, must not be read; mask 0: the plain file is to be protected."""
+    tx.put(keys.degraded(oid), Degraded(ino, mask | find_degraded(tx, oid)).encode())
+
+
+def drop_degraded(tx: Transaction, oid: int) -> None:
+    """The objects are about to go, or are whole."""
+    if tx.get(keys.degraded(oid)) is not None:
+        tx.delete(keys.degraded(oid))
+
+
+def is_marked(tx: ReadTransaction, oid: int) -> bool:
+    """Whether something is due of these objects: columns, or, of a plain file, its protection."""
+    return tx.get(keys.degraded(oid)) is not None

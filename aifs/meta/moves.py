@@ -1,0 +1,254 @@
+"""Columns that are missing, wrong, or on the move, as transaction functions (see kv.py).
+
+Two small records say all that is needed (see keys.py): ``q oid``, *degraded*: these columns must not be read, a rebuild is
+due; ``m oid server``, *stray*: an object may lie there although the layout does not name the server. A column moves
+in one transaction, ``flip``; the steps around it are said in ``vfs/moves``.
+
+An *object set* is (ino, oid): the objects of a file, or with inode number 0 those of a container.
+"""
+
+from collections.abc import Iterable, Set
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+from aifs.core.errors import Unavailable
+from aifs.layout.striped import Striped
+from aifs.meta import chunks, keys, namespace
+from aifs.meta.degraded import drop_degraded, find_degraded, put_degraded
+from aifs.meta.kv import ReadTransaction, Transaction, grows
+from aifs.meta.records import Degraded, decode_degraded, decode_inode
+from aifs.meta.servers import mark_unprotected
+
+_INO_BYTES = 8
+
+
+class ObjectSet(NamedTuple):
+    """Whose objects they are (0: a container's), their id, how they lie, and for how many bytes."""
+
+    ino: int
+    oid: int
+    layout: Striped
+    size: int
+
+
+def find_objects(tx: ReadTransaction, ino: int, oid: int) -> ObjectSet | None:
+    """None if the file, or container, has no such objects (any more). Raises Unavailable for a damaged record."""
+    if ino == 0:
+        container = chunks.find_container(tx, oid)
+        return None if container is None else ObjectSet(0, oid, container.layout, container.length)
+    inode = namespace.find_inode(tx, ino)
+    if inode is None or inode.oid != oid or not isinstance(inode.layout, Striped):
+        return None
+    return ObjectSet(ino, oid, inode.layout, inode.size)
+
+
+def is_changing(tx: ReadTransaction, ino: int, oid: int) -> bool:
+    """Whether the objects may be changed in place: the file has a dirty mark, or the container is open."""
+    return tx.get(keys.open_container(oid) if ino == 0 else keys.dirty(ino)) is not None
+
+
+# --- degraded ----------------------------------------------------------------------------------------
+
+
+@grows
+def put_damaged(tx: Transaction, oid: int, ino: int, mask: int) -> bool:
+    """Columns (a mask) were found to be wrong, and must not be read. False, and nothing is recorded, if that is no news,
+    or old, or would leave less than the file's bytes can be told by."""
+    objects, known = find_objects(tx, ino, oid), find_degraded(tx, oid)
+    if objects is None or not mask & ~known or mask >> len(objects.layout.servers):
+        return False
+    if not objects.layout.survives(mask | known):
+        return False
+    put_degraded(tx, oid, ino, mask)
+    return True
+
+
+# --- strays ------------------------------------------------------------------------------------------
+
+
+class Stray(NamedTuple):
+    """An object that may lie on a server that its layout does not name."""
+
+    ino: int
+    oid: int
+    server: int
+
+
+@grows
+def put_stray(tx: Transaction, stray: Stray) -> bool:
+    """Before an object is made on a server that the layout does not name; False if there may be one already."""
+    key = keys.stray(stray.oid, stray.server)
+    if tx.get(key) is not None:
+        return False
+    tx.put(key, stray.ino.to_bytes(_INO_BYTES, "little"))
+    return True
+
+
+def put_left_behind(tx: Transaction, stray: Stray) -> bool:
+    """An object has perhaps been made where the layout named the server. Whether it is a stray: the objects are not the
+    file's any more, or that one lies elsewhere; then this is on record."""
+    objects = find_objects(tx, stray.ino, stray.oid)
+    if objects is not None and stray.server in objects.layout.servers:
+        return False
+    tx.put(keys.stray(stray.oid, stray.server), stray.ino.to_bytes(_INO_BYTES, "little"))
+    return True
+
+
+def forget_strays(tx: Transaction, strays: Iterable[Stray]) -> None:
+    """They have been deleted, durably, or their server has gone for good."""
+    for stray in strays:
+        tx.delete(keys.stray(stray.oid, stray.server))
+
+
+def decode_stray(key: bytes, value: bytes) -> Stray:
+    """Raises Unavailable for a damaged record."""
+    if len(value) != _INO_BYTES:
+        raise Unavailable("the record of a stray object is damaged")
+    return Stray(int.from_bytes(value, "little"), *keys.stray_parts(key))
+
+
+def load_strays(tx: ReadTransaction) -> list[Stray]:
+    """All of them. Those that are damaged are left out: fsck names them."""
+    found = tx.range(*keys.all_of(b"m"))
+    return [decode_stray(key, value) for key, value in found if len(value) == _INO_BYTES]
+
+
+# --- the flip ----------------------------------------------------------------------------------------
+
+
+def flip(tx: Transaction, before: ObjectSet, column: int, server: int, lost: int | None = None) -> ObjectSet | None:
+    """The object of ``column`` is whole and durable on ``server``: from now on it lies there and may be read.
+
+    If that is another server than before, what lies on the old one is a stray from now on. None, and nothing is changed,
+    if the objects are not what they were ``before``, may be changed just now, or are degraded otherwise than by the mask
+    ``lost``: it may have been made of a column that is known to be wrong now.
+    """
+    ino, oid, layout, _ = before
+    if find_objects(tx, ino, oid) != before or is_changing(tx, ino, oid):
+        return None
+    if lost is not None and find_degraded(tx, oid) != lost:
+        return None
+    old = layout.servers[column]
+    after = before._replace(layout=layout.moved(column, server))
+    if server != old:
+        if not layout.is_protected:
+            mark_unprotected(tx, (server,))
+        tx.delete(keys.stray(oid, server))
+        tx.put(keys.stray(oid, old), ino.to_bytes(_INO_BYTES, "little"))
+        _put_layout(tx, after)
+    left = find_degraded(tx, oid) & ~(1 << column)
+    if left:
+        tx.put(keys.degraded(oid), Degraded(ino, left).encode())
+    else:
+        drop_degraded(tx, oid)
+    return after
+
+
+def _put_layout(tx: Transaction, objects: ObjectSet) -> None:
+    if objects.ino:
+        inode = namespace.get_inode(tx, objects.ino)
+        namespace.put_inode(tx, replace(inode, layout=objects.layout))
+    else:
+        record = chunks.find_container(tx, objects.oid)
+        assert record is not None
+        tx.put(keys.container(objects.oid), record._replace(layout=objects.layout).encode())
+
+
+@grows
+def put_relaid(
+    tx: Transaction, before: ObjectSet, after: ObjectSet, blocks: int, digests: bytes, lost: int, due: bool
+) -> list[int] | None:
+    """The durable objects ``after``, but for the columns of the mask ``lost``, replace those ``before``.
+
+    ``due``: the file should be protected, and is not. Returns the ids of what is garbage now; None, and nothing is changed,
+    if the file is not what it was.
+    """
+    if find_objects(tx, before.ino, before.oid) != before or is_changing(tx, before.ino, before.oid):
+        return None
+    inode = namespace.get_inode(tx, before.ino)
+    garbage = namespace.discard_layout(tx, inode)
+    tx.delete(keys.garbage(after.oid))
+    namespace.put_checksums(tx, after.oid, digests)
+    if not after.layout.is_protected:
+        mark_unprotected(tx, after.layout.servers)
+    if lost or due:
+        put_degraded(tx, after.oid, before.ino, lost)
+    namespace.put_inode(tx, replace(inode, oid=after.oid, layout=after.layout, blocks=blocks))
+    return garbage
+
+
+# --- what is due -------------------------------------------------------------------------------------
+
+
+class Due(NamedTuple):
+    """Columns that have to be made anew or to move, and how many bytes that is. None: the file is to be protected."""
+
+    ino: int
+    oid: int
+    columns: tuple[int, ...]
+    length: int
+
+
+def due_columns(layout: Striped, degraded: int, staying: Set[int]) -> tuple[int, ...]:
+    """Columns that are degraded, then those on servers that are not among those where columns may stay."""
+    numbers = range(len(layout.servers))
+    wrong = tuple(number for number in numbers if degraded >> number & 1)
+    return wrong + tuple(n for n in numbers if layout.servers[n] not in staying and not degraded >> n & 1)
+
+
+def scan_degraded(tx: ReadTransaction, start: bytes, end: bytes, limit: int) -> tuple[list[Due], bytes]:
+    """What a slice of the ``q`` records calls for, and where the next slice starts (empty: there is none).
+
+    Records that say nothing (any more) come with ``length`` 0 and no columns.
+    """
+    found, key = [], b""
+    count = 0
+    for key, value in tx.range(start, end, limit):
+        count += 1
+        with suppress(Unavailable):  # damaged: fsck names it
+            oid, (ino, mask) = keys.number(key), decode_degraded(value)
+            objects = find_objects(tx, ino, oid)
+            if objects is None:
+                found.append(Due(ino, oid, (), 0))
+            else:
+                found.append(_due(objects, due_columns(objects.layout, mask, frozenset(objects.layout.servers))))
+    return found, key + b"\0" if count == limit else b""
+
+
+def scan_files(
+    tx: ReadTransaction, start: bytes, end: bytes, limit: int, staying: Set[int]
+) -> tuple[list[Due], bytes]:
+    """The same of a slice of the inodes: striped files that have columns on other servers than those where they may stay."""
+    found, key = [], b""
+    count = 0
+    for key, value in tx.range(start, end, limit):
+        count += 1
+        with suppress(Unavailable):
+            inode = decode_inode(keys.number(key), value)
+            if isinstance(inode.layout, Striped) and not staying.issuperset(inode.layout.servers):
+                objects = ObjectSet(inode.ino, inode.oid, inode.layout, inode.size)
+                found.append(_due(objects, due_columns(inode.layout, 0, staying)))
+    return found, key + b"\0" if count == limit else b""
+
+
+def scan_containers(
+    tx: ReadTransaction, start: bytes, end: bytes, limit: int, staying: Set[int]
+) -> tuple[list[Due], bytes]:
+    """The same of a slice of the table of containers."""
+    found, key = [], b""
+    count = 0
+    for key, value in tx.range(start, end, limit):
+        count += 1
+        with suppress(Unavailable):
+            record = chunks.decode_container(value)
+            if not staying.issuperset(record.layout.servers):
+                objects = ObjectSet(0, keys.number(key), record.layout, record.length)
+                found.append(_due(objects, due_columns(record.layout, 0, staying)))
+    return found, key + b"\0" if count == limit else b""
+
+
+def _due(objects: ObjectSet, columns: tuple[int, ...]) -> Due:
+    layout, size = objects.layout, objects.size
+    length = sum(layout.object_length(column, size) for column in columns) if columns else size
+    return Due(objects.ino, objects.oid, columns, length)

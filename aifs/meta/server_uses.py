@@ -1,0 +1,99 @@
+"""What refers to a server, found in slices of keys: transaction functions that only look (see kv.py).
+
+Each returns what it has found in its slice, and where the next one starts (b"": nowhere).
+"""
+
+from collections.abc import Set
+from typing import NamedTuple
+
+from aifs.core.errors import Unavailable
+from aifs.layout.striped import Striped
+from aifs.meta import chunks, keys
+from aifs.meta.degraded import find_degraded
+from aifs.meta.kv import ReadTransaction
+from aifs.meta.records import decode_burst, decode_inode
+
+SLICE = 512
+
+
+class Uses(NamedTuple):
+    """``objects``: how many have a column there, of files or containers; ``length``: the bytes of these columns; ``lost``:
+    the oids of those that cannot be read without it; ``unreadable``: records that nobody can tell anything of."""
+
+    objects: int = 0
+    length: int = 0
+    lost: tuple[int, ...] = ()
+    unreadable: int = 0
+
+    def __add__(self, other: "Uses") -> "Uses":
+        return Uses(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+
+def scan_files(tx: ReadTransaction, start: bytes, server: int, gone: Set[int]) -> tuple[Uses, bytes]:
+    """Of a slice of the inodes: striped files. ``gone``: all servers that are to be done without."""
+    return _scan(tx, start or b"i", server, gone)
+
+
+def scan_containers(tx: ReadTransaction, start: bytes, server: int, gone: Set[int]) -> tuple[Uses, bytes]:
+    """Of a slice of the table of containers."""
+    return _scan(tx, start or b"t", server, gone)
+
+
+def _scan(tx: ReadTransaction, start: bytes, server: int, gone: Set[int]) -> tuple[Uses, bytes]:
+    found, key, count = [], b"", 0
+    for key, value in tx.range(start, keys.all_of(start[:1])[1], SLICE):
+        count += 1
+        found.append(_uses_of(tx, key, value, server, gone))
+    return sum(found, Uses()), key + b"\0" if count == SLICE else b""
+
+
+def _uses_of(tx: ReadTransaction, key: bytes, value: bytes, server: int, gone: Set[int]) -> Uses:
+    number = keys.number(key)
+    try:
+        if key[:1] == b"t":
+            container = chunks.decode_container(value)
+            oid, layout, size = number, container.layout, container.length
+        else:
+            inode = decode_inode(number, value)
+            oid, layout, size = inode.oid, inode.layout, inode.size
+        if not isinstance(layout, Striped) or server not in layout.servers:
+            return Uses()
+        missing = find_degraded(tx, oid)
+    except Unavailable:
+        return Uses(unreadable=1)
+    for column, number in enumerate(layout.servers):
+        if number in gone and layout.object_length(column, size):
+            missing |= 1 << column
+    length = layout.object_length(layout.servers.index(server), size)
+    return Uses(1, length, () if layout.survives(missing) else (oid,))
+
+
+def scan_chunk_lists(tx: ReadTransaction, start: bytes, containers: Set[int]) -> tuple[set[int], bytes]:
+    """Of a slice of the chunk lists: the oids of files that have chunks in one of these containers."""
+    oids, key, count = set(), b"", 0
+    for key, value in tx.range(start or b"l", keys.all_of(b"l")[1], SLICE):
+        count += 1
+        if any(container in containers for container, *_ in chunks.decode_shares(value)):
+            oids.add(keys.chunk_list_parts(key)[0])
+    return oids, key + b"\0" if count == SLICE else b""
+
+
+class Copies(NamedTuple):
+    """Burst copies: ids of clean ones, inode numbers of files whose newest bytes are in dirty ones."""
+
+    clean: tuple[int, ...] = ()
+    dirty: tuple[int, ...] = ()
+
+
+def scan_copies(tx: ReadTransaction, start: bytes, server: int) -> tuple[Copies, bytes]:
+    """Of a slice of the burst copies: those on ``server``."""
+    clean, dirty, key, count = [], [], b"", 0
+    for key, value in tx.range(start or b"b", keys.all_of(b"b")[1], SLICE):
+        count += 1
+        record = decode_burst(value)
+        if record.server == server:
+            if record.undrained:
+                dirty.append(record.ino)
+            else:
+                clean.append(keys.number(key))
+    return Copies(tuple(clean), tuple(dirty)), key + b"\0" if count == SLICE else b""

@@ -1,0 +1,150 @@
+"""Removing whole trees as transaction functions (see kv.py): the name goes at once, what lies below in slices.
+
+A directory in the trash has no name and no links, keeps its entries, and has a record:
+
+    z ino       u8 format=1, u64 tree, i64 since (ns), u32 uid (who has removed it); little-endian
+                ``tree``: the directory whose name was removed, ``ino`` itself or one that it lay in
+
+Emptying a directory puts its subdirectories into the trash, each with a record of its own, so the work is flat however
+deep the tree is, and every state in between is one that the next mount goes on from. The record goes with the inode.
+"""
+
+import struct
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from aifs.core.errors import NotADirectory, Unavailable
+from aifs.meta import keys, namespace
+from aifs.meta.kv import ReadTransaction, Transaction
+from aifs.meta.records import Inode, decode_entry
+
+FORMAT = 1
+
+_RECORD = struct.Struct("<BQqI")
+
+
+class DamagedTree(Unavailable):
+    """A record in the tree cannot be read; fsck names it."""
+
+
+class Doomed(NamedTuple):
+    """The top of the tree that a directory in the trash was removed with, when (ns), and by whom."""
+
+    tree: int
+    since_ns: int
+    uid: int
+
+    def encode(self) -> bytes:
+        return _RECORD.pack(FORMAT, *self)
+
+
+def decode_doomed(record: bytes) -> Doomed:
+    """Raises Unavailable for a damaged record."""
+    try:
+        version, *fields = _RECORD.unpack(record)
+    except struct.error:
+        raise Unavailable("a record of the trash is damaged") from None
+    if version != FORMAT:
+        raise Unavailable(f"a record of the trash has format {version}; this version reads format {FORMAT}")
+    return Doomed._make(fields)
+
+
+def doom(tx: Transaction, parent: int, name: bytes, now: int, uid: int) -> Inode:
+    """Remove the name of a directory, and put it into the trash with all that lies below; the inode as it is now.
+
+    The cost does not depend on what lies below. Raises NotFound, NotADirectory, NameTooLong.
+    """
+    dentry = namespace.get_dentry(tx, parent, name)
+    inode = namespace.get_inode(tx, dentry.ino)
+    if not inode.is_dir:
+        raise NotADirectory()
+    namespace.remove_name(tx, parent, name, dentry)
+    namespace.touch(tx, namespace.get_directory(tx, parent), now, links=-1)
+    return put_doomed(tx, inode, now, uid)
+
+
+def put_doomed(tx: Transaction, inode: Inode, now: int, uid: int) -> Inode:
+    """Put a directory, which has just lost its name, into the trash; the inode as it is now."""
+    return _put(tx, inode, Doomed(inode.ino, now, uid), now)
+
+
+def _put(tx: Transaction, inode: Inode, doomed: Doomed, now: int) -> Inode:
+    inode.nlink, inode.ctime_ns = 0, now
+    namespace.put_inode(tx, inode)
+    tx.put(keys.trash(inode.ino), doomed.encode())
+    return inode
+
+
+def all_doomed(tx: ReadTransaction) -> list[tuple[int, Doomed]]:
+    """The directories in the trash, in order of inode number. A damaged record is fsck's to name."""
+    found = []
+    for key, value in tx.range(*keys.all_of(b"z")):
+        try:
+            found.append((keys.number(key), decode_doomed(value)))
+        except Unavailable:
+            continue
+    return found
+
+
+@dataclass(slots=True)
+class Slice:
+    """What a step of emptying a directory has done.
+
+    ``erased``: inodes that are gone; ``garbage``: ids of what they leave; ``kept``: files that are open, or have other
+    names, as they are now; ``directories``: subdirectories that are in the trash themselves now. ``finished``: the
+    directory was empty, and is gone, too.
+    """
+
+    erased: list[int] = field(default_factory=list)
+    garbage: list[int] = field(default_factory=list)
+    kept: list[Inode] = field(default_factory=list)
+    directories: list[int] = field(default_factory=list)
+    finished: bool = False
+
+
+def remove_slice(tx: Transaction, ino: int, is_open: Container[int], limit: int, now: int) -> Slice:
+    """Remove up to ``limit`` names of a directory in the trash; the directory itself when nothing is left in it.
+
+    Files without other names are erased, unless they are in ``is_open``: those become orphans. Raises DamagedTree, with
+    nothing changed.
+    """
+    done = Slice()
+    record = tx.get(keys.trash(ino))
+    if record is None:
+        done.finished = True
+        return done
+    try:
+        doomed = decode_doomed(record)
+        entries = list(tx.range(*keys.entries_after(ino, 0), limit))
+        for key, value in entries:
+            child, _, name = decode_entry(value)
+            tx.delete(key)
+            tx.delete(keys.dentry(ino, name))
+            inode = namespace.find_inode(tx, child)
+            if inode is not None:
+                _remove(tx, inode, doomed, is_open, now, done)
+        if len(entries) < limit:
+            done.finished = True
+            _erase(tx, namespace.get_inode(tx, ino), done)
+            tx.delete(keys.trash(ino))
+    except Unavailable as error:
+        raise DamagedTree(str(error)) from error
+    return done
+
+
+def _remove(
+    tx: Transaction, inode: Inode, doomed: Doomed, is_open: Container[int], now: int, done: Slice
+) -> None:
+    if inode.is_dir:
+        _put(tx, inode, doomed, now)
+        done.directories.append(inode.ino)
+    elif inode.nlink <= 1 and inode.ino not in is_open:
+        _erase(tx, inode, done)
+    else:
+        done.kept.append(namespace.drop_link(tx, inode, now))
+
+
+def _erase(tx: Transaction, inode: Inode, done: Slice) -> None:
+    done.garbage += namespace.erase(tx, inode)
+    done.erased.append(inode.ino)
