@@ -1,26 +1,41 @@
 """Appending to containers: many chunks become a few large writes on each server.
 
-A container is one object (inode number 0, its id as oid). What is appended to it is a *stripe* at a time, by one task
-at a time, which keeps the container to itself until the bytes are durable: so what fails or is cancelled leaves
-nothing but bytes behind the end, which the next append overwrites.
+A container is an object set of its own (inode number 0, its id as oid): one object, or several that protect each other.
+What is appended to it is a *stripe* at a time, by one task at a time, which keeps the container to itself until the bytes
+are durable: so what fails or is cancelled leaves nothing but bytes behind the end, which the next append overwrites.
 """
 
 import mmap
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import trio
 
-from aifs.core import faults, files
+from aifs.core import faults
 from aifs.core.budget import Budget
 from aifs.core.errors import FsError
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
-from aifs.data.pieces import Piece
-from aifs.data.server import DataServer
+from aifs.data import chunk_codec
+from aifs.data.open_containers import Damaged, OpenContainer, open_container
+from aifs.data.pieces import Piece, StoredPiece
 from aifs.data.servers import Servers
-from aifs.layout.interleaved import CHUNK_MAX, HEADER_BYTES, STRIPE, Location, Stripe, deal
+from aifs.layout.interleaved import (
+    CHUNK_MAX,
+    HEADER_BYTES,
+    RECORD_MAX,
+    RECORDS_HEAD,
+    STRIPE,
+    UNIT,
+    Growth,
+    Location,
+    Stripe,
+    deal,
+)
+from aifs.layout.redundancy import DATA_MAX
+from aifs.layout.striped import Striped
 
 _log = logger(__name__)
 
@@ -30,153 +45,191 @@ _SYNCED = faults.declare("data.append.synced", "containers hold all chunks durab
 _LANES_MIN = 4
 """Few servers get several tasks, each with a container of its own, so that hashing does not wait for writing."""
 
-_STRIPE_MAX = max(STRIPE, CHUNK_MAX + HEADER_BYTES)
+_IDLE_MAX = 64
+"""Layouts of protected containers that are kept open; those that were used least recently are sealed."""
+
+_ROW_MAX = DATA_MAX * UNIT
+_BUFFER = max(STRIPE, RECORDS_HEAD + RECORD_MAX + HEADER_BYTES + CHUNK_MAX) + _ROW_MAX
+"""Of a stripe, and of what the one before has left of a row."""
 
 
 class Catalogue(Protocol):
     """Who keeps the table of containers."""
 
-    async def new(self, server: int) -> int:
+    async def new(self, layout: Striped) -> int:
         """The id of a new container, which is on record when this returns. Raises NoSpace, Unavailable."""
 
     async def seal(self, container: int) -> None:
         """Nothing will be appended any more, and no chunk in it waits to be recorded."""
 
-    def changed(self, server: int, container: int) -> None:
+    def changed(self, container: int, layout: Striped) -> None:
         """What has been read of a container may differ from now on, behind what its table entry covers."""
 
 
-class _Open:
-    """A container that may be appended to. ``pins``: users whose chunks in it are not recorded yet."""
+class Appended(NamedTuple):
+    """Where chunks lie now, and what else has become of their containers; to be recorded together."""
 
-    def __init__(self, server: DataServer, container: int, end: int) -> None:
-        self.server = server
-        self.key = (0, container)
-        self.end = end
-        self.fd: int | None = None
-        self.full = False
-        self.pins = 0
+    places: list[Location]
+    growth: list[Growth]
 
 
 class ContainerWriter:
     """All appending to containers of one store. Used from one trio thread."""
 
-    def __init__(self, servers: Servers, catalogue: Catalogue, budget: Budget, size: int) -> None:
-        """``size``: when a container has reached it, the next one is begun."""
+    def __init__(self, servers: Servers, catalogue: Catalogue, budget: Budget, size: int, spare: int = 0) -> None:
+        """``size``: when a container has reached it, the next one is begun. ``spare``: how many columns more than their
+        bytes need protected ones must have, if others fail; see ProtectedObjects.sync."""
         self._servers = servers
         self._catalogue = catalogue
         self._buffers = _Buffers(budget)
         self._size = size
-        self._idle: dict[int, list[_Open]] = {}
+        self._spare = spare
+        self._idle: dict[Striped, list[OpenContainer]] = {}  # least recently used first
+        self._unsealed: list[OpenContainer] = []  # full, but the metadata did not take it
         self._turn = 0
 
-    def adopt(self, server: int, container: int, length: int) -> None:
-        """Go on with a container of an earlier mount. Does no I/O."""
-        self._idle.setdefault(server, []).append(_Open(self._servers[server], container, length))
+    def adopt(self, layout: Striped, container: int, length: int) -> None:
+        """Go on with a plain container of an earlier mount. Does no I/O."""
+        self._idle.setdefault(layout, []).append(open_container(self._servers, layout, container, length))
 
     @asynccontextmanager
-    async def append(self, pieces: Sequence[Piece], servers: Sequence[int]) -> AsyncIterator[list[Location]]:
-        """Put all chunks into containers on ``servers``; within the block they are durable, and to be recorded.
+    async def append(self, pieces: Sequence[Piece], slots: Sequence[Striped]) -> AsyncIterator[Appended]:
+        """Put all chunks into containers that are laid out like ``slots``, in turn; within the block they are durable,
+        and to be recorded.
 
-        Yields their places, in order. Cancellable between stripes. Raises NoSpace, QuotaExceeded, Unavailable: then,
-        as where the block does not record them, nothing is left of them that counts.
+        The places are in the order of ``pieces``. Cancellable between stripes. Raises NoSpace, QuotaExceeded,
+        Unavailable: then, as where the block does not record them, nothing is left of them that counts. A protected
+        container of which a column fails is still good if enough others are durable; nothing more is appended to it.
         """
         work = _Append(pieces)
-        stripes = deal([piece.space for piece in pieces], servers, self._turn)
+        stripes = deal([piece.space for piece in pieces], len(slots), self._turn)
         self._turn += len(stripes)
         lanes: dict[tuple[int, int], list[Stripe]] = {}
-        width = max(1, _LANES_MIN // len(servers))
+        width = max(1, _LANES_MIN // len(slots))
         for number, stripe in enumerate(stripes):
-            lanes.setdefault((stripe.server, number // len(servers) % width), []).append(stripe)
+            lanes.setdefault((stripe.slot, number // len(slots) % width), []).append(stripe)
         try:
             try:
-                await run_all(*(lambda lane=lane: self._fill(work, lane) for lane in lanes.values()))
+                await run_all(*(partial(self._fill, work, slots[slot], lane) for (slot, _), lane in lanes.items()))
             except BaseException:
                 work.undo()
                 raise
             finally:
                 for container in work.starts:
-                    self._catalogue.changed(container.server.id, container.key[1])
+                    self._catalogue.changed(container.id, container.layout)
                     if not container.full:
-                        self._idle.setdefault(container.server.id, []).append(container)
+                        self._put_back(container)
             faults.reach(_SYNCED)
-            yield work.places
+            yield work.result()
         finally:
             for container in work.starts:
                 container.pins -= 1
                 await self._seal_if_done(container)
+            await self._seal_some()
 
-    async def _fill(self, work: "_Append", stripes: list[Stripe]) -> None:
-        """Append stripes of one server, one after the other, and make them durable."""
-        server = self._servers[stripes[0].server]
-        used: list[_Open] = []
+    async def _fill(self, work: "_Append", layout: Striped, stripes: list[Stripe]) -> None:
+        """Append stripes of one slot, one after the other, and make them durable."""
+        used: list[OpenContainer] = []
         try:
             async with self._buffers.one() as memory:
                 for stripe in stripes:
                     await trio.lowlevel.checkpoint()
                     if work.failed:
                         return
-                    container = await self._container(work, used, work.space(stripe), server)
-                    await self._servers.run(server, work.write, container, stripe, memory)
+                    space = work.space(stripe)
+                    if used and not self._fits(used[-1], space):
+                        await used[-1].finish(memory)
+                        used[-1].full = True
+                    if not used or used[-1].full:
+                        container = await self._take(layout, space)
+                        work.starts[container] = container.end
+                        container.pins += 1
+                        used.append(container)
+                    await work.append(used[-1], stripe, memory)
                     faults.reach(_APPENDED)
+                await used[-1].finish(memory)
             for container in used:
-                await self._servers.run(server, _sync, container)
+                await container.sync(self._spare)
         except BaseException:
             work.failed = True
             raise
 
-    async def _container(self, work: "_Append", used: list[_Open], space: int, server: DataServer) -> _Open:
-        """The container that this lane uses last, or the next one if ``space`` bytes do not fit."""
-        if used and (used[-1].end + space <= self._size or used[-1].end == 0):
-            return used[-1]
-        if used:
-            used[-1].full = True
-        container = await self._take(server, space)
-        work.starts[container] = container.end
-        container.pins += 1
-        used.append(container)
-        return container
+    def _fits(self, container: OpenContainer, space: int) -> bool:
+        return container.end + space <= self._size or container.end == 0
 
-    async def _take(self, server: DataServer, space: int) -> _Open:
-        idle = self._idle.setdefault(server.id, [])
+    async def _take(self, layout: Striped, space: int) -> OpenContainer:
+        """A container with room, for one task alone."""
+        idle = self._idle.get(layout, [])
         while idle:
             container = idle.pop()
             try:
-                if container.end + space <= self._size or container.end == 0:
-                    await self._servers.run(server, _open, container)
+                if self._fits(container, space):
+                    await container.open()
                     return container
                 container.full = True
-            except _Damaged as error:
+            except Damaged as error:
                 _log.warning("%s; nothing is appended to it any more", error)
                 container.full = True
             except BaseException:
-                idle.append(container)
+                self._put_back(container)
                 raise
             await self._seal_if_done(container)
-        container = _Open(server, await self._catalogue.new(server.id), 0)
+        container = open_container(self._servers, layout, await self._catalogue.new(layout), 0)
         try:
-            await self._servers.run(server, _open, container)
+            await container.open()
         except BaseException:
-            idle.append(container)
+            self._put_back(container)
             raise
         return container
 
-    async def _seal_if_done(self, container: _Open) -> None:
-        if container.full and not container.pins:
-            self._close(container)
-            with trio.CancelScope(shield=True):
-                await self._catalogue.seal(container.key[1])
+    def _put_back(self, container: OpenContainer) -> None:
+        idle = self._idle.pop(container.layout, [])
+        idle.append(container)
+        self._idle[container.layout] = idle
 
-    def _close(self, container: _Open) -> None:
-        if container.fd is not None:
-            container.server.close_object(container.fd)
-            container.fd = None
+    # --- sealing ---
+
+    async def retire(self, unwanted: Callable[[int, Striped], bool]) -> None:
+        """Seal the open containers of which ``unwanted`` says so, by id and layout, unless they are in use."""
+        await self._seal_unsealed()
+        retired: list[OpenContainer] = []
+        for layout, idle in self._idle.items():
+            chosen = [container for container in idle if unwanted(container.id, layout)]
+            idle[:] = [container for container in idle if container not in chosen]
+            retired += chosen
+        for container in retired:
+            container.full = True
+            await self._seal_if_done(container)
+
+    async def _seal_some(self) -> None:
+        await self._seal_unsealed()
+        protected = [layout for layout in self._idle if layout.is_protected]
+        surplus = set(protected[: len(protected) - _IDLE_MAX])
+        if surplus:
+            await self.retire(lambda _, layout: layout in surplus)
+        for layout in [layout for layout, idle in self._idle.items() if not idle]:
+            del self._idle[layout]
+
+    async def _seal_if_done(self, container: OpenContainer) -> None:
+        if container.full and not container.pins:
+            container.close()
+            with trio.CancelScope(shield=True):
+                try:
+                    await self._catalogue.seal(container.id)
+                except FsError as error:  # no reason for those to fail who have recorded their chunks
+                    self._unsealed.append(container)
+                    _log.info("container %d is to be sealed later: %s", container.id, error)
+
+    async def _seal_unsealed(self) -> None:
+        unsealed, self._unsealed = self._unsealed, []
+        for container in unsealed:
+            await self._seal_if_done(container)
 
     def close(self) -> None:
         """Let go of all containers; the next mount goes on with them. Nobody appends any more. Does not block."""
         for idle in self._idle.values():
             for container in idle:
-                self._close(container)
+                container.close()
         self._idle.clear()
 
 
@@ -193,8 +246,8 @@ class _Buffers:
         if self._idle:
             memory = self._idle.pop()
         else:
-            await self._budget.acquire(_STRIPE_MAX)
-            memory = memoryview(mmap.mmap(-1, _STRIPE_MAX))
+            await self._budget.acquire(_BUFFER)
+            memory = memoryview(mmap.mmap(-1, _BUFFER))
         try:
             yield memory
         finally:
@@ -204,8 +257,8 @@ class _Buffers:
     def _give_back(self, size: int) -> None:
         while self._idle and size > 0:
             self._idle.pop()
-            self._budget.release(_STRIPE_MAX)
-            size -= _STRIPE_MAX
+            self._budget.release(_BUFFER)
+            size -= _BUFFER
 
 
 class _Append:
@@ -214,65 +267,45 @@ class _Append:
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = pieces
         self.places: list[Location] = [None] * len(pieces)  # type: ignore[list-item]
-        self.starts: dict[_Open, int] = {}
+        self.starts: dict[OpenContainer, int] = {}
         self.failed = False
+        self._records: dict[OpenContainer, int] = {}
 
     def space(self, stripe: Stripe) -> int:
-        return sum(piece.space for piece in self.pieces[stripe.first : stripe.end])
+        return RECORDS_HEAD + sum(piece.space for piece in self.pieces[stripe.first : stripe.end])
 
-    def write(self, container: _Open, stripe: Stripe, memory: memoryview) -> None:
-        """Build the stripe and append it, in a worker thread."""
-        server, key, filled = container.server, container.key, 0
-        for number in range(stripe.first, stripe.end):
-            header = self.pieces[number].fill(memory[filled:])
-            self.places[number] = Location(
-                server.id, key[1], container.end + filled, header.stored, header.raw, header.codec, header.digest
-            )
-            filled += HEADER_BYTES + header.stored
-        server.write(key, container.fd, memory[:filled], container.end)
-        files.start_writing(container.fd, container.end, filled)  # while the next stripe is read and hashed
-        container.end += filled
+    async def append(self, container: OpenContainer, stripe: Stripe, memory: memoryview) -> None:
+        """Build the stripe in a worker thread, and append it."""
+        pieces = self.pieces[stripe.first : stripe.end]
+        records = dict.fromkeys(piece.record for piece in pieces if piece.record is not None)
+        start = container.carried + (chunk_codec.records_space(container.layout, records) if records else 0)
+        for piece in pieces:
+            if isinstance(piece, StoredPiece):
+                await piece.load(memory[start:])
+                start += piece.length
+
+        def build(memory: memoryview) -> int:
+            filled = 0
+            if records:
+                packed = chunk_codec.pack_records(container.id, container.layout, records)
+                filled = len(packed)
+                memory[:filled] = packed
+                self._records[container] = self._records.get(container, 0) + filled
+            for number, piece in enumerate(pieces, stripe.first):
+                header = piece.fill(memory[filled:])
+                self.places[number] = Location(
+                    container.layout.servers[0], container.id, container.end + filled,
+                    header.stored, header.raw, header.codec, header.digest,
+                )  # fmt: skip
+                filled += HEADER_BYTES + header.stored
+            return filled
+
+        await container.append(build, memory)
 
     def undo(self) -> None:
         for container, start in self.starts.items():
-            container.end = start
+            container.rewind(start)
 
-
-class _Damaged(Exception):
-    """A container is not what the metadata says."""
-
-
-# --- in worker threads ---
-
-
-def _open(container: _Open) -> None:
-    """Open the container's object, cut to its end; it is made if nothing has been appended yet."""
-    if container.fd is not None:
-        return
-    server, key = container.server, container.key
-    with server.lock_of(key[1]):
-        fd = server.open_object(key, create=container.end == 0)
-    if fd is None:
-        raise _Damaged(f"{server.name}: {server.object_path(*key)} is missing")
-    try:
-        length = server.stat(key, fd).st_size
-        if length < container.end:
-            path = server.object_path(*key)
-            raise _Damaged(f"{server.name}: {path} has {length} of {container.end} bytes")
-        if length > container.end:
-            server.truncate(key, fd, container.end)
-    except BaseException:
-        files.close_file(fd)
-        raise
-    container.fd = fd
-
-
-def _sync(container: _Open) -> None:
-    """Bytes, length and name of the container are durable on return."""
-    server = container.server
-    try:
-        server.sync_object(container.key, container.fd)
-    except FsError:
-        container.full = True  # the system forgets what it could not write; a later sync would not fail
-        raise
-    server.sync_names_near(container.key[1])
+    def result(self) -> Appended:
+        growth = [Growth(container.id, self._records.get(container, 0), container.lost) for container in self.starts]
+        return Appended(self.places, growth)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from aifs.data.marker import NAME as MARKER
 
 OBJECTS = "objects"
+BACKUP = "backup"  # of the metadata (backups)
 
 _UPPER = re.compile(r"0|[1-9a-f][0-9a-f]*")
 _LOWER = re.compile(r"[0-9a-f]{2}")
@@ -62,9 +63,9 @@ def list_range(root: str, first_oid: int, end_oid: int) -> list[tuple[int, int]]
 
 
 def list_all(root: str) -> Iterator[StoredObject | ForeignFile]:
-    """Everything below ``root`` but the marker and our directories, in order of path."""
+    """Everything below ``root`` but the marker, backups and our directories, in order of path."""
     for name in _names_in(root):
-        if name not in (MARKER, OBJECTS):
+        if name not in (MARKER, OBJECTS, BACKUP):
             yield ForeignFile(f"{root}/{name}")
     for upper in _directories(f"{root}/{OBJECTS}", _UPPER):
         if isinstance(upper, ForeignFile):
@@ -111,3 +112,9 @@ def _parse(root: str, directory: str, name: str) -> tuple[int, int] | None:
     if match is None or directory_of(root, int(match[1], 16)) != directory:
         return None
     return int(match[2], 16), int(match[1], 16)
+
+
+def id_bound(root: str) -> int:
+    """No object below ``root`` has this id or a larger one."""
+    numbers = [int(name, 16) for name in _names_in(f"{root}/{OBJECTS}") if _UPPER.fullmatch(name)]
+    return (max(numbers, default=-1) + 1) << 16

@@ -2,20 +2,21 @@
 
 import errno
 import os
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from aifs.core import files
 from aifs.core.errors import Unavailable, from_oserror
 from aifs.data import chunk_codec
-from aifs.data.chunk_codec import Header
-from aifs.data.server import DataServer
-from aifs.layout.interleaved import HEADER_BYTES, Interleaved, Location
+from aifs.data.chunk_codec import FileRecord, Header
+from aifs.layout.interleaved import HEADER_BYTES, RECORD_MAX, Interleaved, Location
 
 
 class Source(NamedTuple):
     """A file to be stored as it is. Nobody changes it meanwhile.
 
-    ``fd``: open for reading, of ``size`` bytes. ``level``: of zstd, 0 for no compression.
+    ``fd``: open for reading, of ``size`` bytes. ``level``: of zstd, 0 for no compression. ``record``: what is to be said of
+    it in the container; its sizes and counts are filled in.
     """
 
     ino: int
@@ -24,6 +25,7 @@ class Source(NamedTuple):
     fd: int
     layout: Interleaved
     level: int
+    record: FileRecord | None = None
 
 
 class FilePiece(NamedTuple):
@@ -31,15 +33,16 @@ class FilePiece(NamedTuple):
 
     source: Source
     index: int
+    record: FileRecord | None = None
 
     @property
     def space(self) -> int:
-        """Bytes of a container that it takes at most."""
-        return HEADER_BYTES + self.source.layout.length(self.index, self.source.size)
+        """Bytes of a container that it takes at most, with the record of its file."""
+        return HEADER_BYTES + RECORD_MAX + self.source.layout.length(self.index, self.source.size)
 
     def fill(self, memory: memoryview) -> Header:
         """Make the beginning of ``memory`` the chunk. Blocks. Raises Unavailable."""
-        ino, oid, size, fd, layout, level = self.source
+        ino, oid, size, fd, layout, level, _ = self.source
         length = layout.length(self.index, size)
         target = memory[HEADER_BYTES : HEADER_BYTES + length]
         try:
@@ -53,32 +56,30 @@ class FilePiece(NamedTuple):
 
 
 class StoredPiece(NamedTuple):
-    """A chunk that lies in another container, open as ``fd`` on ``server``."""
+    """A chunk that lies in another container. ``read`` fills memory with it, header and all, and checks it."""
 
-    server: DataServer
-    fd: int
     header: Header
     place: Location
+    read: Callable[[Location, memoryview], Awaitable[None]]
+    record: FileRecord | None = None
+
+    @property
+    def length(self) -> int:
+        """Of header and stored bytes."""
+        return HEADER_BYTES + self.place.stored
 
     @property
     def space(self) -> int:
-        return HEADER_BYTES + self.place.stored
+        return RECORD_MAX + self.length
+
+    async def load(self, memory: memoryview) -> None:
+        """Make the beginning of ``memory`` the chunk as it is stored. Raises Unavailable if it is damaged."""
+        await self.read(self.place, memory[: self.length])
 
     def fill(self, memory: memoryview) -> Header:
-        """Make the beginning of ``memory`` the chunk as it is stored. Blocks. Raises Unavailable if it is damaged."""
-        record = memory[: self.space]
-        key = (0, self.place.container)
-        done = self.server.read(key, self.fd, record, self.place.offset)
-        stored = record[HEADER_BYTES:]
-        try:
-            if done < len(record) or chunk_codec.unpack_header(record) != self.header:
-                raise ValueError("its header is not what it was")
-            raw = chunk_codec.decode(stored, self.header.codec, self.header.raw)
-            if chunk_codec.digest_of(raw) != self.place.digest:
-                raise ValueError("its checksum is wrong")
-        except ValueError as error:
-            where = f"{self.server.name}: {self.server.object_path(*key)}"
-            raise Unavailable(f"{where}: chunk at {self.place.offset}: {error}") from None
+        """What is in memory since ``load`` is the chunk. Raises Unavailable if it is another one."""
+        if memory[:HEADER_BYTES] != chunk_codec.pack_header(self.header):
+            raise Unavailable(f"container {self.place.container}: chunk at {self.place.offset} is not what it was")
         return self.header
 
 
@@ -87,19 +88,33 @@ Piece = FilePiece | StoredPiece
 
 def cut(source: Source) -> list[FilePiece | None]:
     """The chunks of a source in order; None for a hole. Blocks. Raises Unavailable."""
+    indexes = _indexes(source)
+    record = source.record
+    if record is not None:
+        record = record._replace(
+            ino=source.ino, oid=source.oid, size=source.size, chunk=source.layout.chunk, count=len(indexes)
+        )
+    pieces: list[FilePiece | None] = [None] * source.layout.count(source.size)
+    for index in indexes:
+        pieces[index] = FilePiece(source, index, record)
+    return pieces
+
+
+def _indexes(source: Source) -> list[int]:
+    """Of the chunks that are no holes."""
     count = source.layout.count(source.size)
     try:
         if os.fstat(source.fd).st_blocks * 512 >= source.size:
-            return [FilePiece(source, index) for index in range(count)]
-        pieces: list[FilePiece | None] = [None] * count
+            return list(range(count))
+        indexes: list[int] = []
         offset = 0
         while offset < source.size:
             offset = _next_data(source.fd, offset)
             index = offset // source.layout.chunk
             if index < count:
-                pieces[index] = FilePiece(source, index)
+                indexes.append(index)
             offset = (index + 1) * source.layout.chunk
-        return pieces
+        return indexes
     except OSError as error:
         raise from_oserror(error, f"burst copy of inode {source.ino}") from error
 

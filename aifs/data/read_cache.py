@@ -37,7 +37,7 @@ class Source(Protocol):
     name: Hashable
     """What it is invalidated by: the same for all sources of an object."""
     block: int
-    """Bytes that are fetched by one request: a power of two, the same for all sources of an object."""
+    """Bytes that are fetched by one request, at most BLOCK_MAX: the same for all sources of an object."""
 
     @property
     def busy(self) -> bool:

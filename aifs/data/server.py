@@ -5,20 +5,25 @@ says that nothing there can wait. The system's errors become FsErrors here, and 
 """
 
 import errno
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from aifs.core import files
+from aifs.core import files, filesystems
 from aifs.core.errors import FsError, StoreError, Unavailable
 from aifs.data import naming
 from aifs.data.health import Health
+from aifs.data.latency import Latency
 from aifs.data.marker import read_marker
 from aifs.data.naming import ForeignFile, StoredObject
 from aifs.data.unsynced import Unsynced
 from aifs.data.workers import Workers
-from aifs.layout.placement import BURST_FIRST
+from aifs.layout.placement import ACTIVE, BURST_FIRST
+
+_log = logging.getLogger(__name__)
 
 _KNOWN_DIRECTORIES = 1024
 
@@ -39,6 +44,10 @@ class Space(NamedTuple):
     files: int
     files_free: int
 
+    def without_free(self) -> "Space":
+        """As if the filesystem were full, and as large as what is in use."""
+        return Space(self.total - self.free, 0, 0, self.files - self.files_free, 0)
+
 
 def role_of(server_id: int) -> str:
     """'data' or 'burst'."""
@@ -54,6 +63,7 @@ class DataServer:
     """A registered data server, or burst directory. ``identify`` must have succeeded before objects are used.
 
     ``role`` is 'data' or 'burst', and ``number`` the id within it, as in the marker; ``name`` is for messages.
+    ``standing`` (one of SERVER_STATES) and ``domain`` are what the store's table says of it.
     """
 
     def __init__(self, server_id: int, path: str, store: str, workers: Workers) -> None:
@@ -63,9 +73,18 @@ class DataServer:
         self.role = role_of(server_id)
         self.number = server_id - (BURST_FIRST if self.role == "burst" else 0)
         self.name = name_of(server_id)
+        self.standing = ACTIVE
+        self.domain = ""
+        self.absent = ""
+        """Why the directory is not used: then all calls are answered with Unavailable, and the path is left alone."""
+        self.seen: Space | None = None
+        """The space of its filesystem, as last seen."""
         self.health = Health(f"{self.name} ({path})")
+        self.latency = Latency()
         self.in_memory = self.is_local = False
-        self._store = store
+        self.store = store
+        self.labels = True
+        """Objects can be labelled there (object_label), as far as is known."""
         self._can_read_cached = True
         self._writable = False
         self._inode: tuple[int, int] | None = None
@@ -77,14 +96,14 @@ class DataServer:
     # --- identity and state ---
 
     def identify(self, read_only: bool) -> None:
-        """Check that the directory is this server's, and learn what it is.
+        """Check that the directory is this server's, and learn what it is. From then on it is no longer absent.
 
         Blocks. Raises StoreError, which says what is wrong and what to do.
         """
         self._check_marker()
         try:
             status = os.stat(self.path)
-            self.in_memory, self.is_local = files.is_in_memory(self.path), files.is_local(self.path)
+            self.in_memory, self.is_local = filesystems.is_in_memory(self.path), filesystems.is_local(self.path)
         except OSError as error:
             raise StoreError(f"{self.name}: {self.path}: {error.strerror}") from error
         if not read_only and not os.access(self.path, os.W_OK):
@@ -93,16 +112,29 @@ class DataServer:
             )
         self._writable = not read_only
         self._inode = (status.st_dev, status.st_ino)
+        self.absent = ""
+
+    def look(self, read_only: bool) -> None:
+        """See how much is free; if it is absent, whether it is back. Blocks."""
+        try:
+            if self.absent:
+                self.identify(read_only)
+                _log.info("%s (%s) is there again", self.name, self.path)
+            self.seen = self.space()
+        except StoreError as error:
+            self.absent = str(error)
+        except FsError:
+            self.seen = None
 
     def _check_marker(self) -> None:
         try:
             marker = read_marker(self.path)
         except StoreError as error:
             raise StoreError(f"{self.name}: {error}") from error
-        if (marker.store, marker.role, marker.id) != (self._store, self.role, self.number):
+        if (marker.store, marker.role, marker.id) != (self.store, self.role, self.number):
             raise StoreError(
                 f"{self.name}: {self.path}: its marker says {marker.role} {marker.id} of store "
-                f"{marker.store}, not {self.role} {self.number} of store {self._store}; put the right directory there"
+                f"{marker.store}, not {self.role} {self.number} of store {self.store}; put the right directory there"
             )
 
     def _check_present(self) -> None:
@@ -111,14 +143,18 @@ class DataServer:
         if (status.st_dev, status.st_ino) != self._inode:
             self._check_marker()
 
+    def reach(self) -> None:
+        """The directory is there, and is this server's. Blocks. Raises Unavailable."""
+        self.call("reach", self.path, self._check_present)
+
     @property
     def state(self) -> str:
-        """'ok' or 'failing'."""
-        return self.health.state
+        """'ok', 'failing' or 'absent'."""
+        return "absent" if self.absent else self.health.state
 
     @property
     def last_error(self) -> str:
-        return self.health.last_error
+        return self.absent or self.health.last_error
 
     @property
     def may_inline(self) -> bool:
@@ -127,6 +163,8 @@ class DataServer:
 
     def call(self, op: str, where: str | Key, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args)``, with its errors mapped and the outcome noted."""
+        if self.absent:
+            raise Unavailable(f"{self.name} ({self.path}) is absent: {self.absent}")
         try:
             result = function(*args)
         except (OSError, StoreError) as error:
@@ -248,11 +286,14 @@ class DataServer:
 
     def read(self, key: Key, fd: int, buffer: memoryview, offset: int) -> int:
         """Fill ``buffer``; returns the bytes read, fewer only at the object's end."""
-        return self.call("read", key, files.read_into, fd, buffer, offset)
+        begin = time.monotonic()
+        count = self.call("read", key, files.read_into, fd, buffer, offset)
+        self.latency.observe("read", len(buffer), time.monotonic() - begin)
+        return count
 
     def read_cached(self, fd: int, buffer: memoryview, offset: int) -> bool:
         """Fill ``buffer`` if that can be done without waiting, wholly or not at all. For the trio thread."""
-        if not self._can_read_cached or files.is_hooked():
+        if not self._can_read_cached or self.absent or files.is_hooked():
             return False
         try:
             return files.read_cached(fd, buffer, offset) == len(buffer)

@@ -1,18 +1,28 @@
 """The data servers and burst directories of a store."""
 
+import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import trio
 
 from aifs.core.budget import Budget
 from aifs.core.errors import FsError, StoreError, Unavailable
 from aifs.data.buffers import BufferPool
+from aifs.data.latency import Hedging
 from aifs.data.read_cache import ReadCache
 from aifs.data.server import DataServer, Space
 from aifs.data.workers import Completions, Workers, gather
-from aifs.layout.placement import BURST_FIRST
+from aifs.layout.placement import ACTIVE, BURST_FIRST, LOST, Candidate, weight_of
+
+_log = logging.getLogger(__name__)
 
 BUDGET = 512 << 20
+
+_LOOK_S = 10.0
+_LOST = "it is lost"
+_WITHOUT = "put it right, or mount without it and them: -o data.missing=allow"
 
 
 class Servers:
@@ -30,12 +40,17 @@ class Servers:
         self.buffers = BufferPool()
         self.budget = budget or Budget(BUDGET)
         self.cache = ReadCache(self.budget)
+        self.hedging = Hedging()
         self._store = store
         self._completions = Completions()
         self._threads = threads
         self._limit = max(2, -(-threads // max(sum(number < BURST_FIRST for number in table), 1)))
-        self._read_only = False
+        self.read_only = False
         self._servers = {number: self._new(number, table[number]) for number in sorted(table)}
+        self._removed: list[DataServer] = []
+        self._looking: set[int] = set()
+        self.prefer: dict[int, int] = {}
+        """The server that should take over the objects of another one, by the number of that."""
 
     def _new(self, number: int, path: str) -> DataServer:
         name, limit = f"aifs-data-{number}", self._limit
@@ -50,6 +65,10 @@ class Servers:
             kind = "data server" if number < BURST_FIRST else "burst directory"
             number %= BURST_FIRST
             raise Unavailable(f"{kind} {number} is not registered in this store") from None
+
+    def find(self, number: int) -> DataServer | None:
+        """The server, or None if the table has none of that number: it may have been removed."""
+        return self._servers.get(number)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._servers)
@@ -69,22 +88,53 @@ class Servers:
         return tuple(server for server in self._servers.values() if server.role == "burst")
 
     def usable(self) -> tuple[int, ...]:
-        """Ids of the data servers that new files should use, ascending: those that do not fail, or all if all do."""
-        usable = tuple(server.id for server in self.capacity() if server.health.usable)
-        return usable or tuple(server.id for server in self.capacity())
+        """Ids of the data servers that new files should use, ascending: those in use that do not fail, or all if all do."""
+        return tuple(server.id for server in self._chosen())
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """What ``usable`` says, with failure domains, and weights by the free space as last seen."""
+        chosen = self._chosen()
+        free = [server.seen.available if server.seen else 0 for server in chosen]
+        most = max(free, default=0)
+        return tuple(
+            Candidate(server.id, server.domain or f"server {server.id}", weight_of(its, most))
+            for server, its in zip(chosen, free, strict=True)
+        )
+
+    def _chosen(self) -> tuple[DataServer, ...]:
+        active = tuple(server for server in self.capacity() if server.standing == ACTIVE)
+        present = tuple(server for server in active if not server.absent)
+        return tuple(server for server in present if server.health.usable) or present or active
 
     def drop(self, number: int) -> None:
-        """Do without this one, which has not been used."""
-        del self._servers[number]
+        """Do without this one: nothing refers to what lies there."""
+        server = self._servers.pop(number)
+        server.absent = "it has been removed from the store"  # for those that still hold it
+        self._removed.append(server)
+        self.prefer.pop(number, None)
 
-    def check_identity(self, read_only: bool = False) -> None:
+    def classify(self, number: int, standing: str, domain: str, successor: int | None) -> None:
+        """Take over what the table says of a server. One that is lost is not used any more."""
+        server = self._servers[number]
+        server.standing, server.domain = standing, domain
+        if standing == LOST:
+            server.absent = _LOST
+        if successor is not None:
+            self.prefer[number] = successor
+        else:
+            self.prefer.pop(number, None)
+
+    def check_identity(self, read_only: bool = False, dispensable: Collection[int] = ()) -> None:
         """Each directory is there, carries the right marker, is writable, and is used once.
 
+        ``dispensable``: the store can do without these; they are absent if anything is wrong with them, which is logged.
         Blocks. Raises StoreError, which names the directory, what is wrong and what to do.
         """
-        self._read_only = read_only
+        self.read_only = read_only
         seen: dict[tuple[int, int], DataServer] = {}
         for server in self._servers.values():
+            if server.standing == LOST or server.absent:
+                continue
             if os.path.isdir(server.path):
                 status = os.stat(server.path)
                 other = seen.setdefault((status.st_dev, status.st_ino), server)
@@ -93,14 +143,59 @@ class Servers:
                         f"{server.name}: {server.path} is the directory of {other.name} "
                         f"({other.path}) too; each needs its own"
                     )
-            server.identify(read_only)
+            try:
+                server.identify(read_only)
+            except StoreError as error:
+                if server.id not in dispensable:
+                    raise StoreError(f"{error}; unprotected files may have bytes there; {_WITHOUT}") from error
+                server.absent = str(error)
+                _log.warning("the store does without a data server for now: %s", error)
+                continue
+            server.look(read_only)
 
-    def add(self, number: int, path: str) -> DataServer:
-        """Take in a directory that carries its marker; new files may use it. Blocks. Raises StoreError."""
+    async def make_ready(self, number: int, path: str, domain: str = "") -> DataServer:
+        """Look at a directory that carries its marker, in a thread of its own, so that it can be taken in. Raises
+        StoreError."""
         server = self._new(number, path)
-        server.identify(self._read_only)
-        self._servers = dict(sorted((self._servers | {number: server}).items()))
+        server.domain = domain
+        try:
+            await self.run(server, server.identify, self.read_only)
+            await self.run(server, server.look, self.read_only)
+        except BaseException:
+            server.workers.close()
+            raise
         return server
+
+    def take_in(self, server: DataServer) -> None:
+        """New files may use it from now on."""
+        self._servers = dict(sorted((self._servers | {server.id: server}).items()))
+
+    # --- in the background ---
+
+    async def watch(self) -> None:
+        """See again and again how much is free, and whether absent servers are back, until cancelled."""
+        while True:
+            self.look()
+            await trio.sleep(_LOOK_S)
+
+    def look(self) -> None:
+        """Have each data server looked at by a thread of its own. Does not block."""
+        for server in self.capacity():
+            if server.standing != LOST and server.id not in self._looking:
+                self._looking.add(server.id)
+                server.workers.start(lambda _, server=server: self._looked(server), server.look, self.read_only)
+
+    def _looked(self, server: DataServer) -> None:
+        self._looking.discard(server.id)
+        if server.standing == LOST:  # it was given up meanwhile
+            server.absent = _LOST
+
+    def idlest(self, numbers: Iterable[int]) -> DataServer:
+        """Of these servers the one with the least to do, for work that any may do. Raises Unavailable."""
+        known = [self._servers[number] for number in numbers if number in self._servers]
+        if not known:
+            raise Unavailable("none of the data servers that are needed is registered in this store")
+        return min(known, key=lambda server: server.workers.outstanding)
 
     # --- calls ---
 
@@ -109,31 +204,41 @@ class Servers:
         return (await gather([(server.workers, function, args)]))[0]
 
     async def sync_all(self) -> None:
-        """All that was written before is durable on return, on the servers that work.
+        """All that was written before is durable on return, on the servers that are present.
 
         Raises Unavailable or NoSpace, after all servers have been tried, if one has failed.
         """
-        await gather([(s.workers, s.sync_all, ()) for s in self._servers.values()])
+        await gather([(s.workers, s.sync_all, ()) for s in self._servers.values() if not s.absent])
 
     async def spaces(self, servers: Sequence[DataServer]) -> list[Space | None]:
         """The space of each server's filesystem; None where it cannot be told."""
         return await gather([(server.workers, _space_or_none, (server,)) for server in servers])
 
     async def statfs(self) -> Space:
-        """The space of all data servers that work, each filesystem counted once."""
-        servers = self.capacity()
+        """The space of all data servers that work, each filesystem counted once. What is free where no new files go
+        does not count."""
+        servers = sorted(self.capacity(), key=lambda server: server.standing == ACTIVE)
         spaces = await self.spaces(servers)
-        by_device = {server.device: space for server, space in zip(servers, spaces, strict=True) if space is not None}
+        by_device = {
+            server.device: space if server.standing == ACTIVE else space.without_free()
+            for server, space in zip(servers, spaces, strict=True)
+            if space is not None
+        }
         return Space(*(sum(getattr(space, field) for space in by_device.values()) for field in Space._fields))
 
     async def status(self) -> list[dict[str, Any]]:
-        """For ``aifs status``: role, id in it, path, state, used_bytes, free_bytes (None: unknown), last_error."""
+        """For ``aifs status``: role, id in it, path, domain, standing, state, used_bytes, free_bytes (None: unknown),
+        last_error, labels (whether objects can be labelled, as far as is known)."""
         servers = tuple(self._servers.values())
         return [_status(*pair) for pair in zip(servers, await self.spaces(servers), strict=True)]
 
+    def rows(self) -> list[dict[str, Any]]:
+        """The same, with the space as it was last seen. Does not block."""
+        return [_status(server, server.seen) for server in self._servers.values()]
+
     def close(self) -> None:
         """End the worker threads, when what they have been given is done. Blocks."""
-        for server in self._servers.values():
+        for server in (*self._servers.values(), *self._removed):
             server.workers.close()
 
 
@@ -142,10 +247,13 @@ def _status(server: DataServer, space: Space | None) -> dict[str, Any]:
         "role": server.role,
         "id": server.number,
         "path": server.path,
+        "domain": server.domain,
+        "standing": server.standing,
         "state": server.state,
         "used_bytes": space.total - space.free if space else None,
         "free_bytes": space.available if space else None,
         "last_error": server.last_error,
+        "labels": server.labels,
     }
 
 

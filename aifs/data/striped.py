@@ -7,28 +7,30 @@ file takes long.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 from aifs.core import files
 from aifs.core.errors import FsError, Unavailable
+from aifs.data import object_label
 from aifs.data.buffers import scatter
 from aifs.data.cached_reads import CachedReads, collect
 from aifs.data.known import Known
+from aifs.data.object_label import Label
 from aifs.data.read_cache import Block, object_name
+from aifs.data.runs import Run, runs_of
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.data.unsynced import Unsynced
 from aifs.data.workers import Call, gather
+from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
-
-Run = tuple[int, int, list[memoryview]]
-"""Index of an object, offset in it, and the parts of a request's memory that lie there one after the other."""
 
 
 class StripedObjects:
     """All use of one file's objects goes through one of these at a time.
 
     ``read`` and ``sync`` may overlap with everything; ``write`` with other writes; ``settle`` and ``trim`` with
-    neither ``write`` nor each other. Calls that use worker threads are not cancellable while they do.
+    neither ``write`` nor each other. Calls that use worker threads are not cancellable while they do, but for ``read``.
     Descriptors are opened when an object is first touched.
     """
 
@@ -39,6 +41,8 @@ class StripedObjects:
 
         ``background``: an I/O priority (see core.files). Everything runs in workers, at that priority.
         """
+        self.label: Label | None = None
+        """Given to each object that is made or synced from now on."""
         self._layout = layout
         self._key = (ino, oid)
         self._servers = [servers[number] for number in layout.servers]
@@ -67,7 +71,7 @@ class StripedObjects:
         calls: list[Call] = []
         loads: list[tuple[Run, list[Block]]] = []
         ahead = None
-        for run in self._runs(offset, buffer):
+        for run in runs_of(self._layout, offset, buffer):
             server = self._servers[run[0]]
             if server.may_inline:
                 self._read_run(run, size, strict)
@@ -87,7 +91,7 @@ class StripedObjects:
         if ahead:
             self._cached.read_ahead(ahead, size)  # before anything is waited for: the file is still settled
         if calls:
-            await self._gather(calls)
+            await self._gather(calls, abandonable=True)
         for run, blocks in loads:
             held = await collect(blocks, run[1], sum(map(len, run[2])))
             if len(held) == length:
@@ -98,7 +102,10 @@ class StripedObjects:
     async def read_into(self, offset: int, buffer: memoryview, size: int) -> None:
         """As a strict ``read``, but into ``buffer``, and past all caches of ours."""
         await self._gather(
-            [(self._servers[run[0]].workers, self._read_run, (run, size, True)) for run in self._runs(offset, buffer)]
+            [
+                (self._servers[run[0]].workers, self._read_run, (run, size, True))
+                for run in runs_of(self._layout, offset, buffer)
+            ]
         )
 
     async def backing(self, size: int) -> int | None:
@@ -114,7 +121,7 @@ class StripedObjects:
         Raises NoSpace, QuotaExceeded, Unavailable: then any part of it may have been written.
         """
         self._cached.forget()
-        runs = self._runs(offset, memoryview(data))
+        runs = runs_of(self._layout, offset, memoryview(data))
         calls: list[Call] = []
         try:
             for run in runs:
@@ -131,18 +138,6 @@ class StripedObjects:
             raise
         for index, object_offset, parts in runs:
             self._known[index].written(object_offset, sum(map(len, parts)))
-
-    def _runs(self, offset: int, memory: memoryview) -> list[Run]:
-        unit, count = self._layout.unit, len(self._servers)
-        number, within = divmod(offset, unit)
-        if within + len(memory) <= unit:
-            return [(number % count, number // count * unit + within, [memory])]
-        runs: dict[int, Run] = {}
-        for index, object_offset, file_offset, length in self._layout.extents(offset, len(memory)):
-            start = file_offset - offset
-            run = runs.setdefault(index, (index, object_offset, []))
-            run[2].append(memory[start : start + length])
-        return list(runs.values())
 
     def _read_cached(self, run: Run, server: DataServer) -> bool:
         index, offset, parts = run
@@ -306,6 +301,7 @@ class StripedObjects:
         fd = self._descriptor(index, create=False)
         if fd is not None:
             try:
+                object_label.put(server, self._key, fd, self.label, index)
                 server.sync_object(self._key, fd)
             except FsError as error:
                 self._lost[index] = str(error)
@@ -323,15 +319,20 @@ class StripedObjects:
                 fd = self._fds[index]
                 if fd is None:
                     fd = self._fds[index] = server.open_object(self._key, create)
+                    if create:
+                        object_label.put(server, self._key, fd, self.label, index)
         return fd
 
     def _may_inline(self, server: DataServer) -> bool:
         return server.may_inline and not self._background
 
-    async def _gather(self, calls: list[Call]) -> list:
+    async def _gather(self, calls: list[Call], abandonable: bool = False) -> list:
+        """``abandonable``: it may be cancelled, for what the calls write to is nobody else's."""
         if self._background:
             calls = [(w, files.at_priority, (self._background, function, *args)) for w, function, args in calls]
         self._in_use(1)
+        if abandonable:
+            return await gather(calls, partial(self._in_use, -1))
         try:
             return await gather(calls)
         finally:
@@ -378,11 +379,9 @@ async def delete_batch(servers: Servers, doomed: Mapping[int, tuple[int, Striped
             keys.setdefault(number, []).append((ino, oid))
     calls: list[Call] = []
     for number, chosen in keys.items():
-        try:
-            server = servers[number]
-        except Unavailable as error:
-            failed.update({oid: error for _, oid in chosen})
-            continue
+        server = servers.find(number)
+        if server is None or server.standing == LOST:
+            continue  # what may lie there is nobody's concern any more
         for key in chosen:
             servers.cache.invalidate(object_name(server, key))
         calls.append((server.workers, server.remove_objects, (chosen,)))
@@ -393,7 +392,7 @@ async def delete_batch(servers: Servers, doomed: Mapping[int, tuple[int, Striped
 
 
 async def list_window(servers: Servers, first_oid: int, end_oid: int) -> list[tuple[int, int, int]]:
-    """(server id, ino, oid) of all objects with first_oid <= oid < end_oid. Raises Unavailable."""
-    everywhere = list(servers.values())
+    """(server id, ino, oid) of all objects with first_oid <= oid < end_oid on servers that are present. Raises Unavailable."""
+    everywhere = [server for server in servers.values() if not server.absent]
     results = await gather([(server.workers, server.list_range, (first_oid, end_oid)) for server in everywhere])
     return [(server.id, ino, oid) for server, keys in zip(everywhere, results, strict=True) for ino, oid in keys]

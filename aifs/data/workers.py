@@ -4,8 +4,8 @@ A hand-off through ``trio.to_thread`` costs 30 to 100 us a call here; this one 2
 when several are under way, because all results that are ready come back with one wake-up of the scheduler, and
 one task waits for many calls at once.
 
-A call that has been handed over is never abandoned: ``gather`` is not cancellable, so that buffers and
-descriptors that a thread uses cannot be freed under it.
+A call that has been handed over always runs to its end: so ``gather`` is not cancellable, unless the caller says how
+buffers and descriptors that a thread uses are kept until then.
 """
 
 import logging
@@ -23,15 +23,25 @@ _log = logging.getLogger(__name__)
 class _Batch:
     """Calls that one task waits for; ``results`` holds what each returned or raised."""
 
-    __slots__ = ("remaining", "results", "task")
+    __slots__ = ("on_end", "remaining", "results", "task")
 
-    def __init__(self, count: int) -> None:
-        self.task = trio.lowlevel.current_task()
+    def __init__(self, count: int, on_end: Callable[[], None] | None) -> None:
+        self.task: trio.lowlevel.Task | None = trio.lowlevel.current_task()
+        self.on_end = on_end
         self.remaining = count
         self.results: list[Any] = [None] * count
 
     def finished(self) -> None:
-        trio.lowlevel.reschedule(self.task)
+        if self.on_end is not None:
+            self.on_end()
+        if self.task is not None:
+            trio.lowlevel.reschedule(self.task)
+
+    def abort(self, _: Callable[[], None]) -> trio.lowlevel.Abort:
+        if self.on_end is None:
+            return trio.lowlevel.Abort.FAILED
+        self.task = None
+        return trio.lowlevel.Abort.SUCCEEDED
 
 
 class _Notice:
@@ -145,15 +155,16 @@ class Workers:
 Call = tuple[Workers, Callable[..., Any], tuple]
 
 
-async def gather(calls: Sequence[Call]) -> list[Any]:
+async def gather(calls: Sequence[Call], on_end: Callable[[], None] | None = None) -> list[Any]:
     """Run all calls, each in its workers, and wait for all; their results in order.
 
-    Raises the first exception (in the order of ``calls``) once all have ended. Not cancellable.
+    Raises the first exception (in the order of ``calls``) once all have ended. Not cancellable without ``on_end``, which
+    is called on the trio thread when all have ended, also if nobody waits for that any more.
     """
-    batch = _Batch(len(calls))
+    batch = _Batch(len(calls), on_end)
     for place, (workers, function, args) in enumerate(calls):
         workers.submit(batch, place, function, args)
-    await trio.lowlevel.wait_task_rescheduled(_never_abort)
+    await trio.lowlevel.wait_task_rescheduled(batch.abort)
     for result in batch.results:
         if isinstance(result, BaseException):
             try:
@@ -161,7 +172,3 @@ async def gather(calls: Sequence[Call]) -> list[Any]:
             finally:
                 del result, batch  # they would tie a knot with the traceback
     return batch.results
-
-
-def _never_abort(_: Callable[[], None]) -> trio.lowlevel.Abort:
-    return trio.lowlevel.Abort.FAILED

@@ -1,0 +1,121 @@
+"""What lies in a container, by the headers in it."""
+
+from typing import NamedTuple
+
+from aifs.core.errors import Unavailable
+from aifs.data import chunk_codec
+from aifs.data.chunk_codec import RECORDS, FileRecord, Header
+from aifs.data.container_files import ContainerFiles
+from aifs.layout.interleaved import HEADER_BYTES
+from aifs.layout.striped import Striped
+
+_WINDOW = 64 << 10
+"""Read at once: the headers of many small chunks, or not much more than that of a large one."""
+
+
+class Found(NamedTuple):
+    """A chunk in a container, by its header, and what is said of its file."""
+
+    offset: int
+    header: Header
+    record: FileRecord | None = None
+
+
+class ContainerScan:
+    """Goes through the chunks of a container, once."""
+
+    def __init__(
+        self, files: ContainerFiles, container: int, layout: Striped, length: int, offset: int = 0
+    ) -> None:
+        """``offset``: of the first header."""
+        self._files = files
+        self._container = container
+        self._layout = layout
+        self._length = length
+        self._offset = offset
+        self._records: dict[int, FileRecord] = {}  # of the stripe, by object id
+
+    @property
+    def offset(self) -> int:
+        """Behind what has been gone through."""
+        return self._offset
+
+    async def following(self) -> list[Found]:
+        """The next chunks; none behind the last one. Raises Unavailable where something is damaged."""
+        found: list[Found] = []
+        while self._offset < self._length and not found:
+            size = min(_WINDOW, self._length - self._offset)
+            window = memoryview(bytearray(size))
+            await self._files.read(self._container, self._offset, window)
+            server = self._files.servers.idlest(self._layout.servers)
+            found, done = await self._files.servers.run(server, self._parse, window)
+            if not done:
+                found, done = await self._careful()
+            self._offset += done
+        return found
+
+    def _parse(self, window: memoryview) -> tuple[list[Found], int]:
+        """Chunks whose headers are in the window, and how many bytes they take; none if the first header is not whole
+        there, or damaged. In a worker thread."""
+        found: list[Found] = []
+        at = 0
+        while at < len(window):
+            if self._is_padding(at, window[at : at + 1]):
+                at = self._row_end(at)
+                continue
+            try:
+                header = chunk_codec.unpack_header(window[at : at + HEADER_BYTES])
+                end = at + HEADER_BYTES + header.stored
+                if header.codec == RECORDS:
+                    self._learn(header, window[at + HEADER_BYTES : end])
+                else:
+                    found.append(self._found(at, header))
+            except ValueError:
+                break
+            at = end
+        return found, at
+
+    async def _careful(self) -> tuple[list[Found], int]:
+        """The same for one header, if need be put together from other columns."""
+        header_bytes = memoryview(bytearray(HEADER_BYTES))
+        if self._offset + HEADER_BYTES > self._length:
+            raise Unavailable(f"container {self._container} at {self._offset}: it ends too early")
+        await self._files.read_right(self._container, self._offset, header_bytes, self._check_header)
+        if self._is_padding(0, header_bytes):
+            return [], self._row_end(0)
+        header = chunk_codec.unpack_header(header_bytes)
+        done = HEADER_BYTES + header.stored
+        if header.codec != RECORDS:
+            return [self._found(0, header)], done
+        body = memoryview(bytearray(header.stored))
+
+        def check(body: memoryview) -> None:
+            if chunk_codec.digest_of(body) != header.digest:
+                raise ValueError("its checksum is wrong")
+
+        await self._files.read_right(self._container, self._offset + HEADER_BYTES, body, check)
+        self._learn(header, body)
+        return [], done
+
+    def _check_header(self, data: memoryview) -> None:
+        if not self._is_padding(0, data):
+            chunk_codec.unpack_header(data)
+
+    def _is_padding(self, at: int, data: memoryview) -> bool:
+        row_ends_here = (self._offset + at) % self._layout.row == 0
+        return self._layout.parity > 0 and not row_ends_here and chunk_codec.is_padding(data)
+
+    def _row_end(self, at: int) -> int:
+        """Where the row that ``at`` is in ends."""
+        row = self._layout.row
+        return -(-(self._offset + at) // row) * row - self._offset
+
+    def _found(self, at: int, header: Header) -> Found:
+        return Found(self._offset + at, header, self._records.get(header.oid))
+
+    def _learn(self, header: Header, body: memoryview) -> None:
+        """Raises ValueError if it is damaged, or not whole."""
+        if chunk_codec.digest_of(body) != header.digest:
+            raise ValueError("its checksum is wrong")
+        _, records = chunk_codec.unpack_records(body)
+        self._records = {record.oid: record for record in records}

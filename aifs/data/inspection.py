@@ -1,0 +1,116 @@
+"""Reading an object set column by column, and judging all of it: data, replicas, parity. For scrub and fsck.
+
+An object set goes by in *windows* of some MiB. All columns of a window are read, from all servers at once; the bytes of the
+file are put together and compared with their checksums (``data/checks``), and where they are wrong it is tried
+without which columns they are right (``data/window``). What the file's bytes are is known then, and so what belongs
+into each column: everything else that was read there is a *flaw*.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from aifs.core.errors import FsError
+from aifs.core.tasks import run_all
+from aifs.data.buffers import BudgetedBuffers
+from aifs.data.columns import Columns
+from aifs.data.digests import HASHED
+from aifs.data.servers import Servers
+from aifs.data.window import LONG, MISSING, SHORT, UNREADABLE, Check, Flaw, Span, Verdict, Window
+from aifs.layout.striped import Striped
+
+STEP = 4 << 20
+"""Bytes of a file in a window, about."""
+
+_SIZE_STEP = 1 << 20  # of buffers, so that those that are free fit
+
+
+class Inspection:
+    """Of one object set that nobody changes. To be closed."""
+
+    def __init__(
+        self, servers: Servers, buffers: BudgetedBuffers, layout: Striped, ino: int, oid: int, size: int, *,
+        lost: int = 0, step: int = STEP, background: str = "", columns: Columns | None = None,
+    ) -> None:  # fmt: skip
+        """``lost``: mask of columns that are not to be read, nor told about. ``step``: more than what one check covers.
+        ``columns``: those of the object set, if there are any already."""
+        self.columns = columns or Columns(servers, layout, ino, oid, background=background)
+        self._servers = servers
+        self._buffers = buffers
+        self._layout = layout
+        self._size = size
+        self._lost = lost
+        self.failed: set[int] = set()
+        """Columns that had not all of the last window."""
+        self._row = layout.row if layout.parity else 1
+        grain = math.lcm(self._row, HASHED)
+        self.step = grain * -(-step // grain) if layout.parity else step
+        """Windows of a file that begin at multiples of this do not depend on one another, and may be judged at the same time."""
+        self.known: tuple[bytes | memoryview, list[Span]] = b"", []
+        """Of the row that the next window begins in: its first bytes, as they should be, and ranges of which nobody knows. Who
+        keeps it may judge the same window again."""
+
+    def close(self) -> None:
+        self.columns.close()
+
+    def _readable(self) -> list[int]:
+        return [column for column in range(len(self._layout.servers)) if not self._lost >> column & 1]
+
+    async def excess(self) -> list[Flaw]:
+        """Objects that are longer than they should be."""
+        flaws: list[Flaw] = []
+
+        async def look(column: int) -> None:
+            end = self._layout.object_length(column, self._size)
+            try:
+                if await self.columns.read(column, end, memoryview(bytearray(1))):
+                    flaws.append(Flaw(column, LONG, end, 1))
+            except FsError:
+                pass  # reading its bytes says so
+
+        await run_all(*(partial(look, column) for column in self._readable()))
+        return flaws
+
+    async def judge(self, start: int, check: Check) -> Verdict:
+        """Look at the window from ``start`` on: whole rows. Each one begins where another one ended, or behind a loss."""
+        window = await self._look(start, self._lost)
+        verdict = await self._work(window.judge, start, check)
+        self.known = window.carried, window.doubtful
+        return verdict
+
+    async def tell(self, start: int, check: Check, column: int, spare: int) -> tuple[Verdict, int, memoryview]:
+        """The same, and what belongs in ``column`` of the rows that are judged up to their end: offset in its object, and
+        bytes. Columns of the mask ``spare`` are read only if that cannot be told without them."""
+        for lost in dict.fromkeys((self._lost | spare, self._lost)):
+            window = await self._look(start, lost)
+            verdict, offset, right = await self._work(window.tell, start, check, column)
+            if not verdict.losses:
+                break
+        self.known = window.carried, window.doubtful
+        return verdict, offset, right
+
+    async def _look(self, start: int, lost: int) -> Window:
+        carried, doubtful = self.known
+        begin = start // self._row * self._row
+        end = min(-(-(start + self.step) // self._row) * self._row, self._size)
+        if begin + len(carried) != start:
+            carried, doubtful = b"", [(begin, start)]
+        window = Window(self._layout, self._size, begin, end, lost)
+        window.carried, window.doubtful = carried, list(doubtful)
+        memory = await self._buffers.take(-(-window.space // _SIZE_STEP) * _SIZE_STEP)
+        window.place(memory)
+        wanted = {c: found for c, found in window.found.items() if found[1] and not lost >> c & 1}
+        calls = [(c, self.columns.read_now, (c, target, offset)) for c, (offset, target) in wanted.items()]
+        for (column, (offset, target)), answer in zip(wanted.items(), await self.columns.attempt(calls), strict=True):
+            done = 0 if isinstance(answer, FsError) else answer
+            if done < len(target):
+                window.failed[column] = SHORT if offset + done else MISSING
+                target[done:] = bytes(len(target) - done)
+            if isinstance(answer, FsError):
+                window.failed[column] = UNREADABLE
+        self.failed = set(window.failed)
+        return window
+
+    async def _work(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await self._servers.run(self._servers.idlest(self._layout.servers), function, *args)

@@ -1,0 +1,88 @@
+"""How long reads of a data server take lately: a decaying distribution, and what to do about slow ones.
+
+A protected file need not wait for a server that hangs or is overloaded: a read that takes longer than nearly all
+others lately is *hedged*, which is to say that the same bytes are asked of other servers, and the first answer
+counts (J. Dean, L. A. Barroso, "The Tail at Scale", CACM 56(2), 2013). A server that lost such a race is *late*: for a
+while it is read from only where nothing else is left.
+"""
+
+import math
+import time
+from collections.abc import Iterable
+
+_BUCKETS = 32  # by powers of two of microseconds
+_KEPT = 512  # observations that count; older ones fade
+_FEW = 16
+
+_QUANTILE, _FACTOR = 0.99, 2.0
+_UNKNOWN_S = 0.1
+_LEAST_S, _MOST_S = 0.01, 1.0
+_LATE_S = 5.0
+_HEDGES_PER_READ, _HEDGES_MAX = 0.05, 16.0
+
+
+class Latency:
+    """Of one server. Used from any thread; a lost update does not matter."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, bool], list[float]] = {}
+        self._late_until_s = -math.inf
+
+    def observe(self, op: str, length: int, seconds: float) -> None:
+        """A request of kind ``op`` ('read', ...) for ``length`` bytes has been answered after so many seconds."""
+        counts = self._counts.get((op, length > 128 << 10))
+        if counts is None:
+            counts = self._counts.setdefault((op, length > 128 << 10), [0.0] * _BUCKETS)
+        counts[min(int(seconds * 1e6).bit_length(), _BUCKETS - 1)] += 1
+        if sum(counts) > _KEPT:
+            for bucket in range(_BUCKETS):
+                counts[bucket] /= 2
+
+    def quantile(self, op: str, length: int, fraction: float) -> float | None:
+        """The time, in seconds, within which this fraction of such requests was answered; None: too few were seen."""
+        counts = self._counts.get((op, length > 128 << 10))
+        slower = total = sum(counts or ())
+        if total < _FEW:
+            return None
+        for bucket, count in enumerate(counts):
+            slower -= count
+            if slower <= (1 - fraction) * total:
+                break
+        return (1 << bucket) / 1e6
+
+    def was_late(self) -> None:
+        """Others have answered in its place."""
+        self._late_until_s = time.monotonic() + _LATE_S
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() < self._late_until_s
+
+
+class Hedging:
+    """When to ask others, for all reads of a mount. Used from one thread."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        """``delay_s``: fixed; 0: by what is usual for a server; infinite: never."""
+        self._delay_s = delay_s
+        self._hedges = _HEDGES_MAX
+        self.count = 0
+        """How often others were asked."""
+
+    def delay_s(self, latencies: Iterable[Latency], length: int) -> float:
+        """How long to wait for servers with these latencies to deliver ``length`` bytes each.
+
+        Long waits for all alike mean load, which hedges would add to: few reads in a hundred may be hedged early.
+        """
+        if self._delay_s:
+            return self._delay_s
+        self._hedges = min(self._hedges + _HEDGES_PER_READ, _HEDGES_MAX)
+        if self._hedges < 1:
+            return _MOST_S
+        usual = [latency.quantile("read", length, _QUANTILE) for latency in latencies]
+        slowest = max((_UNKNOWN_S if q is None else _FACTOR * q for q in usual), default=_UNKNOWN_S)
+        return min(max(slowest, _LEAST_S), _MOST_S)
+
+    def hedged(self) -> None:
+        self.count += 1
+        self._hedges = max(self._hedges - 1, 0)

@@ -1,0 +1,170 @@
+"""Containers that are appended to: one object, or several that protect each other."""
+
+from collections.abc import Callable
+
+from aifs.core import files
+from aifs.core.errors import FsError
+from aifs.data import object_label
+from aifs.data.object_label import Label
+from aifs.data.protected import ProtectedObjects
+from aifs.data.servers import Servers
+from aifs.layout.interleaved import padded
+from aifs.layout.striped import Striped
+
+Build = Callable[[memoryview], int]
+"""Fills the beginning of memory with a stripe, in a worker thread; the bytes that it takes."""
+
+
+class Damaged(Exception):
+    """A container is not what the metadata says."""
+
+
+class OpenContainer:
+    """A container that may be appended to, by one task at a time.
+
+    ``end``: of what has been appended. ``carried``: how many bytes before it are still in the caller's memory, at its
+    beginning. ``pins``: users whose chunks in it are not recorded yet. ``full``: nothing more is appended.
+    ``lost``: mask of the columns that have failed.
+    """
+
+    def __init__(self, servers: Servers, layout: Striped, container: int, end: int) -> None:
+        self.servers = servers
+        self.layout = layout
+        self.id = container
+        self.end = end
+        self.carried = 0
+        self.full = False
+        self.pins = 0
+        self.lost = 0
+
+    async def open(self) -> None:
+        """Make ready for ``append``. Raises Damaged, NoSpace, Unavailable."""
+
+    async def append(self, build: Build, memory: memoryview) -> None:
+        """Write a stripe behind the end. It may stay in memory in part, until the next ``append`` or ``finish``, with the
+        same memory."""
+
+    async def finish(self, memory: memoryview) -> None:
+        """Write what has stayed in memory."""
+
+    async def sync(self, spare: int) -> None:
+        """All is durable on return, but for the columns that are ``lost``. Raises NoSpace, Unavailable."""
+
+    def rewind(self, end: int) -> None:
+        """What lies behind ``end`` counts no more."""
+        self.end, self.carried = end, 0
+
+    def close(self) -> None:
+        """Give up the descriptors. Does not block."""
+
+
+def open_container(servers: Servers, layout: Striped, container: int, end: int) -> OpenContainer:
+    """Does no I/O. Raises Unavailable. A protected container must be new."""
+    return (_Protected if layout.is_protected else _Plain)(servers, layout, container, end)
+
+
+class _Plain(OpenContainer):
+    """One object on one server."""
+
+    def __init__(self, servers: Servers, layout: Striped, container: int, end: int) -> None:
+        super().__init__(servers, layout, container, end)
+        self._server = servers[layout.servers[0]]
+        self._key = (0, container)
+        self._fd: int | None = None
+
+    async def open(self) -> None:
+        if self._fd is None:
+            await self.servers.run(self._server, self._open)
+
+    async def append(self, build: Build, memory: memoryview) -> None:
+        await self.servers.run(self._server, self._append, build, memory)
+
+    async def sync(self, spare: int) -> None:
+        await self.servers.run(self._server, self._sync)
+
+    def close(self) -> None:
+        if self._fd is not None:
+            self._server.close_object(self._fd)
+            self._fd = None
+
+    # --- in worker threads ---
+
+    def _open(self) -> None:
+        """Open the object, cut to the end; it is made if nothing has been appended yet."""
+        server, key = self._server, self._key
+        with server.lock_of(self.id):
+            fd = server.open_object(key, create=self.end == 0)
+        if fd is None:
+            raise Damaged(f"{server.name}: {server.object_path(*key)} is missing")
+        try:
+            length = server.stat(key, fd).st_size
+            if length < self.end:
+                raise Damaged(f"{server.name}: {server.object_path(*key)} has {length} of {self.end} bytes")
+            if length > self.end:
+                server.truncate(key, fd, self.end)
+        except BaseException:
+            files.close_file(fd)
+            raise
+        self._fd = fd
+
+    def _append(self, build: Build, memory: memoryview) -> None:
+        filled = build(memory)
+        self._server.write(self._key, self._fd, memory[:filled], self.end)
+        files.start_writing(self._fd, self.end, filled)  # while the next stripe is read and hashed
+        self.end += filled
+
+    def _sync(self) -> None:
+        """Bytes, length and name are durable on return."""
+        try:
+            object_label.put(self._server, self._key, self._fd, Label(0, self.id, self.layout))
+            self._server.sync_object(self._key, self._fd)
+        except FsError:
+            self.full = True  # the system forgets what it could not write; a later sync would not fail
+            raise
+        self._server.sync_names_near(self.id)
+
+
+class _Protected(OpenContainer):
+    """Replicas, or columns with parity. Coded ones are written by whole rows; what lacks of the last one is zeros."""
+
+    def __init__(self, servers: Servers, layout: Striped, container: int, end: int) -> None:
+        super().__init__(servers, layout, container, end)
+        self._objects = ProtectedObjects(servers, layout, 0, container, new=True)
+        self._objects.label = Label(0, container, layout)
+
+    async def append(self, build: Build, memory: memoryview) -> None:
+        server = self.servers.idlest(self.layout.servers)
+        filled = await self.servers.run(server, build, memory[self.carried :])
+        total = self.carried + filled
+        whole = total - total % self._objects.row
+        await self._write(memory, whole)
+        self.end += filled
+        self.carried = total - whole
+        memory[: self.carried] = memory[whole:total]
+
+    async def finish(self, memory: memoryview) -> None:
+        end = padded(self.layout, self.end)
+        missing = end - self.end
+        if missing:
+            memory[self.carried : self.carried + missing] = bytes(missing)
+            await self._write(memory, self.carried + missing)
+        self.end, self.carried = end, 0
+
+    async def _write(self, memory: memoryview, length: int) -> None:
+        if length:
+            try:
+                await self._objects.write(self.end - self.carried, memory[:length])
+            except BaseException:
+                self.full = True
+                raise
+
+    async def sync(self, spare: int) -> None:
+        try:
+            self.lost |= await self._objects.sync(spare)
+        except BaseException:
+            self.full = True
+            raise
+        self.full = self.full or self.lost > 0
+
+    def close(self) -> None:
+        self._objects.close()

@@ -1,0 +1,60 @@
+"""Asking several for the same, where some answers are enough."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import trio
+
+from aifs.core.errors import FsError
+
+T = TypeVar("T")
+
+
+async def some_of(
+    attempts: Sequence[Callable[[], Awaitable[T]]], needed: int, delay_s: float
+) -> dict[int, T]:
+    """The first ``needed`` results of ``attempts``, by number.
+
+    They are begun in order: as many as are needed at once, one more for each that fails, and one each time that
+    ``delay_s`` passes. What is not needed any more is cancelled. Raises the first error where too many fail.
+    """
+    results: dict[int, T] = {}
+    errors: list[FsError] = []
+    begun = 0
+
+    def begin() -> bool:
+        nonlocal begun
+        if begun == len(attempts):
+            return False
+        nursery.start_soon(attempt, begun)
+        begun += 1
+        return True
+
+    async def attempt(number: int) -> None:
+        try:
+            result = await attempts[number]()
+        except FsError as error:
+            errors.append(error)
+            if len(attempts) - len(errors) < needed:
+                nursery.cancel_scope.cancel()
+            else:
+                begin()
+        else:
+            if len(results) < needed:
+                results[number] = result
+            if len(results) == needed:
+                nursery.cancel_scope.cancel()
+
+    async def hurry() -> None:
+        while begun < len(attempts):
+            await trio.sleep(delay_s)
+            begin()
+
+    async with trio.open_nursery() as nursery:
+        while begun < min(needed, len(attempts)):
+            begin()
+        if needed < len(attempts):
+            nursery.start_soon(hurry)
+    if len(results) < needed:
+        raise errors[0]
+    return results

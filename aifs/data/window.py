@@ -1,0 +1,338 @@
+"""Some rows of an object set in memory: what each column has of them, what they should have, and where the two differ.
+
+Pure but for the memory. What takes long (``judge``) is called in worker threads.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from itertools import chain
+from typing import NamedTuple, Protocol
+
+from aifs.data.buffers import scatter
+from aifs.data.coding import code_of
+from aifs.data.suspects import source_of, suspect_sets
+from aifs.layout.striped import Striped
+
+MISSING, SHORT, LONG, UNREADABLE, WRONG = "missing", "short", "long", "unreadable", "wrong"
+"""Kinds of flaws."""
+
+_BLOCK = 4096  # flaws are told in whole blocks
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+Span = tuple[int, int]
+"""Start and end."""
+
+
+class Flaw(NamedTuple):
+    """Bytes of a column's object that are not what they should be; ``right``: what belongs there, None if nobody knows."""
+
+    column: int
+    kind: str
+    offset: int
+    length: int
+    right: bytes | None = None
+
+
+class Loss(NamedTuple):
+    """Bytes of the file, or container, that nothing tells any more, and the columns that they lie in.
+
+    ``end`` -1: nobody knows where what is lost ends. ``certain`` False: columns differ, and there is no checksum.
+    """
+
+    start: int
+    end: int
+    columns: tuple[int, ...]
+    certain: bool = True
+
+
+class Verdict(NamedTuple):
+    """On one window. ``next``: where the next one starts; ``read_bytes``: from all columns together."""
+
+    flaws: list[Flaw]
+    losses: list[Loss]
+    next: int
+    read_bytes: int
+
+
+class Check(Protocol):
+    """What says whether bytes are right: those of a file by its checksums, those of a container by its chunks."""
+
+    def at(self, data: memoryview, offset: int, is_last: bool) -> tuple[int, bool | None] | None:
+        """What begins at ``offset``, with ``data`` from there to the end of the window, which ``is_last``: how long it is, and
+        whether it is right (None: nobody knows). None: it does not end in this window. (0, False): nobody knows where
+        it ends."""
+
+
+class Window:
+    """Bytes ``begin`` to ``end`` of a file: whole rows if it is coded.
+
+    ``found``: by column its offset in the object, and what is read there; ``failed``: kinds of flaws of columns that have not
+    all of it. ``carried``: the first bytes, as they should be; ``doubtful``: spans of the file nobody knows about.
+    """
+
+    def __init__(self, layout: Striped, size: int, begin: int, end: int, lost: int) -> None:
+        self.layout, self.size, self.begin, self.end = layout, size, begin, end
+        self.found: dict[int, tuple[int, memoryview]] = {}
+        self.failed: dict[int, str] = {}
+        self.carried: bytes | memoryview = b""
+        self.doubtful: list[Span] = []
+        self._lost = lost
+        self._offsets = [0] * layout.width
+        self._spans: list[list[Span]] = [[] for _ in range(layout.width)]  # of the window, by data column
+        for index, object_offset, file_offset, length in layout.extents(begin, end - begin):
+            if not self._spans[index]:
+                self._offsets[index] = object_offset
+            self._spans[index].append((file_offset - begin, file_offset - begin + length))
+        self._lengths = [sum(b - a for a, b in spans) for spans in self._spans]
+        self._apart = [c for c in range(len(layout.servers)) if c >= layout.width or len(self._spans[c]) > 1]
+        self.space = end - begin + sum(self._lengths[self._like(column)] for column in self._apart)
+        self.space += layout.parity * self._lengths[0]  # of what it should be
+        self._told: tuple[frozenset[int], memoryview] | None = None
+        self._truth = memoryview(b"")
+        self._parities: list[memoryview] = []
+
+    def _like(self, column: int) -> int:
+        """A data column whose object is as long."""
+        return self.layout.data_column(column) or 0
+
+    def place(self, memory: memoryview) -> None:
+        """Lay out the window in ``space`` bytes: the file's bytes, then what has to be read apart from them."""
+        used = self.end - self.begin
+        self._plain = memory[:used]
+        for column in range(len(self.layout.servers)):
+            like = self._like(column)
+            if column in self._apart:
+                target = memory[used : used + self._lengths[like]]
+                used += len(target)
+            else:
+                [(start, end)] = self._spans[column] or [(0, 0)]
+                target = self._plain[start:end]
+            self.found[column] = self._offsets[like], target
+        length = self._lengths[0]
+        ends = range(used + length, used + length * self.layout.parity + 1, length) if length else ()
+        self._encoding = [memory[end - length : end] for end in ends]
+
+    # --- the file's bytes ---
+
+    def judge(self, start: int, check: Check) -> Verdict:
+        """All of the window from ``start`` of the file on. ``carried`` and ``doubtful`` are those of the next one then."""
+        for column in range(self.layout.width):
+            if column in self._apart:
+                scatter(self.found[column][1], [self._plain[a:b] for a, b in self._spans[column]])
+        self._plain[: len(self.carried)] = self.carried
+        erased = frozenset(self.failed) | {c for c in self.found if self._lost >> c & 1}
+        told = self._without(erased)
+        truth, losses, unsure = told or self._plain, [], []
+        at, is_last = start - self.begin, self.end == self.size
+        while at < len(truth):
+            found = check.at(truth[at:], self.begin + at, is_last)
+            if found is None:
+                break
+            length, is_right = found
+            columns = self._touched(at, at + length) if length else range(self.layout.width)
+            if is_right is None and told is None and any(column in erased for column in columns):
+                is_right = False
+            if is_right is False:
+                better = self._elsewhere(erased, columns, check, at, is_last)
+                if better is None:
+                    end = self.begin + at + length if length else -1
+                    losses.append(Loss(self.begin + at, end, tuple(columns)))
+                    self.doubtful.append((self.begin + at, self.end if end < 0 else end))
+                    if not length:
+                        break
+                else:
+                    length, data = better
+                    if truth is self._plain:
+                        truth = memoryview(bytearray(truth))
+                    truth[at : at + length] = data[at : at + length]
+            elif is_right is None:
+                unsure.append((at, at + length))
+            at += length
+        self._truth = truth
+        flaws, unclear = self._flaws(truth, start - self.begin, at, unsure)
+        self._carry(truth, at)
+        read_bytes = sum(
+            len(target) for column, (_, target) in self.found.items() if not self._lost >> column & 1
+        )
+        return Verdict(flaws, losses + unclear, self.begin + at, read_bytes)
+
+    def _without(self, suspects: frozenset[int]) -> memoryview | None:
+        """The file's bytes as they are told by the other columns; None if these are too few."""
+        lacking = [
+            column for column in range(self.layout.width) if column in suspects and self._lengths[column]
+        ]
+        if not lacking:
+            return self._plain
+        if self._told is not None and self._told[0] == suspects:
+            return self._told[1]
+        data = memoryview(bytearray(self._plain))
+        for column in lacking:
+            right = self._column_without(suspects, column)
+            if right is None:
+                return None
+            scatter(right, [data[a:b] for a, b in self._spans[column]])
+        data[: len(self.carried)] = self.carried  # what has been judged already, maybe without other columns
+        self._told = suspects, data
+        return data
+
+    def _column_without(self, suspects: frozenset[int], column: int) -> memoryview | None:
+        layout = self.layout
+        source = source_of(layout, column, suspects)
+        if source is not None:
+            return self.found[source][1]
+        others = {c: target for c, (_, target) in self.found.items() if c not in suspects}
+        if not layout.parity or len(others) < layout.width:
+            return None
+        units = dict(list(others.items())[: layout.width])
+        whole = memoryview(bytearray(self._lengths[0]))
+        code_of(layout.width, layout.parity).reconstruct(units, column, whole)
+        return whole[: self._lengths[column]]
+
+    def _elsewhere(
+        self, erased: frozenset[int], columns: Iterator[int], check: Check, at: int, is_last: bool
+    ) -> tuple[int, memoryview] | None:
+        """Length and bytes of what begins at ``at``, from columns without which it is right."""
+        lost = sum(1 << column for column in erased)
+        last = [self._told[0]] if self._told is not None and self._told[0] >= erased else []
+        for suspects in chain(last, suspect_sets(self.layout, columns, lost)):
+            data = self._without(suspects) if suspects != erased else None
+            if data is not None and (found := check.at(data[at:], self.begin + at, is_last)) and found[1]:
+                return found[0], data
+        return None
+
+    def _touched(self, start: int, end: int) -> list[int]:
+        return [c for c, spans in enumerate(self._spans) if any(a < end and start < b for a, b in spans)]
+
+    def _carry(self, truth: memoryview, at: int) -> None:
+        """Keep what the next window needs to know of the row that it begins in."""
+        row = self.layout.row if self.layout.parity else 1
+        begin = at // row * row  # the window begins with a row
+        self.carried = bytes(truth[begin:at])
+        self.doubtful = [(a, b) for a, b in self.doubtful if b > self.begin + begin]
+
+    def tell(self, start: int, check: Check, column: int) -> tuple[Verdict, int, memoryview]:
+        """As ``judge``, and what belongs in ``column`` of all rows that are judged up to their end: offset, and bytes."""
+        verdict, layout = self.judge(start, check), self.layout
+        end = verdict.next - self.begin
+        if layout.parity and verdict.next < self.size:
+            end -= end % layout.row
+        if layout.parity and column >= layout.width:
+            right = self._encoded(self._truth)[column - layout.width][: -(-end // layout.row) * layout.unit]
+        else:
+            right = self._joined(self._truth[:end], self._like(column))
+        return verdict, self._offsets[self._like(column)], right
+
+    # --- what is wrong ---
+
+    def _flaws(
+        self, truth: memoryview, start: int, end: int, unsure: list[Span]
+    ) -> tuple[list[Flaw], list[Loss]]:
+        """Where columns differ from the file's bytes between ``start`` and ``end``; losses where nobody knows who is right."""
+        flaws = [
+            Flaw(column, kind, self.found[column][0], len(self.found[column][1]))
+            for column, kind in self.failed.items()
+            if kind is not UNREADABLE
+        ]
+        losses: list[Loss] = []
+        doubtful = [(a - self.begin, b - self.begin) for a, b in self.doubtful]
+        for column, (offset, found) in self.found.items():
+            kind = self.failed.get(column, WRONG)
+            if (
+                self._lost >> column & 1
+                or kind in (MISSING, SHORT)
+                or (column < self.layout.width and truth is self._plain)
+            ):
+                continue
+            pieces = self._parity if column >= self.layout.width and self.layout.parity else self._copies
+            for place, right, span in pieces(column, truth, start, end):
+                there = found[place : place + len(right)]
+                if _overlap(span, doubtful) or (kind is WRONG and _equal(there, right)):
+                    continue
+                if _overlap(span, unsure) and kind is WRONG:
+                    losses.append(Loss(self.begin + span[0], self.begin + span[1], (column,), certain=False))
+                    continue
+                for a, b in [(0, len(right))] if kind is UNREADABLE else _differences(there, right):
+                    flaws.append(Flaw(column, kind, offset + place + a, b - a, bytes(right[a:b])))
+        return flaws, losses
+
+    def _copies(
+        self, column: int, truth: memoryview, start: int, end: int
+    ) -> Iterator[tuple[int, memoryview, Span]]:
+        """(place in the column, the bytes that belong there, the span of the window that they are) of data or a replica."""
+        place = 0
+        for a, b in self._spans[self._like(column)]:
+            first, last = max(a, start), min(b, end)
+            for low, high in self._cut(first, last):
+                yield place + low - a, truth[low:high], (low, high)
+            place += b - a
+
+    def _cut(self, start: int, end: int) -> Iterator[Span]:
+        """A span without what is doubtful."""
+        for a, b in sorted((a - self.begin, b - self.begin) for a, b in self.doubtful):
+            if start < min(a, end):
+                yield start, min(a, end)
+            start = max(start, min(b, end))
+        if start < end:
+            yield start, end
+
+    def _parity(
+        self, column: int, truth: memoryview, start: int, end: int
+    ) -> Iterator[tuple[int, memoryview, Span]]:
+        """The same of a parity column, for each row that is known up to its end."""
+        layout = self.layout
+        parities = self._encoded(truth)
+        right = parities[column - layout.width]
+        for number, low in enumerate(range(0, end, layout.row)):
+            high = min(low + layout.row, len(truth))
+            if start < high <= end:
+                yield (
+                    number * layout.unit,
+                    right[number * layout.unit : (number + 1) * layout.unit],
+                    (low, high),
+                )
+
+    def _encoded(self, truth: memoryview) -> list[memoryview]:
+        if not self._parities:
+            layout = self.layout
+            if truth is self._plain and not self.carried:
+                units = [self.found[column][1] for column in range(layout.width)]
+            else:
+                units = [self._joined(truth, column) for column in range(layout.width)]
+            self._parities = self._encoding
+            code_of(layout.width, layout.parity).encode(units, self._parities)
+        return self._parities
+
+    def _joined(self, data: memoryview, column: int) -> memoryview:
+        parts = [data[a:b] for a, b in self._spans[column]]
+        return parts[0] if len(parts) == 1 else memoryview(bytearray().join(parts))
+
+
+def _overlap(span: Span, others: list[Span]) -> bool:
+    return any(a < span[1] and span[0] < b for a, b in others)
+
+
+def _equal(first: memoryview, second: memoryview) -> bool:
+    """Of the same length; many times faster than comparing memoryviews, and other threads run meanwhile."""
+    if not first:
+        return True
+    return not _memcmp(_address(first), _address(second), len(first))
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def _differences(found: memoryview, right: memoryview) -> Iterator[Span]:
+    """Spans, of whole blocks, that differ."""
+    start = None
+    for offset in range(0, len(right), _BLOCK):
+        differs = not _equal(found[offset : offset + _BLOCK], right[offset : offset + _BLOCK])
+        if differs and start is None:
+            start = offset
+        elif not differs and start is not None:
+            yield start, offset
+            start = None
+    if start is not None:
+        yield start, len(right)
