@@ -13,9 +13,11 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aifs.core import files
+from aifs.core import files, leases
 from aifs.core.errors import FsError, NoSuchAddress, NotSupported, Unavailable
+from aifs.data import object_label
 from aifs.data.buffers import BufferPool
+from aifs.data.object_label import Label
 from aifs.data.server import DataServer, Missing
 from aifs.data.workers import gather
 from aifs.meta.records import Copy
@@ -36,6 +38,8 @@ class BurstCopy:
         self.id = copy_id
         self.fd = fd
         """For reading; open from ``ensure_open`` to ``close``."""
+        self.label: Label | None = None
+        """What ``sync`` notes on the copy, for whoever has lost the metadata."""
         self._buffers = buffers
         self._key = (0, copy_id)
         self._writer: int | None = None
@@ -83,13 +87,13 @@ class BurstCopy:
         Somebody who opens it for writing waits until ``unlease``, up to 45 s. Does not block.
         """
         if not self._leased:
-            self._leased = self.device.call("lease", self._key, files.take_read_lease, self.fd)
+            self._leased = self.device.call("lease", self._key, leases.take_read_lease, self.fd)
         return self._leased
 
     def unlease(self) -> bool:
         """Give up the lease; returns whether it has held from ``lease`` until now. Does not block."""
         held, self._leased = self._leased, False
-        return held and files.drop_lease(self.fd)
+        return held and leases.drop_lease(self.fd)
 
     def _open_reader(self) -> int:
         with self.device.lock_of(self.id):
@@ -227,6 +231,7 @@ class BurstCopy:
         if self._lost:
             raise Unavailable(f"bytes were lost earlier: {self._lost}")
         try:
+            object_label.put(self.device, self._key, fd, self.label)
             self.device.sync_object(self._key, fd)
         except FsError as error:
             self._lost = str(error)

@@ -7,6 +7,7 @@ from aifs.core.config import BurstConfig
 from aifs.core.log import logger
 from aifs.core.units import describe_size
 from aifs.data.server import DataServer, Space
+from aifs.layout.placement import ACTIVE
 
 _log = logger(__name__)
 
@@ -85,7 +86,8 @@ class Device:
 
     @property
     def usable(self) -> bool:
-        return self._size > 0 and self.server.health.usable
+        server = self.server
+        return self._size > 0 and server.standing == ACTIVE and not server.absent and server.health.usable
 
     @property
     def writers(self) -> int:
@@ -150,6 +152,8 @@ class Device:
         """Why no new file goes here, not even a small one; '' if they do."""
         if self.admits(0):
             return ""
+        if self.server.standing != ACTIVE:
+            return f"it is {self.server.standing}"
         if not self.usable:
             return f"it fails: {self.server.last_error}" if self.server.last_error else "its space is not known"
         if self._full:

@@ -22,6 +22,7 @@ from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.data.server import DataServer, Space
 from aifs.data.servers import Servers
+from aifs.layout.placement import ACTIVE
 from aifs.meta.records import Copy
 
 _LOOK_MIN_S, _LOOK_MAX_S, _LOOK_IDLE_S = 0.02, 1.0, 5.0
@@ -63,9 +64,23 @@ class BurstTier:
     def _add(self, server: DataServer) -> None:
         self._devices[server.id] = Device(server, self._config, self._ledger)
         self._spares[server.id] = Spares(server, self._take_id)
-        share = self._config.capacity // len(self._devices)
+        self._share_out()
+
+    def _share_out(self) -> None:
         for device in self._devices.values():
-            device.share = share
+            device.share = self._config.capacity // len(self._devices)
+
+    async def remove(self, server_id: int) -> None:
+        """Do without a device that holds no copies and is not ``usable``."""
+        if self._devices.pop(server_id, None) is not None:
+            spares = self._spares.pop(server_id)
+            spares.stop()
+            self._share_out()
+            await spares.close()
+
+    def used(self, server_id: int) -> int:
+        """Bytes of the copies on a device."""
+        return self._ledger.of(server_id).used
 
     @property
     def has_devices(self) -> bool:
@@ -186,10 +201,11 @@ class BurstTier:
     def closed(self, copy: BurstCopy) -> None:
         if self._ledger.closed(copy.id):
             self._open.pop(copy.id, None)
-            device = self._devices[copy.server]
-            device.promise(copy.id, 0)
-            if device.excess():
-                self._crowd.set()
+            device = self._devices.get(copy.server)
+            if device is not None:
+                device.promise(copy.id, 0)
+                if device.excess():
+                    self._crowd.set()
 
     def touch(self, copy_id: int) -> None:
         """It has been used."""
@@ -244,7 +260,7 @@ class BurstTier:
     async def look(self) -> None:
         """Look at the free space of all devices, and at the lengths of the copies that are being written."""
         for server in self._servers.burst():
-            if server.id not in self._devices:
+            if server.id not in self._devices and server.standing == ACTIVE:
                 self._add(server)
         devices = list(self._devices.values())
         if not devices:

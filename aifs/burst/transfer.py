@@ -5,6 +5,7 @@ those of where it goes, so that a device or server that hangs holds up nobody el
 mapping would end the process where the device fails or the file is cut; a reused buffer is not slower.
 """
 
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import trio
-from blake3 import blake3
 
 from aifs.burst.copy import BurstCopy
 from aifs.core import faults, files
@@ -20,26 +20,23 @@ from aifs.core.budget import Budget
 from aifs.core.errors import Unavailable
 from aifs.core.tasks import run_all
 from aifs.data.buffers import BudgetedBuffers
+from aifs.data.digests import HASHED, digests_of
+from aifs.data.object_label import Label, digest_of
+from aifs.data.protected import ProtectedObjects
 from aifs.data.striped import StripedObjects
+from aifs.data.verified import VerifiedObjects
 from aifs.data.workers import gather
 
 _WRITTEN = faults.declare("burst.drain.written", "new objects hold the bytes of a burst copy, not synced")
 
 PIECE = 4 << 20
-HASHED = 1 << 20
-"""Bytes of a file that one checksum covers; the last one covers fewer."""
-
 _SMALL = 256 << 10
+_SPARSE_HASHED = 16 << 30  # what a protected file that is mostly holes may have at most to be given its checksums
 _PIECES_AT_ONCE = 4  # of one file
 
 
-def digests_of(data: memoryview) -> bytes:
-    """BLAKE3-256 of each ``HASHED`` bytes."""
-    return b"".join(blake3(data[start : start + HASHED]).digest() for start in range(0, len(data), HASHED))
-
-
 _ZEROS = bytes(HASHED)
-_DIGESTS_OF_HOLE = digests_of(memoryview(_ZEROS)) * (PIECE // HASHED)
+_DIGEST_OF_HOLE = digests_of(_ZEROS)
 
 
 class Limiter:
@@ -94,21 +91,25 @@ class Mover:
         budget.add_cache(self._buffers.give_back)
 
     async def drain_out(
-        self, copy: BurstCopy, size: int, objects: StripedObjects, cancelled: Callable[[], bool]
-    ) -> bytes | None:
-        """Copy all ``size`` bytes of a burst copy, which nobody changes, to new ``objects``; durable on return.
+        self, copy: BurstCopy, size: int, objects: StripedObjects | ProtectedObjects,
+        cancelled: Callable[[], bool], spare: int = 0, label: Label | None = None,
+    ) -> bytes | None:  # fmt: skip
+        """Copy all ``size`` bytes of a burst copy, which nobody changes, to new ``objects``; durable on return, with
+        ``spare`` more columns than needed of protected ones. The objects get the ``label``, to which the checksum is added.
 
-        Returns the checksums, none of a file that is mostly holes; None if ``cancelled`` has become true
+        Returns the checksums, none of a file that is mostly holes (and large, if it is protected); None if ``cancelled`` has become true
         meanwhile, which is asked between pieces. Holes stay holes. Raises NoSpace, QuotaExceeded, Unavailable.
         """
+        protected = objects if isinstance(objects, ProtectedObjects) else None
+        piece_size = PIECE if protected is None else _whole_rows(protected.row)
         digests: dict[int, bytes] = {}  # by offset of the piece
-        offsets: Sequence[int] = range(0, size, PIECE)
+        offsets: Sequence[int] = range(0, size, piece_size)
         sparse = copy.stat().st_blocks * 512 < size
         if sparse:
-            offsets = await self._run(copy, _pieces_with_data, size)
+            offsets = await self._run(copy, _pieces_with_data, size, piece_size)
 
         async def move(offset: int) -> None:
-            length = min(PIECE, size - offset)
+            length = min(piece_size, size - offset)
             await self._limiter.take(length)
             async with self._turn():
                 if not cancelled():
@@ -116,8 +117,11 @@ class Mover:
 
         async def move_now(offset: int, length: int) -> None:
             piece = await self._run(copy, _read_piece, offset, await self._buffer(length), sparse)
-            for start, end in piece.ranges:
-                await objects.write(start, piece.data[start - offset : end - offset])
+            if protected is not None:
+                await protected.write(offset, piece.data, piece.ranges)
+            else:
+                for start, end in piece.ranges:
+                    await objects.write(start, piece.data[start - offset : end - offset])
             digests[offset] = piece.digests
             self.moved_bytes += length
 
@@ -126,10 +130,18 @@ class Mover:
             return None
         await objects.settle(size)
         faults.reach(_WRITTEN)
-        await objects.sync()
-        if 2 * len(offsets) * PIECE < size:
-            return b""
-        return b"".join(digests.get(offset, _DIGESTS_OF_HOLE) for offset in range(0, size, PIECE))
+        mostly_holes = 2 * len(offsets) * piece_size < size
+        found = b""
+        if not mostly_holes or (protected is not None and size <= _SPARSE_HASHED):
+            hole = _DIGEST_OF_HOLE * (piece_size // HASHED)
+            found = b"".join(digests.get(offset, hole) for offset in range(0, size, piece_size))
+        if label is not None:
+            objects.label = label._replace(digest=digest_of(found) if found else b"")
+        if protected is not None:
+            await protected.sync(spare)
+        else:
+            await objects.sync()
+        return found
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -143,7 +155,7 @@ class Mover:
             self._waiting.unpark_all()
 
     async def stage_in(
-        self, objects: StripedObjects | Chunked, size: int, copy: BurstCopy, cancelled: Callable[[], bool]
+        self, objects: StripedObjects | ProtectedObjects | VerifiedObjects | Chunked, size: int, copy: BurstCopy, cancelled: Callable[[], bool]
     ) -> bool:
         """Copy a settled file of ``size`` bytes into a new, empty burst copy; nothing is synced.
 
@@ -157,7 +169,7 @@ class Mover:
             if cancelled():
                 return
             buffer = await self._buffer(length)
-            if isinstance(objects, StripedObjects):
+            if isinstance(objects, StripedObjects | ProtectedObjects | VerifiedObjects):
                 await objects.read_into(offset, buffer, size)
             else:
                 for start in range(0, length, HASHED):
@@ -187,8 +199,8 @@ class Mover:
         return bytes(piece.data)
 
     async def _buffer(self, length: int) -> memoryview:
-        # Of two sizes only, so that those that are free fit.
-        return (await self._buffers.take(PIECE if length > _SMALL else _SMALL))[:length]
+        # Of few sizes, so that those that are free fit.
+        return (await self._buffers.take(_SMALL if length <= _SMALL else -(-length // PIECE) * PIECE))[:length]
 
     async def _run(self, copy: BurstCopy, function: Callable[..., Any], *args: Any) -> Any:
         call = (self._io_priority, function, copy, *args)
@@ -219,11 +231,17 @@ async def _in_parallel(move: Callable[[int], Awaitable[None]], offsets: Sequence
     await run_all(*[work] * min(_PIECES_AT_ONCE, len(offsets)))
 
 
-def _pieces_with_data(copy: BurstCopy, size: int) -> list[int]:
+def _whole_rows(row: int) -> int:
+    """The length of pieces that hold whole rows of a layout, and whole ranges of checksums: about PIECE, or more."""
+    step = math.lcm(row, HASHED)
+    return max(PIECE // step * step, step)
+
+
+def _pieces_with_data(copy: BurstCopy, size: int, piece_size: int) -> list[int]:
     """Offsets of the pieces that are not holes, and of the last one."""
     ranges = copy.device.call("read", (0, copy.id), files.data_ranges, copy.fd, 0, size)
-    pieces = {piece for start, end in ranges for piece in range(start // PIECE, (end - 1) // PIECE + 1)}
-    return [piece * PIECE for piece in sorted(pieces | {(size - 1) // PIECE})]
+    pieces = {piece for start, end in ranges for piece in range(start // piece_size, (end - 1) // piece_size + 1)}
+    return [piece * piece_size for piece in sorted(pieces | {(size - 1) // piece_size})]
 
 
 def _read_piece(copy: BurstCopy, offset: int, buffer: memoryview, sparse: bool) -> _Piece:

@@ -1,6 +1,7 @@
 """Background removal of what nobody can reach any more: orphan inodes, and the objects left as garbage."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import trio
 
@@ -18,29 +19,41 @@ _log = logger(__name__)
 _BATCH = 256
 _ERASED_AT_ONCE = 32  # in one transaction, whose own changes slow down its range reads
 _RETRY_S = 10.0
+_BACKLOG_MAX = 1024  # from here on deletions do not wait for others to share a backup with
 
 _ERASED = faults.declare("vfs.collect.erased", "orphans are erased, their objects are on record as garbage")
 _DELETED = faults.declare("vfs.collect.deleted", "objects are deleted, their garbage records are not")
+
+
+class _Doomed(NamedTuple):
+    """Garbage, and the number of a transaction that has made it so, or of a later one."""
+
+    oid: int
+    seq: int
 
 
 class Collector:
     """Takes orphans and garbage from the other modules and removes them in batches.
 
     Objects are deleted only after the transaction that made them garbage is durable (I5). What cannot be deleted
-    (a failing server) keeps its garbage record and is tried again, at the latest by the next mount.
+    (a failing server) keeps its garbage record and is tried again, at the latest by the next mount. What the newest backup of
+    the metadata may refer to waits for a newer one (``covered``).
     """
 
     def __init__(self, engine: Engine, servers: Servers) -> None:
         self._engine = engine
         self._servers = servers
         self._orphans: list[int] = []
-        self._garbage: list[int] = []
-        self._retry: list[int] = []
+        self._garbage: list[_Doomed] = []
+        self._retry: list[_Doomed] = []
         self._failed = 0  # of the last batch
         self._work = trio.Event()
         self._draining = trio.Lock()
         self.on_deleted: Callable[[list[int]], None] = lambda oids: None
         """Called with the ids of objects and burst copies whose space is free again."""
+        self.covered: Callable[[int, bool], Awaitable[bool]] = _always
+        """Waits until what the transactions up to a number have given up may be deleted, soon if the second argument says
+        so; whether it may."""
 
     def add_orphan(self, ino: int) -> None:
         """``ino`` has no name, no handle, and is unknown to the kernel."""
@@ -49,22 +62,30 @@ class Collector:
 
     def add_garbage(self, oid: int) -> None:
         """There is, or is about to be, a garbage record for ``oid``."""
-        self._garbage.append(oid)
+        self._garbage.append(_Doomed(oid, self._engine.seq))
         self._work.set()
 
     @property
     def backlog(self) -> int:
         """Inodes and object sets that wait to be removed."""
-        return len(self._orphans) + len(self._garbage) + len(self._retry)
+        return self.due + len(self._retry)
+
+    @property
+    def due(self) -> int:
+        """Those of them that can be removed now, as far as is known: not what a failing server keeps from being."""
+        return len(self._orphans) + len(self._garbage)
 
     async def run(self) -> None:
         """Collect until cancelled."""
+        retry_at = trio.current_time() + _RETRY_S
         while True:
-            with trio.move_on_after(_RETRY_S if self._retry else float("inf")):
+            with trio.move_on_at(retry_at if self._retry else float("inf")):
                 await self._work.wait()
             self._work = trio.Event()
-            self._garbage += self._retry
-            self._retry = []
+            if trio.current_time() >= retry_at:  # not whenever something else is deleted: there may be many
+                retry_at = trio.current_time() + _RETRY_S
+                self._garbage += self._retry
+                self._retry = []
             try:
                 await self.drain()
             except FsError as error:
@@ -72,23 +93,27 @@ class Collector:
                 await trio.sleep(_RETRY_S)
                 self._work.set()
 
-    async def drain(self) -> None:
-        """Remove all that is waiting. Raises NoSpace or Unavailable if the metadata store cannot be changed."""
+    async def drain(self, urgent: bool = False) -> None:
+        """Remove all that is waiting; ``urgent``: others that may come soon are not waited for. Raises NoSpace or Unavailable if the metadata store cannot be changed."""
         async with self._draining:
             while self._orphans or self._garbage:
                 while self._orphans and len(self._garbage) < _BATCH:
                     batch = self._orphans[:_ERASED_AT_ONCE]
-                    self._garbage += await self._engine.transact(_erase, batch)
+                    oids = await self._engine.transact(_erase, batch)
+                    self._garbage += [_Doomed(oid, self._engine.seq) for oid in oids]
                     del self._orphans[: len(batch)]
                     faults.reach(_ERASED)
                     await trio.lowlevel.checkpoint()
                 if self._garbage:
                     batch = self._garbage[:_BATCH]
-                    await self._delete(batch)
+                    await self._delete(batch, urgent or self.due > _BACKLOG_MAX)
                     del self._garbage[: len(batch)]
 
-    async def _delete(self, oids: list[int]) -> None:
-        garbage = await self._engine.view(_read_garbage, oids)
+    async def _delete(self, batch: list[_Doomed], urgent: bool) -> None:
+        if not await self.covered(max(doomed.seq for doomed in batch), urgent):
+            self._retry += batch
+            return
+        garbage = await self._engine.view(_read_garbage, [doomed.oid for doomed in batch])
         if not garbage:
             return
         await self._engine.barrier()
@@ -97,7 +122,7 @@ class Collector:
             error = next(iter(failed.values()))
             _log.info("objects of %d deleted files stay for now: %s", len(failed), error)
         self._failed = len(failed)
-        self._retry += failed
+        self._retry += [doomed for doomed in batch if doomed.oid in failed]
         faults.reach(_DELETED)
         deleted = [oid for oid in garbage if oid not in failed]
         self.on_deleted(deleted)
@@ -123,3 +148,7 @@ def _read_garbage(tx: ReadTransaction, oids: list[int]) -> dict[int, Garbage]:
 def _forget_garbage(tx: Transaction, oids: list[int]) -> None:
     for oid in oids:
         tx.delete(keys.garbage(oid))
+
+
+async def _always(seq: int, urgent: bool) -> bool:
+    return True

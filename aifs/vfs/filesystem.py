@@ -1,4 +1,4 @@
-"""The filesystem's operations: names in ``names``, attributes here, file bytes through ``file_io``.
+"""The filesystem's operations: names in ``names`` and ``publish``, attributes here, file bytes through ``file_io``.
 
 All methods raise FsError subclasses. A change has happened when its method returns: everybody sees it, it
 survives the daemon's death, and a power cut within the commit interval or after the next fsync, fsyncdir or sync.
@@ -12,16 +12,17 @@ from typing import Any
 
 import trio
 
-from aifs.core.errors import NotPermitted, ReadOnly
 from aifs.core.log import logger
 from aifs.meta import keys, namespace, xattrs
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
-from aifs.vfs import attributes, burst_hints, hints, ranges
-from aifs.vfs.names import Names
-from aifs.vfs.open_inode import OpenInode
+from aifs.vfs import attributes, hints
+from aifs.vfs.io import ranges
+from aifs.vfs.io.open_inode import OpenInode
+from aifs.vfs.publishing.publish import Publishing
 from aifs.vfs.recovery import Recovered
 from aifs.vfs.store import Store
+from aifs.vfs.tiers import burst_hints
 from aifs.vfs.types import BLOCK_SIZE, ROOT, CallerLike, Opened, SetAttr, StatFs
 
 _log = logger(__name__)
@@ -29,7 +30,7 @@ _log = logger(__name__)
 _ATIME_INTERVAL_NS = 24 * 3600 * 10**9  # relatime, as in mount(8)
 
 
-class Filesystem(Names):
+class Filesystem(Publishing):
     """An open store as a POSIX filesystem. Made by ``open_filesystem``; used from one trio thread."""
 
     def __init__(self, store: Store, mountpoint: str, read_only: bool, atime: bool) -> None:
@@ -65,7 +66,7 @@ class Filesystem(Names):
         return inode
 
     async def _truncate(self, ino: int, size: int) -> None:
-        self._require_writable_mount()
+        self.require_writable()
         file = await self.io.acquire(ino)
         try:
             await self.io.truncate(file, size)
@@ -101,7 +102,7 @@ class Filesystem(Names):
         """
         writing = flags & os.O_ACCMODE != os.O_RDONLY
         if writing or flags & os.O_TRUNC:
-            self._require_writable_mount()
+            self.require_writable()
         file = await self.io.acquire(ino)
         try:
             if flags & os.O_TRUNC:
@@ -196,9 +197,7 @@ class Filesystem(Names):
     async def sync(self) -> None:
         """Everything acknowledged is on stable storage when this returns."""
         await self.io.save_all()
-        for ino in list(self.io.open):
-            await self.writeback.sync_inode(ino)
-        await self.writeback.sync_closed_files()
+        await self.writeback.sync_all()
         await self._engine.barrier()
 
     # --- extended attributes ---
@@ -222,14 +221,25 @@ class Filesystem(Names):
         names = await self._engine.view(xattrs.names, ino)
         return names if caller.uid == 0 else [name for name in names if not name.startswith(b"trusted.")]
 
-    async def removexattr(self, ino: int, name: bytes) -> None:
+    async def removexattr(self, ino: int, name: bytes, caller: CallerLike = ROOT) -> None:
         if name.startswith(hints.PREFIX):
-            raise NotPermitted("hints cannot be removed")
+            await hints.remove(self, ino, name, caller)
+            return
         self._adopt(await self._engine.transact(xattrs.remove, ino, name, time.time_ns()))
 
     async def wait_drained(self, ino: int, timeout_s: float | None = None) -> None:
         """What is undrained now of a file, or below a directory, is on the capacity tier on return. Raises TimedOut."""
         await burst_hints.wait_drained(self, ino, timeout_s)
+
+    async def remove_tree(self, parent: int, name: bytes, caller: CallerLike = ROOT) -> None:
+        """Remove a directory with all that lies below it, at a cost that does not depend on how much it is (vfs/publishing/trash.py).
+
+        The kernel neither does nor checks it, so who may is decided here: who may remove the name, and owns the directory.
+        Raises NotFound, NotADirectory, AccessDenied, NotPermitted, ReadOnly.
+        """
+        self.require_writable()
+        await self.trash.doom(parent, name, caller)
+        self.on_entry_change(parent, name)
 
     # --- the whole ---
 
@@ -239,7 +249,3 @@ class Filesystem(Names):
         inodes = await self._engine.view(ReadTransaction.counter, keys.COUNTER_INODES)
         total, free, room = (size // BLOCK_SIZE for size in (space.total, space.free, space.available))
         return StatFs(BLOCK_SIZE, total, free, room, inodes + room, room, namespace.NAME_MAX)
-
-    def _require_writable_mount(self) -> None:
-        if self.read_only:
-            raise ReadOnly()

@@ -7,13 +7,21 @@
     user.aifs.drain          directory or file: JSON, what is undrained; set (empty): drain that before all else
     user.aifs.stage          file, set (empty), owner or root: bring it into the burst tier
     user.aifs.evict          file, set (empty), owner or root: give up its copy in the burst tier
+    user.aifs.remove         directory, set: name of a directory in it, to be removed with all that lies below (trash.py)
+    user.aifs.publish        directory: get and set burst or capacity, where bytes must be before a rename into it shows them
+    user.aifs.pending        directory: JSON, who has committed; set 'ranks=8,step=100,job=NAME' to mark it, '' to abandon
+    user.aifs.commit         pending directory, set: a rank, or JSON (pending.put_commit)
+    user.aifs.publish-as     directory, set: JSON, the final name and the pointers to it (pending.publish_as)
+    user.aifs.keep           directory, owner or root: get and set which checkpoints in it are kept (core/retention.py)
+    user.aifs.backup         root, write only, root user: TOKEN:[DIRECTORY], back up the metadata (backup.request)
     user.aifs.info           any: JSON, the inode and where its parts lie
     user.aifs.status         root: JSON, the state of the mount
-    user.aifs.server-add     root, write only, root user: path of a directory to add as a data server
-    user.aifs.burst-add      the same, as a burst directory
+    user.aifs.scrub          root: JSON, what a scrub has done and found; root user: set start[,no-repair][,bandwidth=SIZE] or stop
+    user.aifs.servers        root: JSON, the data servers and burst directories
+    user.aifs.server-*       root, write only, root user: adding, draining, replacing, removing servers (server_hints.py)
 
-They are not listed, so that copying tools leave them alone. Policies (the first three) are stored in the inode, and
-what is made in a directory inherits its.
+They are not listed, so that copying tools leave them alone. Policies (the first three, and publish) are stored in the
+inode, and what is made in a directory inherits its. ``pending`` and ``keep`` can be removed.
 """
 
 import json
@@ -22,26 +30,48 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from aifs.core.errors import Busy, Invalid, NoAttribute, NotPermitted, StoreError
+from aifs.core.errors import Busy, Invalid, NoAttribute, NotPermitted
 from aifs.core.log import logger
 from aifs.core.units import format_size, parse_size
-from aifs.layout.hint import DEFAULT_POLICY, TIERS, Policy, format_layout_hint, parse_layout_hint
+from aifs.layout.hint import (
+    DEFAULT_POLICY,
+    PUBLISHES,
+    TIERS,
+    Policy,
+    format_layout_hint,
+    parse_layout_hint,
+    policy_of,
+)
+from aifs.layout.redundancy import PLAIN
 from aifs.layout.striped import Striped
 from aifs.meta import keys
+from aifs.meta.publishing import Publication
 from aifs.meta.records import Inode
-from aifs.vfs import burst_hints, reports
-from aifs.vfs.store import register_server
+from aifs.vfs import reports
+from aifs.vfs.publishing import pending
+from aifs.vfs.publishing.retention import Retention
+from aifs.vfs.repair import scrub
+from aifs.vfs.servers import server_hints
+from aifs.vfs.tiers import burst_hints
 from aifs.vfs.types import SIZE_MAX, CallerLike
 
 PREFIX = b"user.aifs."
 
 DEFAULT_TIER = "default"
+DEFAULT_PUBLISH = "burst"
 
 _log = logger(__name__)
 
 
-class Host(reports.Host, burst_hints.Host, Protocol):
+class Host(reports.Host, burst_hints.Host, server_hints.Host, Protocol):
     """What the hints need of the filesystem."""
+
+    retention: Retention
+    refused: dict[int, str]
+
+    async def publish(self, what: Publication, caller: CallerLike) -> None: ...
+
+    async def remove_tree(self, parent: int, name: bytes, caller: CallerLike) -> None: ...
 
     async def change_inode(self, ino: int, change: Callable[[Inode, Any], None], argument: Any) -> Inode: ...
 
@@ -56,6 +86,14 @@ async def get(fs: Host, ino: int, name: bytes) -> bytes:
         return _json(await burst_hints.progress(fs, ino))
     if name == b"user.aifs.status" and ino == keys.ROOT_INO:
         return _json(await reports.status(fs))
+    if name == b"user.aifs.servers" and ino == keys.ROOT_INO:
+        return _json(await fs.server_admin.describe())
+    if name == b"user.aifs.scrub" and ino == keys.ROOT_INO:
+        return _json(fs.scrub.status())
+    if name == b"user.aifs.pending":
+        return _json(await pending.tell(fs, ino))
+    if name == b"user.aifs.keep" and (keep := await fs.retention.policy_of(ino)):
+        return keep.encode()
     inode = await fs.getattr(ino)
     if inode.is_dir or inode.is_file:
         text = _policy_text(inode, name)
@@ -76,13 +114,15 @@ def _policy_text(inode: Inode, name: bytes) -> str:
         return policy.tier or DEFAULT_TIER
     if name == b"user.aifs.expected_size" and policy.expected:
         return format_size(policy.expected)
+    if name == b"user.aifs.publish" and inode.is_dir:
+        return policy.publish or DEFAULT_PUBLISH
     if name == b"user.aifs.layout":
         layout = inode.layout
         if isinstance(layout, Striped):
-            return format_layout_hint(Policy(layout.unit, len(layout.servers), layout.servers))
+            return format_layout_hint(policy_of(layout))
         if layout is not None:
             return format_layout_hint(Policy(kind="interleaved"))
-        if policy._replace(tier="", expected=0) != DEFAULT_POLICY:
+        if policy._replace(tier="", expected=0, publish="") != DEFAULT_POLICY:
             return format_layout_hint(policy)
     return ""
 
@@ -91,10 +131,14 @@ async def put(fs: Host, ino: int, name: bytes, value: bytes, caller: CallerLike)
     """Raises Invalid for a wrong value (the log says what is wrong), NotPermitted for what ``caller`` cannot set, and
     what the function of the hint raises."""
     try:
-        if name in _ROLES and ino == keys.ROOT_INO and caller.uid == 0:
-            await _add_server(fs, value, _ROLES[name])
+        if name in server_hints.ORDERS and ino == keys.ROOT_INO and caller.uid == 0:
+            await server_hints.order(fs, name, value)
         elif name in _POLICIES:
             await _POLICIES[name](fs, ino, value.decode("utf-8", "replace").strip())
+        elif name in _ORDERS:
+            await _ORDERS[name](fs, ino, value, caller)
+        elif name in _STATEMENTS:
+            await _STATEMENTS[name](fs, ino, os.fsdecode(value).strip(), caller)
         elif name in _REQUESTS:
             if value:
                 raise Invalid("it takes no value")
@@ -106,14 +150,36 @@ async def put(fs: Host, ino: int, name: bytes, value: bytes, caller: CallerLike)
         raise
 
 
+async def _back_up(fs: Host, ino: int, value: bytes, caller: CallerLike) -> None:
+    if ino != keys.ROOT_INO or caller.uid:
+        raise NotPermitted("only root may make backups, at the mount's root")
+    token, _, directory = os.fsdecode(value).partition(":")
+    fs.backup.request(token, directory)  # not waited for: the kernel locks the directory while it sets an attribute
+
+
+async def remove(fs: Host, ino: int, name: bytes, caller: CallerLike) -> None:
+    """Raises NotPermitted for what cannot be removed, NoAttribute where it is not there."""
+    if name == b"user.aifs.pending":
+        await pending.remove(fs, ino, caller)
+    elif name == b"user.aifs.keep":
+        if not await fs.retention.policy_of(ino):
+            raise NoAttribute()
+        await fs.retention.set_policy(ino, "", caller)
+    else:
+        raise NotPermitted("this hint cannot be removed")
+
+
 async def _set_layout(fs: Host, ino: int, text: str) -> None:
     policy = parse_layout_hint(text)
     known = [server.id for server in fs.store.servers.capacity()]
     unknown = set(policy.servers) - set(known)
     if unknown:
         raise Invalid(f"there is no server {min(unknown)}; the store has {known}")
+    least, usable = policy.redundancy(PLAIN).least_servers, len(fs.store.servers.candidates())
+    if least > usable:
+        raise Invalid(f"layout: {least} data servers are needed; the store has {usable} for new files")
     fields = policy._asdict()
-    del fields["tier"], fields["expected"]
+    del fields["tier"], fields["expected"], fields["publish"]
     await fs.change_inode(ino, _change_policy_of_new, fields)
 
 
@@ -124,6 +190,15 @@ async def _set_tier(fs: Host, ino: int, text: str) -> None:
     inode = await fs.change_inode(ino, _change_policy, {"tier": tier})
     if inode.copy is not None:
         fs.tier.pinned(inode.copy.id, tier == "pinned")
+
+
+async def _set_publish(fs: Host, ino: int, text: str) -> None:
+    if text not in (DEFAULT_PUBLISH, *PUBLISHES[1:]):
+        raise Invalid(f"publish {text!r} is unknown; there are {DEFAULT_PUBLISH}, {', '.join(PUBLISHES[1:])}")
+    inode = await fs.getattr(ino)
+    if not inode.is_dir:
+        raise Invalid("it can be set on a directory")
+    await fs.change_inode(ino, _change_policy, {"publish": "" if text == DEFAULT_PUBLISH else text})
 
 
 async def _set_expected_size(fs: Host, ino: int, text: str) -> None:
@@ -154,21 +229,24 @@ async def _request_drain(fs: Host, ino: int, caller: CallerLike) -> None:
     await burst_hints.request_drain(fs, ino)
 
 
-async def _add_server(fs: Host, value: bytes, role: str) -> None:
-    path = os.fsdecode(value)
-    try:
-        await register_server(fs.store, path, role)
-    except StoreError as error:
-        raise Invalid(str(error)) from error
-    _log.info("%s directory added: %s", role, path)
-
-
-_ROLES = {b"user.aifs.server-add": "data", b"user.aifs.burst-add": "burst"}
-
 _POLICIES = {
     b"user.aifs.layout": _set_layout,
     b"user.aifs.tier": _set_tier,
     b"user.aifs.expected_size": _set_expected_size,
+    b"user.aifs.publish": _set_publish,
+}
+
+_ORDERS = {
+    b"user.aifs.backup": _back_up,
+    b"user.aifs.remove": lambda fs, ino, value, caller: fs.remove_tree(ino, value, caller),
+}
+
+_STATEMENTS = {
+    b"user.aifs.pending": pending.put,
+    b"user.aifs.commit": pending.put_commit,
+    b"user.aifs.publish-as": pending.publish_as,
+    b"user.aifs.scrub": scrub.order,
+    b"user.aifs.keep": lambda fs, ino, text, caller: fs.retention.set_policy(ino, text, caller),
 }
 
 _REQUESTS = {

@@ -20,20 +20,24 @@ _RESTART_S = 10
 
 @asynccontextmanager
 async def open_filesystem(
-    config: Config, read_only: bool = False, mountpoint: str = "", atime: bool = True
+    config: Config, read_only: bool = False, mountpoint: str = "", atime: bool = True, adding: str = ""
 ) -> AsyncIterator[Filesystem]:
     """Own the store, recover it, and serve until the block ends; then everything is made durable.
 
     Raises StoreError, StoreBusy. A store that is opened read-only is recovered all the same, as ext4 does.
     """
-    store = await open_store(config, mountpoint=mountpoint, read_only=read_only)
+    store = await open_store(config, mountpoint=mountpoint, read_only=read_only, adding=adding)
     closed = False
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_keep_running, store.engine.run)
             fs = Filesystem(store, mountpoint, read_only, atime)
+            await fs.backup.load(read_only)
             fs.recovered = await recover(store, fs.tier, fs.collector)
             await fs.containers.recover()
+            await fs.trash.load()
+            await fs.rebuild.strays.load()
+            await fs.retention.load()
             fs.drain.load(await load_copies(store, fs.tier, fs.collector, fs.recovered))
             if not store.clean:
                 _log.info("the store was not closed in order: %s", fs.recovered)
@@ -81,9 +85,11 @@ async def _close(fs: Filesystem) -> None:
         await fs.io.release(file)
     for ino in fs._orphans:
         fs.collector.add_orphan(ino)
-    await fs.collector.drain()
+    await fs.collector.drain(urgent=True)
+    await fs.rebuild.strays.sweep(urgent=True)
     fs.containers.close()
     await fs.tier.close()
     await fs.store.servers.cache.settle()
     await fs.sync()
     await set_clean(fs.store.engine, True)
+    await fs.backup.finish()

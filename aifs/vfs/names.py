@@ -1,19 +1,15 @@
-"""Names: what a directory holds, and making, linking, moving and removing it.
-
-A rename is a publishing barrier: it is durable when it returns, with all that lies below the new name.
-"""
+"""Names: what a directory holds, and making, linking and removing it. How a name moves is ``publish``'s business."""
 
 import os
 import stat
 import time
 from collections.abc import Callable
 
-from aifs.core.errors import Invalid, NameTooLong
+from aifs.core.errors import Invalid, NameTooLong, NotFound
 from aifs.layout.hint import Policy
 from aifs.meta import namespace
 from aifs.meta.records import Copy, Inode
 from aifs.vfs.parts import Parts
-from aifs.vfs.publish import sync_below
 from aifs.vfs.store import Store
 from aifs.vfs.types import CallerLike, Opened
 
@@ -28,11 +24,15 @@ class Names(Parts):
         super().__init__(store)
         self.on_attr_change: Callable[[int], None] = lambda ino: None
         """Called when an inode's attributes change without the kernel having asked for it."""
+        self.on_entry_change: Callable[[int, bytes], None] = lambda parent, name: None
+        """Called when a name leads to something else, or nowhere, without the kernel having asked for it."""
         self._engine = store.engine
         self._policies: dict[int, Policy | None] = {}
         self._orphans: set[int] = set()
 
     async def lookup(self, parent: int, name: bytes) -> Inode:
+        if self.trash.holds(parent):
+            raise NotFound("the directory has been removed")
         return self._current(await self._engine.view(namespace.lookup, parent, name))
 
     async def create(
@@ -97,23 +97,6 @@ class Names(Parts):
     async def rmdir(self, parent: int, name: bytes) -> None:
         self._unlinked(await self._engine.transact(namespace.rmdir, parent, name, time.time_ns()))
 
-    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0) -> None:
-        """rename(2). A publishing barrier: all below the name is durable first, the rename itself on return."""
-        moving = await self._engine.view(namespace.get_dentry, parent, name)
-        published = await sync_below(self._engine, self.io, self.writeback, moving)
-        if flags == namespace.RENAME_EXCHANGE:
-            other = await self._engine.view(namespace.get_dentry, new_parent, new_name)
-            await sync_below(self._engine, self.io, self.writeback, other)
-        cookies = (await self.ids.take(), await self.ids.take())
-        inode, other = await self._engine.transact(
-            namespace.rename, parent, name, new_parent, new_name, flags, cookies, time.time_ns()
-        )
-        self._adopt(inode)
-        if other is not None:
-            self._unlinked(other)
-        await self._engine.barrier()
-        self.drain.published(published)
-
     async def readlink(self, ino: int) -> bytes:
         inode = await self._engine.view(namespace.get_inode, ino)
         if not stat.S_ISLNK(inode.mode):
@@ -145,6 +128,8 @@ class Names(Parts):
         An entry that exists during the whole listing appears exactly once, whatever else changes. A directory that has
         been removed, which some process may still be in, has none.
         """
+        if self.trash.holds(ino):
+            return []
         entries = await self._engine.view(namespace.list_directory, ino, cookie, _READDIR_BATCH)
         if not self.io.open:
             return entries

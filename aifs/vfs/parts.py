@@ -1,17 +1,24 @@
 """What an open filesystem is made of: each part is made here, once, and knows only those above it."""
 
 from aifs.burst.tier import BurstTier
+from aifs.data.latency import Hedging
+from aifs.vfs.backups.backup import Backup
 from aifs.vfs.collector import Collector
-from aifs.vfs.compaction import Compaction
-from aifs.vfs.containers import Containers
-from aifs.vfs.drain import Drain
-from aifs.vfs.evict import Evictor
-from aifs.vfs.file_io import FileIO
-from aifs.vfs.handles import Handles
 from aifs.vfs.ids import IdAllocator
-from aifs.vfs.stage import Stager
+from aifs.vfs.io.file_io import FileIO
+from aifs.vfs.io.handles import Handles
+from aifs.vfs.io.writeback import WriteBack
+from aifs.vfs.publishing.retention import Retention
+from aifs.vfs.publishing.trash import Trash
+from aifs.vfs.repair.rebuild import Rebuild
+from aifs.vfs.repair.scrub import Scrub
+from aifs.vfs.servers.server_admin import ServerAdmin
 from aifs.vfs.store import Store
-from aifs.vfs.writeback import WriteBack
+from aifs.vfs.tiers.compaction import Compaction
+from aifs.vfs.tiers.containers import Containers
+from aifs.vfs.tiers.drain import Drain
+from aifs.vfs.tiers.evict import Evictor
+from aifs.vfs.tiers.stage import Stager
 
 
 class Parts:
@@ -20,12 +27,15 @@ class Parts:
     def __init__(self, store: Store) -> None:
         config, engine, servers = store.config, store.engine, store.servers
         self.store = store
+        servers.hedging = Hedging(config.data.hedge_s)
+        self.backup = Backup(config, store.uuid, engine, servers)
         self.ids = ids = IdAllocator(engine)
         self.handles = handles = Handles()
         self.collector = collector = Collector(engine, servers)
         self.tier = tier = BurstTier(config, servers, ids.take)
         self.containers = containers = Containers(
-            engine, servers, ids, collector, servers.budget, config.layout.container_size, config.data.verify == "read"
+            engine, servers, ids, collector, servers.budget, config.layout.container_size, config.data.verify == "read",
+            config.data.min_spare,
         )
         self.io = io = FileIO(config, engine, servers, tier, containers, ids, collector)
         self.writeback = WriteBack(
@@ -33,11 +43,26 @@ class Parts:
         )
         self.stager = io.burst.stager = Stager(config, engine, servers, tier, io, collector)
         self.drain = Drain(config, engine, servers, tier, io, ids, collector, containers, handles)
+        self.trash = Trash(engine, io, self.drain, collector)
+        self.retention = Retention(config, engine, io, self.trash)
         self.evictor = Evictor(engine, tier, io, collector)
         self.compaction = Compaction(engine, servers, containers, collector, config.layout.compact_above)
+        self.rebuild = Rebuild(
+            config, engine, servers, io, ids, collector, containers, self.compaction, handles
+        )
+        self.scrub = Scrub(config, engine, servers, self.rebuild, self.evictor, handles)
+        self.server_admin = ServerAdmin(store, tier, self.drain, self.evictor, self.rebuild)
+        self.server_admin.leave_backups = self.backup.leave_servers
+        io.on_damage = containers.files.on_damage = self.rebuild.on_damage
+        io.capacity.on_due = self.rebuild.wake
         collector.on_deleted = tier.deleted
+        collector.covered = self.rebuild.strays.covered = self.backup.covered
+        self.backup.is_urgent = lambda: bool(tier.pressure)
 
     def background(self, read_only: bool) -> tuple:
         """What has a method ``run`` to be called for as long as the store is served."""
-        always = (self.collector, self.writeback, self.tier)
-        return always if read_only else (*always, self.drain, self.evictor, self.stager, self.compaction)
+        always = (self.collector, self.writeback, self.tier, self.server_admin, self.backup)
+        if read_only:
+            return always
+        between_tiers = (self.drain, self.evictor, self.stager)
+        return *always, *between_tiers, self.compaction, self.trash, self.rebuild, self.retention, self.scrub

@@ -3,6 +3,7 @@
 The work depends on what was in flight: dirty marks, orphans, garbage, and the last window of ids.
 """
 
+import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,8 +13,9 @@ from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.data.server import Missing
 from aifs.data.striped import StripedObjects, delete_objects, list_window
+from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
-from aifs.meta import forms, keys, namespace
+from aifs.meta import forms, keys, moves, namespace
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import BurstRecord, Inode, decode_burst
 from aifs.vfs.collector import Collector
@@ -23,6 +25,7 @@ from aifs.vfs.store import Store
 _log = logger(__name__)
 
 _SLICE = 256
+_UNLISTED = b"unlisted"
 
 
 @dataclass(slots=True)
@@ -35,6 +38,7 @@ class Recovered:
     garbage: int = 0  # object sets that were waiting for deletion
     unknown_objects: int = 0  # made shortly before a power cut that undid their files
     undrained: int = 0  # files whose newest bytes are in the burst tier alone
+    strays: int = 0  # objects that were on the move to another server
     dropped_copies: int = 0  # cached in the burst tier, but not known to be on stable storage
 
     def __str__(self) -> str:
@@ -44,6 +48,7 @@ class Recovered:
             (self.orphans, "deleted files that were open removed"),
             (self.garbage, "sets of garbage objects queued for deletion"),
             (self.unknown_objects, "objects of lost files deleted"),
+            (self.strays, "moved objects to be deleted"),
             (self.dropped_copies, "cached copies dropped"),
             (self.undrained, "files to drain"),
         ]
@@ -53,7 +58,8 @@ class Recovered:
 async def recover(store: Store, tier: BurstTier, collector: Collector) -> Recovered:
     """Bring the store into order; what only needs deleting is left to the collector.
 
-    A file on a server that does not work keeps its dirty mark, and is settled by a later mount.
+    A file on a server that does not work keeps its dirty mark, and is settled by a later mount; so does a server that is
+    absent the record of what is to be looked for there. Moved objects are the rebuild's to delete.
     """
     recovered = Recovered(transactions=store.engine.recovered)
     dirty, orphans, garbage = await store.engine.view(_read_in_flight)
@@ -62,10 +68,16 @@ async def recover(store: Store, tier: BurstTier, collector: Collector) -> Recove
         collector.add_orphan(ino)
     for oid in garbage:
         collector.add_garbage(oid)
+    recovered.strays = len(await store.engine.view(moves.load_strays))
+    unsettled: dict[int, FsError] = {}
     for start in range(0, len(dirty), 64):
-        await run_all(*(lambda ino=ino: _settle(store, tier, collector, ino) for ino in dirty[start : start + 64]))
-    if not store.clean:
-        recovered.unknown_objects = await _delete_unknown_objects(store)
+        some = dirty[start : start + 64]
+        await run_all(*(lambda ino=ino: _settle(store, tier, collector, ino, unsettled) for ino in some))
+    if unsettled:
+        ino, error = next(iter(unsettled.items()))
+        what = "%d files, such as inode %d, could not be settled, the next mount will try again: %s"
+        _log.warning(what, len(unsettled), ino, error)
+    recovered.unknown_objects = await _delete_unknown_objects(store)
     return recovered
 
 
@@ -76,7 +88,9 @@ def _read_in_flight(tx: ReadTransaction) -> tuple[list[int], list[int], list[int
     return numbers(b"w"), numbers(b"o"), numbers(b"g")
 
 
-async def _settle(store: Store, tier: BurstTier, collector: Collector, ino: int) -> None:
+async def _settle(
+    store: Store, tier: BurstTier, collector: Collector, ino: int, unsettled: dict[int, FsError]
+) -> None:
     try:
         inode, is_orphan = await store.engine.view(_read_settling, ino)
         if inode is not None and not is_orphan:
@@ -86,7 +100,7 @@ async def _settle(store: Store, tier: BurstTier, collector: Collector, ino: int)
                 await _settle_objects(store, inode)
         await store.engine.transact(_put_settled, ino, inode)
     except FsError as error:
-        _log.warning("inode %d could not be settled, the next mount will try again: %s", ino, error)
+        unsettled[ino] = error
 
 
 async def _settle_copy(store: Store, tier: BurstTier, collector: Collector, inode: Inode) -> None:
@@ -101,8 +115,8 @@ async def _settle_copy(store: Store, tier: BurstTier, collector: Collector, inod
         if store.same_boot or await store.engine.view(_is_durable, inode.copy.id):
             raise
         _log.warning("inode %d was not on stable storage when the power went: it is empty now", inode.ino)
-        collector.add_garbage(await store.engine.transact(namespace.discard_copy, inode.copy))
-        inode.copy, inode.size, inode.blocks = None, 0, 0
+        lost, inode.copy, inode.size, inode.blocks = inode.copy, None, 0, 0
+        collector.add_garbage(await store.engine.transact(forms.put_inline, inode, lost))
     finally:
         copy.close()
 
@@ -133,15 +147,57 @@ def _put_settled(tx: Transaction, ino: int, inode: Inode | None) -> None:
 
 
 async def _delete_unknown_objects(store: Store) -> int:
-    """Delete objects in the last window of ids that neither an inode nor a garbage record knows (I7)."""
+    """Delete objects in the last window of ids that neither an inode nor a garbage record knows (I7).
+
+    A server that is absent is put on record, with the window, for the mount that finds it.
+    """
+    earlier, found, missed = await store.engine.view(_read_unlisted), [], []
+    if not store.clean:
+        first, end = await last_windows(store.engine)
+        found = await list_window(store.servers, first, end)
+        missed = [_Unlisted(server.id, first, end) for server in store.servers.values() if server.absent]
+    for window in earlier:
+        server = store.servers.find(window.server)
+        if server is None or server.standing == LOST:
+            continue
+        if server.absent:
+            missed.append(window)
+        else:
+            listed = await store.servers.run(server, server.list_range, window.first, window.end)
+            found += [(server.id, ino, oid) for ino, oid in listed]
     unknown: dict[tuple[int, int], list[int]] = {}
-    first, end = await last_windows(store.engine)
-    for server, ino, oid in await list_window(store.servers, first, end):
+    for number, ino, oid in found:
         if not await store.engine.view(_is_known, ino, oid):
-            unknown.setdefault((ino, oid), []).append(server)
+            unknown.setdefault((ino, oid), []).append(number)
     for (ino, oid), servers in unknown.items():
         await delete_objects(store.servers, Striped(1 << 20, tuple(servers)), ino, oid)
+    if set(earlier) != set(missed):
+        await store.engine.transact(_put_unlisted, set(earlier) - set(missed), set(missed) - set(earlier))
     return sum(map(len, unknown.values()))
+
+
+class _Unlisted(NamedTuple):
+    """Unknown objects with first <= id < end may lie on a server that could not be looked at (key ``j unlisted``)."""
+
+    server: int
+    first: int
+    end: int
+
+    @property
+    def key(self) -> bytes:
+        return keys.job(_UNLISTED + struct.pack(">HQQ", *self))
+
+
+def _read_unlisted(tx: ReadTransaction) -> list[_Unlisted]:
+    start = keys.job(_UNLISTED)
+    return [_Unlisted(*struct.unpack(">HQQ", key[len(start) :])) for key, _ in tx.range(start, start + b"\xff" * 19)]
+
+
+def _put_unlisted(tx: Transaction, done: set[_Unlisted], missed: set[_Unlisted]) -> None:
+    for window in done:
+        tx.delete(window.key)
+    for window in missed:
+        tx.put(window.key, b"")
 
 
 def _is_known(tx: ReadTransaction, ino: int, oid: int) -> bool:
@@ -180,7 +236,8 @@ async def load_copies(store: Store, tier: BurstTier, collector: Collector, recov
             start = keys.burst_copy(copy_id + 1)
             if inode is None or inode.copy != (record.server, copy_id) or inode.in_burst != record.undrained:
                 continue  # fsck names it
-            if record.server not in store.servers:
+            server = store.servers.find(record.server)
+            if server is None or server.absent:
                 # What the missing directory holds is on record as garbage, should it ever come back.
                 await store.engine.transact(forms.put_without_copy, record.ino, copy_id)
                 recovered.dropped_copies += 1

@@ -9,19 +9,24 @@ from typing import Any, Protocol
 
 from aifs.burst.tier import BurstTier
 from aifs.layout.hint import format_layout_hint
+from aifs.layout.placement import ACTIVE
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
-from aifs.vfs import burst_hints
+from aifs.vfs.backups.backup import Backup
 from aifs.vfs.collector import Collector
-from aifs.vfs.drain import Drain
-from aifs.vfs.evict import Evictor
-from aifs.vfs.file_io import FileIO
-from aifs.vfs.handles import Handles
+from aifs.vfs.io.file_io import FileIO
+from aifs.vfs.io.handles import Handles
+from aifs.vfs.publishing.trash import Trash
 from aifs.vfs.recovery import Recovered
-from aifs.vfs.stage import Stager
+from aifs.vfs.repair.rebuild import Rebuild
+from aifs.vfs.repair.scrub import Scrub
 from aifs.vfs.store import Store
+from aifs.vfs.tiers import burst_hints
+from aifs.vfs.tiers.drain import Drain
+from aifs.vfs.tiers.evict import Evictor
+from aifs.vfs.tiers.stage import Stager
 
 _TYPES = {
     stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink", stat.S_IFIFO: "fifo",
@@ -42,6 +47,10 @@ class Host(Protocol):
     stager: Stager
     evictor: Evictor
     collector: Collector
+    trash: Trash
+    backup: Backup
+    rebuild: Rebuild
+    scrub: Scrub
     recovered: Recovered
     mountpoint: str
     read_only: bool
@@ -76,7 +85,10 @@ async def describe(fs: Host, ino: int) -> dict[str, Any]:
             "path": device.object_path(0, inode.copy.id),
         }
     if isinstance(layout, Striped):
-        info["layout"] = {"kind": "striped", "unit": layout.unit, "servers": list(layout.servers)}
+        info["layout"] = {
+            "kind": "striped", "unit": layout.unit, "servers": list(layout.servers), "replicas": layout.replicas,
+            "parity": layout.parity,
+        }  # fmt: skip
         info["parts"] = [
             _part(fs, number, ino, inode.oid, length)
             for index, number in enumerate(layout.servers)
@@ -99,7 +111,9 @@ def _form(inode: Inode) -> str:
 
 
 def _part(fs: Host, server: int, ino: int, oid: int, length: int) -> dict[str, Any]:
-    return {"server": server, "path": fs.store.servers[server].object_path(ino, oid), "bytes": length}
+    on = fs.store.servers[server]
+    state = on.state if on.standing == ACTIVE else on.standing
+    return {"server": server, "domain": on.domain, "state": state, "path": on.object_path(ino, oid), "bytes": length}
 
 
 async def _shares(fs: Host, oid: int) -> Counter[tuple[int, int]]:
@@ -135,6 +149,10 @@ async def status(fs: Host) -> dict[str, Any]:
         "open_files": len(fs.io.open),
         "unsynced_files": len(fs.io.unsynced),
         "collector_backlog": fs.collector.backlog,
+        "trash": fs.trash.status(),
+        "backup": fs.backup.status(),
+        "rebuild": fs.rebuild.status(),
+        "scrub": fs.scrub.status(wrong_bytes=4096),
         "recovered": str(fs.recovered),
         "servers": [server for server in servers if server["role"] == "data"],
         "burst": fs.tier.status(),

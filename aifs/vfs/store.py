@@ -1,8 +1,8 @@
-"""A store on disk: making one, opening one, adding data servers to it.
+"""A store on disk: making one, opening one.
 
-The metadata holds the store's identity and the table of its data servers and burst directories; every directory
-carries the same identity in its marker. The table is what counts: a configuration names directories when a store is
-made. Format 2 has burst directories in the table; format 1 knew them by their markers alone.
+The metadata holds the store's identity and the table of its data servers and burst directories (server_table); every
+directory carries the same identity in its marker. Format 1 knew burst directories by their markers alone; format 2 had
+no protected files, and no marks of the servers that unprotected bytes lie on.
 """
 
 import json
@@ -10,19 +10,15 @@ import os
 import time
 import uuid
 from dataclasses import dataclass
-from datetime import datetime, timezone
 
 import trio
 
 from aifs.core import files
 from aifs.core.budget import Budget
 from aifs.core.config import Config, is_directory_source
-from aifs.core.errors import StoreError
+from aifs.core.errors import StoreError, Unavailable
 from aifs.core.log import logger
-from aifs.data.marker import FORMAT as MARKER_FORMAT
-from aifs.data.marker import NAME as MARKER_NAME
-from aifs.data.marker import Marker, read_marker, write_marker
-from aifs.data.server import DataServer
+from aifs.data.marker import read_marker
 from aifs.data.servers import Servers
 from aifs.layout.placement import BURST_FIRST
 from aifs.meta import keys
@@ -30,22 +26,15 @@ from aifs.meta.keys import FIRST_FREE_ID, ROOT_INO
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.namespace import put_inode
-from aifs.meta.records import Inode, decode_burst
-from aifs.vfs.owner import NAME as OWNER_NAME
+from aifs.meta.records import Inode
+from aifs.meta.servers import ServerRecord, put_servers, read_table
 from aifs.vfs.owner import OwnerLock
+from aifs.vfs.servers import directories
+from aifs.vfs.servers.server_table import ServerTable, adopt_domains, id_of, load_servers, require_registered
 
-FORMAT = 2
+FORMAT = 3
 
 _log = logger(__name__)
-
-LOST_AND_FOUND = "lost+found"
-"""Left alone in every directory: the filesystem's own below a mount point, and what fsck has moved aside."""
-
-_OWN_NAMES = {
-    "meta": {OWNER_NAME, "data.mdb", "journal.0", "journal.1"},
-    "data": {"objects"},
-    "burst": {"objects"},
-}
 
 
 @dataclass(slots=True)
@@ -62,6 +51,7 @@ class Store:
     same_boot: bool
     engine: LmdbEngine
     servers: Servers
+    table: ServerTable
     owner: OwnerLock
 
     def close(self, orderly: bool = True) -> None:
@@ -99,33 +89,36 @@ def format_store(config: Config, force: bool) -> str:
     roles = [("meta", 0, meta)]
     roles += [("data", number, path) for number, path in enumerate(config.servers)]
     roles += [("burst", number, path) for number, path in enumerate(config.burst.directories)]
-    _require_distinct([path for _, _, path in roles])
+    directories.require_distinct([path for _, _, path in roles])
     for role, _, path in roles:
-        _require_usable(role, path, force)
+        directories.require_usable(role, path, force=force)
     files.make_dirs(meta)
     owner = OwnerLock(meta, "")
     try:
         for role, _, path in roles:
             files.make_dirs(path)
-            _erase(role, path)
+            directories.erase(role, path)
         identity = str(uuid.uuid4())
-        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         for role, number, path in roles[1:]:
-            write_marker(path, Marker(MARKER_FORMAT, identity, role, number, created))
-        paths = {_id_of(role, number): _recorded_path(config, path) for role, number, path in roles[1:]}
+            directories.mark(path, identity, role, number)
+        domains = dict(config.places)
+        table = {
+            id_of(role, number): ServerRecord(directories.recorded_path(config, path), domain=domains.get(path, ""))
+            for role, number, path in roles[1:]
+        }
         engine = LmdbEngine(meta)
         try:
-            trio.run(engine.transact, _write_first_records, identity, paths)
+            trio.run(engine.transact, _write_first_records, identity, table)
         finally:
             engine.close()
         # The marker of the metadata directory comes last: without it there is no store.
-        write_marker(meta, Marker(MARKER_FORMAT, identity, "meta", 0, created))
+        directories.mark(meta, identity, "meta", 0)
     finally:
         owner.release(orderly=True)
     return identity
 
 
-def _write_first_records(tx: Transaction, identity: str, paths: dict[int, str]) -> None:
+def _write_first_records(tx: Transaction, identity: str, table: dict[int, ServerRecord]) -> None:
     now = time.time_ns()
     superblock = {"format": FORMAT, "uuid": identity, "created_s": now // 10**9, "clean": True}
     tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())
@@ -133,63 +126,7 @@ def _write_first_records(tx: Transaction, identity: str, paths: dict[int, str]) 
     tx.add(keys.COUNTER_INODES, 1)
     root = Inode(ROOT_INO, 0o040755, os.getuid(), os.getgid(), 2, 0, 0, 0, now, now, now, parent=ROOT_INO)
     put_inode(tx, root)
-    for number, path in paths.items():
-        _put_server(tx, number, path)
-
-
-def _server_ids(tx: ReadTransaction) -> list[int]:
-    return [keys.number(key) for key, _ in tx.range(*keys.all_of(b"s"))]
-
-
-def _id_of(role: str, number: int) -> int:
-    return BURST_FIRST + number if role == "burst" else number
-
-
-def _put_server(tx: Transaction, number: int, path: str) -> None:
-    tx.put(keys.server(number), json.dumps({"path": path}).encode())
-
-
-def _require_distinct(paths: list[str]) -> None:
-    seen: dict[str, str] = {}
-    for path in paths:
-        real = os.path.realpath(path)
-        for other, named in seen.items():
-            if os.path.commonpath([real, other]) in (real, other):
-                raise StoreError(f"{path}: is, holds, or lies in {named}; each needs a directory of its own")
-        seen[real] = path
-
-
-def _foreign(role: str, path: str) -> list[str]:
-    """Names in ``path`` that a directory of this role does not have."""
-    return sorted(set(os.listdir(path)) - {MARKER_NAME, LOST_AND_FOUND} - _OWN_NAMES[role])
-
-
-def _require_usable(role: str, path: str, force: bool) -> None:
-    try:
-        names = os.listdir(path)
-    except FileNotFoundError:
-        return
-    except NotADirectoryError:
-        raise StoreError(f"{path}: is not a directory; name one for the {role} files") from None
-    if not set(names) - {LOST_AND_FOUND}:
-        return
-    foreign = _foreign(role, path)
-    if foreign:
-        raise StoreError(f"{path}: holds {foreign[0]!r}, which is not a store's; use an empty directory")
-    if not force:
-        raise StoreError(f"{path}: holds a store already; --force erases it and all files in it")
-
-
-def _erase(role: str, path: str) -> None:
-    for name in _OWN_NAMES[role] | {MARKER_NAME}:
-        own = os.path.join(path, name)
-        for directory, _, names in os.walk(own, topdown=False):
-            for inner in names:
-                files.unlink(os.path.join(directory, inner))
-            files.remove_dir(directory)
-        if os.path.lexists(own) and name != OWNER_NAME:
-            files.unlink(own)
-    files.sync_dir(path)
+    put_servers(tx, table)
 
 
 # --- open --------------------------------------------------------------------------------------------
@@ -212,21 +149,23 @@ async def open_store(
     engine = servers = None
     try:
         engine = LmdbEngine(meta, config.meta.commit_interval_s)
-        superblock, paths = await _read_identity(engine, meta)
+        superblock, table = await _read_identity(engine, meta)
         if superblock["uuid"] != marker.store:
             raise StoreError(f"{meta}: the metadata belongs to another store than the directory's marker says")
-        if superblock["format"] == 1:
-            paths |= await _upgrade(engine, config, marker.store)
+        if superblock["format"] in (1, 2):
+            table |= await _upgrade(engine, config, marker.store, superblock["format"])
         elif superblock["format"] != FORMAT:
-            raise StoreError(f"{meta}: the store has format {superblock['format']}; this version knows 1 and {FORMAT}")
-        table = {number: os.path.join(config.source, path) for number, path in paths.items()}
-        _require_registered(config, table, adding)
-        budget = Budget(config.memory.budget)
-        servers = Servers(table, superblock["uuid"], threads=config.data.threads, budget=budget)
-        await _check_burst(engine, servers, read_only)
-        servers.check_identity(read_only=read_only)
+            raise StoreError(f"{meta}: the store has format {superblock['format']}; this version knows 1 to {FORMAT}")
+        paths = {number: os.path.join(config.source, record.path) for number, record in table.items()}
+        if not is_directory_source(config.source):
+            require_registered(config, list(paths.values()), adding)
+        await adopt_domains(config, engine)
+        identity, budget = superblock["uuid"], Budget(config.memory.budget)
+        servers = Servers(paths, identity, threads=config.data.threads, budget=budget)
+        await load_servers(config, engine, servers, read_only)
         same_boot = superblock.get("boot") == files.boot_id()
-        return Store(config, superblock["uuid"], superblock["clean"], same_boot, engine, servers, owner)
+        rows = ServerTable(config, identity, engine, servers)
+        return Store(config, identity, superblock["clean"], same_boot, engine, servers, rows, owner)
     except BaseException:
         if servers is not None:
             servers.close()
@@ -236,28 +175,28 @@ async def open_store(
         raise
 
 
-async def _read_identity(engine: Engine, meta: str) -> tuple[dict, dict[int, str]]:
-    """The superblock, and the path of each server. Raises StoreError if they are damaged."""
+async def _read_identity(engine: Engine, meta: str) -> tuple[dict, dict[int, ServerRecord]]:
+    """The superblock, and the table of servers. Raises StoreError if they are damaged."""
 
-    def read(tx: ReadTransaction) -> tuple[dict, dict[int, str]]:
+    def read(tx: ReadTransaction) -> tuple[dict, dict[int, ServerRecord]]:
         superblock = json.loads(tx.get(keys.SUPERBLOCK) or b"")
-        servers = {keys.number(key): json.loads(value)["path"] for key, value in tx.range(*keys.all_of(b"s"))}
         known = {key: superblock[key] for key in ("uuid", "format", "clean")}
-        return known | {"boot": superblock.get("boot")}, servers
+        return known | {"boot": superblock.get("boot")}, read_table(tx)
 
     try:
         return await engine.view(read)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, Unavailable) as error:
         raise StoreError(f"{meta}: the store's own records are damaged; restore the directory from a copy") from error
 
 
-async def _upgrade(engine: Engine, config: Config, identity: str) -> dict[int, str]:
-    """Make a store of format 1 one of format 2: its burst directories, of which it made no use, enter the table.
+async def _upgrade(engine: Engine, config: Config, identity: str, before: int) -> dict[int, ServerRecord]:
+    """Make a store of format 1 or 2 one of format 3. Durable on return.
 
-    Returns their paths, as recorded, by id. Durable on return.
+    Format 1 made no use of its burst directories: they enter the table; returns their rows, by id. Format
+    2 had no marks of the servers that unprotected bytes lie on: that may be any of them.
     """
-    paths = {}
-    for path in config.burst.directories:
+    rows = {}
+    for path in config.burst.directories if before == 1 else ():
         try:
             marker = read_marker(path)
             if (marker.store, marker.role) != (identity, "burst"):
@@ -265,55 +204,20 @@ async def _upgrade(engine: Engine, config: Config, identity: str) -> dict[int, s
         except StoreError as error:
             _log.warning("a burst directory is not used: %s", error)
         else:
-            paths[_id_of("burst", marker.id)] = _recorded_path(config, path)
+            rows[id_of("burst", marker.id)] = ServerRecord(directories.recorded_path(config, path))
 
     def upgrade(tx: Transaction) -> None:
-        for number, path in paths.items():
-            _put_server(tx, number, path)
+        put_servers(tx, rows)
+        for number in read_table(tx):
+            if number < BURST_FIRST:
+                tx.put(keys.unprotected(number), b"")
         superblock = json.loads(tx.get(keys.SUPERBLOCK)) | {"format": FORMAT}
         tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())
 
     await engine.transact(upgrade)
     await engine.barrier()
-    _log.info("the store was upgraded from format 1 to %d, with %d burst directories", FORMAT, len(paths))
-    return paths
-
-
-async def _check_burst(engine: Engine, servers: Servers, read_only: bool) -> None:
-    """Each burst directory is there, or is done without: its cached copies are no loss.
-
-    Raises StoreError if files of the store lie there alone.
-    """
-    for server in servers.burst():
-        try:
-            server.identify(read_only)
-        except StoreError as error:
-            count = await engine.view(_count_undrained, server)
-            if count:
-                stake = f"{count} files have their newest bytes there alone"
-                advice = "mount its filesystem or put the directory back"
-                raise StoreError(f"{error}; {stake}: {advice}") from error
-            _log.warning("%s; only cached copies lie there, so the store does without it", error)
-            servers.drop(server.id)
-
-
-def _count_undrained(tx: ReadTransaction, server: DataServer) -> int:
-    records = map(decode_burst, (value for _, value in tx.range(*keys.all_of(b"b"))))
-    return sum(record.undrained for record in records if record.server == server.id)
-
-
-def _require_registered(config: Config, table: dict[int, str], adding: str) -> None:
-    if is_directory_source(config.source):
-        return
-    known = {os.path.realpath(path) for path in (*table.values(), *filter(None, (adding,)))}
-    named = [("server", "", path) for path in config.servers]
-    named += [("burst directory", "--burst ", path) for path in config.burst.directories]
-    for kind, option, path in named:
-        if os.path.realpath(path) not in known:
-            raise StoreError(
-                f"{config.source}: {kind} {path} is not part of the store; add it with: "
-                f"aifs server add {option}{config.source} {path}"
-            )
+    _log.info("the store was upgraded from format %d to %d, with %d burst directories", before, FORMAT, len(rows))
+    return rows
 
 
 async def set_clean(engine: Engine, clean: bool) -> None:
@@ -326,47 +230,3 @@ async def set_clean(engine: Engine, clean: bool) -> None:
 
     await engine.transact(update)
     await engine.barrier()
-
-
-# --- add a server ------------------------------------------------------------------------------------
-
-
-def add_server(config: Config, directory: str, role: str = "data") -> int:
-    """Add a directory to a store that is not mounted; returns its id. Blocks; durable when it returns."""
-
-    async def add() -> int:
-        store = await open_store(config, adding=directory)
-        try:
-            return await register_server(store, directory, role)
-        finally:
-            store.close()
-
-    return trio.run(add)
-
-
-async def register_server(store: Store, directory: str, role: str = "data") -> int:
-    """Make ``directory`` a data server ('data') or burst directory ('burst') of the open store; returns its id.
-
-    New files use it from now on. Durable when this returns. Raises StoreError if it is not an empty directory.
-    """
-    directory = os.path.abspath(directory)
-    _require_distinct([directory, store.config.meta.directory, *(s.path for s in store.servers.values())])
-    _require_usable(role, directory, force=False)
-    # Of the table, not of those in use: one that the store does without keeps its number.
-    table = await store.engine.view(_server_ids)
-    first = _id_of(role, 0)
-    server_id = max((number for number in table if (number >= BURST_FIRST) == (role == "burst")), default=first - 1) + 1
-    number = server_id - first
-    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    files.make_dirs(directory)
-    write_marker(directory, Marker(MARKER_FORMAT, store.uuid, role, number, created))
-    await store.engine.transact(_put_server, server_id, _recorded_path(store.config, directory))
-    store.servers.add(server_id, directory)  # before anything waits: the next one takes the next number
-    await store.engine.barrier()
-    return server_id
-
-
-def _recorded_path(config: Config, path: str) -> str:
-    """Relative for what lies below a source directory, so that the whole can be moved."""
-    below = is_directory_source(config.source) and os.path.commonpath([config.source, path]) == config.source
-    return os.path.relpath(path, config.source) if below else path

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from aifs.vfs.open_inode import OpenInode
+from aifs.vfs.io.open_inode import OpenInode
 
 BLOCK_SIZE = 4096
 SIZE_MAX = 1 << 62

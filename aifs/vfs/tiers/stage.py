@@ -18,14 +18,14 @@ from aifs.core.config import Config
 from aifs.core.errors import FsError, NotFound, Stale
 from aifs.core.log import logger
 from aifs.data.servers import Servers
-from aifs.data.striped import StripedObjects
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.layout.striped import Striped
 from aifs.meta import forms
+from aifs.meta.degraded import find_degraded
 from aifs.meta.kv import Engine
 from aifs.vfs.collector import Collector
-from aifs.vfs.file_io import FileIO
-from aifs.vfs.open_inode import OpenInode
+from aifs.vfs.io.file_io import FileIO
+from aifs.vfs.io.open_inode import OpenInode
 
 _log = logger(__name__)
 
@@ -84,7 +84,7 @@ class Stager:
             event.set()
 
     async def _stage(self, file: OpenInode) -> bool:
-        inode, objects, changes = file.inode, file.objects, file.changes
+        inode, objects, changes, oid = file.inode, file.objects, file.changes, file.inode.oid
         policy = inode.policy or DEFAULT_POLICY
         if objects is None or file.dirty:
             return False
@@ -105,10 +105,9 @@ class Stager:
         source = objects
         recorded = False
         try:
-            if isinstance(objects, StripedObjects):
-                source = StripedObjects(
-                    self._servers, inode.layout, inode.ino, inode.oid, background=self._io_priority
-                )
+            if isinstance(inode.layout, Striped):
+                lost = await self._engine.view(find_degraded, oid) if inode.layout.is_protected else 0
+                source = self._io.objects_of(inode, lost, self._io_priority)
             if await self._mover.stage_in(source, inode.size, copy, lambda: changed() or inode.nlink == 0):
                 faults.reach(_COPIED)
                 if not changed() and inode.nlink:

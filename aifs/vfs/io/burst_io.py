@@ -17,10 +17,12 @@ from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.layout.hint import DEFAULT_POLICY, Policy
+from aifs.layout.striped import Striped
 from aifs.meta import forms
 from aifs.meta.kv import Engine
 from aifs.vfs.collector import Collector
-from aifs.vfs.open_inode import Drain, OpenInode
+from aifs.vfs.io.open_inode import Drain, OpenInode
+from aifs.vfs.tiers import path_hints
 
 _log = logger(__name__)
 
@@ -53,6 +55,7 @@ class BurstIO:
         self._inline_limit = config.layout.inline_limit
         self._stage_for_write = config.burst.stage_for_write
         self._save = save
+        self._labels = path_hints.Labels(engine)
         self.stager: Stager | None = None
 
     # --- how a file gets here ---
@@ -134,7 +137,8 @@ class BurstIO:
                 return False
             self.attach(file, copy)
             return True
-        if inode.size <= self._stage_for_write and self.stager is not None:
+        protected = isinstance(inode.layout, Striped) and inode.layout.is_protected  # else it would lose that
+        if (inode.size <= self._stage_for_write or protected) and self.stager is not None:
             if await self.stager.stage(inode.ino) and file.copy is not None:
                 await self._prepare_cached(file)
                 return True
@@ -218,10 +222,27 @@ class BurstIO:
         self._tier.evicted(copy_id)
         self._collector.add_garbage(copy_id)
 
-    async def is_quiet(self, file: OpenInode) -> bool:
-        """Whether nobody can write to the copy of a closed file at present. The gate is held alone."""
-        await file.copy.release_writers()
-        return file.copy.lease() and file.copy.unlease()
+    async def settle(self, file: OpenInode) -> bool:
+        """Whether nobody can write to the copy of a closed file at present. The gate is held alone.
+
+        If a program has synced it after its last change, the dirty mark goes, too: so a rename need not look at it.
+        """
+        copy = file.copy
+        await copy.release_writers()
+        if not copy.lease():
+            return False
+        synced = file.synced_mtime_ns == file.copy_mtime_ns
+        try:
+            if synced:
+                await copy.sync()  # next to nothing: what was written in the same tick of the clock
+        finally:
+            quiet = copy.unlease()
+        if quiet and synced:
+            if file.unsaved:
+                await self._save(file)
+            await self._engine.transact(forms.remove_dirty, (file.inode.ino,))
+            file.dirty = False
+        return quiet
 
     # --- attributes ---
 
@@ -302,7 +323,11 @@ class BurstIO:
             self.look(file)
             if file.unsaved:
                 await self._save(file)
+            seen_mtime_ns = file.copy_mtime_ns
+            if copy.label is None:
+                copy.label = await self._labels.of(file.inode, copy.id, None)
             await run_all(copy.sync, self._engine.barrier)
+            file.synced_mtime_ns = seen_mtime_ns
             faults.reach(_SYNCED)
             if file.copy is not copy or not file.inode.in_burst:
                 return

@@ -4,8 +4,8 @@ import os
 import time
 
 from aifs.core.errors import FileTooLarge, Invalid, NoSuchAddress, NotSupported
-from aifs.vfs.file_io import FileIO
-from aifs.vfs.open_inode import OpenInode
+from aifs.vfs.io.file_io import FileIO
+from aifs.vfs.io.open_inode import OpenInode
 from aifs.vfs.types import SIZE_MAX
 
 KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE = 0x01, 0x02, 0x10  # FALLOC_FL_* of linux/falloc.h

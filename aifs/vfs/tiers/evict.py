@@ -1,6 +1,6 @@
 """Eviction: clean copies are dropped from the burst tier when it is crowded, least recently used ones first."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import trio
@@ -12,7 +12,7 @@ from aifs.core.log import logger
 from aifs.meta import forms
 from aifs.meta.kv import Engine
 from aifs.vfs.collector import Collector
-from aifs.vfs.file_io import FileIO
+from aifs.vfs.io.file_io import FileIO
 
 _log = logger(__name__)
 
@@ -57,8 +57,13 @@ class Evictor:
         file = self._io.open.get(ino)
         if file is not None:
             return file.inode.copy is None
-        inode, _ = await self._engine.view(forms.load, ino)
+        inode, _, _ = await self._engine.view(forms.load, ino)
         return inode.copy is None or await self._evict([inode.copy.id]) > 0
+
+    async def give_up(self, copy_ids: Sequence[int]) -> None:
+        """Drop these clean copies, pinned ones too, of files that are not open: their device is to be left."""
+        for start in range(0, len(copy_ids), _BATCH):
+            await self._evict(copy_ids[start : start + _BATCH])
 
     async def _evict(self, copy_ids: Iterable[int]) -> int:
         owners = await self._engine.view(forms.find_copy_owners, copy_ids)

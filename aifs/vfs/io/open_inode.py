@@ -4,9 +4,14 @@ from typing import Protocol
 
 from aifs.burst.copy import BurstCopy
 from aifs.data.chunked import ChunkedObjects
+from aifs.data.protected import ProtectedObjects
 from aifs.data.striped import StripedObjects
+from aifs.data.verified import VerifiedObjects
 from aifs.meta.records import Inode
-from aifs.vfs.gate import Gate
+from aifs.vfs.io.gate import Gate
+
+Objects = StripedObjects | ProtectedObjects | VerifiedObjects | ChunkedObjects
+"""What the bytes of a file on the capacity tier are read through."""
 
 
 class Drain(Protocol):
@@ -34,16 +39,17 @@ class OpenInode:
     through to; 0 while they are not, and then none of them is. That is the burst copy, or, with ``on_object``, the one
     object of a striped file, which the file then has to stay. ``copy_mtime_ns`` is the copy's mtime when it was last
     looked at; 0: it was not. ``copy_is_durable``: it is on record as such, as far as we know. ``marked_seq``: the transaction
-    that put the dirty mark on a file that was in order. ``stripped``: a write has taken setuid and setgid away, which is not
-    on record yet.
+    that put the dirty mark on a file that was in order. ``synced_mtime_ns``: the copy's mtime when the file was last synced.
+    ``stripped``: a write has taken setuid and setgid away, which is not on record yet.
     """
 
     __slots__ = (
         "backing", "changes", "copy", "copy_is_durable", "copy_mtime_ns", "dirty", "drain", "forgotten", "gate", "handles",
-        "inode", "marked_seq", "objects", "on_object", "shown", "stripped", "trimmed", "unsaved", "users", "writers",
+        "inode", "marked_seq", "objects", "on_object", "shown", "stripped", "synced_mtime_ns", "trimmed",
+        "unsaved", "users", "writers",
     )  # fmt: skip
 
-    def __init__(self, inode: Inode, objects: StripedObjects | ChunkedObjects | None, dirty: bool) -> None:
+    def __init__(self, inode: Inode, objects: Objects | None, dirty: bool) -> None:
         self.inode = inode
         self.objects = objects
         self.copy: BurstCopy | None = None
@@ -58,6 +64,7 @@ class OpenInode:
         self.on_object = False
         self.copy_mtime_ns = 0
         self.copy_is_durable = False
+        self.synced_mtime_ns = 0
         self.marked_seq = 0
         self.stripped = False
         self.drain: Drain | None = None

@@ -5,25 +5,29 @@ A file's newest bytes lie in the burst tier (``burst_io``), or in its inode or o
 ``writeback``, ``drain``, ``stage`` and ``evict`` change a file's form.
 """
 
+from functools import partial
+
 from aifs.burst.copy import BurstCopy
 from aifs.burst.tier import BurstTier
 from aifs.core.config import Config
 from aifs.core.errors import FileTooLarge, FsError, NoSpace, Stale, Unavailable
 from aifs.core.log import logger
-from aifs.data.chunked import ChunkedObjects
+from aifs.data.protected import ProtectedObjects
 from aifs.data.servers import Servers
 from aifs.data.striped import StripedObjects
+from aifs.data.verified import OnDamage, VerifiedObjects
 from aifs.layout.striped import Striped
-from aifs.meta import forms
-from aifs.meta.kv import Engine
+from aifs.meta import forms, keys
+from aifs.meta.kv import Engine, Transaction
+from aifs.meta.moves import ObjectSet
 from aifs.meta.namespace import put_inode
 from aifs.meta.records import Inode
-from aifs.vfs.burst_io import BurstIO
-from aifs.vfs.capacity_io import CapacityIO, count_blocks
 from aifs.vfs.collector import Collector
-from aifs.vfs.containers import Containers
 from aifs.vfs.ids import IdAllocator
-from aifs.vfs.open_inode import OpenInode
+from aifs.vfs.io.burst_io import BurstIO
+from aifs.vfs.io.capacity_io import CapacityIO, count_blocks
+from aifs.vfs.io.open_inode import Objects, OpenInode
+from aifs.vfs.tiers.containers import Containers
 from aifs.vfs.types import SIZE_MAX
 
 _log = logger(__name__)
@@ -41,9 +45,12 @@ class FileIO:
         self._tier = tier
         self._containers = containers
         self._inline_limit = config.layout.inline_limit
+        self._verify = config.data.verify == "read"
         self._collector = collector
         self.capacity = CapacityIO(config, engine, servers, ids, collector, self.save)
         self.burst = BurstIO(config, engine, tier, collector, self.save)
+        self.on_damage: OnDamage = lambda oid, ino, column: None
+        """Told of each column that is found to have wrong bytes while it is read."""
         self.open: dict[int, OpenInode] = {}
         self.unsynced: dict[int, object | None] = {}
         """Files with a dirty mark that were closed since it was made: a token of that close, None if the
@@ -55,29 +62,55 @@ class FileIO:
         """The open inode of a regular file, with one more handle. Raises NotFound, Stale, Unavailable."""
         file = self.open.get(ino)
         if file is None:
-            inode, dirty = await self._engine.view(forms.load, ino)
+            inode, dirty, lost = await self._engine.view(forms.load, ino)
             if not inode.is_file:
                 raise Stale(f"inode {ino} is not a regular file")
             file = self.open.get(ino)
             if file is None:
-                file = self.open[ino] = self._opened(inode, dirty)
+                file = self.open[ino] = self._opened(inode, dirty, lost)
         file.handles += 1
         return file
 
-    def _opened(self, inode: Inode, dirty: bool) -> OpenInode:
-        file = OpenInode(inode, self.objects_of(inode), dirty)
+    def _opened(self, inode: Inode, dirty: bool, lost: int) -> OpenInode:
+        file = OpenInode(inode, self.objects_of(inode, lost), dirty)
         if inode.copy is not None:
             self.burst.attach(file, self._tier.open(inode.copy))
         return file
 
-    def objects_of(self, inode: Inode) -> StripedObjects | ChunkedObjects | None:
-        """What holds the bytes of a file on the capacity tier; None if nothing does."""
+    def objects_of(self, inode: Inode, lost: int = 0, background: str = "") -> Objects | None:
+        """What holds the bytes of a file on the capacity tier; None if nothing does.
+
+        ``lost``: mask of columns that must not be read; ``background``: an I/O priority, for reading past all caches.
+        """
         layout = inode.layout
         if layout is None:
             return None
-        if isinstance(layout, Striped):
-            return StripedObjects(self._servers, layout, inode.ino, inode.oid)
-        return self._containers.objects_of(inode)
+        if not isinstance(layout, Striped):
+            return self._containers.objects_of(inode)
+        objects = self.plain_objects_of(inode, lost, background)
+        if not self._verify:
+            return objects
+        load = partial(self._engine.view, forms.get_checksums, inode.oid)
+        damaged = partial(self._damaged, layout)
+        return VerifiedObjects(self._servers, objects, layout, inode.ino, inode.oid, load, damaged, lost)
+
+    def plain_objects_of(
+        self, of: Inode | ObjectSet, lost: int = 0, background: str = ""
+    ) -> StripedObjects | ProtectedObjects:
+        """The objects of a striped file, without comparing what is read with checksums."""
+        if of.layout.is_protected:
+            damaged = partial(self._damaged, of.layout)
+            return ProtectedObjects(
+                self._servers, of.layout, of.ino, of.oid, lost=lost, background=background, on_damage=damaged
+            )
+        return StripedObjects(self._servers, of.layout, of.ino, of.oid, background=background)
+
+    def _damaged(self, layout: Striped, oid: int, ino: int, column: int) -> None:
+        """Found by somebody who read by this layout: if the column has moved meanwhile, its old object may be gone."""
+        file = self.open.get(ino)
+        now = file.inode.layout if file is not None and file.inode.oid == oid else None
+        if isinstance(now, Striped) and now.servers[column] == layout.servers[column]:
+            self.on_damage(oid, ino, column)
 
     def adopt_new(self, inode: Inode, copy: BurstCopy | None) -> OpenInode:
         """The open inode of a file that has just been created, with one handle."""
@@ -117,6 +150,8 @@ class FileIO:
                 self._collector.add_orphan(ino)
         elif file.dirty:
             self.unsynced[ino] = token
+        else:
+            self.unsynced.pop(ino, None)
 
     async def _settle_at_close(self, file: OpenInode) -> object | None:
         try:
@@ -125,7 +160,7 @@ class FileIO:
                 self.burst.look(file)
                 if file.inode.size <= self._inline_limit:
                     await self.burst.become_inline(file)
-                if file.inode.in_burst and not await self.burst.is_quiet(file):
+                if file.inode.in_burst and not await self.burst.settle(file):
                     return None  # a mapping outlives its handle, so the mark is not removed unseen
             else:
                 await self.capacity.settle(file)
@@ -139,7 +174,7 @@ class FileIO:
         """Record the in-core attributes."""
         file.unsaved = file.stripped = False
         try:
-            await self._engine.transact(put_inode, file.inode)
+            await self._engine.transact(_put_again, file.inode)
         except BaseException:
             file.unsaved = True
             raise
@@ -178,7 +213,10 @@ class FileIO:
                 if copy is None:
                     if offset == 0 and self.burst.stager is not None:
                         self.burst.stager.read(file)
-                    return await objects.read(offset, wanted, inode.size, strict)
+                    data = await objects.read(offset, wanted, inode.size, strict)
+                    if file.objects is objects or file.objects is None:
+                        return data
+                    continue  # it may have come from a column that is being made anew since then
                 return await self.burst.read(file, offset, wanted)
             except Unavailable:
                 overtaken = copy is not file.copy or objects is not file.objects or (strict and file.dirty)
@@ -297,3 +335,9 @@ class FileIO:
         await self._engine.transact(forms.remove_dirty, inos)
         for ino in inos:
             self.unsynced.pop(ino, None)
+
+
+def _put_again(tx: Transaction, inode: Inode) -> None:
+    """Not if it has been erased: somebody has opened it just before, by a name that was on its way out."""
+    if tx.get(keys.inode(inode.ino)) is not None:
+        put_inode(tx, inode)

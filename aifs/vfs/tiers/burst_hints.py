@@ -16,13 +16,13 @@ from aifs.core.errors import Busy, Invalid, NoAttribute, NotPermitted, NotSuppor
 from aifs.meta import keys, namespace
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode, decode_burst
-from aifs.vfs.drain import Drain
-from aifs.vfs.evict import Evictor
-from aifs.vfs.file_io import FileIO
-from aifs.vfs.open_inode import OpenInode
-from aifs.vfs.publish import is_below
-from aifs.vfs.stage import Stager
+from aifs.vfs.io.file_io import FileIO
+from aifs.vfs.io.open_inode import OpenInode
+from aifs.vfs.publishing.barrier import is_below
 from aifs.vfs.store import Store
+from aifs.vfs.tiers.drain import Drain
+from aifs.vfs.tiers.evict import Evictor
+from aifs.vfs.tiers.stage import Stager
 from aifs.vfs.types import CallerLike
 
 STATES = ("dirty", "draining", "clean", "cached")
@@ -211,6 +211,11 @@ async def wait_drained(fs: Host, ino: int, timeout_s: float | None) -> None:
         await fs.drain.wait(await request_drain(fs, ino))
     if scope.cancelled_caught:
         raise TimedOut(f"inode {ino}: not all is drained after {timeout_s} s")
+
+
+async def drain_below(fs: Host, ino: int) -> None:
+    """As ``wait_drained``, but raises what a drain fails with, and Busy where a file stays open for writing."""
+    await fs.drain.wait(await request_drain(fs, ino), strict=True)
 
 
 # --- stage and evict -----------------------------------------------------------------------------------

@@ -16,25 +16,18 @@ from aifs.data.servers import Servers
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.vfs.collector import Collector
-from aifs.vfs.containers import Containers
-from aifs.vfs.draining import Drainer, Draining, Outcome
-from aifs.vfs.file_io import FileIO
-from aifs.vfs.handles import Handles
 from aifs.vfs.ids import IdAllocator
+from aifs.vfs.io.file_io import FileIO
+from aifs.vfs.io.handles import Handles
 from aifs.vfs.recovery import Undrained
+from aifs.vfs.tiers.containers import Containers
+from aifs.vfs.tiers.draining import Drainer, Draining, Outcome
+from aifs.vfs.tiers.waiter import Waiter
 
 _log = logger(__name__)
 
 _QUIET_S = 0.1  # after the last file was opened for writing
 _REST, _REST_MAX_S = 3, 1.0  # how long a worker rests while somebody writes, of the time that it has worked
-
-
-class _Waiter:
-    """Somebody who waits for some files."""
-
-    def __init__(self, inos: set[int]) -> None:
-        self.inos = inos
-        self.event = trio.Event()
 
 
 class Drain:
@@ -58,7 +51,7 @@ class Drain:
             config, engine, servers, tier, io, ids, collector, containers, self._mover
         )
         self._queue = Queue(burst.drain_delay_s, burst.drain_deadline_s)
-        self._waiters: list[_Waiter] = []
+        self._waiters: list[Waiter] = []
         self._wake = trio.Event()
         self._asleep_until = 0.0  # the latest time that a worker without work sleeps until
         self._failing: dict[int, str] = {}
@@ -100,17 +93,16 @@ class Drain:
         self._queue.prefer(inos, Rank.REQUESTED, trio.current_time())
         self._nudge()
 
-    async def wait(self, inos: Iterable[int]) -> None:
+    async def wait(self, inos: Iterable[int], strict: bool = False) -> None:
         """Each of these is on the capacity tier, or gone, on return.
 
-        Those that have not been closed count if they have been requested.
+        Those that have not been closed count if they have been requested. ``strict``: raises what a drain of them fails
+        with, and Busy where somebody keeps a file open for writing; else the wait goes on until that is over.
         """
-        waiter = _Waiter({ino for ino in inos if ino in self._queue})
-        if not waiter.inos:
-            return
+        waiter = Waiter({ino for ino in inos if ino in self._queue}, strict)
         self._waiters.append(waiter)
         try:
-            await waiter.event.wait()
+            await waiter.wait()
         finally:
             self._waiters.remove(waiter)
 
@@ -156,8 +148,10 @@ class Drain:
             return
         if outcome is Outcome.BUSY:
             self._queue.retry(ino, now)
+            self._block(ino)
         elif outcome is Outcome.OPEN:
             self._queue.hold(ino, now)
+            self._block(ino)
         elif outcome in (Outcome.DRAINED, Outcome.GONE):
             if outcome is Outcome.DRAINED:
                 self._drained_files += 1
@@ -173,12 +167,16 @@ class Drain:
         if not self._failing:  # what follows until all is well again would say much the same
             _log.warning("draining has to wait, the bytes stay in the burst tier: %s", error)
         self._failing[ino] = self._last_error = str(error)
+        for waiter in self._waiters:
+            waiter.failed(ino, error)
+
+    def _block(self, ino: int) -> None:
+        for waiter in self._waiters:
+            waiter.blocked(ino)
 
     def _tell(self, ino: int) -> None:
         for waiter in self._waiters:
-            waiter.inos.discard(ino)
-            if not waiter.inos:
-                waiter.event.set()
+            waiter.done(ino)
 
     def status(self) -> dict[str, Any]:
         """What ``aifs status`` shows. ``held_files``: open for writing; ``late``: beyond the deadline."""

@@ -19,11 +19,14 @@ from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError, NotFound, Stale
 from aifs.core.tasks import run_all
+from aifs.data.chunk_codec import FileRecord
 from aifs.data.pieces import Source
+from aifs.data.protected import ProtectedObjects
 from aifs.data.servers import Servers
 from aifs.data.striped import StripedObjects
 from aifs.layout.hint import DEFAULT_POLICY
-from aifs.layout.interleaved import CHUNK, Interleaved
+from aifs.layout.interleaved import CHUNK, Growth, Interleaved
+from aifs.layout.redundancy import Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import forms
 from aifs.meta.chunks import Chunks
@@ -31,10 +34,11 @@ from aifs.meta.forms import Drained
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.vfs.collector import Collector
-from aifs.vfs.containers import Containers
-from aifs.vfs.file_io import FileIO
 from aifs.vfs.ids import IdAllocator
-from aifs.vfs.open_inode import OpenInode
+from aifs.vfs.io.file_io import FileIO
+from aifs.vfs.io.open_inode import OpenInode
+from aifs.vfs.tiers import path_hints
+from aifs.vfs.tiers.containers import Containers
 
 _COPIED = faults.declare("vfs.drain.copied", "new objects hold the bytes durably, they are on record as garbage")
 _FLIPPED = faults.declare("vfs.drain.flipped", "files are on the capacity tier, their burst copies are clean")
@@ -53,7 +57,7 @@ class Outcome(Enum):
 class Draining:
     """One file whose drain is under way: what ``OpenInode.drain`` is.
 
-    ``outcome`` is None until it is known. ``layout`` to ``chunks`` say what the file is from the flip on;
+    ``outcome`` is None until it is known. ``layout`` to ``due`` (see Drained) say what the file is from the flip on;
     ``garbage``: the oid of objects that have been made, until the file has them.
     """
 
@@ -68,6 +72,8 @@ class Draining:
         self.blocks = 0
         self.digests = b""
         self.chunks: Chunks = ()
+        self.lacking = 0
+        self.due = False
         self.garbage = 0
 
     def begin(self, file: OpenInode, copy: BurstCopy) -> None:
@@ -105,7 +111,9 @@ class Drainer:
         collector: Collector, containers: Containers, mover: Mover,
     ) -> None:  # fmt: skip
         self._layout = config.layout
+        self._redundancy = Redundancy(config.layout.replicas, *config.layout.ec)
         self._io_priority = config.burst.ioprio
+        self._spare = config.data.min_spare
         self._engine = engine
         self._servers = servers
         self._tier = tier
@@ -114,6 +122,7 @@ class Drainer:
         self._collector = collector
         self._containers = containers
         self._mover = mover
+        self._labels = path_hints.Labels(engine)
 
     async def drain(self, files: Sequence[Draining]) -> None:
         """Drain these; each then has its outcome. Cancellation leaves what is not flipped as it was."""
@@ -131,11 +140,12 @@ class Drainer:
 
             await run_all(*[copy_some] * min(_AT_ONCE, len(whole)))
             await self._flip([file for file in whole if file.outcome is None])
-            by_servers: dict[tuple[int, ...], list[Draining]] = {}
+            groups: dict[tuple[tuple[int, ...], Redundancy], list[Draining]] = {}
             for file in chunked:
-                by_servers.setdefault(file.policy.servers or self._servers.usable(), []).append(file)
-            for servers, group in by_servers.items():
-                await self._append(group, servers)
+                redundancy = file.policy.redundancy(self._redundancy)
+                groups.setdefault((file.policy.servers, redundancy), []).append(file)
+            for (servers, redundancy), group in groups.items():
+                await self._append(group, servers, redundancy)
         finally:
             with trio.CancelScope(shield=True):
                 for file in files:
@@ -205,46 +215,54 @@ class Drainer:
 
     async def _copy_striped(self, draining: Draining) -> None:
         ino, oid = draining.ino, await self._ids.take()
-        layout = self._io.capacity.place(draining.file.inode)
-        objects = StripedObjects(self._servers, layout, ino, oid, new=True, background=self._io_priority)
+        inode = draining.file.inode
+        layout = self._io.capacity.place(inode)
+        kind = ProtectedObjects if layout.is_protected else StripedObjects
+        objects = kind(self._servers, layout, ino, oid, new=True, background=self._io_priority)
         await self._engine.transact(forms.put_garbage, oid, ino, layout)
         draining.garbage = oid
         try:
+            label = await self._labels.of(inode, oid, layout)
             digests = await self._mover.drain_out(
-                draining.copy, draining.size, objects, lambda: draining.cancelled
+                draining.copy, draining.size, objects, lambda: draining.cancelled, self._spare, label
             )
             if digests is None:
                 draining.outcome = Outcome.CHANGED
                 return
             draining.layout, draining.oid, draining.digests = layout, oid, digests
             draining.blocks = objects.blocks() or 0
+            if isinstance(objects, ProtectedObjects):
+                draining.lacking = objects.failed
+            else:
+                draining.due = self._io.capacity.redundancy(inode).is_protected
             faults.reach(_COPIED)
         finally:
             objects.close()
 
-    async def _append(self, files: list[Draining], servers: tuple[int, ...]) -> None:
+    async def _append(self, files: list[Draining], servers: tuple[int, ...], redundancy: Redundancy) -> None:
         try:
-            sources = [await self._source(file) for file in files]
+            records = await self._engine.view(path_hints.describe, [file.file.inode for file in files])
+            sources = [await self._source(file, record) for file, record in zip(files, records, strict=True)]
             await self._mover.admit(sum(file.size for file in files))
-            async with self._containers.append(sources, servers) as lists:
-                for file, source, chunks in zip(files, sources, lists, strict=True):
+            async with self._containers.append(sources, servers, redundancy) as stored:
+                for file, source, chunks in zip(files, sources, stored.lists, strict=True):
                     file.layout, file.oid, file.chunks = source.layout, source.oid, chunks
-                await self._flip(files)
+                await self._flip(files, stored.growth)
         except FsError as error:
             # One that is cut or deleted meanwhile spoils it for the others.
             spoilt = any(file.cancelled for file in files)
             for file in files:
                 file.outcome = file.outcome or (Outcome.CHANGED if spoilt else error)
 
-    async def _source(self, draining: Draining) -> Source:
+    async def _source(self, draining: Draining, record: FileRecord) -> Source:
         asked = draining.policy.compress
         level = self._layout.compress if asked is None else asked
         oid = await self._ids.take()
-        return Source(draining.ino, oid, draining.size, draining.copy.fd, Interleaved(CHUNK), level)
+        return Source(draining.ino, oid, draining.size, draining.copy.fd, Interleaved(CHUNK), level, record)
 
     # --- the flip ---
 
-    async def _flip(self, files: list[Draining]) -> None:
+    async def _flip(self, files: list[Draining], growth: Sequence[Growth] = ()) -> None:
         """Make what has been copied count, of those that have not changed.
 
         Needs no gate: who changes a file cancels its drain first, and a transaction does not suspend.
@@ -253,11 +271,16 @@ class Drainer:
         if not unchanged:
             return
         with _errors_of(*unchanged):
-            after = [Drained(d.inode(), d.copy.place, not d.file.dirty, d.digests, d.chunks) for d in unchanged]
-            for copy_id in await self._engine.transact(forms.put_drained, after):
+            after = [
+                Drained(d.inode(), d.copy.place, not d.file.dirty, d.digests, d.chunks, d.lacking, d.due)
+                for d in unchanged
+            ]
+            for copy_id in await self._engine.transact(forms.put_drained, after, growth):
                 self._collector.add_garbage(copy_id)
             for draining, drained in zip(unchanged, after, strict=True):
                 self._adopt(draining, drained.inode)
+            if any(drained.lacking or drained.due for drained in after):
+                self._io.capacity.on_due()
             faults.reach(_FLIPPED)
 
     def _adopt(self, draining: Draining, after: Inode) -> None:
@@ -265,7 +288,7 @@ class Drainer:
         inode = file.inode
         inode.layout, inode.oid, inode.data = after.layout, after.oid, after.data
         inode.blocks, inode.copy = after.blocks, after.copy
-        file.objects = self._io.objects_of(inode)
+        file.objects = self._io.objects_of(inode, draining.lacking)
         file.dirty = file.unsaved = file.trimmed = False
         file.drain = None
         self._io.unsynced.pop(inode.ino, None)

@@ -6,41 +6,32 @@ any step leaves lists that name durable bytes, and a container that a later pass
 """
 
 from contextlib import suppress
-from typing import NamedTuple
 
 import trio
 
 from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace, QuotaExceeded, Unavailable
 from aifs.core.log import logger
-from aifs.data import chunk_codec
-from aifs.data.chunk_codec import Header
+from aifs.data.container_scan import ContainerScan, Found
 from aifs.data.pieces import StoredPiece
-from aifs.data.server import DataServer
 from aifs.data.servers import Servers
-from aifs.layout.interleaved import HEADER_BYTES, Location
+from aifs.layout.interleaved import Location, padded, redundancy_of
+from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys
 from aifs.meta.chunks import Container, Move
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.vfs.collector import Collector
-from aifs.vfs.containers import Containers
+from aifs.vfs.tiers.containers import Containers
 
 _log = logger(__name__)
 
 _INTERVAL_S = 60.0
 _SLICE = 2048
-_BATCH = 256
+_BATCH = 512
 _BATCH_BYTES = 64 << 20
 
 _COPIED = faults.declare("vfs.compact.copied", "live chunks are durable in another container, no list names it")
 _MOVED = faults.declare("vfs.compact.moved", "lists name the new places, garbage is not collected yet")
-
-
-class Found(NamedTuple):
-    """A chunk in a container, by its header."""
-
-    offset: int
-    header: Header
 
 
 class Compaction:
@@ -66,6 +57,7 @@ class Compaction:
     async def compact(self) -> None:
         """One pass over all containers. What cannot be moved stays, with a line in the log."""
         self._containers.files.close_idle()
+        await self._containers.leave_servers()
         start, end = keys.all_of(b"t")
         while start:
             candidates, start = await self._engine.view(_mostly_dead, start, end, self._above)
@@ -73,44 +65,60 @@ class Compaction:
                 if container not in self._left:
                     await self._try(container, record)
 
+    async def evacuate(self, container: int) -> bool:
+        """Move all that is alive in a container to others, on servers that are in use; then it is garbage.
+
+        False if it is being appended to: to be tried again later. Raises NoSpace, QuotaExceeded, Unavailable.
+        """
+        await self._containers.retire(lambda other, _: other == container)
+        record, is_open = await self._engine.view(_state_of, container)
+        if record is not None and not is_open:
+            await self._rewrite(container, record)
+        return not is_open
+
     async def _try(self, container: int, record: Container) -> None:
         try:
-            server = self._servers[record.server]
-            if server.health.usable:
-                await self._rewrite(container, record, server)
+            await self._rewrite(container, record)
         except (NoSpace, QuotaExceeded) as error:
             _log.info("compaction has to wait: %s", error)
         except FsError as error:
-            if record.server in self._servers and server.health.failing:
+            if self._has_failing_servers(record.layout):
                 return  # the log says so; the next pass tries again
             self._left.add(container)
             _log.warning("container %d is not compacted: %s", container, error)
 
-    async def _rewrite(self, container: int, record: Container, server: DataServer) -> None:
-        fd = await self._servers.run(server, server.open_object, (0, container), False)
-        if fd is None:
-            raise Unavailable(f"{server.name}: {server.object_path(0, container)} is missing")
-        try:
-            offset = 0
-            while offset < record.length:
-                found, offset = await self._servers.run(server, _scan, server, container, fd, offset, record.length)
-                live = await self._engine.view(_live, container, found)
-                if live:
-                    await self._move(live, server, fd)
-        finally:
-            server.close_object(fd)
+    def _has_failing_servers(self, layout: Striped) -> bool:
+        known = [self._servers.find(number) for number in layout.servers]
+        return any(server is not None and server.state != "ok" for server in known)
+
+    async def _rewrite(self, container: int, record: Container) -> None:
+        slots = self._slots_for(record.layout)
+        scan = ContainerScan(self._containers.files, container, record.layout, record.length)
+        batch: list[tuple[Found, Location]] = []
+        while found := await scan.following():
+            batch += await self._engine.view(_live, container, found)
+            if len(batch) >= _BATCH or sum(place.stored for _, place in batch) >= _BATCH_BYTES:
+                await self._move(batch, slots)
+                batch = []
+        if batch:
+            await self._move(batch, slots)
         if await self._engine.view(chunks.find_container, container) is not None:
             raise Unavailable("bytes in it count as alive, but no file names them; fsck corrects the count")
 
-    async def _move(self, live: list[tuple[Header, Location]], server: DataServer, fd: int) -> None:
-        pieces = [StoredPiece(server, fd, header, place) for header, place in live]
-        async with self._containers.append_pieces(pieces, server.id) as places:
+    def _slots_for(self, layout: Striped) -> tuple[Striped, ...]:
+        """Where its chunks go: to the same servers, which somebody may have asked for, or if that cannot be to any."""
+        return (layout,) if self._containers.is_usable(layout) else self._containers.slots(redundancy_of(layout))
+
+    async def _move(self, live: list[tuple[Found, Location]], slots: tuple[Striped, ...]) -> None:
+        read = self._containers.files.read_stored
+        pieces = [StoredPiece(found.header, place, read, found.record) for found, place in live]
+        async with self._containers.append_pieces(pieces, slots) as (places, growth):
             faults.reach(_COPIED)
             moves = [
-                Move(header.oid, header.index, old, new)
-                for (header, old), new in zip(live, places, strict=True)
+                Move(found.header.oid, found.header.index, old, new)
+                for (found, old), new in zip(live, places, strict=True)
             ]
-            garbage = await self._engine.transact(chunks.move_chunks, moves)
+            garbage = await self._engine.transact(chunks.move_chunks, moves, growth)
         faults.reach(_MOVED)
         for container in garbage:
             self._collector.add_garbage(container)
@@ -125,40 +133,37 @@ def _mostly_dead(
         count += 1
         with suppress(Unavailable):  # damaged: fsck names it
             record = chunks.decode_container(value)
-            if record.length - record.live > above * record.length:
+            if _is_worth_it(record, above):
                 found[keys.number(key)] = record
-    sealed = {number: record for number, record in found.items() if tx.get(keys.open_container(number)) is None}
+    sealed = {number: record for number, record in found.items() if not _is_open(tx, number)}
     return sealed, key + b"\0" if count == _SLICE else b""
 
 
-def _live(tx: ReadTransaction, container: int, found: list[Found]) -> list[tuple[Header, Location]]:
+def _is_worth_it(record: Container, above: float) -> bool:
+    total = record.length - record.records  # which go with their chunks
+    needed = record.live + record.records * record.live // max(total, 1)
+    return total - record.live > above * total and padded(record.layout, needed) < record.length
+
+
+def _is_open(tx: ReadTransaction, container: int) -> bool:
+    return tx.get(keys.open_container(container)) is not None
+
+
+def _state_of(tx: ReadTransaction, container: int) -> tuple[Container | None, bool]:
+    return chunks.find_container(tx, container), _is_open(tx, container)
+
+
+def _live(tx: ReadTransaction, container: int, found: list[Found]) -> list[tuple[Found, Location]]:
     """Those chunks that a list names at just this place."""
     lists: dict[tuple[int, int], chunks.Chunks] = {}
     live = []
-    for offset, header in found:
+    for chunk in found:
+        header = chunk.header
         first = header.index - header.index % chunks.CHUNKS_PER_RECORD
         if (header.oid, first) not in lists:
             record = tx.get(keys.chunk_list(header.oid, first))
             lists[header.oid, first] = [] if record is None else chunks.decode_chunks(record)
         known = lists[header.oid, first][header.index - first : header.index - first + 1]
-        if known and known[0] is not None and (known[0].container, known[0].offset) == (container, offset):
-            live.append((header, known[0]))
+        if known and known[0] is not None and (known[0].container, known[0].offset) == (container, chunk.offset):
+            live.append((chunk, known[0]))
     return live
-
-
-def _scan(server: DataServer, container: int, fd: int, offset: int, end: int) -> tuple[list[Found], int]:
-    """The next chunks of a container, and the offset behind them; in a worker thread."""
-    found: list[Found] = []
-    limit = min(end, offset + _BATCH_BYTES)
-    buffer = memoryview(bytearray(HEADER_BYTES))
-    while offset < limit and len(found) < _BATCH:
-        try:
-            if server.read((0, container), fd, buffer, offset) < HEADER_BYTES:
-                raise ValueError("it ends too early")
-            header = chunk_codec.unpack_header(buffer)
-        except ValueError as error:
-            path = server.object_path(0, container)
-            raise Unavailable(f"{server.name}: {path} at {offset}: {error}") from None
-        found.append(Found(offset, header))
-        offset += HEADER_BYTES + header.stored
-    return found, offset

@@ -8,7 +8,7 @@ from aifs.core.errors import BadHandle, FsError
 from aifs.core.log import logger
 from aifs.data.server import name_of
 from aifs.layout.striped import Striped
-from aifs.vfs.open_inode import OpenInode
+from aifs.vfs.io.open_inode import OpenInode
 from aifs.vfs.types import FileHandle, Opened, Passthrough
 
 _log = logger(__name__)

@@ -7,7 +7,7 @@ from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.data.servers import Servers
 from aifs.meta.kv import Engine
-from aifs.vfs.file_io import FileIO
+from aifs.vfs.io.file_io import FileIO
 
 _log = logger(__name__)
 
@@ -44,6 +44,13 @@ class WriteBack:
                 if not failing:  # what follows until it works again would say the same
                     _log.warning("write-back has to wait: %s", error)
                 failing = True
+
+    async def sync_all(self) -> None:
+        """The bytes of all files are on stable storage when this returns. Raises NoSpace, Unavailable."""
+        opened = list(self._io.open)  # before anything waits: a file that is closed or opened meanwhile belongs to one
+        await self.sync_closed_files()
+        for ino in opened:
+            await self.sync_inode(ino)
 
     async def sync_closed_files(self) -> None:
         """The bytes of all files that are closed now are on stable storage when this returns.

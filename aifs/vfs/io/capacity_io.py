@@ -5,7 +5,7 @@ Callers hold the file's gate: shared for ``write``, alone for everything else.
 """
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from aifs.core import faults
@@ -13,18 +13,23 @@ from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
+from aifs.data.chunked import ChunkedObjects
+from aifs.data.columns import Columns
 from aifs.data.servers import Servers
 from aifs.data.striped import StripedObjects
-from aifs.layout.hint import Policy
-from aifs.layout.interleaved import Interleaved
-from aifs.layout.placement import ALGORITHM, place
+from aifs.layout.hint import DEFAULT_POLICY
+from aifs.layout.interleaved import CHUNK, Interleaved
+from aifs.layout.placement import ACTIVE, ALGORITHM, WEIGHTS, Candidate, spread
+from aifs.layout.redundancy import Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import forms
+from aifs.meta.degraded import find_degraded
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.vfs.collector import Collector
 from aifs.vfs.ids import IdAllocator
-from aifs.vfs.open_inode import OpenInode
+from aifs.vfs.io.open_inode import OpenInode
+from aifs.vfs.tiers import path_hints
 
 _log = logger(__name__)
 
@@ -44,6 +49,7 @@ class CapacityIO:
         save: Callable[[OpenInode], Awaitable[None]],
     ) -> None:  # fmt: skip
         self._unit = config.layout.unit
+        self._default = Redundancy(config.layout.replicas, *config.layout.ec)
         self._count = config.layout.count
         self._inline_limit = config.layout.inline_limit
         self._engine = engine
@@ -51,6 +57,9 @@ class CapacityIO:
         self._ids = ids
         self._collector = collector
         self._save = save
+        self._labels = path_hints.Labels(engine)
+        self.on_due: Callable[[], None] = lambda: None
+        """Told that a file should be protected, or has columns that lack, and that this is on record."""
         self.perhaps_mapped: set[int] = set()
         """Files whose one object programs could write to by themselves: a mapping may outlive its handle, and nothing
         tells when it ends. So their dirty marks stay, which keeps them from being staged or cached, until the next mount."""
@@ -66,7 +75,7 @@ class CapacityIO:
         """Bring the file into a form that can be written up to ``end``. The gate is held alone."""
         if file.inode.layout is None and end > self._inline_limit:
             await self._spill(file)
-        elif isinstance(file.inode.layout, Interleaved):
+        elif self._is_fixed(file.inode):
             await self._restripe(file)
         if file.inode.layout is not None:
             await self._mark_dirty(file)
@@ -123,8 +132,9 @@ class CapacityIO:
         # A copy of inline bytes may fail and leave objects behind, so it takes an id that no later attempt will use.
         own = inode.oid == 0 and not inode.data and self._ids.is_recent(inode.ino)
         oid = inode.ino if own else await self._ids.take()
-        layout = self.place(inode)
+        layout, due = self.place_plain(inode), self.redundancy(inode).is_protected
         objects = StripedObjects(self._servers, layout, inode.ino, oid, new=True)
+        objects.label = await self._labels.of(inode, oid, layout)
         if inode.data:
             # The inline bytes may be durable already: they stay in the record until the objects hold them
             # durably. Until then the objects are on record as garbage, so that no crash can leak them.
@@ -139,7 +149,7 @@ class CapacityIO:
             faults.reach(_SPILLING)
         spilled = replace(inode, oid=oid, layout=layout, data=None)
         try:
-            await self._engine.transact(forms.put_spilled, spilled)
+            await self._engine.transact(forms.put_spilled, spilled, due)
         except BaseException:
             objects.close()
             if inode.data:
@@ -147,37 +157,87 @@ class CapacityIO:
             raise
         inode.oid, inode.layout, inode.data = oid, layout, None
         file.objects, file.dirty, file.trimmed, file.unsaved = objects, True, True, False
+        if due:
+            self.on_due()
         faults.reach(_MARKED)
 
     async def _restripe(self, file: OpenInode) -> None:
-        """From interleaved, which is never changed in place, to striped."""
-        inode, chunks = file.inode, file.objects
-        oid, layout = await self._ids.take(), self.place(inode)
+        """From a form that is never changed in place to striped, without protection."""
+        inode, before = file.inode, file.objects
+        oid, layout, due = await self._ids.take(), self.place_plain(inode), self.redundancy(inode).is_protected
         objects = StripedObjects(self._servers, layout, inode.ino, oid, new=True)
         await self._engine.transact(forms.put_garbage, oid, inode.ino, layout)
         try:
-            for offset in range(0, inode.size, inode.layout.chunk):
-                if not await chunks.is_hole(offset):
-                    length = min(inode.layout.chunk, inode.size - offset)
-                    await objects.write(offset, await chunks.read(offset, length, inode.size, True))
+            for start, end in await self._data_ranges(inode):
+                for offset in range(start - start % CHUNK, end, CHUNK):
+                    if not isinstance(before, ChunkedObjects) or not await before.is_hole(offset):
+                        length = min(CHUNK, inode.size - offset)
+                        await objects.write(offset, await _read_settled(file, offset, length))
             await objects.settle(inode.size)
             await objects.sync()
-            garbage = await self._engine.transact(forms.put_restriped, inode, oid, layout)
+            garbage = await self._engine.transact(forms.put_restriped, inode, oid, layout, due)
         except BaseException:
             objects.close()
             self._collector.add_garbage(oid)
             raise
         for old in garbage:
             self._collector.add_garbage(old)
-        chunks.close()
+        file.objects.close()  # others than ``before``, if columns turned out to be wrong meanwhile
         inode.oid, inode.layout = oid, layout
         file.objects, file.dirty, file.trimmed, file.unsaved = objects, True, True, False
+        if due:
+            self.on_due()
+
+    async def _data_ranges(self, inode: Inode) -> list[tuple[int, int]]:
+        """Ranges of the file outside which there are holes only. An interleaved file's are found chunk by chunk."""
+        if isinstance(inode.layout, Interleaved):
+            return [(0, inode.size)]
+        lost = await self._engine.view(find_degraded, inode.oid)
+        columns = Columns(self._servers, inode.layout, inode.ino, inode.oid)
+        try:
+            without = frozenset(column for column in range(len(inode.layout.servers)) if lost >> column & 1)
+            return await columns.data_ranges(inode.size, without)
+        finally:
+            columns.close()
+
+    @staticmethod
+    def _is_fixed(inode: Inode) -> bool:
+        """Whether the file's bytes cannot be changed where they are."""
+        return isinstance(inode.layout, Interleaved) or (inode.layout is not None and inode.layout.is_protected)
+
+    # --- placement ---
+
+    def redundancy(self, inode: Inode) -> Redundancy:
+        """What the file's policy asks for."""
+        return (inode.policy or DEFAULT_POLICY).redundancy(self._default)
 
     def place(self, inode: Inode) -> Striped:
-        """The servers that the file is striped over from now on."""
-        policy = inode.policy or Policy(self._unit, self._count, ())
-        servers = policy.servers or self._servers.usable()
-        return Striped(policy.unit or self._unit, place(ALGORITHM, inode.ino, servers, policy.count or self._count))
+        """Where new objects of the file go, protected as its policy asks. If not even counting servers that do not work there
+        are enough for that, unprotected."""
+        policy, redundancy = inode.policy or DEFAULT_POLICY, self.redundancy(inode)
+        candidates = self._candidates(inode)
+        columns = redundancy.columns(policy.count or self._count, len(candidates))
+        if len(candidates) < columns:
+            # Columns on those that do not work are made elsewhere once they are known to lack.
+            known = {candidate.id for candidate in candidates}
+            others = [server.id for server in self._servers.capacity() if server.standing == ACTIVE]
+            idle = [Candidate(number, f"server {number}", WEIGHTS[0]) for number in others if number not in known]
+            candidates = sorted((*candidates, *idle[: columns - len(candidates)]))
+        if not redundancy.is_protected or len(candidates) < columns:
+            return self.place_plain(inode)
+        servers = spread(ALGORITHM, inode.ino, candidates, columns, redundancy.replicas)
+        return Striped(redundancy.unit(policy.unit or self._unit), servers, redundancy.replicas, redundancy.parity)
+
+    def place_plain(self, inode: Inode) -> Striped:
+        """Where objects of the file go that are changed in place."""
+        policy, candidates = inode.policy or DEFAULT_POLICY, self._candidates(inode)
+        columns = min(policy.count or self._count or len(candidates), len(candidates))
+        return Striped(policy.unit or self._unit, spread(ALGORITHM, inode.ino, candidates, columns))
+
+    def _candidates(self, inode: Inode) -> Sequence[Candidate]:
+        candidates = self._servers.candidates()
+        allowed = (inode.policy or DEFAULT_POLICY).servers
+        return [candidate for candidate in candidates if candidate.id in allowed] or candidates
 
     # --- size ---
 
@@ -190,7 +250,7 @@ class CapacityIO:
             inode.data = (inode.data or b"")[:size].ljust(size, b"\0") or None
             inode.blocks = _inline_blocks(inode.data)
         elif size < inode.size:
-            if isinstance(inode.layout, Interleaved):
+            if self._is_fixed(inode):
                 await self._restripe(file)
             await self._shrink(file, size)
         elif size > inode.size:
@@ -257,6 +317,7 @@ class CapacityIO:
         if objects is None or not file.dirty:
             await self._engine.barrier()
             return
+        objects.label = await self._labels.of(file.inode, file.inode.oid, file.inode.layout)
         await run_all(lambda: objects.sync(all_objects=file.on_object), self._engine.barrier)
         faults.reach(_SYNCED)
         if file.inode.ino in self.perhaps_mapped or (file.on_object and not file.inode.size):
@@ -264,6 +325,16 @@ class CapacityIO:
         if file.dirty and file.changes == changes and file.objects is objects:
             await self._engine.transact(forms.remove_dirty, (file.inode.ino,))
             file.dirty = False
+
+
+async def _read_settled(file: OpenInode, offset: int, length: int) -> memoryview:
+    """Bytes of a file whose gate is held. Which of its columns must not be read may change meanwhile, and one that is being
+    made anew then has anything in it."""
+    while True:
+        objects = file.objects
+        data = await objects.read(offset, length, file.inode.size, True)
+        if file.objects is objects:
+            return data
 
 
 def count_blocks(file: OpenInode) -> None:

@@ -1,0 +1,366 @@
+"""Backups of the metadata on the data servers, while the store is in use (docs/metadata.md, B1 to B5).
+
+A base when there is none that can be gone on from, daily, when the increments have become larger than it, and when a server is on its way out; else an
+increment, every ``meta.backup_interval``. An orderly close makes one, too. ``covered`` keeps deletions from running ahead: what
+the newest backup may refer to stays until a newer one is on the servers.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import trio
+
+from aifs.core import faults
+from aifs.core.config import Config
+from aifs.core.errors import FsError, NoSpace
+from aifs.core.log import logger
+from aifs.data import backups
+from aifs.data.backups import BackupFiles
+from aifs.data.servers import Servers
+from aifs.meta import journal
+from aifs.meta.backup import BASE, INCREMENT, Name, Segment, newest, parse_name
+from aifs.meta.kv import ReadTransaction
+from aifs.meta.lmdb_engine import LmdbEngine
+from aifs.meta.memtable import Writes
+
+_log = logger(__name__)
+
+HOLD_S = 10.0
+"""How long a deletion waits for others that the same increment can cover."""
+
+PART_BYTES = 4 << 20
+"""Of changes in one part of a base; and an increment is made ahead of time when it gets as large."""
+
+CHANGES_MAX = 256 << 20
+"""Bytes of changes that wait in memory while no server takes them; more are forgotten, and a base has to be made."""
+
+BASE_AGE_S = 86400.0
+
+_SLICE = 256  # records that are read at a time: some 300 us
+_LAST = b"\xff" * 512
+_RETRY_S = 30.0
+_ANSWERS_MAX = 8
+_MIN_BASE_BYTES = 1 << 20  # increments of less never call for a new base
+
+_BASE_PART = faults.declare("vfs.backup.base_part", "a part of a base is on the servers, perhaps not the last one")
+_SHIPPED = faults.declare("vfs.backup.shipped", "a backup is on the servers, what it makes useless is not deleted")
+
+Put = Callable[[str, bytes], Any]
+
+
+class Backup:
+    """Made before the engine is used, so that it sees all changes. Used from one trio thread."""
+
+    def __init__(self, config: Config, store: str, engine: LmdbEngine, servers: Servers) -> None:
+        self.interval_s = config.meta.backup_interval_s
+        self._files = BackupFiles(servers, config.meta.backup_copies)
+        self._store = store
+        self._engine = engine
+        self._read_only = False
+        self._untouched = engine.seq == engine.opened_seq
+        self._changes: Writes = {}  # since _after
+        self._changed_bytes = 0
+        self._forgotten = 0  # how often there were too many of them
+        self._scanned: list[Writes] = []  # what has changed since a base that is being taken was begun
+        self._after: int | None = None  # the state that the next increment goes on from; None: a base is due
+        self._shipped: int | None = None  # the state that the newest backup makes; None: there is none
+        self._base_bytes = self._increment_bytes = 0
+        self._base_at_s = -float("inf")
+        self._base_servers: frozenset[int] = frozenset()  # those that there were
+        self._shipped_at_s = 0.0  # since the epoch
+        self._last_error = ""
+        self._gave_up = False
+        self._waiting = 0
+        self._requests: list[tuple[str, str]] = []
+        self._answers: dict[str, str] = {}
+        self._shipping = trio.Lock()
+        self._wake = trio.Event()
+        self._advanced = trio.Event()
+        self.is_urgent: Callable[[], bool] = lambda: False
+        """Whether deletions shall not wait for others."""
+        if self.interval_s:
+            engine.tap = self._tap
+
+    def _tap(self, writes: Writes, length: int) -> None:
+        if self.interval_s:
+            self._changes.update(writes)
+            self._changed_bytes += length
+            if self._changed_bytes > CHANGES_MAX:
+                self._changes, self._changed_bytes, self._after = {}, 0, None
+                self._forgotten += 1
+            elif self._changed_bytes > PART_BYTES and self._after is not None:
+                self._wake.set()
+        for changes in self._scanned:
+            changes.update(writes)
+
+    async def load(self, read_only: bool) -> None:
+        """See what earlier mounts have left on the servers. ``read_only``: nothing is to be added to it."""
+        if not self.interval_s:
+            return
+        if read_only:
+            self._read_only, self.interval_s, self._changes = True, 0.0, {}
+        sizes = await self._files.sizes()
+        found = {name: size for text, size in sizes.items() if (name := parse_name(text)) is not None}
+        chain = newest(found)
+        if chain is None:
+            return
+        self._shipped = chain.seq
+        if self._untouched and chain.seq == self._engine.found_seq:
+            self._after, self._base_at_s, self._base_servers = chain.seq, trio.current_time(), self._files.servers()
+            self._base_bytes = sum(found[name] for name in chain.segments if name.kind == BASE)
+            self._increment_bytes = sum(found[name] for name in chain.segments if name.kind == INCREMENT)
+
+    # --- what others ask ---
+
+    async def covered(self, seq: int, urgent: bool = False) -> bool:
+        """Wait until the newest backup refers to nothing that the transactions up to ``seq`` have given up.
+
+        True: it may be deleted (at once where there are no backups). False: no backup could be made; ask again later.
+        """
+        if self._is_covered(seq):
+            return True
+        if self._read_only:
+            return False
+        self._waiting += 1
+        try:
+            with trio.move_on_after(0 if urgent or self.is_urgent() else min(HOLD_S, self.interval_s)):
+                while not self._is_covered(seq):
+                    await self._advanced.wait()
+            if not self._is_covered(seq):
+                await self.ship(seq)
+        except NoSpace as error:
+            if not self._gave_up:
+                _log.warning("deletions no longer wait for backups of the metadata: %s", error)
+            self._gave_up = True
+        except FsError:
+            return False
+        finally:
+            self._waiting -= 1
+        return True
+
+    def _is_covered(self, seq: int) -> bool:
+        return self._shipped is None or self._shipped >= seq or self._gave_up or not (self.interval_s or self._read_only)
+
+    async def ship(self, seq: int | None = None) -> None:
+        """The newest backup has the state after ``seq`` (None: as it is now), or a later one, on return.
+
+        Raises NoSpace, Unavailable.
+        """
+        wanted = self._engine.seq if seq is None else seq
+        async with self._shipping:
+            if self._after is not None and self._shipped >= wanted:
+                return
+            try:
+                if self._is_base_due():
+                    await self._make_base()
+                else:
+                    await self._make_increment()
+            except FsError as error:
+                self._last_error = str(error)
+                raise
+            self._last_error = ""
+            self._gave_up = False
+            self._shipped_at_s = time.time()
+            advanced, self._advanced = self._advanced, trio.Event()
+            advanced.set()
+            faults.reach(_SHIPPED)
+
+    async def leave_servers(self) -> None:
+        """The newest backup needs no server that is on its way out, on return. Raises NoSpace, Unavailable."""
+        if self.interval_s and self._shipped is not None and self._is_server_leaving():
+            await self.ship()
+
+    async def write_to(self, directory: str) -> int:
+        """A base in a directory of the user's, which is made if it is missing; returns how many bytes it has. Raises
+        NoSpace, Unavailable."""
+
+        async def put(name: str, data: bytes) -> None:
+            await trio.to_thread.run_sync(backups.put_in_directory, directory, name, data)
+
+        _, length = await self._take_base(put)
+        return length
+
+    def request(self, token: str, directory: str) -> None:
+        """Have a backup made in the background, on the servers or in a directory; what came of it is in ``status`` by its
+        token: "", or an error."""
+        self._requests.append((token, directory))
+        self._wake.set()
+
+    def status(self) -> dict[str, Any]:
+        """``sequence``: the state that the newest backup makes; ``changed_bytes``: of changes since; ``answers``: to the last
+        requests, by token."""
+        return {
+            "interval_s": self.interval_s,
+            "sequence": self._shipped,
+            "time_s": self._shipped_at_s or None,
+            "base_bytes": self._base_bytes,
+            "increment_bytes": self._increment_bytes,
+            "changed_bytes": self._changed_bytes,
+            "waiting_deletions": self._waiting,
+            "last_error": self._last_error,
+            "answers": self._answers,
+        }
+
+    # --- in the background ---
+
+    async def run(self) -> None:
+        """Make backups until cancelled."""
+        interval_s = self.interval_s or float("inf")
+        outdated = self._shipped is not None and self._after is None
+        due = trio.current_time() + (0.0 if outdated else interval_s)
+        while True:
+            with trio.move_on_at(due):
+                await self._wake.wait()
+            self._wake = trio.Event()
+            while self._requests:
+                await self._answer(*self._requests.pop(0))
+            if trio.current_time() < due and (self._last_error or self._changed_bytes <= PART_BYTES):
+                continue
+            due = trio.current_time() + interval_s
+            failing = self._last_error
+            try:
+                if self._changes or self._after is None:
+                    await self.ship()
+            except FsError as error:
+                if not failing:
+                    _log.warning("the backup of the metadata has to wait: %s", error)
+                due = trio.current_time() + min(_RETRY_S, interval_s)
+
+    async def _answer(self, token: str, directory: str) -> None:
+        answer = ""
+        try:
+            if directory:
+                await self.write_to(directory)
+            else:
+                await self.ship()
+        except FsError as error:
+            answer = str(error)
+        self._answers[token] = answer
+        while len(self._answers) > _ANSWERS_MAX:
+            del self._answers[next(iter(self._answers))]
+
+    async def finish(self) -> None:
+        """The store is about to be closed, and nothing changes any more: the last backup."""
+        if not self.interval_s:
+            return
+        try:
+            if self._changes or self._after is None:
+                await self.ship()
+        except FsError as error:
+            _log.warning("the metadata is not in the backups as it is now: %s", error)
+
+    # --- making them ---
+
+    def _is_base_due(self) -> bool:
+        late = trio.current_time() - self._base_at_s > BASE_AGE_S
+        large = self._increment_bytes > max(self._base_bytes, _MIN_BASE_BYTES)
+        return self._after is None or late or large or self._is_server_leaving() or not self.interval_s
+
+    def _is_server_leaving(self) -> bool:
+        """One that may have the only copy of something."""
+        return not self._base_servers <= self._files.servers()
+
+    async def _make_increment(self) -> None:
+        seq, forgotten, taken = self._engine.seq, self._forgotten, self._take_changes()
+        name = Name(INCREMENT, self._after, 0, seq)
+        try:
+            await self._engine.barrier(seq)
+            self._increment_bytes += await self._put_segment(name, taken[0], self._files.put)
+        except BaseException:
+            self._give_back(taken, forgotten)
+            raise
+        self._shipped = seq
+        self._after = seq if self._forgotten == forgotten else None
+
+    def _take_changes(self) -> tuple[Writes, int]:
+        taken = self._changes, self._changed_bytes
+        self._changes, self._changed_bytes = {}, 0
+        return taken
+
+    def _give_back(self, taken: tuple[Writes, int], forgotten: int) -> None:
+        if self._forgotten != forgotten:
+            return
+        changes, length = taken
+        changes.update(self._changes)  # newer
+        self._changes = changes
+        self._changed_bytes += length
+
+    async def _make_base(self) -> None:
+        begin, forgotten, taken = self._engine.seq, self._forgotten, self._take_changes()
+        servers = self._files.servers()
+        try:
+            seq, length = await self._take_base(self._files.put)
+        except BaseException as error:
+            self._give_back(taken, forgotten)
+            if isinstance(error, FsError):  # else every attempt would leave its parts, where room is what lacks
+                await self._files.delete(lambda text: _is_part(parse_name(text), begin))
+            raise
+        self._shipped = seq
+        self._after = seq if self._forgotten == forgotten else None  # the changes since ``begin`` wait, which does no harm
+        self._base_bytes, self._increment_bytes = length, 0
+        self._base_at_s, self._base_servers = trio.current_time(), servers
+        await self._files.delete(lambda text: _is_useless(parse_name(text), begin))
+
+    async def _take_base(self, put: Put) -> tuple[int, int]:
+        """The state that it makes, and its length. The records are read a slice at a time, with others in between."""
+        begin, changes = self._engine.seq, {}
+        self._scanned.append(changes)
+        if self._engine.tap is None:
+            self._engine.tap = self._tap
+        start: bytes | None = b"\0"
+        part, length = 0, 0
+        try:
+            while start is not None:
+                writes, start = await self._read_part(start)
+                writes.update(changes)
+                changes.clear()
+                seq = self._engine.seq
+                name = Name(BASE, begin, part, seq if start is None else None)
+                if start is None:
+                    await self._engine.barrier(seq)
+                length += await self._put_segment(name, writes, put)
+                part += 1
+                faults.reach(_BASE_PART)
+        finally:
+            self._scanned.remove(changes)
+        return seq, length
+
+    async def _read_part(self, start: bytes) -> tuple[Writes, bytes | None]:
+        """Records from ``start`` on, and where to go on; None at the end. Nothing is awaited after the last of them."""
+        writes: Writes = {}
+        size = 0
+        while True:
+            records = await self._engine.view(_read_slice, start)
+            writes.update(records)
+            if len(records) < _SLICE:
+                return writes, None
+            start = records[-1][0] + b"\0"
+            size += sum(len(key) + len(value) for key, value in records)
+            if size > PART_BYTES:
+                return writes, start
+            await trio.lowlevel.checkpoint()
+
+    async def _put_segment(self, name: Name, writes: Writes, put: Put) -> int:
+        data = await trio.to_thread.run_sync(_encode, name, self._store, writes)
+        await put(str(name), data)
+        return len(data)
+
+
+def _is_useless(name: Name | None, begin: int) -> bool:
+    """All but the parts of the base that was begun there, just now: also what a crash has left of a file that was being
+    written, and increments beyond it, which are of what there was before the metadata was restored."""
+    return not _is_part(name, begin)
+
+
+def _is_part(name: Name | None, begin: int) -> bool:
+    """Of the base that was begun there."""
+    return name is not None and name.kind == BASE and name.after == begin
+
+
+def _read_slice(tx: ReadTransaction, start: bytes) -> list[tuple[bytes, bytes]]:
+    return list(tx.range(start, _LAST, _SLICE))
+
+
+def _encode(name: Name, store: str, writes: Writes) -> bytes:
+    return Segment(name, store, time.time_ns(), journal.encode_changes(writes)).encode()

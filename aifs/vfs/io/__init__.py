@@ -1,0 +1,1 @@
+"""Open files: their bytes, wherever these lie, handles, durability."""

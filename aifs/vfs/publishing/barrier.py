@@ -1,0 +1,100 @@
+"""The barrier before a rename: whatever becomes visible under a new name is durable first."""
+
+import stat
+from collections.abc import Iterable
+
+import trio
+
+from aifs.core.errors import FsError
+from aifs.core.tasks import run_all
+from aifs.meta import namespace
+from aifs.meta.keys import ROOT_INO
+from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.records import Dentry
+from aifs.vfs.io.file_io import FileIO
+from aifs.vfs.io.writeback import WriteBack
+
+_DIRECTORY = stat.S_IFDIR >> 12
+_AT_ONCE = 64  # files that are being synced: they share the journal's syncs, and each holds descriptors
+_SLICE = 256  # files that are looked at in one go: about a millisecond
+
+
+async def sync_below(engine: Engine, io: FileIO, writeback: WriteBack, dentry: Dentry) -> list[int]:
+    """Sync every unsynced file that ``dentry`` names or that lies below it, and the journal.
+
+    The cost is that of the unsynced bytes: files that are in order are not looked at. A file that has had
+    several names counts as lying below every directory. Returns the inode numbers. Raises NoSpace,
+    Unavailable.
+    """
+    if dentry.type != _DIRECTORY:
+        return await sync_files(io, writeback, [dentry.ino])
+    unsynced = [ino for ino in io.open if _is_unsynced(io, ino)]
+    unsynced += [ino for ino in io.unsynced if ino not in io.open]
+    return await sync_files(io, writeback, await _those_below(engine, unsynced, dentry.ino))
+
+
+async def sync_files(io: FileIO, writeback: WriteBack, inos: Iterable[int]) -> list[int]:
+    """These files are on stable storage on return. Returns those that were not. Raises NoSpace, Unavailable.
+
+    Others run between them. If some cannot be synced, the rest are all the same; the first error is raised.
+    """
+    unsynced = [ino for ino in inos if _is_unsynced(io, ino)]
+    left, errors = iter(unsynced), []
+
+    async def sync_some() -> None:
+        for ino in left:
+            try:
+                await writeback.sync_inode(ino)
+            except FsError as error:
+                errors.append(error)
+            await trio.lowlevel.checkpoint()
+
+    await run_all(*[sync_some] * min(_AT_ONCE, len(unsynced)))
+    if errors:
+        raise errors[0]
+    return unsynced
+
+
+def _is_unsynced(io: FileIO, ino: int) -> bool:
+    file = io.open.get(ino)
+    return ino in io.unsynced if file is None else file.dirty or file.unsaved
+
+
+async def _those_below(engine: Engine, inos: list[int], top: int) -> list[int]:
+    """Others run between slices of it. What moves below ``top`` meanwhile has been synced by its own
+    rename."""
+    known: dict[int, bool] = {}
+    found: list[int] = []
+    for start in range(0, len(inos), _SLICE):
+        found += await engine.view(_filter_below, inos[start : start + _SLICE], top, known)
+        await trio.lowlevel.checkpoint()
+    return found
+
+
+def _filter_below(tx: ReadTransaction, inos: list[int], top: int, known: dict[int, bool]) -> list[int]:
+    return [ino for ino in inos if is_below(tx, ino, top, known)]
+
+
+def is_below(tx: ReadTransaction, ino: int, top: int, known: dict[int, bool] | None = None) -> bool:
+    """Whether ``ino`` is ``top`` or lies below it; a file that has had several names lies everywhere.
+
+    ``known``: what has been found out about directories, kept between calls.
+    """
+    if known is None:
+        known = {}
+    passed: list[int] = []
+    while True:
+        if ino == top or ino in known:
+            answer = ino == top or known[ino]
+            break
+        inode = None if ino == ROOT_INO else namespace.find_inode(tx, ino)
+        if inode is None or (inode.is_dir and not inode.nlink):  # removed, perhaps with all that lies below
+            answer = False
+            break
+        if inode.is_dir:
+            passed.append(ino)
+        ino = inode.parent
+        if ino == namespace.SEVERAL:
+            return True
+    known.update((directory, answer) for directory in passed)
+    return answer

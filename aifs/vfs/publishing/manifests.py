@@ -1,0 +1,70 @@
+"""What the manifest of a checkpoint says, as far as retention has to know it: the step, and whether all is
+there.
+
+client/manifest.py writes manifests and defines them; what is damaged here is *damaged* there.
+"""
+
+import json
+import os
+from typing import NamedTuple
+
+import trio
+
+from aifs.core.errors import Invalid, NotADirectory, NotFound
+from aifs.meta import namespace
+from aifs.meta.kv import Engine
+from aifs.vfs.io.file_io import FileIO
+from aifs.vfs.publishing.pending import first_wrong, path_below
+
+NAME = b".aifs-manifest.json"
+
+_SIZE_MAX = 4 << 20  # about 30,000 files; nothing else runs while json reads it
+_PIECE = 1 << 20
+
+
+class Listed(NamedTuple):
+    """``complete``: every file is there with its size."""
+
+    step: int | None
+    complete: bool
+
+
+async def read(engine: Engine, io: FileIO, directory: int) -> Listed | None:
+    """None where there is no manifest, or one that is too large. Others run meanwhile. Raises Unavailable."""
+    try:
+        inode = await engine.view(namespace.lookup, directory, NAME)
+        if not inode.is_file:
+            return Listed(None, False)
+        if inode.size > _SIZE_MAX:
+            return None
+        data = await _content(io, inode.ino)
+    except (NotFound, NotADirectory):
+        return None
+    try:
+        step, files = _parse(data)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, Invalid):
+        return Listed(None, False)
+    return Listed(step, not await first_wrong(engine, io, directory, files))
+
+
+async def _content(io: FileIO, ino: int) -> bytes:
+    file, data = await io.acquire(ino), bytearray()
+    try:
+        while piece := await io.read(file, len(data), _PIECE):
+            data += piece
+            await trio.lowlevel.checkpoint()
+    finally:
+        with trio.CancelScope(shield=True):
+            await io.release(file)
+    return bytes(data)
+
+
+def _parse(data: bytes) -> tuple[int | None, list[tuple[bytes, int]]]:
+    value = json.loads(data)
+    step = value["step"]
+    if step is not None and type(step) is not int:
+        raise ValueError("the step is no number")
+    files = [(path_below(os.fsencode(path)), size) for path, (size, _) in value["files"].items()]
+    if not all(type(size) is int for _, size in files):
+        raise ValueError("a size is none")
+    return step, files

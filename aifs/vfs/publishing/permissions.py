@@ -1,0 +1,64 @@
+"""Who may change names, for requests that do it past the kernel's own checks (ioctls and extended attributes).
+
+The rules of path_resolution(7) and unlink(2): write and search permission on the directory, and in a sticky one
+ownership of the directory or of what is named.
+"""
+
+import stat
+
+from aifs.core.errors import AccessDenied, NotPermitted
+from aifs.meta import namespace
+from aifs.meta.keys import ROOT_INO
+from aifs.meta.kv import ReadTransaction
+from aifs.meta.records import Inode
+from aifs.vfs.types import CallerLike
+
+READ, WRITE, SEARCH = 4, 2, 1
+
+
+def require_may(directory: Inode, caller: CallerLike, wanted: int = WRITE | SEARCH) -> None:
+    """Raises AccessDenied unless the mode of ``directory`` gives ``caller`` all of ``wanted``."""
+    if caller.uid == 0:
+        return
+    mode = directory.mode
+    if caller.uid == directory.uid:
+        granted = mode >> 6
+    elif caller.gid == directory.gid or directory.gid in _groups(caller.pid):
+        granted = mode >> 3
+    else:
+        granted = mode
+    if granted & wanted != wanted:
+        raise AccessDenied()
+
+
+def require_may_remove(directory: Inode, inode: Inode, caller: CallerLike) -> None:
+    """Raises AccessDenied or NotPermitted unless ``caller`` may take the name of ``inode`` out of ``directory``."""
+    require_may(directory, caller)
+    if directory.mode & stat.S_ISVTX and caller.uid not in (0, directory.uid, inode.uid):
+        raise NotPermitted("the directory is sticky, and neither it nor what is named is the caller's")
+
+
+def require_reach(tx: ReadTransaction, directory: Inode, caller: CallerLike) -> None:
+    """Raises AccessDenied unless ``caller`` may search all that lies above ``directory``; NotFound if that has been removed.
+
+    For directories that are named by number, which shows nobody the way there.
+    """
+    while directory.ino != ROOT_INO:
+        directory = namespace.get_directory(tx, directory.parent)
+        require_may(directory, caller, SEARCH)
+
+
+def require_owner(inode: Inode, caller: CallerLike) -> None:
+    """Raises NotPermitted unless ``caller`` owns the inode, or is root."""
+    if caller.uid not in (0, inode.uid):
+        raise NotPermitted("only its owner and root may do this")
+
+
+def _groups(pid: int) -> set[int]:
+    """The supplementary groups of a process; none if it cannot be looked at (it is gone, or in another namespace)."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            line = next(line for line in file if line.startswith(b"Groups:"))
+    except (OSError, StopIteration):
+        return set()
+    return set(map(int, line.split()[1:]))

@@ -1,0 +1,197 @@
+"""Making trees visible: rename as a barrier, and publishing with pointers in one transaction. docs/publish.md
+says how.
+
+What becomes visible under a new name is durable first, the new name when the call returns. A pending
+directory (``pending``) gets its final name only when all of its members have committed.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Iterable
+
+from aifs.core import faults
+from aifs.core.errors import Busy, FsError, ReadOnly
+from aifs.core.log import logger
+from aifs.layout.hint import DEFAULT_POLICY
+from aifs.meta import namespace, publishing
+from aifs.meta.kv import ReadTransaction, Transaction
+from aifs.meta.publishing import Publication, Published
+from aifs.meta.records import Dentry
+from aifs.vfs.names import Names
+from aifs.vfs.publishing import pending, permissions
+from aifs.vfs.publishing.barrier import sync_below
+from aifs.vfs.store import Store
+from aifs.vfs.tiers import burst_hints
+from aifs.vfs.types import CallerLike
+
+_log = logger(__name__)
+
+_DURABLE = faults.declare(
+    "vfs.publish.durable", "all below a tree is durable, it has not got its new name yet"
+)
+_SHOWN = faults.declare("vfs.publish.shown", "new names are in the journal, which is not synced yet")
+
+_DIRECTORY = 0o040000 >> 12
+
+
+class Publishing(Names):
+    """The part of ``Filesystem`` that shows trees under new names."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.read_only = True
+        self.refused: dict[int, str] = {}
+        """Why the last publish of a pending directory was refused."""
+        self.forget_names: Callable[[Iterable[tuple[int, bytes]]], Awaitable[None]] = _nobody_knows
+        """Awaited when names (parent, name) lead somewhere else without the kernel having asked for it."""
+        self.retention.on_removed = lambda parent, name: self.on_entry_change(parent, name)
+
+    async def rename(
+        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0
+    ) -> None:
+        """rename(2). A publishing barrier: all below the name is durable first, the rename itself on return.
+
+        Raises Busy for a pending directory that is not complete, and what a drain raises where the policy of
+        the new directory is to publish from the capacity tier; then nothing is renamed.
+        """
+        moving = await self._engine.view(namespace.get_dentry, parent, name)
+        published = await self._make_durable(moving, new_parent)
+        if flags == namespace.RENAME_EXCHANGE:
+            other = await self._engine.view(namespace.get_dentry, new_parent, new_name)
+            published += await self._make_durable(other, parent)
+        faults.reach(_DURABLE)
+        cookies = (await self.ids.take(), await self.ids.take())
+        try:
+            inode, other = await self._engine.transact(
+                publishing.rename, parent, name, new_parent, new_name, flags, cookies, time.time_ns()
+            )
+        except Busy as error:
+            self._refuse(moving.ino, error)
+            raise
+        self._adopt(inode)
+        if other is not None:
+            self._unlinked(other)
+        faults.reach(_SHOWN)
+        await self._engine.barrier()
+        self.drain.published(published)
+        if inode.is_dir:
+            self._shown(inode.ino, new_parent)
+
+    async def publish(self, what: Publication, caller: CallerLike) -> None:
+        """Show a directory under its final name, and move the pointers to it, all in one transaction.
+
+        All below is durable first, the names on return. The kernel neither does nor checks it, so who may is
+        decided here: who may rename the directory, make the pointers, and remove the tree that is replaced.
+        Raises Busy (the log and ``user.aifs.pending`` say why), Exists, NotEmpty, NotADirectory, NotFound,
+        Invalid, AccessDenied, NotPermitted.
+        """
+        self.require_writable()
+        what.check()
+        await self._engine.view(require_may_publish, what, caller)
+        published = await self._make_durable(Dentry(what.ino, 0, _DIRECTORY), what.parent)
+        faults.reach(_DURABLE)
+        ids = (await self.ids.take(), await self.ids.take(), await self.ids.take(), await self.ids.take())
+        try:
+            done = await self._engine.transact(_publish, what, caller, ids, time.time_ns())
+        except Busy as error:
+            self._refuse(what.ino, error)
+            raise
+        for inode in done.unlinked:
+            self._unlinked(inode)
+        if done.doomed is not None:
+            self.trash.take(done.doomed)
+        faults.reach(_SHOWN)
+        try:
+            await self._engine.barrier()
+            self.drain.published(published)
+            names = [(what.parent, what.name), (what.parent, what.latest), (what.parent, what.tracker)]
+            await self.forget_names(
+                [(done.old_parent, done.old_name), *((place, name) for place, name in names if name)]
+            )
+        finally:
+            # Only now, for until here the kernel opened them by the names that it knew. Of those that it has
+            # never looked up it does not say that it forgets them.
+            self.forget([inode.ino for inode in done.unlinked])
+        self._shown(what.ino, what.parent)
+
+    async def commit(self, ino: int, rank: int, listing: bytes, again: bool, caller: CallerLike) -> None:
+        """A rank commits its part of a pending directory (pending.commit). The kernel has not checked that it
+        may write there."""
+        self.require_writable()
+        await self._engine.view(_require_may_write, ino, caller)
+        await pending.commit(self, ino, rank, None, pending.path_below(listing) if listing else b"", again)
+
+    async def _make_durable(self, dentry: Dentry, new_parent: int) -> list[int]:
+        """All that ``dentry`` names is where the policy of the new directory wants it before it shows; a
+        pending directory is complete. Returns the inode numbers of the files that had to be synced."""
+        is_pending = dentry.type == _DIRECTORY and await self._engine.view(self._is_complete, dentry.ino)
+        published = await sync_below(self._engine, self.io, self.writeback, dentry)
+        policy = await self._policy_of(new_parent) or DEFAULT_POLICY
+        if policy.publish == "capacity":
+            await burst_hints.drain_below(self, dentry.ino)
+        if is_pending:
+            try:
+                await pending.check_files(self, dentry.ino)
+            except Busy as error:
+                self._refuse(dentry.ino, error)
+                raise
+        return published
+
+    def require_writable(self) -> None:
+        """Raises ReadOnly. For requests that the kernel lets pass on a read-only mount."""
+        if self.read_only:
+            raise ReadOnly()
+
+    def _is_complete(self, tx: ReadTransaction, ino: int) -> bool:
+        """Whether the directory is pending; raises Busy if it is, and members are missing. Early, because the
+        barrier may take long: the transaction decides."""
+        mark = publishing.find_pending(tx, ino)
+        if mark is None:
+            return False
+        try:
+            publishing.require_complete(tx, ino, mark)
+        except Busy as error:
+            self._refuse(ino, error)
+            raise
+        return True
+
+    def _refuse(self, ino: int, error: FsError) -> None:
+        self.refused[ino] = str(error)
+        _log.info("inode %d is not published: %s", ino, error)
+
+    def _shown(self, ino: int, parent: int) -> None:
+        self.refused.pop(ino, None)
+        self.retention.shown(parent)
+
+
+async def _nobody_knows(names: Iterable[tuple[int, bytes]]) -> None:
+    """There is no kernel."""
+
+
+def _require_may_write(tx: ReadTransaction, ino: int, caller: CallerLike) -> None:
+    permissions.require_may(namespace.get_directory(tx, ino), caller, permissions.WRITE)
+
+
+def _publish(
+    tx: Transaction, what: Publication, caller: CallerLike, ids: tuple[int, int, int, int], now: int
+) -> Published:
+    require_may_publish(tx, what, caller)
+    return publishing.publish(tx, what, (caller.uid, caller.gid), ids, now)
+
+
+def require_may_publish(tx: ReadTransaction, what: Publication, caller: CallerLike) -> None:
+    """What the kernel checks before a rename, for all that a publication changes. Raises AccessDenied,
+    NotPermitted, NotFound, NotADirectory."""
+    inode = namespace.get_directory(tx, what.ino)
+    parent = namespace.get_directory(tx, what.parent)
+    permissions.require_reach(tx, parent, caller)
+    old_parent = parent if inode.parent == what.parent else namespace.get_directory(tx, inode.parent)
+    permissions.require_may_remove(old_parent, inode, caller)
+    permissions.require_may(parent, caller)
+    if old_parent is not parent:
+        permissions.require_may(inode, caller, permissions.WRITE)  # its ".." changes
+    for name in filter(None, (what.name, what.latest, what.tracker)):
+        there = publishing.find(tx, what.parent, name)
+        if there is not None and there.ino != inode.ino:
+            permissions.require_may_remove(parent, there, caller)
+            if there.is_dir and what.replace:
+                permissions.require_owner(there, caller)

@@ -1,0 +1,282 @@
+"""Removing what nobody wants to keep: old checkpoints, as their directory's policy says, and abandoned
+pending directories.
+
+The decision is a pure function (core/retention.py); what goes is put into the trash as a whole, in a
+transaction that looks once more whether it is still what was decided about.
+"""
+
+import stat
+import time
+from collections.abc import Callable
+
+import trio
+
+from aifs.core import retention
+from aifs.core.config import Config
+from aifs.core.errors import FsError, Invalid, NotFound, Unavailable
+from aifs.core.log import logger
+from aifs.core.retention import Checkpoint, Keep
+from aifs.meta import keys, namespace, publishing, trash
+from aifs.meta.kv import Engine, ReadTransaction, Transaction, grows
+from aifs.meta.records import Inode
+from aifs.vfs.io.file_io import FileIO
+from aifs.vfs.publishing import manifests, permissions
+from aifs.vfs.publishing.trash import Trash
+from aifs.vfs.types import ROOT, CallerLike
+
+_log = logger(__name__)
+
+_INTERVAL_S = 3600.0
+_ENTRIES = 64  # looked at in one go: about 0.3 ms
+
+
+class Retention:
+    """Looks after directories that have a policy when something is published in them, and after all now and
+    then."""
+
+    def __init__(self, config: Config, engine: Engine, io: FileIO, trash_: Trash) -> None:
+        self._abandoned_after_s = config.publish.abandoned_after_s
+        self._engine = engine
+        self._io = io
+        self._trash = trash_
+        self._kept: set[int] = set()  # directories with a policy
+        self._due: set[int] = set()
+        self._wake = trio.Event()
+        self.now_ns = _careful_clock()
+        """The time of day by which things are old."""
+        self.on_removed: Callable[[int, bytes], None] = lambda parent, name: None
+        """Called when a name (parent, name) has gone."""
+
+    # --- policies ---
+
+    async def load(self) -> None:
+        """Which directories have a policy."""
+        self._kept.update(await self._engine.view(_all_kept))
+
+    async def set_policy(self, ino: int, text: str, caller: CallerLike) -> None:
+        """Set the policy of a directory, '' to remove it; it counts from the next publish on, or within an
+        hour.
+
+        Root's hand removes what others own, so it takes the directory's owner, or root. Raises Invalid,
+        NotPermitted.
+        """
+        try:
+            policy = retention.format_keep(retention.parse_keep(text)) if text else ""
+        except ValueError as error:
+            raise Invalid(str(error)) from None
+        await self._engine.transact(_put_policy, ino, policy.encode(), caller)
+        if policy:
+            self._kept.add(ino)
+        else:
+            self._kept.discard(ino)
+
+    async def policy_of(self, ino: int) -> str:
+        """The policy of a directory, '' if it has none."""
+        return (await self._engine.view(_get_policy, ino)).decode()
+
+    # --- what is done ---
+
+    def shown(self, parent: int) -> None:
+        """A directory has got a name in ``parent``."""
+        if parent in self._kept:
+            self._due.add(parent)
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Enforce until cancelled."""
+        everything_at = trio.current_time()
+        while True:
+            if trio.current_time() >= everything_at:
+                everything_at = trio.current_time() + _INTERVAL_S
+                self._due |= self._kept
+                await self._attempt(self.remove_abandoned)
+            while self._due:
+                ino = self._due.pop()
+                await self._attempt(self.enforce, ino)
+            with trio.move_on_at(everything_at):
+                await self._wake.wait()
+            self._wake = trio.Event()
+
+    async def _attempt(self, function: Callable, *args: int) -> None:
+        try:
+            await function(*args)
+        except FsError as error:
+            _log.warning("old checkpoints stay for now: %s", error)
+
+    async def enforce(self, ino: int) -> None:
+        """Remove what the policy of the directory ``ino`` does not keep."""
+        text = await self.policy_of(ino)
+        if not text:  # or the directory is gone
+            self._kept.discard(ino)
+            return
+        try:
+            keep = retention.parse_keep(text)
+        except ValueError as error:
+            raise Unavailable(f"inode {ino}: its policy of retention is damaged: {error}") from None
+        inodes, checkpoints = await self._survey(ino, keep)
+        for going in await self._decide(inodes, checkpoints, keep):
+            if await self._remove(ino, going.name, inodes[going.name]):
+                _log.info(
+                    "checkpoint %r is removed: %s keeps others", going.name.decode("utf-8", "replace"), text
+                )
+
+    async def _decide(
+        self, inodes: dict[bytes, int], checkpoints: list[Checkpoint], keep: Keep
+    ) -> list[Checkpoint]:
+        """What has to go. The manifests of those that would, and of the newest, which let others go, are read
+        before: not of all, for that takes a look at each file that they list."""
+        known, read = {one.name: one for one in checkpoints}, set[bytes]()
+        while going := retention.decide(known.values(), keep, self.now_ns()):
+            newest = retention.newest_last(known.values())[-max(keep.last, 1) :]
+            unread = {one.name for one in (*going, *newest)} - read
+            if not unread:
+                break
+            for name in unread:
+                read.add(name)
+                listed = await manifests.read(self._engine, self._io, inodes[name])
+                if listed is not None:
+                    known[name] = known[name]._replace(step=listed.step, complete=listed.complete)
+        return going
+
+    async def remove_abandoned(self) -> None:
+        """Remove pending directories in which nothing has happened for long."""
+        if not self._abandoned_after_s:
+            return
+        in_use = await self._directories_in_use()
+        for ino in await self._engine.view(_all_pending):
+            since_ns = self.now_ns() - int(self._abandoned_after_s * 1e9)
+            place = await self._engine.view(_find_idle, ino, since_ns)
+            if place is not None and ino not in in_use and await self._remove(*place, ino, since_ns):
+                _log.info(
+                    "pending directory %r is removed: nobody went on with it",
+                    place[1].decode("utf-8", "replace"),
+                )
+
+    async def _remove(self, parent: int, name: bytes, ino: int, idle_since_ns: int | None = None) -> bool:
+        inode = await self._engine.transact(_doom, parent, name, ino, idle_since_ns, time.time_ns())
+        if inode is None:
+            return False
+        self._trash.take(inode)
+        self.on_removed(parent, name)
+        return True
+
+    # --- what is there ---
+
+    async def _survey(self, directory: int, keep: Keep) -> tuple[dict[bytes, int], list[Checkpoint]]:
+        """Inode numbers by name, and the checkpoints in a directory, with what is known of them without reading
+        a file. The cookies of names ascend with every rename, whatever the clock says. Others run between
+        slices."""
+        in_use, pointed, found, cookie = await self._directories_in_use(), set(), [], 0
+        while places := await self._engine.view(_list, directory, cookie):
+            for name, inode, cookie, pending, has_manifest in places:
+                if stat.S_ISLNK(inode.mode):
+                    pointed.update(inode.data.split(b"/"))  # it may lead to a file in a checkpoint
+                elif not inode.is_dir or name.startswith(b"."):
+                    continue
+                elif pending or has_manifest or retention.step_of(name) is not None:
+                    found.append((name, inode, cookie, pending))
+            await trio.lowlevel.checkpoint()
+        checkpoints = [
+            Checkpoint(
+                name, retention.step_of(name), inode.mtime_ns, await self._bytes_below(inode.ino) if keep.bytes else 0,
+                not pending, inode.ino in in_use or name in pointed, place,
+            )
+            for name, inode, place, pending in found
+        ]  # fmt: skip
+        return {name: inode.ino for name, inode, _, _ in found}, checkpoints
+
+    async def _bytes_below(self, top: int) -> int:
+        total, directories = 0, [top]
+        while directories:
+            directory, cookie = directories.pop(), 0
+            while entries := await self._engine.view(namespace.list_directory, directory, cookie, _ENTRIES):
+                for _, inode, cookie in entries:
+                    if inode.is_dir:
+                        directories.append(inode.ino)
+                    total += inode.size
+                await trio.lowlevel.checkpoint()
+        return total
+
+    async def _directories_in_use(self) -> set[int]:
+        """All directories above files that programs have open. Those that have had several names are left
+        out: what is open stays until it is closed."""
+        found: set[int] = set()
+        for ino in [ino for ino, file in self._io.open.items() if file.users]:
+            await self._engine.view(_add_ancestors, ino, found)
+        return found
+
+
+def _careful_clock() -> Callable[[], int]:
+    """The time of day in ns, but not more after the present than time has passed: when the clock leaps ahead,
+    nothing is older for that."""
+    start_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    return lambda: min(time.time_ns(), start_ns + time.clock_gettime_ns(time.CLOCK_BOOTTIME))
+
+
+@grows
+def _put_policy(tx: Transaction, ino: int, policy: bytes, caller: CallerLike) -> None:
+    permissions.require_owner(namespace.get_directory(tx, ino), caller)
+    if policy:
+        tx.put(keys.retention(ino), policy)
+    else:
+        tx.delete(keys.retention(ino))
+
+
+def _get_policy(tx: ReadTransaction, ino: int) -> bytes:
+    return tx.get(keys.retention(ino)) or b""
+
+
+def _all_kept(tx: ReadTransaction) -> list[int]:
+    return [keys.number(key) for key, _ in tx.range(*keys.all_of(b"r"))]
+
+
+def _all_pending(tx: ReadTransaction) -> list[int]:
+    return [keys.number(key) for key, _ in tx.range(*keys.all_of(b"p")) if keys.pending_rank(key) is None]
+
+
+def _find_idle(tx: ReadTransaction, ino: int, since_ns: int) -> tuple[int, bytes] | None:
+    """Where a pending directory lies, if nothing has happened in it since ``since_ns``."""
+    mark, inode = publishing.find_pending(tx, ino), namespace.find_inode(tx, ino)
+    if mark is None or inode is None or not inode.nlink or max(mark.created_ns, inode.mtime_ns) > since_ns:
+        return None
+    for rank in publishing.committed(tx, ino):
+        member = publishing.get_member(tx, ino, rank)
+        if member is not None and member.committed_ns > since_ns:
+            return None
+    return inode.parent, publishing.name_of(tx, inode)
+
+
+def _list(tx: ReadTransaction, directory: int, cookie: int) -> list[tuple[bytes, Inode, int, bool, bool]]:
+    """Entries as (name, inode, cookie, is it pending, does it hold a manifest)."""
+    entries = namespace.list_directory(tx, directory, cookie, _ENTRIES)
+    return [
+        (
+            name, inode, place, inode.is_dir and tx.get(keys.pending(inode.ino)) is not None,
+            inode.is_dir and tx.get(keys.dentry(inode.ino, manifests.NAME)) is not None,
+        )
+        for name, inode, place in entries
+    ]  # fmt: skip
+
+
+def _add_ancestors(tx: ReadTransaction, ino: int, found: set[int]) -> None:
+    while ino not in (keys.ROOT_INO, namespace.SEVERAL) and ino not in found:
+        inode = namespace.find_inode(tx, ino)
+        if inode is None:
+            return
+        if inode.is_dir:
+            found.add(ino)
+        ino = inode.parent
+
+
+def _doom(
+    tx: Transaction, parent: int, name: bytes, ino: int, idle_since_ns: int | None, now: int
+) -> Inode | None:
+    """Put the directory into the trash, if it still has the name, and is pending and idle if it has to be."""
+    try:
+        if idle_since_ns is not None and _find_idle(tx, ino, idle_since_ns) is None:
+            return None
+        if namespace.get_dentry(tx, parent, name).ino == ino:
+            return trash.doom(tx, parent, name, now, ROOT.uid)
+    except NotFound:
+        pass
+    return None

@@ -1,0 +1,1 @@
+"""What keeps stored bytes right: rebuild, moves of columns, scrub."""

@@ -1,0 +1,1 @@
+"""The table of servers, and how they come and go."""

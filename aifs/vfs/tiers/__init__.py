@@ -1,0 +1,1 @@
+"""Between the tiers: drain, stage, evict; containers and their compaction."""
