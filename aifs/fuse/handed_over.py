@@ -3,6 +3,7 @@
 import errno
 import struct
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pyfuse3
 import trio
@@ -11,7 +12,9 @@ from aifs.core.errors import Invalid, NoSuchIoctl
 from aifs.fuse import ioctl
 from aifs.fuse.operations import answers
 from aifs.fuse.requests import Scheduler
+from aifs.meta.publishing import Publication
 from aifs.vfs.filesystem import Filesystem
+from aifs.vfs.types import Caller
 
 INTERRUPT, IOCTL, FALLOCATE, LSEEK, COPY_FILE_RANGE, SYNCFS, COPY_FILE_RANGE_64 = 36, 39, 43, 46, 47, 50, 53
 
@@ -26,6 +29,15 @@ _COPIED = struct.Struct("=II")  # bytes, padding
 _COPIED_MAX = 1 << 30  # of one COPY_FILE_RANGE: fits its 32 bits, and keeps an interrupt from waiting long
 
 
+Handler = Callable[[int, bytes, Caller], Awaitable[bytes]]
+"""Inode number, body and caller of a request to the body of the answer."""
+
+
+def _refuse_unknown(flags: int) -> None:
+    if flags:
+        raise Invalid("unknown flags")
+
+
 class HandedOver:
     """Takes requests from the bridge (``take``) and answers them through it, from tasks in ``nursery``.
 
@@ -38,13 +50,19 @@ class HandedOver:
         self._running: dict[int, trio.CancelScope] = {}
         self.reply: Callable[[int, int, bytes], None] = lambda unique, number, data: None
         self.nursery: trio.Nursery | None = None
-        self._handlers: dict[int, Callable[[int, bytes], Awaitable[bytes]]] = {
+        self._handlers: dict[int, Handler] = {
             IOCTL: self.ioctl,
             FALLOCATE: self.fallocate,
             LSEEK: self.lseek,
             COPY_FILE_RANGE: self.copy_file_range,
             COPY_FILE_RANGE_64: self.copy_file_range_64,
             SYNCFS: self.syncfs,
+        }
+        self._ioctls = {
+            ioctl.AIFS_IOC_DRAIN: self._wait_drained,
+            ioctl.AIFS_IOC_REMOVE_TREE: self._remove_tree,
+            ioctl.AIFS_IOC_PUBLISH: self._publish,
+            ioctl.AIFS_IOC_COMMIT: self._commit,
         }
 
     def take(self, opcode: int, unique: int, nodeid: int, caller: tuple[int, int, int], body: bytes) -> bool:
@@ -56,17 +74,15 @@ class HandedOver:
             return scope is not None
         assert self.nursery is not None
         self._running[unique] = trio.CancelScope()
-        self.nursery.start_soon(self._answer, self._handlers[opcode], unique, nodeid, body)
+        self.nursery.start_soon(self._answer, self._handlers[opcode], unique, nodeid, body, Caller(*caller))
         return True
 
-    async def _answer(
-        self, handler: Callable[[int, bytes], Awaitable[bytes]], unique: int, nodeid: int, body: bytes
-    ) -> None:
+    async def _answer(self, handler: Handler, unique: int, nodeid: int, body: bytes, caller: Caller) -> None:
         number, data = errno.EINTR, b""
         try:
             with self._running[unique]:
                 try:
-                    data = await handler(nodeid, body)
+                    data = await handler(nodeid, body, caller)
                     number = 0
                 except pyfuse3.FUSEError as error:
                     number = error.errno
@@ -75,7 +91,7 @@ class HandedOver:
             self.reply(unique, number, data)
 
     @answers
-    async def ioctl(self, nodeid: int, body: bytes) -> bytes:
+    async def ioctl(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
         _, _, request, _, in_size, out_size = _IOCTL.unpack_from(body)
         command = ioctl.COMMANDS.get(request)
         if command is None:
@@ -83,32 +99,58 @@ class HandedOver:
         if command is ioctl.AIFS_IOC_VERSION:
             data = command.argument.pack(ioctl.VERSION)
         else:
-            flags, reserved, timeout_ms = command.unpack(body[_IOCTL.size :][:in_size])
-            if flags or reserved:
-                raise Invalid("unknown flags")
-            await self._fs.wait_drained(nodeid, timeout_ms / 1000 if timeout_ms else None)
-            data = b""
+            data = await self._ioctls[command](nodeid, command.unpack(body[_IOCTL.size :][:in_size]), caller)
         if len(data) > out_size:
             raise Invalid("no room for the result")
         return _IOCTL_REPLY.pack(0, 0, 0, 0) + data
 
+    async def _wait_drained(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
+        flags, reserved, timeout_ms = argument
+        _refuse_unknown(flags | reserved)
+        await self._fs.wait_drained(ino, timeout_ms / 1000 if timeout_ms else None)
+        return b""
+
+    async def _remove_tree(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
+        flags, reserved, name = argument
+        _refuse_unknown(flags | reserved)
+        await self._fs.remove_tree(ino, ioctl.text(name), caller)
+        return b""
+
+    async def _publish(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
+        flags, length, parent, final, latest, tracker, content, manifest = argument
+        _refuse_unknown(flags & ~(ioctl.REPLACE | ioctl.EXCLUSIVE))
+        if length > len(content):
+            raise Invalid("the content is longer than its field")
+        what = Publication(
+            ino, parent, ioctl.text(final), bool(flags & ioctl.REPLACE), bool(flags & ioctl.EXCLUSIVE),
+            ioctl.text(latest), ioctl.text(tracker), content[:length], ioctl.text(manifest),
+        )  # fmt: skip
+        await self._fs.publish(what, caller)
+        return b""
+
+    async def _commit(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
+        rank, flags, listing = argument
+        _refuse_unknown(flags & ~ioctl.AGAIN)
+        await self._fs.commit(ino, rank, ioctl.text(listing), bool(flags & ioctl.AGAIN), caller)
+        return b""
+
     @answers
-    async def fallocate(self, nodeid: int, body: bytes) -> bytes:
+    async def fallocate(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
         handle, offset, length, mode, _ = _FALLOCATE.unpack_from(body)
         await self._fs.fallocate(handle, mode, offset, length)
         return b""
 
     @answers
-    async def lseek(self, nodeid: int, body: bytes) -> bytes:
+    async def lseek(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
         handle, offset, whence, _ = _LSEEK.unpack_from(body)
         return _OFFSET.pack(await self._fs.lseek(handle, offset, whence))
 
     @answers
-    async def copy_file_range(self, nodeid: int, body: bytes) -> bytes:
+    async def copy_file_range(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
         return _COPIED.pack(await self._copy(body), 0)
 
     @answers
-    async def copy_file_range_64(self, nodeid: int, body: bytes) -> bytes:
+    async def copy_file_range_64(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
         return _OFFSET.pack(await self._copy(body))
 
     async def _copy(self, body: bytes) -> int:
@@ -119,6 +161,6 @@ class HandedOver:
         return await self._fs.copy_file_range(handle_in, offset_in, handle_out, offset_out, length)
 
     @answers
-    async def syncfs(self, nodeid: int, body: bytes) -> bytes:
+    async def syncfs(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
         await self._fs.sync()
         return b""

@@ -7,10 +7,11 @@ end the mount. Permissions are checked by the kernel (default_permissions), so t
 import errno
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import pyfuse3
+import trio
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestContext, SetattrFields
 
 from aifs.core.config import KernelConfig
@@ -25,6 +26,9 @@ log = logging.getLogger(__name__)
 
 PREFERRED_IO = 64 << 10
 """st_blksize: what stdio and Python's open() buffer by. Each write is a round trip, so more than a page."""
+
+FORGET_S = 1.0
+"""How long an answer waits until the kernel has forgotten names."""
 
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
@@ -99,6 +103,37 @@ def drop_cached_attributes(ino: int) -> None:
         pass  # the kernel does not know it, so there is nothing to drop
 
 
+def drop_cached_entry(parent: int, name: bytes) -> None:
+    """Have the kernel look up ``name`` anew, and list its directory anew, soon.
+
+    The kernel may hold the directory's lock for the very request that we are answering, so this does not wait for it.
+    """
+    pyfuse3.invalidate_entry_async(parent, name, ignore_enoent=True)
+
+
+async def forget_names(names: Iterable[tuple[int, bytes]]) -> None:
+    """Have the kernel look these names (parent, name) up anew, and list their directories anew, from now on.
+
+    Waits for requests that hold a directory's lock, but not for long: one of them may be waiting for a lock that the
+    kernel holds for the request that we are answering.
+    """
+    with trio.move_on_after(FORGET_S):
+        await trio.to_thread.run_sync(_forget_names, list(names), abandon_on_cancel=True)
+
+
+def _forget_names(names: Sequence[tuple[int, bytes]]) -> None:
+    """Blocks."""
+    forgetting = [(pyfuse3.invalidate_entry, parent, name) for parent, name in names]
+    forgetting += [(pyfuse3.invalidate_inode, parent) for parent in {parent for parent, _ in names}]
+    for forget, *what in forgetting:
+        try:
+            forget(*what)
+        except FileNotFoundError:
+            pass  # the kernel does not know it
+        except OSError as error:  # what was asked for has been done all the same
+            log.warning("the kernel may have kept %s: %s", what, error)
+
+
 class Operations(pyfuse3.Operations):
     """pyfuse3's handlers over one open Filesystem.
 
@@ -119,6 +154,8 @@ class Operations(pyfuse3.Operations):
         self._negative = EntryAttributes()
         self._negative.entry_timeout = kernel.negative_timeout_s
         fs.on_attr_change = drop_cached_attributes
+        fs.on_entry_change = drop_cached_entry
+        fs.forget_names = forget_names
 
     def _blank(self) -> EntryAttributes:
         entry = EntryAttributes()
@@ -217,7 +254,7 @@ class Operations(pyfuse3.Operations):
 
     @answers
     async def removexattr(self, ino: int, name: bytes, ctx: RequestContext) -> None:
-        await self._fs.removexattr(ino, name)
+        await self._fs.removexattr(ino, name, ctx)
 
     @answers
     async def statfs(self, ctx: RequestContext) -> pyfuse3.StatvfsData:

@@ -22,8 +22,8 @@ from aifs.core.config import Config
 from aifs.core.errors import MountError
 from aifs.core.log import dump_stacks
 from aifs.core.tasks import first_error
-from aifs.fuse import requests
 from aifs.data.marker import NAME as MARKER_NAME
+from aifs.fuse import requests
 from aifs.fuse.bridge import ALL_COST, SPEED_COST, Bridge, Missing
 from aifs.fuse.handed_over import HandedOver
 from aifs.fuse.operations import Operations
