@@ -1,6 +1,8 @@
 """The check of containers on the data servers: their objects against the table, and the files that lost bytes."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import NamedTuple
 
 from aifs.check.findings import Problem
@@ -12,6 +14,7 @@ from aifs.data.servers import Servers
 from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.meta import chunks, keys
 from aifs.meta.chunks import Container
+from aifs.meta.degraded import find_degraded, put_degraded
 from aifs.meta.kv import Engine, ReadTransaction
 
 
@@ -23,7 +26,7 @@ class ContainerObjects:
         self._engine = engine
         self._servers = servers
         self._user_of = user_of
-        self._table: dict[int, Container] = {}
+        self._table: dict[int, _Expected] = {}
         self._ends: dict[int, _Cut] = {}
         self.problems: list[Problem] = []
 
@@ -32,33 +35,48 @@ class ContainerObjects:
         await for_each(self._engine, *keys.all_of(b"t"), self._remember, lambda count: None)
 
     def _remember(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        number = keys.number(key)
         try:
-            self._table[keys.number(key)] = chunks.decode_container(value)
+            self._table[number] = _Expected(chunks.decode_container(value), find_degraded(tx, number))
         except FsError:
             pass  # named by the check of the records
 
     def matches(self, server: DataServer, found: StoredObject) -> bool:
-        """Whether an object with inode number 0 is a container; takes note of its length."""
-        record = self._table.get(found.oid)
-        if found.ino or record is None or record.server != server.id:
+        """Whether an object with inode number 0 is a container's; takes note of its length."""
+        expected = self._table.get(found.oid)
+        if found.ino or expected is None or server.id not in expected.record.layout.servers:
             return False
-        del self._table[found.oid]
-        if found.length < record.length:
-            self._ends[found.oid] = _Cut(found.length, found.path)
-            detail = f"{server.name}: has {found.length} of {record.length} bytes"
-            self.problems.append(Problem("short-container", found.path, detail, where=found.path))
+        expected.lengths[expected.record.layout.servers.index(server.id)] = found.length
         return True
 
     async def conclude(self, listed: Collection[int]) -> None:
-        """Name the containers that the servers ``listed`` do not have, and the files that have lost bytes."""
-        for number, record in self._table.items():
-            if record.length and record.server in listed:
-                server = self._servers[record.server]
-                path = server.object_path(0, number)
-                self._ends[number] = _Cut(0, path)
-                self.problems.append(Problem("missing-container", path, f"{server.name}: is missing", where=path))
+        """Name what is missing or short on the servers ``listed``, and the files that have lost bytes."""
+        for number, expected in self._table.items():
+            self._judge(number, expected, listed)
         if self._ends:
             await for_each(self._engine, *keys.all_of(b"l"), self._losses, lambda count: None)
+
+    def _judge(self, number: int, expected: "_Expected", listed: Collection[int]) -> None:
+        wrong: list[tuple[str, int, str]] = []
+        for column, name in enumerate(expected.record.layout.servers):
+            needed = expected.needed(column)
+            length = expected.lengths.get(column)
+            if length is None and needed and name in listed:
+                expected.lengths[column] = 0
+                wrong.append(("missing-container", column, "is missing"))
+            elif length is not None and length < needed:
+                wrong.append(("short-container", column, f"has {length} of {needed} bytes"))
+        if not wrong:
+            return
+        readable = expected.readable()
+        for kind, column, detail in wrong:
+            server = self._servers[expected.record.layout.servers[column]]
+            path, fix = server.object_path(0, number), None
+            if readable == expected.record.length:
+                kind, fix = "degraded", partial(put_degraded, oid=number, ino=0, mask=1 << column)
+            else:
+                self._ends[number] = _Cut(readable, path)
+            self.problems.append(Problem(kind, path, f"{server.name}: {detail}", fix, where=path))
 
     def _losses(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
         oid, first = keys.chunk_list_parts(key)
@@ -84,8 +102,34 @@ class ContainerObjects:
         return cut is not None and place.offset + HEADER_BYTES + place.stored > cut.length
 
 
+class _Expected:
+    """A container. ``lost``: mask of columns that nobody reads; ``lengths``: of the objects that are there, by column."""
+
+    def __init__(self, record: Container, lost: int) -> None:
+        self.record = record
+        self.lost = lost
+        self.lengths: dict[int, int] = {}
+
+    def needed(self, column: int, size: int | None = None) -> int:
+        """How long a column must be for the first ``size`` bytes to be read from it."""
+        if self.lost >> column & 1:
+            return 0
+        return self.record.layout.object_length(column, self.record.length if size is None else size)
+
+    def readable(self) -> int:
+        """How many of the first bytes can be told by what is there. Columns of which nothing is known count as whole."""
+
+        def is_lost(size: int) -> bool:
+            missing = self.lost
+            for column, length in self.lengths.items():
+                missing |= (length < self.needed(column, size)) << column
+            return not self.record.layout.survives(missing)
+
+        return bisect_left(range(self.record.length + 1), True, lo=1, key=is_lost) - 1
+
+
 class _Cut(NamedTuple):
-    """A container that is shorter than it was."""
+    """A container of which only the first ``length`` bytes can be told."""
 
     length: int
     path: str

@@ -9,6 +9,7 @@ from aifs.core.errors import FsError
 from aifs.layout.interleaved import HEADER_BYTES, Interleaved, Location
 from aifs.meta import chunks, keys, namespace
 from aifs.meta.chunks import CHUNKS_PER_RECORD, Container
+from aifs.meta.degraded import find_degraded, put_degraded
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
 
@@ -44,12 +45,24 @@ class ContainerCheck:
             self._report("unreadable-record", where, str(error), None, RECORDS)
             return
         self._table[number] = record
-        if record.server not in self._servers:
-            self._report("unknown-server", where, f"it lies on data server {record.server}", None, RECORDS)
+        self._judge_servers(tx, number, record)
         garbage = keys.garbage(number)
         if tx.get(garbage) is not None:
             fix = partial(repair.delete, key=garbage)
             self._report("garbage-in-use", where, "the container would be deleted", fix, RECOVERY)
+
+    def _judge_servers(self, tx: ReadTransaction, number: int, record: Container) -> None:
+        layout = record.layout
+        unknown = [column for column, server in enumerate(layout.servers) if server not in self._servers]
+        try:
+            known = find_degraded(tx, number)
+        except FsError:
+            known = 0  # named where the records of degraded objects are looked at
+        mask = sum(1 << column for column in unknown) & ~known
+        if mask:
+            numbers = ", ".join(str(layout.servers[column]) for column in unknown)
+            fix = partial(put_degraded, oid=number, ino=0, mask=mask) if layout.survives(mask | known) else None
+            self._report("unknown-server", f"container {number}", f"it lies on data server {numbers}", fix, RECORDS)
 
     def open_mark(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
         number = keys.number(key)
@@ -96,8 +109,8 @@ class ContainerCheck:
         record = self._table.get(place.container)
         if place.container in self._undecoded:
             return ""
-        if record is None or record.server != place.server:
-            return f"chunk {index} lies in container {place.container} on server {place.server}, which there is not"
+        if record is None:
+            return f"chunk {index} lies in container {place.container}, which there is not"
         if place.offset + HEADER_BYTES + place.stored > record.length:
             return f"chunk {index} ends behind the {record.length} bytes of container {place.container}"
         if place.raw != inode.layout.length(index, inode.size):

@@ -20,9 +20,11 @@ from aifs.check.scan import MetadataScan
 from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.meta.kv import Engine
+from aifs.vfs.backups.backup import Backup
 from aifs.vfs.collector import Collector
 from aifs.vfs.ids import IdAllocator
 from aifs.vfs.recovery import load_copies, recover
+from aifs.vfs.repair.strays import Strays
 from aifs.vfs.store import Store, open_store, set_clean
 
 
@@ -88,7 +90,14 @@ async def _recover(store: Store, report: Report) -> list[Problem]:
     try:
         recovered = await recover(store, tier, collector)
         await load_copies(store, tier, collector, recovered)
+        backup = Backup(store.config, store.uuid, store.engine, store.servers)
+        await backup.load(read_only=True)
+        collector.covered = backup.covered  # what a backup may refer to is left to the next mount
         await collector.drain()
+        strays = Strays(store.engine, store.servers)
+        strays.covered = backup.covered
+        await strays.load()
+        await strays.sweep()
         if not store.clean:
             await set_clean(store.engine, True)
     except FsError as error:

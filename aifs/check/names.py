@@ -11,6 +11,7 @@ from aifs.check import repair
 from aifs.check.findings import NAMELESS, RECORDS, RECOVERY, SILENT, Fix, Problem, Subject, printable
 from aifs.check.table import (
     DIRECTORY,
+    DOOMED,
     HAS_NAMES,
     LOSES_NAME,
     MISSING,
@@ -245,6 +246,11 @@ class NameCheck:
                 return  # deleted; it waits for the collector
             self._problem("stray-record", ino, f"inode {ino} has an orphan record, but is not deleted",
                           partial(repair.delete, key=keys.orphan(ino)), RECOVERY)  # fmt: skip
+        if flags & DOOMED:
+            if is_dir and not has_name and not table.links[row]:
+                return  # it waits for being emptied
+            self._problem("stray-record", ino, f"inode {ino} has a record of the trash, but is not removed",
+                          partial(repair.delete, key=keys.trash(ino)), RECOVERY)  # fmt: skip
         if not has_name:
             kind = SILENT if flags & LOSES_NAME else "orphan-inode"
             self._problem(kind, ino, f"inode {ino} has no name",

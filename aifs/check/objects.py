@@ -6,19 +6,21 @@ workers.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from itertools import islice
 
 from aifs.check import repair
-from aifs.check.findings import Fix, Problem, Progress
+from aifs.check.columns import Lack, expected_columns, judge, lost_bytes, lost_columns
 from aifs.check.container_objects import ContainerObjects
+from aifs.check.findings import Fix, Problem, Progress
 from aifs.check.scan import BATCH, MetadataScan, for_each
 from aifs.check.table import NONE, UNREADABLE
 from aifs.core import files
 from aifs.core.errors import FsError, from_oserror
 from aifs.data.naming import ForeignFile, StoredObject
 from aifs.data.server import DataServer
+from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
 from aifs.meta import keys
 from aifs.meta.kv import ReadTransaction
@@ -40,6 +42,7 @@ class ObjectCheck:
         self._containers = ContainerObjects(store.engine, store.servers, scan.user)
         self._progress = progress
         self._orphans: list[tuple[DataServer, Problem]] = []
+        self._lacks: dict[int, list[Lack]] = {}  # of protected files, by inode
         self._expected = 0
         self.problems: list[Problem] = []
         self.counts = dict.fromkeys(("inodes", "directories", "files", "objects", "bytes"), 0)
@@ -49,6 +52,8 @@ class ObjectCheck:
         await self._containers.expect()
         listed: set[int] = set()
         for server in list(self._servers.values()):
+            if server.standing == LOST:
+                continue  # whatever lay there, nobody looks for it there any more
             try:
                 await self._check_server(server)
                 listed.add(server.id)
@@ -57,6 +62,8 @@ class ObjectCheck:
         for row, missing in enumerate(self._table.objects):
             if missing:
                 await self._find_missing(self._table.ino[row])
+        for ino, lacks in self._lacks.items():
+            await self._engine.view(self._judge, ino, lacks)
         await self._containers.conclude(listed)
         for problem in self._containers.problems:
             if isinstance(problem.subject, int):
@@ -76,7 +83,7 @@ class ObjectCheck:
         self.counts["files"] += inode.is_file
         count = int(inode.copy is not None)
         if isinstance(inode.layout, Striped):
-            count += sum(1 for _ in _expected_objects(inode))
+            count += sum(1 for _ in expected_columns(inode.layout, inode.size, lost_columns(tx, inode.oid)))
         self._table.objects[row] = count
         self._expected += count
 
@@ -109,7 +116,7 @@ class ObjectCheck:
                 return
         elif self._match_stripes(tx, server, found):
             return
-        if not _is_garbage(tx, found):
+        if not _is_garbage(tx, found) and tx.get(keys.stray(found.oid, server.id)) is None:
             whose = f", once of inode {found.ino}" if found.ino else ""
             detail = f"{server.name}: {found.length} bytes{whose}"
             problem = Problem("orphan-object", found.path, detail, where=found.path)
@@ -125,14 +132,15 @@ class ObjectCheck:
         layout = inode.layout if inode is not None and inode.oid == found.oid else None
         if not isinstance(layout, Striped) or server.id not in layout.servers:
             return False
-        index = layout.servers.index(server.id)
-        expected = layout.object_length(index, inode.size)
+        column = layout.servers.index(server.id)
+        expected = layout.object_length(column, inode.size)
+        if lost_columns(tx, inode.oid) >> column & 1:
+            return True
         if expected:
             self._table.objects[row] -= 1
         if found.length < expected and not _is_dirty(tx, inode.ino):
             what = f"has {found.length} of {expected} bytes"
-            lost = lost_bytes(layout, index, found.length, inode.size)
-            self._lost("short-object", tx, inode, server, what, lost)
+            self._lacking(tx, inode, server, Lack(column, "short-object", what, found.length))
         return True
 
     def _match_copy(self, tx: ReadTransaction, server: DataServer, found: StoredObject) -> bool:
@@ -163,12 +171,13 @@ class ObjectCheck:
         inode, dirty = await view(lambda tx: (_read_inode(tx, ino), _is_dirty(tx, ino)))
         if dirty:
             return
+        if isinstance(inode.layout, Striped):
+            known = await view(lost_columns, inode.oid)
+            for column, number in expected_columns(inode.layout, inode.size, known):
+                if await self._is_missing(number, ino, inode.oid):
+                    lack = Lack(column, "missing-object", "is missing", 0)
+                    await view(self._lacking, inode, self._servers[number], lack)
         is_lost = partial(self._lost, "missing-object")
-        for index, number in _expected_objects(inode) if isinstance(inode.layout, Striped) else ():
-            if await self._is_missing(number, ino, inode.oid):
-                lost = lost_bytes(inode.layout, index, 0, inode.size)
-                server = self._servers[number]
-                await view(is_lost, inode, server, "is missing", lost)
         if inode.copy is not None and await self._is_missing(inode.copy.server, 0, inode.copy.id):
             server = self._servers[inode.copy.server]
             if inode.in_burst and inode.size:
@@ -188,6 +197,19 @@ class ObjectCheck:
             return False  # the server cannot be listed either
 
     # --- what is found ---
+
+    def _lacking(self, tx: ReadTransaction, inode: Inode, server: DataServer, lack: Lack) -> None:
+        """A column is missing or short. What that means for a protected file depends on the others."""
+        if inode.layout.is_protected:
+            self._lacks.setdefault(inode.ino, []).append(lack)
+        else:
+            lost = lost_bytes(inode.layout, lack.column, lack.length, inode.size)
+            self._lost(lack.kind, tx, inode, server, lack.what, lost)
+
+    def _judge(self, tx: ReadTransaction, ino: int, lacks: list[Lack]) -> None:
+        inode = _read_inode(tx, ino)
+        for lack, kind, detail, fix in judge(inode, lost_columns(tx, inode.oid), lacks):
+            self._of_file(kind, tx, inode, self._servers[inode.layout.servers[lack.column]], detail, fix)
 
     def _lost(
         self, kind: str, tx: ReadTransaction, inode: Inode, server: DataServer, what: str, lost: str
@@ -220,28 +242,6 @@ class ObjectCheck:
                 for problem in problems:
                     problem.detail += f"; moved to {os.path.join(server.path, ASIDE)}"
                     problem.repaired = True
-
-
-def lost_bytes(layout: Striped, index: int, length: int, size: int) -> str:
-    """The bytes of a file that are lost when object ``index`` of it ends after ``length`` bytes, as text."""
-    unit, count = layout.unit, len(layout.servers)
-    expected = layout.object_length(index, size)
-
-    def in_file(offset: int) -> int:
-        row, within = divmod(offset, unit)
-        return (row * count + index) * unit + within
-
-    first, last = in_file(length), in_file(expected - 1)
-    if last - first == expected - length - 1:
-        return f"bytes {first} to {last}"
-    return f"{expected - length} bytes between {first} and {last}"
-
-
-def _expected_objects(inode: Inode) -> Iterator[tuple[int, int]]:
-    """Index and server of each object that a striped file must have."""
-    for index, number in enumerate(inode.layout.servers):
-        if inode.layout.object_length(index, inode.size):
-            yield index, number
 
 
 def _read_inode(tx: ReadTransaction, ino: int) -> Inode | None:

@@ -110,14 +110,14 @@ def is_taken(tx: ReadTransaction, parent: int, cookie: int, name: bytes) -> bool
 def _usable_cookie(tx: Transaction, parent: int, name: bytes, cookie: int) -> int:
     """``cookie``; or a fresh one if it is another name's, or was never handed out (that entry is deleted)."""
     if is_taken(tx, parent, cookie, name):
-        return _fresh_id(tx)
+        return fresh_id(tx)
     if 0 < cookie < tx.add(keys.COUNTER_IDS, 0):
         return cookie
     tx.delete(keys.entry(parent, cookie))
-    return _fresh_id(tx)
+    return fresh_id(tx)
 
 
-def _fresh_id(tx: Transaction) -> int:
+def fresh_id(tx: Transaction) -> int:
     # Nobody else hands out ids now, and the counter is beyond all that were.
     return tx.add(keys.COUNTER_IDS, 1) - 1
 
@@ -146,7 +146,7 @@ def attach(tx: Transaction, ino: int, links: int) -> None:
     while tx.get(keys.dentry(lost.ino, name)) is not None:
         suffix += 1
         name = b"%s.%d" % (lost_name(ino), suffix)
-    _put_name(tx, lost.ino, name, Dentry(ino, _fresh_id(tx), inode.mode >> 12))
+    _put_name(tx, lost.ino, name, Dentry(ino, fresh_id(tx), inode.mode >> 12))
     tx.delete(keys.orphan(ino))
     inode.parent, inode.nlink, inode.ctime_ns = lost.ino, links, now
     namespace.put_inode(tx, inode)
@@ -163,7 +163,7 @@ def _lost_and_found(tx: Transaction, now: int) -> Inode:
             return inode
         suffix += 1
         name = b"%s.%d" % (LOST_AND_FOUND, suffix)
-    ino = _fresh_id(tx)
+    ino = fresh_id(tx)
     mode = stat.S_IFDIR | 0o700
     new = Inode(ino, mode, os.getuid(), os.getgid(), 2, 0, 0, 0, now, now, now)
     return namespace.create(tx, keys.ROOT_INO, name, new)

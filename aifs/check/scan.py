@@ -6,21 +6,26 @@ carries the transaction function that mends it. Reads the engine in batches, wit
 
 import stat
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import partial
 
 from aifs.check import repair
+from aifs.check.columns import ColumnRecords
 from aifs.check.containers import ContainerCheck
 from aifs.check.copies import CopyCheck
 from aifs.check.findings import RECORDS, RECOVERY, Fix, Problem, Progress, Subject, printable
 from aifs.check.names import NameCheck
-from aifs.check.table import DIRECTORY, NONE, ORPHAN, OWN_OID, UNREADABLE, InodeTable
+from aifs.check.pending import PendingCheck
+from aifs.check.table import DIRECTORY, DOOMED, NONE, ORPHAN, OWN_OID, UNREADABLE, InodeTable
 from aifs.core.errors import FsError
 from aifs.layout.interleaved import CHUNK_MAX, Interleaved
 from aifs.layout.placement import BURST_FIRST
 from aifs.layout.striped import UNIT_MAX, UNIT_MIN, Striped
 from aifs.meta import keys, namespace
+from aifs.meta.chunks import decode_container
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.records import Garbage, Inode, decode_garbage, decode_inode
+from aifs.meta.trash import Doomed, decode_doomed
 from aifs.vfs.ids import WINDOW
 
 BATCH = 2048
@@ -29,9 +34,10 @@ _ID_MAX = 1 << 62
 _LAST = b"\xff" * 512
 _TYPES = (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFBLK, stat.S_IFCHR)
 _KEY_LENGTHS = {
-    b"a": 9, b"b": 9, b"e": 17, b"g": 9, b"i": 9, b"k": 17, b"l": 17, b"o": 9, b"s": 3, b"t": 9, b"w": 9,
+    b"a": 9, b"b": 9, b"e": 17, b"g": 9, b"i": 9, b"k": 17, b"l": 17, b"m": 11, b"o": 9, b"q": 9, b"r": 9, b"s": 3,
+    b"t": 9, b"u": 3, b"w": 9, b"z": 9,
 }  # fmt: skip
-_COUNTERS = (keys.COUNTER_IDS, keys.COUNTER_INODES)
+_COUNTERS = (keys.COUNTER_IDS, keys.COUNTER_INODES, keys.COUNTER_SERVERS, keys.COUNTER_BURST)
 
 Handler = Callable[[ReadTransaction, bytes, bytes], None]
 
@@ -67,6 +73,8 @@ class MetadataScan:
         self.problems: list[Problem] = []
         self._names = NameCheck(self.table, self.problems, self._in_use)
         self._copies = CopyCheck(self.table, self.problems, self._servers, self._in_use)
+        self._columns = ColumnRecords(self._servers, self._problem)
+        self._pending = PendingCheck(self.table, self._problem)
         self._containers = ContainerCheck(self._servers, self._problem, self._in_use)
         self._users: dict[int, int] = {}  # object id -> inode, where the two differ
         self._unreadable_inodes = 0
@@ -85,12 +93,19 @@ class MetadataScan:
             (b"k", self._checksums),
             (b"o", self._orphan),
             (b"w", self._dirty),
+            (b"z", self._trash),
+            (b"p", self._pending.mark),
+            (b"r", self._pending.policy),
             (b"x", self._xattr),
-            (b"t", self._containers.container),
+            (b"t", self._container),
             (b"a", self._containers.open_mark),
             (b"l", self._chunk_list),
+            (b"q", self._columns.degraded),
+            (b"m", self._columns.stray),
+            (b"u", self._columns.mark),
         ):
             await self._each(kind, handle)
+        self._columns.conclude()
         self._copies.conclude()
         await self._engine.view(self._containers.conclude)
         inodes = len(self.table)
@@ -108,7 +123,7 @@ class MetadataScan:
         length = _KEY_LENGTHS.get(kind)
 
         def checked(tx: ReadTransaction, key: bytes, value: bytes) -> None:
-            if length and len(key) != length and kind in b"abgow":
+            if length and len(key) != length and kind in b"abgmoquwz":
                 # Recovery would trip over it, and it holds nothing that could be lost.
                 self._stray(f"record {key.hex()}", "its key is not that of a record", key, RECOVERY)
             elif (length and len(key) != length) or len(key) < 9 and kind in b"dx":
@@ -164,11 +179,8 @@ class MetadataScan:
                 "wrong-size", ino, f"inode {ino}: size {inode.size}, but it holds {size} bytes",
                 partial(repair.change_inode, ino=ino, changes={"size": size}),
             )  # fmt: skip
-        used = {*(inode.policy.servers if inode.policy else ())}
         if isinstance(inode.layout, Striped):
-            used.update(inode.layout.servers)
-        for server in sorted(used - self._servers):
-            self._problem("unknown-server", ino, f"inode {ino}: its layout names data server {server}")
+            self._columns.layout(tx, ino, inode.oid, inode.layout)
 
     def _unreadable(self, ino: int, reason: str) -> None:
         # The root has nothing to lose but its attributes, and without it nothing can be reached.
@@ -228,6 +240,19 @@ class MetadataScan:
         else:
             self._stray(f"inode {ino}", "orphan record of an inode that cannot be read", key, RECOVERY)
 
+    def _trash(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        ino = keys.number(key)
+        if not self._is_readable(ino):
+            self._stray(f"inode {ino}", "record of the trash, of an inode that cannot be read", key, RECOVERY)
+            return
+        self.table.flags[self.table.find(ino)] |= DOOMED
+        try:
+            decode_doomed(value)
+        except FsError as error:
+            # It has no name: that it is in the trash is what can be told.
+            fix = partial(repair.put, key=key, value=Doomed(ino, 0, 0).encode())
+            self._problem("unreadable-record", ino, str(error), fix, RECOVERY)
+
     def _xattr(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
         ino, name = keys.xattr_parts(key)
         if self.table.find(ino) == NONE:
@@ -243,6 +268,11 @@ class MetadataScan:
     def _chunk_list(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
         ino = self.user(keys.chunk_list_parts(key)[0])
         self._containers.chunk_list(tx, key, value, ino, certain=not self._unreadable_inodes)
+
+    def _container(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        self._containers.container(tx, key, value)
+        with suppress(FsError):
+            self._columns.layout(tx, 0, keys.number(key), decode_container(value).layout)
 
     def _garbage(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
         oid = keys.number(key)
@@ -273,7 +303,7 @@ class MetadataScan:
 
     async def _unknown_kinds(self) -> None:
         start = b""
-        for letter in b"Sabcdegiklostwx":
+        for letter in b"Sabcdegijklmopqrstuwxz":
             first, end = keys.all_of(bytes((letter,)))
             await for_each(self._engine, start, first, self._unknown, self._seen)
             start = end

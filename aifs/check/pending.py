@@ -1,0 +1,58 @@
+"""The check of what directories are marked with: pending ones, their members, policies of retention."""
+
+from collections.abc import Callable
+from functools import partial
+
+from aifs.check import repair
+from aifs.check.findings import RECORDS, Fix, Subject
+from aifs.check.table import NONE, InodeTable
+from aifs.core.errors import FsError
+from aifs.core.retention import parse_keep
+from aifs.meta import keys, publishing
+from aifs.meta.kv import ReadTransaction
+
+
+class PendingCheck:
+    """Handlers for the records ``p`` and ``r``. A mark that cannot be trusted goes; the directory and its
+    files stay."""
+
+    def __init__(
+        self, table: InodeTable, problem: Callable[[str, Subject, str, Fix | None, int], None]
+    ) -> None:
+        self._table = table
+        self._report = problem
+
+    def mark(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        """A pending directory, or a member of one."""
+        ino = int.from_bytes(key[1:9], "big")
+        rank = keys.pending_rank(key)
+        if len(key) not in (9, 13) or not self._is_directory(ino):
+            self._problem("stray-record", ino, "mark of a pending directory, on what is none", key)
+        elif rank is not None and tx.get(keys.pending(ino)) is None:
+            self._problem(
+                "stray-record", ino, f"commit of rank {rank}, but the directory is not pending", key
+            )
+        else:
+            try:
+                publishing.decode_pending(value) if rank is None else publishing.decode_member(value)
+            except FsError as error:
+                self._problem("unreadable-record", ino, str(error), key)
+
+    def policy(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        """Which checkpoints a directory keeps."""
+        ino = keys.number(key)
+        if not self._is_directory(ino):
+            self._problem("stray-record", ino, "policy of retention, on what is no directory", key)
+            return
+        try:
+            parse_keep(value.decode())
+        except ValueError as error:
+            self._problem("unreadable-record", ino, f"policy of retention: {error}", key)
+
+    def _is_directory(self, ino: int) -> bool:
+        row = self._table.find(ino)
+        return row != NONE and self._table.may_hold_names(row)
+
+    def _problem(self, kind: str, ino: int, detail: str, key: bytes) -> None:
+        subject = ino if self._table.find(ino) != NONE else f"inode {ino}"
+        self._report(kind, subject, f"inode {ino}: {detail}", partial(repair.delete, key=key), RECORDS)
