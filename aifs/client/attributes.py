@@ -1,0 +1,49 @@
+"""What the client knows of a mount: the extended attributes through which programs talk to AIFS. Elsewhere:
+nothing."""
+
+import json
+import os
+from typing import Any
+
+INFO = "user.aifs.info"
+LAYOUT = "user.aifs.layout"
+KEEP = "user.aifs.keep"
+PENDING = "user.aifs.pending"
+COMMIT = "user.aifs.commit"
+PUBLISH_AS = "user.aifs.publish-as"
+REMOVE = "user.aifs.remove"
+
+
+def is_aifs(path: str) -> bool:
+    """Whether the file or directory ``path`` lies in a mount of AIFS."""
+    return bool(_read(path, INFO))
+
+
+def get(path: str, name: str) -> str:
+    """The value, or '' if there is none here. A symlink is followed. What somebody has set on another
+    filesystem says nothing."""
+    value = _read(path, name)
+    return value if value and is_aifs(path) else ""
+
+
+def _read(path: str, name: str) -> str:
+    try:
+        return os.fsdecode(os.getxattr(path, name)).strip()
+    except OSError:  # no such attribute, no attributes at all, no such file: nothing to be had from it
+        return ""
+
+
+def get_json(path: str, name: str) -> dict[str, Any]:
+    """The value, or {} if there is none here."""
+    text = get(path, name)
+    return json.loads(text) if text else {}
+
+
+def put(path: str, name: str, value: str) -> None:
+    """Raises OSError."""
+    os.setxattr(path, name, os.fsencode(value))
+
+
+def remove(path: str, name: str) -> None:
+    """Raises OSError."""
+    os.removexattr(path, name)

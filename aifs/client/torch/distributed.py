@@ -1,0 +1,175 @@
+"""Storage of torch.distributed.checkpoint: ``dcp.save``, ``dcp.async_save``, ``dcp.load``.
+
+    dcp.save(state, storage_writer=AifsWriter("run/step-100"))
+    dcp.load(state, storage_reader=AifsReader("run"))               # the newest
+
+The files are those of torch's own FileSystemWriter, and either reader reads them. They are written into a
+pending directory and are durable when their rank has written them; the coordinator publishes when it has
+written the metadata, so a save that failed or crashed shows no checkpoint.
+"""
+
+import io
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from aifs.client.catalog import keep as keep_checkpoints
+from aifs.client.catalog import latest as latest_of
+from aifs.client.catalog import parse_keep, remove_leftovers, set_policy
+from aifs.client.manifest import CheckpointError
+from aifs.client.publishing import PathLike, commit, pending_path, plain, publish, require_free
+from aifs.client.torch.probe import writing_method
+from aifs.client.torch.sinks import Sink, open_sink
+from aifs.core import files, trees
+
+_METADATA = ".metadata"
+
+
+class _Stream(io.RawIOBase):
+    """A sink as a file."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink, self._position = sink, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._sink.write(view)
+        self._position += len(view)
+        return len(view)
+
+
+class _Files(FileSystem):
+    """Where FileSystemWriter writes: into the pending directory, through sinks. Nothing is synced."""
+
+    method = "buffered"
+
+    def init_path(self, path: PathLike) -> Path:
+        return pending_path(plain(path))
+
+    @contextmanager
+    def create_stream(self, path: PathLike, mode: str) -> Iterator[Any]:
+        fd = trees.create_file(os.fspath(path))
+        try:
+            sink = open_sink(fd, self.method)
+            try:
+                yield _Stream(sink)
+                sink.finish()
+            finally:
+                sink.abandon()
+        finally:
+            files.close_file(fd)
+
+    def mkdir(self, path: PathLike) -> None:
+        trees.make_dir(os.fspath(path))
+
+    def rename(self, path: PathLike, new_path: PathLike) -> None:
+        files.rename(os.fspath(path), os.fspath(new_path))
+
+    def rm_file(self, path: PathLike) -> None:
+        files.unlink(os.fspath(path))
+
+
+class AifsWriter(FileSystemWriter):
+    """Saves the checkpoint ``path``. ``latest``, ``tracker``, ``keep``, ``step``, ``hash``, ``replace``: as
+    of ``aifs.client.checkpoint``; ``options``: of FileSystemWriter. Each save needs a path of its own (dcp's
+    ``checkpoint_id``), unless ``replace``.
+
+    Raises (wrapped by dcp) FileExistsError, CheckpointError, OSError.
+    """
+
+    def __init__(
+        self, path: PathLike, *, step: int | None = None, latest: str | None = "latest",
+        tracker: str | None = None, keep: str | None = None, hash: bool = True, replace: bool = False,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(path, **{**options, "sync_files": False})
+        if keep is not None:
+            parse_keep(keep)
+        self._target = plain(path)
+        self._keep, self._hash, self._replace = keep, hash, replace
+        self._pointers = {"step": step, "latest": latest, "tracker": tracker}
+        self.fs = _Files()
+        self.path = self.fs.init_path(path)
+
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+        super().reset(checkpoint_id)
+        if checkpoint_id:
+            self._target = plain(checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self._target
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if not getattr(self, "use_collectives", True):
+            raise CheckpointError(f"{self._target}: use_collectives=False leaves nobody who could publish")
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        require_free(self._target, self._replace)
+        self.fs.mkdir(self.path)
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """In the coordinator, before anybody writes: what a crash has left is removed."""
+        remove_leftovers(os.path.dirname(self._target))
+        trees.empty_dir(os.fspath(self.path))
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]
+        size = sum(math.prod(tensor.chunk.sizes) * tensor.properties.dtype.itemsize for tensor in tensors)
+        self.fs.method = writing_method(os.fspath(self.path), size)
+        written = super().write_data(plan, planner)
+        names = {result.storage_data.relative_path for result in written.wait()}
+        rank = int(plan.storage_data.prefix.strip("_"))
+        commit(self.path, rank, sorted(names), hash=self._hash)
+        return written
+
+    def finish(self, metadata: Any, results: list[list[Any]]) -> None:
+        """In the coordinator, when all have written: metadata, then publish."""
+        super().finish(metadata, results)
+        publish(
+            self.path,
+            self._target,
+            ranks=len(results),
+            replace=self._replace,
+            hash=self._hash,
+            **self._pointers,
+        )
+        parent = os.path.dirname(self._target)
+        if self._keep is not None and not set_policy(parent, parse_keep(self._keep)):
+            keep_checkpoints(parent, self._keep)
+
+
+class AifsReader(FileSystemReader):
+    """Loads the checkpoint ``path``; of a directory of checkpoints the newest one. Raises
+    FileNotFoundError."""
+
+    def __init__(self, path: PathLike, **options: Any) -> None:
+        super().__init__(_resolve(path), **options)
+
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+        super().reset(_resolve(checkpoint_id) if checkpoint_id else None)
+
+
+def _resolve(path: PathLike) -> Path:
+    directory = plain(path)
+    if os.path.exists(os.path.join(directory, _METADATA)):
+        return Path(directory)
+    newest = latest_of(directory)
+    if newest is None:
+        raise FileNotFoundError(f"{directory}: holds no complete checkpoint")
+    return newest

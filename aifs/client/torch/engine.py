@@ -1,0 +1,49 @@
+"""A checkpoint engine with the methods that DeepSpeed calls, without DeepSpeed.
+
+DeepSpeed names the directory and the files, and writes the file ``latest`` itself after ``commit``; so each
+file appears whole and durable, and the checkpoint is complete when ``commit`` has returned.
+"""
+
+import os
+from typing import Any
+
+import torch
+
+from aifs.client.publishing import PathLike, plain
+from aifs.client.torch.saving import save
+from aifs.core import files, trees
+
+
+class CheckpointEngine:
+    """``create``, then ``save`` for each file, then ``commit``; ``load`` at any time."""
+
+    def __init__(self, config_params: Any = None) -> None:
+        self._directories: set[str] = set()
+
+    def makedirs(self, path: PathLike, exist_ok: bool = False) -> None:
+        """Raises FileExistsError, OSError."""
+        if not trees.make_dir(plain(path)) and not exist_ok:
+            raise FileExistsError(f"{path}: exists")
+
+    def create(self, info: Any) -> None:
+        """A checkpoint begins. ``info``: its tag."""
+        self._directories.clear()
+
+    def save(self, state_dict: Any, path: PathLike) -> None:
+        """The file is durable, under its name, when this returns. Raises OSError."""
+        target = plain(path)
+        trees.make_dir(os.path.dirname(target))
+        save(state_dict, target)
+        self._directories.add(os.path.dirname(target))
+
+    def load(self, path: PathLike, map_location: Any = None) -> Any:
+        """What was saved; as in DeepSpeed any object. Raises OSError."""
+        return torch.load(plain(path), map_location=map_location, weights_only=False)
+
+    def commit(self, info: Any) -> bool:
+        """All that this rank has saved since ``create`` is durable, also the names of its directories. Raises
+        OSError."""
+        for directory in sorted(self._directories):
+            files.sync_dir(os.path.dirname(directory))
+        self._directories.clear()
+        return True

@@ -1,0 +1,257 @@
+"""The replicas of a data-parallel job write and read one checkpoint together.
+
+All hold the same state, so each writer writes a part of what ``torch.save`` would make of it: the file
+``FILE.DIGEST.0002-of-0004`` holds the third quarter of its bytes, to the byte. The parts one after the other
+are a file for ``torch.load``; ``DIGEST`` says of which state they are. CRC-32s are not taken, as no replica
+looks at all bytes; the checkpoint's manifest has a hash of each part.
+"""
+
+import io
+import os
+import re
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import blake3
+import torch
+import torch.distributed as dist
+
+from aifs.client.manifest import CheckpointError
+from aifs.client.publishing import PathLike, plain
+from aifs.client.saving import checkpoint
+from aifs.client.torch.archive import Image, Sink, length_of, write_archive
+from aifs.client.torch.probe import writing_method
+from aifs.client.torch.records import chunks_of, describe, view
+from aifs.client.torch.saving import archive_name, write_file
+from aifs.core import files
+
+REPLICA, SOCKET, DEVICE = "replica", "socket", "device"
+GATHERED = 64 << 20
+"""Bytes that all ranks together exchange at a time."""
+
+_PART = re.compile(r"(.+)\.([0-9a-f]{16})\.(\d{4,})-of-(\d{4,})", re.DOTALL)
+
+Named = tuple[str, int, int]
+"""Name, rank and size of a group without torch.distributed. The name is that of its file: NAME.pt."""
+
+
+def split(length: int, count: int) -> list[tuple[int, int]]:
+    """Begin and end of each of ``count`` parts, whose sizes differ by at most one byte."""
+    return [(index * length // count, (index + 1) * length // count) for index in range(count)]
+
+
+def choose(places: Sequence[Hashable]) -> list[int]:
+    """The first rank at each place."""
+    return sorted({place: rank for rank, place in reversed(list(enumerate(places)))}.values())
+
+
+def parallel_save(
+    state: Any, path: PathLike, group: Any = None, *, writers: str = REPLICA, file: str | None = None,
+    **options: Any,
+) -> None:  # fmt: skip
+    """All ranks of ``group`` save the same ``state`` as the checkpoint ``path``, each its part.
+
+    ``group``: a process group of torch.distributed, None for the default one, or (name, rank, size). Who
+    writes: every 'replica', or the first rank of each processor 'socket', or of each 'device' (on each host)
+    that the checkpoint goes to. ``options``: of ``aifs.client.checkpoint``. Rank 0's pickle is the one that
+    counts; with a named group all must be equal. Raises CheckpointError if the replicas differ, and as
+    ``checkpoint``.
+    """
+    if writers not in (REPLICA, SOCKET, DEVICE):
+        raise ValueError(f"writers={writers!r}: it is one of {REPLICA!r}, {SOCKET!r}, {DEVICE!r}")
+    target = plain(path)
+    named = isinstance(group, tuple)
+    if named and writers != REPLICA:
+        raise ValueError(
+            f"writers={writers!r} needs a process group: of a named one nobody knows where they are"
+        )
+    file = file or (f"{group[0]}.pt" if named else "state.pt")
+    image, storages = describe(state, archive_name(file))
+    image = replace(image, crc=False)
+    rank, size = (group[1], group[2]) if named else (dist.get_rank(group), dist.get_world_size(group))
+    if named:
+        chosen = list(range(size))
+    else:
+        image, places = _agree(image, _place(writers, rank, target), group, target)
+        chosen = choose(places)
+    digest = blake3.blake3(image.pickle).update(repr(image.sizes).encode()).hexdigest()[:16]
+    check = partial(_require_one, target, file) if named else None
+    with checkpoint(target, ranks=size, rank=rank, check=check, **options) as directory:
+        if rank in chosen:
+            index, length = chosen.index(rank), length_of(image)
+            begin, end = split(length, len(chosen))[index]
+            part = str(directory / f"{file}.{digest}.{index:04}-of-{len(chosen):04}")
+            write_file(
+                part,
+                lambda sink: write_archive(image, map(chunks_of, storages), _Window(sink, begin, end)),
+                sync=True, method=writing_method(str(directory), end - begin),
+            )  # fmt: skip
+
+
+def _require_one(target: str, file: str, directory: Path) -> None:
+    """All parts are of one state. Raises CheckpointError."""
+    try:
+        find_parts(str(directory), file)
+    except CheckpointError:
+        raise CheckpointError(f"{target}: was not saved: the replicas' states differ") from None
+
+
+def _place(writers: str, rank: int, target: str) -> Hashable:
+    """Ranks at one place have one writer."""
+    if writers == REPLICA:
+        return rank
+    host = files.boot_id()
+    if writers == DEVICE:
+        return host, os.stat(os.path.dirname(target)).st_dev
+    processor = min(os.sched_getaffinity(0))
+    with open(
+        f"/sys/devices/system/cpu/cpu{processor}/topology/physical_package_id", encoding="ascii"
+    ) as file:
+        return host, file.read().strip()
+
+
+def _agree(image: Image, place: Hashable, group: Any, target: str) -> tuple[Image, list[Hashable]]:
+    """The image with rank 0's pickle, whose devices may be named otherwise; and the places of all."""
+    mine = (place, image.sizes, image.pickle if dist.get_rank(group) == 0 else b"")
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group)
+    differing = [rank for rank, (_, sizes, _) in enumerate(everyone) if sizes != everyone[0][1]]
+    if differing:
+        raise CheckpointError(f"{target}: rank {differing[0]} does not hold the same tensors as rank 0")
+    return replace(image, pickle=everyone[0][2]), [place for place, _, _ in everyone]
+
+
+class _Window:
+    """Lets the bytes from ``begin`` to ``end`` through."""
+
+    def __init__(self, sink: Sink, begin: int, end: int) -> None:
+        self._sink, self._begin, self._end, self._position = sink, begin, end, 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        first, last = max(self._begin - self._position, 0), min(self._end - self._position, len(data))
+        if first < last:
+            self._sink.write(memoryview(data)[first:last])
+        self._position += len(data)
+
+    def skip(self, size: int) -> bool:
+        if self._position < self._end and self._position + size > self._begin:
+            return False
+        self._position += size
+        return True
+
+
+def find_parts(directory: str, file: str | None = None) -> list[str]:
+    """Paths of the parts in their order. ``file``: whose; None: there must be one. Raises CheckpointError,
+    OSError."""
+    found: dict[tuple[str, str, int], dict[int, str]] = {}
+    for name in os.listdir(directory):
+        match = _PART.fullmatch(name)
+        if match and file in (None, match[1]):
+            parts = found.setdefault((match[1], match[2], int(match[4])), {})
+            parts[int(match[3])] = os.path.join(directory, name)
+    if len(found) != 1:
+        raise CheckpointError(f"{directory}: holds parts of {len(found) or 'no'} files, not of one")
+    (_, _, count), parts = found.popitem()
+    missing = [index for index in range(count) if index not in parts]
+    if missing:
+        raise CheckpointError(f"{directory}: part {missing[0]} of {count} is missing")
+    return [parts[index] for index in range(count)]
+
+
+def parallel_load(
+    path: PathLike, group: Any = None, *, file: str | None = None, map_location: Any = None,
+    weights_only: bool = True,
+) -> Any:  # fmt: skip
+    """What was saved by ``parallel_save``, in every rank of ``group``, which may have another size.
+
+    Each rank reads as much as every other, and gets the rest from them. With a named group, or without
+    torch.distributed, it reads all. Raises CheckpointError (in all ranks, if one cannot read), OSError.
+    """
+    directory = plain(path)
+    is_alone = isinstance(group, tuple) or not dist.is_initialized()
+    rank, size = (0, 1) if is_alone else (dist.get_rank(group), dist.get_world_size(group))
+    problem = ""
+    try:
+        parts = find_parts(directory, file)
+        lengths = [os.stat(part).st_size for part in parts]
+        ranges = split(sum(lengths), size)
+        content = torch.empty(sum(lengths), dtype=torch.uint8)
+        _read(parts, lengths, *ranges[rank], content)
+    except (OSError, CheckpointError) as error:
+        if is_alone:
+            raise
+        problem = str(error)
+    if not is_alone:
+        problems: list[Any] = [None] * size
+        dist.all_gather_object(problems, problem, group)
+        for other, found in enumerate(problems):
+            if found:
+                raise CheckpointError(f"{directory}: rank {other}: {found}")
+        _gather(content, ranges, group)
+    return torch.load(_Memory(content), map_location=map_location, weights_only=weights_only)
+
+
+def _read(parts: list[str], lengths: list[int], begin: int, end: int, content: torch.Tensor) -> None:
+    """Bytes ``begin`` to ``end`` of the parts, to their place in ``content``."""
+    start = 0
+    for part, length in zip(parts, lengths, strict=True):
+        first, last = max(begin, start), min(end, start + length)
+        if first < last:
+            target = view(content.data_ptr() + first, last - first)
+            fd = files.open_file(part, write=False)
+            try:
+                if files.read_into(fd, target, first - start) < last - first:
+                    raise CheckpointError(f"{part}: was cut while it was read")
+            finally:
+                files.close_file(fd)
+        start += length
+
+
+def _gather(content: torch.Tensor, ranges: list[tuple[int, int]], group: Any) -> None:
+    """Give all ranks all ranges, some bytes of each at a time."""
+    rank, size = dist.get_rank(group), len(ranges)
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    longest = max(end - begin for begin, end in ranges)
+    step = max(GATHERED // size, 1)
+    for offset in range(0, longest, step):
+        count = min(step, longest - offset)
+        received = [torch.empty(count, dtype=torch.uint8, device=device) for _ in range(size)]
+        places = [(begin + offset, min(begin + offset + count, end)) for begin, end in ranges]
+        sent = torch.zeros(count, dtype=torch.uint8, device=device)
+        first, last = places[rank]
+        sent[: last - first] = content[first:last]
+        dist.all_gather(received, sent, group)
+        for (first, last), piece in zip(places, received, strict=True):
+            content[first:last] = piece[: last - first]
+
+
+class _Memory(io.RawIOBase):
+    """A tensor of bytes as a file."""
+
+    def __init__(self, content: torch.Tensor) -> None:
+        self._content, self._position = content, 0
+        self._view = view(content.data_ptr(), content.numel())
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer).cast("B")
+        count = min(len(target), max(len(self._view) - self._position, 0))
+        target[:count] = self._view[self._position : self._position + count]
+        self._position += count
+        return count
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._view)}[whence]
+        self._position = base + offset
+        return self._position

@@ -1,0 +1,228 @@
+"""Saving while the next iteration computes: FastPersist's pipelined checkpoints.
+
+    checkpointer.save(state, step)     # returns when the pickle is made; the bytes follow
+    loss(...).backward()               # meanwhile
+    checkpointer.wait()                # the state may be changed from now on
+    optimizer.step()
+
+A thread copies the state into shared memory (which costs the interpreter's lock nothing), and a helper
+process hashes, writes and publishes it from there.
+"""
+
+import ctypes
+import mmap
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import aifs
+from aifs.client.manifest import CheckpointError
+from aifs.client.publishing import PathLike, plain
+from aifs.client.torch.archive import Chunks
+from aifs.client.torch.helper import CHUNK, Job, Report, offsets
+from aifs.client.torch.records import chunks_of, describe
+from aifs.client.torch.saving import archive_name
+from aifs.core import files
+
+_PROGRAM = "import sys; from aifs.client.torch.helper import main; main(*map(int, sys.argv[1:]))"
+
+END_S = 10.0
+"""Seconds that a helper which has nothing to do gets to end."""
+
+
+class PipelinedCheckpointer:
+    """Checkpoints of one rank, at most one of which is in flight.
+
+    ``template``: the checkpoint's path, such as ``run/step-{step}``; ``file``: the name of this rank's file
+    in it; ``options``: of ``aifs.client.checkpoint``, such as ``keep='last=3'``. Takes as much memory as the
+    state. What failed is raised by the next ``save``, ``wait`` or ``close``, once; after that a new save may
+    be tried. Not for use by several threads.
+    """
+
+    def __init__(
+        self,
+        template: PathLike,
+        *,
+        file: str = "state-{rank}.pt",
+        ranks: int = 1,
+        rank: int = 0,
+        **options: Any,
+    ) -> None:
+        self._template = os.fspath(template)
+        self._file = file.format(rank=rank)
+        self._options = {"ranks": ranks, "rank": rank, **options}
+        self._arena = _Arena()
+        self._pool = ThreadPoolExecutor(1, "aifs-staging")
+        self._staging: Future[None] | None = None
+        self._target = ""
+        self._helper: _Helper | None = _Helper(self._arena)
+
+    def __enter__(self) -> "PipelinedCheckpointer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return self.close()
+        with suppress(OSError, CheckpointError):  # why the loop ended is what the caller must hear
+            self.close()
+
+    def save(self, state: Any, step: int) -> None:
+        """Begin to save ``state``, which must not change until ``wait`` has returned. Waits for the one
+        before to be durable. Raises what that one failed with, CheckpointError, OSError, and what pickling
+        raises."""
+        self.wait(durable=True)
+        self._target = plain(self._template.format(step=step))
+        image, storages = describe(state, archive_name(self._file))
+        places = offsets(image.sizes)
+        if self._helper is None:
+            self._helper = _Helper(self._arena)
+        self._arena.grow(max(places[-1], 1))  # an empty mapping cannot be
+        job = Job(self._target, self._file, image, {"step": step, **self._options})
+        try:
+            self._helper.connection.send(job)
+        except (BrokenPipeError, ConnectionResetError):
+            self._fail_without_helper()
+        sources = [chunks_of(storage) for storage in storages]
+        self._staging = self._pool.submit(
+            self._arena.fill, sources, places, self._helper.connection, storages
+        )
+
+    def wait(self, *, durable: bool = False) -> None:
+        """Until the state may be changed; with ``durable`` until the checkpoint is published. Raises what it
+        failed with: OSError, CheckpointError (also if the helper is gone)."""
+        if self._staging is None:
+            return
+        assert self._helper is not None
+        connection = self._helper.connection
+        try:
+            self._staging.result()
+            if not durable and not connection.poll():
+                return
+            connection.poll(None)  # unlike recv it may be interrupted
+            report: Report = connection.recv()
+        except (BrokenPipeError, ConnectionResetError, EOFError):
+            self._fail_without_helper()
+        except Exception:  # copying has failed: the helper waits for bytes that will not come
+            self._helper.kill()
+            self._helper = self._staging = None
+            raise
+        self._staging = None
+        _raise(report, self._target)
+
+    def _fail_without_helper(self) -> NoReturn:
+        assert self._helper is not None
+        code = self._helper.kill()
+        self._helper = self._staging = None
+        raise CheckpointError(
+            f"{self._target}: was not saved: the helper process has ended (exit code {code})"
+        ) from None
+
+    def close(self) -> None:
+        """Until the last one is durable; then the helper is gone. Raises as ``wait``."""
+        try:
+            self.wait(durable=True)
+        finally:
+            self._pool.shutdown()
+            if self._helper is not None:
+                self._helper.end()
+                self._helper = None
+            self._arena.close()
+
+
+def _raise(report: Report, target: str) -> None:
+    if report.errno:
+        raise OSError(report.errno, report.problem, report.path or target)
+    if report.problem:
+        raise CheckpointError(report.problem)
+
+
+class _Arena:
+    """Shared memory without a name, which grows."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("aifs-staging")
+        self._map: mmap.mmap | None = None
+        self._size = self._address = 0
+
+    def grow(self, size: int) -> None:
+        if size <= self._size:
+            return
+        self.drop()
+        files.truncate(self.fd, size)
+        self._map, self._size = mmap.mmap(self.fd, size), size
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def drop(self) -> None:
+        if self._map is not None:
+            self._map.close()
+        self._map, self._size = None, 0
+
+    def close(self) -> None:
+        self.drop()
+        if self.fd != -1:
+            files.close_file(self.fd)
+            self.fd = -1
+
+    def fill(self, sources: list[Chunks], places: list[int], connection: Connection, alive: Any) -> None:
+        """Copy the storages, and tell the helper how far that is. ``alive``: whose memory they are. Raises
+        OSError if the helper is gone."""
+        told = 0
+        for source, place in zip(sources, places, strict=False):
+            for chunk in source:
+                for begin in range(0, len(chunk), CHUNK):
+                    part = chunk[begin : begin + CHUNK]
+                    memory = (ctypes.c_char * len(part)).from_buffer(part)
+                    ctypes.memmove(self._address + place, memory, len(part))
+                    place += len(part)
+                    if place - told >= CHUNK:
+                        connection.send(place)
+                        told = place
+        if told < places[-1]:
+            connection.send(places[-1])
+
+
+class _Helper:
+    """The process, and the socket to it."""
+
+    def __init__(self, arena: _Arena) -> None:
+        mine, its = socket.socketpair()
+        environment = {**os.environ, "PYTHONPATH": _search_path()}
+        self.connection = Connection(mine.detach())
+        with its:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(its.fileno()), str(arena.fd)],
+                pass_fds=(its.fileno(), arena.fd), env=environment, stdin=subprocess.DEVNULL,
+                start_new_session=True,  # ^C is for the training process, whose end it follows
+            )  # fmt: skip
+
+    def end(self) -> None:
+        """Let it end."""
+        with suppress(OSError):
+            self.connection.send(None)
+        self.connection.close()
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> int:
+        """Its exit code."""
+        self.connection.close()
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(0.1)  # it may be ending
+        self.process.kill()
+        return self.process.wait()
+
+
+def _search_path() -> str:
+    root = str(Path(aifs.__path__[0]).parent)
+    return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))

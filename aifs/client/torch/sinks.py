@@ -1,0 +1,141 @@
+"""Where a checkpoint's bytes go: large writes through the page cache, or past it through aligned buffers.
+
+*buffered*: what is large goes to the kernel straight from where it lies; what is small is gathered. The
+system is told to write it back early.
+
+*direct* (O_DIRECT): two aligned buffers, one of which is filled while a thread writes the other. The rest
+behind the last multiple of the alignment is written through the page cache (FastPersist, section 4.1).
+"""
+
+import ctypes
+import mmap
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from aifs.core import files
+
+BUFFERED, DIRECT = "buffered", "direct"
+
+BUFFER = 16 << 20
+ALIGNMENT = 4096  # of offsets, lengths and memory: enough for every device with sectors up to so much
+_LARGE = 1 << 20
+_WRITE_BACK = 64 << 20
+
+
+class BufferedSink:
+    """Through the page cache, to the descriptor ``fd``."""
+
+    def __init__(self, fd: int, *, write_back: bool = True) -> None:
+        self._fd, self._write_back = fd, write_back
+        self._small = bytearray()
+        self._position = self._handed = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        if len(data) < _LARGE:
+            self._small += data
+            if len(self._small) >= _LARGE:
+                self._flush()
+            return
+        self._flush()
+        view = memoryview(data)
+        for begin in range(0, len(view), BUFFER):
+            self._put(view[begin : begin + BUFFER])
+
+    def skip(self, size: int) -> bool:
+        return False
+
+    def _flush(self) -> None:
+        if self._small:
+            self._put(memoryview(self._small))
+            self._small = bytearray()
+
+    def _put(self, data: memoryview) -> None:
+        files.write_at(self._fd, data, self._position)
+        self._position += len(data)
+        if self._write_back and self._position - self._handed >= _WRITE_BACK:
+            files.start_writing(self._fd, self._handed, self._position - self._handed)
+            self._handed = self._position
+
+    def finish(self) -> None:
+        """Everything has been written; nothing is durable. Raises OSError."""
+        self._flush()
+
+    def abandon(self) -> None:
+        """Nothing is written any more when this returns."""
+
+
+class DirectSink:
+    """Past the page cache, to the empty file ``fd``. Raises OSError (EINVAL) where that cannot be."""
+
+    def __init__(self, fd: int) -> None:
+        files.set_direct(fd, True)
+        self._fd = fd
+        self._buffers = [mmap.mmap(-1, BUFFER) for _ in range(2)]
+        self._addresses = [ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in self._buffers]
+        self._pending: list[Future[None] | None] = [None, None]
+        self._side = self._filled = self._position = 0
+        self._pool = ThreadPoolExecutor(1, "aifs-direct")
+
+    def write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        done = 0
+        while done < len(view):
+            count = min(BUFFER - self._filled, len(view) - done)
+            _copy(self._addresses[self._side] + self._filled, view[done : done + count])
+            self._filled += count
+            done += count
+            if self._filled == BUFFER:
+                self._turn(BUFFER)
+
+    def skip(self, size: int) -> bool:
+        return False
+
+    def _turn(self, length: int) -> None:
+        """Have this buffer written, and take the other."""
+        data = memoryview(self._buffers[self._side])[:length]
+        self._pending[self._side] = self._pool.submit(files.write_at, self._fd, data, self._position)
+        self._position += length
+        self._side, self._filled = 1 - self._side, 0
+        other, self._pending[self._side] = self._pending[self._side], None
+        if other is not None:
+            other.result()
+
+    def finish(self) -> None:
+        """Everything has been written; nothing is durable. Raises OSError."""
+        tail = self._filled % ALIGNMENT
+        whole = self._filled - tail
+        rest = bytes(self._buffers[self._side][whole : self._filled])
+        try:
+            if whole:
+                self._turn(whole)
+            for future in self._pending:
+                if future is not None:
+                    future.result()
+        finally:
+            self.abandon()
+        if rest:
+            files.set_direct(self._fd, False)
+            files.write_at(self._fd, rest, self._position)
+
+    def abandon(self) -> None:
+        """Nothing is written any more when this returns."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+Sink = BufferedSink | DirectSink
+
+
+def open_sink(fd: int, method: str, *, write_back: bool = True) -> Sink:
+    """``method``: BUFFERED or DIRECT."""
+    makers: dict[str, Callable[[], Sink]] = {
+        BUFFERED: lambda: BufferedSink(fd, write_back=write_back), DIRECT: lambda: DirectSink(fd)
+    }  # fmt: skip
+    return makers[method]()
+
+
+def _copy(address: int, data: memoryview) -> None:
+    """Without the interpreter's lock."""
+    if data.readonly:
+        ctypes.memmove(address, bytes(data), len(data))
+    else:
+        ctypes.memmove(address, (ctypes.c_char * len(data)).from_buffer(data), len(data))
