@@ -35,7 +35,8 @@ def doctor_command(place: str | None, as_json: bool) -> int:
     if mountpoint:
         status = read_status(mountpoint)
         found = probe(config.load(status["source"], {}), mountpoint, status["bridge"])
-        checks = [check._asdict() for check in found] + missing_checks(status["bridge"]) + burst_checks(status["burst"])
+        checks = [check._asdict() for check in found] + missing_checks(status["bridge"])
+        checks += burst_checks(status["burst"]) + label_checks(status["servers"])
     else:
         # Without a place the machine alone is looked at, with the default configuration.
         loaded = config.load(place or "/", {} if place else {"burst.directories": ""})
@@ -70,6 +71,13 @@ def burst_checks(burst: dict[str, Any]) -> list[dict[str, Any]]:
         fix = "faster data servers, more burst.drain_workers, no burst.drain_bandwidth"
         checks.append(_check("draining", "new files have to wait for it", fix))
     return checks
+
+
+def label_checks(servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of ``servers`` in the status of a mount: those on which objects cannot be labelled."""
+    why = "no extended attributes there: without the metadata nobody can tell which files its objects are of"
+    fix = "back up the metadata (meta.backup_interval), or use another filesystem"
+    return [_check(f"labels in {server['path']}", why, fix) for server in servers if not server["labels"]]
 
 
 def _check(name: str, why: str, fix: str) -> dict[str, Any]:

@@ -4,11 +4,17 @@ import json
 import os
 from typing import Any
 
-BURST_ADD = "user.aifs.burst-add"
+BACKUP = "user.aifs.backup"
 DRAIN = "user.aifs.drain"
 EVICT = "user.aifs.evict"
 INFO = "user.aifs.info"
+REMOVE = "user.aifs.remove"
+SCRUB = "user.aifs.scrub"
 SERVER_ADD = "user.aifs.server-add"
+SERVER_DRAIN = "user.aifs.server-drain"
+SERVER_REMOVE = "user.aifs.server-remove"
+SERVER_REPLACE = "user.aifs.server-replace"
+SERVERS = "user.aifs.servers"
 STAGE = "user.aifs.stage"
 STATE = "user.aifs.state"
 STATUS = "user.aifs.status"

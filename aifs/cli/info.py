@@ -37,9 +37,11 @@ def info_command(path: str, as_json: bool) -> None:
     print_facts(info.items())
     if parts:
         print()
-        rows = [(part["server"], describe_size(part["bytes"]), part["path"]) for part in parts]
+        rows = [
+            (part["server"], part["domain"], part["state"], describe_size(part["bytes"]), part["path"]) for part in parts
+        ]
         what = "container" if layout["kind"] == "interleaved" else "path"
-        print_table(("server", "bytes", what), rows, right=("server", "bytes"))
+        print_table(("server", "domain", "state", "bytes", what), rows, right=("server", "bytes"))
 
 
 def _describe(layout: dict[str, Any]) -> str:
@@ -47,7 +49,12 @@ def _describe(layout: dict[str, Any]) -> str:
 
     name = "chunk" if layout["kind"] == "interleaved" else "unit"
     servers = ":".join(map(str, layout["servers"]))
-    return f"{layout['kind']}, {name} {format_size(layout[name])}, servers {servers}"
+    protection = ""
+    if layout.get("replicas", 1) > 1:
+        protection = f", {layout['replicas']} replicas"
+    elif layout.get("parity"):
+        protection = f", {len(layout['servers']) - layout['parity']}+{layout['parity']} coded"
+    return f"{layout['kind']}, {name} {format_size(layout[name])}, servers {servers}{protection}"
 
 
 def _read_info(path: str) -> dict[str, Any]:

@@ -10,16 +10,22 @@ from collections.abc import Sequence
 
 import click
 
+from aifs.cli.checkpoints import checkpoints_group
 from aifs.cli.config import config_command
 from aifs.cli.doctor import doctor_command
 from aifs.cli.drain import drain_command
 from aifs.cli.evict import evict_command
 from aifs.cli.format import format_command
 from aifs.cli.fsck import fsck_command
+from aifs.cli.group import group_group
 from aifs.cli.info import info_command
+from aifs.cli.meta import meta_group
 from aifs.cli.mount import mount_command
 from aifs.cli.output import describe_error, print_error
 from aifs.cli.pin import pin_command, unpin_command
+from aifs.cli.publish import publish_command
+from aifs.cli.rm import rm_command
+from aifs.cli.scrub import scrub_command
 from aifs.cli.server import server_group
 from aifs.cli.status import status_command
 from aifs.cli.umount import umount_command
@@ -49,6 +55,7 @@ Exit codes:
   5  the store is in use by another process
   6  the mount cannot be made, is not there, or did not end in order
   7  the time that the command was given is over
+  8  a checkpoint cannot be made, is not there, or is not what its manifest says
 fsck has its own, as fsck(8): see aifs fsck --help.
 """
 
@@ -71,9 +78,15 @@ for _command in (
     evict_command,
     pin_command,
     unpin_command,
+    rm_command,
+    publish_command,
+    checkpoints_group,
     fsck_command,
+    scrub_command,
     config_command,
     server_group,
+    group_group,
+    meta_group,
 ):
     cli.add_command(_command)
 

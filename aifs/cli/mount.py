@@ -74,6 +74,17 @@ def mount_command(
     else:
         run_in_background(work, loaded.log.file, loaded.log.level)
         register(loaded.source, path)
+        _name_missing_servers(path)
+
+
+def _name_missing_servers(mountpoint: str) -> None:
+    """Whoever mounts should not have to look into the log for what the mount does without."""
+    from aifs.cli import hints
+    from aifs.cli.output import print_error
+
+    for server in hints.read(mountpoint, hints.STATUS)["servers"]:
+        if server["state"] == "absent":
+            print_error(f"warning: mounted without it: {server['last_error']}")
 
 
 def _prepare(mountpoint: str) -> str:

@@ -17,7 +17,14 @@ Show = Callable[[int, int], None]
 def progress(what: str) -> Iterator[Show]:
     """``what`` is being done: ``with progress("draining") as show: show(done, total)``."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -1,9 +1,11 @@
 """``aifs status``: what a mounted daemon says of itself."""
 
+import time
 from typing import Any
 
 import click
 
+from aifs.cli import scrub
 from aifs.cli.arguments import PATH
 from aifs.cli.output import count
 
@@ -25,11 +27,11 @@ def status_command(mountpoint: str, as_json: bool) -> None:
     print()
     right = ("server", "used", "free")
     rows = [
-        (server["id"], server["state"], _size(server, "used_bytes"), _size(server, "free_bytes"), server["path"],
-         server["last_error"])
+        (server["id"], server["standing"], server["state"], server["domain"], _size(server, "used_bytes"),
+         _size(server, "free_bytes"), server["path"], server["last_error"])
         for server in status["servers"]
     ]  # fmt: skip
-    print_table(("server", "state", "used", "free", "path", "last error"), rows, right=right)
+    print_table(("server", "standing", "state", "domain", "used", "free", "path", "last error"), rows, right=right)
     if status["burst"]["devices"]:
         print()
         sizes = ("dirty", "clean", "pinned", "free", "low", "high")
@@ -60,6 +62,9 @@ def summaries(status: dict[str, Any]) -> list[tuple[str, str]]:
                   f"peak {_size(memory, 'peak_bytes')}, {memory['waiting']} waiting"))  # fmt: skip
     facts.append(("read_cache", f"{_size(cache, 'cached_bytes')}, {cache['hits']} hits, {cache['misses']} misses, "
                   f"{_size(cache, 'read_ahead_bytes')} read ahead"))  # fmt: skip
+    facts.append(("trash", _describe_trash(status["trash"])))
+    facts.append(("backup", _describe_backup(status["backup"])))
+    facts.append(("scrub", scrub.summary(status["scrub"])))
     return facts
 
 
@@ -67,6 +72,26 @@ def _describe_bridge(bridge: dict[str, Any]) -> str:
     if not bridge.get("in_use"):
         return "not in use; aifs doctor says why"
     return "in use, with passthrough" if bridge.get("passthrough") else "in use, without passthrough"
+
+
+def _describe_trash(trash: dict[str, Any]) -> str:
+    if not trash["trees"]:
+        return f"empty; {count(trash['removed_inodes'], 'inode')} removed since the mount"
+    return f"{count(trash['trees'], 'tree')} being taken apart, {trash['directories']} directories left as far as is known"
+
+
+def _describe_backup(backup: dict[str, Any]) -> str:
+    if not backup["interval_s"]:
+        return "off (meta.backup_interval)"
+    if backup["sequence"] is None:
+        text = "none yet"
+    else:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(backup["time_s"])) if backup["time_s"] else "an earlier mount"
+        sizes = f"{_size(backup, 'base_bytes')} and {_size(backup, 'increment_bytes')} of changes"
+        text = f"of {when}, sequence {backup['sequence']}, {sizes}"
+    if backup["waiting_deletions"]:
+        text += "; deletions wait for the next one"
+    return text + (f"; failing: {backup['last_error']}" if backup["last_error"] else "")
 
 
 def _describe_throttle(burst: dict[str, Any]) -> str:

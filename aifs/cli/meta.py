@@ -1,0 +1,130 @@
+"""``aifs meta``: backups of a store's metadata."""
+
+import os
+import socket
+import time
+
+import click
+
+from aifs.cli import hints
+from aifs.cli.arguments import PATH
+
+_PAUSE_S = 0.05
+
+
+@click.group("meta")
+def meta_group() -> None:
+    """Back up the metadata of a store, and restore it.
+
+    While a store is mounted this happens by itself, every meta.backup_interval, onto its data servers.
+    """
+
+
+_BACKUP_EXAMPLES = """\b
+Examples:
+  aifs meta backup /mnt/store
+  aifs meta backup /srv/store --to /backup/store-meta"""
+
+
+@meta_group.command("backup", epilog=_BACKUP_EXAMPLES)
+@click.argument("source", type=PATH, metavar="SOURCE|MNT")
+@click.option("--to", "directory", default="", help="Write a whole copy into this directory instead.")
+def backup_command(source: str, directory: str) -> None:
+    """Back up the metadata of the store SOURCE, mounted or not, or of the mount MNT, now. Returns when it is durable."""
+    from aifs.cli.mounts import FSTYPE, mounted_at
+    from aifs.core import config
+    from aifs.core.errors import StoreBusy
+    from aifs.vfs.backups.restore import back_up
+    from aifs.vfs.owner import read_owner
+
+    directory = os.path.abspath(directory) if directory else ""
+    mount = mounted_at(os.path.realpath(source))
+    if mount is not None and mount.fstype == FSTYPE:
+        _ask(mount.mountpoint, directory)
+        return
+    loaded = config.load(source, {})
+    try:
+        back_up(loaded, directory)
+    except StoreBusy:
+        owner = read_owner(loaded.meta.directory)
+        if owner is None or not owner.mountpoint or owner.host != socket.gethostname():
+            raise
+        _ask(owner.mountpoint, directory)
+
+
+def _ask(mountpoint: str, directory: str) -> None:
+    """Have the mount make one, and wait for it."""
+    from aifs.cli.mounts import read_status
+    from aifs.core.errors import MountError
+
+    token = f"{os.getpid()}-{time.time_ns()}"
+    hints.put(mountpoint, hints.BACKUP, f"{token}:{directory}")
+    while (error := read_status(mountpoint)["backup"]["answers"].get(token)) is None:
+        time.sleep(_PAUSE_S)
+    if error:
+        raise MountError(f"{mountpoint}: no backup was made: {error}")
+
+
+@meta_group.command("list", epilog="\b\nExamples:\n  aifs meta list /srv/store\n  aifs meta list /srv/store --from /backup/store-meta")
+@click.argument("source", type=PATH)
+@click.option("--from", "directory", default="", help="Look into this directory instead of the data servers.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
+def list_command(source: str, directory: str, as_json: bool) -> None:
+    """Show which states of the metadata of the store SOURCE are backed up on its data servers, the newest first."""
+    from dataclasses import asdict
+
+    from aifs.cli.output import print_json, print_table
+    from aifs.core import config
+    from aifs.core.units import describe_size
+    from aifs.vfs.backups.restore import find, states
+
+    found = list(states(find(config.load(source, {}), directory)[1]))
+    if as_json:
+        print_json([asdict(state) for state in found])
+        return
+    rows = [(state.seq, _time(state.created_ns), state.segments, describe_size(state.bytes)) for state in found]
+    print_table(("sequence", "made", "files", "size"), rows, right=("sequence", "files", "size"))
+
+
+def _time(ns: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ns / 1e9))
+
+
+_RESTORE_EXAMPLES = """\b
+Examples:
+  aifs meta restore /srv/store
+  aifs meta restore /srv/store --from /backup/store-meta
+  aifs fsck /srv/store"""
+
+
+@meta_group.command("restore", epilog=_RESTORE_EXAMPLES)
+@click.argument("source", type=PATH)
+@click.option("--from", "directory", default="", help="Take the backup from this directory instead of the data servers.")
+@click.option("--at", type=int, help="The newest state up to this sequence number (aifs meta list).")
+def restore_command(source: str, directory: str, at: int | None) -> None:
+    """Make the metadata directory of the store SOURCE anew from the newest backup that is whole.
+
+    The directory must be empty or missing. Files are as they were when the backup was made; what was written since, or its
+    objects, stays on the servers, unknown: aifs fsck names it.
+    """
+    from aifs.core import config
+    from aifs.vfs.backups.restore import find, restore
+
+    loaded = config.load(source, {})
+    _require_unmounted(find(loaded, "")[0])
+    state = restore(loaded, directory, at)
+    print(f"restored {loaded.meta.directory} to the state of {_time(state.created_ns)} (sequence {state.seq})")
+    print(f"aifs fsck {source} tells what is missing, and what is there that the metadata does not know of")
+
+
+def _require_unmounted(store: str) -> None:
+    """A daemon that has lost its metadata directory goes on, on the same data servers, without anything that says so.
+
+    Raises MountError if one of this host serves the store with that uuid.
+    """
+    from aifs.cli.mounts import FSTYPE, all_mounts, is_dead, read_status
+    from aifs.core.errors import MountError
+
+    for mount in all_mounts():
+        if mount.fstype == FSTYPE and not is_dead(mount.mountpoint) and read_status(mount.mountpoint)["uuid"] == store:
+            raise MountError(f"{mount.mountpoint}: the store is mounted here; copy what you need, and unmount it first")

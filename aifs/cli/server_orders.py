@@ -1,0 +1,139 @@
+"""How ``aifs server`` reaches a store: by the mount that has it, or by opening it for as long as the command runs.
+
+Both ways the filesystem is told by extended attributes of its root (vfs/servers/server_hints.py), and asked in the same way.
+"""
+
+import json
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Protocol
+
+from aifs.cli import hints
+from aifs.core.config import Config
+from aifs.core.errors import FsError, MountError, StoreBusy, StoreError
+
+
+class Door(Protocol):
+    """The way to an open store."""
+
+    where: str
+
+    async def order(self, name: str, **fields: Any) -> None:
+        """Raises StoreError that says why the order is refused."""
+
+    async def state(self) -> dict[str, Any]:
+        """What ``user.aifs.servers`` says."""
+
+
+class MountDoor:
+    """By the mount at ``where``."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    async def order(self, name: str, **fields: Any) -> None:
+        try:
+            hints.put(self.where, name, json.dumps(fields))
+        except PermissionError:
+            raise StoreError(f"{self.where}: only root may change the servers of a mount") from None
+        except OSError as error:
+            reason = (await self.state())["refused"] or error.strerror
+            raise StoreError(f"refused by the mount at {self.where}: {reason}") from None
+
+    async def state(self) -> dict[str, Any]:
+        try:
+            return hints.read(self.where, hints.SERVERS)
+        except OSError as error:
+            raise MountError(f"{self.where}: the mount does not tell its servers: {error.strerror}") from None
+
+
+class OpenDoor:
+    """By the filesystem that this process has open."""
+
+    def __init__(self, fs: Any, where: str) -> None:
+        self.fs = fs
+        self.where = where
+
+    async def order(self, name: str, **fields: Any) -> None:
+        from aifs.meta.keys import ROOT_INO
+        from aifs.vfs.types import ROOT
+
+        try:
+            await self.fs.setxattr(ROOT_INO, name.encode(), os.fsencode(json.dumps(fields)), caller=ROOT)
+        except FsError as error:
+            raise StoreError(str(error)) from None
+
+    async def state(self) -> dict[str, Any]:
+        from aifs.meta.keys import ROOT_INO
+
+        return json.loads(await self.fs.getxattr(ROOT_INO, hints.SERVERS.encode()))
+
+
+@asynccontextmanager
+async def opened(place: str, adding: str = "") -> AsyncIterator[Door]:
+    """The door to ``place``, a mountpoint or a SOURCE, mounted or not.
+
+    ``adding``: a directory that the configuration may name already. A store that is not mounted is opened as by a mount,
+    also if servers are missing. Raises StoreError, StoreBusy, ConfigError.
+    """
+    from aifs.vfs import open_filesystem
+
+    mountpoint = _mountpoint(place)
+    async with AsyncExitStack() as stack:
+        if not mountpoint:
+            config = _tolerant(place)
+            try:
+                fs = await stack.enter_async_context(open_filesystem(config, adding=adding))
+            except StoreBusy as busy:
+                mountpoint = _mount_of(config, busy)
+        yield MountDoor(mountpoint) if mountpoint else OpenDoor(fs, place)
+
+
+async def look(place: str) -> dict[str, Any]:
+    """The state of ``place``, a mountpoint or a SOURCE; a store that is not mounted is only looked at.
+
+    Raises as ``opened``.
+    """
+    from aifs.vfs.servers.server_admin import describe_idle
+    from aifs.vfs.store import open_store
+
+    mountpoint = _mountpoint(place)
+    if not mountpoint:
+        config = _tolerant(place)
+        try:
+            store = await open_store(config)
+        except StoreBusy as busy:
+            mountpoint = _mount_of(config, busy)
+        else:
+            try:
+                return await describe_idle(store)
+            finally:
+                store.close()
+    return await MountDoor(mountpoint).state()
+
+
+def _mountpoint(place: str) -> str:
+    """``place``, absolute, if an AIFS is mounted there, else ''."""
+    from aifs.cli.mounts import FSTYPE, mounted_at
+
+    absolute = os.path.realpath(place)
+    mount = mounted_at(absolute)
+    return absolute if mount is not None and mount.fstype == FSTYPE else ""
+
+
+def _mount_of(config: Config, busy: StoreBusy) -> str:
+    """Where the store that is in use is mounted on this host. Raises ``busy`` if nowhere."""
+    from aifs.vfs.owner import read_owner
+
+    owner = read_owner(config.meta.directory)
+    if owner is None or not owner.mountpoint or owner.host != socket.gethostname():
+        raise busy
+    return owner.mountpoint
+
+
+def _tolerant(place: str) -> Config:
+    from aifs.core import config
+
+    return config.load(place, {"data.missing": "allow"})
