@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from aifs.check.fsck import check
-from aifs.core import files
+from aifs.core import filesystems
 from aifs.vfs import Caller, open_filesystem
 from aifs.vfs.types import SetAttr
 from tests.support import modes
@@ -249,7 +249,7 @@ async def test_a_server_that_the_kernel_refuses_is_not_tried_again(
 async def test_nothing_is_passed_through_to_a_server_of_the_network(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "is_local", lambda path: False)
+    monkeypatch.setattr(filesystems, "is_local", lambda path: False)
     async with mounted(directory) as kernel:
         ino = await make(kernel)
         reader = await kernel.open(ino, os.O_RDONLY)

@@ -11,8 +11,8 @@ import trio.testing
 from aifs.core.errors import Unavailable
 from aifs.meta import chunks, keys
 from aifs.meta.keys import ROOT_INO
-from aifs.vfs import publish
 from aifs.vfs.filesystem import Filesystem
+from aifs.vfs.publishing import barrier
 from aifs.vfs.types import ROOT
 from tests.fault.test_drain import drained, mounted, path_of, read_file, write_file
 from tests.fault.test_review_races import holding
@@ -68,6 +68,21 @@ async def test_a_writer_whose_open_meets_a_sync_leaves_a_mark(directory: Path) -
             await kernel.release(handles[0])
 
 
+async def test_sync_covers_a_file_that_is_opened_meanwhile(directory: Path) -> None:
+    with hooked():
+        async with mounted(directory, WAITING) as fs:
+            closed, _ = await write_file(fs, b"closed", b"x" * 10_000)
+            _, handle = await write_file(fs, b"open", b"x" * 10_000, close=False)
+            async with trio.open_nursery() as nursery:
+                with holding("sync_file", lambda path: "/burst/" in path) as syncing:
+                    nursery.start_soon(fs.sync)
+                    await syncing.arrived.wait()
+                    reader = await fs.open(closed, os.O_RDONLY)
+            assert not await is_marked(fs, closed)
+            await fs.release(reader.handle)
+            await fs.release(handle)
+
+
 async def test_a_mapping_that_outlives_its_handle_keeps_the_mark_of_one_file_among_many(directory: Path) -> None:
     async with mounted(directory, WAITING) as fs, Kernel(fs) as kernel:
         handle, inode = await kernel.create(ROOT_INO, b"mapped", 0o600, os.O_RDWR, ROOT)
@@ -86,7 +101,7 @@ async def test_a_mapping_that_outlives_its_handle_keeps_the_mark_of_one_file_amo
 async def test_renaming_a_file_does_not_look_at_what_else_is_unsynced(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publish, "_those_below", None)  # which walks from each of them to the root
+    monkeypatch.setattr(barrier, "_those_below", None)  # which walks from each of them to the root
     async with mounted(directory, WAITING) as fs:
         inos = [(await write_file(fs, b"%d" % number, b"x" * 5000))[0] for number in range(20)]
         await fs.rename(ROOT_INO, b"0", ROOT_INO, b"new")

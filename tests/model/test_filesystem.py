@@ -30,6 +30,9 @@ SHAPES = {
     "tiny-daemon": modes.TINY | modes.BY_DAEMON | SMALL | NO_INLINE,
     "waiting-interleaved": modes.WAITING | modes.INTERLEAVED | NO_INLINE | {"layout.compress": "zstd:3"},
     "tiny-interleaved": modes.TINY | modes.INTERLEAVED | SMALL | NO_INLINE | EAGER,
+    "tiny-replicas": modes.TINY | modes.REPLICAS | SMALL | NO_INLINE | EAGER,
+    "tiny-coded": modes.TINY | modes.CODED | SMALL | NO_INLINE | EAGER,
+    "tiny-interleaved-coded": modes.TINY | modes.INTERLEAVED | modes.CODED | SMALL | NO_INLINE | EAGER,
     "tiny-whole": modes.TINY | SMALL | NO_INLINE | {"layout.count": "1"},
 }
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import trio
 
+from aifs.layout.placement import ACTIVE, DRAINING
+from aifs.layout.striped import Striped
 from aifs.vfs import Caller, SetAttr
 from tests.support.kernel import Kernel
 from tests.support.ledger import Entry, Found, Ledger, State
@@ -27,6 +29,7 @@ WEIGHTS = {
     "replace": 4, "exchange": 2, "unlink": 6, "unlink_open": 4, "mkdir": 4, "rmdir": 3, "symlink": 2, "link": 3,
     "chmod": 4, "setxattr": 4, "removexattr": 2, "open": 8, "close": 10, "sync": 2, "fsyncdir": 4,
     "write_during_fsync": 4, "drain": 7, "evict": 7, "stage": 10, "compact": 3, "settle_all": 1,
+    "remove_tree": 2, "scrub": 2, "rebuild": 3, "leave": 3,
 }  # fmt: skip
 
 
@@ -169,6 +172,17 @@ class Churn:
         path = self._choose(stat.S_IFDIR)
         if path and not any(other.startswith(path + b"/") for other in self.ledger.now):
             await self._remove(self.fs.rmdir, path)
+
+    async def _remove_tree(self) -> None:
+        path = self._choose(stat.S_IFDIR)
+        if path is None:
+            return
+        now = self.ledger.now
+        below = {other: entry for other, entry in now.items() if (other + b"/").startswith(path + b"/")}
+        elsewhere = {entry.ino for other, entry in now.items() if other not in below}
+        if not any(entry.ino in elsewhere for entry in below.values()):  # those would lose a link some time later
+            state = {other: entry for other, entry in now.items() if other not in below}
+            await self._change(state, self.fs.remove_tree, *self._place(path))
 
     async def _rename(self) -> None:
         path = self.rng.choice([None, *self.ledger.now])
@@ -347,6 +361,38 @@ class Churn:
 
     async def _compact(self) -> None:
         await self.fs.compaction.compact()
+
+    async def _scrub(self) -> None:
+        self.fs.scrub.start(bandwidth=0)
+        with trio.move_on_after(0.05):  # what is being written is put off, which may take long
+            await self.fs.scrub.wait()
+        status = self.fs.scrub.status()
+        assert (status["flaws"], status["wrong"], status["dropped_copies"]) == (0, [], 0), status
+
+    async def _rebuild(self) -> None:
+        """A column of some protected file is to be made anew."""
+        ino = self._file()
+        file = ino and await self.fs.getattr(ino)
+        if file and isinstance(file.layout, Striped) and file.layout.is_protected:
+            column = self.rng.randrange(len(file.layout.servers))
+            await self.fs.rebuild.request(file.oid, ino, [column])
+            await self._rebuilt(lambda: self.fs.rebuild.idle)
+
+    async def _leave(self) -> None:
+        """Everything is to leave a server, for a while."""
+        servers = self.fs.store.servers
+        number = self.rng.choice([server.id for server in servers.capacity()])
+        servers.classify(number, DRAINING, "", None)
+        self.fs.rebuild.look()
+        try:
+            await self._rebuilt(lambda: self.fs.rebuild.left(number) == (0, 0))
+        finally:
+            servers.classify(number, ACTIVE, "", None)
+
+    async def _rebuilt(self, done: Callable[[], bool]) -> None:
+        with trio.move_on_after(0.1):  # what is being written is put off, which may take long
+            while not done():
+                await self.fs.rebuild.news()
 
     # --- durability ---
 

@@ -31,7 +31,7 @@ ROOT = keys.ROOT_INO
 NOBODY = Caller()
 CHUNK = 64 << 10
 COPY_ID = 6000  # of copies that the store is given; within the first window of ids
-OPTIONS = {"layout.unit": str(UNIT), "burst.drain_delay": "1h"}
+OPTIONS = {"meta.backup_interval": "0", "layout.unit": str(UNIT), "burst.drain_delay": "1h"}
 
 
 class DamagedStore:
@@ -113,7 +113,7 @@ class DamagedStore:
                 inode.layout, inode.oid, inode.size = source.layout, source.oid, source.size
                 namespace.put_inode(tx, inode)
 
-        async with fs.containers.append(sources, (0, 1)) as lists:
+        async with fs.containers.append(sources, (0, 1)) as (lists, _):
             await fs.store.engine.transact(flip, lists)
         for source in sources:
             os.close(source.fd)

@@ -117,7 +117,7 @@ async def _live_async(
 ) -> int:
     """Run operations up to a remount, a crash or the end; returns where to go on."""
     async with open_filesystem(config) as fs, Kernel(fs) as kernel:
-        life = Life(kernel, oracle, numbers, config.layout)
+        life = Life(kernel, oracle, numbers, config)
         root = oracle.inodes[ROOT]
         if start == 0:
             real = await fs.getattr(ROOT)

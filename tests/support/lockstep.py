@@ -10,7 +10,7 @@ from typing import Any
 
 import trio
 
-from aifs.core.config import LayoutConfig
+from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.vfs.types import Caller, SetAttr
 from tests.support.kernel import Kernel
@@ -27,12 +27,15 @@ _WAIT_S = 30  # for what must happen; a test that waits so long fails
 class Life:
     """The filesystem, open, beside the oracle. ``numbers``: oracle inode number to the real one."""
 
-    def __init__(self, fs: Kernel, oracle: Oracle, numbers: dict[int, int], layout: LayoutConfig) -> None:
+    def __init__(self, fs: Kernel, oracle: Oracle, numbers: dict[int, int], config: Config) -> None:
+        layout = config.layout
         self.fs = fs
         self.oracle = oracle
         self.numbers = numbers
         self._inline_limit = layout.inline_limit
-        self._exact_blocks = layout.kind == "striped"  # chunks of interleaved files have no holes of single pages
+        # Chunks of interleaved files have no holes of single pages, nor has what is staged, protected or unprotected later.
+        plain = layout.kind == "striped" and layout.replicas == 1 and not layout.ec[1]
+        self._exact_blocks = plain and not config.burst.directories
         self._slots: dict[int, tuple[Any, int]] = {}
         self._appending: set[int] = set()
         self._dirs: dict[int, tuple[Any, int, Any, list[bytes]]] = {}

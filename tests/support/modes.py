@@ -1,7 +1,7 @@
 """Ways to configure a store, for suites that are to hold in all of them.
 
 The burst tier is off, on, or tiny, so that admission, draining, eviction and staging happen all the time; bytes are
-passed through to it or go by way of the daemon; drained files are striped or interleaved.
+passed through to it or go by way of the daemon; drained files are striped or interleaved, plain, replicated or coded.
 """
 
 from collections.abc import Mapping
@@ -26,6 +26,8 @@ WAITING = ON | {"burst.drain_delay": "1h"}
 
 BY_DAEMON = {"burst.passthrough": "false"}
 INTERLEAVED = {"layout.kind": "interleaved", "layout.compact_above": "0.05"}
+REPLICAS = {"layout.replicas": "2"}
+CODED = {"layout.ec": "2+1"}
 
 CONTAINER_SIZE = 64 << 10
 """Far below what may be configured, so that containers are filled, and compacted, by tests too."""
@@ -35,7 +37,7 @@ def make_store(directory: Path, settings: Mapping[str, str]) -> None:
     """An empty store in the missing ``directory``, which keeps its settings in itself."""
     directory.mkdir()
     tree: dict[str, dict[str, object]] = {}
-    for key, value in settings.items():
+    for key, value in ({"meta.backup_interval": "0"} | dict(settings)).items():
         section, _, name = key.partition(".")
         tree.setdefault(section, {})[name] = value if value or key != "burst.directories" else []
     (directory / DIRECTORY_FILE).write_text(yaml.safe_dump(tree))

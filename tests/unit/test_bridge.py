@@ -18,6 +18,8 @@ from aifs.fuse import bridge, handed_over, ioctl, probe
 from aifs.fuse.bridge import Bridge
 from aifs.fuse.handed_over import HandedOver
 from aifs.fuse.requests import Scheduler
+from aifs.meta.publishing import Publication
+from aifs.vfs.types import Caller
 
 CALLER = (1, 2, 3)
 
@@ -65,7 +67,7 @@ def ioctl_body(request: int, data: bytes = b"", out_size: int = 0) -> bytes:
 def test_ioctl_numbers_are_those_of_linux() -> None:
     assert ioctl.AIFS_IOC_VERSION.request == 2 << 30 | 4 << 16 | ioctl.TYPE << 8 | 0
     assert ioctl.AIFS_IOC_DRAIN.request == 1 << 30 | 16 << 16 | ioctl.TYPE << 8 | 1
-    assert len(ioctl.COMMANDS) == 2
+    assert len({command.number for command in ioctl.COMMANDS.values()}) == len(ioctl.COMMANDS)
 
 
 async def test_the_version_is_answered() -> None:
@@ -80,6 +82,35 @@ async def test_drain_waits_for_the_inode_that_it_is_called_on(timeout_ms: int, t
     body = ioctl_body(ioctl.AIFS_IOC_DRAIN.request, struct.pack("=IIQ", 0, 0, timeout_ms))
     assert (await answer_to(fs, handed_over.IOCTL, body))[0] == 0
     assert fs.calls == [("wait_drained", (7, timeout_s))]
+
+
+async def test_a_tree_is_removed_for_the_caller() -> None:
+    fs, command = FakeFilesystem(0), ioctl.AIFS_IOC_REMOVE_TREE
+    assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, command.argument.pack(0, 0, b"x/"))))[0] == 0
+    assert fs.calls == [("remove_tree", (7, b"x/", Caller(*CALLER)))]
+    endless = command.argument.pack(0, 0, b"x" * 256)
+    assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, endless)))[0] == errno.EINVAL
+
+
+async def test_publish_takes_all_of_its_fields() -> None:
+    fs, command = FakeFilesystem(0), ioctl.AIFS_IOC_PUBLISH
+    fields = [ioctl.REPLACE, 3, 1 << 40, b"final", b"latest", b"tracker", b"100junk", b""]
+    assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, command.argument.pack(*fields))))[0] == 0
+    what = Publication(7, 1 << 40, b"final", True, False, b"latest", b"tracker", b"100")
+    assert fs.calls == [("publish", (what, Caller(*CALLER)))]
+    for place, wrong in ((0, 4), (1, 65), (3, b"x" * 256)):
+        argument = command.argument.pack(*fields[:place], wrong, *fields[place + 1 :])
+        assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, argument)))[0] == errno.EINVAL
+
+
+async def test_a_rank_commits() -> None:
+    fs, command = FakeFilesystem(0), ioctl.AIFS_IOC_COMMIT
+    for flags in (0, ioctl.AGAIN):
+        argument = command.argument.pack(3, flags, b".list")
+        assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, argument)))[0] == 0
+        assert fs.calls.pop() == ("commit", (7, 3, b".list", bool(flags), Caller(*CALLER)))
+    argument = command.argument.pack(3, 2, b"")
+    assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, argument)))[0] == errno.EINVAL
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from aifs.burst.tier import BurstTier
 from aifs.core.config import load
 from aifs.data.health import Health
 from aifs.data.server import Space
-from aifs.layout.placement import BURST_FIRST
+from aifs.layout.placement import ACTIVE, BURST_FIRST
 from aifs.meta.records import Copy
 
 MIB = 1 << 20
@@ -28,6 +28,7 @@ class FakeServer:
         self.id, self.number, self.path = BURST_FIRST + number, number, f"/burst/{number}"
         self.name = f"burst directory {number}"
         self.health = Health(self.name)
+        self.standing, self.absent = ACTIVE, ""
         self.size, self.used = size, used
 
     state = property(lambda self: self.health.state)

@@ -5,17 +5,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aifs.core.errors import Unavailable
-from aifs.layout.interleaved import HEADER_BYTES, Location
+from aifs.layout.interleaved import HEADER_BYTES, Growth, Location, container_layout, padded
+from aifs.layout.redundancy import Redundancy
+from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys
 from aifs.meta.chunks import CHUNKS_PER_RECORD, Container, Move
 from aifs.meta.memory_engine import MemoryEngine
-from aifs.meta.records import decode_garbage
+from aifs.meta.records import Degraded, decode_garbage
+from aifs.meta.servers import ServerRecord, find_unprotected, put_server
 
 GOLDEN_LIST = (
     "0103010500000000000000070000000000000002008502000000000000"
     "000103000000e80300000a00000000000000" + "01" * 32 + "0000ea010000ea0100005700000000000000" + "02" * 32
 )
-GOLDEN_CONTAINER = "01020000100000000000000300000000000000"
+GOLDEN_CONTAINER_1 = "01020000100000000000000300000000000000"
+GOLDEN_CONTAINER = "0200100000000000000300000000000000070000000000000000000100010103050001000300"
+
+PLAIN = container_layout((1,))
+LAYOUTS = (PLAIN, container_layout((2, 1), Redundancy(2)), container_layout((0, 1, 2), Redundancy(1, 2, 1)))
 
 locations = st.builds(
     Location,
@@ -46,10 +53,28 @@ def test_golden_records():
     first = Location(2, 7, 10, 3, 1000, 1, b"\1" * 32)
     second = Location(2, 7, 0x57, 490, 490, 0, b"\2" * 32)
     assert chunks.encode_chunks([first, None, second]).hex() == GOLDEN_LIST
-    assert Container(2, 0x1000, 3).encode().hex() == GOLDEN_CONTAINER
-    assert chunks.decode_container(bytes.fromhex(GOLDEN_CONTAINER)) == Container(2, 0x1000, 3)
-    with pytest.raises(Unavailable):
-        chunks.decode_container(bytes.fromhex(GOLDEN_CONTAINER[:-2]))
+    coded = Container(Striped(65536, (5, 1, 3), 1, 1), 0x1000, 3, 7)
+    assert coded.encode().hex() == GOLDEN_CONTAINER
+    assert chunks.decode_container(bytes.fromhex(GOLDEN_CONTAINER)) == coded
+    old = Container(container_layout((2,)), 0x1000, 3)
+    assert chunks.decode_container(bytes.fromhex(GOLDEN_CONTAINER_1)) == old
+    for damaged in (GOLDEN_CONTAINER[:-2], GOLDEN_CONTAINER_1[:-2], "03" + GOLDEN_CONTAINER[2:], "", GOLDEN_CONTAINER[:70]):
+        with pytest.raises(Unavailable):
+            chunks.decode_container(bytes.fromhex(damaged))
+
+
+@given(
+    st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=32).map(tuple), st.integers(1, 8), st.integers(0, 8),
+    *[st.integers(0, (1 << 64) - 1)] * 3,
+)  # fmt: skip
+def test_container_round_trip(servers, replicas, parity, length, live, records):
+    layout = Striped(65536, servers, replicas, parity)
+    record = Container(layout, length, live, records)
+    if layout.width > 0:
+        assert chunks.decode_container(record.encode()) == record
+    else:
+        with pytest.raises(Unavailable):
+            chunks.decode_container(record.encode())
 
 
 class Table:
@@ -57,6 +82,9 @@ class Table:
 
     def __init__(self, engine: MemoryEngine) -> None:
         self.engine = engine
+        self.layouts: dict[int, Striped] = {}
+        self.records: dict[int, int] = {}
+        self.lost: dict[int, int] = {}
         self.ends: dict[int, int] = {}
         self.open: set[int] = set()
         self.files: dict[int, list[Location | None]] = {}
@@ -77,7 +105,8 @@ class Table:
     async def step(self, number: int, kind: str, size: int) -> None:
         transact = self.engine.transact
         if kind == "new":
-            await transact(chunks.put_container, number, 1)
+            self.layouts[number] = LAYOUTS[size % 3]
+            await transact(chunks.put_container, number, self.layouts[number])
             self.open.add(number)
             self.ends[number] = 0
         elif kind == "seal" and self.open:
@@ -88,6 +117,11 @@ class Table:
             file = [self.place(number + index, size + index) for index in range(size % 150 + 1)]
             await transact(chunks.put_chunks, number, file)
             self.files[number] = file
+            growth = [Growth(c, size % 90, size % 2) for c in {place.container for place in file if place}]
+            await transact(chunks.put_growth, growth)
+            for container, records, lost in growth:
+                self.records[container] = self.records.get(container, 0) + records
+                self.lost[container] = self.lost.get(container, 0) | lost
         elif kind == "drop" and self.files:
             oid = sorted(self.files)[size % len(self.files)]
             del self.files[oid]
@@ -112,10 +146,16 @@ class Table:
             if container in self.garbage:
                 assert record is None
                 assert self.live(container) == 0
-                assert decode_garbage(tx.get(keys.garbage(container))).layout.servers == (1,)
+                garbage = decode_garbage(tx.get(keys.garbage(container)))
+                assert garbage.layout.servers == self.layouts[container].servers
+                assert tx.get(keys.degraded(container)) is None
             else:
                 assert record.live == self.live(container)
-                assert record.length <= self.ends[container]
+                assert record.layout == self.layouts[container]
+                assert record.records == self.records.get(container, 0)
+                assert record.length <= padded(record.layout, self.ends[container])
+                assert record.length == padded(record.layout, record.length)
+                assert chunks.find_readable(tx, container) == (record, self.lost.get(container, 0))
                 assert record.live or container in self.open, "nothing keeps a dead container"
         assert set(chunks.open_containers(tx)) == self.open
         assert len(list(tx.range(*keys.all_of(b"l")))) == sum(-(-len(file) // 64) for file in self.files.values())
@@ -134,6 +174,7 @@ class Table:
 )
 async def test_counts(plan):
     engine = MemoryEngine()
+    await engine.transact(put_server, 1, ServerRecord("/a"))
     table = Table(engine)
     for number, (kind, size) in enumerate(plan, 1):
         await table.step(number, kind, size)
@@ -146,3 +187,25 @@ async def test_unknown_container_is_refused():
         await engine.transact(chunks.put_chunks, 1, [Location(0, 5, 0, 1, 1, 0, bytes(32))])
     with pytest.raises(Unavailable, match="list of chunks 1"):
         await engine.view(chunks.get_chunks, 1, 0)
+
+
+async def test_plain_containers_make_their_server_indispensable():
+    engine = MemoryEngine()
+    await engine.transact(put_server, 1, ServerRecord("/a"))
+    await engine.transact(chunks.put_container, 7, LAYOUTS[1])
+    assert await engine.view(find_unprotected) == set()
+    await engine.transact(chunks.put_container, 8, PLAIN)
+    assert await engine.view(find_unprotected) == {1}
+    with pytest.raises(Unavailable, match="removed"):
+        await engine.transact(chunks.put_container, 9, container_layout((4,)))
+
+
+async def test_degraded_columns_add_up():
+    engine = MemoryEngine()
+    await engine.transact(chunks.put_container, 7, LAYOUTS[2])
+    assert await engine.view(chunks.find_readable, 7) == (Container(LAYOUTS[2], 0, 0), 0)
+    for mask in (1, 4):
+        await engine.transact(chunks.put_growth, [Growth(7, 0, mask)])
+    assert await engine.view(lambda tx: tx.get(keys.degraded(7))) == Degraded(0, 5).encode()
+    assert await engine.view(chunks.find_readable, 7) == (Container(LAYOUTS[2], 0, 0), 5)
+    assert await engine.view(chunks.find_readable, 8) is None

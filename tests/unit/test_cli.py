@@ -42,7 +42,7 @@ def test_help_documents_every_exit_code(capsys: pytest.CaptureFixture[str]) -> N
     "command",
     [
         "format", "mount", "umount", "status", "info", "doctor", "drain", "warm", "evict", "pin", "unpin", "fsck", "config",
-        "server add",
+        "server status", "server add", "server drain", "server replace", "server remove",
     ],
 )
 def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
@@ -230,7 +230,7 @@ def test_a_server_is_added_to_a_store_that_is_not_mounted(
     source, disk = tmp_path / "store", tmp_path / "disk"
     run(capsys, "format", source)
     disk.mkdir()
-    assert run(capsys, "server", "add", source, disk) == (0, f"added {disk} to the store\n", "")
+    assert run(capsys, "server", "add", source, disk) == (0, f"added {disk} to the store, as data server 4\n", "")
     code, said = refused(capsys, "server", "add", source, disk)
     assert code == 4 and said.startswith(f"{disk}: ")
     burst = tmp_path / "burst"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aifs.cli import drain, hints, progress, trees
-from aifs.cli.doctor import burst_checks
+from aifs.cli.doctor import burst_checks, label_checks
 from aifs.cli.main import main
 from aifs.cli.status import summaries
 
@@ -298,6 +298,12 @@ def burst_status(**changes: object) -> dict:
     return {"devices": [device], "throttled_writers": 0, "pause_s": 0.0, "drain_bytes_per_s": 5 * MIB} | changes
 
 
+def test_doctor_names_servers_that_cannot_label_objects() -> None:
+    servers = [{"path": "/a", "labels": True}, {"path": "/b", "labels": False}]
+    [found] = label_checks(servers)
+    assert found["name"] == "labels in /b" and not found["ok"]
+
+
 def test_doctor_names_a_burst_tier_that_slows_down() -> None:
     assert [check["ok"] for check in burst_checks(burst_status())] == [True]
     full = {"id": 0, "path": "/b", "refuses": "above the high mark"}
@@ -328,11 +334,21 @@ def test_status_says_why_new_files_wait() -> None:
         "drain": drain_status(),
         "memory": {"total_bytes": 4 * MIB, "used_bytes": MIB, "peak_bytes": MIB, "waiting": 0, "waits": 0},
         "cache": {"cached_bytes": 0, "hits": 1, "misses": 2, "read_ahead_bytes": 3},
-    }
+        "scrub": {"begun_s": 0},
+        "trash": {"trees": 1, "directories": 3, "removed_inodes": 7},
+        "backup": {
+            "interval_s": 300.0, "sequence": 77, "time_s": None, "base_bytes": MIB, "increment_bytes": 0, "changed_bytes": 0,
+            "waiting_deletions": 1, "last_error": "told to",
+        },
+    }  # fmt: skip
     lines = dict(summaries(status))
     assert lines["drain"] == "all is on the capacity tier; 7 files drained since the mount"
     assert lines["bridge"] == "in use, without passthrough"
     assert lines["throttle"] == "a new file waits 50 ms, 2 do now: draining does not keep up"
+    assert lines["trash"] == "1 tree being taken apart, 3 directories left as far as is known"
+    assert lines["backup"] == (
+        "of an earlier mount, sequence 77, 1.00 MiB and 0 B of changes; deletions wait for the next one; failing: told to"
+    )
     assert lines["memory"] == "1.00 MiB of 4.00 MiB, peak 1.00 MiB, 0 waiting"
     status["drain"] = drain_status(
         files=3, bytes=3 * MIB, active_files=1, held_files=1, failing_files=1, oldest_age_s=400.2, late=True,

@@ -267,3 +267,30 @@ def test_the_low_mark_is_below_the_high_one(tmp_path: Path) -> None:
     assert message == "-o: burst.low_water: low_water 0.85 is not below high_water 0.8"
     source = write(tmp_path / "c.yaml", MINIMAL + "burst:\n  high_water: 0.5\n")
     assert refusal(source) == f"{source}:5: burst.high_water: low_water 0.6 is not below high_water 0.5"
+
+
+# --- data servers and their failure domains ----------------------------------------------------------
+
+
+def test_servers_may_have_failure_domains(tmp_path: Path) -> None:
+    text = "meta: {directory: /m}\nservers:\n  - /s0\n  - {path: s1, domain: rack a}\n  - {path: /s2}\n"
+    loaded = config.load(write(tmp_path / "c.yaml", text), {})
+    assert loaded.places == (("/s0", ""), (f"{tmp_path}/s1", "rack a"), ("/s2", ""))
+    assert loaded.servers == ("/s0", f"{tmp_path}/s1", "/s2")
+    values = {key: value for key, value, _ in loaded.settings()}
+    assert values["servers"] == f"/s0:{tmp_path}/s1 (rack a):/s2"
+
+
+@pytest.mark.parametrize(
+    "entry", ["{domain: a}", "{path: /s, rack: a}", "{path: /s, domain: 3}", "{path: /s, domain: [a]}", "{path: ''}", '{path: /s, domain: "a\\nb"}']
+)
+def test_a_wrong_server_is_refused(tmp_path: Path, entry: str) -> None:
+    file = write(tmp_path / "c.yaml", f"meta: {{directory: /m}}\nservers:\n  - {entry}\n")
+    message = refusal(file)
+    assert message.startswith(f"{file}:2: servers: ")
+    assert message.endswith(" is not a list of directories, not empty; each a path, or {path: PATH, domain: NAME}")
+
+
+def test_the_example_with_racks_is_valid() -> None:
+    loaded = config.load(str(Path(__file__).parents[2] / "config" / "racks.yaml"), {})
+    assert [place.domain for place in loaded.places] == ["rack-a"] * 4 + ["rack-b"] * 4 + ["rack-c"] * 4

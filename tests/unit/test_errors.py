@@ -51,6 +51,6 @@ def test_messages_default_to_the_systems() -> None:
 
 
 def test_commands_exit_with_different_codes() -> None:
-    codes = [kind.exit_code for kind in (UserError, *below(UserError))]
+    codes = [kind.exit_code for kind in (UserError, *below(UserError)) if "exit_code" in vars(kind)]
     assert len(set(codes)) == len(codes)
     assert 0 not in codes and 2 not in codes  # 2 is the command line's own

@@ -3,18 +3,31 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aifs.layout.interleaved import CHUNK, CHUNK_MAX, HEADER_BYTES, STRIPE, Interleaved, deal
+from aifs.layout.interleaved import (
+    CHUNK,
+    CHUNK_MAX,
+    HEADER_BYTES,
+    RECORD_MAX,
+    RECORDS_HEAD,
+    STRIPE,
+    Interleaved,
+    container_layout,
+    deal,
+    padded,
+    redundancy_of,
+)
+from aifs.layout.redundancy import Redundancy
 
 sizes = st.lists(st.integers(1, CHUNK_MAX + HEADER_BYTES) | st.integers(1, 200_000), max_size=80)
 
 
-@given(sizes, st.lists(st.integers(0, 300), min_size=1, max_size=7, unique=True), st.integers(0, 1 << 40))
-def test_deal(sizes, servers, start):
-    stripes = deal(sizes, servers, start)
+@given(sizes, st.integers(1, 7), st.integers(0, 1 << 40))
+def test_deal(sizes, slots, start):
+    stripes = deal(sizes, slots, start)
     assert [i for stripe in stripes for i in range(stripe.first, stripe.end)] == list(range(len(sizes)))
     for number, stripe in enumerate(stripes):
-        assert stripe.server == servers[(start + number) % len(servers)]
-        filled = sum(sizes[stripe.first : stripe.end])
+        assert stripe.slot == (start + number) % slots
+        filled = RECORDS_HEAD + sum(sizes[stripe.first : stripe.end])
         assert stripe.end > stripe.first
         assert filled <= STRIPE or stripe.end == stripe.first + 1
         if stripe.end < len(sizes):
@@ -22,8 +35,27 @@ def test_deal(sizes, servers, start):
 
 
 def test_a_stripe_holds_four_whole_chunks_and_many_small_ones():
-    assert [stripe.end for stripe in deal([CHUNK + HEADER_BYTES] * 9, (5, 6), 1)] == [4, 8, 9]
-    assert len(deal([100_000 + HEADER_BYTES] * 100_000, range(4), 0)) < 100_000 * 100_100 / STRIPE * 1.03
+    whole = CHUNK + HEADER_BYTES + RECORD_MAX
+    assert [(stripe.slot, stripe.end) for stripe in deal([whole] * 9, 2, 1)] == [(1, 4), (0, 8), (1, 9)]
+    assert len(deal([100_000 + HEADER_BYTES + RECORD_MAX] * 100_000, 4, 0)) < 100_000 * 100_400 / STRIPE * 1.03
+
+
+@given(st.integers(0, 1 << 50), st.integers(2, 16), st.integers(1, 8))
+def test_coded_containers_grow_by_whole_rows(length, data, parity):
+    redundancy = Redundancy(1, data, parity)
+    layout = container_layout(tuple(range(data + parity)), redundancy)
+    assert (layout.width, layout.parity, redundancy_of(layout)) == (data, parity, redundancy)
+    end = padded(layout, length)
+    assert end % layout.row == 0
+    assert 0 <= end - length < layout.row
+    assert {layout.object_length(column, end) for column in range(data + parity)} == {end // data}
+
+
+@given(st.integers(0, 1 << 50), st.integers(1, 8))
+def test_others_grow_by_bytes(length, replicas):
+    layout = container_layout(tuple(range(replicas)), Redundancy(replicas))
+    assert (layout.width, redundancy_of(layout)) == (1, Redundancy(replicas))
+    assert padded(layout, length) == length
 
 
 @given(st.integers(1, 10_000_000), st.integers(1, CHUNK_MAX))

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from aifs.core.errors import Unavailable
-from aifs.layout.hint import KINDS, TIERS, Policy
+from aifs.layout.hint import KINDS, PUBLISHES, TIERS, Policy
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.striped import Striped
 from aifs.meta import keys, records
-from aifs.meta.records import BurstRecord, Copy, Dentry, Garbage, Inode
+from aifs.meta.records import BurstRecord, Copy, Degraded, Dentry, Garbage, Inode
 
 U8, U16, U32, U64 = (some.integers(0, (1 << bits) - 1) for bits in (8, 16, 32, 64))
 I64 = some.integers(-(1 << 63), (1 << 63) - 1)
@@ -19,9 +19,20 @@ SERVERS = some.lists(U16, max_size=20).map(tuple)
 SOME_SERVERS = some.lists(U16, min_size=1, max_size=255).map(tuple)
 NAMES = some.binary(min_size=1, max_size=255)
 POLICIES = some.builds(
-    Policy, U32, U8, SERVERS, some.sampled_from(KINDS), some.none() | some.integers(0, 19), some.sampled_from(TIERS), U64
-)
-LAYOUTS = some.builds(Striped, U32, SOME_SERVERS)
+    Policy, U32, U8, SERVERS, some.sampled_from(KINDS), some.none() | some.integers(0, 19), some.sampled_from(TIERS), U64,
+    U8, U8, U8, some.sampled_from(PUBLISHES),
+)  # fmt: skip
+PLAIN_LAYOUTS = some.builds(Striped, U32, SOME_SERVERS, some.just(1), some.just(0))
+
+
+@some.composite
+def protected_layouts(draw: some.DrawFn) -> Striped:
+    replicas, parity, width = draw(some.sampled_from([(2, 0), (3, 0), (1, 1), (1, 4)])) + (draw(some.integers(1, 9)),)
+    columns = width * replicas + parity
+    return Striped(draw(U32), tuple(draw(some.lists(U16, min_size=columns, max_size=columns))), replicas, parity)
+
+
+LAYOUTS = PLAIN_LAYOUTS | protected_layouts()
 INODES = some.builds(
     Inode, U64, U32, U32, U32, U32, U32, U64, U64, I64, I64, I64, U64, U64, some.none() | POLICIES,
     copy=some.none() | some.builds(Copy, U16, U64),
@@ -61,10 +72,18 @@ GOLDEN = [
         HEAD.format(form="01820001") + "00001000" + "0300" + "0180" + "0201000000000000",
     ),
     (an_inode(layout=Interleaved(1 << 20)), HEAD.format(form="01030000") + "00001000"),
+    (
+        an_inode(layout=Striped(1 << 16, (3, 0, 258), parity=1), copy=Copy(0x8001, 0x102)),
+        HEAD.format(form="01840003") + "00000100" + "0101" + "030000000201" + "0180" + "0201000000000000",
+    ),
+    (
+        an_inode(policy=Policy(8192, replicas=2), layout=Striped(1 << 16, (3, 258), replicas=2)),
+        HEAD.format(form="01041402") + "00000100" + "0020000000" + "80ff00" + "0000000000000000" + "02000000" + "0200" + "03000201",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("inode", "golden"), GOLDEN, ids=["empty", "inline", "striped", "policy", "burst", "inline cached", "striped cached", "interleaved"])
+@pytest.mark.parametrize(("inode", "golden"), GOLDEN, ids=["empty", "inline", "striped", "policy", "burst", "inline cached", "striped cached", "interleaved", "coded", "replicated"])
 def test_golden_inodes(inode: Inode, golden: str) -> None:
     assert inode.encode().hex() == golden
     assert records.decode_inode(7, bytes.fromhex(golden)) == inode
@@ -78,6 +97,11 @@ def test_other_golden_records() -> None:
     assert records.encode_policy(Policy(4096, 3, (2,))).hex() == "00100000" + "03" + "0200"
     policy = Policy(4096, 3, (2,), "interleaved", 5, "pinned", 0x102)
     assert records.encode_policy(policy).hex() == "00100000" + "03" + "02" + "05" + "03" + "0201000000000000" + "0200"
+    policy = Policy(4096, 0, (2,), data=4, parity=2)
+    assert records.encode_policy(policy).hex() == "00100000" + "00" + "80" + "ff" + "00" + "0000000000000000" + "00040200" + "0200"
+    policy = Policy(publish="capacity")
+    assert records.encode_policy(policy).hex() == "00000000" + "00" + "80" + "ff" + "00" + "0000000000000000" + "00000001"
+    assert Degraded(0x102, 0x80000001).encode().hex() == "0201000000000000" + "01000080"
     copy = BurstRecord(0x102, 0x8001, undrained=True, durable=False, since_ns=3)
     assert copy.encode().hex() == "0201000000000000" + "0180" + "01" + "0300000000000000"
 
@@ -92,6 +116,9 @@ def test_golden_keys() -> None:
     assert [key(0x102)[:1] for key in (keys.dirty, keys.orphan, keys.garbage)] == [b"w", b"o", b"g"]
     assert keys.server(0x102) == b"s\1\2"
     assert keys.burst_copy(0x102) == b"b" + number
+    assert keys.degraded(0x102) == b"q" + number and keys.stray(0x102, 0x304) == b"m" + number + b"\3\4"
+    assert keys.unprotected(0x102) == b"u\1\2" and keys.job(b"scrub") == b"jscrub"
+    assert keys.trash(0x102) == b"z" + number and keys.pending(0x102) == b"p" + number
     assert keys.checksums(1, 0x102) == b"k" + bytes(7) + b"\1" + number
 
 
@@ -112,9 +139,19 @@ def test_entries_come_back(ino: int, type_: int, name: bytes) -> None:
     assert records.decode_entry(records.encode_entry(ino, type_, name)) == (ino, type_, name)
 
 
-@given(U64, LAYOUTS)
+@given(U64, PLAIN_LAYOUTS)
 def test_garbage_comes_back(ino: int, layout: Striped) -> None:
     assert records.decode_garbage(Garbage(ino, layout).encode()) == Garbage(ino, layout)
+
+
+@given(U64, U32)
+def test_records_of_degraded_files_come_back(ino: int, mask: int) -> None:
+    assert records.decode_degraded(Degraded(ino, mask).encode()) == Degraded(ino, mask)
+
+
+@given(U64, U16)
+def test_keys_of_strays_come_apart(oid: int, server: int) -> None:
+    assert keys.stray_parts(keys.stray(oid, server)) == (oid, server)
 
 
 @given(U64, U16, some.booleans(), some.booleans(), I64)
@@ -130,7 +167,7 @@ def test_policies_come_back(policy: Policy) -> None:
 
 @given(U64, U64, NAMES)
 def test_keys_come_apart(one: int, two: int, name: bytes) -> None:
-    for key in (keys.inode, keys.dirty, keys.orphan, keys.garbage):
+    for key in (keys.inode, keys.dirty, keys.orphan, keys.garbage, keys.degraded):
         assert keys.number(key(one)) == one
     assert keys.entry_numbers(keys.entry(one, two)) == (one, two)
     assert keys.dentry_parts(keys.dentry(one, name)) == (one, name)
@@ -161,7 +198,7 @@ def test_a_record_of_another_format_is_refused() -> None:
         records.decode_inode(7, record)
 
 
-@pytest.mark.parametrize("decode", [records.decode_dentry, records.decode_entry, records.decode_garbage])
+@pytest.mark.parametrize("decode", [records.decode_dentry, records.decode_entry, records.decode_garbage, records.decode_degraded])
 def test_a_damaged_record_is_refused(decode: object) -> None:
     with pytest.raises(Unavailable, match="damaged"):
         decode(b"\1\2\3")

@@ -17,7 +17,7 @@ from aifs.meta import keys
 from aifs.meta.kv import Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.records import BurstRecord
-from aifs.vfs.store import FORMAT, Store, add_server, format_store, open_store
+from aifs.vfs.store import FORMAT, Store, format_store, open_store
 
 
 def make_store(source: Path) -> Config:
@@ -35,6 +35,17 @@ def opened(config: Config, look: Callable[[Store], object] = lambda store: None)
             store.close()
 
     return trio.run(run)
+
+
+def add_server(config: Config, directory: str, role: str = "data") -> int:
+    async def add() -> int:
+        store = await open_store(config, adding=directory)
+        try:
+            return await store.table.add(directory, role)
+        finally:
+            store.close()
+
+    return trio.run(add)
 
 
 def table_of(config: Config) -> dict[int, str]:
@@ -106,7 +117,7 @@ def test_what_is_not_the_stores_is_not_taken_over(tmp_path: Path, caplog: pytest
 def test_a_store_of_a_later_format_is_refused(tmp_path: Path) -> None:
     config = make_store(tmp_path / "store")
     change(config, lambda tx: superblock(tx, format=FORMAT + 1))
-    with pytest.raises(StoreError, match=f"has format {FORMAT + 1}; this version knows 1 and {FORMAT}"):
+    with pytest.raises(StoreError, match=f"has format {FORMAT + 1}; this version knows 1 to {FORMAT}"):
         opened(config)
 
 
@@ -153,7 +164,7 @@ def test_a_burst_directory_that_is_not_the_stores_is_refused(tmp_path: Path) -> 
         opened(configuration.load(source, {}))
     assert str(caught.value) == (
         f"{source}: burst directory {tmp_path}/b1 is not part of the store; add it with: "
-        f"aifs server add --burst {source} {tmp_path}/b1"
+        f"aifs server add --burst {source} {tmp_path}/b1; or, if it has been removed, take it out of the file"
     )
 
 

@@ -51,3 +51,54 @@ def test_large_files():
         (0, 4 << 40, 16 << 40, 1),
     ]
     assert layout.object_length(3, 16 << 40) == 4 << 40
+
+
+@st.composite
+def protected_layouts(draw):
+    replicas, parity = draw(st.sampled_from([(2, 0), (3, 0), (1, 1), (1, 2)]))
+    columns = draw(st.integers(1, 4)) * replicas + parity
+    return Striped(draw(st.integers(1, 9)), tuple(range(10, 10 + columns)), replicas, parity)
+
+
+@given(layout=protected_layouts(), offset=st.integers(0, 200), length=st.integers(0, 100))
+def test_data_columns_are_those_of_a_plain_layout(layout, offset, length):
+    assert layout.is_protected and not layout.data.is_protected
+    assert layout.width * layout.replicas + layout.parity == len(layout.servers)
+    assert list(layout.extents(offset, length)) == list(layout.data.extents(offset, length))
+    for column in range(layout.width):
+        assert layout.object_length(column, length) == layout.data.object_length(column, length)
+
+
+@given(layout=protected_layouts(), size=st.integers(0, 300))
+def test_other_columns_are_as_long_as_what_they_stand_for(layout, size):
+    for column in range(layout.width, len(layout.servers)):
+        data = layout.data_column(column)
+        assert (data is None) == bool(layout.parity)
+        assert layout.object_length(column, size) == layout.object_length(data or 0, size)
+    for column in range(len(layout.servers)):
+        length = layout.object_length(column, size)
+        if layout.data_column(column) is not None and length:
+            smallest = layout.size_from(column, length)
+            assert smallest <= size
+            assert layout.object_length(column, smallest) == length > layout.object_length(column, smallest - 1)
+
+
+@given(layout=protected_layouts(), lost=st.integers(0, 0xFFFF))
+def test_what_survives(layout, lost):
+    columns = range(len(layout.servers))
+    lost &= (1 << len(columns)) - 1
+    left = {layout.data_column(column) for column in columns if not lost >> column & 1}
+    if layout.parity:
+        assert layout.survives(lost) == (len(columns) - lost.bit_count() >= layout.width)
+    else:
+        assert layout.survives(lost) == (left == set(range(layout.width)))
+    spare = layout.spare(lost)
+    assert layout.spare(0) == layout.tolerates and layout.survives(lost) == (spare >= 0)
+    for column in columns:
+        assert layout.spare(lost | 1 << column) >= spare - 1
+
+
+def test_a_column_moves():
+    assert Striped(8, (3, 1, 2), parity=1).moved(1, 7) == Striped(8, (3, 7, 2), parity=1)
+    assert Striped(8, (0, 1, 2, 3), replicas=2).copies(3) == (1, 3)
+    assert Striped(8, (0, 1)).copies(1) == (1,) and Striped(8, (0, 1, 2), parity=1).copies(2) == (2,)

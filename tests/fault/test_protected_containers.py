@@ -1,0 +1,329 @@
+"""Interleaved files that are protected, in a whole filesystem: drained, read with servers lost, compacted, checked."""
+
+import errno
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import yaml
+
+from aifs.check.fsck import check
+from aifs.core import faults
+from aifs.core.config import DIRECTORY_FILE
+from aifs.core.errors import NoSpace
+from aifs.data.container_scan import ContainerScan
+from aifs.layout.interleaved import Interleaved
+from aifs.layout.placement import DRAINING
+from aifs.meta import chunks, keys, servers
+from aifs.meta.keys import ROOT_INO
+from aifs.vfs.filesystem import Filesystem
+from aifs.vfs.lifecycle import open_filesystem
+from aifs.vfs.store import format_store
+from aifs.vfs.tiers.draining import Draining
+from aifs.vfs.types import ROOT
+from tests.support import modes
+from tests.support.data_servers import failing, hooked
+
+SERVERS = 4
+SETTINGS = {
+    "layout.kind": "interleaved", "layout.compact_above": "0.3", "burst.drain_delay": "1h", "burst.throttle_max": "0s",
+    "burst.stage_on_read": 0, "meta.backup_interval": 0,
+}  # fmt: skip
+REDUNDANT = {"replicas": {"layout.replicas": 2}, "ec": {"layout.ec": "2+1"}}
+SIZES = [3000, 100_000, 1 << 20, (3 << 20) + 5000]
+
+redundant = pytest.mark.parametrize("kind", REDUNDANT)
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as parent:
+        yield Path(parent) / "store"
+
+
+@pytest.fixture(autouse=True)
+def disarm():
+    yield
+    faults.disarm_all()
+
+
+def make(directory: Path, settings: dict[str, object]) -> None:
+    directory.mkdir()
+    tree: dict = {"servers": [f"data/{number}" for number in range(SERVERS)]}
+    for key, value in (SETTINGS | settings).items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = value
+    (directory / DIRECTORY_FILE).write_text(yaml.safe_dump(tree))
+    format_store(modes.config_of(directory), force=False)
+
+
+@asynccontextmanager
+async def mounted(directory: Path, kind: str, sound: bool = True):
+    """The filesystem; afterwards fsck finds nothing."""
+    if not directory.exists():
+        await trio.to_thread.run_sync(make, directory, REDUNDANT[kind])
+    with trio.fail_after(30):
+        async with open_filesystem(modes.config_of(directory)) as fs:
+            yield fs
+            await fs.collector.drain()
+    if sound:
+        assert await findings(directory) == []
+
+
+async def findings(directory: Path, repair: bool = False) -> list[str]:
+    report = await trio.to_thread.run_sync(check, modes.config_of(directory), repair)
+    return sorted(finding.kind for finding in report.findings if not finding.repaired)
+
+
+async def write_files(fs: Filesystem, contents: dict[bytes, bytes]) -> dict[int, bytes]:
+    """Written and drained; bytes by inode."""
+    files = {}
+    for name, data in contents.items():
+        opened, inode = await fs.create(ROOT_INO, name, 0o600, os.O_RDWR, ROOT)
+        for start in range(0, len(data), 1 << 20):
+            await fs.write(opened.handle, start, data[start : start + (1 << 20)])
+        await fs.release(opened.handle)
+        files[inode.ino] = data
+    fs.drain.request(files)
+    await fs.drain.wait(files)
+    for ino in files:
+        assert isinstance((await fs.getattr(ino)).layout, Interleaved)
+        assert await fs.evictor.evict(ino)
+    return files
+
+
+async def expect(fs: Filesystem, files: dict[int, bytes]) -> None:
+    for ino, data in files.items():
+        opened = await fs.open(ino, os.O_RDONLY)
+        try:
+            found = [bytes(await fs.read(opened.handle, at, 1 << 20)) for at in range(0, len(data), 1 << 20)]
+        finally:
+            await fs.release(opened.handle)
+        assert b"".join(found) == data, f"inode {ino}"
+        await fs.evictor.evict(ino)
+
+
+def some(seed: int, count: int = 12) -> dict[bytes, bytes]:
+    rng = random.Random(seed)
+    return {f"{seed}.{number}".encode(): rng.randbytes(rng.choice(SIZES)) for number in range(count)}
+
+
+async def table(fs: Filesystem) -> dict[int, chunks.Container]:
+    view = fs.store.engine.view
+    return await view(lambda tx: {keys.number(k): chunks.decode_container(v) for k, v in tx.range(*keys.all_of(b"t"))})
+
+
+async def degraded(fs: Filesystem) -> set[int]:
+    view = fs.store.engine.view
+    return await view(lambda tx: {keys.number(key) for key, _ in tx.range(*keys.all_of(b"q"))})
+
+
+@redundant
+async def test_a_lost_server_is_not_noticed(directory, kind):
+    async with mounted(directory, kind) as fs:
+        files = await write_files(fs, some(1))
+        for record in (await table(fs)).values():
+            assert record.layout.is_protected
+        await expect(fs, files)
+    for lost in range(SERVERS):
+        copy = directory.parent / str(lost)
+        shutil.copytree(directory, copy)
+        shutil.rmtree(copy / "data" / str(lost) / "objects")
+        async with mounted(copy, kind, sound=False) as fs:
+            await expect(fs, files)
+
+
+@redundant
+async def test_fsck_knows_what_lacks(directory, kind):
+    async with mounted(directory, kind) as fs:
+        files = await write_files(fs, some(1))
+    objects = sorted((directory / "data" / "1" / "objects").rglob("*.0"))
+    assert objects
+    objects[0].unlink()
+    for path in objects[1:2]:
+        os.truncate(path, path.stat().st_size - 1)
+    kinds = ["degraded"] * len(objects[:2])
+    assert await findings(directory) == kinds
+    assert await findings(directory, repair=True) == []
+    async with mounted(directory, kind) as fs:
+        await expect(fs, files)
+
+
+@redundant
+async def test_fsck_names_what_is_lost(directory, kind):
+    async with mounted(directory, kind) as fs:
+        await write_files(fs, some(1))
+    for server in range(3):
+        for path in (directory / "data" / str(server) / "objects").rglob("*.0"):
+            path.unlink()
+    kinds = await findings(directory)
+    assert {"missing-container", "lost-chunk"} <= set(kinds) <= {"missing-container", "lost-chunk", "degraded"}
+
+
+@redundant
+async def test_a_server_that_fails_while_files_are_drained(directory, kind):
+    with hooked():
+        async with mounted(directory, kind) as fs:
+            before = await write_files(fs, some(1))
+            with failing("write_at", f"{directory}/data/1", errno.ENOSPC) as failed:
+                during = await write_files(fs, some(2))
+            if failed:
+                assert await degraded(fs)
+            after = await write_files(fs, some(3))
+            await expect(fs, before | during | after)
+
+
+@redundant
+async def test_files_stay_in_the_burst_tier_where_too_few_servers_work(directory, kind):
+    with hooked():
+        async with mounted(directory, kind) as fs:
+            with failing("write_at", f"{directory}/data/", errno.ENOSPC):
+                opened, inode = await fs.create(ROOT_INO, b"file", 0o600, os.O_RDWR, ROOT)
+                await fs.write(opened.handle, 0, bytes(range(256)) * 400)
+                await fs.release(opened.handle)
+                draining = Draining(inode.ino)
+                await fs.drain._drainer.drain([draining])
+                assert isinstance(draining.outcome, NoSpace)
+            assert (await fs.getattr(inode.ino)).in_burst
+            fs.drain.request([inode.ino])
+            await fs.drain.wait([inode.ino])
+            await expect(fs, {inode.ino: bytes(range(256)) * 400})
+
+
+@redundant
+async def test_compaction_of_protected_containers(directory, kind):
+    async with mounted(directory, kind) as fs:
+        files = await write_files(fs, some(1, 40))
+        await fs.containers.retire(lambda container, layout: True)
+        keep = set(random.Random(2).sample(sorted(files), 8))
+        for number, ino in enumerate(files):
+            if ino not in keep:
+                await fs.unlink(ROOT_INO, f"1.{number}".encode())
+                fs.forget([ino])
+        await fs.collector.drain()
+        before = await table(fs)
+        await fs.compaction.compact()
+        await fs.collector.drain()
+        after = await table(fs)
+        assert sum(record.length for record in after.values()) < 0.6 * sum(record.length for record in before.values())
+        assert all(record.layout.is_protected for record in after.values())
+        await expect(fs, {ino: files[ino] for ino in keep})
+        await fs.compaction.compact()
+        assert (await table(fs)).keys() == after.keys(), "there is nothing left to do"
+
+
+@redundant
+async def test_compaction_reads_around_a_lost_server(directory, kind):
+    async with mounted(directory, kind, sound=False) as fs:
+        files = await write_files(fs, some(1, 30))
+        await fs.containers.retire(lambda container, layout: True)
+        keep = set(sorted(files)[::6])
+        for number, ino in enumerate(files):
+            if ino not in keep:
+                await fs.unlink(ROOT_INO, f"1.{number}".encode())
+                fs.forget([ino])
+        await fs.collector.drain()
+        before = await table(fs)
+        worth = {container for container, record in before.items() if record.live < 0.5 * record.length}
+        shutil.rmtree(directory / "data" / "2" / "objects")
+        fs.containers.files.close_idle()
+        for container, record in before.items():
+            fs.containers.changed(container, record.layout)
+        await fs.compaction.compact()
+        await fs.collector.drain()
+        assert worth and not (await table(fs)).keys() & worth
+        await expect(fs, {ino: files[ino] for ino in keep})
+
+
+@redundant
+async def test_a_container_is_evacuated(directory, kind):
+    async with mounted(directory, kind) as fs:
+        files = await write_files(fs, some(1))
+        before = await table(fs)
+        await fs.store.engine.transact(chunks.seal_container, 1 << 40)  # one that there is not
+        for container in before:
+            assert await fs.compaction.evacuate(container)
+        await fs.collector.drain()
+        assert not (await table(fs)).keys() & before.keys()
+        await expect(fs, files)
+        assert await fs.compaction.evacuate(min(before)), "it has gone"
+
+
+async def test_draining_servers_get_nothing_and_keep_no_open_container(directory):
+    async with mounted(directory, "ec") as fs:
+        files = await write_files(fs, some(1))
+        fs.store.servers[1].standing = DRAINING
+        await fs.containers.leave_servers()
+        opened = await fs.store.engine.view(chunks.open_containers)
+        assert all(1 not in record.layout.servers for record in opened.values())
+        known = await table(fs)
+        files |= await write_files(fs, some(2))
+        new = {container: record for container, record in (await table(fs)).items() if container not in known}
+        assert all(1 not in record.layout.servers for record in new.values())
+        fs.store.servers[1].standing = "active"
+        await expect(fs, files)
+
+
+async def test_a_plain_container_leaves_its_server(directory):
+    await trio.to_thread.run_sync(make, directory, {})
+    async with mounted(directory, "plain") as fs:
+        files = await write_files(fs, some(1))
+        fs.store.servers[1].standing = DRAINING
+        for container, record in (await table(fs)).items():
+            if record.layout.servers == (1,):
+                assert await fs.compaction.evacuate(container)
+        await fs.collector.drain()
+        assert all(record.layout.servers != (1,) for record in (await table(fs)).values())
+        await expect(fs, files)
+        fs.store.servers[1].standing = "active"
+
+
+@redundant
+async def test_unfilled_containers_of_an_earlier_mount_are_sealed(directory, kind):
+    async with mounted(directory, kind) as fs:
+        files = await write_files(fs, some(1))
+        assert await fs.store.engine.view(chunks.open_containers)
+    async with mounted(directory, kind) as fs:
+        assert not await fs.store.engine.view(chunks.open_containers)
+        files |= await write_files(fs, some(2))
+        await expect(fs, files)
+
+
+@redundant
+async def test_containers_say_whose_chunks_they_hold(directory, kind):
+    async with mounted(directory, kind) as fs:
+        below = await fs.mkdir(ROOT_INO, b"below", 0o755, ROOT)
+        opened, inode = await fs.create(below.ino, b"first", 0o640, os.O_RDWR, ROOT)
+        await fs.write(opened.handle, 0, b"x" * 5000)
+        await fs.release(opened.handle)
+        await fs.rename(below.ino, b"first", below.ino, b"second", 0)
+        files = await write_files(fs, {b"top": b"y" * 7000})
+        fs.drain.request([inode.ino])
+        await fs.drain.wait([inode.ino])
+        said = {}
+        for container, record in (await table(fs)).items():
+            scan = ContainerScan(fs.containers.files, container, record.layout, record.length)
+            while found := await scan.following():
+                said |= {chunk.header.ino: chunk.record for chunk in found}
+        assert said[inode.ino].path == b"/below/second"
+        assert (said[inode.ino].mode, said[inode.ino].size, said[inode.ino].count) == (0o100640, 5000, 1)
+        [top] = files
+        assert said[top].path == b"/top"
+
+
+@redundant
+async def test_fsck_marks_columns_on_a_server_that_is_no_more(directory, kind):
+    async with mounted(directory, kind, sound=False) as fs:
+        files = await write_files(fs, some(1))
+        on_it = [container for container, record in (await table(fs)).items() if 1 in record.layout.servers]
+        await fs.store.engine.transact(servers.remove_server, 1)
+    assert await findings(directory) == ["unknown-server"] * len(on_it)
+    assert await findings(directory, repair=True) == []
+    async with mounted(directory, kind) as fs:
+        await expect(fs, files)

@@ -1,0 +1,713 @@
+"""Rebuild: whatever is lost comes back, servers are left with nothing behind, and files change meanwhile as they like."""
+
+import errno
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import yaml
+
+from aifs.check.fsck import check
+from aifs.core import faults
+from aifs.core.config import DIRECTORY_FILE
+from aifs.layout.placement import DRAINING, LOST
+from aifs.layout.striped import Striped
+from aifs.meta import chunks, degraded, keys, moves
+from aifs.meta.keys import ROOT_INO
+from aifs.vfs.filesystem import Filesystem
+from aifs.vfs.lifecycle import open_filesystem
+from aifs.vfs.store import format_store
+from aifs.vfs.types import ROOT
+from tests.support import modes
+from tests.support.data_servers import failing
+
+SERVERS = 7
+UNIT = 4096
+SETTINGS = {
+    "layout.unit": UNIT, "layout.count": 2, "burst.drain_delay": "0s", "burst.throttle_max": "0s", "burst.stage_on_read": 0,
+    "burst.stage_for_write": 0, "meta.backup_interval": 0,
+}  # fmt: skip
+REDUNDANT = {
+    "2+1": {"layout.ec": "2+1"}, "3+2": {"layout.ec": "3+2"}, "2x2": {"layout.replicas": 2},
+    "1x3": {"layout.replicas": 3, "layout.count": 1},
+}  # fmt: skip
+SIZES = [3000, UNIT, 40 * UNIT + 17, (2 << 20) + 5000]
+
+redundant = pytest.mark.parametrize("kind", REDUNDANT)
+mostly_long = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ("2+1", "2x2") else pytest.mark.long) for kind in REDUNDANT]
+)
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as parent:
+        yield Path(parent) / "store"
+
+
+@pytest.fixture(autouse=True)
+def disarm():
+    yield
+    faults.disarm_all()
+
+
+def make(directory: Path, settings: dict[str, object]) -> None:
+    directory.mkdir()
+    tree: dict = {"servers": [f"data/{number}" for number in range(SERVERS)]}
+    for key, value in (SETTINGS | settings).items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = value
+    (directory / DIRECTORY_FILE).write_text(yaml.safe_dump(tree))
+    format_store(modes.config_of(directory), force=False)
+
+
+@asynccontextmanager
+async def mounted(directory: Path, settings: dict[str, object] | None = None, sound: bool = True):
+    """The filesystem; afterwards fsck finds nothing."""
+    if not directory.exists():
+        await trio.to_thread.run_sync(make, directory, settings or {})
+    with trio.fail_after(30):
+        async with open_filesystem(modes.config_of(directory)) as fs:
+            yield fs
+            await fs.collector.drain()
+    if sound:
+        await trio.to_thread.run_sync(require_sound, directory)
+
+
+def require_sound(directory: Path) -> None:
+    findings = check(modes.config_of(directory), repair=False, deep=True).findings
+    assert not findings, findings
+
+
+async def write_file(fs: Filesystem, name: bytes, data: bytes) -> int:
+    """A new file, on the capacity tier alone."""
+    opened, inode = await fs.create(ROOT_INO, name, 0o600, os.O_RDWR, ROOT)
+    for start in range(0, len(data), 1 << 20):
+        await fs.write(opened.handle, start, data[start : start + (1 << 20)])
+    await fs.release(opened.handle)
+    await drained(fs, inode.ino)
+    await fs.evictor.evict(inode.ino)
+    return inode.ino
+
+
+async def drained(fs: Filesystem, *inos: int) -> None:
+    fs.drain.request(inos)
+    await fs.drain.wait(inos)
+
+
+async def read_file(fs: Filesystem, ino: int) -> bytes:
+    opened = await fs.open(ino, os.O_RDONLY)
+    try:
+        size = (await fs.getattr(ino)).size
+        return b"".join([bytes(await fs.read(opened.handle, at, 1 << 20)) for at in range(0, size, 1 << 20)])
+    finally:
+        await fs.release(opened.handle)
+
+
+class Files:
+    """Some files with random bytes."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self._rng = random.Random(seed)
+        self.contents: dict[int, bytes] = {}
+
+    async def write(self, fs: Filesystem, sizes: list[int] = SIZES) -> None:
+        for size in sizes:
+            data = self._rng.randbytes(size)
+            self.contents[await write_file(fs, b"%d" % len(self.contents), data)] = data
+
+    async def check(self, fs: Filesystem) -> None:
+        for ino, data in self.contents.items():
+            assert await read_file(fs, ino) == data
+
+    async def layouts(self, fs: Filesystem) -> dict[int, Striped]:
+        inodes = [await fs.getattr(ino) for ino in self.contents]
+        return {inode.ino: inode.layout for inode in inodes if isinstance(inode.layout, Striped)}
+
+
+async def whole(fs: Filesystem) -> None:
+    """Wait until nothing is due."""
+    fs.rebuild.look()
+    while not fs.rebuild.idle:
+        await fs.rebuild.news()
+    assert fs.rebuild.status()["failing_objects"] == 0
+
+
+async def left(fs: Filesystem, number: int) -> None:
+    """Wait until nothing lies on the server."""
+    while fs.rebuild.left(number) != (0, 0):
+        await fs.rebuild.news()
+
+
+async def count(fs: Filesystem, kind: bytes) -> int:
+    return await fs.store.engine.view(lambda tx: sum(1 for _ in tx.range(*keys.all_of(kind))))
+
+
+def objects_on(fs: Filesystem, number: int) -> list[Path]:
+    found = Path(fs.store.servers[number].path).glob("objects/*/*/*")
+    return sorted(found)
+
+
+async def object_path(fs: Filesystem, ino: int, column: int) -> Path:
+    inode = await fs.getattr(ino)
+    return Path(fs.store.servers[inode.layout.servers[column]].object_path(ino, inode.oid))
+
+
+def remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def empty(path: Path) -> None:
+    if path.exists():
+        os.truncate(path, 0)
+
+
+def truncate(path: Path) -> None:
+    if path.exists():
+        os.truncate(path, max(path.stat().st_size - 1, 0))
+
+
+def garble(path: Path) -> None:
+    if path.exists():
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+
+# --- columns that are lost -----------------------------------------------------------------------------
+
+
+@mostly_long
+@pytest.mark.parametrize("spoil", [remove, empty, truncate, garble])
+async def test_columns_that_were_lost_are_made_anew(directory, kind, spoil):
+    files = Files()
+    async with mounted(directory, REDUNDANT[kind]) as fs:
+        await files.write(fs)
+        for ino, layout in (await files.layouts(fs)).items():
+            oid = (await fs.getattr(ino)).oid
+            for column in range(len(layout.servers)):
+                before = (await object_path(fs, ino, column)).read_bytes() if layout.object_length(column, 1) else None
+                doomed = [column]
+                if layout.tolerates > 1:
+                    doomed.append((column + 1) % len(layout.servers))
+                for number in doomed:
+                    spoil(await object_path(fs, ino, number))
+                assert await fs.rebuild.request(oid, ino, doomed)
+                await whole(fs)
+                assert not await fs.store.engine.view(degraded.is_marked, oid)
+                assert before is None or (await object_path(fs, ino, column)).read_bytes() == before
+        await files.check(fs)
+
+
+@redundant
+async def test_a_read_that_meets_a_missing_column_has_it_rebuilt(directory, kind):
+    files = Files()
+    async with mounted(directory, REDUNDANT[kind]) as fs:
+        await files.write(fs, SIZES[1:3])
+        for ino, layout in (await files.layouts(fs)).items():
+            noticed = 0
+            for column in layout.copies(0):  # one of which is the one that is read
+                path = await object_path(fs, ino, column)
+                path.unlink()
+                await files.check(fs)
+                await whole(fs)
+                noticed += path.exists()
+                if not path.exists():
+                    await fs.rebuild.request((await fs.getattr(ino)).oid, ino, [column])
+                    await whole(fs)
+                assert path.exists()
+            assert noticed
+
+
+async def test_wrong_bytes_are_not_spread(directory):
+    """A column is told by the right ones of the others, and the wrong ones are found and mended, too."""
+    files = Files()
+    async with mounted(directory, REDUNDANT["3+2"]) as fs:
+        await files.write(fs, [3 << 20])
+        [ino] = files.contents
+        before = [(await object_path(fs, ino, column)).read_bytes() for column in range(5)]
+        for column in range(5):
+            (await object_path(fs, ino, column)).unlink()
+            garble(await object_path(fs, ino, (column + 2) % 5))
+            assert await fs.rebuild.request((await fs.getattr(ino)).oid, ino, [column])
+            await whole(fs)
+            now = [(await object_path(fs, ino, column)).read_bytes() for column in range(5)]
+            assert now[column] == before[column]
+            garbled = (column + 2) % 5
+            if now[garbled] != before[garbled]:  # parity that nobody had to read
+                assert await fs.rebuild.request((await fs.getattr(ino)).oid, ino, [garbled])
+                await whole(fs)
+            assert [(await object_path(fs, ino, column)).read_bytes() for column in range(5)] == before
+        await files.check(fs)
+
+
+async def test_what_cannot_be_told_is_left_and_named(directory):
+    files = Files()
+    async with mounted(directory, REDUNDANT["2+1"], sound=False) as fs:
+        await files.write(fs, [10 * UNIT])
+        [ino] = files.contents
+        oid = (await fs.getattr(ino)).oid
+        for column in range(2):
+            garble(await object_path(fs, ino, column))
+        (await object_path(fs, ino, 2)).unlink()
+        assert await fs.rebuild.request(oid, ino, [0])
+        while not fs.rebuild.status()["failed"]:
+            await fs.rebuild.news()
+        [failed] = fs.rebuild.status()["failed"]
+        assert failed["path"] == "/0" and failed["oid"] == oid and failed["reason"]
+        assert not await fs.rebuild.request(oid, ino, [1]), "more than the file survives"
+        assert await fs.store.engine.view(degraded.find_degraded, oid) == 1
+
+
+# --- servers ---------------------------------------------------------------------------------------------
+
+
+async def change(fs: Filesystem, number: int, standing: str) -> None:
+    await fs.store.table.change(number, standing)
+    fs.rebuild.look()
+
+
+@pytest.mark.parametrize("kind", ["plain", *REDUNDANT])
+async def test_a_server_that_is_drained_holds_nothing_afterwards(directory, kind):
+    files = Files()
+    async with mounted(directory, REDUNDANT.get(kind, {})) as fs:
+        await files.write(fs, SIZES * 6)
+        for number in (0, 3):
+            assert objects_on(fs, number)
+            await change(fs, number, DRAINING)
+            await left(fs, number)
+            await fs.collector.drain()
+            assert objects_on(fs, number) == []
+        assert await count(fs, b"m") == 0 and await count(fs, b"q") == 0
+        await files.check(fs)
+        for layout in (await files.layouts(fs)).values():
+            assert not {0, 3} & set(layout.servers) and len(set(layout.servers)) == len(layout.servers)
+        await files.write(fs, SIZES * 2)
+        assert objects_on(fs, 0) == []
+    async with mounted(directory) as fs:
+        await files.check(fs)
+
+
+@redundant
+async def test_a_lost_server_is_made_up_for(directory, kind):
+    files = Files()
+    async with mounted(directory, REDUNDANT[kind]) as fs:
+        await files.write(fs, SIZES * 3)
+    shutil.rmtree(directory / "data" / "2")
+    async with mounted(directory) as fs:
+        await files.check(fs)
+        await change(fs, 2, LOST)
+        await left(fs, 2)
+        await files.check(fs)
+        for layout in (await files.layouts(fs)).values():
+            assert 2 not in layout.servers
+        assert await count(fs, b"m") == 0
+
+
+@mostly_long
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.ENOSPC], ids=errno.errorcode.get)
+async def test_a_server_that_takes_nothing_is_passed_over(directory, kind, number):
+    """A column that cannot be made anew in its place is made elsewhere."""
+    files = Files()
+    async with mounted(directory, REDUNDANT[kind]) as fs:
+        await files.write(fs, SIZES[2:3])
+        [ino] = files.contents
+        inode = await fs.getattr(ino)
+        (await object_path(fs, ino, 0)).unlink()
+        server = fs.store.servers[inode.layout.servers[0]]
+        with failing(("create", "open", "write_at", "make_dir", "truncate", "sync_file"), server.path, number) as failed:
+            assert await fs.rebuild.request(inode.oid, ino, [0])
+            await whole(fs)
+        assert failed
+        assert (await fs.getattr(ino)).layout.servers[0] != server.id
+        await files.check(fs)
+
+
+@pytest.mark.parametrize("kind", ["plain", "2x2"])
+async def test_files_that_lie_on_all_servers_are_laid_out_anew_to_leave_one(directory, kind):
+    files = Files()
+    async with mounted(directory, REDUNDANT.get(kind, {}) | {"layout.count": 0}) as fs:
+        await files.write(fs, SIZES)
+        await change(fs, 1, DRAINING)
+        await left(fs, 1)
+        await fs.collector.drain()
+        assert objects_on(fs, 1) == [] and await count(fs, b"m") == 0
+        for layout in (await files.layouts(fs)).values():
+            assert len(layout.servers) == SERVERS - 1 and layout.is_protected == (kind != "plain")
+        await files.check(fs)
+
+
+async def test_files_that_need_all_servers_stay(directory):
+    files = Files()
+    async with mounted(directory, {"layout.ec": "5+2"}) as fs:
+        await files.write(fs, [20 * UNIT])
+        await change(fs, 1, DRAINING)
+        while not fs.rebuild.status()["failed"]:
+            await fs.rebuild.news()
+        assert fs.rebuild.left(1)[0] == 1
+        assert "no other server" in fs.rebuild.status()["failed"][0]["reason"]
+        await fs.store.table.change(1, "active")
+        await whole(fs)
+        await files.check(fs)
+
+
+# --- meanwhile -------------------------------------------------------------------------------------------
+
+
+def once(point: str, act: Callable[[], None]) -> list[int]:
+    calls: list[int] = []
+
+    def reached() -> None:
+        if not calls:
+            calls.append(1)
+            act()
+
+    faults.arm(point, reached)
+    return calls
+
+
+async def paused_move(fs: Filesystem, number: int, act: Callable[[], Awaitable[None]]) -> None:
+    """Have all leave a server; when the first object is being written somewhere, ``act`` before it goes on."""
+    waiting, go_on = trio.Event(), trio.Event()
+
+    async def hold() -> None:
+        waiting.set()
+        await go_on.wait()
+
+    fs.rebuild._mover._make_way = hold
+    await change(fs, number, DRAINING)
+    await waiting.wait()
+    await act()
+    go_on.set()
+    await left(fs, number)
+
+
+@pytest.mark.parametrize("kind", ["plain", "2+1", pytest.param("2x2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("what", ["unlink", "rewrite", "append", "truncate", "rename", "read", "evict"])
+async def test_files_change_while_they_move(directory, kind, what):
+    files = Files()
+    async with mounted(directory, REDUNDANT.get(kind, {})) as fs:
+        await files.write(fs, [30 * UNIT] * 8)
+
+        async def act() -> None:
+            for ino, data in list(files.contents.items()):
+                name = b"%d" % list(files.contents).index(ino)
+                if what == "rename":
+                    await fs.rename(ROOT_INO, name, ROOT_INO, b"new " + name)
+                elif what == "read":
+                    assert await read_file(fs, ino) == data
+                elif what == "evict":
+                    await fs.stager.stage(ino)
+                elif what != "unlink":
+                    opened = await fs.open(ino, os.O_RDWR | (os.O_TRUNC if what == "rewrite" else 0))
+                    if what == "truncate":
+                        await fs._truncate(ino, 5 * UNIT + 3)
+                        files.contents[ino] = data[: 5 * UNIT + 3]
+                    else:
+                        old = b"" if what == "rewrite" else data
+                        await fs.write(opened.handle, len(old), b"new" * UNIT)
+                        files.contents[ino] = old + b"new" * UNIT
+                    await fs.release(opened.handle)
+            if what == "unlink":
+                for number, ino in enumerate(list(files.contents)):
+                    await fs.unlink(ROOT_INO, b"%d" % number)
+                    fs.forget([ino])
+                files.contents.clear()
+            await fs.sync()
+            await fs.collector.drain()
+
+        await paused_move(fs, 1, act)
+        await drained(fs, *files.contents)
+        await fs.rebuild.strays.sweep()
+        await fs.collector.drain()
+        assert objects_on(fs, 1) == []
+        await files.check(fs)
+        assert await count(fs, b"m") == 0
+
+
+async def test_open_files_are_read_from_their_new_places(directory):
+    files = Files()
+    async with mounted(directory, REDUNDANT["2x2"]) as fs:
+        await files.write(fs, [(1 << 20) + 30 * UNIT] * 6)
+        handles = {ino: (await fs.open(ino, os.O_RDONLY)).handle for ino in files.contents}
+        for ino, handle in handles.items():
+            assert bytes(await fs.read(handle, 0, UNIT)) == files.contents[ino][:UNIT]
+        for number in (0, 1, 2):
+            await change(fs, number, DRAINING)
+        for number in (0, 1, 2):
+            await left(fs, number)
+            shutil.rmtree(Path(fs.store.servers[number].path) / "objects", ignore_errors=True)
+        for ino, handle in handles.items():
+            data = b"".join([bytes(await fs.read(handle, at, 1 << 20)) for at in (0, 1 << 20)])
+            assert data == files.contents[ino]
+            await fs.release(handle)
+
+
+async def test_moves_are_throttled_and_make_way(directory):
+    files = Files()
+    async with mounted(directory, REDUNDANT["2x2"] | {"rebuild.bandwidth": "1MiB", "rebuild.workers": 2}) as fs:
+        await files.write(fs, [UNIT * 3] * 4)
+        taken: list[int] = []
+        take = fs.rebuild._limiter.take
+
+        async def counted(size: int) -> None:
+            taken.append(size)
+            await take(0)
+
+        fs.rebuild._limiter.take = counted
+        assert fs.rebuild._limiter.rate == 1 << 20
+        await change(fs, 1, DRAINING)
+        await left(fs, 1)
+        await whole(fs)
+        status = fs.rebuild.status()
+        assert sum(taken) >= status["moved_bytes"] > 0
+        assert status["bandwidth"] == 1 << 20 and status["left_objects"] == 0 and status["servers"][1] == (0, 0)
+
+
+# --- protection that is due --------------------------------------------------------------------------------
+
+
+@redundant
+async def test_files_that_were_written_in_place_are_protected_later(directory, kind):
+    files = Files()
+    async with mounted(directory, REDUNDANT[kind] | {"burst.directories": [], "burst.capacity": 0}) as fs:
+        for number, size in enumerate(SIZES):
+            data = random.Random(number).randbytes(size)
+            opened, inode = await fs.create(ROOT_INO, b"%d" % number, 0o600, os.O_RDWR, ROOT)
+            await fs.write(opened.handle, 0, data)
+            files.contents[inode.ino] = data
+            assert not (await fs.getattr(inode.ino)).layout.is_protected
+            await fs.fsync(opened.handle)
+            await fs.release(opened.handle)
+        await whole(fs)
+        assert all(layout.is_protected for layout in (await files.layouts(fs)).values())
+        await files.check(fs)
+        assert await count(fs, b"q") == 0
+    async with mounted(directory) as fs:
+        await files.check(fs)
+
+
+# --- crashes -------------------------------------------------------------------------------------------------
+
+POINTS = sorted(name for name in faults.POINTS if name.startswith(("vfs.move.", "vfs.relayout.")))
+
+
+@pytest.mark.parametrize("kind", ["plain", "2x2", pytest.param("2+1", marks=pytest.mark.long)])
+@pytest.mark.parametrize("point", [point for point in POINTS if point.startswith("vfs.move.")])
+async def test_a_move_that_a_crash_has_ended_is_finished_by_the_next_mount(directory, kind, point):
+    files = Files()
+    async with mounted(directory, REDUNDANT.get(kind, {})) as fs:
+        await files.write(fs, [30 * UNIT] * 6)
+    for crash in range(1, 3):
+
+        def die() -> None:
+            raise faults.SimulatedCrash(point)
+
+        with pytest.raises(faults.SimulatedCrash):
+            with trio.fail_after(20):
+                async with open_filesystem(modes.config_of(directory)) as fs:
+                    faults.arm(point, die)
+                    await change(fs, crash, DRAINING)
+                    await trio.sleep_forever()
+        faults.disarm_all()
+        await trio.to_thread.run_sync(require_sound, directory)
+        async with mounted(directory) as fs:
+            await files.check(fs)
+            await left(fs, crash)
+            assert objects_on(fs, crash) == [] and await count(fs, b"m") == 0
+            await files.check(fs)
+            await change(fs, crash, "active")
+
+
+async def test_strays_of_servers_that_are_gone_are_forgotten(directory):
+    files = Files()
+    async with mounted(directory) as fs:
+        await files.write(fs, [10 * UNIT])
+        [ino] = files.contents
+        oid = (await fs.getattr(ino)).oid
+        for stray in (moves.Stray(ino, oid, 60), moves.Stray(0, 999_999, 61)):
+            await fs.store.engine.transact(moves.put_stray, stray)
+            fs.rebuild.strays.add(stray)
+        assert await fs.rebuild.strays.sweep() == 0
+        assert await count(fs, b"m") == 0
+
+
+# --- containers, burst copies, successors -----------------------------------------------------------------
+
+
+async def interleaved(fs: Filesystem, files: Files, sizes: list[int]) -> None:
+    """Files in containers, which stay in the burst tier as well."""
+    inos = []
+    for size in sizes:
+        data = random.Random(size).randbytes(size)
+        opened, inode = await fs.create(ROOT_INO, b"%d" % len(files.contents), 0o600, os.O_RDWR, ROOT)
+        await fs.write(opened.handle, 0, data)
+        await fs.release(opened.handle)
+        files.contents[inode.ino] = data
+        inos.append(inode.ino)
+    await drained(fs, *inos)
+
+
+@pytest.mark.parametrize("kind", ["plain", "2+1", "2x2"])
+async def test_containers_leave_a_server_too(directory, kind):
+    files = Files()
+    settings = REDUNDANT.get(kind, {}) | {"layout.kind": "interleaved"}
+    async with mounted(directory, settings) as fs:
+        await interleaved(fs, files, [100, 5000, 60_000, 3000, 100_000, 70_000])
+        for number in (0, 1, 2):
+            await change(fs, number, DRAINING)
+        for number in (0, 1, 2):
+            await left(fs, number)
+            await fs.collector.drain()
+            assert objects_on(fs, number) == []
+        await files.check(fs)
+        for ino in files.contents:
+            await fs.evictor.evict(ino)
+        await files.check(fs)
+
+
+@pytest.mark.parametrize("kind", ["2+1", "2x2"])
+@pytest.mark.parametrize("spoil", [remove, truncate])
+async def test_columns_of_containers_are_made_anew(directory, kind, spoil):
+    files = Files()
+    async with mounted(directory, REDUNDANT[kind] | {"layout.kind": "interleaved"}) as fs:
+        await interleaved(fs, files, [5000, 60_000, 3000, 100_000])
+        for ino in files.contents:
+            await fs.evictor.evict(ino)
+        containers = await fs.store.engine.view(lambda tx: [keys.number(k) for k, _ in tx.range(*keys.all_of(b"t"))])
+        for container in containers:
+            objects = await fs.store.engine.view(moves.find_objects, 0, container)
+            for column, server in enumerate(objects.layout.servers):
+                path = Path(fs.store.servers[server].object_path(0, container))
+                before = path.read_bytes()
+                spoil(path)
+                assert await fs.rebuild.request(container, 0, [column])
+                await whole(fs)
+                assert path.read_bytes() == before
+        await files.check(fs)
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        [byte] = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+@asynccontextmanager
+async def containers_of(directory: Path, kind: str, sizes: list[int], sound: bool = True):
+    """A filesystem with files in containers alone; it, the files, and the paths of the columns of each container."""
+    files = Files()
+    async with mounted(directory, REDUNDANT[kind] | {"layout.kind": "interleaved"}, sound) as fs:
+        await interleaved(fs, files, sizes)
+        for ino in files.contents:
+            await fs.evictor.evict(ino)
+        paths = {}
+        for container in await fs.store.engine.view(lambda tx: [keys.number(k) for k, _ in tx.range(*keys.all_of(b"t"))]):
+            layout = (await fs.store.engine.view(moves.find_objects, 0, container)).layout
+            servers = fs.store.servers
+            paths[container] = [Path(servers[number].object_path(0, container)) for number in layout.servers]
+        yield fs, files, paths
+
+
+CHUNKED = [5000, 60_000, 3000, 900_000, 1 << 20, 1 << 20, 100_000] * 4
+
+
+@pytest.mark.parametrize("kind", ["1x3", "3+2"])
+async def test_wrong_bytes_of_containers_are_not_spread(directory, kind):
+    """Of a lost column, a wrong byte in one that is left, in any part of it: in records, headers, chunks, padding."""
+    rng = random.Random(2)
+    async with containers_of(directory, kind, CHUNKED) as (fs, files, paths):
+        for container, columns in paths.items():
+            before = [path.read_bytes() for path in columns]
+            assert max(map(len, before)) > 0
+            for number in range(len(columns)):
+                garbled = (number + 1) % len(columns)
+                columns[number].unlink()
+                for at in (2, 70, len(before[0]) - 1, *rng.choices(range(len(before[0])), k=5)):
+                    flip(columns[garbled], at)
+                assert await fs.rebuild.request(container, 0, [number])
+                await whole(fs)
+                assert columns[number].read_bytes() == before[number]
+                if columns[garbled].read_bytes() != before[garbled]:  # nobody had to read it
+                    assert await fs.rebuild.request(container, 0, [garbled])
+                    await whole(fs)
+                assert [path.read_bytes() for path in columns] == before
+        await files.check(fs)
+
+
+async def test_a_wrong_survivor_of_a_container_is_not_copied(directory):
+    async with containers_of(directory, "2x2", CHUNKED[:5], sound=False) as (fs, _, paths):
+        for container, columns in paths.items():
+            size = columns[0].stat().st_size
+            flip(columns[1], size - 100)
+            columns[0].unlink()
+            assert await fs.rebuild.request(container, 0, [0])
+        while len(fs.rebuild.status()["failed"]) < len(paths):
+            await fs.rebuild.news()
+        for failed in fs.rebuild.status()["failed"]:
+            assert "not what their checksums say" in failed["reason"]
+            assert await fs.store.engine.view(degraded.find_degraded, failed["oid"]) == 1
+
+
+async def test_what_no_file_needs_does_not_hold_up_the_rebuild(directory):
+    """A chunk that cannot be told any more, not even where it ends; its file is deleted."""
+    async with containers_of(directory, "2x2", [100_000] * 40, sound=False) as (fs, files, paths):
+        for container, columns in paths.items():
+            before = columns[0].read_bytes()
+            places = await fs.store.engine.view(
+                lambda tx: [p for k, v in tx.range(*keys.all_of(b"l")) for p in chunks.decode_chunks(v)]
+            )
+            place = sorted(p.offset for p in places if p.container == container)[1]
+            [ino] = [i for i in files.contents if before[place + 8 : place + 16] == i.to_bytes(8, "little")]
+            await fs.unlink(ROOT_INO, b"%d" % list(files.contents).index(ino))
+            fs.forget([ino])
+            await fs.collector.drain()
+            del files.contents[ino]
+            break
+        for path in columns:
+            flip(path, place)
+        columns[0].unlink()
+        assert await fs.rebuild.request(container, 0, [0])
+        await whole(fs)
+        assert columns[0].read_bytes() == columns[1].read_bytes()
+        await files.check(fs)
+
+
+async def test_a_wrong_replica_of_a_container_is_not_moved(directory):
+    async with containers_of(directory, "2x2", CHUNKED) as (fs, files, paths):
+        right = {container: columns[0].read_bytes() for container, columns in paths.items()}
+        for container, columns in paths.items():
+            flip(columns[0], len(right[container]) // 2)
+        for container in paths:
+            number = (await fs.store.engine.view(moves.find_objects, 0, container)).layout.servers[0]
+            await change(fs, number, DRAINING)
+            await left(fs, number)
+            await fs.store.table.change(number, "active")
+        for container in paths:
+            layout = (await fs.store.engine.view(moves.find_objects, 0, container)).layout
+            for number in layout.servers:
+                assert Path(fs.store.servers[number].object_path(0, container)).read_bytes() == right[container]
+        await files.check(fs)
+
+
+async def test_a_successor_takes_over(directory):
+    files = Files()
+    async with mounted(directory, REDUNDANT["2+1"]) as fs:
+        await files.write(fs, SIZES * 2)
+        held = {ino for ino, layout in (await files.layouts(fs)).items() if 2 in layout.servers}
+        number = await fs.store.table.add(str(directory / "data" / "new"))
+        fs.store.servers.prefer[2] = number
+        fs.store.servers.classify(2, DRAINING, "", number)
+        fs.rebuild.look()
+        await left(fs, 2)
+        after = {ino for ino, layout in (await files.layouts(fs)).items() if number in layout.servers}
+        assert held and held == after
+        await files.check(fs)

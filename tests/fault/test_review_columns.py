@@ -1,0 +1,247 @@
+"""Columns that move, are rebuilt, or lack bytes, while others use the file: faults that a review has found."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import trio
+
+from aifs.core import faults
+from aifs.core.errors import Unavailable
+from aifs.data.column_source import ColumnSource
+from aifs.data.protected import ProtectedObjects
+from aifs.data.read_cache import ObjectSource, object_name
+from aifs.layout.placement import DRAINING
+from aifs.meta import degraded
+from tests.fault.test_rebuild import (  # noqa: F401 (fixtures)
+    REDUNDANT,
+    UNIT,
+    Files,
+    change,
+    count,
+    directory,
+    disarm,
+    left,
+    mounted,
+    object_path,
+    objects_on,
+    read_file,
+    whole,
+    write_file,
+)
+
+WHOLE = {"layout.count": 1}
+MIB = 1 << 20
+
+
+async def leave(fs, ino: int) -> None:
+    """Have the server of the file's first column drained."""
+    await change(fs, (await fs.getattr(ino)).layout.servers[0], DRAINING)
+
+
+async def test_a_file_that_was_passed_through_for_a_moment_while_it_moved_is_moved_whole(directory):
+    """A worker that saw it busy gave up its piece; the others went on, and the flip saw nothing of that."""
+    files = Files()
+    async with mounted(directory, WHOLE) as fs:
+        await files.write(fs, [30 * MIB])
+        [ino] = files.contents
+        pieces = 0
+
+        async def make_way() -> None:
+            nonlocal pieces
+            await trio.lowlevel.checkpoint()
+            pieces += 1
+            fs.io.open[ino].on_object = pieces == 5  # as a program does that opens it and closes it again
+
+        fs.rebuild._mover._make_way = make_way
+        number = (await fs.getattr(ino)).layout.servers[0]
+        await leave(fs, ino)
+        await left(fs, number)
+        await files.check(fs)
+
+
+@pytest.mark.parametrize("kind", ["1x3", "2+1"])
+async def test_an_object_that_has_been_cut_is_not_taken_for_a_hole_when_its_file_is_restriped(directory, kind):
+    async with mounted(directory, REDUNDANT[kind] | {"layout.count": 1}) as fs:
+        data = random.Random(1).randbytes(UNIT if kind == "2+1" else 40 * UNIT)
+        ino = await write_file(fs, b"f", data)
+        fs.io.burst.stager = None  # no room
+        layout = (await fs.getattr(ino)).layout
+        assert layout.is_protected
+        os.truncate(await object_path(fs, ino, 0), 0)
+        opened = await fs.open(ino, os.O_RDWR)
+        await fs.write(opened.handle, 0, b"x")
+        assert not (await fs.getattr(ino)).layout.is_protected
+        await fs.release(opened.handle)
+        assert await read_file(fs, ino) == b"x" + data[1:]
+
+
+async def test_a_read_that_the_move_of_a_column_has_overtaken_reports_no_damage(directory):
+    """The old object is deleted; the column is whole elsewhere, and must not be taken for a lost one."""
+    files = Files()
+    async with mounted(directory, REDUNDANT["2+1"]) as fs:
+        await files.write(fs, [40 * UNIT])
+        [ino] = files.contents
+        opened = await fs.open(ino, os.O_RDONLY)
+        stale = fs.io.plain_objects_of(fs.io.open[ino].inode)  # as staging has them
+        number = (await fs.getattr(ino)).layout.servers[0]
+        await leave(fs, ino)
+        await left(fs, number)
+        oid, moved = (await fs.getattr(ino)).oid, fs.rebuild.status()["moved_columns"]
+        assert bytes(await stale.read(0, 40 * UNIT, 40 * UNIT)) == files.contents[ino]
+        stale.close()
+        assert not fs.rebuild._damage
+        await whole(fs)
+        assert fs.rebuild.status()["moved_columns"] == moved
+        assert not await fs.store.engine.view(degraded.is_marked, oid)
+        await fs.release(opened.handle)
+
+
+async def test_what_was_cached_of_a_column_that_was_wrong_is_not_read_once_it_is_mended(directory):
+    files = Files()
+    async with mounted(directory, REDUNDANT["1x3"]) as fs:
+        await files.write(fs, [3 * MIB])
+        [ino] = files.contents
+        inode = await fs.getattr(ino)
+        source = fs.store.servers[inode.layout.servers[0]]
+        name = object_name(source, (ino, inode.oid))
+        cache = fs.store.servers.cache
+        block = cache.start(ObjectSource(source, (ino, inode.oid), lambda buffer, offset: len(buffer)), 0, MIB)
+        await block.bytes()
+        assert cache._objects[name]
+        assert await fs.rebuild.request(inode.oid, ino, [0])
+        await whole(fs)
+        assert name not in cache._objects
+        await files.check(fs)
+
+
+async def test_reports_that_keep_coming_while_a_round_hands_out_do_not_pile_up(directory):
+    """Each was a level of recursion, until Python gave up and the daemon died."""
+    async with mounted(directory, REDUNDANT["2+1"] | {"layout.unit": UNIT}) as fs:
+        inos = [await write_file(fs, b"%d" % number, b"x" * UNIT) for number in range(40)]
+        oids = {ino: (await fs.getattr(ino)).oid for ino in inos}
+        depth = most = 0
+        hand_out = fs.rebuild._hand_out
+
+        async def counted(*args) -> None:
+            nonlocal depth, most
+            depth += 1
+            most = max(most, depth)
+            fs.rebuild.wake()  # somebody asks for something
+            try:
+                await hand_out(*args)
+            finally:
+                depth -= 1
+
+        fs.rebuild._hand_out = counted
+        for ino, oid in oids.items():
+            assert await fs.rebuild.request(oid, ino, [0])
+        while await count(fs, b"q"):
+            await fs.rebuild.news()
+        assert most <= 2
+
+
+async def test_a_move_whose_record_could_not_be_made_durable_is_tried_again(directory):
+    files = Files()
+    async with mounted(directory, WHOLE) as fs:
+        await files.write(fs, [4 * UNIT])
+        [ino] = files.contents
+        number = (await fs.getattr(ino)).layout.servers[0]
+        barrier, failed = fs.store.engine.barrier, 0
+
+        async def failing(seq: int | None = None) -> None:
+            nonlocal failed
+            if not failed and await count(fs, b"m"):
+                failed += 1
+                raise Unavailable("the metadata store cannot be synced just now")
+            await barrier(seq)
+
+        fs.store.engine.barrier = failing
+        await leave(fs, ino)
+        await left(fs, number)
+        assert failed
+        await files.check(fs)
+
+
+async def test_who_holds_the_gate_of_a_file_alone_finds_its_objects_where_they_were(directory):
+    """Such as an open that is about to pass the file through to the descriptor that it has just been told."""
+    files = Files()
+    async with mounted(directory, WHOLE) as fs:
+        await files.write(fs, [4 * UNIT])
+        [ino] = files.contents
+        number = (await fs.getattr(ino)).layout.servers[0]
+        file = await fs.io.acquire(ino)
+        await file.gate.enter_alone()
+        objects, made = file.objects, trio.Event()
+        faults.arm("vfs.move.made", made.set)
+        await leave(fs, ino)
+        await made.wait()
+        for _ in range(50):
+            await trio.lowlevel.checkpoint()
+        found = file.objects, file.inode.layout.servers
+        file.gate.leave_alone()
+        await fs.io.release(file)
+        assert found == (objects, (number,))
+        await left(fs, number)
+        await files.check(fs)
+
+
+async def test_a_column_that_is_remade_when_its_file_has_just_been_emptied_does_not_stay(directory, monkeypatch):
+    """The collector had deleted the objects already, and nobody else knew of the one that was made again."""
+    waiting, go_on = trio.Event(), trio.Event()
+    following = ColumnSource.following
+
+    async def slow(self):
+        found = await following(self)
+        waiting.set()
+        await go_on.wait()
+        return found
+
+    async with mounted(directory, REDUNDANT["2+1"]) as fs:
+        ino = await write_file(fs, b"f", random.Random(1).randbytes(40 * UNIT))
+        inode, path = await fs.getattr(ino), await object_path(fs, ino, 0)
+        path.unlink()
+        monkeypatch.setattr(ColumnSource, "following", slow)
+        assert await fs.rebuild.request(inode.oid, ino, [0])
+        await waiting.wait()
+        opened = await fs.open(ino, os.O_RDWR | os.O_TRUNC)
+        await fs.release(opened.handle)
+        await fs.collector.drain()
+        assert not object_path_of(fs, inode, 1).exists()
+        go_on.set()
+        await whole(fs)
+        await fs.rebuild.strays.sweep()
+        assert not path.exists() and await count(fs, b"m") == 0
+
+
+def object_path_of(fs, inode, column: int) -> Path:
+    return Path(fs.store.servers[inode.layout.servers[column]].object_path(inode.ino, inode.oid))
+
+
+@pytest.mark.parametrize("who", ["reader", "writer"])
+async def test_bytes_that_were_read_while_the_column_was_found_to_be_wrong_do_not_count(directory, monkeypatch, who):
+    """The rebuild in its place may have begun: what is there is neither the old nor the new."""
+    files = Files()
+    async with mounted(directory, REDUNDANT["1x3"]) as fs:
+        await files.write(fs, [40 * UNIT])
+        [ino] = files.contents
+        fs.io.burst.stager = None
+        inode, read, wrong = await fs.getattr(ino), ProtectedObjects.read, []
+
+        async def overtaken(self, offset, length, size, strict=True):
+            data = await read(self, offset, length, size, strict)
+            if self is fs.io.open[ino].objects and not wrong:
+                wrong.append(1)
+                assert await fs.rebuild.request(inode.oid, ino, [1])
+                return memoryview(bytes(length))  # holes of the new object
+            return data
+
+        monkeypatch.setattr(ProtectedObjects, "read", overtaken)
+        if who == "writer":
+            opened = await fs.open(ino, os.O_RDWR)
+            await fs.write(opened.handle, 0, b"x")
+            await fs.release(opened.handle)
+            files.contents[ino] = b"x" + files.contents[ino][1:]
+        await files.check(fs)
+        assert wrong

@@ -1,0 +1,548 @@
+"""Scrub: it finds every flip that was planted and only those, repairs what can be, and names the rest."""
+
+import json
+import os
+import random
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from aifs.check.fsck import check
+from aifs.core.config import Config
+from aifs.core.errors import Unavailable
+from aifs.data.columns import Columns
+from aifs.layout.striped import Striped
+from aifs.meta import chunks, keys, namespace
+from aifs.vfs import Filesystem, open_filesystem
+from aifs.vfs.repair import scrub as scrub_module
+from aifs.vfs.repair import scrub_state
+from aifs.vfs.types import Caller
+from tests.support.data_servers import failing
+from tests.support.modes import config_of, make_store
+
+KIB, MIB = 1 << 10, 1 << 20
+ROOT = keys.ROOT_INO
+ME = Caller()
+
+BASE = {
+    "burst.drain_delay": "0s",
+    "burst.throttle_max": "0s",
+    "layout.unit": "64KiB",
+    "scrub.bandwidth": "0",
+    "rebuild.workers": "1",
+    "burst.stage_on_read": "0",
+}
+POLICIES = {
+    b"plain": b"count=2",
+    b"mirror": b"count=1,replicas=2",
+    b"three": b"count=1,replicas=3",
+    b"coded": b"ec=2+1",
+    b"chunks": b"kind=interleaved",
+    b"chunks-mirror": b"kind=interleaved,replicas=2",
+    b"chunks-coded": b"kind=interleaved,ec=2+1",
+}
+PROTECTED = [name for name in POLICIES if name not in (b"plain", b"chunks")]
+SIZES = (3000, 70_000, 300_000, MIB + 5, 2 * MIB + 70_001)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+    monkeypatch.setattr(scrub_module, "_PAUSE_S", 0.01)
+    with tempfile.TemporaryDirectory(prefix="aifs-scrub-", dir="/dev/shm") as parent:
+        make_store(Path(parent, "store"), BASE)
+        yield config_of(Path(parent, "store"))
+
+
+def use(config: Config, work: Callable[[Filesystem], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        async with open_filesystem(config) as fs:
+            return await work(fs)
+
+    return trio.run(run)
+
+
+class Files:
+    """What was written: content by directory and name, and where the parts lie."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self.contents: dict[tuple[bytes, bytes], bytes] = {}
+        self.inos: dict[tuple[bytes, bytes], int] = {}
+        self._random = random.Random(seed)
+
+    async def write(self, fs: Filesystem, directories: Iterable[bytes] = tuple(POLICIES)) -> None:
+        """Files of many sizes in each directory, drained, without burst copies."""
+        for directory in directories:
+            parent = await fs.mkdir(ROOT, directory, 0o755, ME)
+            await fs.setxattr(parent.ino, b"user.aifs.layout", POLICIES[directory])
+            for number, size in enumerate(SIZES):
+                name = b"file-%d" % number
+                data = self._random.randbytes(size)
+                (handle, *_), inode = await fs.create(parent.ino, name, 0o644, os.O_RDWR, ME)
+                await fs.write(handle, 0, data)
+                await fs.release(handle)
+                self.contents[directory, name], self.inos[directory, name] = data, inode.ino
+        await fs.wait_drained(ROOT)
+        for ino in self.inos.values():
+            assert await fs.evictor.evict(ino)
+        await fs.collector.drain()
+
+    async def compare(self, fs: Filesystem) -> None:
+        for place, ino in self.inos.items():
+            handle = (await fs.open(ino, os.O_RDONLY)).handle
+            try:
+                assert bytes(await fs.read(handle, 0, 1 << 30)) == self.contents[place], place
+            finally:
+                await fs.release(handle)
+
+    def objects(self, fs: Filesystem) -> Any:
+        """(directory, path, length that counts) of all objects and containers."""
+
+        async def find() -> list[tuple[bytes, str, int]]:
+            found: dict[str, tuple[bytes, str, int]] = {}
+            for (directory, _), ino in self.inos.items():
+                inode = await fs.getattr(ino)
+                if isinstance(inode.layout, Striped):
+                    for column, server in enumerate(inode.layout.servers):
+                        path = fs.store.servers[server].object_path(ino, inode.oid)
+                        found[path] = directory, path, inode.layout.object_length(column, inode.size)
+                elif inode.layout is not None:
+                    for first in range(0, inode.layout.count(inode.size), 64):
+                        _, places = await fs.store.engine.view(chunks.get_chunks, inode.oid, first)
+                        for place in places:
+                            record = await fs.store.engine.view(chunks.find_container, place.container)
+                            for column, server in enumerate(record.layout.servers):
+                                path = fs.store.servers[server].object_path(0, place.container)
+                                length = record.layout.object_length(column, record.length)
+                                found[path] = directory, path, length
+            return [item for item in found.values() if item[2]]
+
+        return find()
+
+
+def flip(path: str, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x40]))
+
+
+async def scrub(fs: Filesystem, repair: bool = True) -> dict[str, Any]:
+    fs.scrub.start(repair)
+    with trio.fail_after(60):
+        await fs.scrub.wait()
+        while repair and not fs.rebuild.idle:
+            await trio.sleep(0.01)
+    return fs.scrub.status()
+
+
+def assert_clean(config: Config) -> None:
+    assert check(config, repair=False, deep=True).findings == []
+
+
+def test_nothing_is_found_where_nothing_is_wrong(store: Config) -> None:
+    files = Files()
+
+    async def work(fs: Filesystem) -> None:
+        await files.write(fs)
+        status = await scrub(fs)
+        assert (status["flaws"], status["wrong"], status["unverified"]) == (0, [], 0)
+        lengths = sum(length for _, _, length in await files.objects(fs))
+        assert lengths <= status["read_bytes"] <= 2 * lengths
+
+    use(store, work)
+    assert_clean(store)
+
+
+def test_what_is_wrong_only_once_is_not_wrong(store: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes, or lengths, that were read while something changed, which looks afterwards as it did before."""
+    files, spoilt = Files(), set()
+    read_now = Columns.read_now
+
+    def spoil(columns: Columns, column: int, buffer: memoryview, offset: int) -> int:
+        done = read_now(columns, column, buffer, offset)
+        place = columns._key, column, offset
+        if done and place not in spoilt:
+            spoilt.add(place)
+            if len(spoilt) % 2:
+                buffer[done // 2] ^= 1
+            else:
+                done -= 1
+        return done
+
+    async def work(fs: Filesystem) -> None:
+        await files.write(fs)
+        with monkeypatch.context() as patch:
+            patch.setattr(Columns, "read_now", spoil)
+            status = await scrub(fs)
+        assert spoilt and (status["flaws"], status["repaired"], status["wrong"]) == (0, 0, [])
+
+    use(store, work)
+    assert_clean(store)
+
+
+def test_every_flip_is_found_and_repaired(store: Config) -> None:
+    """Data, replicas, parity, chunks, headers: whatever is hit, the bytes are what they were afterwards."""
+    files, chance = Files(), random.Random(3)
+
+    async def work(fs: Filesystem) -> None:
+        await files.write(fs, PROTECTED)
+        objects = await files.objects(fs)
+        before = {path: Path(path).read_bytes()[:length] for _, path, length in objects}
+        for _ in range(3):
+            one_each = {}
+            for item in objects:  # one object of each file or container, so that the others can tell
+                one_each.setdefault(os.path.basename(item[1]), []).append(item)
+            planted = 0
+            for candidates in one_each.values():
+                _, path, length = chance.choice(candidates)
+                for offset in {0, chance.randrange(length), length - 1}:
+                    flip(path, offset)
+                    planted += 1
+            status = await scrub(fs)
+            assert status["wrong"] == []
+            assert status["rebuilding"] == 0
+            assert len(one_each) <= status["flaws"] == status["repaired"] <= planted
+            assert {path: Path(path).read_bytes()[:length] for _, path, length in objects} == before
+        assert (await scrub(fs))["flaws"] == 0
+        await files.compare(fs)
+
+    use(store, work)
+    assert_clean(store)
+
+
+def test_without_leave_to_repair_files_are_named_and_left(store: Config) -> None:
+    files = Files()
+
+    async def work(fs: Filesystem) -> None:
+        await files.write(fs, [b"mirror", b"coded"])
+        objects = await files.objects(fs)
+        hit = [
+            next(path for found, path, _ in objects if found == directory)
+            for directory in (b"mirror", b"coded")
+        ]
+        for path in hit:
+            flip(path, 100)
+        before = [Path(path).read_bytes() for path in hit]
+        status = await scrub(fs, repair=False)
+        assert (status["flaws"], status["repaired"]) == (2, 0)
+        assert sorted(item["paths"] for item in status["wrong"]) == [["/coded/file-0"], ["/mirror/file-0"]]
+        assert not any(item["for_good"] for item in status["wrong"])
+        assert [Path(path).read_bytes() for path in hit] == before
+        assert (await scrub(fs))["repaired"] == 2
+
+    use(store, work)
+    assert_clean(store)
+
+
+def test_objects_that_are_missing_short_or_long_are_mended(store: Config) -> None:
+    files = Files()
+
+    async def work(fs: Filesystem) -> None:
+        await files.write(fs, PROTECTED)
+        objects = await files.objects(fs)
+        one_each = {os.path.basename(path): (directory, path, length) for directory, path, length in objects}
+        for number, (_, path, length) in enumerate(one_each.values()):
+            if number % 3 == 0:
+                os.unlink(path)
+            elif number % 3 == 1:
+                os.truncate(path, length // 2)
+            elif not os.path.basename(path).endswith(".0"):
+                os.truncate(path, length + 100)
+        status = await scrub(fs)
+        assert status["wrong"] == []
+        assert status["rebuilding"] >= len(one_each) // 3
+        assert (await scrub(fs))["flaws"] == 0
+        await files.compare(fs)
+
+    use(store, work)
+    assert_clean(store)
+
+
+def test_what_is_lost_is_named_with_all_its_names(store: Config, caplog: pytest.LogCaptureFixture) -> None:
+    files = Files()
+
+    async def work(fs: Filesystem) -> None:
+        await files.write(fs, [b"plain", b"chunks"])
+        await fs.link(files.inos[b"plain", b"file-4"], ROOT, b"second-\xff")
+        inode = await fs.getattr(files.inos[b"plain", b"file-4"])
+        flip(fs.store.servers[inode.layout.servers[1]].object_path(inode.ino, inode.oid), 3)
+        ino = files.inos[b"chunks", b"file-3"]
+        oid = (await fs.getattr(ino)).oid
+        place = (await fs.store.engine.view(chunks.get_chunks, oid, 0))[1][0]
+        flip(fs.store.servers[place.server].object_path(0, place.container), place.offset + 20)  # its header
+        status = await scrub(fs)
+        assert status["flaws"] == 0
+        told = {frozenset(item["paths"]): item for item in status["wrong"]}
+        striped, chunk = (
+            told[frozenset(("/plain/file-4", "/second-\udcff"))],
+            told[frozenset(("/chunks/file-3",))],
+        )
+        assert (striped["start"], striped["end"], striped["servers"]) == (
+            0,
+            MIB,
+            sorted(inode.layout.servers),
+        )
+        assert (chunk["start"], chunk["end"], chunk["servers"]) == (0, MIB, [place.server])
+        assert all(item["for_good"] for item in told.values())
+        assert len(told) == 2
+        again = await fs.getxattr(ROOT, b"user.aifs.scrub")
+        assert json.loads(again)["wrong_ranges"] == 2
+
+    use(store, work)
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 2
+    kinds = {finding.kind for finding in check(store, repair=False, deep=True).findings}
+    assert kinds == {"wrong-checksum"}
+
+
+def test_a_flip_in_a_file_that_is_deleted_is_no_error(store: Config) -> None:
+    files = Files()
+
+    async def work(fs: Filesystem) -> None:
+        await files.write(fs, [b"plain", b"chunks"])
+        ino = files.inos[b"chunks", b"file-3"]
+        place = (await fs.store.engine.view(chunks.get_chunks, (await fs.getattr(ino)).oid, 0))[1][0]
+        flip(fs.store.servers[place.server].object_path(0, place.container), place.offset + 2000)
+        parent = await fs.lookup(ROOT, b"chunks")
+        await fs.unlink(parent.ino, b"file-3")
+        fs.forget([ino])
+        await fs.collector.drain()
+        assert (await scrub(fs))["wrong"] == []
+
+    use(store, work)
+    assert_clean(store)
+
+
+def test_a_wrong_burst_copy_is_dropped_and_only_that(store: Config) -> None:
+    files = Files()
+
+    async def work(fs: Filesystem) -> None:
+        await files.write(fs, [b"plain", b"chunks"])
+        copies = []
+        for place in ((b"plain", b"file-4"), (b"chunks", b"file-4"), (b"plain", b"file-3")):
+            ino = files.inos[place]
+            await fs.setxattr(ino, b"user.aifs.stage", b"")
+            with trio.fail_after(10):
+                while (
+                    await fs.store.engine.view(namespace.get_inode, ino)
+                ).copy is None or fs.stager.is_staging(ino):
+                    await trio.sleep(0.01)
+            copies.append((await fs.getattr(ino)).copy)
+        for copy in copies[:2]:
+            flip(fs.store.servers[copy.server].object_path(0, copy.id), MIB + 9)
+        status = await scrub(fs)
+        assert (status["dropped_copies"], status["flaws"], status["wrong"]) == (2, 2, [])
+        assert (await fs.getattr(files.inos[b"plain", b"file-3"])).copy == copies[2]
+        await files.compare(fs)
+
+    use(store, work)
+    assert_clean(store)
+
+
+def test_a_pass_that_is_interrupted_goes_on_after_a_restart(store: Config) -> None:
+    files = Files()
+
+    async def begin(fs: Filesystem) -> None:
+        await files.write(fs)
+        for _, path, _ in (await files.objects(fs))[-1:]:
+            flip(path, 0)
+        fs.scrub.start(bandwidth=1)  # it will not get far
+        while fs.scrub.status()["read_bytes"] == 0:
+            await trio.sleep(0.01)
+        assert fs.scrub.status()["running"]
+        await scrub_state.save(fs.store.engine, fs.scrub._state)
+
+    async def go_on(fs: Filesystem) -> dict[str, Any]:
+        with trio.fail_after(10):
+            while not fs.scrub.status()["begun_s"] or not fs.scrub._loaded:
+                await trio.sleep(0.01)
+        status = fs.scrub.status()
+        assert status["running"], status
+        fs.scrub.start(bandwidth=0)
+        with trio.fail_after(30):
+            await fs.scrub.wait()
+        return fs.scrub.status()
+
+    use(store, begin)
+    status = use(store, go_on)
+    assert not status["running"] and status["flaws"] == status["repaired"] == 1
+    assert_clean(store)
+
+
+def test_scrubs_while_files_are_written_find_nothing(store: Config) -> None:
+    """Written, rewritten, drained, deleted, compacted meanwhile."""
+    chance = random.Random(9)
+
+    async def work(fs: Filesystem) -> None:
+        parents = []
+        for directory, policy in POLICIES.items():
+            parent = await fs.mkdir(ROOT, directory, 0o755, ME)
+            await fs.setxattr(parent.ino, b"user.aifs.layout", policy)
+            parents.append(parent.ino)
+        at_once = await fs.mkdir(ROOT, b"in-place", 0o755, ME)
+        await fs.setxattr(at_once.ino, b"user.aifs.tier", b"capacity")
+        parents.append(at_once.ino)
+        done = False
+
+        async def write() -> None:
+            nonlocal done
+            names: dict[tuple[int, bytes], int] = {}
+            for _ in range(100):
+                place = chance.choice(parents), b"%d" % chance.randrange(4)
+                kind = chance.random()
+                if place in names and kind < 0.3:
+                    await fs.unlink(*place)
+                    fs.forget([names.pop(place)])
+                elif place in names:
+                    handle = (await fs.open(names[place], os.O_RDWR)).handle
+                    await fs.write(
+                        handle, chance.randrange(200_000), chance.randbytes(chance.randrange(1, 150_000))
+                    )
+                    await fs.release(handle)
+                else:
+                    (handle, *_), inode = await fs.create(*place, 0o644, os.O_RDWR, ME)
+                    await fs.write(handle, 0, chance.randbytes(chance.randrange(1, 400_000)))
+                    await fs.release(handle)
+                    names[place] = inode.ino
+                if kind > 0.8:
+                    fs.drain.request(names.values())
+                if kind > 0.95:
+                    await fs.compaction.compact()
+                await trio.sleep(0.002)
+            done = True
+
+        passes = 0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write)
+            while not done:
+                fs.scrub.start()
+                with trio.move_on_after(0.2):
+                    await fs.scrub.wait()
+                status = fs.scrub.status()
+                assert (status["flaws"], status["wrong"], status["dropped_copies"]) == (0, [], 0)
+                passes += 1
+                fs.scrub.stop()
+                await fs.scrub.wait()
+        assert passes > 1
+        await fs.wait_drained(ROOT)
+        assert (await scrub(fs))["flaws"] == 0
+
+    use(store, work)
+    assert_clean(store)
+
+
+@pytest.mark.parametrize("directory", [name for name in POLICIES])
+def test_with_verify_nobody_reads_wrong_bytes(store: Config, directory: bytes) -> None:
+    files = Files()
+    verifying = store.model_copy(update={"data": store.data.model_copy(update={"verify": "read"})})
+
+    async def work(fs: Filesystem) -> None:
+        await files.write(fs, [directory])
+        objects = await files.objects(fs)
+        last = max(objects, key=lambda item: item[2])
+        for offset in (100, last[2] // 2, last[2] - 1):
+            flip(last[1], offset)
+        wrong = 0
+        for place, ino in files.inos.items():
+            handle = (await fs.open(ino, os.O_RDONLY)).handle
+            try:
+                assert bytes(await fs.read(handle, 0, 1 << 30)) == files.contents[place]
+            except Unavailable:
+                wrong += 1
+            finally:
+                await fs.release(handle)
+        assert (wrong > 0) == (directory in (b"plain", b"chunks"))
+        if wrong:
+            for offset in (100, last[2] // 2, last[2] - 1):
+                flip(last[1], offset)
+            return
+        assert (await scrub(fs))["wrong"] == []
+        assert (await scrub(fs))["flaws"] == 0
+
+    use(verifying, work)
+    assert_clean(store)
+
+
+def test_an_object_that_cannot_be_read_is_made_anew(store: Config) -> None:
+    files = Files()
+
+    async def work(fs: Filesystem) -> None:
+        await files.write(fs, [b"coded"])
+        inode = await fs.getattr(files.inos[b"coded", b"file-4"])
+        path = fs.store.servers[inode.layout.servers[1]].object_path(inode.ino, inode.oid)
+        with failing("read_into", path):
+            fs.scrub.start()
+            await fs.scrub.wait()
+        status = fs.scrub.status()
+        assert (status["rebuilding"], status["wrong"]) == (1, [])
+        assert (await scrub(fs))["flaws"] == 0
+        await files.compare(fs)
+
+    use(store, work)
+    assert_clean(store)
+
+
+def test_a_server_that_does_not_answer_says_nothing_about_files(store: Config) -> None:
+    files = Files()
+
+    async def work(fs: Filesystem) -> None:
+        await files.write(fs, [b"plain", b"chunks", b"mirror"])
+        root = fs.store.servers[0].path
+        os.rename(root, root + ".away")
+        try:
+            fs.scrub.start()
+            await fs.scrub.wait()
+        finally:
+            os.rename(root + ".away", root)
+        status = fs.scrub.status()
+        assert (status["wrong"], status["rebuilding"]) == ([], 0)
+        assert status["unverified"]
+        with trio.fail_after(30):
+            while any(server.absent for server in fs.store.servers.values()):
+                await trio.sleep(0.05)
+        status = await scrub(fs)
+        assert (status["flaws"], status["wrong"], status["unverified"]) == (0, [], 0)
+
+    use(store, work)
+    assert_clean(store)
+
+
+def test_what_is_lost_below_long_paths_fits_the_record(store: Config) -> None:
+    """A scrub that cannot be recorded would never end."""
+
+    async def work(fs: Filesystem) -> None:
+        lost = {"paths": ["/" + "n" * 1500] * 2, "inode": 5, "object": 5, "start": 0, "end": 1, "servers": [0], "reason": "r"}
+        state = scrub_state.State(wrong=[lost | {"for_good": True}] * scrub_state.WRONG_MAX)
+        await scrub_state.save(fs.store.engine, state)
+        assert len(state.wrong) == scrub_state.WRONG_MAX
+        assert 50 < len((await scrub_state.load(fs.store.engine)).wrong) < scrub_state.WRONG_MAX
+
+    use(store, work)
+
+
+def test_a_copy_is_kept_where_nobody_can_tell_whether_it_is_right(store: Config) -> None:
+    """The list of the file's chunks is damaged: the copy may be all that is whole."""
+    files = Files()
+
+    async def work(fs: Filesystem) -> None:
+        await files.write(fs, [b"chunks"])
+        ino = files.inos[b"chunks", b"file-4"]
+        await fs.setxattr(ino, b"user.aifs.stage", b"")
+        with trio.fail_after(10):
+            while (await fs.store.engine.view(namespace.get_inode, ino)).copy is None or fs.stager.is_staging(ino):
+                await trio.sleep(0.01)
+        inode = await fs.getattr(ino)
+        key = keys.chunk_list(inode.oid, 0)
+        record = await fs.store.engine.view(lambda tx: tx.get(key))
+        await fs.store.engine.transact(lambda tx: tx.put(key, record[:-1]))
+        assert (await scrub(fs))["dropped_copies"] == 0
+        assert (await fs.getattr(ino)).copy == inode.copy
+        await files.compare(fs)
+        await fs.store.engine.transact(lambda tx: tx.put(key, record))
+
+    use(store, work)
+    assert_clean(store)

@@ -1,0 +1,538 @@
+"""Servers come and go: added, drained, replaced, removed, lost, missing at mount and back, stale, the wrong one."""
+
+import json
+import logging
+import os
+import random
+import shutil
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+import yaml
+
+from aifs.check.fsck import check
+from aifs.core import config as configuration
+from aifs.core import faults
+from aifs.core.config import DIRECTORY_FILE, Config
+from aifs.core.errors import Busy, FsError, Invalid, NotPermitted, StoreError, Unavailable
+from aifs.core.faults import SimulatedCrash
+from aifs.layout.placement import BURST_FIRST
+from aifs.meta import keys
+from aifs.meta.keys import ROOT_INO
+from aifs.meta.servers import mark_unprotected
+from aifs.vfs import Caller
+from aifs.vfs.filesystem import Filesystem
+from aifs.vfs.lifecycle import open_filesystem
+from aifs.vfs.servers import server_admin
+from aifs.vfs.store import format_store, open_store
+from aifs.vfs.types import ROOT
+from tests.support import modes
+from tests.support.data_servers import failing, hooked
+
+UNIT = 4096
+SETTINGS = {
+    "layout.unit": UNIT, "layout.inline_limit": 0, "burst.drain_delay": "0s", "burst.throttle_max": "0s",
+    "burst.stage_on_read": 0, "meta.backup_interval": "0",
+}  # fmt: skip
+KINDS = {"plain": {"layout.count": 2}, "wide": {}, "replicas": {"layout.replicas": 2, "layout.count": 2}, "coded": {"layout.ec": "2+1"},
+         "containers": {"layout.kind": "interleaved"},
+         "coded containers": {"layout.kind": "interleaved", "layout.ec": "2+1"}}  # fmt: skip
+SIZES = (UNIT, 9 * UNIT + 17, 200_000)
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+protected = pytest.mark.parametrize("kind", ["replicas", "coded", "coded containers"])
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="aifs-servers-", dir="/dev/shm") as parent:
+        yield Path(parent)
+    faults.disarm_all()
+
+
+async def make(directory: Path, settings: dict[str, object], servers: int = 5, burst: int = 1) -> Config:
+    source = directory / "store"
+    source.mkdir()
+    tree: dict = {"servers": [f"data/{number}" for number in range(servers)]}
+    tree["burst"] = {"directories": [f"burst/{number}" for number in range(burst)]}
+    for key, value in (SETTINGS | settings).items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = value
+    (source / DIRECTORY_FILE).write_text(yaml.safe_dump(tree))
+    config = modes.config_of(source)
+    await trio.to_thread.run_sync(format_store, config, False)
+    return config
+
+
+@asynccontextmanager
+async def served(config: Config) -> AsyncIterator[Filesystem]:
+    with trio.fail_after(30):
+        async with open_filesystem(config) as fs:
+            yield fs
+
+
+def require_sound(config: Config) -> None:
+    findings = check(config, repair=False, deep=True).findings
+    assert not findings, findings
+
+
+async def sound(config: Config) -> None:
+    await trio.to_thread.run_sync(require_sound, config)
+
+
+def allowing(config: Config) -> Config:
+    return config.model_copy(update={"data": config.data.model_copy(update={"missing": "allow"})})
+
+
+def bytes_of(name: str, size: int) -> bytes:
+    return random.Random(name).randbytes(size)
+
+
+async def write_file(fs: Filesystem, name: str, size: int) -> int:
+    opened, inode = await fs.create(ROOT_INO, name.encode(), 0o600, os.O_RDWR, ROOT)
+    await fs.write(opened.handle, 0, bytes_of(name, size))
+    await fs.release(opened.handle)
+    return inode.ino
+
+
+async def write_files(fs: Filesystem, prefix: str = "f") -> dict[str, int]:
+    """Drained, without burst copies."""
+    sizes = {f"{prefix}{size}-{number}": size for size in SIZES for number in range(4)}
+    inos = [await write_file(fs, name, size) for name, size in sizes.items()]
+    fs.drain.request(inos)
+    await fs.drain.wait(inos)
+    for ino in inos:
+        await fs.evictor.evict(ino)
+    return sizes
+
+
+async def read_file(fs: Filesystem, name: str, size: int) -> bytes:
+    opened = await fs.open((await fs.lookup(ROOT_INO, name.encode())).ino, os.O_RDONLY)
+    try:
+        return bytes(await fs.read(opened.handle, 0, size + 1))
+    finally:
+        await fs.release(opened.handle)
+
+
+async def require_all(fs: Filesystem, sizes: dict[str, int]) -> None:
+    for name, size in sizes.items():
+        assert await read_file(fs, name, size) == bytes_of(name, size), name
+
+
+async def unreadable(fs: Filesystem, sizes: dict[str, int]) -> set[str]:
+    found = set()
+    for name, size in sizes.items():
+        try:
+            assert await read_file(fs, name, size) == bytes_of(name, size), name
+        except Unavailable:
+            found.add(name)
+    return found
+
+
+async def order(fs: Filesystem, what: str, caller: Caller = ROOT, **fields: object) -> None:
+    await fs.setxattr(ROOT_INO, f"user.aifs.server-{what}".encode(), json.dumps(fields).encode(), caller=caller)
+
+
+async def described(fs: Filesystem) -> dict:
+    return json.loads(await fs.getxattr(ROOT_INO, b"user.aifs.servers"))
+
+
+async def row(fs: Filesystem, number: int, role: str = "data") -> dict:
+    return next(s for s in (await described(fs))["servers"] if (s["role"], s["id"]) == (role, number))
+
+
+async def until_empty(fs: Filesystem, number: int, role: str = "data") -> None:
+    while (left := (await row(fs, number, role))["left"]) is None or left["objects"]:
+        await trio.sleep(0.01)
+
+
+async def removed(fs: Filesystem, **fields: object) -> dict:
+    """The outcome of a removal."""
+    await order(fs, "remove", **fields)
+    while True:
+        for removal in (await described(fs))["removals"]:
+            if removal["id"] == fields["id"] and removal["outcome"] is not None:
+                return removal["outcome"]
+        await trio.sleep(0.01)
+
+
+def objects_in(path: Path) -> list[str]:
+    return sorted(file.name for file in path.glob("objects/*/*/*"))
+
+
+# --- coming and going ----------------------------------------------------------------------------------
+
+
+@every_kind
+async def test_a_server_is_drained_and_removed(directory: Path, kind: str) -> None:
+    config = await make(directory, KINDS[kind])
+    async with served(config) as fs:
+        sizes = await write_files(fs)
+        assert any(objects_in(Path(path)) for path in config.servers)
+        with pytest.raises(Busy, match="^data server 1 is in use: drain it first"):
+            await order(fs, "remove", id=1)
+        assert "drain it first" in (await described(fs))["refused"]
+        os.mkdir(f"{config.servers[1]}/backup")  # of the metadata
+        Path(config.servers[1], "backup", "1").write_bytes(b"x")
+        await order(fs, "drain", id=1)
+        assert (await row(fs, 1))["standing"] == "draining"
+        assert 1 not in fs.store.servers.usable()
+        await until_empty(fs, 1)
+        await require_all(fs, sizes)
+        sizes |= await write_files(fs, "later")
+        await fs.collector.drain(urgent=True)
+        assert await removed(fs, id=1) == {"reason": "", "passing": False}
+        await require_all(fs, sizes)
+        assert os.listdir(config.servers[1]) == []
+        assert 1 not in fs.store.servers
+        assert await fs.store.engine.view(lambda tx: (tx.get(keys.server(1)), tx.get(keys.unprotected(1)))) == (None, None)
+        with pytest.raises(Invalid, match="^there is no data server 1 in this store"):
+            await order(fs, "drain", id=1)
+        await order(fs, "add", path=config.servers[1], domain="rack-z")  # it is an empty directory now
+        assert (await row(fs, 5))["domain"] == "rack-z"  # under a new number
+    await sound(config)
+    async with served(config) as fs:
+        await require_all(fs, sizes)
+
+
+async def test_what_still_has_objects_is_not_removed(directory: Path) -> None:
+    config = await make(directory, {})
+    async with served(config) as fs:
+        sizes = await write_files(fs)
+        with failing("open_file", config.servers[4]):  # where it is to be moved to, and from
+            with failing(("open_file", "read_into"), config.servers[2]):
+                await order(fs, "drain", id=2)
+                outcome = await removed(fs, id=2)
+        assert outcome["passing"] and "of data server 2 have to be moved first" in outcome["reason"]
+        await order(fs, "drain", id=2, undo=True)
+        assert (await row(fs, 2))["standing"] == "active"
+        await fs.collector.drain(urgent=True)
+        await require_all(fs, sizes)
+
+
+async def test_draining_goes_on_after_a_restart(directory: Path) -> None:
+    config = await make(directory, KINDS["coded"])
+    async with served(config) as fs:
+        sizes = await write_files(fs)
+        await order(fs, "drain", id=0)
+    async with served(config) as fs:
+        assert (await row(fs, 0))["standing"] == "draining"
+        await until_empty(fs, 0)
+        assert not (await removed(fs, id=0))["reason"]
+        await require_all(fs, sizes)
+    await sound(config)
+
+
+async def test_the_last_server_in_use_stays(directory: Path) -> None:
+    config = await make(directory, {}, servers=2)
+    async with served(config) as fs:
+        await order(fs, "drain", id=0)
+        with pytest.raises(Invalid, match="^there is no other data server in use than 1: add one first"):
+            await order(fs, "drain", id=1)
+
+
+@every_kind
+async def test_a_server_that_works_is_replaced_by_moving_what_it_has(directory: Path, kind: str) -> None:
+    config = await make(directory, KINDS[kind])
+    async with served(config) as fs:
+        sizes = await write_files(fs)
+        await order(fs, "replace", id=3, path=f"{directory}/new")
+        old, new = await row(fs, 3), await row(fs, 5)
+        assert (old["standing"], old["successor"], new["standing"]) == ("draining", 5, "active")
+        await until_empty(fs, 3)
+        await require_all(fs, sizes)
+        assert not (await removed(fs, id=3))["reason"]
+        with pytest.raises(Invalid, match="there is no data server 3"):
+            await order(fs, "replace", id=3, path=f"{directory}/other")
+    await sound(config)
+
+
+async def test_a_server_that_goes_while_it_is_in_use_is_lost_when_it_is_replaced(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = await make(directory, KINDS["coded"])
+    async with served(config) as fs:
+        sizes = await write_files(fs)
+        await fs.store.engine.transact(mark_unprotected, range(5))  # there have been plain files once
+        os.rename(config.servers[3], directory / "gone")
+        await order(fs, "replace", id=3, path=f"{directory}/new")
+        assert (await row(fs, 3))["standing"] == "lost"
+        await until_empty(fs, 3)
+        await require_all(fs, sizes)
+        assert not (await removed(fs, id=3))["reason"]
+    await sound(config)
+
+
+@protected
+async def test_a_server_that_is_gone_is_replaced_by_rebuilding_at_the_same_place(
+    directory: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = await make(directory, KINDS[kind])
+    async with served(config) as fs:
+        sizes = await write_files(fs)
+    shutil.rmtree(config.servers[2])  # a new, empty disk is mounted there
+    os.mkdir(config.servers[2])
+    async with served(config) as fs:
+        assert (await row(fs, 2))["state"] == "absent"
+        await require_all(fs, sizes)
+        await order(fs, "replace", id=2, path=config.servers[2])
+        assert (await row(fs, 2))["standing"] == "lost"
+        await until_empty(fs, 2)
+        await require_all(fs, sizes)
+    async with served(config) as fs:
+        await require_all(fs, sizes)
+        assert not (await removed(fs, id=2))["reason"]
+        assert (Path(config.servers[2]) / ".aifs").exists()  # it is the new one's
+    await sound(config)
+    assert [record for record in caplog.records if record.levelno > logging.WARNING] == []
+
+
+# --- missing ones --------------------------------------------------------------------------------------
+
+
+async def test_a_missing_server_with_unprotected_bytes_is_refused_or_done_without(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = await make(directory, {"layout.count": 2})
+    async with served(config) as fs:
+        sizes = await write_files(fs)
+    away = directory / "away"
+    os.rename(config.servers[1], away)
+    with pytest.raises(StoreError) as caught:
+        async with served(config):
+            pass
+    assert str(caught.value) == (
+        f"data server 1: {config.servers[1]}: there is no such directory; is its filesystem mounted?; unprotected files "
+        "may have bytes there; put it right, or mount without it and them: -o data.missing=allow"
+    )
+    async with served(allowing(config)) as fs:
+        gone = await unreadable(fs, sizes)
+        assert 0 < len(gone) < len(sizes)
+        assert (await row(fs, 1))["state"] == "absent"
+        sizes |= await write_files(fs, "later")
+        assert await unreadable(fs, sizes) == gone
+        os.rename(away, config.servers[1])
+        fs.store.servers.look()
+        while (await row(fs, 1))["state"] == "absent":
+            await trio.sleep(0.01)
+        await require_all(fs, sizes)
+    assert "does without a data server for now: data server 1" in caplog.text
+    await sound(config)
+
+
+@protected
+async def test_a_missing_server_with_protected_bytes_alone_is_done_without(
+    directory: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = await make(directory, KINDS[kind])
+    async with served(config) as fs:
+        sizes = await write_files(fs)
+    away = directory / "away"
+    os.rename(config.servers[0], away)
+    async with served(config) as fs:
+        await require_all(fs, sizes)
+        sizes |= await write_files(fs, "later")
+    os.rename(away, config.servers[0])
+    async with served(config) as fs:
+        await require_all(fs, sizes)
+    assert caplog.text.count("does without a data server for now") == 1
+    await sound(config)
+
+
+@every_kind
+async def test_a_lost_server_is_removed_and_says_first_what_goes_with_it(directory: Path, kind: str) -> None:
+    config = await make(directory, KINDS[kind])
+    async with served(config) as fs:
+        sizes = await write_files(fs)
+        dead = max(range(5), key=lambda number: len(objects_in(Path(config.servers[number]))))
+        with pytest.raises(Busy, match=f"^data server {dead} is there: drain it instead, so that nothing is lost"):
+            await order(fs, "remove", id=dead, lost=True)
+    stale = directory / "stale"
+    os.rename(config.servers[dead], stale)
+    async with served(allowing(config)) as fs:
+        gone = await unreadable(fs, sizes)
+        outcome = await removed(fs, id=dead, lost=True)
+        assert bool(gone) == (kind in ("plain", "wide", "containers"))
+        if gone:
+            assert outcome == {"reason": f"{len(gone)} files would be lost with data server {dead}", "passing": False}
+            assert (await row(fs, dead))["standing"] == "active"
+            outcome = await removed(fs, id=dead, lost=True, lose_files=True)
+            assert outcome["reason"].startswith(f"{len(gone)} files cannot be read without data server {dead}")
+            assert (await row(fs, dead))["standing"] == "lost"
+            for name in gone:
+                ino = (await fs.lookup(ROOT_INO, name.encode())).ino
+                await fs.unlink(ROOT_INO, name.encode())
+                fs.forget([ino])
+                del sizes[name]
+            await fs.collector.drain(urgent=True)
+    async with served(config) as fs:  # lost servers need not be allowed to be missing
+        while (outcome := await removed(fs, id=dead))["passing"]:
+            await trio.sleep(0.01)
+        assert not outcome["reason"]
+        await require_all(fs, sizes)
+        os.rename(stale, config.servers[dead])
+        with pytest.raises(Invalid, match=f"holds what data server {dead} of this store had, which is stale"):
+            await order(fs, "add", path=config.servers[dead])
+    await sound(config)
+
+
+async def test_a_stale_directory_is_not_taken_for_the_new_one(directory: Path) -> None:
+    config = await make(directory, KINDS["replicas"])
+    async with served(config) as fs:
+        sizes = await write_files(fs)
+        shutil.copytree(config.servers[2], directory / "backup")
+        await order(fs, "replace", id=2, path=f"{directory}/new")
+        await until_empty(fs, 2)
+        assert not (await removed(fs, id=2))["reason"]
+    shutil.rmtree(directory / "new")
+    shutil.copytree(directory / "backup", directory / "new")
+    async with served(config) as fs:
+        new = await row(fs, 5)
+        assert new["state"] == "absent" and "its marker says data 2 of store" in new["last_error"]
+        await require_all(fs, sizes)
+
+
+# --- burst directories ---------------------------------------------------------------------------------
+
+
+async def test_a_burst_directory_is_emptied_and_removed(directory: Path) -> None:
+    config = await make(directory, {"burst.drain_delay": "1h"}, burst=2)
+    async with served(config) as fs:
+        sizes = {f"f{number}": 50_000 for number in range(12)}
+        inos = [await write_file(fs, name, size) for name, size in sizes.items()]
+        await fs.setxattr(inos[0], b"user.aifs.tier", b"pinned")
+        devices = {(await fs.getattr(ino)).copy.server for ino in inos}
+        assert devices == {BURST_FIRST, BURST_FIRST + 1}
+        with pytest.raises(Busy, match="^burst directory 0 is in use: drain it first"):
+            await order(fs, "remove", id=0, role="burst")
+        await order(fs, "drain", id=0, role="burst")
+        sizes["later"] = 50_000
+        assert (await fs.getattr(await write_file(fs, "later", 50_000))).copy.server == BURST_FIRST + 1
+        await until_empty(fs, 0, "burst")
+        while (outcome := await removed(fs, id=0, role="burst"))["passing"]:
+            await trio.sleep(0.01)
+        assert not outcome["reason"]
+        await require_all(fs, sizes)
+        assert os.listdir(config.burst.directories[0]) in ([], ["objects"])
+        await order(fs, "add", path=f"{directory}/b2", role="burst")
+        assert (await row(fs, 2, "burst"))["standing"] == "active"
+    await sound(config)
+
+
+# --- crashes, races, nonsense --------------------------------------------------------------------------
+
+
+def crash() -> None:
+    raise SimulatedCrash
+
+
+@pytest.mark.parametrize("point", ["vfs.server.marked", "vfs.server.removed"])
+async def test_a_crash_on_the_way_is_made_up_for_by_trying_again(directory: Path, point: str) -> None:
+    config = await make(directory, {})
+    new = f"{directory}/new"
+    with pytest.raises(SimulatedCrash):
+        async with served(config) as fs:
+            if point == "vfs.server.removed":
+                await order(fs, "add", path=new)
+                await order(fs, "drain", id=5)
+                await until_empty(fs, 5)
+                faults.arm(point, crash)
+                await removed(fs, id=5)
+            faults.arm(point, crash)
+            await order(fs, "add", path=new)
+    faults.disarm_all()
+    async with served(config) as fs:
+        await order(fs, "add", path=new)
+        assert (await row(fs, 5 if point == "vfs.server.marked" else 6))["path"] == new
+    await sound(config)
+
+
+async def test_orders_that_make_no_sense_are_refused(directory: Path) -> None:
+    config = await make(directory, {})
+    async with served(config) as fs:
+        for what, fields in [
+            ("drain", {"id": 77}), ("drain", {"id": -1}), ("drain", {"id": "1"}), ("drain", {}), ("drain", {"id": 1, "role": "x"}),
+            ("drain", {"id": BURST_FIRST}), ("replace", {"id": 1, "path": "relative"}), ("remove", {"id": 9}),
+            ("replace", {"id": 1, "path": config.servers[2]}), ("add", {"path": "/x", "domain": "a\nb"}),
+            ("add", {"path": config.servers[0]}), ("remove", {"id": 0, "role": "burst", "lost": True}),
+            ("replace", {"id": 1, "path": config.meta.directory}),
+        ]:  # fmt: skip
+            with pytest.raises(Invalid):
+                await order(fs, what, **fields)
+        for value in (b"", b"[]", b"{", b"\xff", b"null"):
+            with pytest.raises(Invalid):
+                await fs.setxattr(ROOT_INO, b"user.aifs.server-drain", value)
+        with pytest.raises(NotPermitted):
+            await order(fs, "drain", caller=Caller(1000, 1000), id=1)
+        with pytest.raises(FsError):
+            await fs.setxattr(5, b"user.aifs.server-drain", b"{}")
+        assert [server["standing"] for server in (await described(fs))["servers"]] == ["active"] * 6
+
+
+def test_domains_of_the_configuration_are_those_of_the_table(tmp_path: Path) -> None:
+    text = "meta: {{directory: meta}}\nservers: [{{path: s0, domain: {}}}, s1]\n"
+    file = tmp_path / "c.yaml"
+
+    def domains() -> list[tuple[str, str]]:
+        async def look() -> list[tuple[str, str]]:
+            store = await open_store(configuration.load(str(file), {}))
+            try:
+                records = (await store.table.records()).values()
+                candidates = [candidate.domain for candidate in store.servers.candidates()]
+                return list(zip([record.domain for record in records], candidates, strict=True))
+            finally:
+                store.close()
+
+        return trio.run(look)
+
+    file.write_text(text.format("rack-a"))
+    format_store(configuration.load(str(file), {}), force=False)
+    assert domains() == [("rack-a", "rack-a"), ("", "server 1")]
+    file.write_text(text.format("rack-b"))
+    assert domains() == [("rack-b", "rack-b"), ("", "server 1")]
+    file.write_text("meta: {directory: meta}\nservers: [s0, s1]\n")
+    assert domains() == [("rack-b", "rack-b"), ("", "server 1")]
+
+
+async def test_a_removal_that_is_asked_for_in_other_words_meanwhile_is_not_forgotten(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first look through the store takes its time; then the answer is that to the last order."""
+    config = await make(directory, KINDS["plain"])
+    count, going_on = server_admin.count_uses, trio.Event()
+
+    async def slowly(*args: object) -> object:
+        await going_on.wait()
+        return await count(*args)
+
+    async with served(config) as fs:
+        await write_files(fs)
+    shutil.rmtree(config.servers[0])
+    async with served(allowing(config)) as fs:
+        monkeypatch.setattr(server_admin, "count_uses", slowly)
+        await order(fs, "remove", id=0, lost=True)
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        await order(fs, "remove", id=0, lost=True, lose_files=True)
+        going_on.set()
+        while (outcome := (await described(fs))["removals"][0]["outcome"]) is None:
+            await trio.sleep(0.01)
+        assert "cannot be read without data server 0" in outcome["reason"]
+        assert (await row(fs, 0))["standing"] == "lost"
+
+
+async def test_a_directory_that_takes_its_time_does_not_hold_up_the_mount(directory: Path) -> None:
+    config = await make(directory, {})
+    new, thread = directory / "new", []
+    async with served(config) as fs:
+        with hooked(lambda op, path: thread.append(threading.get_ident()) if path.startswith(str(new)) else None):
+            await order(fs, "add", path=str(new))
+        assert thread and threading.get_ident() not in thread
+        with pytest.raises(Invalid, match="below: is not a directory"):
+            await order(fs, "add", path=f"{config.source}/{DIRECTORY_FILE}/below")
+        assert len(fs.store.servers.capacity()) == 6

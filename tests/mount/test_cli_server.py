@@ -1,0 +1,40 @@
+"""``aifs server`` on a mount: programs go on reading and writing while servers come and go."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.mounts import Mounted, aifs
+
+DATA = os.urandom(3 << 20)
+
+
+def test_servers_come_and_go_below_a_mount(mount_store: Callable[..., Mounted], scratch: Path) -> None:
+    store = mount_store("layout.unit=64KiB", "layout.count=2", "burst.drain_delay=0s", "meta.backup_interval=0")
+    path = store.path
+    (path / "plain").write_bytes(DATA)
+    (path / "safe").mkdir()
+    os.setxattr(path / "safe", "user.aifs.layout", b"ec=2+1")
+    (path / "safe" / "file").write_bytes(DATA)
+    aifs("drain", path)
+    new = scratch / "new"
+    assert aifs("server", "add", "--domain", "rack-b", path, new).stdout == f"added {new} to the store, as data server 4\n"
+    refusal = aifs("server", "remove", store.source, 0, check=False)
+    assert refusal.returncode == 4
+    assert refusal.stderr == f"aifs: refused by the mount at {path}: data server 0 is in use: drain it first\n"
+    with open(path / "plain", "rb") as reader:
+        assert reader.read(1000) == DATA[:1000]
+        done = aifs("server", "drain", path, 0, "--wait", "--timeout", "30s").stdout
+        assert done == f"data server 0 is empty; take it out with: aifs server remove {path} 0\n"
+        assert not list((store.source / "data" / "0").glob("objects/*/*/*"))
+        assert reader.read() == DATA[1000:]
+    removed = aifs("server", "remove", path, 0, "--wait", "--timeout", "50s").stdout
+    assert removed == "data server 0 is removed from the store\n"
+    status = json.loads(aifs("server", "status", path, "--json").stdout)
+    assert [(server["role"], server["id"]) for server in status["servers"]] == [
+        ("data", 1), ("data", 2), ("data", 3), ("data", 4), ("burst", 0),
+    ]  # fmt: skip
+    assert "rack-b" in aifs("server", "status", store.source).stdout
+    store.remount()
+    assert (path / "plain").read_bytes() == (path / "safe" / "file").read_bytes() == DATA

@@ -1,0 +1,108 @@
+"""aifs rm on a real mount: the name goes at once, also from the kernel's cache; who may; what is refused."""
+
+import errno
+import json
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from aifs.cli.rm import _remove_tree
+from tests.support.mounts import TIMEOUT_S, Mounted, aifs
+from tests.support.users import errno_of, in_process
+
+
+def make_tree(top: Path, directories: int, files: int) -> None:
+    for number in range(directories):
+        directory = top / f"d{number}"
+        directory.mkdir(parents=True)
+        for other in range(files):
+            (directory / f"f{other}").write_bytes(b"x" * 5000 if other % 2 else b"")
+
+
+def trash(mount: Path) -> dict[str, int]:
+    return json.loads(os.getxattr(mount, "user.aifs.status"))["trash"]
+
+
+def wait_until_empty(mount: Path) -> None:
+    end = time.monotonic() + TIMEOUT_S
+    while trash(mount)["directories"]:
+        assert time.monotonic() < end, trash(mount)
+
+
+@pytest.mark.parametrize("options", [(), ("kernel.bridge=off",)], ids=["ioctl", "xattr"])
+def test_trees_and_files_go(mount_store, options: tuple[str, ...]) -> None:
+    mounted = mount_store(*options)
+    top, other = mounted.path / "top", mounted.path / "file"
+    make_tree(top, 20, 20)
+    other.write_bytes(b"x")
+    before = os.statvfs(mounted.path).f_files
+    assert len(os.listdir(mounted.path)) == 2 and len(list(top.rglob("*"))) == 420  # the kernel knows it all
+    with open(top / "d3" / "f1", "r+b") as file:
+        inside = os.open(top / "d4", os.O_RDONLY | os.O_DIRECTORY)
+        aifs("rm", "-r", top, other)
+        assert not top.exists() and not (top / "d3" / "f1").exists() and os.listdir(mounted.path) == []
+        top.mkdir()  # the name is free
+        top.rmdir()
+        wait_until_empty(mounted.path)
+        with pytest.raises(FileNotFoundError):
+            os.open("new", os.O_CREAT | os.O_WRONLY, 0o644, dir_fd=inside)
+        os.close(inside)
+        file.seek(5000)
+        file.write(b"goes on")
+        file.flush()
+        os.fsync(file.fileno())
+        assert os.pread(file.fileno(), 10, 4997) == b"xxxgoes on"
+    assert os.statvfs(mounted.path).f_files <= before
+
+
+def test_what_is_refused(mounted: Mounted, tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    tree, file = mounted.path / "tree", mounted.path / "file"
+    make_tree(tree, 1, 1)
+    file.touch()
+    for arguments, reason in (
+        ((tree,), "is a directory"),
+        (("-r", tmp_path / "plain"), "does not lie in an AIFS mount"),
+        (("-r", mounted.path), "unmount it first"),
+        (("-r", f"{tree}/d0/.."), "by its parent and its name"),
+        (("-r", mounted.path / "missing", file), "No such file"),
+    ):
+        done = aifs("rm", *arguments, check=False)
+        assert done.returncode == 1 and reason in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert tree.is_dir() and (tmp_path / "plain").is_dir() and not file.exists()
+
+
+ALICE, BOB, TEAM = 1000, 1001, 4242
+
+
+@pytest.mark.parametrize(
+    ("parent", "owner", "caller", "groups", "answer"),
+    [
+        ((0o777, 0), ALICE, ALICE, (), 0),
+        ((0o777, 0), ALICE, BOB, (), errno.EPERM),  # it may hold what rmdir(2) would not let Bob remove
+        ((0o755, 0), ALICE, ALICE, (), errno.EACCES),
+        ((0o700, ALICE), BOB, ALICE, (), errno.EPERM),
+        ((0o1777, 0), ALICE, ALICE, (), 0),
+        ((0o1777, 0), ALICE, BOB, (), errno.EPERM),
+        ((0o773, 0), ALICE, ALICE, (), 0),
+        ((0o775, 0), ALICE, ALICE, (TEAM,), 0),
+        ((0o757, 0), ALICE, ALICE, (TEAM,), errno.EACCES),
+    ],
+)  # fmt: skip
+def test_users_remove_their_own(
+    module_mount: Mounted, tmp_path: Path, parent: tuple[int, int], owner: int, caller: int, groups: tuple[int, ...],
+    answer: int,
+) -> None:  # fmt: skip
+    here = module_mount.path / tmp_path.name
+    (here / "tree").mkdir(parents=True)
+    (here / "tree" / "of-root").touch()
+    os.chown(here, parent[1], TEAM)
+    here.chmod(parent[0])
+    os.chown(here / "tree", owner, owner)
+    if parent[0] & stat.S_ISVTX and "kernel.bridge=off" in module_mount.options:
+        answer = errno.EPERM  # in sticky directories the kernel lets nobody but the owner set extended attributes
+    assert in_process(lambda: errno_of(_remove_tree, str(here), "tree"), caller, groups=groups) == answer
+    assert (here / "tree").exists() == bool(answer)

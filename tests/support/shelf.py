@@ -1,0 +1,161 @@
+"""Containers without a filesystem: writer, reader, and a catalogue in memory."""
+
+import os
+import tempfile
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+import trio
+
+from aifs.core.budget import Budget
+from aifs.data import pieces
+from aifs.data.chunk_codec import FileRecord
+from aifs.data.chunked import ChunkedObjects
+from aifs.data.container_files import ContainerFiles
+from aifs.data.container_readers import Entry
+from aifs.data.containers import ContainerWriter
+from aifs.data.pieces import Source
+from aifs.data.servers import Servers
+from aifs.layout.interleaved import HEADER_BYTES, Growth, Interleaved, container_layout, padded
+from aifs.layout.redundancy import PLAIN, Redundancy
+from aifs.layout.striped import Striped
+
+CONTAINER = 20 << 20
+KINDS = {"plain": PLAIN, "replicas": Redundancy(2), "coded": Redundancy(1, 2, 1)}
+
+
+def slots_on(servers: tuple[int, ...], redundancy: Redundancy) -> tuple[Striped, ...]:
+    """One that begins with each server."""
+    count = redundancy.least_servers
+    rings = [servers[start:] + servers[:start] for start in range(len(servers))]
+    return tuple(container_layout(ring[:count], redundancy) for ring in rings)
+
+
+class Shelf:
+    """Writer, reader, and a catalogue in memory. ``lists``: chunks by oid."""
+
+    def __init__(
+        self, servers: Servers, directory: Path, verify: bool = False, redundancy: Redundancy = PLAIN
+    ) -> None:
+        self.servers = servers
+        self.directory = directory
+        self.slots = slots_on(tuple(servers), redundancy)
+        self.files = ContainerFiles(servers, self.find, verify)
+        self.damaged = set()
+        self.files.on_damage = lambda oid, ino, column: self.damaged.add((oid, column))
+        self.budget = Budget(64 << 20)
+        self.writer = ContainerWriter(servers, self, self.budget, CONTAINER)
+        self.lists = {}
+        self.layouts = {}
+        self.table: dict[int, Striped] = {}
+        self.ends: dict[int, int] = {}
+        self.lost: dict[int, int] = {}
+        self.sealed = set()
+        self._ids = count(1000)
+
+    def go_on(self, other: "Shelf") -> None:
+        """With all that is known there."""
+        self.lists, self.layouts, self.table, self.ends = other.lists, other.layouts, other.table, other.ends
+        self.lost, self._ids = other.lost, other._ids
+
+    @property
+    def server_of(self) -> dict[int, int]:
+        """Of plain containers."""
+        return {container: layout.servers[0] for container, layout in self.table.items()}
+
+    async def find(self, container: int) -> Entry | None:
+        await trio.lowlevel.checkpoint()
+        if container not in self.table:
+            return None
+        return Entry(self.table[container], self.ends.get(container, 0), self.lost.get(container, 0))
+
+    async def new(self, layout: Striped) -> int:
+        await trio.lowlevel.checkpoint()
+        container = next(self._ids)
+        self.table[container] = layout
+        return container
+
+    async def seal(self, container: int) -> None:
+        self.sealed.add(container)
+
+    def changed(self, container: int, layout: Striped) -> None:
+        self.files.changed(container, layout)
+
+    def record(self, places, growth: list[Growth]) -> None:
+        """What the transaction does that records an append."""
+        for place in filter(None, places):
+            end = padded(self.table[place.container], place.offset + HEADER_BYTES + place.stored)
+            self.ends[place.container] = max(self.ends.get(place.container, 0), end)
+        for container, _, lost in growth:
+            if lost:
+                self.lost[container] = self.lost.get(container, 0) | lost
+
+    @contextmanager
+    def sources(self, contents: dict[int, bytes], chunk: int = 65536, level: int = 0):
+        sources = []
+        try:
+            for oid, content in contents.items():
+                path = self.directory / f"copy{oid}"
+                with open(path, "wb") as file:
+                    for start in range(0, len(content), 4096):
+                        if content[start : start + 4096].strip(b"\0"):
+                            file.seek(start)
+                            file.write(content[start : start + 4096])
+                    file.truncate(len(content))
+                fd = os.open(path, os.O_RDONLY)
+                record = FileRecord(0, 0, 0, 0o100644, 1, 2, 3, 0, 0, b"copy%d" % oid)
+                sources.append(Source(oid + 1, oid, len(content), fd, Interleaved(chunk), level, record))
+            yield sources
+        finally:
+            for source in sources:
+                os.close(source.fd)
+
+    async def store(self, contents: dict[int, bytes], chunk: int = 65536, level: int = 0, keep: bool = True) -> list:
+        with self.sources(contents, chunk, level) as sources:
+            cut = [pieces.cut(source) for source in sources]
+            whole = [piece for file in cut for piece in file if piece is not None]
+            async with self.writer.append(whole, self.slots) as (places, growth):
+                following = iter(places)
+                if keep:
+                    self.record(places, growth)
+                for source, file in zip(sources, cut, strict=True):
+                    chunks = [None if piece is None else next(following) for piece in file]
+                    if keep:
+                        self.lists[source.oid], self.layouts[source.oid] = chunks, source.layout
+            return places
+
+    def objects(self, oid: int) -> ChunkedObjects:
+        async def load(index: int):
+            await trio.lowlevel.checkpoint()
+            first = index - index % 5
+            return first, self.lists[oid][first : first + 5]
+
+        return ChunkedObjects(self.files, self.layouts[oid], load)
+
+    async def content(self, oid: int, size: int) -> bytes:
+        return bytes(await self.objects(oid).read(0, size, size, True)) if size else b""
+
+    def close(self) -> None:
+        self.writer.close()
+        self.files.close_idle()
+
+
+@contextmanager
+def shelf(servers: Servers, tmp_path: Path, verify: bool = False, redundancy: Redundancy = PLAIN):
+    directory = Path(tempfile.mkdtemp(dir=tmp_path))
+    made = Shelf(servers, directory, verify, redundancy)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def content(seed: int, size: int) -> bytes:
+    """Half of it can be compressed, a part is zeros."""
+    block = bytes((seed * 7 + index) % 251 for index in range(997))
+    data = bytearray((block * (size // 997 + 1))[:size])
+    for start in range((seed % 5) * 65536, size, 5 * 65536):
+        if seed % 3:
+            data[start : start + 65536] = bytes(len(data[start : start + 65536]))
+    return bytes(data)

@@ -1,0 +1,118 @@
+"""Records of pending directories, and publications, on an engine in memory."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aifs.core.errors import Busy, Invalid, NotFound, Unavailable
+from aifs.meta import keys, namespace, publishing
+from aifs.meta.memory_engine import MemoryEngine
+from aifs.meta.publishing import ANY_SIZE, Member, Pending, Publication
+from aifs.meta.records import Inode
+from aifs.vfs.publishing import barrier
+
+ROOT, DIRECTORY = keys.ROOT_INO, 0o40755
+numbers = st.integers(0, 1 << 62)
+
+
+@given(st.builds(Pending, st.integers(1, publishing.RANKS_MAX), st.none() | numbers, numbers, st.binary(max_size=255)))
+def test_a_mark_is_read_back(mark: Pending) -> None:
+    assert publishing.decode_pending(mark.encode()) == mark
+
+
+files = st.lists(st.tuples(st.binary(min_size=1, max_size=300), numbers | st.just(ANY_SIZE)), max_size=5).map(tuple)
+
+
+@given(st.builds(Member, numbers, files))
+def test_a_member_is_read_back(member: Member) -> None:
+    assert publishing.decode_member(member.encode()) == member
+
+
+@given(st.binary(max_size=60))
+def test_damage_is_told(record: bytes) -> None:
+    for decode in (publishing.decode_pending, publishing.decode_member):
+        try:
+            decode(record)
+        except Unavailable:
+            pass
+
+
+def test_the_records_stay_as_they_are() -> None:
+    assert Pending(8, 100, 5, b"j").encode().hex() == "01" "08000000" "6400000000000000" "0500000000000000" "6a"
+    assert Pending(1, None, 0).encode().hex() == "01" "01000000" "ffffffffffffffff" "0000000000000000"
+    assert Member(5, ((b"ab", 3),)).encode().hex() == "01" "0500000000000000" "0300000000000000" "0200" "6162"
+    assert keys.pending(5).hex() == "70" "0000000000000005" and keys.member(5, 3).hex() == "70" "0000000000000005" "00000003"
+    assert keys.retention(5).hex() == "72" "0000000000000005"
+    assert keys.pending_rank(keys.pending(5)) is None and keys.pending_rank(keys.member(5, 3)) == 3
+
+
+def test_member_keys_belong_to_one_directory() -> None:
+    first, end = keys.members(5)
+    assert keys.pending(5) < first <= keys.member(5, 0) < keys.member(5, publishing.RANKS_MAX) < end == keys.pending(6)
+
+
+@pytest.fixture
+async def engine() -> MemoryEngine:
+    engine = MemoryEngine()
+    await engine.transact(namespace.put_inode, Inode(ROOT, DIRECTORY, 0, 0, 2, 0, 0, 0, 0, 0, 0, ROOT))
+    return engine
+
+
+async def mkdir(engine: MemoryEngine, parent: int, name: bytes, ino: int, mode: int = DIRECTORY) -> int:
+    new = Inode(ino, mode, 0, 0, 1, 0, 0, 0, 0, 0, 0)
+    await engine.transact(namespace.create, parent, name, new)
+    return ino
+
+
+async def test_a_message_names_some_of_the_ranks(engine: MemoryEngine) -> None:
+    await mkdir(engine, ROOT, b"tmp", 2)
+    await engine.transact(publishing.mark, 2, Pending(100, None, 0))
+    for rank in (0, 2):
+        await engine.transact(publishing.commit, 2, rank, Member(0), False)
+    with pytest.raises(Busy, match=r"98 of 100 ranks have not committed: 1, 3, 4, 5, 6, 7, 8, 9, \.\.\."):
+        await engine.transact(publishing.conclude, 2)
+
+
+async def test_a_refused_publication_changes_nothing(engine: MemoryEngine) -> None:
+    await mkdir(engine, ROOT, b"tmp", 2)
+    await engine.transact(publishing.mark, 2, Pending(1, None, 0))
+    before = await engine.view(lambda tx: list(tx.range(b"", b"\xff")))
+    for what in (
+        Publication(2, ROOT, b"final", latest=b"latest", tracker=b"tracker"),
+        Publication(2, ROOT, b"final", manifest=b"manifest"),
+        Publication(2, 2, b"final"), Publication(9, ROOT, b"final"), Publication(ROOT, ROOT, b"final"), Publication(2, 9, b"x"),
+    ):  # fmt: skip
+        with pytest.raises((Busy, NotFound, Invalid)):
+            await engine.transact(publishing.publish, what, (0, 0), (10, 11, 12, 13), 5)
+        assert await engine.view(lambda tx: list(tx.range(b"", b"\xff"))) == before
+
+
+async def test_the_name_is_found_after_any_number_of_moves(engine: MemoryEngine) -> None:
+    for ino in range(2, 20):
+        await mkdir(engine, ROOT, b"%d" % ino, ino)
+    for number, name in enumerate((b"a", b"b", b"c")):
+        old = await engine.view(lambda tx: publishing.name_of(tx, namespace.get_inode(tx, 7)))
+        assert old == (b"7", b"a", b"b")[number]
+        await engine.transact(publishing.rename, ROOT, old, ROOT, name, 0, (100 + number, 0), 1)
+    with pytest.raises(NotFound):
+        await engine.view(lambda tx: publishing.name_of(tx, namespace.get_inode(tx, ROOT)))
+
+
+async def test_below_is_told_alike_with_and_without_memory(engine: MemoryEngine) -> None:
+    await mkdir(engine, ROOT, b"a", 2)
+    await mkdir(engine, 2, b"b", 3)
+    await mkdir(engine, 3, b"c", 4)
+    await mkdir(engine, ROOT, b"d", 5)
+    await mkdir(engine, 4, b"f", 6, 0o100644)
+    await mkdir(engine, 5, b"g", 7, 0o100644)
+    await engine.transact(namespace.link, 7, 5, b"h", 20, 1)
+    for top in (ROOT, 2, 3, 4, 5, 6):
+        known: dict[int, bool] = {}
+        for ino in (6, 4, 3, 2, 5, 7, 99, ROOT):
+            one, other = [
+                await engine.view(lambda tx, known=memory: barrier.is_below(tx, ino, top, known)) for memory in (None, known)  # noqa: B023
+            ]
+            assert one == other
+    assert await engine.view(lambda tx: [barrier.is_below(tx, ino, 2) for ino in (2, 3, 6, 5, 7, 99)]) == [
+        True, True, True, False, True, False,
+    ]  # fmt: skip
