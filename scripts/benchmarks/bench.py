@@ -6,9 +6,12 @@ from collections import defaultdict
 from contextlib import ExitStack
 
 import click
+from checkpoint import checkpoint_rows
 from endurance import endurance_rows
 from latency import latency_row
 from movement import movement_rows
+from protection import protection_rows
+from publishing import publishing_rows
 from report import Row, rate, show
 from rich.console import Console
 from systems import Aifs, Nothing, System, medium, touch_memory
@@ -17,7 +20,7 @@ from works import COURSES, WORKS, Size, Work
 QUICK = Size(files=1000, entries=10_000, mib=128)
 NORMAL = Size(files=5000, entries=100_000, mib=512)
 
-SPECIAL = ("latency", "movement", "memory")
+SPECIAL = ("latency", "movement", "publishing", "protection", "checkpoint", "memory")
 
 Rates = dict[tuple[str, str], list[float]]
 
@@ -53,6 +56,15 @@ def bench(
         if "movement" in chosen:
             with log.status("movement"):
                 rows += movement_rows(base, size.mib, rounds)
+        if "publishing" in chosen:
+            with log.status("publishing"):
+                rows += publishing_rows(base, size.mib, rounds)
+        if "protection" in chosen:
+            with log.status("protection"):
+                rows += protection_rows(base, size.mib, rounds)
+        if "checkpoint" in chosen:
+            with log.status("checkpoint"):
+                rows += checkpoint_rows(base, 2 * size.mib, rounds)
         if "memory" in chosen:
             with log.status("memory"):
                 amounts = (1_000_000, 20, 1_000_000) if long else (size.entries, 4, size.entries)
