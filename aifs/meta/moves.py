@@ -7,7 +7,7 @@ in one transaction, ``flip``; the steps around it are said in ``vfs/moves``.
 An *object set* is (ino, oid): the objects of a file, or with inode number 0 those of a container.
 """
 
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -202,49 +202,57 @@ def scan_degraded(tx: ReadTransaction, start: bytes, end: bytes, limit: int) -> 
 
     Records that say nothing (any more) come with ``length`` 0 and no columns.
     """
-    found, key = [], b""
-    count = 0
-    for key, value in tx.range(start, end, limit):
-        count += 1
-        with suppress(Unavailable):  # damaged: fsck names it
-            oid, (ino, mask) = keys.number(key), decode_degraded(value)
-            objects = find_objects(tx, ino, oid)
-            if objects is None:
-                found.append(Due(ino, oid, (), 0))
-            else:
-                found.append(_due(objects, due_columns(objects.layout, mask, frozenset(objects.layout.servers))))
-    return found, key + b"\0" if count == limit else b""
+
+    def judge(key: bytes, value: bytes) -> Due:
+        oid, (ino, mask) = keys.number(key), decode_degraded(value)
+        objects = find_objects(tx, ino, oid)
+        if objects is None:
+            return Due(ino, oid, (), 0)
+        return _due(objects, due_columns(objects.layout, mask, frozenset(objects.layout.servers)))
+
+    return _scan(tx, start, end, limit, judge)
 
 
 def scan_files(
     tx: ReadTransaction, start: bytes, end: bytes, limit: int, staying: Set[int]
 ) -> tuple[list[Due], bytes]:
     """The same of a slice of the inodes: striped files that have columns on other servers than those where they may stay."""
-    found, key = [], b""
-    count = 0
-    for key, value in tx.range(start, end, limit):
-        count += 1
-        with suppress(Unavailable):
-            inode = decode_inode(keys.number(key), value)
-            if isinstance(inode.layout, Striped) and not staying.issuperset(inode.layout.servers):
-                objects = ObjectSet(inode.ino, inode.oid, inode.layout, inode.size)
-                found.append(_due(objects, due_columns(inode.layout, 0, staying)))
-    return found, key + b"\0" if count == limit else b""
+
+    def judge(key: bytes, value: bytes) -> Due | None:
+        inode = decode_inode(keys.number(key), value)
+        if not isinstance(inode.layout, Striped) or staying.issuperset(inode.layout.servers):
+            return None
+        objects = ObjectSet(inode.ino, inode.oid, inode.layout, inode.size)
+        return _due(objects, due_columns(inode.layout, 0, staying))
+
+    return _scan(tx, start, end, limit, judge)
 
 
 def scan_containers(
     tx: ReadTransaction, start: bytes, end: bytes, limit: int, staying: Set[int]
 ) -> tuple[list[Due], bytes]:
     """The same of a slice of the table of containers."""
-    found, key = [], b""
-    count = 0
+
+    def judge(key: bytes, value: bytes) -> Due | None:
+        record = chunks.decode_container(value)
+        if staying.issuperset(record.layout.servers):
+            return None
+        objects = ObjectSet(0, keys.number(key), record.layout, record.length)
+        return _due(objects, due_columns(record.layout, 0, staying))
+
+    return _scan(tx, start, end, limit, judge)
+
+
+def _scan(
+    tx: ReadTransaction, start: bytes, end: bytes, limit: int, judge: Callable[[bytes, bytes], Due | None]
+) -> tuple[list[Due], bytes]:
+    found, key, count = [], b"", 0
     for key, value in tx.range(start, end, limit):
         count += 1
-        with suppress(Unavailable):
-            record = chunks.decode_container(value)
-            if not staying.issuperset(record.layout.servers):
-                objects = ObjectSet(0, keys.number(key), record.layout, record.length)
-                found.append(_due(objects, due_columns(record.layout, 0, staying)))
+        with suppress(Unavailable):  # damaged: fsck names it
+            due = judge(key, value)
+            if due is not None:
+                found.append(due)
     return found, key + b"\0" if count == limit else b""
 
 

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 import trio
-import yaml
 
 from aifs.check.fsck import check
 from aifs.core import faults
-from aifs.core.config import DIRECTORY_FILE
 from aifs.core.errors import NoSpace
 from aifs.data.container_scan import ContainerScan
 from aifs.layout.interleaved import Interleaved
@@ -24,7 +22,6 @@ from aifs.meta import chunks, keys, servers
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.lifecycle import open_filesystem
-from aifs.vfs.store import format_store
 from aifs.vfs.tiers.draining import Draining
 from aifs.vfs.types import ROOT
 from tests.support import modes
@@ -54,13 +51,7 @@ def disarm():
 
 
 def make(directory: Path, settings: dict[str, object]) -> None:
-    directory.mkdir()
-    tree: dict = {"servers": [f"data/{number}" for number in range(SERVERS)]}
-    for key, value in (SETTINGS | settings).items():
-        section, _, name = key.partition(".")
-        tree.setdefault(section, {})[name] = value
-    (directory / DIRECTORY_FILE).write_text(yaml.safe_dump(tree))
-    format_store(modes.config_of(directory), force=False)
+    modes.make_store(directory, SETTINGS | settings, SERVERS)
 
 
 @asynccontextmanager

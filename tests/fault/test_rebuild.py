@@ -11,18 +11,15 @@ from pathlib import Path
 
 import pytest
 import trio
-import yaml
 
 from aifs.check.fsck import check
 from aifs.core import faults
-from aifs.core.config import DIRECTORY_FILE
 from aifs.layout.placement import DRAINING, LOST
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, degraded, keys, moves
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.lifecycle import open_filesystem
-from aifs.vfs.store import format_store
 from aifs.vfs.types import ROOT
 from tests.support import modes
 from tests.support.data_servers import failing
@@ -58,13 +55,7 @@ def disarm():
 
 
 def make(directory: Path, settings: dict[str, object]) -> None:
-    directory.mkdir()
-    tree: dict = {"servers": [f"data/{number}" for number in range(SERVERS)]}
-    for key, value in (SETTINGS | settings).items():
-        section, _, name = key.partition(".")
-        tree.setdefault(section, {})[name] = value
-    (directory / DIRECTORY_FILE).write_text(yaml.safe_dump(tree))
-    format_store(modes.config_of(directory), force=False)
+    modes.make_store(directory, SETTINGS | settings, SERVERS)
 
 
 @asynccontextmanager

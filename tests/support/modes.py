@@ -33,10 +33,11 @@ CONTAINER_SIZE = 64 << 10
 """Far below what may be configured, so that containers are filled, and compacted, by tests too."""
 
 
-def make_store(directory: Path, settings: Mapping[str, str]) -> None:
-    """An empty store in the missing ``directory``, which keeps its settings in itself."""
+def make_store(directory: Path, settings: Mapping[str, object], servers: int = 0) -> None:
+    """An empty store in the missing ``directory``, which keeps its settings in itself, with so many data servers (0: as
+    many as by default)."""
     directory.mkdir()
-    tree: dict[str, dict[str, object]] = {}
+    tree: dict = {"servers": [f"data/{number}" for number in range(servers)]} if servers else {}
     for key, value in ({"meta.backup_interval": "0"} | dict(settings)).items():
         section, _, name = key.partition(".")
         tree.setdefault(section, {})[name] = value if value or key != "burst.directories" else []
@@ -49,3 +50,4 @@ def config_of(directory: Path) -> Config:
     config = load(str(directory), {})
     layout = config.layout.model_copy(update={"container_size": CONTAINER_SIZE})
     return config.model_copy(update={"layout": layout})
+
