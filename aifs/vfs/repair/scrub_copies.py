@@ -29,8 +29,9 @@ async def copy_differs(
     memory: memoryview,
     throttle: Callable[[int], Awaitable[None]],
 ) -> bool:
-    """Whether the clean burst copy of a file has not the bytes that the checksums of what is on the data servers say, as far
-    as there are any. ``memory``: of COPY_PIECE bytes; ``throttle`` is awaited with the bytes of each piece."""
+    """Whether the clean burst copy of a file is missing, or has not the bytes that the checksums of what is on the data
+    servers say, as far as there are any. ``memory``: of COPY_PIECE bytes; ``throttle`` is awaited with the bytes of each
+    piece."""
     server, key = servers.find(inode.copy.server), (0, inode.copy.id)
     if server is None:
         return False
@@ -48,7 +49,7 @@ async def copy_differs(
                 return True
             await throttle(min(COPY_PIECE, inode.size - start))
     except FsError:
-        return True
+        return False  # it cannot be read at present, which says nothing of its bytes
     finally:
         if fd is not None:
             files.close_file(fd)
