@@ -409,6 +409,7 @@ async def work_through(directory: Path, hook: OneFault, rng: random.Random) -> t
         async with open_filesystem(config_of(directory)) as fs, Kernel(fs) as kernel:
             hook.arm()
             churn = Churn(kernel, ledger, rng, lambda: None)
+            churn.disks_fail = True
             for _ in range(2 * STEPS_PER_MOUNT):
                 try:
                     await churn.step()
@@ -424,6 +425,7 @@ async def work_through(directory: Path, hook: OneFault, rng: random.Random) -> t
                         errors.append(again.errno)
                         break
                     churn = Churn(kernel, ledger, rng, lambda: None)
+                    churn.disks_fail = True
     except Exception as error:  # noqa: BLE001 (raised again unless it is an FsError)
         errors.append(fs_error_in(error).errno)
     return ledger, errors
