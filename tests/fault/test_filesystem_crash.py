@@ -17,17 +17,16 @@ from pathlib import Path
 import pytest
 import trio
 
-from aifs.burst import spares
 from aifs.check.fsck import check
 from aifs.core import faults, files
 from aifs.core.errors import FsError
 from aifs.data.naming import StoredObject, list_all
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, journal, keys, lmdb_database, lmdb_engine
+from aifs.meta import chunks, keys
 from aifs.meta.degraded import find_degraded
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import decode_inode
-from aifs.vfs import ids, open_filesystem
+from aifs.vfs import open_filesystem
 from aifs.vfs.backups import backup
 from aifs.vfs.store import open_store
 from tests.support import lives, modes
@@ -35,7 +34,7 @@ from tests.support.churn import UNIT, WEIGHTS, Churn, read_tree
 from tests.support.kernel import Kernel
 from tests.support.ledger import Found, Ledger
 from tests.support.modes import config_of, make_store
-from tests.support.powercut import PowerCut
+from tests.support.powercut import PowerCut, make_sizes_small
 
 ELSEWHERE = ("vfs.server.",)
 """Points that ``churn`` has no way to: those of adding and removing servers are in test_server_life."""
@@ -103,16 +102,9 @@ ALL_CASES = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that commits, new windows of ids and growth of the map happen all the time."""
-    monkeypatch.setattr(journal, "SEGMENT_BYTES", 64 << 10)
-    monkeypatch.setattr(lmdb_engine, "CHUNK_KEYS", 20)
-    monkeypatch.setattr(lmdb_engine, "COMMIT_AGE_S", 0.02)
-    monkeypatch.setattr(lmdb_database, "INITIAL_MAP_BYTES", 128 << 10)
-    monkeypatch.setattr(ids, "WINDOW", 256)
+    make_sizes_small(monkeypatch)
     monkeypatch.setattr(backup, "PART_BYTES", 2000)
     monkeypatch.setattr(backup, "_MIN_BASE_BYTES", 2000)
-    monkeypatch.setattr(spares, "BATCH", 4)
-    monkeypatch.setattr(files, "boot_id", lambda: f"boot {PowerCut.boots}")
 
 
 @pytest.fixture

@@ -17,16 +17,15 @@ from zlib import crc32
 import pytest
 import trio
 
-from aifs.burst import spares
 from aifs.check.fsck import check
-from aifs.core import faults, files
-from aifs.meta import journal, lmdb_database, lmdb_engine, namespace
+from aifs.core import faults
+from aifs.meta import namespace
 from aifs.meta.publishing import Publication
-from aifs.vfs import Caller, SetAttr, ids, open_filesystem
+from aifs.vfs import Caller, SetAttr, open_filesystem
 from tests.support import modes
 from tests.support.kernel import Kernel
 from tests.support.modes import config_of, make_store
-from tests.support.powercut import PowerCut
+from tests.support.powercut import PowerCut, make_sizes_small
 
 ROOT, CALLER = 1, Caller()
 SETTINGS = {"layout.unit": "4096", "meta.commit_interval": "10ms", "data.writeback_interval": "100ms"}
@@ -56,14 +55,7 @@ class State(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that commits, new windows of ids and growth of the map happen all the time."""
-    monkeypatch.setattr(journal, "SEGMENT_BYTES", 64 << 10)
-    monkeypatch.setattr(lmdb_engine, "CHUNK_KEYS", 20)
-    monkeypatch.setattr(lmdb_engine, "COMMIT_AGE_S", 0.02)
-    monkeypatch.setattr(lmdb_database, "INITIAL_MAP_BYTES", 128 << 10)
-    monkeypatch.setattr(ids, "WINDOW", 256)
-    monkeypatch.setattr(spares, "BATCH", 4)
-    monkeypatch.setattr(files, "boot_id", lambda: f"boot {PowerCut.boots}")
+    make_sizes_small(monkeypatch)
 
 
 @pytest.fixture

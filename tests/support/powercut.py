@@ -20,8 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+import pytest
+
+from aifs.burst import spares
 from aifs.core import faults, files
+from aifs.meta import journal, lmdb_database, lmdb_engine
 from aifs.meta.lmdb_database import AFTER_LMDB, BEFORE_COMMIT
+from aifs.vfs import ids
 
 MAPPED = "data.mdb"
 _META_PAGES_BYTES = 2 * 4096
@@ -92,6 +97,17 @@ class _Directory:
         for change in self.changes.unsynced[: _prefix(len(self.changes.unsynced), rng)]:
             _set_names(names, change)
         return names
+
+
+def make_sizes_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that commits, new windows of ids and growth of the map happen all the time; each cut is a new boot."""
+    monkeypatch.setattr(journal, "SEGMENT_BYTES", 64 << 10)
+    monkeypatch.setattr(lmdb_engine, "CHUNK_KEYS", 20)
+    monkeypatch.setattr(lmdb_engine, "COMMIT_AGE_S", 0.02)
+    monkeypatch.setattr(lmdb_database, "INITIAL_MAP_BYTES", 128 << 10)
+    monkeypatch.setattr(ids, "WINDOW", 256)
+    monkeypatch.setattr(spares, "BATCH", 4)
+    monkeypatch.setattr(files, "boot_id", lambda: f"boot {PowerCut.boots}")
 
 
 class PowerCut:
