@@ -31,6 +31,15 @@ def make_dir(path: str) -> bool:
     return True
 
 
+def make_durable_dir(path: str) -> None:
+    """Make the directory ``path`` and its missing parents; the names that are new are durable on return."""
+    parent = os.path.dirname(path)
+    if parent and not os.path.isdir(parent):
+        make_durable_dir(parent)
+    if make_dir(path):
+        files.sync_dir(parent or ".")
+
+
 def create_file(path: str) -> int:
     """A descriptor of a new file, for writing. Raises FileExistsError."""
     _before("open_file", path)

@@ -2,7 +2,7 @@
 without gaps.
 
 header (all numbers little-endian)
-    4 bytes magic "AIFC", u8 format=1, u8 codec (0 as they are, 1 zstd, 2 records of files), u16 zero, u64 ino, u64 oid
+    4 bytes magic "AIFC", u8 format=1, u8 codec (0 as they are, 1 zstd, 2 records of files, 3 recipe), u16 zero, u64 ino, u64 oid
     (the generation of the file's bytes), u32 index of the chunk in the file, u32 chunk size of the file, u32 stored
     length, u32 raw length, 32 bytes BLAKE3-256 of the raw bytes, u32 crc32 of all before
 records of files (ino, index and chunk size are 0, oid is the id of the container)
@@ -11,7 +11,14 @@ records of files (ino, index and chunk size are 0, oid is the id of the containe
     u32 gid, i64 mtime (ns), u32 chunk size, u32 number of chunks that are stored (holes have none), u16 length of the
     path hint, the path hint
 
-A stripe begins with the records of the files that its chunks are of. So a container can be read without the metadata: the
+recipe (of a file that is an extent list; index is that of the extent which names it, behind all others; raw length is 0; the
+digest is that of the stored bytes)
+    u8 format=1, u64 number of the first extent that it tells, u64 number of extents of the file without recipes, then for
+    each extent: u64 length, plus 2**63 where it is zeros; if it is not, 32 bytes digest
+A shared chunk has ino, oid, index and chunk size 0: it is of whoever names its digest.
+
+A stripe begins with the records of the files that its chunks are of, if it has such; the first one of a container with at least
+the layout. So a container can be read without the metadata: the
 chunk's place in its file is index * chunk size. The path hint is the file's path when it was stored, as far as it could be
 told cheaply: the end of it, "?" for a name that was not known, nothing for a file with several names. What counts is the
 first part of a container, as long as the metadata says; what a crash has left behind it is cut before the next append. In a
@@ -30,7 +37,10 @@ from blake3 import blake3
 from aifs.layout.interleaved import HEADER_BYTES, RECORD_MAX
 from aifs.layout.striped import Striped
 
-PLAIN, ZSTD, RECORDS = 0, 1, 2
+PLAIN, ZSTD, RECORDS, RECIPE = range(4)
+
+RECIPE_EXTENTS = 1 << 16
+"""How many extents one recipe tells, at most; a file with more has several."""
 
 _MAGIC = b"AIFC"
 _FORMAT = 1
@@ -42,6 +52,11 @@ _LAYOUT = struct.Struct("<BBBBI")
 _FILE = struct.Struct("<QQQIIIqIIH")
 HINT_MAX = 255
 assert _FILE.size + HINT_MAX <= RECORD_MAX
+
+DIGEST_BYTES = 32
+_RECIPE = struct.Struct("<BQQ")
+_EXTENT = struct.Struct("<Q")
+_IS_ZEROS = 1 << 63
 
 _local = threading.local()
 
@@ -89,7 +104,7 @@ def unpack_header(packed: bytes | memoryview) -> Header:
     if len(view) < HEADER_BYTES or zlib.crc32(view[: _HEADER.size]) != _CRC.unpack_from(view, _HEADER.size)[0]:
         raise ValueError("not the header of a chunk")
     magic, version, codec, _, ino, oid, index, chunk, stored, raw, digest = _HEADER.unpack_from(view)
-    if magic != _MAGIC or version != _FORMAT or codec not in (PLAIN, ZSTD, RECORDS):
+    if magic != _MAGIC or version != _FORMAT or codec not in (PLAIN, ZSTD, RECORDS, RECIPE):
         raise ValueError("not the header of a chunk of a known format")
     return Header(ino, oid, index, chunk, codec, stored, raw, digest)
 
@@ -99,14 +114,16 @@ def is_padding(data: bytes | memoryview) -> bool:
     return bytes(data[:1]) == b"\0"
 
 
-def encode(memory: memoryview, raw: int, level: int, ino: int, oid: int, index: int, chunk: int) -> Header:
+def encode(
+    memory: memoryview, raw: int, level: int, ino: int, oid: int, index: int, chunk: int, digest: bytes = b""
+) -> Header:
     """Make ``memory`` the stored form of a chunk whose ``raw`` bytes lie in it behind the place of the header.
 
-    ``level``: of zstd, 0 for none; bytes that it does not make fewer stay as they are. The header comes first,
-    then as many bytes as it says.
+    ``level``: of zstd, 0 for none; bytes that it does not make fewer stay as they are. ``digest``: of the bytes, if it is
+    known. The header comes first, then as many bytes as it says.
     """
     data = memory[HEADER_BYTES : HEADER_BYTES + raw]
-    digest = digest_of(data)
+    digest = digest or digest_of(data)
     codec, stored = PLAIN, raw
     if level:
         packed = _compressor(level).compress(data)
@@ -119,7 +136,10 @@ def encode(memory: memoryview, raw: int, level: int, ino: int, oid: int, index: 
 
 
 def decode(stored: memoryview, codec: int, raw: int) -> memoryview:
-    """The raw bytes of a chunk. Raises ValueError if they cannot be had, or are not ``raw`` in number."""
+    """The raw bytes of a chunk, or the bytes of a recipe. Raises ValueError if they cannot be had, or are not ``raw`` in
+    number."""
+    if codec == RECIPE and not raw:
+        return stored
     data = stored
     if codec == ZSTD:
         try:
@@ -165,6 +185,41 @@ def unpack_records(body: bytes | memoryview) -> tuple[Striped, list[FileRecord]]
     if offset != len(body):
         raise ValueError("records of files that are damaged")
     return layout, records
+
+
+class Recipe(NamedTuple):
+    """What extents ``first``, ``first`` + 1, ... of a file's ``count`` extents are: lengths, and digests (b"": zeros)."""
+
+    first: int
+    count: int
+    extents: list[tuple[int, bytes]]
+
+
+def pack_recipe(first: int, count: int, extents: Iterable[tuple[int, bytes]]) -> bytes:
+    """The stored bytes of a recipe, without header."""
+    parts = [_RECIPE.pack(_FORMAT, first, count)]
+    for length, digest in extents:
+        parts += (_EXTENT.pack(length), digest) if digest else (_EXTENT.pack(length | _IS_ZEROS),)
+    return b"".join(parts)
+
+
+def unpack_recipe(body: bytes | memoryview) -> Recipe:
+    """Raises ValueError if it is damaged."""
+    try:
+        version, first, count = _RECIPE.unpack_from(body)
+        offset, extents = _RECIPE.size, []
+        while offset < len(body):
+            (length,) = _EXTENT.unpack_from(body, offset)
+            offset += _EXTENT.size
+            digest = b""
+            if not length & _IS_ZEROS:
+                digest, offset = bytes(body[offset : offset + DIGEST_BYTES]), offset + DIGEST_BYTES
+            extents.append((length & ~_IS_ZEROS, digest))
+    except struct.error:
+        offset = -1
+    if offset != len(body) or version != _FORMAT or len(extents) > RECIPE_EXTENTS:
+        raise ValueError("a recipe that is damaged")
+    return Recipe(first, count, extents)
 
 
 def digest_of(data: bytes | memoryview) -> bytes:

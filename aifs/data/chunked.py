@@ -1,29 +1,55 @@
 """Reading interleaved files: chunk by chunk, from containers that many files share (see container_files)."""
 
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import trio
 
 from aifs.core.errors import Unavailable
 from aifs.core.tasks import run_all
+from aifs.data.cached_reads import WHOLE_BLOCKS_FROM
 from aifs.data.chunk_codec import PLAIN
 from aifs.data.container_files import ContainerFiles
-from aifs.data.server import Missing
-from aifs.layout.interleaved import HEADER_BYTES, Interleaved, Location
+from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location
 
 Chunks = Sequence[Location | None]
 Load = Callable[[int], Awaitable[tuple[int, Chunks]]]
 """Where some chunks of a file lie, among them the one asked for: number of the first, places (None: a hole)."""
 
+LoadExtents = Callable[[int], Awaitable[tuple[int, int, Sequence[Extent]]]]
+"""Some extents of a file, among them that with the byte asked for: where the first begins, its number, and they."""
+
+
+class _Known(NamedTuple):
+    """Chunks of a file that follow each other. Chunk i is bytes ``starts``[i] to ``starts``[i + 1] - 1."""
+
+    starts: Sequence[int]
+    places: Chunks
+
+
+class _Part(NamedTuple):
+    """Bytes of one chunk, to be read: those from ``within`` on, of which the first is byte ``offset`` of the file. ``asked``: how
+    many the request is for that they are a part of."""
+
+    place: Location | None
+    offset: int
+    within: int
+    target: memoryview
+    asked: int
+
 
 class ChunkedObjects:
     """One interleaved file, for reading: what StripedObjects are for a striped one. It never changes."""
 
-    def __init__(self, containers: ContainerFiles, layout: Interleaved, load: Load) -> None:
+    def __init__(self, containers: ContainerFiles, layout: Interleaved, load: Load | LoadExtents) -> None:
+        """``load`` tells extents if the layout is variable."""
         self._containers = containers
         self._layout = layout
         self._load = load
-        self._first = 0
-        self._chunks: Chunks = ()
+        self._known = _Known((0,), ())
 
     async def read(self, offset: int, length: int, size: int, strict: bool) -> memoryview:
         """Exactly ``length`` bytes of a file that has ``size``, as StripedObjects.read; what lacks is never zeros."""
@@ -31,54 +57,88 @@ class ChunkedObjects:
         waiting = []
         done = 0
         while done < length:
-            index, within = divmod(offset + done, self._layout.chunk)
-            part = buffer[done : done + min(self._layout.chunk - within, length - done)]
-            done += len(part)
-            place = await self._find(index)
-            if not self._read_now(place, index, within, part):
-                waiting.append((place, index, within, part))
+            start, end, place = await self._find(offset + done)
+            within = offset + done - start
+            target = buffer[done : done + min(end - offset - done, length - done)]
+            part = _Part(place, offset + done, within, target, length)
+            done += len(target)
+            if not self._read_now(part):
+                waiting.append(part)
         if len(waiting) == 1:
-            await self._read_part(*waiting[0])
+            await self._read_part(waiting[0])
         elif waiting:
-            await run_all(*(partial(self._read_part, *args) for args in waiting))
+            await run_all(*(partial(self._read_part, part) for part in waiting))
         return buffer
 
-    def _read_now(self, place: Location | None, index: int, within: int, part: memoryview) -> bool:
+    def _read_now(self, part: _Part) -> bool:
+        place, offset, within, target, _ = part
         if place is None:
-            part[:] = bytes(len(part))
+            target[:] = bytes(len(target))
             return True
-        if within + len(part) > place.raw:
-            raise Unavailable(f"chunk {index} in container {place.container} has {place.raw} bytes only")
+        if within + len(target) > place.raw:
+            start = offset - within
+            raise Unavailable(f"chunk at {start} in container {place.container} has {place.raw} bytes only")
         if place.codec != PLAIN or self._containers.verify:
             return False
-        return self._containers.read_now(place.container, place.offset + HEADER_BYTES + within, part)
+        return self._containers.read_now(place.container, place.offset + HEADER_BYTES + within, target)
 
-    async def _read_part(self, place: Location, index: int, within: int, part: memoryview) -> None:
+    async def _read_part(self, part: _Part) -> None:
         try:
-            await self._read_waiting(place, within, part)
-        except Missing:
-            self._chunks = ()
-            moved = await self._find(index)
-            if moved is None or moved == place:
+            await self._read_waiting(part)
+        except Unavailable:
+            self._known = _Known((0,), ())
+            _, _, moved = await self._find(part.offset)
+            if moved is None or moved == part.place:
                 raise
-            await self._read_waiting(moved, within, part)  # it was compacted meanwhile
+            await self._read_waiting(part._replace(place=moved))  # it was compacted, or replaced, meanwhile
 
-    async def _read_waiting(self, place: Location, within: int, part: memoryview) -> None:
-        if place.codec == PLAIN and not self._containers.verify:
-            await self._containers.read(place.container, place.offset + HEADER_BYTES + within, part)
+    async def _read_waiting(self, part: _Part) -> None:
+        place, _, within, target, _ = part
+        if place.codec == PLAIN and not self._containers.verify and not self._reads_whole(part):
+            await self._containers.read(place.container, place.offset + HEADER_BYTES + within, target)
         else:
-            part[:] = (await self._containers.read_chunk(place))[within : within + len(part)]
+            target[:] = (await self._containers.read_chunk(place))[within : within + len(target)]
 
-    async def _find(self, index: int) -> Location | None:
-        if not 0 <= index - self._first < len(self._chunks):
-            self._first, self._chunks = await self._load(index)
-            if index - self._first >= len(self._chunks):
-                raise Unavailable(f"chunk {index} lacks in the list of chunks")
-        return self._chunks[index - self._first]
+    def _reads_whole(self, part: _Part) -> bool:
+        """Whether to read by way of the whole chunk: other files may share it, and be read, too."""
+        if not self._layout.variable:
+            return False
+        is_waste = part.asked < min(WHOLE_BLOCKS_FROM, part.place.raw)
+        return not is_waste or self._containers.find_chunk(part.place) is not None
 
-    async def is_hole(self, offset: int) -> bool:
-        """Whether the whole chunk that byte ``offset`` lies in is a hole."""
-        return await self._find(offset // self._layout.chunk) is None
+    async def _find(self, offset: int) -> tuple[int, int, Location | None]:
+        """Start and end of the chunk with byte ``offset`` of the file, and where it lies."""
+        known = self._known
+        if not known.starts[0] <= offset < known.starts[-1]:
+            known = self._known = await self._learn(offset)
+            if not known.starts[0] <= offset < known.starts[-1]:
+                raise Unavailable(f"the chunk with byte {offset} lacks in the list of chunks")
+        number = bisect_right(known.starts, offset) - 1
+        return known.starts[number], known.starts[number + 1], known.places[number]
+
+    async def _learn(self, offset: int) -> _Known:
+        if self._layout.variable:
+            start, _, extents = await self._load(offset)
+            starts = list(accumulate((extent.length for extent in extents), initial=start))
+            return _Known(starts, [extent.place for extent in extents])
+        chunk = self._layout.chunk
+        first, places = await self._load(offset // chunk)
+        return _Known(range(first * chunk, (first + len(places) + 1) * chunk, chunk), places)
+
+    async def is_hole(self, offset: int, length: int) -> bool:
+        """Whether all chunks that these bytes lie in are holes."""
+        return await self.following(offset, offset + length, False) >= offset + length
+
+    async def following(self, offset: int, size: int, is_hole: bool) -> int:
+        """Where the next hole begins, or the next data, from byte ``offset`` on of a file of ``size`` bytes: at its end where
+        there is no other."""
+        while offset < size:
+            _, end, place = await self._find(offset)
+            if (place is None) == is_hole:
+                return offset
+            offset = end
+            await trio.lowlevel.checkpoint()
+        return size
 
     def blocks(self) -> None:
         """Unknown here: the inode's record has it."""

@@ -15,7 +15,7 @@ import trio
 
 from aifs.core import faults
 from aifs.core.budget import Budget
-from aifs.core.errors import FsError
+from aifs.core.errors import FsError, NoSpace, QuotaExceeded
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.data import chunk_codec
@@ -111,8 +111,11 @@ class ContainerWriter:
         try:
             try:
                 await run_all(*(partial(self._fill, work, slots[slot], lane) for (slot, _), lane in lanes.items()))
-            except BaseException:
+            except BaseException as error:
                 work.undo()
+                if isinstance(error, NoSpace | QuotaExceeded):  # others could use what room there is
+                    for container in work.starts:
+                        await container.cut()
                 raise
             finally:
                 for container in work.starts:
@@ -278,7 +281,8 @@ class _Append:
         """Build the stripe in a worker thread, and append it."""
         pieces = self.pieces[stripe.first : stripe.end]
         records = dict.fromkeys(piece.record for piece in pieces if piece.record is not None)
-        start = container.carried + (chunk_codec.records_space(container.layout, records) if records else 0)
+        tells = bool(records) or not container.end  # a container begins with what it is laid out like, also if of shared chunks
+        start = container.carried + (chunk_codec.records_space(container.layout, records) if tells else 0)
         for piece in pieces:
             if isinstance(piece, StoredPiece):
                 await piece.load(memory[start:])
@@ -286,7 +290,7 @@ class _Append:
 
         def build(memory: memoryview) -> int:
             filled = 0
-            if records:
+            if tells:
                 packed = chunk_codec.pack_records(container.id, container.layout, records)
                 filled = len(packed)
                 memory[:filled] = packed

@@ -1,6 +1,7 @@
 """Containers that are appended to: one object, or several that protect each other."""
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from aifs.core import files
 from aifs.core.errors import FsError
@@ -54,6 +55,9 @@ class OpenContainer:
         """What lies behind ``end`` counts no more."""
         self.end, self.carried = end, 0
 
+    async def cut(self) -> None:
+        """Give back the room of what lies behind the end, if that can be."""
+
     def close(self) -> None:
         """Give up the descriptors. Does not block."""
 
@@ -81,6 +85,11 @@ class _Plain(OpenContainer):
 
     async def sync(self, spare: int) -> None:
         await self.servers.run(self._server, self._sync)
+
+    async def cut(self) -> None:
+        if self._fd is not None:
+            with suppress(FsError):  # who opens it next tries again
+                await self.servers.run(self._server, self._server.truncate, self._key, self._fd, self.end)
 
     def close(self) -> None:
         if self._fd is not None:

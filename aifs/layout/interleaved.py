@@ -52,6 +52,33 @@ class Location(NamedTuple):
     digest: bytes  # BLAKE3-256 of the file's bytes
 
 
+class Extent(NamedTuple):
+    """A range of a file that is an extent list: ``length`` bytes in a chunk, or zeros (``place`` is None).
+
+    ``shared``: other files, or other ranges of this one, may name the same chunk; it is known by its digest, so where
+    it lies ``place`` says as of now, or not yet (``is_named``).
+    """
+
+    length: int
+    place: Location | None = None
+    shared: bool = False
+
+    @property
+    def digest(self) -> bytes:
+        """Of the bytes; b"" for zeros."""
+        return b"" if self.place is None else self.place.digest
+
+    @property
+    def is_named(self) -> bool:
+        """Whether only the digest of the shared chunk is known, not its place."""
+        return self.shared and self.place is not None and not self.place.container
+
+
+def named(length: int, digest: bytes) -> Extent:
+    """A shared chunk of which only the digest is known."""
+    return Extent(length, Location(0, 0, 0, 0, length, 0, digest), True)
+
+
 class Growth(NamedTuple):
     """What else has been appended to a container, beside chunks.
 
@@ -73,9 +100,14 @@ class Stripe(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Interleaved:
-    """The layout of one file: the size of its chunks in bytes; where they lie is the chunk list's to say."""
+    """The layout of one file: the size of its chunks in bytes; where they lie is the chunk list's to say.
+
+    ``variable``: the file is an *extent list*: its chunks have different lengths, of which ``chunk`` is the largest
+    possible, and may be shared with other files; ``count`` and ``length`` say nothing of it.
+    """
 
     chunk: int
+    variable: bool = False
 
     def count(self, size: int) -> int:
         """How many chunks a file of ``size`` bytes has."""
@@ -84,6 +116,11 @@ class Interleaved:
     def length(self, index: int, size: int) -> int:
         """Bytes of chunk ``index`` of a file of ``size`` bytes: all are whole but the last."""
         return min(self.chunk, size - index * self.chunk)
+
+
+def is_variable(layout: object) -> bool:
+    """Whether a file that is laid out so is an extent list."""
+    return isinstance(layout, Interleaved) and layout.variable
 
 
 def container_layout(servers: tuple[int, ...], redundancy: Redundancy = PLAIN) -> Striped:

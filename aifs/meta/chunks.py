@@ -7,13 +7,8 @@ what a drain that failed has left. That of a coded container is a number of whol
 
 The table alone says where a container is: it may have been moved since a chunk list named its server.
 
-Records, little-endian:
+Chunk lists: meta/chunk_lists.py; those whose chunks have different lengths: meta/extents.py. Record, little-endian:
 
-chunk list (of one file, from chunk ``first`` on)
-    u8 format=1, u8 number of chunks (1 to CHUNKS_PER_RECORD), u8 number of containers, u64 chunks that are stored
-    (bit i: chunk first + i; the others are holes), then for each container: u64 id, u16 server, u64 bytes of these
-    chunks in it, headers included; then for each stored chunk: u8 container (its place above), u8 codec,
-    u32 stored length, u32 raw length, u64 offset, 32 bytes digest
 container
     u8 format=2, u64 length, u64 live bytes, u64 bytes of records of files, u32 stripe unit, u8 replicas, u8 parity columns,
     u8 number of columns, servers (u16 each, in the order of columns)
@@ -21,30 +16,35 @@ container
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 from aifs.core.errors import Unavailable
 from aifs.layout.interleaved import HEADER_BYTES, Growth, Location, container_layout, padded
 from aifs.layout.striped import Striped
-from aifs.meta import keys, servers
+from aifs.meta import keys, servers, shared
+from aifs.meta.chunk_lists import (
+    CHUNKS_PER_RECORD,
+    Chunks,
+    decode_chunks,
+    decode_extents,
+    decode_shares,
+    encode_chunks,
+    encode_extents,
+    is_extents,
+    shared_digests,
+)
 from aifs.meta.degraded import drop_degraded, find_degraded, put_degraded
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import Garbage
 
-FORMAT = 1
 CONTAINER_FORMAT = 2
-CHUNKS_PER_RECORD = 64
+DROPPED_AT_ONCE = 32
+"""Records of a chunk list that one transaction drops."""
 
-_LIST = struct.Struct("<BBBQ")
-_SHARE = struct.Struct("<QHQ")
-_CHUNK = struct.Struct("<BBIIQ32s")
 _CONTAINER = struct.Struct("<BQQQIBBB")
 _CONTAINER_1 = struct.Struct("<BHQQ")
-
-Chunks = Sequence[Location | None]
-"""Chunks of a file in order; None is a hole."""
 
 
 class Container(NamedTuple):
@@ -66,7 +66,7 @@ class Container(NamedTuple):
 def decode_container(record: bytes) -> Container:
     """Raises Unavailable for a damaged record, as the other decoders do."""
     try:
-        if record[0] == FORMAT:
+        if record[0] == 1:
             _, server, length, live = _CONTAINER_1.unpack(record)
             return Container(container_layout((server,)), length, live)
         version, length, live, records, unit, replicas, parity, count = _CONTAINER.unpack_from(record)
@@ -76,52 +76,6 @@ def decode_container(record: bytes) -> Container:
     except (struct.error, IndexError):
         pass
     raise Unavailable("the record of a container is damaged")
-
-
-def encode_chunks(chunks: Chunks) -> bytes:
-    """The record of up to CHUNKS_PER_RECORD chunks."""
-    if not any(chunks):
-        return _LIST.pack(FORMAT, len(chunks), 0, 0)  # of which large sparse files have many
-    stored, places, shares, rows = 0, {}, [], []
-    for number, location in enumerate(chunks):
-        if location is not None:
-            server, container, offset, length, raw, codec, digest = location
-            stored |= 1 << number
-            place = places.setdefault(container, len(places))
-            if place == len(shares):
-                shares.append([container, server, 0])
-            shares[place][2] += HEADER_BYTES + length
-            rows.append(_CHUNK.pack(place, codec, length, raw, offset, digest))
-    head = _LIST.pack(FORMAT, len(chunks), len(shares), stored)
-    return b"".join((head, *(_SHARE.pack(*share) for share in shares), *rows))
-
-
-def decode_chunks(record: bytes) -> list[Location | None]:
-    try:
-        version, count, _, stored = _LIST.unpack_from(record)
-        shares = decode_shares(record)
-        chunks: list[Location | None] = [None] * count
-        rows = _CHUNK.iter_unpack(memoryview(record)[_LIST.size + len(shares) * _SHARE.size :])
-        for number in range(count):
-            if stored >> number & 1:
-                place, codec, length, raw, offset, digest = next(rows)
-                container, server, _ = shares[place]
-                chunks[number] = Location(server, container, offset, length, raw, codec, digest)
-        whole = next(rows, None) is None and not stored >> count and version == FORMAT
-    except (struct.error, StopIteration, IndexError):
-        whole = False
-    if not whole:
-        raise Unavailable("a record of a chunk list is damaged")
-    return chunks
-
-
-def decode_shares(record: bytes) -> list[tuple[int, int, int]]:
-    """(container, server, live bytes) of the containers that a record of a chunk list names."""
-    try:
-        end = _LIST.size + record[2] * _SHARE.size
-        return list(_SHARE.iter_unpack(memoryview(record)[_LIST.size : end]))
-    except (struct.error, IndexError):
-        raise Unavailable("a record of a chunk list is damaged") from None
 
 
 # --- chunk lists -------------------------------------------------------------------------------------
@@ -144,7 +98,7 @@ def put_chunks(tx: Transaction, oid: int, chunks: Chunks) -> None:
     for first in range(0, len(chunks), CHUNKS_PER_RECORD):
         part = chunks[first : first + CHUNKS_PER_RECORD]
         tx.put(keys.chunk_list(oid, first), encode_chunks(part))
-    _count_in(tx, chunks)
+    count_in(tx, [place for place in chunks if place is not None])
 
 
 def put_growth(tx: Transaction, growth: Sequence[Growth]) -> None:
@@ -158,18 +112,42 @@ def put_growth(tx: Transaction, growth: Sequence[Growth]) -> None:
 
 
 def drop_chunks(tx: Transaction, oid: int) -> list[int]:
-    """Forget the chunk list; ids of the containers that are garbage now."""
+    """Forget the chunk list, or extent list; ids of what is garbage now: containers.
+
+    A very long list is *loose* from now on, and garbage itself: to be dropped piece by piece (``drop_some``), since no
+    transaction should take long.
+    """
+    if tx.get(keys.chunk_list(oid, DROPPED_AT_ONCE * CHUNKS_PER_RECORD)) is not None:
+        tx.put(keys.loose(oid), b"")
+        return [oid]
+    return _drop(tx, list(tx.range(*keys.chunk_lists(oid))))
+
+
+def drop_some(tx: Transaction, oid: int) -> tuple[list[int], bool]:
+    """Forget some of a loose list; ids of the containers that are garbage now, and whether that was all."""
+    records = list(tx.range(*keys.chunk_lists(oid), DROPPED_AT_ONCE))
+    is_all = not records or len(records) < DROPPED_AT_ONCE
+    if is_all:
+        tx.delete(keys.loose(oid))
+    return _drop(tx, records), is_all
+
+
+def _drop(tx: Transaction, records: Sequence[tuple[bytes, bytes]]) -> list[int]:
     lost: dict[int, int] = {}
-    records = list(tx.range(*keys.chunk_lists(oid)))
+    references: dict[bytes, int] = {}
     for key, record in records:
         for container, _, length in decode_shares(record):
             lost[container] = lost.get(container, 0) + length
+        for digest in shared_digests(record):
+            references[digest] = references.get(digest, 0) + 1
         tx.delete(key)
+    for place in shared.release(tx, references):
+        lost[place.container] = lost.get(place.container, 0) + HEADER_BYTES + place.stored
     return _count_out(tx, lost)
 
 
 class Move(NamedTuple):
-    """A chunk of a file that has been copied to another place."""
+    """A chunk of a file, by its number, or a shared chunk (``oid`` is 0), that has been copied to another place."""
 
     oid: int
     index: int
@@ -178,32 +156,43 @@ class Move(NamedTuple):
 
 
 def move_chunks(tx: Transaction, moves: Sequence[Move], growth: Sequence[Growth] = ()) -> list[int]:
-    """Point chunk lists to the copies where they still name the old places; ids of containers that are garbage now.
+    """Point lists, and records of shared chunks, to the copies where they still name the old places; ids of containers
+    that are garbage now.
 
     ``growth``: what copying them has done to their new containers.
     """
-    done: list[Move] = []
+    done = [move for move in moves if not move.oid and shared.move(tx, move.old, move.new)]
     by_record: dict[tuple[int, int], list[Move]] = {}
     for move in moves:
-        by_record.setdefault((move.oid, move.index - move.index % CHUNKS_PER_RECORD), []).append(move)
+        if move.oid:
+            by_record.setdefault((move.oid, move.index - move.index % CHUNKS_PER_RECORD), []).append(move)
     for (oid, first), group in by_record.items():
         record = tx.get(keys.chunk_list(oid, first))
         if record is None:
             continue
-        chunks = decode_chunks(record)
-        current = [move for move in group if is_at(chunks, move.index - first, move.old)]
-        for move in current:
-            chunks[move.index - first] = move.new
+        places = decode_chunks(record)
+        current = [move for move in group if is_at(places, move.index - first, move.old)]
         if current:
-            tx.put(keys.chunk_list(oid, first), encode_chunks(chunks))
+            places = {move.index - first: move.new for move in current}
+            tx.put(keys.chunk_list(oid, first), _with_places(record, places))
             done += current
-    _count_in(tx, [move.new for move in done])
+    count_in(tx, [move.new for move in done])
     if done:
         put_growth(tx, growth)
-    lost: dict[int, int] = {}
-    for move in done:
-        lost[move.old.container] = lost.get(move.old.container, 0) + HEADER_BYTES + move.old.stored
-    return _count_out(tx, lost)
+    return count_out(tx, [move.old for move in done])
+
+
+def _with_places(record: bytes, places: Mapping[int, Location]) -> bytes:
+    """The record of a list with other places for some chunks of the file's own."""
+    if is_extents(record):
+        start, extents = decode_extents(record)
+        for number, place in places.items():
+            extents[number] = extents[number]._replace(place=place)
+        return encode_extents(start, extents)
+    chunks = decode_chunks(record)
+    for number, place in places.items():
+        chunks[number] = place
+    return encode_chunks(chunks)
 
 
 def is_at(chunks: Chunks, number: int, place: Location) -> bool:
@@ -262,12 +251,15 @@ def adjust_live(tx: Transaction, container: int, change: int) -> list[int]:
     return _count_out(tx, {container: 0})
 
 
-def _count_in(tx: Transaction, chunks: Chunks) -> None:
+def count_in(tx: Transaction, alive: Iterable[Location], dead: Iterable[Location] = ()) -> None:
+    """Chunks lie in containers now, which therefore reach at least so far: some that somebody names, and some that were
+    appended in vain. Raises Unavailable for an unknown container."""
     grown: dict[int, tuple[int, int]] = {}
-    for location in filter(None, chunks):
-        size = HEADER_BYTES + location.stored
-        length, live = grown.get(location.container, (0, 0))
-        grown[location.container] = max(length, location.offset + size), live + size
+    for places, counts in ((alive, 1), (dead, 0)):
+        for place in places:
+            size = HEADER_BYTES + place.stored
+            length, live = grown.get(place.container, (0, 0))
+            grown[place.container] = max(length, place.offset + size), live + counts * size
     for container, (length, live) in grown.items():
         record = find_container(tx, container)
         if record is None:
@@ -276,6 +268,14 @@ def _count_in(tx: Transaction, chunks: Chunks) -> None:
             length=max(record.length, padded(record.layout, length)), live=record.live + live
         )
         tx.put(keys.container(container), grown_record.encode())
+
+
+def count_out(tx: Transaction, dead: Iterable[Location]) -> list[int]:
+    """Nobody names the chunks in these places any more; ids of containers that are garbage now."""
+    lost: dict[int, int] = {}
+    for place in dead:
+        lost[place.container] = lost.get(place.container, 0) + HEADER_BYTES + place.stored
+    return _count_out(tx, lost)
 
 
 def _count_out(tx: Transaction, lost: dict[int, int]) -> list[int]:

@@ -3,15 +3,16 @@
 Which step must come before which is said in docs/metadata.md; the order is ``vfs``'s business.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from aifs.layout.interleaved import Growth
+from aifs.layout.interleaved import Extent, Growth, is_variable
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys, namespace
-from aifs.meta.chunks import Chunks
+from aifs.meta.chunk_lists import Chunks
 from aifs.meta.degraded import find_degraded, put_degraded
+from aifs.meta.extents import put_extents, put_named
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import Copy, Garbage, Inode, decode_burst
 from aifs.meta.servers import mark_unprotected
@@ -126,7 +127,8 @@ def remove_dirty(tx: Transaction, inos: Iterable[int]) -> None:
 class Drained(NamedTuple):
     """A file as it is from now on, with a copy in the burst tier or without, and the copy that held its bytes.
 
-    ``durable``: the copy is on stable storage. ``digests``: those of a striped file. ``chunks``: of an interleaved one.
+    ``durable``: the copy is on stable storage. ``digests``: those of a striped file. ``chunks``: of an interleaved one,
+    or, if that is variable, its ``extents`` with recipes, unless they are on record as a loose list.
     ``lacking``: mask of the columns of a protected file that could not be written. ``due``: the file should be protected and
     is not.
     """
@@ -138,14 +140,27 @@ class Drained(NamedTuple):
     chunks: Chunks = ()
     lacking: int = 0
     due: bool = False
+    extents: Sequence[Extent] = ()
 
 
 @grows
-def put_drained(tx: Transaction, drained: Sequence[Drained], growth: Sequence[Growth] = ()) -> list[int]:
+def put_drained(
+    tx: Transaction, drained: Sequence[Drained], growth: Sequence[Growth] = (), new: Collection[bytes] = ()
+) -> list[int]:
     """The durable objects or chunks of ``inode.oid``, or inline bytes, are the files now; the ids of copies that are
-    garbage now. ``growth``: what else storing the chunks has done to containers."""
+    garbage now.
+
+    ``growth``: what else storing the chunks has done to containers. ``new``: digests of the shared chunks that have been
+    appended for these files and are not on record yet; extents that name them have their places. Raises Stale, and
+    changes nothing, if a shared chunk that an extent names is neither new nor on record (any more).
+    """
+    lists = {d.inode.oid: d.extents for d in drained if is_variable(d.inode.layout)}
+    if lists:
+        put_extents(tx, {oid: extents for oid, extents in lists.items() if extents}, new)
+        for oid in lists:
+            put_named(tx, oid)
     garbage = []
-    for inode, copy, durable, digests, placed, lacking, due in drained:
+    for inode, copy, durable, digests, placed, lacking, due, _ in drained:
         if isinstance(inode.layout, Striped):
             tx.delete(keys.garbage(inode.oid))
             if not inode.layout.is_protected:
@@ -153,7 +168,7 @@ def put_drained(tx: Transaction, drained: Sequence[Drained], growth: Sequence[Gr
             elif lacking:
                 put_degraded(tx, inode.oid, inode.ino, lacking)
             namespace.put_checksums(tx, inode.oid, digests)
-        elif inode.layout is not None:
+        elif inode.layout is not None and not inode.layout.variable:
             chunks.put_chunks(tx, inode.oid, placed)
         namespace.put_inode(tx, inode)
         tx.delete(keys.dirty(inode.ino))

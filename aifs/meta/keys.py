@@ -16,7 +16,10 @@
     k oid first                      checksums of a striped file: BLAKE3, 32 bytes for each MiB of the file, up to
                                      DIGESTS_PER_RECORD of them from MiB ``first`` on; none if it was written in
                                      place or was mostly holes
-    l oid first                      chunk list of an interleaved file, from chunk ``first`` on (meta/chunks.py)
+    l oid first                      chunk list, or extent list, of an interleaved file, from chunk or extent ``first`` on
+                                     (meta/chunk_lists.py)
+    h digest                         shared chunk: where it lies, and how many extents name it (meta/shared.py)
+    y oid                            loose: the chunk list oid is no file's (yet, or any more), and to be dropped; empty
     t id                             container: layout, length, live bytes (chunks.Container)
     a id                             open container: chunks may be appended to it; empty
     q oid                            degraded: columns that must not be read, a rebuild is due (records.Degraded)
@@ -26,6 +29,8 @@
     z ino                            trash: a tree that nobody can find by name, to be removed (meta/trash.py)
     p ino [rank]                     pending directory; with rank (4 bytes): a member that has committed (meta/publishing.py)
     r ino                            retention of the checkpoints in a directory: text, as in core/retention.py
+    n ino [number]                   group of a directory; with number (8 bytes): rank that has committed, or file that has been
+                                     closed (meta/groups.py)
     j name                           where a background job that goes through the store has got to; its own format
 
 ino, parent, cookie, oid, id and first are 8 bytes, server is 2 bytes, all big-endian, so that numeric order is key
@@ -206,3 +211,34 @@ def container(container_id: int) -> bytes:
 
 def open_container(container_id: int) -> bytes:
     return _NUMBER(b"a", container_id)
+
+
+def shared(digest: bytes) -> bytes:
+    return b"h" + digest
+
+
+def shared_digest(key: bytes) -> bytes:
+    """The digest of an ``h`` key."""
+    return key[1:]
+
+
+def group(ino: int) -> bytes:
+    return _NUMBER(b"n", ino)
+
+
+def group_member(ino: int, number: int) -> bytes:
+    return _TWO_NUMBERS(b"n", ino, number)
+
+
+def group_members(ino: int) -> tuple[bytes, bytes]:
+    """The key range of the members of a directory's group."""
+    return _TWO_NUMBERS(b"n", ino, 0), _NUMBER(b"n", ino + 1)
+
+
+def group_number(key: bytes) -> int | None:
+    """The number of an ``n`` key; None for the group's own."""
+    return int.from_bytes(key[9:], "big") if len(key) > 9 else None
+
+
+def loose(oid: int) -> bytes:
+    return _NUMBER(b"y", oid)

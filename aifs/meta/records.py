@@ -9,7 +9,7 @@ inode
     [u8 replicas, u8 parity columns,] servers (u16 each, in the order of columns), burst copy (u16 server, u64 id), inline
     bytes to the end
     form: 0 without a layout, 1 inline (the bytes are at the end; also symlink targets), 2 striped, 3 interleaved, 4
-    protected striped (which alone has what is in brackets); plus 128: there is a burst copy
+    protected striped (which alone has what is in brackets), 5 interleaved as an extent list; plus 128: there is a burst copy
 dentry
     u64 ino, u64 cookie, u8 type (mode >> 12)
 entry
@@ -40,7 +40,7 @@ from aifs.layout.interleaved import Interleaved
 from aifs.layout.striped import Striped
 
 FORMAT = 1
-EMPTY, INLINE, STRIPED, INTERLEAVED, PROTECTED = 0, 1, 2, 3, 4
+EMPTY, INLINE, STRIPED, INTERLEAVED, PROTECTED, VARIABLE = range(6)
 _HAS_COPY = 128
 
 _INODE = struct.Struct("<BBBBIIIIIQQqqqQQI")
@@ -130,7 +130,7 @@ class Inode:
             if layout.is_protected:
                 form, servers = PROTECTED, _PROTECTION.pack(layout.replicas, layout.parity) + servers
         else:
-            form, unit = INTERLEAVED, layout.chunk
+            form, unit = VARIABLE if layout.variable else INTERLEAVED, layout.chunk
         head = _INODE.pack(
             FORMAT, form if copy is None else form | _HAS_COPY, len(policy), count,
             self.mode, self.uid, self.gid, self.nlink, self.rdev, self.size, self.blocks,
@@ -164,8 +164,8 @@ def decode_inode(ino: int, record: bytes) -> Inode:
             offset += _PROTECTION.size
             inode.layout = _striped(unit, record[offset : offset + 2 * count], replicas, parity)
             offset += 2 * count
-        elif base == INTERLEAVED:
-            inode.layout = Interleaved(unit)
+        elif base in (INTERLEAVED, VARIABLE):
+            inode.layout = Interleaved(unit, base == VARIABLE)
         if form & _HAS_COPY:
             inode.copy = Copy._make(_COPY.unpack_from(record, offset))
             offset += _COPY.size

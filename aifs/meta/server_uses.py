@@ -10,6 +10,7 @@ from aifs.core.errors import Unavailable
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys
 from aifs.meta.degraded import find_degraded
+from aifs.meta.extents import shares_of
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import decode_burst, decode_inode
 
@@ -73,7 +74,7 @@ def scan_chunk_lists(tx: ReadTransaction, start: bytes, containers: Set[int]) ->
     oids, key, count = set(), b"", 0
     for key, value in tx.range(start or b"l", keys.all_of(b"l")[1], SLICE):
         count += 1
-        if any(container in containers for container, *_ in chunks.decode_shares(value)):
+        if any(container in containers for container, *_ in shares_of(tx, value)):
             oids.add(keys.chunk_list_parts(key)[0])
     return oids, key + b"\0" if count == SLICE else b""
 

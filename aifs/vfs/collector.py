@@ -10,7 +10,7 @@ from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
 from aifs.data.servers import Servers
 from aifs.data.striped import delete_batch
-from aifs.meta import keys, namespace
+from aifs.meta import chunks, keys, namespace
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.records import Garbage, decode_garbage
 
@@ -22,6 +22,7 @@ _RETRY_S = 10.0
 _BACKLOG_MAX = 1024  # from here on deletions do not wait for others to share a backup with
 
 _ERASED = faults.declare("vfs.collect.erased", "orphans are erased, their objects are on record as garbage")
+_DROPPED = faults.declare("vfs.collect.dropped", "a part of a loose chunk list is dropped, the rest is on record")
 _DELETED = faults.declare("vfs.collect.deleted", "objects are deleted, their garbage records are not")
 
 
@@ -61,7 +62,7 @@ class Collector:
         self._work.set()
 
     def add_garbage(self, oid: int) -> None:
-        """There is, or is about to be, a garbage record for ``oid``."""
+        """There is, or is about to be, a garbage record for ``oid``, or it is a loose chunk list."""
         self._garbage.append(_Doomed(oid, self._engine.seq))
         self._work.set()
 
@@ -106,8 +107,22 @@ class Collector:
                     await trio.lowlevel.checkpoint()
                 if self._garbage:
                     batch = self._garbage[:_BATCH]
+                    await self._drop_lists(batch)
                     await self._delete(batch, urgent or self.due > _BACKLOG_MAX)
                     del self._garbage[: len(batch)]
+
+    async def _drop_lists(self, batch: list[_Doomed]) -> None:
+        for oid in await self._engine.view(_find_loose, [doomed.oid for doomed in batch]):
+            is_all = False
+            while not is_all:
+                try:
+                    containers, is_all = await self._engine.transact(chunks.drop_some, oid)
+                except Unavailable as error:
+                    _log.warning("a deleted file's list of chunks cannot be dropped (fsck will name it): %s", error)
+                    break
+                self._garbage += [_Doomed(container, self._engine.seq) for container in containers]
+                faults.reach(_DROPPED)
+                await trio.lowlevel.checkpoint()
 
     async def _delete(self, batch: list[_Doomed], urgent: bool) -> None:
         if not await self.covered(max(doomed.seq for doomed in batch), urgent):
@@ -138,6 +153,10 @@ def _erase(tx: Transaction, inos: list[int]) -> list[int]:
         except Unavailable as error:
             _log.warning("deleted inode %d cannot be removed (fsck will name it): %s", ino, error)
     return oids
+
+
+def _find_loose(tx: ReadTransaction, oids: list[int]) -> list[int]:
+    return [oid for oid in oids if tx.get(keys.loose(oid)) is not None]
 
 
 def _read_garbage(tx: ReadTransaction, oids: list[int]) -> dict[int, Garbage]:

@@ -85,7 +85,7 @@ def _read_in_flight(tx: ReadTransaction) -> tuple[list[int], list[int], list[int
     def numbers(kind: bytes) -> list[int]:
         return [keys.number(key) for key, _ in tx.range(*keys.all_of(kind))]
 
-    return numbers(b"w"), numbers(b"o"), numbers(b"g")
+    return numbers(b"w"), numbers(b"o"), numbers(b"g") + numbers(b"y")
 
 
 async def _settle(

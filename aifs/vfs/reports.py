@@ -11,11 +11,14 @@ from aifs.burst.tier import BurstTier
 from aifs.layout.hint import format_layout_hint
 from aifs.layout.placement import ACTIVE
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, keys
+from aifs.meta import keys
+from aifs.meta.extents import shares_of
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
 from aifs.vfs.backups.backup import Backup
 from aifs.vfs.collector import Collector
+from aifs.vfs.groups.course import Course
+from aifs.vfs.groups.group_drain import GroupDrain
 from aifs.vfs.io.file_io import FileIO
 from aifs.vfs.io.handles import Handles
 from aifs.vfs.publishing.trash import Trash
@@ -44,6 +47,8 @@ class Host(Protocol):
     handles: Handles
     tier: BurstTier
     drain: Drain
+    group_course: Course
+    group_drain: GroupDrain
     stager: Stager
     evictor: Evictor
     collector: Collector
@@ -129,7 +134,7 @@ async def _shares(fs: Host, oid: int) -> Counter[tuple[int, int]]:
 
 def _read_shares(tx: ReadTransaction, start: bytes, end: bytes) -> tuple[list[tuple[int, int, int]], bytes]:
     records = list(tx.range(start, end, _RECORDS))
-    found = [share for _, record in records for share in chunks.decode_shares(record)]
+    found = [share for _, record in records for share in shares_of(tx, record)]
     return found, records[-1][0] + b"\0" if len(records) == _RECORDS else b""
 
 
@@ -157,6 +162,7 @@ async def status(fs: Host) -> dict[str, Any]:
         "servers": [server for server in servers if server["role"] == "data"],
         "burst": fs.tier.status(),
         "drain": fs.drain.status(),
+        "groups": {**fs.group_course.status(), **fs.group_drain.status()},
         "stage": fs.stager.status(),
         "evict": fs.evictor.status(),
         "memory": store.servers.budget.status(),

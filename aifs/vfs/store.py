@@ -2,7 +2,8 @@
 
 The metadata holds the store's identity and the table of its data servers and burst directories (server_table); every
 directory carries the same identity in its marker. Format 1 knew burst directories by their markers alone; format 2 had
-no protected files, and no marks of the servers that unprotected bytes lie on.
+no protected files, and no marks of the servers that unprotected bytes lie on; format 3 had no extent lists, shared chunks and
+groups.
 """
 
 import json
@@ -32,7 +33,7 @@ from aifs.vfs.owner import OwnerLock
 from aifs.vfs.servers import directories
 from aifs.vfs.servers.server_table import ServerTable, adopt_domains, id_of, load_servers, require_registered
 
-FORMAT = 3
+FORMAT = 4
 
 _log = logger(__name__)
 
@@ -101,7 +102,7 @@ def format_store(config: Config, force: bool) -> str:
         identity = str(uuid.uuid4())
         for role, number, path in roles[1:]:
             directories.mark(path, identity, role, number)
-        domains = dict(config.places)
+        domains = {place.path: place.domain for place in config.places}
         table = {
             id_of(role, number): ServerRecord(directories.recorded_path(config, path), domain=domains.get(path, ""))
             for role, number, path in roles[1:]
@@ -152,7 +153,7 @@ async def open_store(
         superblock, table = await _read_identity(engine, meta)
         if superblock["uuid"] != marker.store:
             raise StoreError(f"{meta}: the metadata belongs to another store than the directory's marker says")
-        if superblock["format"] in (1, 2):
+        if superblock["format"] in range(1, FORMAT):
             table |= await _upgrade(engine, config, marker.store, superblock["format"])
         elif superblock["format"] != FORMAT:
             raise StoreError(f"{meta}: the store has format {superblock['format']}; this version knows 1 to {FORMAT}")
@@ -190,10 +191,10 @@ async def _read_identity(engine: Engine, meta: str) -> tuple[dict, dict[int, Ser
 
 
 async def _upgrade(engine: Engine, config: Config, identity: str, before: int) -> dict[int, ServerRecord]:
-    """Make a store of format 1 or 2 one of format 3. Durable on return.
+    """Make a store of an earlier format one of this. Durable on return.
 
     Format 1 made no use of its burst directories: they enter the table; returns their rows, by id. Format
-    2 had no marks of the servers that unprotected bytes lie on: that may be any of them.
+    2 had no marks of the servers that unprotected bytes lie on: that may be any of them. Format 3 lacks nothing.
     """
     rows = {}
     for path in config.burst.directories if before == 1 else ():
@@ -209,7 +210,7 @@ async def _upgrade(engine: Engine, config: Config, identity: str, before: int) -
     def upgrade(tx: Transaction) -> None:
         put_servers(tx, rows)
         for number in read_table(tx):
-            if number < BURST_FIRST:
+            if before < 3 and number < BURST_FIRST:
                 tx.put(keys.unprotected(number), b"")
         superblock = json.loads(tx.get(keys.SUPERBLOCK)) | {"format": FORMAT}
         tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())

@@ -42,7 +42,7 @@ async def opened(directory: Path, **changes: str) -> AsyncIterator[Filesystem]:
         shape = SHAPE | {key.replace("__", "."): value for key, value in changes.items()}
         await trio.to_thread.run_sync(modes.make_store, source, shape)
     async with open_filesystem(modes.config_of(source)) as fs:
-        with trio.fail_after(30):
+        with trio.fail_after(60):
             yield fs
 
 
@@ -60,7 +60,7 @@ async def make(fs: Filesystem, parent: int, name: bytes = b"file", data: bytes =
 
 
 async def drained(fs: Filesystem, ino: int) -> Inode:
-    with trio.fail_after(10):
+    with trio.fail_after(60):
         fs.drain.request([ino])
         await fs.drain.wait([ino])
     return await fs.getattr(ino)

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,16 +18,18 @@ import trio
 
 from aifs.core import faults
 from aifs.core.tasks import first_error
-from aifs.data import health
-from aifs.data.chunk_codec import FileRecord
-from aifs.data.pieces import Source
+from aifs.data import health, pieces
+from aifs.data.chunk_codec import FileRecord, digest_of
+from aifs.data.container_scan import ContainerScan
+from aifs.data.pieces import HashedPiece, Source
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.data.striped import delete_objects, list_window
-from aifs.layout.interleaved import HEADER_BYTES, Growth, Interleaved, container_layout
+from aifs.layout.interleaved import HEADER_BYTES, Extent, Growth, Interleaved, container_layout, named
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, journal, keys, lmdb_database, namespace
+from aifs.meta import chunks, extents, journal, keys, lmdb_database, namespace, shared
+from aifs.meta.chunk_lists import decode_extents, is_extents
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.records import Inode
@@ -35,6 +38,7 @@ from aifs.vfs import ids as vfs_ids
 from aifs.vfs.collector import Collector
 from aifs.vfs.ids import IdAllocator
 from aifs.vfs.tiers import containers as vfs_containers
+from aifs.vfs.tiers.chunk_users import users_of
 from aifs.vfs.tiers.compaction import Compaction
 from aifs.vfs.tiers.containers import Containers
 from tests.support.data_servers import failing, hooked, make_table, opened
@@ -46,8 +50,18 @@ CONTAINER = 120_000
 ROW = container_layout((0, 1, 2), Redundancy(1, 2, 1)).row
 CHUNK = 16384
 LAYOUT = Interleaved(CHUNK)
+VARIABLE = Interleaved(CHUNK, variable=True)
 RECORD = FileRecord(0, 0, 0, 0o100644, 0, 0, 0, 0, 0, b"a/path")
-POINTS = [name for name in sorted(faults.POINTS) if name.startswith(("data.append.", "vfs.compact.", "vfs.collect.d"))]
+POINTS = [
+    name
+    for name in sorted(faults.POINTS)
+    if name.startswith(("data.append.", "vfs.compact.", "vfs.containers.", "vfs.collect.d"))
+]
+
+
+STEPS = ("store", "share", "delete", "delete", "delete", "compact", "collect", "collect", "barrier")
+OFTEN = {"append": 3, "collect": 1}
+"""How often a point is reached in most lives, at least; others: twice."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +69,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "SEGMENT_BYTES", 256 << 10)
     monkeypatch.setattr(lmdb_database, "INITIAL_MAP_BYTES", 128 << 10)
     monkeypatch.setattr(vfs_ids, "WINDOW", 64)
+    monkeypatch.setattr(vfs_containers, "LISTED_AT_ONCE", 64)
 
 
 @pytest.fixture
@@ -89,8 +104,10 @@ class Mounted:
         self.compaction = Compaction(engine, servers, self.containers, self.collector, 0.3)
 
     async def recover(self) -> None:
-        for oid in await self.engine.view(lambda tx: [keys.number(key) for key, _ in tx.range(*keys.all_of(b"g"))]):
-            self.collector.add_garbage(oid)
+        for kind in (b"g", b"y"):
+            start, end = keys.all_of(kind)
+            for key, _ in await self.engine.view(lambda tx, start=start, end=end: list(tx.range(start, end))):
+                self.collector.add_garbage(keys.number(key))
         first, end = await vfs_ids.last_windows(self.engine)
         for server, ino, oid in await list_window(self.servers, first, end):
             known = await self.engine.view(
@@ -110,6 +127,49 @@ class Mounted:
         ]
         async with self.containers.append(sources, (), self.redundancy) as (lists, growth):
             await self.engine.transact(put_files, sources, lists, growth)
+        return inos
+
+    async def share(self, contents: list[bytes], fd_of: "Copies") -> list[int]:
+        """The same as extent lists: equal chunks are stored once, but for the first of each third file."""
+        inos = [await self.ids.take() for _ in contents]
+        oids = [await self.ids.take() for _ in contents]
+        lists: list[list[Extent]] = []
+        wanted: dict[tuple[bytes, int], HashedPiece] = {}  # by digest, and the oid of its owner
+        for ino, oid, content in zip(inos, oids, contents, strict=True):
+            fd, rows = fd_of(content), []
+            step = 700 if ino % 16 == 0 else CHUNK  # a long list
+            for start in range(0, len(content), step):
+                part = content[start : start + step]
+                piece = HashedPiece(fd, ino, start, len(part), digest_of(part), ino % 2)
+                if ino % 3 == 0 and not rows:
+                    piece = piece._replace(oid=oid, index=0, chunk=CHUNK)
+                wanted.setdefault((piece.digest, piece.oid), piece)
+                rows.append(Extent(len(part), named(len(part), piece.digest).place, not piece.oid))
+            lists.append(rows)
+        known = await self.engine.view(shared.find_all_shared, {digest for digest, _ in wanted})
+        new = {key: piece for key, piece in wanted.items() if key[1] or key[0] not in known}
+        slots = self.containers.slots(self.redundancy)
+        async with self.containers.append_pieces(list(new.values()), slots) as (places, growth):
+            found = {key: place for key, place in zip(new, places, strict=True)}
+            for oid, rows in zip(oids, lists, strict=True):
+                for index, extent in enumerate(rows):
+                    place = found.get((extent.digest, 0 if extent.shared else oid), extent.place)
+                    rows[index] = extent._replace(place=place)
+            recipes = [
+                recipe
+                for ino, oid, rows in zip(inos, oids, lists, strict=True)
+                for recipe in pieces.recipes(ino, oid, VARIABLE, rows, RECORD)
+            ]
+            async with self.containers.append_pieces(recipes, slots) as (recipe_places, more):
+                following = iter(recipe_places)
+                whole = [pieces.with_recipes(rows, [next(following)]) for rows in lists]
+                digests = frozenset(digest for digest, owner in new if not owner)
+                growth = [*growth, *more]
+                for number, oid in enumerate(oids):
+                    if inos[number] % 4 == 0:  # as long ones are
+                        await self.containers.list_extents(oid, whole[number], digests, growth)
+                        whole[number] = []
+                await self.engine.transact(put_extent_lists, inos, oids, contents, whole, growth, digests)
         return inos
 
     async def delete(self, ino: int) -> None:
@@ -166,6 +226,18 @@ def put_files(tx: Transaction, sources: list[Source], lists: list[chunks.Chunks]
     chunks.put_growth(tx, growth)
 
 
+def put_extent_lists(
+    tx: Transaction, inos: list[int], oids: list[int], contents: list[bytes], lists: list[list[Extent]],
+    growth: list[Growth], new: frozenset[bytes],
+) -> None:  # fmt: skip
+    extents.put_extents(tx, dict(zip(oids, lists, strict=True)), new)
+    for ino, oid, content in zip(inos, oids, contents, strict=True):
+        extents.put_named(tx, oid)
+        inode = Inode(ino, 0o100644, 0, 0, 1, 0, len(content), 0, 0, 0, 0, oid=oid, layout=VARIABLE)
+        namespace.put_inode(tx, inode)
+    chunks.put_growth(tx, growth)
+
+
 def delete_file(tx: Transaction, ino: int) -> list[int]:
     inode = namespace.get_inode(tx, ino)
     tx.delete(keys.inode(ino))
@@ -177,14 +249,28 @@ def inodes(tx: ReadTransaction) -> list[Inode]:
     return [namespace.get_inode(tx, ino) for ino in numbers]
 
 
+def listed(tx: ReadTransaction) -> set[int]:
+    """Oids that have chunk lists."""
+    return {keys.chunk_list_parts(key)[0] for key, _ in tx.range(*keys.all_of(b"l"))}
+
+
 def accounts(tx: ReadTransaction) -> tuple[dict[int, chunks.Container], dict[int, int], set[int]]:
     table = {keys.number(key): chunks.decode_container(value) for key, value in tx.range(*keys.all_of(b"t"))}
     live: dict[int, int] = {}
+    named = Counter()
+    places = []
     for _, value in tx.range(*keys.all_of(b"l")):
-        for place in chunks.decode_chunks(value):
-            if place is not None:
-                assert place.offset + HEADER_BYTES + place.stored <= table[place.container].length
-                live[place.container] = live.get(place.container, 0) + HEADER_BYTES + place.stored
+        places += filter(None, chunks.decode_chunks(value))
+        if is_extents(value):
+            named.update(extent.digest for extent in decode_extents(value)[1] if extent.shared)
+    for key, value in tx.range(*keys.all_of(b"h")):
+        known = shared.decode_shared(keys.shared_digest(key), value)
+        assert known.references == named.pop(keys.shared_digest(key))
+        places.append(known.place)
+    assert not named, "shared chunks without a record"
+    for place in places:
+        assert place.offset + HEADER_BYTES + place.stored <= table[place.container].length
+        live[place.container] = live.get(place.container, 0) + HEADER_BYTES + place.stored
     return table, live, {keys.number(key) for key, _ in tx.range(*keys.all_of(b"g"))}
 
 
@@ -223,10 +309,11 @@ async def work(
     try:
         async with mounted(directory, redundancy) as mount:
             for _ in range(40):
-                step = rng.choice(("store", "store", "delete", "delete", "delete", "compact", "collect", "barrier"))
-                if step == "store":
+                step = rng.choice(STEPS)
+                if step in ("store", "share"):
                     batch = [content(rng) for _ in range(rng.randint(1, 6))]
-                    doubtful |= dict(zip(await mount.store(batch, copies), batch, strict=True))
+                    store = mount.store if step == "store" else mount.share
+                    doubtful |= dict(zip(await store(batch, copies), batch, strict=True))
                 elif step == "delete" and expected | doubtful:
                     ino = rng.choice(sorted(expected | doubtful))
                     doubtful[ino] = expected.pop(ino, None) or doubtful[ino]
@@ -248,14 +335,17 @@ async def work(
 
 @pytest.mark.parametrize("redundancy", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("point", POINTS)
-def test_power_cuts(root: Path, point: str, redundancy: Redundancy) -> None:
-    reached = 0
+def test_power_cuts(root: Path, point: str, redundancy: Redundancy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "DROPPED_AT_ONCE", 0)  # as if all lists were long
+    reached, (seeds, wanted) = 0, (12, 6) if redundancy == PLAIN else (6, 3)
     expected: dict[int, bytes] = {}
-    for seed in range(12 if redundancy == PLAIN else 6):
+    for seed in range(10 * seeds):
+        if seed >= seeds and reached >= wanted:
+            break
         doubtful: dict[int, bytes] = {}
         directory, after = root / str(seed), root / str(seed + 1)
         with PowerCut(directory) as cut:
-            cut.crash_at(point, 1 + seed % 3)
+            cut.crash_at(point, 1 + seed % OFTEN.get(point.split(".")[1], 2))
             try:
                 trio.run(work, directory, seed, expected, doubtful, cut, redundancy)
             except BaseException as error:  # noqa: BLE001 (a crash comes in groups)
@@ -265,12 +355,14 @@ def test_power_cuts(root: Path, point: str, redundancy: Redundancy) -> None:
             cut.materialise(after, random.Random(seed))
         shutil.rmtree(directory)
         expected = trio.run(found_after, after, expected, expected | doubtful)
-    assert reached >= (6 if redundancy == PLAIN else 3), "the point was hardly ever reached"
+    assert reached >= wanted, "the point was hardly ever reached"
 
 
 async def found_after(directory: Path, required: dict[int, bytes], allowed: dict[int, bytes]) -> dict[int, bytes]:
     async with mounted(directory) as mount:
         await mount.collector.drain()
+        assert not await mount.engine.view(lambda tx: list(tx.range(*keys.all_of(b"y"))))
+        assert await mount.engine.view(listed) == {inode.oid for inode in await mount.engine.view(inodes)}
         found = await mount.contents()
         assert required.items() <= found.items(), f"lost: {required.keys() - found.keys()}"
         assert found.items() <= allowed.items(), "bytes that were never written"
@@ -316,6 +408,126 @@ async def test_compaction_gives_space_back(root: Path) -> None:
 
 def stored_bytes(servers: Servers) -> int:
     return sum(item.length for server in servers.values() for item in server.list_objects())
+
+
+async def test_compaction_moves_shared_chunks_once(root: Path) -> None:
+    """And with them all that name them, also who reads them since before."""
+    copies, rng = Copies(root), random.Random(1)
+    async with mounted(root / "0") as mount:
+        common = [rng.randbytes(CHUNK) for _ in range(4)]
+        batch = [b"".join(rng.sample(common, 3)) + rng.randbytes(20_000) for _ in range(30)]
+        inos = []
+        for first in range(0, 30, 6):
+            inos += await mount.share(batch[first : first + 6], copies)
+        kept = dict(zip(inos, batch, strict=True))
+        before = await mount.engine.view(shared.find_all_shared, [digest_of(chunk) for chunk in common])
+        assert len(before) == 4 and sum(known.references for known in before.values()) in range(60, 90)
+        for ino in inos[:-5]:
+            del kept[ino]
+            await mount.delete(ino)
+        readers = {inode.ino: mount.containers.objects_of(inode) for inode in await mount.engine.view(inodes)}
+        size = len(batch[0])
+        for ino, objects in readers.items():
+            assert bytes(await objects.read(0, size, size, True)) == kept[ino]
+        full = stored_bytes(mount.servers)
+        await seal_all(mount)
+        await mount.compaction.compact()
+        await mount.collector.drain()
+        assert stored_bytes(mount.servers) < 0.7 * full
+        after = await mount.engine.view(shared.find_all_shared, list(before))
+        assert any(before[digest].place != known.place for digest, known in after.items())
+        assert await mount.contents() == kept
+        for ino, objects in readers.items():
+            assert bytes(await objects.read(0, size, size, True)) == kept[ino], "read by the old places"
+        for container in {known.place.container for known in after.values()}:
+            assert await mount.compaction.evacuate(container)
+            assert await mount.engine.view(chunks.find_container, container) is None
+        assert await mount.contents() == kept
+        for ino in kept:
+            await mount.delete(ino)
+        await seal_all(mount)
+        await mount.collector.drain()
+        assert not await mount.engine.view(lambda tx: list(tx.range(*keys.all_of(b"h"))))
+        assert stored_bytes(mount.servers) == 0
+    copies.close()
+
+
+async def test_who_uses_a_container(root: Path) -> None:
+    copies = Copies(root)
+    async with mounted(root / "0") as mount:
+        common = bytes([7]) * CHUNK
+        batch = [common + b"a" * 1000 + bytes([number]) * 50 for number in range(6)]
+        inos = await mount.share(batch, copies) + await mount.store([common * 2 + b"b"], copies)
+        oids = {inode.ino: inode.oid for inode in await mount.engine.view(inodes)}
+        table, _, _ = await mount.engine.view(accounts)
+        found: dict[int, set[tuple[int, int]]] = {}
+        for container, record in table.items():
+            scan = ContainerScan(mount.containers.files, container, record.layout, record.length)
+            starts = set()
+            while some := await scan.following():
+                starts |= {chunk.offset for chunk in some}
+            users = await users_of(mount.engine, container)
+            assert {user.start for user in users} == starts
+            for user in users:
+                assert oids[user.ino] == user.oid
+                found.setdefault(user.ino, set()).add((user.first, user.last))
+        size = CHUNK + 1050
+        for ino in inos[:-1]:
+            assert found[ino] == {(0, CHUNK - 1), (CHUNK, size - 1), (size, size - 1)}
+        assert found[inos[-1]] == {(0, CHUNK - 1), (CHUNK, 2 * CHUNK - 1), (2 * CHUNK, 2 * CHUNK)}
+    copies.close()
+
+
+async def test_a_bad_chunk_is_replaced_for_all_who_name_it(root: Path) -> None:
+    copies = Copies(root)
+    async with mounted(root / "0") as mount:
+        batch = [b"common" * 2000] * 4
+        kept = dict(zip(await mount.share(batch, copies), batch, strict=True))
+        readers = {inode.ino: mount.containers.objects_of(inode) for inode in await mount.engine.view(inodes)}
+        digest = digest_of(batch[0])
+        known = await mount.engine.view(shared.find_shared, digest)
+        for objects in readers.values():
+            await objects.following(0, 12000, True)  # has learned the place
+        container = await mount.engine.view(chunks.find_container, known.place.container)
+        server = mount.servers[container.layout.servers[0]]
+        with open(server.object_path(0, known.place.container), "r+b") as file:
+            file.seek(known.place.offset + HEADER_BYTES)
+            file.write(b"damage")
+        piece = HashedPiece(copies(batch[0]), 1, 0, 12000, digest, 0)
+        slots = mount.containers.slots(mount.redundancy)
+        async with mount.containers.append_pieces([piece], slots) as (places, growth):
+            await mount.engine.transact(extents.replace_shared, places, growth)
+        assert (await mount.engine.view(shared.find_shared, digest)).references == known.references > 1
+        assert await mount.contents() == kept
+        for ino, objects in readers.items():
+            assert bytes(await objects.read(0, 12000, 12000, True)) == kept[ino], "read by the old places"
+    copies.close()
+
+
+async def test_a_long_list_is_recorded_and_dropped_piece_by_piece(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "DROPPED_AT_ONCE", 1)
+    copies, rng = Copies(root), random.Random(3)
+    async with mounted(root / "0") as mount:
+        batch = [rng.randbytes(100_000) for _ in range(32)]
+        inos = await mount.share(batch, copies)
+        assert await mount.contents() == dict(zip(inos, batch, strict=True))
+        long = [ino for ino in inos if ino % 16 == 0]
+        listed = await mount.engine.view(lambda tx: [key for key, _ in tx.range(*keys.all_of(b"l"))])
+        records = Counter(keys.chunk_list_parts(key)[0] for key in listed)
+        assert max(records.values()) == 3
+        for ino in inos:
+            await mount.delete(ino)
+        loose = await mount.engine.view(lambda tx: [keys.number(key) for key, _ in tx.range(*keys.all_of(b"y"))])
+        assert len(loose) == len(long) == 2
+        await mount.contents()  # what they name is alive until then
+        await seal_all(mount)
+        await mount.collector.drain()
+        for kind in (b"y", b"l", b"h", b"t"):
+            assert not await mount.engine.view(lambda tx, kind=kind: list(tx.range(*keys.all_of(kind))))
+        assert stored_bytes(mount.servers) == 0
+    copies.close()
 
 
 async def test_a_file_deleted_while_its_chunks_move(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ async def mounted(directory: Path, kind: str, sound: bool = True):
     """The filesystem; afterwards fsck finds nothing."""
     if not directory.exists():
         await trio.to_thread.run_sync(make, directory, REDUNDANT[kind])
-    with trio.fail_after(30):
+    with trio.fail_after(60):
         async with open_filesystem(modes.config_of(directory)) as fs:
             yield fs
             await fs.collector.drain()

@@ -63,7 +63,7 @@ async def mounted(directory: Path, settings: dict[str, object] | None = None, so
     """The filesystem; afterwards fsck finds nothing."""
     if not directory.exists():
         await trio.to_thread.run_sync(make, directory, settings or {})
-    with trio.fail_after(30):
+    with trio.fail_after(60):
         async with open_filesystem(modes.config_of(directory)) as fs:
             yield fs
             await fs.collector.drain()
@@ -501,7 +501,7 @@ async def test_a_move_that_a_crash_has_ended_is_finished_by_the_next_mount(direc
             raise faults.SimulatedCrash(point)
 
         with pytest.raises(faults.SimulatedCrash):
-            with trio.fail_after(20):
+            with trio.fail_after(60):
                 async with open_filesystem(modes.config_of(directory)) as fs:
                     faults.arm(point, die)
                     await change(fs, crash, DRAINING)

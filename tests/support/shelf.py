@@ -3,21 +3,30 @@
 import os
 import tempfile
 from contextlib import contextmanager
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 
 import trio
 
 from aifs.core.budget import Budget
 from aifs.data import pieces
-from aifs.data.chunk_codec import FileRecord
+from aifs.data.chunk_codec import FileRecord, digest_of
 from aifs.data.chunked import ChunkedObjects
 from aifs.data.container_files import ContainerFiles
 from aifs.data.container_readers import Entry
 from aifs.data.containers import ContainerWriter
 from aifs.data.pieces import Source
 from aifs.data.servers import Servers
-from aifs.layout.interleaved import HEADER_BYTES, Growth, Interleaved, container_layout, padded
+from aifs.layout.interleaved import (
+    HEADER_BYTES,
+    Extent,
+    Growth,
+    Interleaved,
+    Location,
+    container_layout,
+    named,
+    padded,
+)
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.layout.striped import Striped
 
@@ -33,7 +42,7 @@ def slots_on(servers: tuple[int, ...], redundancy: Redundancy) -> tuple[Striped,
 
 
 class Shelf:
-    """Writer, reader, and a catalogue in memory. ``lists``: chunks by oid."""
+    """Writer, reader, and a catalogue in memory. ``lists``: chunks by oid, those of the file's own."""
 
     def __init__(
         self, servers: Servers, directory: Path, verify: bool = False, redundancy: Redundancy = PLAIN
@@ -47,6 +56,8 @@ class Shelf:
         self.budget = Budget(64 << 20)
         self.writer = ContainerWriter(servers, self, self.budget, CONTAINER)
         self.lists = {}
+        self.extents: dict[int, list[Extent]] = {}
+        self.shared: dict[bytes, Location] = {}
         self.layouts = {}
         self.table: dict[int, Striped] = {}
         self.ends: dict[int, int] = {}
@@ -125,12 +136,64 @@ class Shelf:
                         self.lists[source.oid], self.layouts[source.oid] = chunks, source.layout
             return places
 
+    async def store_extents(self, contents: dict[int, bytes], chunk: int = 65536, level: int = 0) -> None:
+        """The same as extent lists: cut at borders that differ from file to file, with zeros left out, and equal chunks stored
+        once, but for each fifth, which is the file's own."""
+        layout = Interleaved(chunk, True)
+        with self.sources(contents, chunk, level) as sources:
+            lists: dict[int, list[Extent]] = {}
+            wanted: dict[tuple, pieces.HashedPiece] = {}
+            for source in sources:
+                data, start, some = contents[source.oid], 0, []
+                while start < len(data):
+                    end = min(len(data), start + chunk - len(some) % 3 * (chunk // 5))
+                    part = data[start:end]
+                    if not part.strip(b"\0"):
+                        some.append(Extent(len(part)))
+                    else:
+                        own = (source.oid, len(some), chunk) if len(some) % 5 == 4 else (0, 0, 0)
+                        piece = pieces.HashedPiece(
+                            source.fd, source.ino, start, len(part), digest_of(part), level, *own
+                        )
+                        some.append(named(len(part), piece.digest))
+                        wanted.setdefault((piece.digest, *own), piece)
+                        some[-1] = some[-1]._replace(shared=not own[0])
+                    start = end
+                lists[source.oid] = some
+            new = {key: piece for key, piece in wanted.items() if key[1] or key[0] not in self.shared}
+            async with self.writer.append(list(new.values()), self.slots) as (places, growth):
+                self.record(places, growth)
+                found = dict(zip(new, places, strict=True))
+                self.shared |= {key[0]: place for key, place in found.items() if not key[1]}
+            for source in sources:
+                placed = []
+                for index, extent in enumerate(lists[source.oid]):
+                    key = (extent.digest, source.oid, index, chunk)
+                    place = self.shared[extent.digest] if extent.shared else found.get(key)
+                    placed.append(extent._replace(place=place))
+                recipes = pieces.recipes(source.ino, source.oid, layout, placed, source.record)
+                async with self.writer.append(recipes, self.slots) as (places, growth):
+                    self.record(places, growth)
+                    self.layouts[source.oid] = layout
+                    self.extents[source.oid] = pieces.with_recipes(placed, places)
+                    self.lists[source.oid] = [
+                        None if extent.shared else extent.place for extent in self.extents[source.oid]
+                    ]
+
     def objects(self, oid: int) -> ChunkedObjects:
         async def load(index: int):
             await trio.lowlevel.checkpoint()
             first = index - index % 5
             return first, self.lists[oid][first : first + 5]
 
+        async def load_extents(offset: int):
+            await trio.lowlevel.checkpoint()
+            starts = list(accumulate((extent.length for extent in self.extents[oid]), initial=0))
+            first = max(number for number in range(0, len(starts), 5) if starts[number] <= offset)
+            return starts[first], first, self.extents[oid][first : first + 5]
+
+        if self.layouts[oid].variable:
+            return ChunkedObjects(self.files, self.layouts[oid], load_extents)
         return ChunkedObjects(self.files, self.layouts[oid], load)
 
     async def content(self, oid: int, size: int) -> bytes:

@@ -44,7 +44,7 @@ def test_list_round_trip(places):
     for container in shares:
         stored = [place.stored for place in places if place and place.container == container]
         assert shares[container] == sum(stored) + HEADER_BYTES * len(stored)
-    for damaged in (record[:-1], record + b"\0", b"\2" + record[1:], b""):
+    for damaged in (record[:-1], record + b"\0", b"\3" + record[1:], b""):
         with pytest.raises(Unavailable):
             chunks.decode_chunks(damaged)
 

@@ -102,6 +102,20 @@ def test_a_store_of_format_1_is_upgraded_once(tmp_path: Path, caplog: pytest.Log
     ]
 
 
+def test_a_store_of_format_3_is_upgraded_where_it_is(tmp_path: Path) -> None:
+    config = make_store(tmp_path / "store")
+    change(config, lambda tx: superblock(tx, format=3))
+    marks = {}
+
+    def look(tx: Transaction) -> None:
+        marks["u"] = [key for key, _ in tx.range(*keys.all_of(b"u"))]
+        marks["format"] = json.loads(tx.get(keys.SUPERBLOCK))["format"]
+
+    assert list(table_of(config)) == [0, 1, 2, 3, BURST_FIRST]
+    change(config, look)
+    assert marks == {"u": [], "format": FORMAT}  # a store of format 3 knows where unprotected bytes lie
+
+
 def test_what_is_not_the_stores_is_not_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = make_store(tmp_path / "store")
     change(config, make_format_1)

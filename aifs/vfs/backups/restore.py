@@ -273,7 +273,7 @@ def _distrust_copies(tx: Transaction, start: bytes, end: bytes) -> bytes:
 
 def _finish(tx: Transaction, config: Config, seq: int) -> None:
     superblock = json.loads(tx.get(keys.SUPERBLOCK) or b"{}")
-    if superblock.get("format") != FORMAT:
+    if superblock.get("format") not in (FORMAT - 1, FORMAT):  # the earlier one is upgraded when it is opened
         raise StoreError(f"the backup is of a store of format {superblock.get('format')}; this version knows {FORMAT}")
     # Closed in order, so that nothing is looked for in the last ids; of another boot, so that no cache is trusted.
     superblock |= {"clean": True, "boot": None, "restored_from": seq}

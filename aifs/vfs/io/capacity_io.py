@@ -170,8 +170,8 @@ class CapacityIO:
         try:
             for start, end in await self._data_ranges(inode):
                 for offset in range(start - start % CHUNK, end, CHUNK):
-                    if not isinstance(before, ChunkedObjects) or not await before.is_hole(offset):
-                        length = min(CHUNK, inode.size - offset)
+                    length = min(CHUNK, inode.size - offset)
+                    if not isinstance(before, ChunkedObjects) or not await before.is_hole(offset, length):
                         await objects.write(offset, await _read_settled(file, offset, length))
             await objects.settle(inode.size)
             await objects.sync()

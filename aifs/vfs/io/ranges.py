@@ -4,6 +4,8 @@ import os
 import time
 
 from aifs.core.errors import FileTooLarge, Invalid, NoSuchAddress, NotSupported
+from aifs.data.chunked import ChunkedObjects
+from aifs.layout.interleaved import Interleaved
 from aifs.vfs.io.file_io import FileIO
 from aifs.vfs.io.open_inode import OpenInode
 from aifs.vfs.types import SIZE_MAX
@@ -60,7 +62,7 @@ async def _write_zeros(io: FileIO, file: OpenInode, offset: int, end: int) -> No
 
 
 async def seek(io: FileIO, file: OpenInode, offset: int, whence: int) -> int:
-    """The next data or hole from ``offset`` on. What is not in the burst tier counts as data up to its end."""
+    """The next data or hole from ``offset`` on. Of what is not in the burst tier, only interleaved files tell their holes."""
     if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
         raise Invalid("lseek: neither SEEK_DATA nor SEEK_HOLE")
     if file.inode.in_burst:
@@ -68,7 +70,23 @@ async def seek(io: FileIO, file: OpenInode, offset: int, whence: int) -> int:
     size = io.attributes(file).size
     if not 0 <= offset < size:
         raise NoSuchAddress()
+    if isinstance(file.inode.layout, Interleaved):
+        return await _seek_chunks(io, file, offset, whence)
     return offset if whence == os.SEEK_DATA else size
+
+
+async def _seek_chunks(io: FileIO, file: OpenInode, offset: int, whence: int) -> int:
+    await file.gate.enter_shared()
+    try:
+        size = file.inode.size
+        if isinstance(file.objects, ChunkedObjects):
+            found = await file.objects.following(offset, size, whence == os.SEEK_HOLE)
+            if found >= size and whence == os.SEEK_DATA:
+                raise NoSuchAddress()
+            return found
+    finally:
+        file.gate.leave_shared()
+    return offset if whence == os.SEEK_DATA else size  # it has another form since
 
 
 async def copy(

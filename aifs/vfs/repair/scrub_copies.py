@@ -13,7 +13,7 @@ from aifs.data.checks import Part, differ
 from aifs.data.digests import DIGEST_BYTES, HASHED
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import Interleaved
-from aifs.meta import chunks, forms, namespace
+from aifs.meta import chunks, extents, forms, namespace
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.vfs.repair.scrubbing import Found, Lost
@@ -60,7 +60,8 @@ async def _parts(engine: Engine, inode: Inode, start: int) -> Sequence[Part]:
     """Those of what is read together, from ``start`` on; none if nobody has checksums."""
     end = min(start + COPY_PIECE, inode.size)
     if isinstance(inode.layout, Interleaved):
-        return await _chunks(engine, inode, inode.layout, start, end)
+        read = _extents if inode.layout.variable else _chunks
+        return await read(engine, inode, start, end)
     number = start // HASHED
     first, digests = await engine.view(forms.get_checksums, inode.oid, number)
     digests = digests[
@@ -74,8 +75,9 @@ async def _parts(engine: Engine, inode: Inode, start: int) -> Sequence[Part]:
     ]
 
 
-async def _chunks(engine: Engine, inode: Inode, layout: Interleaved, start: int, end: int) -> Sequence[Part]:
+async def _chunks(engine: Engine, inode: Inode, start: int, end: int) -> Sequence[Part]:
     parts: list[Part] = []
+    layout = inode.layout
     while (index := start // layout.chunk + len(parts)) * layout.chunk < end:
         first, places = await engine.view(chunks.get_chunks, inode.oid, index)
         if not first <= index < first + len(places):
@@ -89,6 +91,22 @@ async def _chunks(engine: Engine, inode: Inode, layout: Interleaved, start: int,
             )
             for n in range(index, last)
         ]
+    return parts
+
+
+async def _extents(engine: Engine, inode: Inode, start: int, end: int) -> Sequence[Part]:
+    """Of the chunks that begin in this range, and of the zeros in it."""
+    parts: list[Part] = []
+    at = start
+    while at < end:
+        offset, _, found = await engine.view(extents.get_extents, inode.oid, at)
+        for length, place, _ in found:
+            at = offset + length
+            if place is not None and length and start <= offset < end:
+                parts.append(Part(offset, length, place.digest))
+            elif place is None and (first := max(offset, start)) < (stop := min(at, end)):
+                parts.append(Part(first, stop - first, None))
+            offset = at
     return parts
 
 

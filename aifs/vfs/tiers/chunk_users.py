@@ -1,20 +1,26 @@
-"""Whose chunks lie in a container. Takes a walk through all chunk lists, so it is for what is rare: bytes that are lost."""
+"""Whose chunks lie in a container. Takes a walk through all chunk lists, and the records of shared chunks, so it is for what is
+rare: bytes that are lost."""
 
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from aifs.core.errors import FsError
-from aifs.layout.interleaved import HEADER_BYTES, Interleaved
-from aifs.meta import chunks, keys
+from aifs.layout.interleaved import HEADER_BYTES, Interleaved, Location
+from aifs.meta import keys
+from aifs.meta.chunk_lists import decode_chunks, decode_extents, decode_shares, is_extents
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import decode_inode
+from aifs.meta.shared import decode_shared
 
 _SLICE = 512
 
 
 class User(NamedTuple):
-    """A chunk that a file has in the container at ``start`` to ``end``: its bytes ``first`` to ``last``."""
+    """A chunk that a file has in the container at ``start`` to ``end``: its bytes ``first`` to ``last``.
+
+    A recipe has no bytes of its file: it comes behind the last one.
+    """
 
     start: int
     end: int
@@ -24,19 +30,31 @@ class User(NamedTuple):
     last: int
 
 
+class _Use(NamedTuple):
+    """A chunk at ``start`` to ``end`` that a list names, by chunks, or if it is an extent list by bytes."""
+
+    start: int
+    end: int
+    oid: int
+    first: int
+    length: int
+
+
 async def users_of(engine: Engine, container: int) -> list[User]:
-    """By place in the container. Records that are damaged are passed over."""
-    places: list[tuple[int, int, int, int]] = []  # oid, index, start, end
-    await _walk(engine, b"l", _find_chunks, container, places)
-    oids = {oid for oid, *_ in places}
-    owners: dict[int, tuple[int, int, int]] = {}  # oid: ino, chunk, size
+    """By place in the container; a shared chunk has several. Records that are damaged are passed over."""
+    uses: list[_Use] = []
+    shared: dict[bytes, Location] = {}
+    await _walk(engine, b"h", _find_shared, container, shared)
+    await _walk(engine, b"l", _find_chunks, container, shared, uses)
+    oids = {use.oid for use in uses}
+    owners: dict[int, tuple[int, int, int]] = {}  # oid: ino, bytes of a unit, size
     if oids:
         await _walk(engine, b"i", _find_owners, oids, owners)
     users = []
-    for oid, index, start, end in places:
+    for start, end, oid, first, length in uses:
         if oid in owners:
-            ino, chunk, size = owners[oid]
-            users.append(User(start, end, ino, oid, index * chunk, min((index + 1) * chunk, size) - 1))
+            ino, unit, size = owners[oid]
+            users.append(User(start, end, ino, oid, first * unit, min((first + length) * unit, size) - 1))
     return sorted(users)
 
 
@@ -54,16 +72,35 @@ async def _walk(engine: Engine, kind: bytes, function: Callable[..., None], *arg
         start = await engine.view(walk_slice, start)
 
 
-def _find_chunks(key: bytes, value: bytes, container: int, places: list[tuple[int, int, int, int]]) -> None:
-    if all(share[0] != container for share in chunks.decode_shares(value)):
-        return
+def _find_shared(key: bytes, value: bytes, container: int, shared: dict[bytes, Location]) -> None:
+    digest = keys.shared_digest(key)
+    place = decode_shared(digest, value).place
+    if place.container == container:
+        shared[digest] = place
+
+
+def _find_chunks(
+    key: bytes, value: bytes, container: int, shared: dict[bytes, Location], uses: list[_Use]
+) -> None:
     oid, first = keys.chunk_list_parts(key)
-    for index, place in enumerate(chunks.decode_chunks(value), first):
-        if place is not None and place.container == container:
-            places.append((oid, index, place.offset, place.offset + HEADER_BYTES + place.stored))
+    if is_extents(value):
+        first, extents = decode_extents(value)
+        for extent in extents:
+            place = shared.get(extent.digest) if extent.shared else extent.place
+            if place is not None and place.container == container:
+                uses.append(_use(place, oid, first, extent.length))
+            first += extent.length
+    elif any(share[0] == container for share in decode_shares(value)):
+        for index, place in enumerate(decode_chunks(value), first):
+            if place is not None and place.container == container:
+                uses.append(_use(place, oid, index, 1))
+
+
+def _use(place: Location, oid: int, first: int, length: int) -> _Use:
+    return _Use(place.offset, place.offset + HEADER_BYTES + place.stored, oid, first, length)
 
 
 def _find_owners(key: bytes, value: bytes, oids: set[int], owners: dict[int, tuple[int, int, int]]) -> None:
     inode = decode_inode(keys.number(key), value)
     if inode.oid in oids and isinstance(inode.layout, Interleaved):
-        owners[inode.oid] = inode.ino, inode.layout.chunk, inode.size
+        owners[inode.oid] = inode.ino, 1 if inode.layout.variable else inode.layout.chunk, inode.size

@@ -1,8 +1,9 @@
 """Compaction: what is alive in a container that is mostly dead moves to another one, so that its space comes back.
 
 For each batch of chunks: they are copied as they are stored, and made durable; one transaction points the chunk lists
-that still name the old places to the new ones. With its last live chunk the old container becomes garbage. A crash at
-any step leaves lists that name durable bytes, and a container that a later pass deals with.
+that still name the old places to the new ones, or, of shared chunks, their records. With its last live chunk the old
+container becomes garbage. A crash at any step leaves lists that name durable bytes, and a container that a later pass
+deals with.
 """
 
 from contextlib import suppress
@@ -20,6 +21,7 @@ from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys
 from aifs.meta.chunks import Container, Move
 from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.shared import find_shared
 from aifs.vfs.collector import Collector
 from aifs.vfs.tiers.containers import Containers
 
@@ -154,16 +156,21 @@ def _state_of(tx: ReadTransaction, container: int) -> tuple[Container | None, bo
 
 
 def _live(tx: ReadTransaction, container: int, found: list[Found]) -> list[tuple[Found, Location]]:
-    """Those chunks that a list names at just this place."""
+    """Those chunks that a list, or the record of a shared chunk, names at just this place."""
     lists: dict[tuple[int, int], chunks.Chunks] = {}
     live = []
     for chunk in found:
         header = chunk.header
-        first = header.index - header.index % chunks.CHUNKS_PER_RECORD
-        if (header.oid, first) not in lists:
-            record = tx.get(keys.chunk_list(header.oid, first))
-            lists[header.oid, first] = [] if record is None else chunks.decode_chunks(record)
-        known = lists[header.oid, first][header.index - first : header.index - first + 1]
-        if known and known[0] is not None and (known[0].container, known[0].offset) == (container, chunk.offset):
-            live.append((chunk, known[0]))
+        if header.oid:
+            first = header.index - header.index % chunks.CHUNKS_PER_RECORD
+            if (header.oid, first) not in lists:
+                record = tx.get(keys.chunk_list(header.oid, first))
+                lists[header.oid, first] = [] if record is None else chunks.decode_chunks(record)
+            known = lists[header.oid, first]
+            place = known[header.index - first] if header.index - first < len(known) else None
+        else:
+            shared = find_shared(tx, header.digest)
+            place = None if shared is None else shared.place
+        if place is not None and (place.container, place.offset) == (container, chunk.offset):
+            live.append((chunk, place))
     return live

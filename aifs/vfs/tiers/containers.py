@@ -1,10 +1,13 @@
 """Containers of one store: the table in the metadata, the writer, and the descriptors for reading, put together."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import NamedTuple
 
+import trio
+
+from aifs.core import faults
 from aifs.core.budget import Budget
 from aifs.core.errors import Unavailable
 from aifs.data import pieces
@@ -15,16 +18,22 @@ from aifs.data.containers import Appended, ContainerWriter
 from aifs.data.pieces import Piece, Source
 from aifs.data.servers import Servers
 from aifs.data.workers import gather
-from aifs.layout.interleaved import Growth, container_layout
+from aifs.layout.interleaved import Extent, Growth, container_layout
 from aifs.layout.placement import ACTIVE, ALGORITHM, Candidate, spread
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import chunks
-from aifs.meta.chunks import Chunks
+from aifs.meta.chunk_lists import CHUNKS_PER_RECORD, Chunks
+from aifs.meta.extents import get_extents, put_loose
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.vfs.collector import Collector
 from aifs.vfs.ids import IdAllocator
+
+_LISTED = faults.declare("vfs.containers.listed", "a part of a long extent list is on record, no file has it")
+
+LISTED_AT_ONCE = 32 * CHUNKS_PER_RECORD
+"""Extents that one transaction records where there are many."""
 
 
 class Stored(NamedTuple):
@@ -68,7 +77,8 @@ class Containers:
 
     def objects_of(self, inode: Inode) -> ChunkedObjects:
         """The bytes of an interleaved file. Does no I/O."""
-        load = partial(self._engine.view, chunks.get_chunks, inode.oid)
+        get = get_extents if inode.layout.variable else chunks.get_chunks
+        load = partial(self._engine.view, get, inode.oid)
         return ChunkedObjects(self.files, inode.layout, load)
 
     def moved(self, container: int) -> None:
@@ -141,6 +151,23 @@ class Containers:
         """The same for single chunks, to containers that are laid out like ``slots``."""
         async with self._writer.append(stored, slots) as appended:
             yield appended
+
+    async def list_extents(
+        self, oid: int, extents: Sequence[Extent], new: Collection[bytes], growth: Sequence[Growth]
+    ) -> None:
+        """Record the extent list of a file beforehand, if it is long, so that the flip is a short transaction: ``Drained`` then
+        has no extents. ``new`` and ``growth``: see ``put_loose``; call this while what has been appended is pinned.
+
+        Until the flip the list is garbage: the caller gives ``oid`` to the collector if there is none, and also where this
+        fails. Raises Stale, NoSpace, Unavailable.
+        """
+        start = 0
+        for first in range(0, len(extents), LISTED_AT_ONCE):
+            part = extents[first : first + LISTED_AT_ONCE]
+            await self._engine.transact(put_loose, oid, first, start, part, new, growth)
+            start += sum(extent.length for extent in part)
+            faults.reach(_LISTED)
+            await trio.lowlevel.checkpoint()
 
     async def retire(self, unwanted: Callable[[int, Striped], bool]) -> None:
         """Seal the open containers of which ``unwanted`` says so, by id and layout, unless an append is using them."""

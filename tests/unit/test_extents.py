@@ -1,0 +1,375 @@
+"""Extent lists and shared chunks: records, and counts that stay right whatever happens."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aifs.core.errors import NotFound, Stale, Unavailable
+from aifs.data import pieces
+from aifs.data.chunk_codec import RECIPE_EXTENTS, FileRecord, pack_recipe, unpack_recipe
+from aifs.layout.interleaved import (
+    HEADER_BYTES,
+    Extent,
+    Growth,
+    Interleaved,
+    Location,
+    container_layout,
+    named,
+)
+from aifs.layout.redundancy import Redundancy
+from aifs.meta import chunks, extents, forms, keys, namespace, shared
+from aifs.meta.chunk_lists import (
+    CHUNKS_PER_RECORD,
+    decode_chunks,
+    decode_extents,
+    decode_shares,
+    encode_extents,
+    is_extents,
+    start_of,
+)
+from aifs.meta.chunks import Move
+from aifs.meta.forms import Drained
+from aifs.meta.memory_engine import MemoryEngine
+from aifs.meta.records import Copy, Inode, decode_inode
+from aifs.meta.servers import ServerRecord, put_server
+from aifs.meta.shared import Shared
+
+GOLDEN_LIST = (
+    "0203010010000000000000" "0700000000000000" "0200" "3602000000000000"
+    "ff0000000000010000" "fe00004000" + "02" * 32
+    + "0001ea010000e80300005700000000000000" + "01" * 32
+)  # fmt: skip
+GOLDEN_SHARED = "01070000000000000057000000000000000a00000064000000010300000000000000"
+GOLDEN_RECIPE = "01020000000000000009000000000000000000000000010080e803000000000000" + "01" * 32
+
+digests = st.binary(min_size=32, max_size=32)
+own = st.builds(
+    Location,
+    st.integers(0, 3),
+    st.integers(1, 70),
+    st.integers(0, 1 << 40),
+    st.integers(1, 1 << 22),
+    st.integers(0, 1 << 22),
+    st.sampled_from([0, 1, 3]),
+    digests,
+).map(lambda place: place._replace(server=place.container % 3))
+extent = (
+    st.integers(1, 1 << 50).map(Extent)
+    | own.map(lambda place: Extent(place.raw, place))
+    | st.tuples(st.integers(1, 1 << 22), digests).map(lambda both: named(*both))
+)
+
+
+@given(st.integers(0, 1 << 60), st.lists(extent, min_size=1, max_size=CHUNKS_PER_RECORD))
+def test_list_round_trip(start, some):
+    record = encode_extents(start, some)
+    assert is_extents(record) and start_of(record) == start
+    assert decode_extents(record) == (start, some)
+    assert decode_chunks(record) == [None if extent.shared else extent.place for extent in some]
+    live = Counter()
+    for place in filter(None, decode_chunks(record)):
+        live[place.container] += HEADER_BYTES + place.stored
+    assert {container: length for container, _, length in decode_shares(record)} == live
+    for damaged in (record[:-1], record + b"\0", b"\3" + record[1:], b"", record[:1] + b"\0" + record[2:]):
+        with pytest.raises(Unavailable):
+            decode_extents(damaged)
+
+
+@given(st.binary(max_size=300))
+def test_anything_else_is_damage(record):
+    for decode in (decode_extents, decode_chunks):
+        try:
+            decode(b"\2" + record)
+        except Unavailable:
+            pass
+    with pytest.raises(Unavailable):
+        shared.decode_shared(bytes(32), record)
+    try:
+        unpack_recipe(record)
+    except ValueError:
+        pass
+
+
+def test_golden_records():
+    place = Location(2, 7, 0x57, 490, 1000, 1, b"\1" * 32)
+    some = [Extent(1 << 40), named(4 << 20, b"\2" * 32), Extent(1000, place)]
+    assert encode_extents(1 << 12, some).hex() == GOLDEN_LIST
+    assert Shared(Location(0, 7, 0x57, 10, 100, 1, bytes(32)), 3).encode().hex() == GOLDEN_SHARED
+    assert pack_recipe(2, 9, [(1 << 40, b""), (1000, b"\1" * 32)]).hex() == GOLDEN_RECIPE
+    inode = Inode(5, 0o100644, 0, 0, 1, 0, 9, 0, 0, 0, 0, oid=7, layout=Interleaved(4 << 20, True))
+    assert inode.encode()[1] == 5
+    assert decode_inode(5, inode.encode()) == inode
+
+
+@given(
+    st.integers(0, 1 << 40),
+    st.integers(0, 1 << 40),
+    st.lists(st.tuples(st.integers(0, 1 << 60), st.just(b"") | digests)),
+)
+def test_recipe_round_trip(first, count, told):
+    body = pack_recipe(first, count, told)
+    assert unpack_recipe(body) == (first, count, told)
+    for damaged in (body[:-1], body + b"\0", b"\2" + body[1:], b""):
+        with pytest.raises(ValueError):
+            unpack_recipe(damaged)
+
+
+def test_recipes_of_a_long_list_are_several():
+    count = RECIPE_EXTENTS + 5
+    place = Location(0, 7, 0, 9, 9, 0, b"\1" * 32)
+    some = [named(10, bytes(32)) for _ in range(count - 2)] + [Extent(20), Extent(9, place)]
+    record = FileRecord(0, 0, 0, 0o100644, 1, 2, 3, 0, 0, b"path")
+    made = pieces.recipes(3, 4, Interleaved(4 << 20, True), some, record)
+    assert [piece.index for piece in made] == [count, count + 1]
+    told = [unpack_recipe(piece.body) for piece in made]
+    assert [(recipe.first, recipe.count) for recipe in told] == [(0, count), (RECIPE_EXTENTS, count)]
+    assert [*told[0].extents, *told[1].extents] == [(extent.length, extent.digest) for extent in some]
+    size = 10 * (count - 2) + 29
+    assert {piece.record for piece in made} == {
+        record._replace(ino=3, oid=4, size=size, chunk=4 << 20, count=3)
+    }  # one chunk of its own, and two recipes
+
+
+class Reads:
+    """A view that counts what is asked of it."""
+
+    def __init__(self, tx) -> None:
+        self.tx, self.count = tx, 0
+
+    def get(self, key: bytes) -> bytes | None:
+        self.count += 1
+        return self.tx.get(key)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=900), st.data())
+async def test_extents_are_found_by_offset(lengths, data):
+    engine = MemoryEngine()
+    whole = [Extent(length) for length in lengths] + [Extent(0)]  # recipes have no length
+    await engine.transact(extents.put_list, 1, whole)
+
+    def look(tx) -> None:
+        for _ in range(5):
+            offset = data.draw(st.integers(0, sum(lengths) - 1))
+            start, first, found = extents.get_extents(tx, 1, offset)
+            assert start <= offset < start + found[0].length and len(found) <= extents.RESOLVED
+            assert start == sum(lengths[:first]) and whole[first : first + len(found)] == found
+
+    await engine.view(look)
+
+
+async def test_looking_up_takes_few_steps():
+    engine = MemoryEngine()
+    await engine.transact(extents.put_list, 1, [Extent(4 << 20)] * (1 << 16))
+
+    def look(tx) -> None:
+        for offset in (0, 1 << 30, 1 << 37, (1 << 38) - 1):
+            reads = Reads(tx)
+            extents.get_extents(reads, 1, offset)
+            assert reads.count <= 25
+
+    await engine.view(look)
+    for offset in (1 << 38, 1 << 50):
+        with pytest.raises(Unavailable, match="has none for byte"):
+            await engine.view(extents.get_extents, 1, offset)
+    with pytest.raises(Unavailable, match="lacks its beginning"):
+        await engine.view(extents.get_extents, 2, 0)
+
+
+class Files:
+    """What records should say of files that share chunks."""
+
+    def __init__(self, engine: MemoryEngine) -> None:
+        self.engine = engine
+        self.files: dict[int, list[Extent]] = {}
+        self.places: dict[bytes, Location] = {}  # of shared chunks
+        self.containers: dict[int, int] = {}  # ends
+        self.open: set[int] = set()
+        self.garbage: set[int] = set()
+
+    def place(self, number: int, digest: bytes) -> Location:
+        container = sorted(self.open)[number % len(self.open)]
+        offset = self.containers[container]
+        size = digest[0] + 1
+        self.containers[container] += HEADER_BYTES + size
+        return Location(1, container, offset, size, size, 0, digest)
+
+    def known(self) -> Counter[bytes]:
+        return Counter(extent.digest for file in self.files.values() for extent in file if extent.shared)
+
+    async def step(self, number: int, kind: str, size: int) -> None:
+        transact = self.engine.transact
+        if kind == "new" or not self.open:
+            await transact(chunks.put_container, number, container_layout((1,)))
+            self.open.add(number)
+            self.containers[number] = 0
+        elif kind == "seal":
+            container = sorted(self.open)[size % len(self.open)]
+            self.open.remove(container)
+            self.garbage.update(await transact(chunks.seal_container, container))
+        elif kind == "put":
+            known, appended = self.known(), {}
+            file = []
+            for index in range(size % 90 + 1):
+                digest = bytes([(size + index) % 23]) * 32
+                length = digest[0] + 1
+                if index % 5 == 4:
+                    file.append(Extent(3 * length))
+                elif index % 7 == 6:
+                    file.append(Extent(length, self.place(number, digest)))
+                elif digest in appended:
+                    file.append(Extent(length, appended[digest], True))
+                elif digest in known and size % 2:
+                    file.append(named(length, digest))
+                else:  # perhaps in vain
+                    appended[digest] = self.place(index, digest)
+                    file.append(Extent(length, appended[digest], True))
+            await transact(extents.put_extents, {number: file}, set(appended))
+            self.places = appended | self.places
+            self.files[number] = file
+        elif kind == "drop" and self.files:
+            oid = sorted(self.files)[size % len(self.files)]
+            del self.files[oid]
+            self.garbage.update(await transact(chunks.drop_chunks, oid))
+            self.places = {digest: self.places[digest] for digest in self.known()}
+        elif kind == "move":
+            moves = []
+            for digest, old in self.places.items():
+                new = self.place(number, digest)
+                if digest[0] % 3:
+                    self.places[digest] = new
+                    moves.append(Move(0, 0, old, new))
+                else:  # the record does not name this place
+                    moves.append(Move(0, 0, old._replace(offset=old.offset + 1), new))
+            for oid, file in self.files.items():
+                for index, extent in enumerate(file):
+                    if extent.place and not extent.shared and index % 2:
+                        new = self.place(number, extent.digest)
+                        moves.append(Move(oid, index, extent.place, new))
+                        file[index] = extent._replace(place=new)
+            self.garbage.update(await transact(chunks.move_chunks, moves))
+        elif kind == "replace":
+            unknown = self.place(number, b"\xff" * 32)
+            replaced = {digest: self.place(number, digest) for digest in self.places if digest[0] % 2}
+            self.garbage.update(await transact(extents.replace_shared, [unknown, *replaced.values()]))
+            self.places |= replaced
+
+    def check(self, tx) -> None:
+        records = {keys.shared_digest(key): value for key, value in tx.range(*keys.all_of(b"h"))}
+        found = {digest: shared.decode_shared(digest, value) for digest, value in records.items()}
+        assert {digest: known.references for digest, known in found.items()} == self.known()
+        assert {digest: known.place for digest, known in found.items()} == {
+            digest: place._replace(server=0) for digest, place in self.places.items()
+        }
+        live = Counter()
+        alive = [place for place in self.places.values()]
+        alive += [e.place for file in self.files.values() for e in file if e.place and not e.shared]
+        for place in alive:
+            live[place.container] += HEADER_BYTES + place.stored
+        for container, end in self.containers.items():
+            record = chunks.find_container(tx, container)
+            assert (record is None) == (container in self.garbage)
+            if record is not None:
+                assert record.live == live[container] and record.length <= end
+                assert record.live or container in self.open
+            else:
+                assert not live[container]
+        for place in alive:
+            assert place.offset + HEADER_BYTES + place.stored <= chunks.find_container(tx, place.container).length
+        for oid, file in self.files.items():
+            start, first, some = extents.get_extents(tx, oid, sum(extent.length for extent in file) // 2)
+            assert some and start == sum(extent.length for extent in file[:first])
+            for was, now in zip(file[first:], some, strict=False):
+                place = self.places[was.digest]._replace(server=0) if was.shared else was.place
+                assert now == was._replace(place=place)
+            shares = Counter()
+            for _, record in tx.range(*keys.chunk_lists(oid)):
+                for container, server, length in extents.shares_of(tx, record):
+                    shares[container] += length
+                    assert server == 1
+            stored = Counter()
+            for extent in file:
+                place = self.places[extent.digest] if extent.shared else extent.place
+                if place:
+                    stored[place.container] += HEADER_BYTES + place.stored
+            assert shares == stored
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["new", "seal", "put", "put", "put", "drop", "move", "replace"]),
+            st.integers(1, 10_000),
+        ),
+        max_size=25,
+    )
+)
+async def test_counts(plan):
+    engine = MemoryEngine()
+    await engine.transact(put_server, 1, ServerRecord("/a"))
+    files = Files(engine)
+    for number, (kind, size) in enumerate(plan, 1):
+        await files.step(number, kind, size)
+        await engine.view(files.check)
+
+
+async def test_a_chunk_that_has_gone_spoils_the_flip_and_nothing_else():
+    engine = MemoryEngine()
+    await engine.transact(put_server, 1, ServerRecord("/a"))
+    await engine.transact(chunks.put_container, 7, container_layout((1,)))
+
+    def inode(number: int) -> Inode:
+        layout = Interleaved(4096, variable=True)
+        return Inode(number, 0o100644, 0, 0, 1, 0, 9, 0, 0, 0, 0, oid=number + 50, layout=layout)
+
+    place = Location(1, 7, 0, 9, 9, 0, b"\1" * 32)
+    good = Drained(inode(20), Copy(0, 120), True, extents=[Extent(9, place, True)])
+    stale = Drained(inode(21), Copy(0, 121), True, extents=[named(9, b"\2" * 32)])
+    found = stale._replace(extents=[Extent(9, place._replace(digest=b"\2" * 32), True)])  # where it once was
+    before = await engine.view(lambda tx: list(tx.range(b"a", b"z")))
+    for spoilt in (stale, found):
+        with pytest.raises(Stale):
+            await engine.transact(forms.put_drained, [good, spoilt], [], {b"\1" * 32})
+        assert await engine.view(lambda tx: list(tx.range(b"a", b"z"))) == before
+    with pytest.raises(NotFound):
+        await engine.view(namespace.get_inode, 20)
+    again = good._replace(inode=inode(21), copy=Copy(0, 121))
+    assert await engine.transact(forms.put_drained, [good, again], [], {b"\1" * 32}) == [120, 121]
+    record = await engine.view(shared.find_shared, b"\1" * 32)
+    assert record == Shared(place._replace(server=0), 2)
+    assert await engine.view(shared.find_all_shared, [b"\1" * 32, b"\2" * 32]) == {b"\1" * 32: record}
+    assert (await engine.view(chunks.find_container, 7)).live == HEADER_BYTES + 9
+
+
+async def test_a_long_list_is_loose_until_a_file_has_it():
+    engine = MemoryEngine()
+    await engine.transact(chunks.put_container, 7, container_layout((1, 2), Redundancy(2)))
+    place = Location(1, 7, 0, 9, 9, 0, b"\1" * 32)
+    some = [Extent(9, place, True)] * CHUNKS_PER_RECORD
+    for first in (0, CHUNKS_PER_RECORD):
+        await engine.transact(extents.put_loose, 1, first, 9 * first, some, {place.digest}, [Growth(7, 5, 2)])
+    await engine.transact(extents.put_loose, 1, 2 * CHUNKS_PER_RECORD, 18 * CHUNKS_PER_RECORD, [Extent(1)])
+    assert (await engine.view(shared.find_shared, place.digest)).references == 2 * CHUNKS_PER_RECORD
+    container, lost = await engine.view(chunks.find_readable, 7)
+    assert (container.live, container.records, lost) == (HEADER_BYTES + 9, 0, 2)
+    assert (await engine.view(extents.get_extents, 1, 18 * CHUNKS_PER_RECORD))[2] == [Extent(1)]
+    assert await engine.view(lambda tx: tx.get(keys.loose(1))) is not None
+    with pytest.raises(Stale):
+        await engine.transact(extents.put_loose, 2, 0, 0, [named(9, b"\2" * 32)])
+    assert await engine.view(lambda tx: tx.get(keys.loose(2))) is None
+    inode = Inode(20, 0o100644, 0, 0, 1, 0, 9, 0, 0, 0, 0, oid=1, layout=Interleaved(4096, variable=True))
+    await engine.transact(forms.put_drained, [Drained(inode, Copy(0, 120), True)], [])
+    assert await engine.view(lambda tx: tx.get(keys.loose(1))) is None
+    await engine.transact(chunks.seal_container, 7)
+    assert await engine.transact(chunks.drop_chunks, 1) == [7]
+
+
+async def test_a_shared_chunk_without_record_is_named():
+    engine = MemoryEngine()
+    await engine.transact(extents.put_list, 1, [named(9, b"\2" * 32)])
+    with pytest.raises(Unavailable, match="shared chunk 0202"):
+        await engine.view(extents.get_extents, 1, 0)
+    assert await engine.transact(chunks.drop_chunks, 1) == []
