@@ -12,7 +12,7 @@ from aifs.data.naming import StoredObject
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import HEADER_BYTES, Location
-from aifs.meta import chunks, keys
+from aifs.meta import chunk_lists, chunks, keys, shared
 from aifs.meta.chunks import Container
 from aifs.meta.degraded import find_degraded, put_degraded
 from aifs.meta.kv import Engine, ReadTransaction
@@ -28,6 +28,7 @@ class ContainerObjects:
         self._user_of = user_of
         self._table: dict[int, _Expected] = {}
         self._ends: dict[int, _Cut] = {}
+        self._shared: dict[bytes, Location] = {}  # by digest, of those that are lost
         self.problems: list[Problem] = []
 
     async def expect(self) -> None:
@@ -36,6 +37,8 @@ class ContainerObjects:
 
     def _remember(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
         number = keys.number(key)
+        if len(key) != len(keys.container(0)):
+            return  # named by the check of the records
         try:
             self._table[number] = _Expected(chunks.decode_container(value), find_degraded(tx, number))
         except FsError:
@@ -54,6 +57,7 @@ class ContainerObjects:
         for number, expected in self._table.items():
             self._judge(number, expected, listed)
         if self._ends:
+            await for_each(self._engine, *keys.all_of(b"h"), self._lost_shared, lambda count: None)
             await for_each(self._engine, *keys.all_of(b"l"), self._losses, lambda count: None)
 
     def _judge(self, number: int, expected: "_Expected", listed: Collection[int]) -> None:
@@ -78,13 +82,30 @@ class ContainerObjects:
                 self._ends[number] = _Cut(readable, path)
             self.problems.append(Problem(kind, path, f"{server.name}: {detail}", fix, where=path))
 
+    def _lost_shared(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        digest = keys.shared_digest(key)
+        try:
+            place = shared.decode_shared(digest, value).place
+        except FsError:
+            return  # named already
+        if self._is_cut(place):
+            self._shared[digest] = place
+
     def _losses(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
         oid, first = keys.chunk_list_parts(key)
         ino = self._user_of(oid)
+        is_extents = chunk_lists.is_extents(value)
         try:
-            if ino is None or not any(share[0] in self._ends for share in chunks.decode_shares(value)):
+            if ino is None:
                 return
-            places = chunks.decode_chunks(value)
+            own = any(share[0] in self._ends for share in chunk_lists.decode_shares(value))
+            if not own and not (is_extents and self._shared):
+                return
+            if is_extents:
+                extents = chunk_lists.decode_extents(value)[1]
+                places = [self._shared.get(e.digest) if e.shared else e.place for e in extents]
+            else:
+                places = chunk_lists.decode_chunks(value)
         except FsError:
             return  # named already
         lost = [

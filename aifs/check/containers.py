@@ -1,14 +1,17 @@
 """The check of the records of containers: chunk lists against files, and against the table of containers."""
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 
 from aifs.check import repair
 from aifs.check.findings import RECORDS, RECOVERY, Fix, Subject
+from aifs.check.shared import SharedCheck
 from aifs.core.errors import FsError
-from aifs.layout.interleaved import HEADER_BYTES, Interleaved, Location
-from aifs.meta import chunks, keys, namespace
-from aifs.meta.chunks import CHUNKS_PER_RECORD, Container
+from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location
+from aifs.meta import chunk_lists, chunks, keys, namespace
+from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
+from aifs.meta.chunks import Container
 from aifs.meta.degraded import find_degraded, put_degraded
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
@@ -18,9 +21,10 @@ Report = Callable[[str, Subject, str, Fix | None, int], None]
 
 
 class ContainerCheck:
-    """Handlers are called for all interleaved files, then all ``t``, ``a`` and ``l`` records; then ``conclude``.
+    """Handlers are called for all interleaved files, then all ``t``, ``a``, ``y``, ``h`` and ``l`` records; then ``conclude``, and
+    ``references`` for all ``h`` records again.
 
-    Memory: a few numbers for each container.
+    Memory: a few numbers for each container, and what shared chunks take (``SharedCheck``).
     """
 
     def __init__(self, servers: Collection[int], report: Report, in_use: Callable[[int], None]) -> None:
@@ -31,8 +35,11 @@ class ContainerCheck:
         self._table: dict[int, Container] = {}
         self._live: dict[int, int] = {}
         self._undecoded: set[int] = set()
+        self._loose: set[int] = set()
+        self._shared = SharedCheck(report, self._misplaced)
+        self._walk = _Walk()
         self._complete = True
-        """All chunk lists could be read."""
+        """All chunk lists could be read, and lack nothing."""
 
     def container(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
         number = keys.number(key)
@@ -71,61 +78,120 @@ class ContainerCheck:
             detail = "mark of a container that does not exist"
             self._report("stray-record", f"container {number}", detail, fix, RECOVERY)
 
+    def loose_list(self, oid: int) -> None:
+        """No file has this list; what is left of it counts until it is dropped."""
+        self._loose.add(oid)
+
     def chunk_list(self, tx: ReadTransaction, key: bytes, value: bytes, ino: int | None, certain: bool) -> None:
         """``ino``: the inode with this object id, if there is one; ``certain``: none of them is unreadable."""
         oid, first = keys.chunk_list_parts(key)
         self._in_use(oid)
         inode = None if ino is None else _find(tx, ino)
         used = inode is not None and isinstance(inode.layout, Interleaved) and inode.oid == oid
-        if not used and certain:
+        if not used and certain and oid not in self._loose:
             fix = partial(repair.delete, key=key)
             self._report("stray-record", f"chunk list {oid}", "no file has it", fix, RECORDS)
             return
         try:
-            places = chunks.decode_chunks(value)
+            start, extents = _decode(value)
         except FsError as error:
             self._complete = False
+            if used and inode.layout.variable:
+                self._walk_of(inode).is_broken = True
             subject = inode.ino if used else f"chunk list {oid}"
             detail = f"chunk list {oid} from chunk {first} on: {error}"
             self._report("unreadable-record", subject, detail, None, RECORDS)
             return
-        for place in places:
-            if place is not None:
-                self._live[place.container] = self._live.get(place.container, 0) + HEADER_BYTES + place.stored
-        if used:
-            self._judge(inode, first, places)
+        wrong = self._count(extents, first)
+        if used and chunk_lists.is_extents(value) != inode.layout.variable:
+            self._lost(inode, first, self._lacking("the list is that of a file of another form"))
+        elif used and inode.layout.variable:
+            self._judge_extents(inode, first, start, extents, wrong)
+        elif used:
+            self._judge(inode, first, extents, wrong)
 
-    def _judge(self, inode: Inode, first: int, places: chunks.Chunks) -> None:
-        if len(places) != _expected(inode, first):
-            self._lost(inode, first, f"the list has {len(places)} of {_expected(inode, first)} chunks")
-            return
-        for index, place in enumerate(places, first):
-            wrong = "" if place is None else self._what_is_wrong(place, index, inode)
-            if wrong:
-                self._lost(inode, first, wrong)
-                return
+    def shared(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        place = self._shared.record(key, value)
+        if place is not None:
+            self._count_live(place)
 
-    def _what_is_wrong(self, place: Location, index: int, inode: Inode) -> str:
+    def _count(self, extents: list[Extent], first: int) -> str:
+        """Note what extents name; returns what is wrong with the first of which the bytes cannot be had."""
+        found = ""
+        for number, (length, place, is_shared) in enumerate(extents, first):
+            if place is None:
+                continue
+            if is_shared:
+                wrong = self._shared.name(place.digest, length)
+            else:
+                self._count_live(place)
+                wrong = self._misplaced(place)
+            if wrong and not found:
+                found = f"chunk {number} {wrong}" if not is_shared else f"extent {number}: {wrong}"
+        return found
+
+    def _count_live(self, place: Location) -> None:
+        self._live[place.container] = self._live.get(place.container, 0) + HEADER_BYTES + place.stored
+
+    def _misplaced(self, place: Location) -> str:
         record = self._table.get(place.container)
         if place.container in self._undecoded:
             return ""
         if record is None:
-            return f"chunk {index} lies in container {place.container}, which there is not"
+            return f"lies in container {place.container}, which there is not"
         if place.offset + HEADER_BYTES + place.stored > record.length:
-            return f"chunk {index} ends behind the {record.length} bytes of container {place.container}"
-        if place.raw != inode.layout.length(index, inode.size):
-            return f"chunk {index} has {place.raw} bytes, not the {inode.layout.length(index, inode.size)} of the file"
+            return f"ends behind the {record.length} bytes of container {place.container}"
         return ""
+
+    def _judge(self, inode: Inode, first: int, extents: list[Extent], wrong: str) -> None:
+        if len(extents) != _expected(inode, first):
+            wrong = self._lacking(f"the list has {len(extents)} of {_expected(inode, first)} chunks")
+        for index, (_, place, _) in enumerate(extents, first):
+            length = inode.layout.length(index, inode.size)
+            if not wrong and place is not None and place.raw != length:
+                wrong = f"chunk {index} has {place.raw} bytes, not the {length} of the file"
+        if wrong:
+            self._lost(inode, first, wrong)
+
+    def _judge_extents(self, inode: Inode, first: int, start: int, extents: list[Extent], wrong: str) -> None:
+        """Extent lists are met record by record: each goes on where the last one has ended."""
+        walk = self._walk_of(inode)
+        if (first, start) != (walk.number, walk.offset) and not walk.is_broken:
+            walk.is_broken = True
+            wrong = self._lacking(f"the list lacks what is between bytes {walk.offset} and {start}")
+        walk.number, walk.offset = first + len(extents), start + sum(extent.length for extent in extents)
+        if wrong:
+            self._lost(inode, first, wrong)
+
+    def _walk_of(self, inode: Inode) -> "_Walk":
+        if self._walk.inode is None or self._walk.inode.oid != inode.oid:
+            self._end_walk()
+            self._walk = _Walk(inode)
+        return self._walk
+
+    def _end_walk(self) -> None:
+        inode, offset = self._walk.inode, self._walk.offset
+        if inode is not None and offset != inode.size and not self._walk.is_broken:
+            wrong = self._lacking(f"the list is of {offset} bytes, not of the {inode.size} of the file")
+            self._lost(inode, self._walk.number, wrong)
+        self._walk = _Walk()
 
     def file(self, tx: ReadTransaction, inode: Inode) -> None:
         """An interleaved file."""
-        for first in range(0, inode.layout.count(inode.size), CHUNKS_PER_RECORD):
+        count = inode.layout.count(inode.size) if not inode.layout.variable else min(inode.size, 1)
+        for first in range(0, count, CHUNKS_PER_RECORD):
             if tx.get(keys.chunk_list(inode.oid, first)) is None:
-                self._lost(inode, first, "the list has no record for them")
+                self._lost(inode, first, self._lacking("the list has no record for them"))
+
+    def _lacking(self, why: str) -> str:
+        self._complete = False
+        return why
 
     def _lost(self, inode: Inode, first: int, why: str) -> None:
-        last = first + max(_expected(inode, first), 1) - 1
-        self._report("lost-chunk", inode.ino, f"inode {inode.ino}: chunks {first} to {last}: {why}", None, RECORDS)
+        which = f"chunks {first} to {first + max(_expected(inode, first), 1) - 1}"
+        if inode.layout.variable:
+            which = f"extents from {first} on"
+        self._report("lost-chunk", inode.ino, f"inode {inode.ino}: {which}: {why}", None, RECORDS)
 
     def may_hold_chunks(self, number: int) -> bool:
         """Whether some file may lie in this container, whatever the table says. All handlers have been called."""
@@ -133,15 +199,39 @@ class ContainerCheck:
 
     def conclude(self, tx: ReadTransaction) -> None:
         """Compare what lists name with what the table counts."""
+        self._end_walk()
+        complete = self._complete and not self._shared.hides_places
         for number, record in self._table.items():
             counted = self._live.get(number, 0)
             is_open = tx.get(keys.open_container(number)) is not None
             if counted != record.live or (not counted and not is_open):
-                # Relative: recovery, which comes first, takes from both. Too small a count would cost bytes.
+                # Relative: recovery takes from both. Too small a count would cost bytes, when it deletes files.
                 adjust = partial(chunks.adjust_live, container=number, change=counted - record.live)
-                fix = adjust if self._complete or counted > record.live else None
+                fix = adjust if complete or counted > record.live else None
+                stage = RECOVERY if counted > record.live else RECORDS
                 detail = f"counts {record.live} bytes in use, chunk lists name {counted}"
-                self._report("wrong-live-bytes", f"container {number}", detail, fix, RECORDS)
+                self._report("wrong-live-bytes", f"container {number}", detail, fix, stage)
+
+    def references(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        """Compare how often a shared chunk is named with what its record counts."""
+        self._shared.references(tx, key, value, self._complete)
+
+
+@dataclass(slots=True)
+class _Walk:
+    """How far the records of an extent list have been met. ``is_broken``: one lacks, which has been told."""
+
+    inode: Inode | None = None
+    number: int = 0
+    offset: int = 0
+    is_broken: bool = False
+
+
+def _decode(record: bytes) -> tuple[int, list[Extent]]:
+    """Where the record of a list begins, if it tells, and its chunks. Raises Unavailable."""
+    if chunk_lists.is_extents(record):
+        return chunk_lists.decode_extents(record)
+    return 0, [Extent(0, place) for place in chunk_lists.decode_chunks(record)]
 
 
 def _find(tx: ReadTransaction, ino: int) -> Inode | None:

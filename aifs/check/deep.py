@@ -90,15 +90,19 @@ class DeepCheck:
         return sorted(self._problems, key=lambda problem: (problem.where, problem.kind))
 
     def _expect_container(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        if len(key) != len(keys.container(0)):
+            return  # named by the check of the records
         try:
             self._waiting.append(_Objects(0, keys.number(key), chunks.decode_container(value).length))
         except FsError:
-            pass  # named by the check of the records
+            pass  # as well
 
     def _expect_file(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        if len(key) != len(keys.inode(0)):
+            return  # named as damaged already
         ino = keys.number(key)
         row = self._table.find(ino)
-        if len(key) != len(keys.inode(ino)) or row == NONE or self._table.flags[row] & UNREADABLE:
+        if row == NONE or self._table.flags[row] & UNREADABLE:
             return
         inode = decode_inode(ino, value)
         layout, has_checksums = inode.layout, tx.get(keys.checksums(inode.oid, 0)) is not None
@@ -206,6 +210,8 @@ class DeepCheck:
 
     def _describe(self, bad: _Bad) -> str:
         names = " or ".join(self._servers[number].name for number in bad.servers)
+        if bad.start == bad.end:
+            return f"its recipe, without which it cannot be rebuilt, on {names}"
         return f"bytes {bad.start} to {bad.end - 1}, on {names}"
 
     async def _tell_wrong(self, objects: _Objects, layout: Striped, wrong: set[int]) -> None:

@@ -39,6 +39,7 @@ KINDS = {
     "wrong-link-count": "a link count that is not the number of names",
     "wrong-live-bytes": "a container's count of bytes in use that is not that of the chunk lists",
     "wrong-parent": "a directory that says it lies somewhere else",
+    "wrong-references": "a shared chunk whose count of references is not the number of extents that name it",
     "wrong-size": "a size that is not that of the bytes in the inode, or in the burst copy",
     "wrong-type": "a name that tells a wrong type of its inode",
 }

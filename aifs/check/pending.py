@@ -1,4 +1,4 @@
-"""The check of what directories are marked with: pending ones, their members, policies of retention."""
+"""The check of what directories are marked with: pending ones, groups, the members of both, policies of retention."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,12 +8,12 @@ from aifs.check.findings import RECORDS, Fix, Subject
 from aifs.check.table import NONE, InodeTable
 from aifs.core.errors import FsError
 from aifs.core.retention import parse_keep
-from aifs.meta import keys, publishing
+from aifs.meta import groups, keys, publishing
 from aifs.meta.kv import ReadTransaction
 
 
 class PendingCheck:
-    """Handlers for the records ``p`` and ``r``. A mark that cannot be trusted goes; the directory and its
+    """Handlers for the records ``p``, ``n`` and ``r``. A mark that cannot be trusted goes; the directory and its
     files stay."""
 
     def __init__(
@@ -37,6 +37,21 @@ class PendingCheck:
                 publishing.decode_pending(value) if rank is None else publishing.decode_member(value)
             except FsError as error:
                 self._problem("unreadable-record", ino, str(error), key)
+
+    def group(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        """The group of a directory, or a member of it."""
+        ino = int.from_bytes(key[1:9], "big")
+        if len(key) not in (9, 17) or not self._is_directory(ino):
+            self._problem("stray-record", ino, "group of a directory, on what is none", key)
+            return
+        number = keys.group_number(key)
+        if number is not None and tx.get(keys.group(ino)) is None:
+            self._problem("stray-record", ino, f"member {number} of a group, but the directory has none", key)
+            return
+        try:
+            groups.decode_group(value) if number is None else groups.decode_member(value)
+        except FsError as error:
+            self._problem("unreadable-record", ino, str(error), key)
 
     def policy(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
         """Which checkpoints a directory keeps."""

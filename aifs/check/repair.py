@@ -12,7 +12,7 @@ from typing import Any
 
 from aifs.check.table import find_dentry, find_entry_name, lost_name
 from aifs.core.errors import FsError
-from aifs.meta import forms, keys, namespace
+from aifs.meta import chunks, forms, keys, namespace, shared
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import BurstRecord, Dentry, Inode, decode_burst, encode_entry
 
@@ -36,6 +36,21 @@ def change_inode(tx: Transaction, ino: int, changes: dict[str, Any]) -> None:
     for name, value in changes.items():
         setattr(inode, name, value)
     namespace.put_inode(tx, inode)
+
+
+# --- shared chunks -----------------------------------------------------------------------------------
+
+
+def shift_references(tx: Transaction, digest: bytes, change: int) -> None:
+    """Correct the count of references of a shared chunk; one that nobody names goes."""
+    known = shared.find_shared(tx, digest)
+    if known is None:
+        return  # recovery has taken the last ones
+    if known.references + change > 0:
+        shared.put_shared(tx, known._replace(references=known.references + change))
+    else:
+        tx.delete(keys.shared(digest))
+        chunks.count_out(tx, [known.place])
 
 
 # --- burst copies ------------------------------------------------------------------------------------

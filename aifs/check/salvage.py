@@ -158,7 +158,7 @@ def _servers_of(config: Config, store: str) -> tuple[Servers, dict[int, ServerRe
     """The servers, and the table that the store will have. Those that are configured but missing count as lost."""
     table: dict[int, ServerRecord] = {}
     missing: list[tuple[int, str]] = []
-    domains = dict(config.places)
+    domains = {place.path: place.domain for place in config.places}
     paths = list(config.servers)
     if is_directory_source(config.source):  # others may have been added
         beside = os.path.join(config.source, "data")
@@ -347,8 +347,8 @@ def _hint(inventory: Inventory, containers: SavedContainers, ino: int, oids: Seq
 def _report(
     result: Result, inventory: Inventory, places: list[Directory], named: list[Named], copies: list[Saved]
 ) -> None:
-    used = {(one.saved.ino, one.saved.oid) for one in named if not one.saved.chunks}
-    used |= {(0, place.container) for one in named for place in one.saved.chunks if place is not None}
+    used = {(one.saved.ino, one.saved.oid) for one in named}
+    used |= {(0, place.container) for one in named for place in one.saved.places}
     for one in named:
         if one.saved.note:
             result.rows.append(Row("doubtful", printable(one.path), one.saved.note))
@@ -360,7 +360,7 @@ def _report(
         "directories": len(places),
         "bytes": sum(one.saved.size for one in named),
         "undrained": len(copies),
-        "checked": sum(bool(one.saved.digests) for one in named),
+        "checked": sum(bool(one.saved.digests or one.saved.extents) for one in named),
         "incomplete": states_found.count("incomplete"),
         "doubtful": states_found.count("doubtful"),
         "degraded": sum(bool(one.saved.lost) for one in named),

@@ -1,4 +1,8 @@
-"""Interleaved files, told by what lies in containers alone: headers of chunks, and records of files."""
+"""Interleaved files, told by what lies in containers alone: headers of chunks, records of files, recipes.
+
+A file with a recipe is an extent list: the recipe says which chunks it is made of, which are its own, or shared ones that lie
+anywhere.
+"""
 
 from dataclasses import dataclass, field
 
@@ -7,14 +11,14 @@ from aifs.check.salvage_files import Incomplete, best_label
 from aifs.check.salvage_inventory import Part, Placed, Saved, place
 from aifs.core.errors import FsError, Unavailable
 from aifs.data import chunk_codec
-from aifs.data.chunk_codec import RECORDS, FileRecord
+from aifs.data.chunk_codec import RECIPE, RECORDS, FileRecord, Recipe
 from aifs.data.container_files import ContainerFiles
 from aifs.data.container_readers import Entry
 from aifs.data.container_scan import ContainerScan, Found
 from aifs.data.digests import HASHED, digests_of
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
-from aifs.layout.interleaved import HEADER_BYTES, Interleaved, Location, padded
+from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location, padded, redundancy_of
 from aifs.layout.striped import Striped
 
 _WINDOW = 1 << 20
@@ -24,10 +28,14 @@ _HOLE = digests_of(bytes(HASHED))
 
 @dataclass(slots=True)
 class _Generation:
-    """What was found of one generation of a file. ``places``: of each chunk, where copies of it lie."""
+    """What was found of one generation of a file. ``places``: of each chunk, by number, where copies of it lie."""
 
     record: FileRecord | None = None
     places: dict[int, list[Location]] = field(default_factory=dict)
+
+    @property
+    def has_recipe(self) -> bool:
+        return any(places[0].codec == RECIPE for places in self.places.values())
 
 
 class SavedContainers:
@@ -43,6 +51,8 @@ class SavedContainers:
         self.files = ContainerFiles(servers, self._find, verify=False)
         self.files.on_damage = self._damaged
         self.generations: dict[int, dict[int, _Generation]] = {}  # by ino and oid
+        self._shared: dict[bytes, list[Location]] = {}  # by digest: where copies of a shared chunk lie
+        self._good: dict[bytes, Location] = {}  # one that is not damaged
         self.problems: list[tuple[int, str]] = []
 
     async def _find(self, container: int) -> Entry | None:
@@ -132,11 +142,15 @@ class SavedContainers:
 
     def _take(self, container: int, layout: Striped, chunk: Found) -> None:
         header = chunk.header
-        generation = self.generations.setdefault(header.ino, {}).setdefault(header.oid, _Generation())
-        generation.record = generation.record or chunk.record
         place = Location(
             layout.servers[0], container, chunk.offset, header.stored, header.raw, header.codec, header.digest
         )
+        if not header.ino:
+            self._shared.setdefault(header.digest, []).append(place)
+            return
+        generation = self.generations.setdefault(header.ino, {}).setdefault(header.oid, _Generation())
+        if generation.record is None or (header.codec == RECIPE and chunk.record is not None):
+            generation.record = chunk.record
         generation.places.setdefault(header.index, []).append(place)
 
     # --- files ---
@@ -147,36 +161,78 @@ class SavedContainers:
         record = generation.record
         if record is None:
             raise Incomplete("its chunks are there, but no record says what file they are of")
-        layout = Interleaved(record.chunk)
-        chunks: list[Location | None] = [None] * layout.count(record.size)
+        if len(generation.places) != record.count:
+            raise Incomplete(
+                f"{record.count - len(generation.places)} of its {record.count} chunks are missing"
+            )
+        saved = Saved(
+            ino, oid, record.size, record.mode, record.uid, record.gid, record.mtime_ns, record.path,
+            Interleaved(record.chunk, variable=generation.has_recipe),
+        )  # fmt: skip
+        if generation.has_recipe:
+            saved.extents = await self._extents(generation, record.size, verify)
+            saved.blocks = sum(-(-extent.length // 512) for extent in saved.extents if extent.place is not None)
+        else:
+            await self._chunks(saved, generation, verify)
+        return saved
+
+    async def _chunks(self, saved: Saved, generation: _Generation, verify: bool) -> None:
+        chunks: list[Location | None] = [None] * saved.layout.count(saved.size)
         digests = [_HOLE] * len(chunks)
         for index, places in sorted(generation.places.items()):
             if index >= len(chunks):
                 raise Incomplete(f"chunk {index} lies behind its end")
             chunks[index] = await self._whole(places, verify)
             digests[index] = chunks[index].digest
-        if len(generation.places) != record.count:
-            raise Incomplete(
-                f"{record.count - len(generation.places)} of its {record.count} chunks are missing"
-            )
-        saved = Saved(
-            ino,
-            oid,
-            record.size,
-            record.mode,
-            record.uid,
-            record.gid,
-            record.mtime_ns,
-            record.path,
-            layout,
-            chunks=chunks,
-        )
+        saved.chunks = chunks
         saved.blocks = sum(-(-place.raw // 512) for place in chunks if place is not None)
         saved.digests = b"".join(digests)
-        return saved
+
+    async def _extents(self, generation: _Generation, size: int, verify: bool) -> list[Extent]:
+        """All extents of a file, and its recipes behind them, of which every one is there."""
+        extents: dict[int, Extent] = {}
+        recipes: dict[int, Extent] = {}
+        count = 0
+        for index, places in generation.places.items():
+            if places[0].codec != RECIPE:
+                continue
+            place = await self._whole(places, verify=True)
+            recipe = await self._recipe(place)
+            recipes[index], count = Extent(0, place), recipe.count
+            for number, (length, digest) in enumerate(recipe.extents, recipe.first):
+                extents[number] = await self._extent(generation, number, length, digest, verify)
+        whole = [extents[number] for number in sorted(extents)]
+        if len(whole) != count or sum(extent.length for extent in whole) != size:
+            raise Incomplete(f"its recipes tell {len(whole)} of its {count} extents")
+        return [*whole, *(recipes[index] for index in sorted(recipes))]
+
+    async def _recipe(self, place: Location) -> Recipe:
+        memory = memoryview(bytearray(HEADER_BYTES + place.stored))
+        try:
+            await self.files.read_stored(place, memory)
+            return chunk_codec.unpack_recipe(memory[HEADER_BYTES:])
+        except (FsError, ValueError) as error:
+            raise Incomplete(str(error)) from None
+
+    async def _extent(
+        self, generation: _Generation, number: int, length: int, digest: bytes, verify: bool
+    ) -> Extent:
+        if not digest:
+            return Extent(length)
+        own = generation.places.get(number)
+        if own is not None:
+            return Extent(length, await self._whole(own, verify))
+        if digest not in self._good:
+            places = [place for place in self._shared.get(digest, []) if place.raw == length]
+            if not places:
+                raise Incomplete(f"a shared chunk, extent {number} of it, is nowhere")
+            places.sort(key=lambda place: redundancy_of(self.layout_of(place.container)).tolerates)
+            place = await self._whole(places, verify)
+            self._good.setdefault(digest, place)  # the same for all files, whoever was faster
+        return Extent(length, self._good[digest], shared=True)
 
     async def _whole(self, places: list[Location], verify: bool) -> Location:
-        """The one that was stored last, and is not damaged."""
+        """The last one that is not damaged."""
         error = ""
         for copy in reversed(places):
             if not verify:

@@ -1,10 +1,12 @@
 """Striped files, told by their objects and labels alone; and burst copies, which hold what has not been drained."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from math import lcm
 
 from aifs.check.salvage_inventory import Part, Placed, Saved, place
 from aifs.core.errors import FsError, Unavailable
+from aifs.data.checks import Part as Piece
+from aifs.data.checks import differ
 from aifs.data.digests import HASHED, digests_of
 from aifs.data.object_label import Label, digest_of
 from aifs.data.protected import ProtectedObjects
@@ -12,6 +14,7 @@ from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.data.striped import StripedObjects
 from aifs.data.suspects import suspect_sets
+from aifs.layout.interleaved import CHUNK_MAX, Extent
 from aifs.layout.striped import Striped
 from aifs.meta.records import Copy
 
@@ -203,15 +206,18 @@ def from_copy(label: Label, copy: Copy, part: Part) -> Saved:
 
 async def _find_equal(servers: Servers, copy: Copy, part: Part, alike: list[Saved]) -> Saved | None:
     """One of these files that has the bytes of the copy, which are durable then; rather one without a copy."""
-    known = [saved for saved in alike if saved.size == part.length and saved.checksum]
+    known = [saved for saved in alike if saved.size == part.length and (saved.checksum or saved.extents)]
     if not known:
         return None
     server = servers[copy.server]
     try:
         checksum = await servers.run(server, _checksum, server, copy.id, part.length)
+        equal = [saved for saved in known if saved.checksum and saved.checksum == checksum]
+        for saved in known:
+            if saved.extents and await servers.run(server, _holds, server, copy.id, saved.extents):
+                equal.append(saved)
     except FsError:
         return None
-    equal = [saved for saved in known if saved.checksum == checksum]
     return min(equal, key=lambda saved: (saved.copy is not None, saved.mtime_ns != part.mtime_ns), default=None)
 
 
@@ -231,3 +237,22 @@ def _checksum(server: DataServer, copy_id: int, size: int) -> bytes:
     finally:
         server.close_object(fd)
     return digest_of(b"".join(digests))
+
+
+def _holds(server: DataServer, copy_id: int, extents: Sequence[Extent]) -> bool:
+    """Whether a burst copy has the bytes of these extents. Blocks."""
+    key = (0, copy_id)
+    fd = server.open_object(key, create=False, write=False)
+    if fd is None:
+        return False
+    parts: list[Piece] = []
+    start = 0
+    for extent in extents:
+        end = start + extent.length
+        step = max(extent.length, 1) if extent.digest else CHUNK_MAX
+        parts += [Piece(at, min(step, end - at), extent.digest or None) for at in range(start, end, step)]
+        start = end
+    try:
+        return not differ(server, key, fd, parts, memoryview(bytearray(CHUNK_MAX)))
+    finally:
+        server.close_object(fd)

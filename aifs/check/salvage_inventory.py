@@ -4,7 +4,7 @@ Everything is held in memory, some 500 bytes for each object.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -17,8 +17,9 @@ from aifs.data.naming import ForeignFile, StoredObject
 from aifs.data.object_label import Label
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
+from aifs.layout.interleaved import Extent, Location
 from aifs.layout.striped import Striped
-from aifs.meta.chunks import Chunks
+from aifs.meta.chunk_lists import Chunks
 from aifs.meta.records import Copy
 
 _BATCH = 1024
@@ -39,8 +40,8 @@ class Part(NamedTuple):
 class Saved:
     """A regular file as it can be told without the metadata; ``path`` is a hint.
 
-    ``layout`` is that of the objects or chunks of ``oid``, or None: it is in its burst ``copy`` alone. ``lost``: mask
-    of the columns that must not be read. ``digests``: of all its MiBs, if they are known. ``note``: what is doubtful about it.
+    ``layout`` is that of the objects, ``chunks`` or ``extents`` of ``oid``, or None: it is in its burst ``copy`` alone. ``lost``:
+    mask of the columns that must not be read. ``digests``: of all its MiBs, if they are known. ``note``: what is doubtful about it.
     """
 
     ino: int
@@ -57,6 +58,7 @@ class Saved:
     digests: bytes = b""
     root: bytes = b""  # the checksum of the checksums that its label tells
     chunks: Chunks = ()
+    extents: Sequence[Extent] = ()
     copy: Copy | None = None
     dirty: bool = False
     note: str = ""
@@ -65,6 +67,12 @@ class Saved:
     def checksum(self) -> bytes:
         """Of the checksums, b"" if it has none."""
         return self.root or (object_label.digest_of(self.digests) if self.digests else b"")
+
+    @property
+    def places(self) -> list[Location]:
+        """Of all chunks that it has in containers."""
+        every = [*self.chunks, *(extent.place for extent in self.extents)]
+        return [place for place in every if place is not None]
 
 
 @dataclass(slots=True)

@@ -22,9 +22,9 @@ from aifs.check.salvage_store import container_ends, put_bytes, put_container
 from aifs.check.salvage_tree import place_of
 from aifs.core.config import Config
 from aifs.core.tasks import first_error
-from aifs.layout.interleaved import Interleaved, Location
+from aifs.layout.interleaved import Extent, Interleaved, Location
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, keys, namespace
+from aifs.meta import chunks, keys, namespace, shared
 from aifs.meta.degraded import drop_degraded, put_degraded
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import ReadTransaction, Transaction
@@ -130,11 +130,15 @@ def _is_new(tx: ReadTransaction, ino: int, copy_id: int) -> bool:
 
 
 async def _put(store: Store, containers: SavedContainers, found: Sequence[Saved], result: Result) -> None:
+    for saved in found:
+        saved.extents = await store.engine.view(_with_known_places, saved.extents)
     for container, end in container_ends(found).items():
         await store.engine.transact(_put_container, containers, container, end)
     added = newer = 0
+    replaced: list[int] = []
     for saved in sorted(found, key=lambda one: (-one.mtime_ns, one.ino)):
-        path, was_known = await store.engine.transact(_put_file, saved)
+        path, was_known, old = await store.engine.transact(_put_file, saved)
+        replaced += old
         added, newer = added + (not was_known), newer + was_known
         if was_known:
             result.rows.append(Row("newer", printable(saved.path), "has the bytes that were stored last now"))
@@ -142,11 +146,22 @@ async def _put(store: Store, containers: SavedContainers, found: Sequence[Saved]
             result.rows.append(Row("renamed", printable(path), "its path is taken, or not known"))
         if saved.note:
             result.rows.append(Row("doubtful", printable(path), saved.note))
+    for oid in replaced:  # at last, as others may have chunks in common with these
+        await store.engine.transact(chunks.drop_chunks, oid)
     states = [row.state for row in result.rows]
     result.counts = {
         "added": added, "newer": newer, "bytes": sum(one.size for one in found), "incomplete": states.count("incomplete"),
         "doubtful": states.count("doubtful"),
     }  # fmt: skip
+
+
+def _with_known_places(tx: ReadTransaction, extents: Sequence[Extent]) -> list[Extent]:
+    """Shared chunks lie where the metadata says, if it knows them."""
+    known = shared.find_all_shared(tx, {extent.digest for extent in extents if extent.shared})
+    return [
+        extent._replace(place=known[extent.digest].place) if extent.shared and extent.digest in known else extent
+        for extent in extents
+    ]
 
 
 def _put_container(tx: Transaction, containers: SavedContainers, container: int, end: int) -> None:
@@ -157,14 +172,16 @@ def _put_container(tx: Transaction, containers: SavedContainers, container: int,
         put_degraded(tx, container, 0, lost)
 
 
-def _put_file(tx: Transaction, saved: Saved) -> tuple[bytes, bool]:
-    """Its path, and whether the metadata had the file already, with other bytes."""
+def _put_file(tx: Transaction, saved: Saved) -> tuple[bytes, bool, list[int]]:
+    """Its path, whether the metadata had the file already, with other bytes, and the id of the list of these, which is to be
+    dropped."""
+    replaced: list[int] = []
     inode, now = find_inode(tx, saved.ino), time.time_ns()
     if inode is not None:
         if inode.copy is not None:
             namespace.discard_copy(tx, inode.copy)  # a cache of the older bytes
         if isinstance(inode.layout, Interleaved):
-            chunks.drop_chunks(tx, inode.oid)
+            replaced.append(inode.oid)
         elif inode.layout is not None:
             namespace.drop_checksums(tx, inode.oid)
             drop_degraded(tx, inode.oid)
@@ -173,7 +190,7 @@ def _put_file(tx: Transaction, saved: Saved) -> tuple[bytes, bool]:
         inode.layout, inode.oid, inode.size, inode.blocks = saved.layout, saved.oid, saved.size, saved.blocks
         inode.mtime_ns, inode.ctime_ns = saved.mtime_ns, now
         put_bytes(tx, saved, inode)
-        return saved.path, True
+        return saved.path, True, replaced
     mode = saved.mode if stat.S_ISREG(saved.mode) else stat.S_IFREG | 0o600
     parents, name = place_of(saved)
     parent, path = _directory(tx, parents, saved)
@@ -189,7 +206,7 @@ def _put_file(tx: Transaction, saved: Saved) -> tuple[bytes, bool]:
     namespace.touch(tx, namespace.get_directory(tx, parent), now)
     tx.add(keys.COUNTER_INODES, 1)
     put_bytes(tx, saved, inode)
-    return path + b"/" + chosen, False
+    return path + b"/" + chosen, False, replaced
 
 
 def _directory(tx: Transaction, parents: Sequence[bytes], saved: Saved) -> tuple[int, bytes]:

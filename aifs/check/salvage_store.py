@@ -16,11 +16,12 @@ from aifs.check.salvage_inventory import Saved
 from aifs.check.salvage_tree import Directory, Named
 from aifs.core import files
 from aifs.core.tasks import first_error
-from aifs.layout.interleaved import HEADER_BYTES, Interleaved
+from aifs.layout.interleaved import HEADER_BYTES, Interleaved, is_variable
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys, namespace
 from aifs.meta.chunks import Container
 from aifs.meta.degraded import put_degraded
+from aifs.meta.extents import put_extents
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
@@ -95,10 +96,9 @@ def container_ends(saved_files: Iterable[Saved]) -> dict[int, int]:
     """Where the last chunk of each container ends that one of these has."""
     ends: dict[int, int] = {}
     for saved in saved_files:
-        for place in saved.chunks:
-            if place is not None:
-                end = place.offset + HEADER_BYTES + place.stored
-                ends[place.container] = max(ends.get(place.container, 0), end)
+        for place in saved.places:
+            end = place.offset + HEADER_BYTES + place.stored
+            ends[place.container] = max(ends.get(place.container, 0), end)
     return ends
 
 
@@ -169,6 +169,8 @@ def put_bytes(tx: Transaction, saved: Saved, inode: Inode) -> None:
             put_degraded(tx, saved.oid, saved.ino, saved.lost)
         if saved.dirty:
             tx.put(keys.dirty(saved.ino), b"")
+    elif is_variable(saved.layout):
+        put_extents(tx, {saved.oid: saved.extents}, {extent.digest for extent in saved.extents if extent.shared})
     elif isinstance(saved.layout, Interleaved):
         chunks.put_chunks(tx, saved.oid, saved.chunks)
     if saved.copy is not None and saved.layout is None:

@@ -34,8 +34,8 @@ _ID_MAX = 1 << 62
 _LAST = b"\xff" * 512
 _TYPES = (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFBLK, stat.S_IFCHR)
 _KEY_LENGTHS = {
-    b"a": 9, b"b": 9, b"e": 17, b"g": 9, b"i": 9, b"k": 17, b"l": 17, b"m": 11, b"o": 9, b"q": 9, b"r": 9, b"s": 3,
-    b"t": 9, b"u": 3, b"w": 9, b"z": 9,
+    b"a": 9, b"b": 9, b"e": 17, b"g": 9, b"h": 33, b"i": 9, b"k": 17, b"l": 17, b"m": 11, b"o": 9, b"q": 9, b"r": 9, b"s": 3,
+    b"t": 9, b"u": 3, b"w": 9, b"y": 9, b"z": 9,
 }  # fmt: skip
 _COUNTERS = (keys.COUNTER_IDS, keys.COUNTER_INODES, keys.COUNTER_SERVERS, keys.COUNTER_BURST)
 
@@ -95,10 +95,13 @@ class MetadataScan:
             (b"w", self._dirty),
             (b"z", self._trash),
             (b"p", self._pending.mark),
+            (b"n", self._pending.group),
             (b"r", self._pending.policy),
             (b"x", self._xattr),
             (b"t", self._container),
             (b"a", self._containers.open_mark),
+            (b"y", self._loose_list),
+            (b"h", self._containers.shared),
             (b"l", self._chunk_list),
             (b"q", self._columns.degraded),
             (b"m", self._columns.stray),
@@ -108,6 +111,7 @@ class MetadataScan:
         self._columns.conclude()
         self._copies.conclude()
         await self._engine.view(self._containers.conclude)
+        await for_each(self._engine, *keys.all_of(b"h"), self._containers.references, lambda count: None)
         inodes = len(self.table)
         await self._each(b"d", names.dentry)
         await self._engine.view(names.resolve_dangling)
@@ -123,7 +127,7 @@ class MetadataScan:
         length = _KEY_LENGTHS.get(kind)
 
         def checked(tx: ReadTransaction, key: bytes, value: bytes) -> None:
-            if length and len(key) != length and kind in b"abgmoquwz":
+            if length and len(key) != length and kind in b"abgmoquwyz":
                 # Recovery would trip over it, and it holds nothing that could be lost.
                 self._stray(f"record {key.hex()}", "its key is not that of a record", key, RECOVERY)
             elif (length and len(key) != length) or len(key) < 9 and kind in b"dx":
@@ -143,7 +147,8 @@ class MetadataScan:
         self.problems.append(Problem(kind, subject, detail, fix, stage))
 
     def _in_use(self, number: int) -> None:
-        self._highest_id = max(self._highest_id, number)
+        if number < _ID_MAX:  # else the record is damaged
+            self._highest_id = max(self._highest_id, number)
 
     # --- inodes ---
 
@@ -265,6 +270,16 @@ class MetadataScan:
         if ino is not None or not self._unreadable_inodes:
             self._copies.checksums(tx, ino, key, value)
 
+    def _loose_list(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        oid = keys.number(key)
+        self._in_use(oid)
+        ino = self.user(oid)
+        if ino is None:
+            self._containers.loose_list(oid)
+        else:
+            detail = f"inode {ino}: its list of chunks would be dropped"
+            self._problem("garbage-in-use", ino, detail, partial(repair.delete, key=key), RECOVERY)
+
     def _chunk_list(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
         ino = self.user(keys.chunk_list_parts(key)[0])
         self._containers.chunk_list(tx, key, value, ino, certain=not self._unreadable_inodes)
@@ -303,7 +318,7 @@ class MetadataScan:
 
     async def _unknown_kinds(self) -> None:
         start = b""
-        for letter in b"Sabcdegijklmopqrstuwxz":
+        for letter in b"Sabcdeghijklmnopqrstuwxyz":
             first, end = keys.all_of(bytes((letter,)))
             await for_each(self._engine, start, first, self._unknown, self._seen)
             start = end

@@ -21,13 +21,15 @@ from aifs.core.config import DIRECTORY_FILE
 from aifs.core.errors import StoreError
 from aifs.core.tasks import first_error
 from aifs.data import object_label
+from aifs.data.chunk_codec import digest_of
 from aifs.data.naming import StoredObject, list_all
 from aifs.layout.interleaved import Interleaved
+from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs import Caller, Filesystem, open_filesystem
 from aifs.vfs.backups.restore import restore
 from aifs.vfs.store import format_store
-from tests.support import modes
+from tests.support import modes, shared
 
 SERVERS = 5
 UNIT = 4096
@@ -430,6 +432,120 @@ def test_what_is_newer_than_the_backup_is_merged(source: Path, kind: str) -> Non
     }  # fmt: skip
     again = merge(modes.config_of(source), True, lambda what, done, total: None)
     assert (again.counts["added"], again.counts["newer"]) == (0, 0)
+
+
+# --- files that share chunks ---
+
+
+REDUNDANCIES = {"plain": PLAIN, "replicas": Redundancy(2), "coded": Redundancy(1, 2, 1)}
+
+
+async def share(fs: Filesystem, redundancy: Redundancy, rng: random.Random) -> None:
+    """Several saves with chunks in common, of which some are deleted; what is left is compacted."""
+    pool = [rng.randbytes(rng.randrange(1, 40_000)) for _ in range(12)]
+    for step in range(3):
+        directory = (await fs.mkdir(ROOT_INO, b"step-%d" % step, 0o755, OWNER)).ino
+        files = {b"rank-%d" % rank: shared.random_segments(rng, pool, rng.randrange(1, 90)) for rank in range(3)}
+        await shared.save(fs, directory, files, redundancy, level=3 * (step % 2))
+        await settle(fs, [await write(fs, directory, b"plain", rng.randbytes(70_000))])
+    await fs.remove_tree(ROOT_INO, b"step-0")
+    await fs.unlink((await fs.lookup(ROOT_INO, b"step-1")).ino, b"rank-1")
+    await fs.trash.empty()
+    await fs.collector.drain()
+    await fs.compaction.compact()
+    await fs.collector.drain()
+
+
+def fill_shared(source: Path, redundancy: Redundancy) -> Tree:
+    protection: dict[str, object] = {"layout.ec": "2+1"} if redundancy.parity else {"layout.replicas": redundancy.replicas}
+    make(source, protection | {"layout.compact_above": 0.05})
+
+    async def work(fs: Filesystem) -> Tree:
+        await share(fs, redundancy, random.Random(4))
+        return await read_all(fs)
+
+    return use(source, work)
+
+
+@pytest.mark.parametrize("redundancy", REDUNDANCIES.values(), ids=REDUNDANCIES)
+def test_files_that_share_chunks_come_back(source: Path, redundancy: Redundancy) -> None:
+    before = fill_shared(source, redundancy)
+    lose_metadata(source)
+    if redundancy.is_protected:
+        shutil.rmtree(source / "data/1")
+    result = salvaged(source)
+    assert use(source, read_all).items() >= before.items()
+    missed = {row.where.encode() for row in result.rows if row.state != "server"}
+    assert not missed & before.keys(), "only of what was deleted something lacks"
+
+
+def test_a_file_without_a_shared_chunk_is_named_and_left_out(source: Path) -> None:
+    rng = random.Random(5)
+    lost, common = shared.Segment(rng.randbytes(9_000)), shared.Segment(rng.randbytes(9_000))
+    files = {b"both": [common, lost], b"one": [lost, shared.Segment(bytes(50))], b"other": [common, common]}
+    make(source, {})
+    use(source, lambda fs: shared.save(fs, ROOT_INO, files))
+    digest = digest_of(lost.data)
+    for found in [found for server in range(SERVERS) for found in objects_of(source, server)]:
+        data = Path(found.path).read_bytes()
+        at = data.find(lost.data)
+        if at >= 0:
+            assert digest in data[:at]
+            Path(found.path).write_bytes(data[:at] + b"x" + data[at + 1 :])
+    lose_metadata(source)
+    result = rebuild(modes.config_of(source))
+    assert sorted(row.where for row in result.rows if row.state == "incomplete") == ["/both", "/one"]
+    assert {path: data for path, (data, *_) in use(source, read_all).items()} == {b"/other": 2 * common.data}
+
+
+def test_a_copy_of_a_file_that_shares_chunks_is_its_cache_again(source: Path) -> None:
+    content = random.Random(6).randbytes(3 << 20)
+    rows = [shared.Segment(content[:UNIT]), shared.Segment(content[UNIT:])]
+    make(source, {"layout.kind": "interleaved"})
+
+    async def work(fs: Filesystem) -> None:
+        ino = await write(fs, ROOT_INO, b"file", content)
+        await settle(fs, [ino])
+        await shared.store(fs, {ino: rows})
+        assert await fs.stager.stage(ino)
+
+    use(source, work)
+    lose_metadata(source)
+    assert salvaged(source).counts["unused_copies"] == 0
+    assert use(source, lambda fs: fs.lookup(ROOT_INO, b"file")).copy is not None
+
+
+@pytest.mark.parametrize("redundancy", REDUNDANCIES.values(), ids=REDUNDANCIES)
+def test_newer_files_that_share_chunks_are_merged(source: Path, redundancy: Redundancy) -> None:
+    rng = random.Random(7)
+    common, old, new = (shared.Segment(rng.randbytes(30_000)) for _ in range(3))
+    private = shared.Segment(rng.randbytes(5_000), is_shared=False)
+    make(source, {"meta.backup_interval": "1h"})
+
+    contents = {
+        b"/rewritten": new.data + common.data,
+        b"/kept": old.data + private.data,
+        b"/added": common.data + new.data + private.data + common.data,
+    }
+
+    async def work(fs: Filesystem) -> None:
+        files = {b"rewritten": [old, common], b"kept": [old, private]}
+        inos = await shared.save(fs, ROOT_INO, files, redundancy)
+        await fs.backup.ship()
+        await shared.store(fs, {inos[b"rewritten"]: [new, common]}, redundancy)
+        await shared.save(fs, ROOT_INO, {b"added": [common, new, private, common]}, redundancy)
+        raise faults.SimulatedCrash("the machine is lost")
+
+    with pytest.raises(BaseException) as caught:
+        use(source, work)
+    assert isinstance(first_error(caught.value), faults.SimulatedCrash)
+    lose_metadata(source)
+    restore(modes.config_of(source), "", None)
+    result = merge(modes.config_of(source), True, lambda what, done, total: None)
+    assert result.ok, result.rows
+    assert (result.counts["added"], result.counts["newer"]) == (1, 1)
+    assert check(modes.config_of(source), repair=False, deep=True).findings == []
+    assert {path: data for path, (data, *_) in use(source, read_all).items()} == contents
 
 
 # --- when it refuses ---

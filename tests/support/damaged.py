@@ -18,18 +18,21 @@ from aifs.data.naming import object_path
 from aifs.data.pieces import Source
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.placement import BURST_FIRST
-from aifs.meta import chunks, keys, namespace
+from aifs.meta import chunk_lists, chunks, keys, namespace
 from aifs.meta.chunks import Chunks
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import Copy, Dentry, Inode, decode_burst, decode_dentry, encode_entry
 from aifs.vfs import Filesystem, open_filesystem
 from aifs.vfs.store import format_store, open_store
 from aifs.vfs.types import Caller, SetAttr
+from tests.support import shared
+from tests.support.shared import Segment
 
 UNIT = 4096
 ROOT = keys.ROOT_INO
 NOBODY = Caller()
 CHUNK = 64 << 10
+COMMON = Segment(b"common" * 50)
 COPY_ID = 6000  # of copies that the store is given; within the first window of ids
 OPTIONS = {"meta.backup_interval": "0", "layout.unit": str(UNIT), "burst.drain_delay": "1h"}
 
@@ -96,6 +99,7 @@ class DamagedStore:
         await fs.setxattr(self.ino["/fast"], b"user.aifs.tier", b"burst")
         await self.write(fs, "/fast/new", os.urandom(3 * UNIT + 7))
         await self._interleave(fs, {"/a/chunks": os.urandom(3 * CHUNK + 5), "/z/chunk": os.urandom(100)})
+        await self._share(fs)
 
     async def _interleave(self, fs: Filesystem, contents: dict[str, bytes]) -> None:
         """Interleaved files, as a drain stores them."""
@@ -117,6 +121,17 @@ class DamagedStore:
             await fs.store.engine.transact(flip, lists)
         for source in sources:
             os.close(source.fd)
+
+    async def _share(self, fs: Filesystem) -> None:
+        """Two files that have the chunk COMMON in common; the first one has many records of its extent list."""
+        private = Segment(os.urandom(70), is_shared=False)
+        contents = {
+            "/a/first": [COMMON, private, *[Segment(bytes(UNIT))] * 150, COMMON],
+            "/z/other": [Segment(os.urandom(500)), COMMON],
+        }
+        for path in contents:
+            self.ino[path] = (await fs.mknod(*self._place(path), 0o100644, 0, NOBODY)).ino
+        await shared.store(fs, {self.ino[path]: rows for path, rows in contents.items()}, servers=(2,))
 
     def _add_copies(self) -> None:
         """Burst copies of files on the capacity tier, and checksums, as a drain leaves them."""
@@ -244,6 +259,13 @@ class DamagedStore:
         oid = self.inode("/a/chunks").oid
         place = self.transact(lambda tx: chunks.get_chunks(tx, oid, 0)[1][0])
         return place.container, Path(object_path(self.config.servers[place.server], 0, place.container))
+
+    def shared_container(self) -> tuple[int, Path]:
+        """Number and path of the container that all shared chunks lie in, beside the recipe of /z/other."""
+        oid = self.inode("/z/other").oid
+        record = self.transact(lambda tx: tx.get(keys.chunk_list(oid, 0)))
+        ((number, _, _),) = chunk_lists.decode_shares(record)
+        return number, Path(object_path(self.config.servers[2], 0, number))
 
     def records(self) -> dict[bytes, bytes]:
         def function(tx: ReadTransaction) -> dict[bytes, bytes]:

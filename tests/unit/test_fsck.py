@@ -22,16 +22,20 @@ from aifs.core import files
 from aifs.core.errors import StoreBusy, StoreError, Unavailable
 from aifs.core.faults import SimulatedCrash
 from aifs.data import chunk_codec, naming
-from aifs.layout.interleaved import HEADER_BYTES
+from aifs.layout.interleaved import HEADER_BYTES, Interleaved
 from aifs.layout.placement import BURST_FIRST
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, journal, keys
+from aifs.meta import chunk_lists, chunks, extents, groups, journal, keys, shared
+from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
+from aifs.meta.groups import GroupMember, GroupRecord
+from aifs.meta.kv import Transaction
 from aifs.meta.records import BurstRecord, Copy, Degraded, Garbage, Inode, encode_entry
+from aifs.meta.shared import Shared
 from aifs.vfs import open_filesystem
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.owner import OwnerLock
 from aifs.vfs.store import format_store
-from tests.support.damaged import CHUNK, COPY_ID, NOBODY, ROOT, UNIT, DamagedStore
+from tests.support.damaged import CHUNK, COMMON, COPY_ID, NOBODY, ROOT, UNIT, DamagedStore
 
 FILE, DIRECTORY = stat.S_IFREG >> 12, stat.S_IFDIR >> 12
 COOKIE = 5000  # of names that the tests make; within the first window of ids
@@ -73,6 +77,8 @@ def _fill(store: DamagedStore, text: str) -> str:
         text = text.replace(f"{{{path}}}", str(ino))
     for number, path in enumerate(store.config.servers):
         text = text.replace(f"{{server {number}}}", path)
+    if "{shared container}" in text:
+        text = text.replace("{shared container}", str(store.shared_container()[0]))
     if "{container}" in text:
         text = text.replace("{container}", str(store.container()[0]))
     return text
@@ -558,6 +564,85 @@ def wrong_count_of_live_bytes(store: DamagedStore) -> None:
     store.put(keys.container(number), record._replace(live=record.live - 5).encode())
 
 
+COMMON_CHUNK = f"shared chunk {chunk_codec.digest_of(COMMON.data).hex()[:16]}"
+UNKNOWN = chunk_codec.digest_of(b"unknown")
+GROUP = GroupRecord(7, groups.Options(b"step", 2, 1 << 20, False, 1000, 0, False, b""), 0, 0, 1, state="durable")
+UNKNOWN_CHUNK = f"shared chunk {UNKNOWN.hex()[:16]}"
+
+
+def _common(store: DamagedStore) -> Shared:
+    return store.transact(lambda tx: shared.find_shared(tx, chunk_codec.digest_of(COMMON.data)))
+
+
+def _put_shared(store: DamagedStore, record: Shared) -> None:
+    store.transact(lambda tx: shared.put_shared(tx, record))
+
+
+@mended(("wrong-references", COMMON_CHUNK))
+def too_few_references(store: DamagedStore) -> None:
+    _put_shared(store, _common(store)._replace(references=1))
+
+
+@mended(("wrong-references", COMMON_CHUNK))
+def too_many_references(store: DamagedStore) -> None:
+    _put_shared(store, _common(store)._replace(references=9))
+
+
+@mended(("wrong-references", UNKNOWN_CHUNK))
+def shared_chunk_that_nobody_names(store: DamagedStore) -> None:
+    place = _common(store).place
+
+    def put(tx: Transaction) -> None:
+        shared.put_shared(tx, Shared(place._replace(digest=UNKNOWN), 1))
+        chunks.adjust_live(tx, place.container, HEADER_BYTES + place.stored)
+
+    store.transact(put)
+
+
+@mended(("unreadable-record", UNKNOWN_CHUNK))
+def unreadable_shared_chunk_that_nobody_names(store: DamagedStore) -> None:
+    store.put(keys.shared(UNKNOWN), b"?")
+
+
+@mended(("stray-record", "chunk list 4000"))
+def extent_list_of_no_file(store: DamagedStore) -> None:
+    oid = store.inode("/a/first").oid
+    store.transact(lambda tx: tx.put(keys.chunk_list(4000, 0), tx.get(keys.chunk_list(oid, 0))))
+
+
+@mended(("garbage-in-use", "/a/first"))
+def loose_mark_of_a_list_in_use(store: DamagedStore) -> None:
+    store.put(keys.loose(store.inode("/a/first").oid), b"")
+
+
+@mended(("stray-record", "/inline"))
+def group_of_a_file(store: DamagedStore) -> None:
+    store.put(keys.group(store.ino["/inline"]), GROUP.encode())
+
+
+@mended(("stray-record", "inode 4000"))
+def group_of_no_directory(store: DamagedStore) -> None:
+    store.put(keys.group(4000), GROUP.encode())
+
+
+@mended(("stray-record", "/a"))
+def member_without_group(store: DamagedStore) -> None:
+    store.put(keys.group_member(store.ino["/a"], 1), GroupMember(5).encode())
+
+
+@mended(("unreadable-record", "/a"), ("unreadable-record", "/z"))
+def unreadable_groups(store: DamagedStore) -> None:
+    store.put(keys.group(store.ino["/z"]), b"?")
+    store.put(keys.group(store.ino["/a"]), GROUP.encode())
+    store.put(keys.group_member(store.ino["/a"], 1), b"?")
+
+
+@mended(("wrong-live-bytes", "container {shared container}"))
+def wrong_count_of_live_bytes_of_shared_chunks(store: DamagedStore) -> None:
+    number, length = store.shared_container()[0], _common(store).place.stored
+    store.transact(lambda tx: chunks.adjust_live(tx, number, -length))
+
+
 @pytest.mark.parametrize("damage", MENDED.values(), ids=MENDED)
 def test_damage_is_named_and_mended(store: DamagedStore, damage: Damage) -> None:
     before = store.tree()
@@ -619,9 +704,9 @@ def impossible_layout(store: DamagedStore) -> None:
     store.change("/a/striped", layout=Striped(0, (0, 1, 2, 3)))
 
 
-@stays(("unknown-record", "record 7979"))
+@stays(("unknown-record", "record 7676"))
 def unknown_record(store: DamagedStore) -> None:
-    store.put(b"yy", b"?")
+    store.put(b"vv", b"?")
 
 
 @stays(("unknown-record", "record 6901"))
@@ -676,6 +761,69 @@ def unreadable_inode_with_a_copy(store: DamagedStore) -> None:
 @stays(("unreadable-record", "/fifo"))
 def fifo_with_a_copy(store: DamagedStore) -> None:
     store.change("/fifo", copy=Copy(BURST_FIRST, 4000))
+
+
+ALL_OF_COMMON = [("lost-chunk", "/a/first"), ("lost-chunk", "/a/first"), ("lost-chunk", "/z/other")]
+"""The first file has it in two records of its list."""
+NOT_ALIVE = ("wrong-live-bytes", "container {shared container}")
+
+
+@stays(*ALL_OF_COMMON, NOT_ALIVE)
+def shared_chunk_without_record(store: DamagedStore) -> None:
+    store.delete(keys.shared(chunk_codec.digest_of(COMMON.data)))
+
+
+@stays(("unreadable-record", COMMON_CHUNK), *ALL_OF_COMMON, NOT_ALIVE)
+def unreadable_shared_chunk(store: DamagedStore) -> None:
+    store.put(keys.shared(chunk_codec.digest_of(COMMON.data)), b"?")
+
+
+@stays(*ALL_OF_COMMON, NOT_ALIVE)
+def shared_chunk_in_no_container(store: DamagedStore) -> None:
+    known = _common(store)
+    _put_shared(store, known._replace(place=known.place._replace(container=4000)))
+
+
+@stays(*ALL_OF_COMMON)
+def shared_chunk_behind_the_end(store: DamagedStore) -> None:
+    known = _common(store)
+    _put_shared(store, known._replace(place=known.place._replace(offset=1 << 40)))
+
+
+@stays(*ALL_OF_COMMON)
+def shared_chunk_of_another_length(store: DamagedStore) -> None:
+    known = _common(store)
+    _put_shared(store, known._replace(place=known.place._replace(raw=known.place.raw + 1)))
+
+
+@stays(("lost-chunk", "/a/first"))
+def gap_in_an_extent_list(store: DamagedStore) -> None:
+    store.delete(keys.chunk_list(store.inode("/a/first").oid, CHUNKS_PER_RECORD))
+
+
+@stays(("lost-chunk", "/a/first"), NOT_ALIVE)
+def extent_list_without_its_end(store: DamagedStore) -> None:
+    store.delete(keys.chunk_list(store.inode("/a/first").oid, 2 * CHUNKS_PER_RECORD))
+
+
+@stays(("lost-chunk", "/a/first"), ("lost-chunk", "/a/first"), NOT_ALIVE)
+def extent_list_without_its_beginning(store: DamagedStore) -> None:
+    store.delete(keys.chunk_list(store.inode("/a/first").oid, 0))
+
+
+@stays(("unreadable-record", "/a/first"))
+def unreadable_record_of_an_extent_list(store: DamagedStore) -> None:
+    store.put(keys.chunk_list(store.inode("/a/first").oid, CHUNKS_PER_RECORD), b"\2?")
+
+
+@stays(("lost-chunk", "/z/other"))
+def extent_list_of_another_size(store: DamagedStore) -> None:
+    store.change("/z/other", size=799)
+
+
+@stays(("lost-chunk", "/z/other"))
+def extent_list_of_a_file_of_another_form(store: DamagedStore) -> None:
+    store.change("/z/other", layout=Interleaved(CHUNK))
 
 
 @pytest.mark.parametrize("damage", STAYS.values(), ids=STAYS)
@@ -947,6 +1095,42 @@ def test_a_container_that_files_name_is_never_moved(store: DamagedStore, record:
     assert path.exists()
 
 
+def test_what_is_left_of_a_loose_list_counts_until_it_is_dropped(
+    store: DamagedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its beginning has gone, and nothing of what is left is a stray."""
+    oid, other = store.inode("/a/first").oid, 4000
+
+    def loosen(tx: Transaction) -> None:
+        first, last = (tx.get(keys.chunk_list(oid, number)) for number in (0, 2 * CHUNKS_PER_RECORD))
+        tx.put(keys.chunk_list(other, 0), first)
+        tx.put(keys.chunk_list(other, 2 * CHUNKS_PER_RECORD), last)
+        tx.put(keys.loose(other), b"")
+        _, extents_of_first = chunk_lists.decode_extents(first)
+        _, extents_of_last = chunk_lists.decode_extents(last)
+        for extent in [*extents_of_first, *extents_of_last]:
+            if extent.shared:
+                known = shared.find_shared(tx, extent.digest)
+                shared.put_shared(tx, known._replace(references=known.references + 1))
+            elif extent.place is not None:
+                chunks.adjust_live(tx, extent.place.container, HEADER_BYTES + extent.place.stored)
+        chunks.drop_some(tx, other)
+
+    monkeypatch.setattr(chunks, "DROPPED_AT_ONCE", 1)
+    store.transact(loosen)
+    assert [key[:1] for key in store.records()].count(b"y") == 1
+    assert store.found() == []
+    assert not any(key[:1] == b"y" for key in store.records())
+
+
+def test_all_files_that_lost_a_shared_chunk_are_named(store: DamagedStore) -> None:
+    _, path = store.shared_container()
+    os.truncate(path, 0)
+    for repair in (False, True):
+        assert store.found(repair) == [*ALL_OF_COMMON, ("short-container", str(path))]
+    assert store.check().findings[-1].detail.endswith(f"3 chunks from 0 to 2 lay in {path}")
+
+
 # --- all bytes ---------------------------------------------------------------------------------------
 
 
@@ -954,8 +1138,8 @@ def test_all_bytes_are_what_was_stored(store: DamagedStore) -> None:
     calls: list[tuple[str, int, int]] = []
     report = check(store.config, False, lambda *call: calls.append(call), deep=True)
     assert report.findings == []
-    number, _ = store.container()
-    size = store.inode("/z/moved").size + store.transact(lambda tx: chunks.find_container(tx, number).length)
+    records = [value for key, value in store.records().items() if key[:1] == b"t"]
+    size = store.inode("/z/moved").size + sum(chunks.decode_container(record).length for record in records)
     assert [call for call in calls if call[0] == "bytes"][-1] == ("bytes", size, size)
 
 
@@ -1001,6 +1185,28 @@ def test_changed_bytes_of_chunks_are_found(store: DamagedStore) -> None:
     assert finding.detail == f"bytes {CHUNK} to {3 * CHUNK - 1}, on data server {places[1].server}"
 
 
+def test_changed_bytes_of_a_shared_chunk_are_read_once_and_all_its_users_are_named(store: DamagedStore) -> None:
+    _, path = store.shared_container()
+    place = _common(store).place
+    _spoil(path, place.offset + HEADER_BYTES + 1)
+    found = {finding.where: finding.detail for finding in store.check(deep=True).findings}
+    size, last = store.inode("/a/first").size, place.raw - 1
+    assert found == {
+        "/a/first": f"bytes 0 to {last}, on data server 2; bytes {size - place.raw} to {size - 1}, on data server 2",
+        "/z/other": f"bytes 500 to {500 + last}, on data server 2",
+    }
+
+
+def test_a_changed_recipe_is_named(store: DamagedStore) -> None:
+    _, path = store.shared_container()
+    oid = store.inode("/z/other").oid
+    recipe = store.transact(lambda tx: extents.get_extents(tx, oid, 0)[2][-1].place)
+    _spoil(path, recipe.offset + HEADER_BYTES)
+    (finding,) = store.check(deep=True).findings
+    assert (finding.kind, finding.where) == ("wrong-checksum", "/z/other")
+    assert finding.detail == "its recipe, without which it cannot be rebuilt, on data server 2"
+
+
 def test_bytes_that_a_server_does_not_give_are_named(
     store: DamagedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1011,7 +1217,8 @@ def test_bytes_that_a_server_does_not_give_are_named(
 
     monkeypatch.setattr(files, "read_into", fail)
     found = sorted((finding.kind, finding.where) for finding in store.check(deep=True).findings)
-    assert found == [("unreadable-bytes", path) for path in ("/a/chunks", "/z/chunk", "/z/moved")]
+    paths = ("/a/chunks", "/a/first", "/z/chunk", "/z/moved", "/z/other")
+    assert found == [("unreadable-bytes", path) for path in paths]
     monkeypatch.setattr(files, "read_into", read_into)
 
 
@@ -1088,10 +1295,10 @@ def test_a_healthy_store_has_no_findings_and_is_counted(store: DamagedStore) -> 
     assert report.findings == [] and report.ok
     assert report.counts["inodes"] == len(set(store.ino.values()))
     assert report.counts["directories"] == 7
-    assert report.counts["files"] == 12
+    assert report.counts["files"] == 14
     assert report.counts["undrained"] == 1
     stripes = sum(bool(length) for path in store.ino for length in _lengths(store.inode(path)))
-    copies, containers = 3, 1
+    copies, containers = 3, 2
     assert report.counts["objects"] == stripes + copies + containers
     assert report.counts["bytes"] > 10 * UNIT
     records, objects = store.records(), store.stored()
@@ -1247,5 +1454,5 @@ def test_every_kind_of_finding_is_tested() -> None:
     tested = {kind for damage in (*MENDED.values(), *STAYS.values()) for kind, _ in damage.found}
     by_themselves = {"missing-object", "short-object", "orphan-object", "unlistable-server", "unrecovered"}
     by_themselves |= {"degraded", "lost-chunk", "missing-container", "short-container"}
-    by_themselves |= {"unreadable-bytes", "wrong-checksum"}
+    by_themselves |= {"unreadable-bytes", "wrong-checksum", "wrong-references"}
     assert tested | by_themselves == set(KINDS)

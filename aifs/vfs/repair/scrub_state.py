@@ -101,10 +101,8 @@ async def note(engine: Engine, state: State, lost: list[Lost]) -> None:
             continue
         if not any(entry["inode"] == item.ino and entry["object"] == item.oid for entry in state.wrong):
             where = ", ".join(map(str, item.servers))
-            _log.error(
-                "scrub: %s: bytes %d to %d, on data servers %s: %s",
-                _printable(names[0]), item.start, item.end - 1, where, item.reason,
-            )  # fmt: skip
+            what = f"bytes {item.start} to {item.end - 1}" if item.start < item.end else "its recipe"
+            _log.error("scrub: %s: %s, on data servers %s: %s", _printable(names[0]), what, where, item.reason)
         if len(state.wrong) < WRONG_MAX:
             state.wrong.append({
                 "paths": names, "inode": item.ino, "object": item.oid, "start": item.start, "end": item.end,
