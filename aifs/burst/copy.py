@@ -90,6 +90,11 @@ class BurstCopy:
             self._leased = self.device.call("lease", self._key, leases.take_read_lease, self.fd)
         return self._leased
 
+    @property
+    def is_leased(self) -> bool:
+        """Whether the lease has held from ``lease`` until now. Does not block."""
+        return self._leased and leases.is_whole(self.fd)
+
     def unlease(self) -> bool:
         """Give up the lease; returns whether it has held from ``lease`` until now. Does not block."""
         held, self._leased = self._leased, False

@@ -29,7 +29,8 @@ class Entry:
 
     ``since``: the time from which its oldest undrained byte counts. ``ready_at``: when it may be drained;
     never, while somebody has it open for writing. ``due``: it is *ready*. ``taken``: it is being drained;
-    ``again``: it has been closed, or lost its name, since it was taken.
+    ``again``: it has been closed, or lost its name, since it was taken. ``withheld``: somebody else drains it; it is *held*
+    as long as that is so.
     """
 
     ino: int
@@ -41,13 +42,14 @@ class Entry:
     due: bool = False
     taken: bool = False
     again: bool = False
+    withheld: bool = False
 
 
 class Queue:
     """All undrained files that have been closed.
 
     Each is in one of four states: *ready* (by rank, then the oldest first), *later*, *held* (open for
-    writing, until ``closed``) or *taken*. Every method takes O(log n) for each file that it touches.
+    writing, until ``closed``, or withheld, until ``give_back``) or *taken*. Every method takes O(log n) for each file that it touches.
     """
 
     def __init__(self, delay_s: float, deadline_s: float) -> None:
@@ -98,9 +100,50 @@ class Queue:
         entry.size = size
         if entry.taken:
             entry.again = True
-        elif entry.ready_at == _NEVER:
+        elif entry.ready_at == _NEVER and not entry.withheld:
             self._move(entry, now + self._delay_of(entry, now), entry.rank)
         return entry.ready_at
+
+    def withhold(self, ino: int, size: int, now: float) -> bool:
+        """As ``closed``, but somebody else is going to drain it. False if somebody waits for it, so that nothing changes."""
+        entry = self._entries.get(ino)
+        if entry is None:
+            entry = Entry(ino, size, now, _NEVER, withheld=True)
+            self._insert(entry)
+            return True
+        if entry.rank is Rank.REQUESTED and not entry.withheld:
+            return False
+        self.size += size - entry.size
+        entry.size, entry.withheld, entry.again = size, True, entry.taken
+        self._move(entry, _NEVER, entry.rank)
+        return True
+
+    @property
+    def withheld(self) -> int:
+        """How many files are withheld. Takes O(n)."""
+        return sum(entry.withheld and not entry.taken for entry in self._entries.values())
+
+    def withholds(self, ino: int) -> bool:
+        entry = self._entries.get(ino)
+        return entry is not None and entry.withheld
+
+    def give_back(self, ino: int, now: float) -> float:
+        """It is withheld no more. Returns when it may be drained."""
+        entry = self._entries.get(ino)
+        if entry is None or not entry.withheld:
+            return _NEVER
+        entry.withheld = False
+        if not entry.taken:
+            self._move(entry, now + self._delay_of(entry, now), entry.rank)
+        return entry.ready_at
+
+    def drained(self, ino: int) -> bool:
+        """Whoever has withheld it has drained it; whether it is out of the queue with that."""
+        entry = self._entries.get(ino)
+        if entry is None or not entry.withheld:
+            return False
+        entry.withheld = False
+        return self.unlinked(ino)
 
     def prefer(self, inos: Iterable[int], rank: Rank, now: float) -> None:
         """Drain these earlier than usual; for requested ones nothing is waited for.
@@ -113,7 +156,7 @@ class Queue:
                 if rank is Rank.REQUESTED:
                     self._insert(Entry(ino, 0, now, now, rank))
             elif rank < entry.rank or (rank is Rank.REQUESTED and not entry.taken):
-                at = now if rank is Rank.REQUESTED else entry.ready_at
+                at = now if rank is Rank.REQUESTED and not entry.withheld else entry.ready_at
                 self._move(entry, at, min(rank, entry.rank))
 
     def unlinked(self, ino: int) -> bool:
@@ -193,7 +236,7 @@ class Queue:
 
     def _give_back(self, entry: Entry, at: float, failures: int) -> None:
         assert entry.taken
-        entry.taken, entry.ready_at, entry.failures = False, at, failures
+        entry.taken, entry.ready_at, entry.failures = False, _NEVER if entry.withheld else at, failures
         self._place(entry)
 
     def _move(self, entry: Entry, at: float, rank: Rank) -> None:

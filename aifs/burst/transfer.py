@@ -80,9 +80,10 @@ class Mover:
     def __init__(
         self, budget: Budget, limiter: Limiter, io_priority: str, is_in_the_way: Callable[[], bool] = lambda: False
     ) -> None:
-        """``io_priority``: see core.files. While ``is_in_the_way``, drains move one piece at a time."""
+        """``io_priority``: see core.files. While ``is_in_the_way``, which says whether others need the processor more, drains move one
+        piece at a time."""
         self.moved_bytes = 0
-        self._is_in_the_way = is_in_the_way
+        self.is_in_the_way = is_in_the_way
         self._moving = 0
         self._waiting = trio.lowlevel.ParkingLot()
         self._limiter = limiter
@@ -145,7 +146,7 @@ class Mover:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        while self._moving and self._is_in_the_way():
+        while self._moving and self.is_in_the_way():
             await self._waiting.park()
         self._moving += 1
         try:

@@ -7,6 +7,7 @@ from typing import Any
 BACKUP = "user.aifs.backup"
 DRAIN = "user.aifs.drain"
 EVICT = "user.aifs.evict"
+GROUP = "user.aifs.group"
 INFO = "user.aifs.info"
 REMOVE = "user.aifs.remove"
 SCRUB = "user.aifs.scrub"

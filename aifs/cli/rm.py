@@ -74,7 +74,7 @@ def _remove(path: str, recursive: bool, mounts: "list[Mount]") -> None:
 
 def _remove_tree(parent: str, name: str) -> None:
     """By ioctl, which needs no right to change attributes of the parent; by extended attribute where there is none."""
-    from aifs.fuse.ioctl import AIFS_IOC_REMOVE_TREE as command
+    from aifs.core.ioctl import AIFS_IOC_REMOVE_TREE as command
 
     try:
         fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)

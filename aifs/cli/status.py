@@ -58,6 +58,7 @@ def summaries(status: dict[str, Any]) -> list[tuple[str, str]]:
     if burst["devices"]:
         facts += [("drain", _describe_drain(status["drain"], burst["drain_bytes_per_s"]))]
         facts += [("throttle", _describe_throttle(burst))]
+        facts += [("groups", _describe_groups(status["groups"]))]
     facts.append(("memory", f"{_size(memory, 'used_bytes')} of {_size(memory, 'total_bytes')}, "
                   f"peak {_size(memory, 'peak_bytes')}, {memory['waiting']} waiting"))  # fmt: skip
     facts.append(("read_cache", f"{_size(cache, 'cached_bytes')}, {cache['hits']} hits, {cache['misses']} misses, "
@@ -112,8 +113,17 @@ def _describe_drain(drain: dict[str, Any], bytes_per_s: int) -> str:
     ]
     if drain["held_files"]:
         parts.append(f"{drain['held_files']} open for writing")
+    if drain["withheld_files"]:
+        parts.append(f"{drain['withheld_files']} drained with their groups")
     if drain["late"]:
         parts.append("beyond burst.drain_deadline")
     if drain["failing_files"]:
         parts.append(f"{drain['failing_files']} to be tried again after: {drain['last_error']}")
     return "; ".join(parts)
+
+
+def _describe_groups(groups: dict[str, Any]) -> str:
+    if not groups["open"] + groups["committed"] + groups["durable"]:
+        return "none since the mount"
+    saved = f"{_size(groups, 'stored_bytes')} stored, {_size(groups, 'saved_bytes')} saved"
+    return f"{groups['open']} open, {groups['committed']} being drained, {groups['durable']} durable; {saved}"

@@ -70,6 +70,7 @@ class BurstConfig(_Section):
     drain_delay_s: Annotated[float, duration(0, 86400)] = Field(alias="drain_delay")
     drain_deadline_s: Annotated[float, duration(1, 30 * 86400)] = Field(alias="drain_deadline")
     drain_on_fsync: Annotated[bool, BOOLEAN]
+    bandwidth: Annotated[int, _ANY_SIZE]
     ioprio: Annotated[str, choice("idle", "best-effort", "none")]
     stage_for_write: Annotated[int, _ANY_SIZE]
     stage_on_read: Annotated[int, _ANY_SIZE]

@@ -137,6 +137,22 @@ class Busy(FsError):
     errno = errno.EBUSY
 
 
+class MemberDied(FsError):
+    """A rank of a group has ended before it committed."""
+
+    errno = errno.EOWNERDEAD
+
+
+class GroupCancelled(FsError):
+    errno = errno.ECANCELED
+
+
+class GroupExpired(FsError):
+    """Not all ranks of a group have committed in its time."""
+
+    errno = errno.ETIME
+
+
 class Unavailable(FsError):
     """A data server cannot be used, or bytes that should be there are not."""
 

@@ -14,10 +14,12 @@ DOMAIN_MAX = 255
 
 
 class ServerPlace(NamedTuple):
-    """The directory of a data server, and the name of what fails with it: a host, a rack ("": itself alone)."""
+    """The directory of a data server, the name of what fails with it: a host, a rack ("": itself alone), and the bytes per
+    second that it takes (0: to be measured)."""
 
     path: str
     domain: str = ""
+    bandwidth: int = 0
 
 
 class Setting(NamedTuple):
@@ -164,9 +166,10 @@ def _parse_servers(value: Any, base: str) -> tuple[ServerPlace, ...]:
 def _parse_server(value: Any, base: str) -> ServerPlace:
     if not isinstance(value, dict):
         return ServerPlace(_parse_path(value, base))
-    if not {"path"} <= set(value) <= {"path", "domain"}:
+    if not {"path"} <= set(value) <= {"path", "domain", "bandwidth"}:
         raise ValueError
-    return ServerPlace(_parse_path(value["path"], base), parse_domain(value.get("domain", "")))
+    bandwidth = size(0, 1 << 60).parse(value.get("bandwidth", 0), base)
+    return ServerPlace(_parse_path(value["path"], base), parse_domain(value.get("domain", "")), bandwidth)
 
 
 def parse_domain(value: Any) -> str:
@@ -177,7 +180,14 @@ def parse_domain(value: Any) -> str:
 
 
 def _format_servers(servers: tuple[ServerPlace, ...]) -> str:
-    return ":".join(f"{path} ({domain})" if domain else path for path, domain in servers)
+    return ":".join(_format_server(*server) for server in servers)
+
+
+def _format_server(path: str, domain: str, bandwidth: int) -> str:
+    said = [domain] if domain else []
+    if bandwidth:
+        said.append(f"{format_size(bandwidth)}/s")
+    return f"{path} ({', '.join(said)})" if said else path
 
 
 BOOLEAN = Kind("true or false", _parse_boolean, lambda value: str(value).lower())
@@ -190,5 +200,5 @@ COMPRESS = Kind("none or zstd:LEVEL with a level from 1 to 19", _parse_compress,
 PATH = Kind("a path", _parse_path)
 PATHS = Kind("a list of directories", _parse_paths, ":".join)
 SERVERS = Kind(
-    "a list of directories, not empty; each a path, or {path: PATH, domain: NAME}", _parse_servers, _format_servers
+    "a list of directories, not empty; each a path, or {path: PATH, domain: NAME, bandwidth: SIZE}", _parse_servers, _format_servers
 )

@@ -18,8 +18,13 @@ def take_read_lease(fd: int) -> bool:
     return True
 
 
+def is_whole(fd: int) -> bool:
+    """Whether the lease on a file still holds, and nobody waits for its end."""
+    return fcntl.fcntl(fd, fcntl.F_GETLEASE) == fcntl.F_RDLCK
+
+
 def drop_lease(fd: int) -> bool:
     """End the lease; returns whether it was whole until now."""
-    whole = fcntl.fcntl(fd, fcntl.F_GETLEASE) == fcntl.F_RDLCK
+    whole = is_whole(fd)
     fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     return whole

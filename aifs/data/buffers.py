@@ -12,6 +12,9 @@ from aifs.core.budget import Budget
 BUFFER_SIZE = 1 << 20
 POOLED_MIN = 64 << 10  # below that an ordinary bytearray is as cheap
 
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
 
 class BufferPool:
     """Page-aligned buffers, handed out as memoryviews; one is free again when no view of it is left.
@@ -109,3 +112,13 @@ def scatter(source: memoryview, parts: Sequence[memoryview]) -> None:
     for part in parts:
         part[:] = source[start : start + len(part)]
         start += len(part)
+
+
+def is_equal(first: memoryview, second: memoryview) -> bool:
+    """Whether two writable views of the same length have the same bytes; many times faster than comparing memoryviews,
+    and other threads run meanwhile."""
+    return not first or not _memcmp(_address(first), _address(second), len(first))
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

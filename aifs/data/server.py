@@ -19,6 +19,7 @@ from aifs.data.health import Health
 from aifs.data.latency import Latency
 from aifs.data.marker import read_marker
 from aifs.data.naming import ForeignFile, StoredObject
+from aifs.data.throughput import Throughput
 from aifs.data.unsynced import Unsynced
 from aifs.data.workers import Workers
 from aifs.layout.placement import ACTIVE, BURST_FIRST
@@ -81,6 +82,10 @@ class DataServer:
         """The space of its filesystem, as last seen."""
         self.health = Health(f"{self.name} ({path})")
         self.latency = Latency()
+        self.writing, self.giving = Throughput(), Throughput()
+        """What writes and syncs come to; what is read of a burst directory for grouped writes."""
+        self.read_bytes = 0
+        """What requests to it have read since the mount; what the page cache had at once does not count."""
         self.in_memory = self.is_local = False
         self.store = store
         self.labels = True
@@ -289,6 +294,7 @@ class DataServer:
         begin = time.monotonic()
         count = self.call("read", key, files.read_into, fd, buffer, offset)
         self.latency.observe("read", len(buffer), time.monotonic() - begin)
+        self.read_bytes += count  # whole: threads take turns only where functions are called or loops repeated
         return count
 
     def read_cached(self, fd: int, buffer: memoryview, offset: int) -> bool:
@@ -303,7 +309,7 @@ class DataServer:
             return False
 
     def write(self, key: Key, fd: int, data: bytes | memoryview, offset: int) -> None:
-        self.call("write", key, files.write_at, fd, data, offset)
+        self.writing.measure(len(data), self.call, "write", key, files.write_at, fd, data, offset)
 
     def truncate(self, key: Key, fd: int, length: int) -> None:
         self.call("write", key, files.truncate, fd, length)
@@ -313,7 +319,7 @@ class DataServer:
 
     def sync_object(self, key: Key, fd: int) -> None:
         """The object's bytes and length are durable on return; its name after ``sync_names_near``."""
-        self.call("sync", key, files.sync_file, fd)
+        self.writing.measure(0, self.call, "sync", key, files.sync_file, fd)
 
     def close_object(self, fd: int, removed: bool = False) -> None:
         """Does not block: a worker closes the descriptor where that may take long, as it does for a removed object."""

@@ -3,12 +3,11 @@
 Pure but for the memory. What takes long (``judge``) is called in worker threads.
 """
 
-import ctypes
 from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple, Protocol
 
-from aifs.data.buffers import scatter
+from aifs.data.buffers import is_equal, scatter
 from aifs.data.coding import code_of
 from aifs.data.suspects import source_of, suspect_sets
 from aifs.layout.striped import Striped
@@ -17,9 +16,6 @@ MISSING, SHORT, LONG, UNREADABLE, WRONG = "missing", "short", "long", "unreadabl
 """Kinds of flaws."""
 
 _BLOCK = 4096  # flaws are told in whole blocks
-
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 Span = tuple[int, int]
 """Start and end."""
@@ -248,7 +244,7 @@ class Window:
             pieces = self._parity if column >= self.layout.width and self.layout.parity else self._copies
             for place, right, span in pieces(column, truth, start, end):
                 there = found[place : place + len(right)]
-                if _overlap(span, doubtful) or (kind is WRONG and _equal(there, right)):
+                if _overlap(span, doubtful) or (kind is WRONG and is_equal(there, right)):
                     continue
                 if _overlap(span, unsure) and kind is WRONG:
                     losses.append(Loss(self.begin + span[0], self.begin + span[1], (column,), certain=False))
@@ -313,22 +309,11 @@ def _overlap(span: Span, others: list[Span]) -> bool:
     return any(a < span[1] and span[0] < b for a, b in others)
 
 
-def _equal(first: memoryview, second: memoryview) -> bool:
-    """Of the same length; many times faster than comparing memoryviews, and other threads run meanwhile."""
-    if not first:
-        return True
-    return not _memcmp(_address(first), _address(second), len(first))
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
 def _differences(found: memoryview, right: memoryview) -> Iterator[Span]:
     """Spans, of whole blocks, that differ."""
     start = None
     for offset in range(0, len(right), _BLOCK):
-        differs = not _equal(found[offset : offset + _BLOCK], right[offset : offset + _BLOCK])
+        differs = not is_equal(found[offset : offset + _BLOCK], right[offset : offset + _BLOCK])
         if differs and start is None:
             start = offset
         elif not differs and start is not None:

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from aifs.core import ioctl
 from aifs.core.config import KernelConfig
 from aifs.core.errors import MountError
 from aifs.core.log import logger
-from aifs.fuse import extension, extension_error, ioctl
+from aifs.fuse import extension, extension_error
 
 _log = logger(__name__)
 

@@ -8,12 +8,13 @@ from typing import Any
 import pyfuse3
 import trio
 
+from aifs.core import ioctl
 from aifs.core.errors import Invalid, NoSuchIoctl
-from aifs.fuse import ioctl
 from aifs.fuse.operations import answers
 from aifs.fuse.requests import Scheduler
 from aifs.meta.publishing import Publication
 from aifs.vfs.filesystem import Filesystem
+from aifs.vfs.groups.group_text import make_options
 from aifs.vfs.types import Caller
 
 INTERRUPT, IOCTL, FALLOCATE, LSEEK, COPY_FILE_RANGE, SYNCFS, COPY_FILE_RANGE_64 = 36, 39, 43, 46, 47, 50, 53
@@ -63,6 +64,12 @@ class HandedOver:
             ioctl.AIFS_IOC_REMOVE_TREE: self._remove_tree,
             ioctl.AIFS_IOC_PUBLISH: self._publish,
             ioctl.AIFS_IOC_COMMIT: self._commit,
+            ioctl.AIFS_IOC_GROUP_CREATE: self._begin_group,
+            ioctl.AIFS_IOC_GROUP_JOIN: self._join_group,
+            ioctl.AIFS_IOC_GROUP_COMMIT: self._commit_group,
+            ioctl.AIFS_IOC_GROUP_WAIT: self._wait_group,
+            ioctl.AIFS_IOC_GROUP_CANCEL: self._cancel_group,
+            ioctl.AIFS_IOC_GROUP_QUERY: self._query_group,
         }
 
     def take(self, opcode: int, unique: int, nodeid: int, caller: tuple[int, int, int], body: bytes) -> bool:
@@ -133,6 +140,46 @@ class HandedOver:
         _refuse_unknown(flags & ~ioctl.AGAIN)
         await self._fs.commit(ino, rank, ioctl.text(listing), bool(flags & ioctl.AGAIN), caller)
         return b""
+
+    async def _begin_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
+        ranks, flags, chunk, timeout_ms, grace_ms, _, name, publish = argument
+        _refuse_unknown(flags & ~(ioctl.GROUP_EXPLICIT | ioctl.GROUP_REUSE))
+        options = make_options(
+            ioctl.text(name), ranks, chunk, bool(flags & ioctl.GROUP_EXPLICIT), timeout_ms, grace_ms,
+            bool(flags & ioctl.GROUP_REUSE), ioctl.text(publish),
+        )  # fmt: skip
+        number = await self._fs.begin_group(ino, options, caller)
+        return ioctl.AIFS_IOC_GROUP_CREATE.argument.pack(*argument[:5], number, name, publish)
+
+    async def _join_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
+        rank, flags, number = argument
+        _refuse_unknown(flags)
+        await self._fs.join_group(ino, number, rank, caller)
+        return b""
+
+    async def _commit_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
+        rank, flags, number = argument
+        _refuse_unknown(flags)
+        await self._fs.commit_group(ino, number, rank, caller)
+        return b""
+
+    async def _wait_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
+        what, flags, number, timeout_ms = argument
+        _refuse_unknown(flags)
+        if what not in (ioctl.GROUP_WAIT_BUFFERED, ioctl.GROUP_WAIT_DURABLE):
+            raise Invalid(f"there is nothing called {what} to wait for")
+        timeout_s = timeout_ms / 1000 if timeout_ms else None
+        await self._fs.wait_group(ino, number, what == ioctl.GROUP_WAIT_DURABLE, timeout_s)
+        return b""
+
+    async def _cancel_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
+        flags, reserved, number, reason = argument
+        _refuse_unknown(flags | reserved)
+        await self._fs.cancel_group(ino, number, ioctl.text(reason).decode(errors="replace"), caller)
+        return b""
+
+    async def _query_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
+        return ioctl.AIFS_IOC_GROUP_QUERY.argument.pack(*await self._fs.query_group(ino, argument[0]))
 
     @answers
     async def fallocate(self, nodeid: int, body: bytes, caller: Caller) -> bytes:

@@ -201,6 +201,7 @@ def erase(tx: Transaction, inode: Inode) -> list[int]:
     tx.delete(keys.dirty(ino))
     if inode.is_dir:
         drop_pending(tx, ino)
+        drop_group(tx, ino)
         tx.delete(keys.retention(ino))
     return garbage
 
@@ -208,6 +209,12 @@ def erase(tx: Transaction, inode: Inode) -> list[int]:
 def drop_pending(tx: Transaction, ino: int) -> None:
     """A directory is pending no more (meta/publishing.py)."""
     for key in [key for key, _ in tx.range(keys.pending(ino), keys.members(ino)[1])]:
+        tx.delete(key)
+
+
+def drop_group(tx: Transaction, ino: int) -> None:
+    """The directory has no group any more (meta/groups.py)."""
+    for key in [key for key, _ in tx.range(keys.group(ino), keys.group_members(ino)[1])]:
         tx.delete(key)
 
 

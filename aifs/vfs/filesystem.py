@@ -17,9 +17,9 @@ from aifs.meta import keys, namespace, xattrs
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
 from aifs.vfs import attributes, hints
+from aifs.vfs.groups.grouping import Grouping
 from aifs.vfs.io import ranges
 from aifs.vfs.io.open_inode import OpenInode
-from aifs.vfs.publishing.publish import Publishing
 from aifs.vfs.recovery import Recovered
 from aifs.vfs.store import Store
 from aifs.vfs.tiers import burst_hints
@@ -30,7 +30,7 @@ _log = logger(__name__)
 _ATIME_INTERVAL_NS = 24 * 3600 * 10**9  # relatime, as in mount(8)
 
 
-class Filesystem(Publishing):
+class Filesystem(Grouping):
     """An open store as a POSIX filesystem. Made by ``open_filesystem``; used from one trio thread."""
 
     def __init__(self, store: Store, mountpoint: str, read_only: bool, atime: bool) -> None:
@@ -72,7 +72,7 @@ class Filesystem(Publishing):
             await self.io.truncate(file, size)
         finally:
             await self.io.release(file)
-        self._closed(file)
+        await self._closed(file, written=True)
 
     async def change_inode(self, ino: int, change: Callable[[Inode, Any], None], argument: Any) -> Inode:
         """Apply ``change(inode, argument)``, which may raise and must be repeatable, and record the result."""
@@ -112,6 +112,7 @@ class Filesystem(Publishing):
                 taken = kill_privileges and file.inode.is_privileged
                 if taken or await self._engine.view(attributes.has_capabilities, ino):
                     await self._kill_privileges(file)
+                self.groups.opened(ino)
             if not flags & os.O_WRONLY and not flags & os.O_NOATIME and self._accessed(file.inode):
                 file.unsaved = True
                 self.on_attr_change(ino)
@@ -119,7 +120,7 @@ class Filesystem(Publishing):
         except BaseException:
             with trio.CancelScope(shield=True):
                 await self.io.release(file)
-            self._closed(file)  # it may have got into the burst tier
+                await self._closed(file, written=writing)  # it may have got into the burst tier
             raise
 
     async def _add_handle(self, file: OpenInode, flags: int) -> Opened:
@@ -166,18 +167,21 @@ class Filesystem(Publishing):
 
     async def release(self, handle: int) -> None:
         """The last descriptor of ``handle`` is closed."""
+        written = self.handles[handle].writable
         file = self.handles.remove(handle)
         await self.io.release(file)
         self._correct_attributes(file)
-        self._closed(file)
+        await self._closed(file, written)
 
-    def _closed(self, file: OpenInode) -> None:
-        """Somebody who may have changed the file has closed it."""
+    async def _closed(self, file: OpenInode, written: bool) -> None:
+        """Somebody has closed the file; ``written``: who may have changed it."""
         inode = file.inode
+        if inode.in_burst and inode.nlink and not file.writers:
+            self.tier.dirty(inode.copy.id, inode.copy.server, inode.size)
+        withheld = written and not file.writers and await self.groups.closed(inode)
         if not inode.in_burst:
             self.drain.gone(inode.ino)  # a tiny file that has become inline: nobody needs to wait for it
-        elif inode.nlink and not file.writers:
-            self.tier.dirty(inode.copy.id, inode.copy.server, inode.size)
+        elif inode.nlink and not file.writers and not withheld:
             self.drain.closed(inode)
 
     async def fsync(self, handle: int, datasync: bool = False) -> None:

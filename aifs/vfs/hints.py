@@ -14,6 +14,8 @@
     user.aifs.publish-as     directory, set: JSON, the final name and the pointers to it (pending.publish_as)
     user.aifs.keep           directory, owner or root: get and set which checkpoints in it are kept (core/retention.py)
     user.aifs.backup         root, write only, root user: TOKEN:[DIRECTORY], back up the metadata (backup.request)
+    user.aifs.group          directory: get (also of what lies below) and set 'name=step,ranks=8', a grouped write; '' ends it
+    user.aifs.group.commit   directory: a rank of its group; file, set (empty): it counts as closed (groups/group_hints.py)
     user.aifs.info           any: JSON, the inode and where its parts lie
     user.aifs.status         root: JSON, the state of the mount
     user.aifs.scrub          root: JSON, what a scrub has done and found; root user: set start[,no-repair][,bandwidth=SIZE] or stop
@@ -21,7 +23,7 @@
     user.aifs.server-*       root, write only, root user: adding, draining, replacing, removing servers (server_hints.py)
 
 They are not listed, so that copying tools leave them alone. Policies (the first three, and publish) are stored in the
-inode, and what is made in a directory inherits its. ``pending`` and ``keep`` can be removed.
+inode, and what is made in a directory inherits its. ``pending``, ``keep`` and ``group`` can be removed.
 """
 
 import json
@@ -48,6 +50,7 @@ from aifs.meta import keys
 from aifs.meta.publishing import Publication
 from aifs.meta.records import Inode
 from aifs.vfs import reports
+from aifs.vfs.groups import group_hints
 from aifs.vfs.publishing import pending
 from aifs.vfs.publishing.retention import Retention
 from aifs.vfs.repair import scrub
@@ -63,7 +66,7 @@ DEFAULT_PUBLISH = "burst"
 _log = logger(__name__)
 
 
-class Host(reports.Host, burst_hints.Host, server_hints.Host, Protocol):
+class Host(reports.Host, burst_hints.Host, server_hints.Host, group_hints.Host, Protocol):
     """What the hints need of the filesystem."""
 
     retention: Retention
@@ -92,6 +95,8 @@ async def get(fs: Host, ino: int, name: bytes) -> bytes:
         return _json(fs.scrub.status())
     if name == b"user.aifs.pending":
         return _json(await pending.tell(fs, ino))
+    if name == b"user.aifs.group":
+        return _json(await group_hints.tell(fs, ino))
     if name == b"user.aifs.keep" and (keep := await fs.retention.policy_of(ino)):
         return keep.encode()
     inode = await fs.getattr(ino)
@@ -161,6 +166,8 @@ async def remove(fs: Host, ino: int, name: bytes, caller: CallerLike) -> None:
     """Raises NotPermitted for what cannot be removed, NoAttribute where it is not there."""
     if name == b"user.aifs.pending":
         await pending.remove(fs, ino, caller)
+    elif name == b"user.aifs.group":
+        await fs.groups.cancel(ino)
     elif name == b"user.aifs.keep":
         if not await fs.retention.policy_of(ino):
             raise NoAttribute()
@@ -244,6 +251,8 @@ _ORDERS = {
 _STATEMENTS = {
     b"user.aifs.pending": pending.put,
     b"user.aifs.commit": pending.put_commit,
+    b"user.aifs.group": group_hints.put,
+    b"user.aifs.group.commit": group_hints.put_commit,
     b"user.aifs.publish-as": pending.publish_as,
     b"user.aifs.scrub": scrub.order,
     b"user.aifs.keep": lambda fs, ino, text, caller: fs.retention.set_policy(ino, text, caller),

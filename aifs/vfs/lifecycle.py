@@ -38,7 +38,9 @@ async def open_filesystem(
             await fs.trash.load()
             await fs.rebuild.strays.load()
             await fs.retention.load()
-            fs.drain.load(await load_copies(store, fs.tier, fs.collector, fs.recovered))
+            undrained = await load_copies(store, fs.tier, fs.collector, fs.recovered)
+            fs.drain.load(undrained)
+            await fs.group_course.load(undrained)
             if not store.clean:
                 _log.info("the store was not closed in order: %s", fs.recovered)
             await set_clean(store.engine, False)
@@ -87,6 +89,7 @@ async def _close(fs: Filesystem) -> None:
         fs.collector.add_orphan(ino)
     await fs.collector.drain(urgent=True)
     await fs.rebuild.strays.sweep(urgent=True)
+    await fs.group_course.close()
     fs.containers.close()
     await fs.tier.close()
     await fs.store.servers.cache.settle()

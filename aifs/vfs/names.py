@@ -118,6 +118,7 @@ class Names(Parts):
         if inode.nlink == 0:
             self._orphans.add(inode.ino)
             self.drain.gone(inode.ino)
+            self.groups.gone(inode.ino)
             file = self.io.open.get(inode.ino)
             if file is not None:
                 file.cancel_drain()

@@ -4,6 +4,10 @@ from aifs.burst.tier import BurstTier
 from aifs.data.latency import Hedging
 from aifs.vfs.backups.backup import Backup
 from aifs.vfs.collector import Collector
+from aifs.vfs.groups.course import Course
+from aifs.vfs.groups.group_drain import GroupDrain, Report
+from aifs.vfs.groups.groups import Groups
+from aifs.vfs.groups.members import Members
 from aifs.vfs.ids import IdAllocator
 from aifs.vfs.io.file_io import FileIO
 from aifs.vfs.io.handles import Handles
@@ -43,7 +47,14 @@ class Parts:
         )
         self.stager = io.burst.stager = Stager(config, engine, servers, tier, io, collector)
         self.drain = Drain(config, engine, servers, tier, io, ids, collector, containers, handles)
+        self.group_drain = group_drain = GroupDrain(
+            config, engine, servers, tier, io, ids, collector, containers, self.drain.mover
+        )
+        members = Members(engine, tier, io, self.writeback, self.drain, group_drain)
+        self.group_course = course = Course(engine, self.drain, members, Report, config.burst.drain_deadline_s)
+        self.groups = Groups(engine, io, self.writeback, ids, self.drain, members, course)
         self.trash = Trash(engine, io, self.drain, collector)
+        self.trash.on_gone = self.groups.gone
         self.retention = Retention(config, engine, io, self.trash)
         self.evictor = Evictor(engine, tier, io, collector)
         self.compaction = Compaction(engine, servers, containers, collector, config.layout.compact_above)
@@ -64,5 +75,5 @@ class Parts:
         always = (self.collector, self.writeback, self.tier, self.server_admin, self.backup)
         if read_only:
             return always
-        between_tiers = (self.drain, self.evictor, self.stager)
+        between_tiers = (self.drain, self.group_course, self.evictor, self.stager)
         return *always, *between_tiers, self.compaction, self.trash, self.rebuild, self.retention, self.scrub

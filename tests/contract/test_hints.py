@@ -34,7 +34,7 @@ async def opened(directory: Path, **changes: str) -> AsyncIterator[Filesystem]:
         shape = SHAPE | {key.replace("__", "."): value for key, value in changes.items()}
         await trio.to_thread.run_sync(modes.make_store, source, shape)
     async with open_filesystem(modes.config_of(source)) as fs:
-        with trio.fail_after(20):
+        with trio.fail_after(60):
             yield fs
 
 

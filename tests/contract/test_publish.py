@@ -60,7 +60,7 @@ async def opened(directory: Path, sound: bool = True, **changes: str) -> AsyncIt
         await trio.to_thread.run_sync(modes.make_store, source, shape)
     async with open_filesystem(modes.config_of(source)) as fs:
         await fs.setattr(ROOT, SetAttr(mode=0o777), ROOT_USER)
-        with trio.fail_after(30):
+        with trio.fail_after(60):
             yield fs
     if not sound:
         return

@@ -53,7 +53,7 @@ def source() -> Iterator[Path]:
 @asynccontextmanager
 async def opened(source: Path, read_only: bool = False) -> AsyncIterator[Filesystem]:
     async with open_filesystem(modes.config_of(source), read_only=read_only) as fs:
-        with trio.fail_after(20):
+        with trio.fail_after(60):
             yield fs
 
 

@@ -36,8 +36,9 @@ from tests.support.ledger import Found, Ledger
 from tests.support.modes import config_of, make_store
 from tests.support.powercut import PowerCut, make_sizes_small
 
-ELSEWHERE = ("vfs.server.",)
-"""Points that ``churn`` has no way to: those of adding and removing servers are in test_server_life."""
+ELSEWHERE = ("vfs.server.", "vfs.group.", "vfs.containers.")
+"""Points that ``churn`` has no way to: those of adding and removing servers are in test_server_life,
+those of groups in test_groups_crash and test_group_drain_crash, those of long lists in test_containers_crash."""
 POINTS = sorted(
     name
     for name in faults.POINTS
@@ -61,7 +62,7 @@ _BURST = ("vfs.burst.", "vfs.drain.", "vfs.stage.", "vfs.evict.", "burst.")
 _STRIPED = ("vfs.drain.copied", "burst.drain.written")
 _IN_PLACE = ("vfs.write.",)  # of files that the burst tier does not admit
 _WITHOUT_TIER = ("vfs.spill.", "vfs.truncate.", "vfs.fsync.")
-_CONTAINERS = ("vfs.compact.", "data.append.")
+_CONTAINERS = ("vfs.compact.", "data.append.", "vfs.collect.dropped")
 
 
 def reaches(mode: str, point: str) -> bool:
@@ -290,10 +291,12 @@ def test_churn_does_everything(store: Path, mode: str) -> None:
     """No kind of work is left out, and what it says of a store that nothing happened to is true."""
     done: Counter[str] = Counter()
     ledger, rng = Ledger(), random.Random(1)
-    for _ in range(8):
+    for mount in range(MOUNTS):
         work = Lives(store, ledger, rng)
         trio.run(work.run, 1)
         done += work.churn.done
+        if mount >= 7 and set(done) == set(WEIGHTS):
+            break
     assert set(done) == set(WEIGHTS)
     ledger.check(find(store), killed=True)
 
@@ -394,14 +397,16 @@ def fs_error_in(error: BaseException) -> FsError:
     return error
 
 
-async def work_through(directory: Path, hook: OneFault, rng: random.Random) -> tuple[Ledger, list[int]]:
+async def work_through(
+    directory: Path, hook: OneFault, rng: random.Random, scrubs_clean: bool
+) -> tuple[Ledger, list[int]]:
     """Work, with one fault in between. Returns what must be there afterwards, and the errors that came."""
     ledger, errors = Ledger(), []
     try:
         async with open_filesystem(config_of(directory)) as fs, Kernel(fs) as kernel:
             hook.arm()
             churn = Churn(kernel, ledger, rng, lambda: None)
-            churn.disks_fail = True
+            churn.disks_fail = not scrubs_clean
             for _ in range(2 * STEPS_PER_MOUNT):
                 try:
                     await churn.step()
@@ -417,18 +422,19 @@ async def work_through(directory: Path, hook: OneFault, rng: random.Random) -> t
                         errors.append(again.errno)
                         break
                     churn = Churn(kernel, ledger, rng, lambda: None)
-                    churn.disks_fail = True
+                    churn.disks_fail = not scrubs_clean
     except Exception as error:  # noqa: BLE001 (raised again unless it is an FsError)
         errors.append(fs_error_in(error).errno)
     return ledger, errors
 
 
-def sweep_fault(directory: Path, error: int, seed: int) -> str:
+def sweep_fault(directory: Path, error: int, seed: int, scrubs_clean: bool = False) -> str:
+    """``scrubs_clean``: a scrub beside the failing disk may find nothing. Returns what has failed."""
     rng = random.Random(f"{error} {seed}")
     hook = OneFault(rng.randint(1, 400), error)
     files.set_hook(hook)
     try:
-        ledger, errors = trio.run(work_through, directory, hook, rng)
+        ledger, errors = trio.run(work_through, directory, hook, rng, scrubs_clean)
     finally:
         files.set_hook(None)
     assert set(errors) <= {error, errno.EIO}, f"{hook.failed}: {errors}"
@@ -439,14 +445,14 @@ def sweep_fault(directory: Path, error: int, seed: int) -> str:
 ERRORS = pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
 
 
-def sweep_faults(scratch: Path, mode: str, error: int, seeds: range) -> None:
+def sweep_faults(scratch: Path, mode: str, error: int, seeds: range, scrubs_clean: bool = False) -> None:
     failed = set()
     for seed in seeds:
         directory = scratch / str(seed)
         make_store(directory, SETTINGS | MODES[mode])
-        failed.add(sweep_fault(directory, error, seed).partition(" ")[0])
+        failed.add(sweep_fault(directory, error, seed, scrubs_clean).partition(" ")[0])
         shutil.rmtree(directory)
-    assert len(failed - {""}) >= 3, f"only {failed} have failed"
+    assert len(failed - {""}) >= 2, f"only {failed} have failed"
 
 
 @ERRORS
@@ -460,4 +466,4 @@ def test_a_fault_is_told_and_survived(scratch: Path, mode: str, error: int) -> N
 @ERRORS
 @pytest.mark.parametrize("mode", MODES)
 def test_many_faults(scratch: Path, mode: str, error: int) -> None:
-    sweep_faults(scratch, mode, error, range(1000, 3000))
+    sweep_faults(scratch, mode, error, range(1000, 3000), scrubs_clean=True)

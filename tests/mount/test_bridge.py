@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from aifs.fuse import extension, ioctl
+from aifs.core import ioctl
+from aifs.fuse import extension
 from tests.support.mounts import Mounted, mounted_store
 
 LOOKUP, READLINK, READ, WRITE, FLUSH, OPENDIR = "1", "5", "15", "16", "25", "27"

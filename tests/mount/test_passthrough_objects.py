@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from aifs.fuse import extension, ioctl
+from aifs.core import ioctl
+from aifs.fuse import extension
 from tests.support.mounts import Mounted, mounted_store
 
 READ = "15"

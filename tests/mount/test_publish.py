@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from aifs.fuse import ioctl
+from aifs.core import ioctl
 from tests.support.machine import RENAME_EXCHANGE, renameat2
 from tests.support.mounts import Mounted, mounted_store
 from tests.support.users import errno_of, in_process

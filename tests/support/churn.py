@@ -13,6 +13,7 @@ import trio
 from aifs.layout.placement import ACTIVE, DRAINING
 from aifs.layout.striped import Striped
 from aifs.vfs import Caller, SetAttr
+from aifs.vfs.groups.group_drain import Options, Prepared, Report
 from tests.support.kernel import Kernel
 from tests.support.ledger import Entry, Found, Ledger, State
 
@@ -22,14 +23,14 @@ CALLER = Caller()
 UNIT = 4096
 SIZE_MAX = 10 * UNIT
 NAMES_MAX = 25
-WAIT_S = 30  # for what must happen; a test that waits so long fails
+WAIT_S = 60  # for what must happen; a test that waits so long fails
 
 WEIGHTS = {
     "create": 12, "write": 30, "append": 10, "truncate": 14, "truncate_open": 4, "fsync": 8, "rename": 6,
     "replace": 4, "exchange": 2, "unlink": 6, "unlink_open": 4, "mkdir": 4, "rmdir": 3, "symlink": 2, "link": 3,
     "chmod": 4, "setxattr": 4, "removexattr": 2, "open": 8, "close": 10, "sync": 2, "fsyncdir": 4,
     "write_during_fsync": 4, "drain": 7, "evict": 7, "stage": 10, "compact": 3, "settle_all": 1,
-    "remove_tree": 2, "scrub": 2, "rebuild": 3, "leave": 3,
+    "remove_tree": 2, "scrub": 2, "rebuild": 3, "leave": 3, "group": 5,
 }  # fmt: skip
 
 
@@ -340,6 +341,28 @@ class Churn:
             self.fs.drain.request([ino])
             if ino not in self._handles.values():
                 await self._drained([ino])
+
+    async def _group(self) -> None:
+        """Some files get equal parts, and are stored together as far as nobody else has drained them already."""
+        paths = [path for path in self._paths(stat.S_IFREG) if self.ledger.now[path].ino not in self._handles.values()]
+        inos = {self.ledger.now[path].ino for path in self.rng.sample(paths, min(3, len(paths)))}
+        data = b"".join(bytes([self.rng.randint(1, 3)]) * UNIT for _ in range(3))
+        members = [Prepared(ino) for ino in sorted(inos)]
+        try:
+            for member in members:
+                handle = await self.fs.open(member.ino, os.O_RDWR)
+                self._handles[handle] = member.ino
+                await self._write_to(handle, self.rng.choice((0, UNIT, 2 * UNIT)), data)
+                await self._release(handle)
+                await self.fs.group_drain.prepare("churn", member, Options(UNIT), Report())
+            with trio.CancelScope() as scope:
+                if self.rng.random() < 0.2:
+                    scope.deadline = trio.current_time() + self.rng.random() / 100
+                await self.fs.group_drain.store("churn", members, Options(UNIT), Report())
+        finally:
+            for member in members:
+                await self.fs.group_drain.release(member)
+        assert not any(member.outcome is None for member in members)
 
     async def _settle_all(self) -> None:
         """All that is closed is drained."""

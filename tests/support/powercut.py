@@ -24,9 +24,11 @@ import pytest
 
 from aifs.burst import spares
 from aifs.core import faults, files
-from aifs.meta import journal, lmdb_database, lmdb_engine
+from aifs.meta import chunks, journal, lmdb_database, lmdb_engine
+from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.lmdb_database import AFTER_LMDB, BEFORE_COMMIT
 from aifs.vfs import ids
+from aifs.vfs.tiers import containers
 
 MAPPED = "data.mdb"
 _META_PAGES_BYTES = 2 * 4096
@@ -107,6 +109,8 @@ def make_sizes_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lmdb_database, "INITIAL_MAP_BYTES", 128 << 10)
     monkeypatch.setattr(ids, "WINDOW", 256)
     monkeypatch.setattr(spares, "BATCH", 4)
+    monkeypatch.setattr(chunks, "DROPPED_AT_ONCE", 0)  # as if all chunk lists were long
+    monkeypatch.setattr(containers, "LISTED_AT_ONCE", CHUNKS_PER_RECORD)
     monkeypatch.setattr(files, "boot_id", lambda: f"boot {PowerCut.boots}")
 
 
@@ -318,3 +322,35 @@ def _set_names(names: dict, change: dict) -> None:
 def _prefix(count: int, rng: random.Random) -> int:
     """A length from 0 to count; the two ends are as likely as all between."""
     return rng.choice((0, count, rng.randint(0, count)))
+
+
+class Cut(PowerCut):
+    """A power cut that comes after a number of changes of files, wherever that is; or at a fault point.
+
+    ``killed``: the daemon alone ends; nothing that it would do to files while it unwinds happens.
+    """
+
+    def __init__(self, root: Path, killed: bool) -> None:
+        super().__init__(root)
+        self.changes_left = 0
+        self._killed = killed
+
+    def before(self, op: str, path: str) -> None:
+        if self.crashed and self._killed and not op.startswith("read"):
+            raise faults.SimulatedCrash(f"killed before {op} {path}")
+        super().before(op, path)
+
+    def after(self, op: str, path: str, *args: object) -> None:
+        super().after(op, path, *args)
+        if op.startswith("read") or self.crashed or not self.changes_left:
+            return
+        self.changes_left -= 1
+        if not self.changes_left:
+            self.crashed = True
+            raise faults.SimulatedCrash(f"after {op} {path}")
+
+
+def is_crash(error: BaseException) -> bool:
+    """Whether a simulated crash is in ``error``."""
+    parts = getattr(error, "exceptions", ())
+    return isinstance(error, faults.SimulatedCrash) or any(is_crash(part) for part in parts)

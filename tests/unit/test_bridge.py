@@ -13,8 +13,9 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aifs.core import ioctl
 from aifs.core.errors import Invalid, MountError, NoSuchIoctl, NotFound, TimedOut
-from aifs.fuse import bridge, handed_over, ioctl, probe
+from aifs.fuse import bridge, handed_over, probe
 from aifs.fuse.bridge import Bridge
 from aifs.fuse.handed_over import HandedOver
 from aifs.fuse.requests import Scheduler

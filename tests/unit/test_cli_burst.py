@@ -322,7 +322,7 @@ def test_what_is_left_is_said_in_a_line() -> None:
 
 def drain_status(**changes: object) -> dict:
     return {
-        "files": 0, "bytes": 0, "active_files": 0, "held_files": 0, "failing_files": 0, "oldest_age_s": 0.0,
+        "files": 0, "bytes": 0, "active_files": 0, "held_files": 0, "withheld_files": 0, "failing_files": 0, "oldest_age_s": 0.0,
         "late": False, "drained_files": 7, "last_error": "",
     } | changes  # fmt: skip
 
@@ -335,6 +335,7 @@ def test_status_says_why_new_files_wait() -> None:
         "memory": {"total_bytes": 4 * MIB, "used_bytes": MIB, "peak_bytes": MIB, "waiting": 0, "waits": 0},
         "cache": {"cached_bytes": 0, "hits": 1, "misses": 2, "read_ahead_bytes": 3},
         "scrub": {"begun_s": 0},
+        "groups": {"open": 1, "committed": 0, "durable": 2, "stored_bytes": MIB, "saved_bytes": 3 * MIB},
         "trash": {"trees": 1, "directories": 3, "removed_inodes": 7},
         "backup": {
             "interval_s": 300.0, "sequence": 77, "time_s": None, "base_bytes": MIB, "increment_bytes": 0, "changed_bytes": 0,
@@ -344,6 +345,7 @@ def test_status_says_why_new_files_wait() -> None:
     lines = dict(summaries(status))
     assert lines["drain"] == "all is on the capacity tier; 7 files drained since the mount"
     assert lines["bridge"] == "in use, without passthrough"
+    assert lines["groups"] == "1 open, 0 being drained, 2 durable; 1.00 MiB stored, 3.00 MiB saved"
     assert lines["throttle"] == "a new file waits 50 ms, 2 do now: draining does not keep up"
     assert lines["trash"] == "1 tree being taken apart, 3 directories left as far as is known"
     assert lines["backup"] == (

@@ -35,6 +35,30 @@ def test_a_file_waits_for_the_delay_after_its_last_close():
     assert len(queue) == queue.size == 0 and queue.oldest_age(100.0) == 0.0
 
 
+def test_what_is_withheld_waits_for_whoever_drains_it():
+    queue = make()
+    assert queue.withhold(1, 10, now=0.0) and queue.withholds(1) and queue.withheld == 1
+    queue.closed(1, 20, now=1.0)  # by a reader
+    queue.prefer([1], Rank.PUBLISHED, 2.0)
+    queue.prefer([1], Rank.REQUESTED, 2.0)
+    assert queue.take(1000.0) == [] and queue.size == 20 and queue.late(1000.0)
+    assert queue.give_back(1, 3.0) == 3.0 and not queue.withholds(1), "it has been requested"
+    assert inos(queue.take(3.0)) == [1]
+    queue.hold(1, 3.0)
+    assert not queue.withhold(1, 20, 4.0), "somebody waits for it"
+    assert queue.withhold(2, 5, 4.0) and queue.drained(2) and not queue.drained(2) and 2 not in queue
+
+
+def test_what_is_being_drained_is_withheld_afterwards():
+    queue = make()
+    queue.closed(1, 10, now=0.0)
+    assert inos(queue.take(DELAY_S)) == [1]
+    assert queue.withhold(1, 10, now=3.0)
+    assert not queue.done(1, 4.0) and queue.withholds(1) and queue.take(1000.0) == []
+    assert queue.give_back(1, 5.0) == 5.0 + DELAY_S
+    assert inos(queue.take(7.0)) == [1] and queue.done(1, 7.0)
+
+
 def test_requested_then_published_then_the_oldest():
     queue = make()
     for ino, since in ((4, 1.0), (3, 2.0), (2, 3.0), (1, 4.0)):

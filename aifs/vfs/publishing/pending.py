@@ -41,6 +41,8 @@ class Host(Protocol):
 
     async def publish(self, what: Publication, caller: CallerLike) -> None: ...
 
+    async def committed_pending(self, ino: int, rank: int) -> None: ...
+
 
 # --- the mark ------------------------------------------------------------------------------------------
 
@@ -149,6 +151,7 @@ async def commit(
         raise Invalid(f"commit: rank {rank}: {wrong}")
     await engine.transact(publishing.commit, ino, rank, Member(time.time_ns(), tuple(wanted)), again)
     await engine.barrier()
+    await fs.committed_pending(ino, rank)
 
 
 async def check_files(fs: Host, ino: int) -> None:

@@ -8,6 +8,7 @@ meanwhile is removed, too.
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import trio
@@ -55,6 +56,8 @@ class Trash:
         self._stuck: set[int] = set()  # directories that have to wait for fsck
         self._removed_inodes = 0
         self._work = trio.Event()
+        self.on_gone: Callable[[int], None] = lambda ino: None
+        """Told of directories that are in the trash, and of files that have lost their last name."""
 
     async def load(self) -> None:
         """What earlier mounts have left."""
@@ -80,6 +83,7 @@ class Trash:
         self._directories[ino] = tree
         self._trees[tree] += 1
         self._work.set()
+        self.on_gone(ino)
 
     def holds(self, ino: int) -> bool:
         """Whether this directory is in the trash itself, so that nobody shall see what is left in it."""
@@ -126,6 +130,7 @@ class Trash:
         done = await self._engine.transact(trash.remove_slice, ino, self._io.open.keys(), NAMES, time.time_ns())
         for erased in done.erased:
             self._drain.gone(erased)
+            self.on_gone(erased)
             self._io.unsynced.pop(erased, None)
         for inode in done.kept:
             self._keep(inode)
@@ -154,6 +159,7 @@ class Trash:
             file.forgotten = True
             file.cancel_drain()
             self._drain.gone(inode.ino)
+            self.on_gone(inode.ino)
 
 
 def _doom(tx: Transaction, parent: int, name: bytes, caller: CallerLike, now: int) -> Inode:

@@ -188,7 +188,7 @@ def _count_undrained(tx: ReadTransaction, server: DataServer) -> int:
 
 async def adopt_domains(config: Config, engine: Engine) -> None:
     """Failure domains that the configuration names are those of the table from now on. Durable on return."""
-    named = {os.path.realpath(path): domain for path, domain in config.places if domain}
+    named = {os.path.realpath(path): domain for path, domain, _ in config.places if domain}
 
     def adopt(tx: Transaction) -> int:
         changed = 0

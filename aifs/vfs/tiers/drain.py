@@ -1,7 +1,8 @@
 """Draining in the background: which files wait for it, who waits for them, and what is said of it."""
 
+import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import trio
@@ -46,10 +47,12 @@ class Drain:
         self._handles = handles
         self._workers = burst.drain_workers
         self._limiter = Limiter(burst.drain_bandwidth)
-        self._mover = Mover(servers.budget, self._limiter, burst.ioprio, self._is_in_the_way)
+        self.mover = Mover(servers.budget, self._limiter, burst.ioprio, self._is_in_the_way)
         self._drainer = Drainer(
-            config, engine, servers, tier, io, ids, collector, containers, self._mover
+            config, engine, servers, tier, io, ids, collector, containers, self.mover
         )
+        self.on_wanted: Callable[[list[int]], None] = lambda inos: None
+        """Told which withheld files somebody waits for."""
         self._queue = Queue(burst.drain_delay_s, burst.drain_deadline_s)
         self._waiters: list[Waiter] = []
         self._wake = trio.Event()
@@ -90,8 +93,37 @@ class Drain:
 
     def request(self, inos: Iterable[int]) -> None:
         """Drain these before all others, and as soon as nobody has them open for writing."""
+        inos = list(inos)
         self._queue.prefer(inos, Rank.REQUESTED, trio.current_time())
+        withheld = [ino for ino in inos if self._queue.withholds(ino)]
+        if withheld:
+            self.on_wanted(withheld)
         self._nudge()
+
+    # --- files that somebody else drains ---
+
+    def withhold(self, inode: Inode) -> bool:
+        """As ``closed``, but the caller drains it, or gives it back. False: it is to be drained now, by us."""
+        return self._queue.withhold(inode.ino, inode.size, trio.current_time())
+
+    def give_back(self, inos: Iterable[int]) -> None:
+        """These are withheld no more."""
+        now = trio.current_time()
+        ready_at = [self._queue.give_back(ino, now) for ino in inos]
+        if min(ready_at, default=math.inf) < self._asleep_until:
+            self._nudge()
+
+    def drained(self, ino: int, size: int) -> None:
+        """Who has withheld it has drained it."""
+        self._drained_files += 1
+        self._drained_bytes += size
+        if self._queue.drained(ino):
+            self._tell(ino)
+
+    def failed(self, ino: int, error: FsError) -> None:
+        """A drain of a withheld file has failed; it will be tried again."""
+        for waiter in self._waiters:
+            waiter.failed(ino, error)
 
     async def wait(self, inos: Iterable[int], strict: bool = False) -> None:
         """Each of these is on the capacity tier, or gone, on return.
@@ -179,15 +211,18 @@ class Drain:
             waiter.done(ino)
 
     def status(self) -> dict[str, Any]:
-        """What ``aifs status`` shows. ``held_files``: open for writing; ``late``: beyond the deadline."""
+        """What ``aifs status`` shows. ``held_files``: open for writing; ``withheld_files``: drained by somebody else; ``late``:
+        beyond the deadline."""
         queue, now = self._queue, trio.current_time()
+        withheld = queue.withheld
         return {
             "workers": self._workers,
             "bandwidth": self._limiter.rate,
             "files": len(queue),
             "bytes": queue.size,
             "active_files": self._active,
-            "held_files": queue.held,
+            "held_files": queue.held - withheld,
+            "withheld_files": withheld,
             "failing_files": len(self._failing),
             "oldest_age_s": round(queue.oldest_age(now), 3),
             "late": queue.late(now),

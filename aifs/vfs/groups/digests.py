@@ -1,0 +1,136 @@
+"""Digests of chunks that may be equal: every byte is read once, and what is equal is hashed once. For worker threads.
+
+Chunks of the same length are read side by side, a part of each at a time. As long as their parts are equal, byte by
+byte, one state of the hash stands for all of them; where they part, each kind goes on with a copy of it. So a digest is
+always that of the very bytes that were read of this chunk, whatever happens to the files of the others meanwhile. The
+parts that are compared lie in the processor's cache: a chunk that is equal to another one costs little more than the
+copying. Chunks that differ cost what they would alone.
+
+Bytes are read, not mapped: a failing device would end the process, and page faults cost as much as copying does. A chunk of
+zeros alone is recognised on the way, before anything is hashed; holes are not even read. Other threads run meanwhile.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from aifs.core import files
+from aifs.core.errors import FsError, Unavailable
+from aifs.data.buffers import is_equal
+from aifs.data.server import DataServer
+
+ZEROS = b""
+"""The digest of a chunk of zeros, here."""
+
+TOGETHER = 16
+"""Chunks that are read side by side, at most; each may need a buffer."""
+
+_PART = 256 << 10
+_NOTHING = memoryview(bytearray(_PART))
+_local = threading.local()
+
+
+class Source(NamedTuple):
+    """An open burst copy; ``sparse``: it may have holes."""
+
+    device: DataServer
+    key: tuple[int, int]
+    fd: int
+    sparse: bool
+
+    def read(self, offset: int, part: memoryview) -> None:
+        """Fill ``part``. Raises Unavailable."""
+        count = self.device.giving.measure(len(part), self.device.read, self.key, self.fd, part, offset)
+        if count < len(part):
+            where = self.device.object_path(*self.key)
+            raise Unavailable(f"{self.device.name}: {where} ends before byte {offset + len(part)}")
+
+    def is_hole(self, offset: int, length: int) -> bool:
+        """Raises Unavailable."""
+        if not self.sparse:
+            return False
+        return not self.device.call("read", self.key, files.data_ranges, self.fd, offset, length)
+
+
+Place = tuple[Source, int]
+"""Where a chunk begins."""
+
+
+class Digests(NamedTuple):
+    """Of some chunks, in order; an error of one that cannot be read. ``compared``: bytes that needed no hash."""
+
+    digests: list[bytes | FsError]
+    compared: int
+
+
+def digest_all(columns: Sequence[tuple[int, Sequence[Place]]]) -> list[Digests]:
+    """The BLAKE3-256 digests of the chunks of each column: their length, and up to TOGETHER of them. ZEROS of zeros."""
+    return [digest(length, places) for length, places in columns]
+
+
+def digest(length: int, places: Sequence[Place]) -> Digests:
+    """Of one column."""
+    found: list[bytes | FsError] = [ZEROS] * len(places)
+    compared = 0
+    # Which are equal so far: up to where, their numbers, and the state of their hash.
+    alike = [(0, _not_holes(length, places, found), None)]
+    while alike:
+        at, numbers, state = alike.pop()
+        if at == length:
+            result = ZEROS if state is None else state.digest()
+            for number in numbers:
+                found[number] = result
+            continue
+        kinds: list[tuple[memoryview, list[int]]] = []
+        for number in numbers:
+            source, offset = places[number]
+            part = _buffer(len(kinds))[: min(_PART, length - at)]
+            try:
+                source.read(offset + at, part)
+            except FsError as error:
+                found[number] = error
+                continue
+            same = next((some for first, some in kinds if is_equal(first, part)), None)
+            if same is None:
+                kinds.append((part, [number]))
+            else:
+                same.append(number)
+                compared += len(part)
+        alike += [(at + len(part), some, _updated(state, at, part)) for part, some in kinds]
+    return Digests(found, compared)
+
+
+def _not_holes(length: int, places: Sequence[Place], found: list[bytes | FsError]) -> list[int]:
+    numbers = []
+    for number, (source, offset) in enumerate(places):
+        try:
+            if not source.is_hole(offset, length):
+                numbers.append(number)
+        except FsError as error:
+            found[number] = error
+    return numbers
+
+
+def _buffer(number: int) -> memoryview:
+    """One of this thread's."""
+    if not hasattr(_local, "buffers"):
+        _local.buffers = []
+    buffers: list[memoryview] = _local.buffers
+    if number == len(buffers):
+        buffers.append(memoryview(bytearray(_PART)))
+    return buffers[number]
+
+
+def _updated(state: blake3 | None, at: int, part: memoryview) -> blake3 | None:
+    """None as long as all is zero."""
+    if state is not None:
+        state = state.copy()
+    elif is_equal(part, _NOTHING[: len(part)]):
+        return None
+    else:
+        state = blake3()
+        for _ in range(0, at, _PART):
+            state.update(_NOTHING)
+    return state.update(part)

@@ -1,0 +1,278 @@
+"""Draining the members of a group together: what is equal in them is stored once.
+
+A member is *prepared* when it has been written: it is leased, as for any drain, cut (layout/borders.py), and hashed, while
+others are still being written. When the group is complete, its members are stored (storing.py): what is new, by a plan;
+then their files are flipped, some at a time. Digests count as long as the lease holds that they were computed under,
+so they are never those of bytes that have changed.
+"""
+
+import os
+from collections.abc import Container, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import trio
+
+from aifs.burst.copy import BurstCopy
+from aifs.burst.tier import BurstTier
+from aifs.burst.transfer import Mover
+from aifs.core import files
+from aifs.core.config import Config
+from aifs.core.errors import Unavailable
+from aifs.core.tasks import run_all
+from aifs.data.servers import Servers
+from aifs.data.workers import gather
+from aifs.group.cache import PlanCache
+from aifs.layout import borders
+from aifs.layout.redundancy import Redundancy
+from aifs.meta.kv import Engine
+from aifs.vfs.collector import Collector
+from aifs.vfs.groups import reuse
+from aifs.vfs.groups.bandwidths import Bandwidths
+from aifs.vfs.groups.hashing import Hasher, read_samples
+from aifs.vfs.groups.prepared import Options, Prepared
+from aifs.vfs.groups.report import Report
+from aifs.vfs.groups.reuse import Patterns, Shape
+from aifs.vfs.groups.sharing import Chunk, Cut
+from aifs.vfs.groups.storing import Storing
+from aifs.vfs.groups.tools import Asked, Tools
+from aifs.vfs.ids import IdAllocator
+from aifs.vfs.io.file_io import FileIO
+from aifs.vfs.tiers import path_hints
+from aifs.vfs.tiers.containers import Containers
+from aifs.vfs.tiers.flips import Flips, Outcome, errors_of
+
+__all__ = ["GroupDrain", "Options", "Outcome", "Prepared", "Report"]
+
+_CHUNKS_MAX = 1 << 20  # of one member: a file that would have more is sparse, or can wait for the usual drain
+_COMPARED_AT_ONCE = 4
+
+
+class GroupDrain:
+    """All groups of one mount. Used from one trio thread; prepares many at a time, and stores one group at a time."""
+
+    def __init__(
+        self, config: Config, engine: Engine, servers: Servers, tier: BurstTier, io: FileIO, ids: IdAllocator,
+        collector: Collector, containers: Containers, mover: Mover,
+    ) -> None:  # fmt: skip
+        self._layout = config.layout
+        self._redundancy = Redundancy(config.layout.replicas, *config.layout.ec)
+        self._io_priority = config.burst.ioprio
+        self._engine = engine
+        self._mover = mover
+        self._flips = Flips(engine, tier, io, collector)
+        lanes = min(len(os.sched_getaffinity(0)), max(config.data.threads // 2, 1))
+        self._hasher = Hasher(lanes, config.burst.ioprio, mover.is_in_the_way)
+        self._patterns = Patterns()
+        self._tools = Tools(
+            engine, servers.budget, ids, collector, containers, mover, self._flips, Bandwidths(config, servers),
+            PlanCache(), trio.Lock(),
+        )  # fmt: skip
+        self._storing = trio.Lock()
+        self._stored_files = self._stored_bytes = self._saved_bytes = 0
+
+    # --- one member ---
+
+    async def prepare(self, name: str, member: Prepared, options: Options, report: Report) -> None:
+        """Lease, cut and hash a file that nobody writes to any more, for a group of this name.
+
+        It can be stored if it has no outcome on return; else, and if this is cancelled, it has been released. Hashing waits
+        for ``store``, which does it for all members together, as soon as the member is in a hurry; and with ``reuse``, where
+        the name has a pattern.
+        """
+        done = False
+        async with member.busy:
+            try:
+                await self._flips.begin(member)
+                if member.outcome is None:
+                    with errors_of(member):
+                        await self._cut(member, options)
+                        if member.outcome is None and not (options.reuse and self._patterns.knows(name)):
+                            await self._hash([member], report, waited_for=False)
+                if member.cancelled or member.unwanted:
+                    member.outcome = Outcome.CHANGED
+                done = member.outcome is None
+            finally:
+                if not done:
+                    await self._release(member)
+
+    async def release(self, member: Prepared) -> None:
+        """Give up lease and digests, and let go of the file; it has an outcome on return. May be called again, and while the
+        member is being prepared, which then ends soon; not while it is being stored."""
+        member.unwanted = True
+        with trio.CancelScope(shield=True):
+            async with member.busy:
+                await self._release(member)
+
+    async def _release(self, member: Prepared) -> None:
+        member.on_cancel = None
+        member.cut, member.digests = Cut((), ()), {}
+        with trio.CancelScope(shield=True):
+            await self._flips.end(member)
+
+    async def _cut(self, member: Prepared, options: Options) -> None:
+        asked = member.policy.compress
+        member.level = self._layout.compress if asked is None else asked
+        if member.size <= self._layout.inline_limit:
+            return
+        if member.size > _CHUNKS_MAX * options.chunk:
+            member.outcome = Outcome.UNFIT
+            return
+        ranges = await self._work(member.copy, borders.cut, partial(_read, member.copy), member.size, options.chunk)
+        member.cut = Cut(ranges, ())
+        if len(ranges) > _CHUNKS_MAX:
+            member.outcome = Outcome.UNFIT
+
+    async def _hash(
+        self, members: Sequence[Prepared], report: Report, waited_for: bool, without: Container[Chunk] = ()
+    ) -> None:
+        """See Hasher."""
+        await self._hasher.hash(members, report, waited_for, without)
+        for member in members:
+            if not member.is_hashed and len(member.digests) == len(member.cut.ranges):
+                member.cut = member.cut._replace(digests=await self._work(member.copy, _in_order, member.digests))
+
+    def hurry(self) -> None:
+        """Some members have come to be in a hurry: those that are being prepared get the rest of their digests in ``store``."""
+        self._hasher.hurry()
+
+    async def _work(self, copy: BurstCopy, function: Any, *args: Any) -> Any:
+        return (await gather([(copy.device.workers, files.at_priority, (self._io_priority, function, *args))]))[0]
+
+    # --- all members ---
+
+    async def store(self, name: str, members: Sequence[Prepared], options: Options, report: Report) -> None:
+        """Bring the members of a complete group to the capacity tier; each has its outcome on return, and is released.
+
+        Those that cannot be stored, or have changed, stay in the burst tier. Cancellation leaves what is not flipped as it
+        was.
+        """
+        try:
+            await self._hash_rest(name, members, options, report)
+            for member in members:
+                if member.cancelled:
+                    member.outcome = member.outcome or Outcome.CHANGED
+            alive = [member for member in members if member.outcome is None]
+            before = replace(report)
+            report.bytes += sum(member.size for member in alive)
+            await self._store_tiny([m for m in alive if m.size <= self._layout.inline_limit], report)
+            kinds: dict[Asked, list[Prepared]] = {}
+            for member in alive:
+                if member.size > self._layout.inline_limit:
+                    kinds.setdefault(self._asked(member), []).append(member)
+            async with self._storing:
+                # The safest first: others can lean on their chunks.
+                for asked in sorted(kinds, key=lambda asked: -asked.redundancy.tolerates):
+                    await Storing(self._tools, asked, kinds[asked], options.chunk, report).run()
+            drained = [member for member in members if member.outcome is Outcome.DRAINED]
+            self._stored_files += len(drained)
+            self._stored_bytes += report.stored_bytes - before.stored_bytes
+            if drained:
+                self._saved_bytes += report.saved_bytes - before.saved_bytes
+            else:
+                report.take_amounts(before)
+        finally:
+            for member in members:
+                await self._release(member)
+
+    def _asked(self, member: Prepared) -> Asked:
+        return Asked(member.policy.servers, member.policy.redundancy(self._redundancy))
+
+    async def _store_tiny(self, members: list[Prepared], report: Report) -> None:
+        for member in members:
+            with errors_of(member):
+                member.data = await self._mover.read_whole(member.copy, member.size)
+                member.blocks = (member.size + 511) // 512
+                report.inline_bytes += member.size
+        await self._flips.flip([member for member in members if member.outcome is None])
+
+    def status(self) -> dict[str, Any]:
+        """What ``aifs status`` shows, since the mount. ``saved_bytes``: zeros, duplicates, and what the store had."""
+        return {
+            "stored_files": self._stored_files,
+            "stored_bytes": self._stored_bytes,
+            "saved_bytes": self._saved_bytes,
+            "hashed_bytes": self._hasher.hashed_bytes,
+        }
+
+    # --- reuse ---
+
+    async def _hash_rest(self, name: str, members: Sequence[Prepared], options: Options, report: Report) -> None:
+        """Hash what has not been yet, or, where the name has a pattern that fits, the first of what should be equal."""
+        alive = [member for member in members if member.outcome is None and member.cut.ranges]
+        shapes: list[Shape] = []
+        if options.reuse:
+            records = await self._engine.view(path_hints.describe, [member.file.inode for member in alive])
+            for member, record in zip(alive, records, strict=True):
+                name_ = record.path.rpartition(b"/")[2]
+                shapes.append(await self._work(member.copy, reuse.shape_of, member.size, member.cut.ranges, name_))
+            kinds = [self._asked(member) for member in alive]
+            found = self._patterns.find(name, shapes)
+            # Those that are stored apart need a first each.
+            firsts = {copy: first for copy, first in found.items() if kinds[copy[0]] == kinds[first[0]]}
+            if firsts and not any(member.is_hashed for member in alive):
+                report.reused = await self._hash_firsts(alive, firsts, report)
+        lacking = [member for member in alive if member.outcome is None and not member.is_hashed]
+        if lacking:
+            await self._hash(lacking, report, waited_for=True)
+        if shapes and all(member.is_hashed and member.outcome is None for member in alive):
+            pattern = await self._work(alive[0].copy, reuse.pattern_of, shapes, [member.cut for member in alive])
+            self._patterns.put(name, pattern)
+
+    async def _hash_firsts(self, members: list[Prepared], firsts: dict[Chunk, Chunk], report: Report) -> bool:
+        """Hash all but the copies, which get the digests of their firsts if their samples are equal. Else False, and all are to
+        be hashed."""
+        copies: list[set[int]] = [set() for _ in members]
+        for number, chunk in firsts:
+            copies[number].add(chunk)
+        await self._hash(members, report, waited_for=True, without=firsts)
+        found = [dict(member.digests) for member in members]
+        try:
+            if not await self._work(members[0].copy, reuse.fill, found, firsts):
+                return False
+            if not await self._are_alike(members, firsts):
+                return False
+        except Unavailable:
+            return False  # whose fault it is shows when all are hashed
+        for member, digests, assumed in zip(members, found, copies, strict=True):
+            if len(digests) == len(member.cut.ranges):
+                in_order = await self._work(member.copy, _in_order, digests)
+                member.cut = member.cut._replace(digests=in_order, assumed=assumed)
+        return True
+
+    async def _are_alike(self, members: list[Prepared], firsts: dict[Chunk, Chunk]) -> bool:
+        """Compare samples of all copies with those of their firsts."""
+        following = iter(await self._work(members[0].copy, reuse.batches, firsts))
+        differ = False
+
+        async def compare() -> None:
+            nonlocal differ
+            for copy, first, chunks in following:
+                samples = [reuse.samples(members[first].cut.ranges[of][1]) for _, of in chunks]
+                some = await self._samples(members[copy], [chunk for chunk, _ in chunks], samples)
+                if differ or some != await self._samples(members[first], [of for _, of in chunks], samples):
+                    differ = True
+                    return
+
+        await run_all(*[compare] * _COMPARED_AT_ONCE)
+        return not differ
+
+    async def _samples(self, member: Prepared, chunks: list[int], samples: list[list[borders.Range]]) -> list[bytes]:
+        copy, ranges = member.copy, member.cut.ranges
+        places = [
+            (ranges[chunk][0] + start, length)
+            for chunk, some in zip(chunks, samples, strict=True)
+            for start, length in some
+        ]
+        return await self._work(copy, read_samples, copy.device, (0, copy.id), copy.fd, places)
+
+
+def _in_order(digests: dict[int, bytes]) -> list[bytes]:
+    return [digests[number] for number in range(len(digests))]
+
+
+def _read(copy: BurstCopy, offset: int, length: int) -> bytes:
+    """In a worker thread. Raises Unavailable."""
+    data = memoryview(bytearray(length))
+    return bytes(data[: copy.device.read((0, copy.id), copy.fd, data, offset)])

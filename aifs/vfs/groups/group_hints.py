@@ -1,0 +1,126 @@
+"""Groups as extended attributes: ``user.aifs.group`` and ``user.aifs.group.commit`` (docs/grouped.md)."""
+
+import json
+import os
+from itertools import islice
+from typing import Any, Protocol
+
+import trio
+
+from aifs.core.errors import Invalid, NoAttribute
+from aifs.meta import paths
+from aifs.meta.groups import Options
+from aifs.meta.kv import ReadTransaction
+from aifs.meta.records import Inode
+from aifs.vfs.groups.group_text import parse_group
+from aifs.vfs.groups.groups import Groups
+from aifs.vfs.groups.state import File, Group, describe_ranks
+from aifs.vfs.store import Store
+from aifs.vfs.types import CallerLike
+
+_SHOWN = 256  # files, and ranks
+_SLICE = 64
+_LENGTH_MAX = 60_000  # an extended attribute has up to 64 KiB
+
+SUMS = ("bytes", "zero_bytes", "duplicate_bytes", "found_bytes", "distinct_bytes", "stored_bytes")
+
+
+class Host(Protocol):
+    """What these hints need of the filesystem."""
+
+    store: Store
+    groups: Groups
+
+    async def getattr(self, ino: int) -> Inode: ...
+
+    async def begin_group(self, ino: int, options: Options, caller: CallerLike) -> int: ...
+
+
+async def put(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
+    """Begin a group of the directory, as ``text`` says; '' cancels it. Raises Invalid, Busy."""
+    if not text:
+        await fs.groups.cancel(ino)
+        return
+    if not (await fs.getattr(ino)).is_dir:
+        raise Invalid("a group belongs to a directory")
+    await fs.begin_group(ino, parse_group(text), caller)
+
+
+async def put_commit(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
+    """On a directory: the rank ``text`` commits. On a file, with '': it counts as closed. Raises as Groups.commit and
+    Groups.commit_file."""
+    inode = await fs.getattr(ino)
+    if inode.is_dir:
+        if not (text.isascii() and text.isdigit() and len(text) < 10):
+            raise Invalid(f"group: {text!r} is not a rank")
+        await fs.groups.commit(ino, 0, int(text))
+    elif text or not inode.is_file:
+        raise Invalid("group: a rank commits on the directory; a file takes no value")
+    else:
+        await fs.groups.commit_file(inode)
+
+
+async def tell(fs: Host, ino: int) -> dict[str, Any]:
+    """What ``user.aifs.group`` says of a directory's group, or of the one that ``ino`` lies below. Of many files and ranks it
+    names some; of ranks those first that have not committed. Raises NoAttribute."""
+    inode = await fs.getattr(ino)
+    if not inode.is_dir and not inode.is_file:
+        raise NoAttribute()
+    group = await fs.groups.course.find_above(ino)
+    record, options = group.record, group.record.options
+    shown = list(islice(group.files.values(), _SHOWN))
+    names: list[str] = []
+    for start in range(0, len(shown), _SLICE):
+        names += await fs.store.engine.view(_names, shown[start : start + _SLICE])
+        await trio.lowlevel.checkpoint()
+    told = report_of(group)
+    missing = group.missing() if group.is_live else []
+    answer = {
+        "id": record.id,
+        "name": os.fsdecode(options.name),
+        "directory": group.ino,
+        "state": record.state,
+        "ranks": options.ranks,
+        "commit": "explicit" if options.explicit else "close",
+        "chunk": options.chunk,
+        "timeout_s": options.timeout_ms / 1000,
+        "grace_s": options.grace_ms / 1000,
+        "reuse": options.reuse,
+        "publish": os.fsdecode(options.publish),
+        "published": record.published,
+        "publish_error": record.publish_error,
+        "members": describe_ranks(group, _SHOWN),
+        "missing": missing[:_SHOWN],
+        "missing_ranks": len(missing),
+        "missing_files": 0 if options.explicit else max(0, options.ranks - group.counted) if group.is_open else 0,
+        "files": [
+            {"ino": file.ino, "name": name, "bytes": file.size, "state": file.state.value}
+            for file, name in zip(shown, names, strict=True)
+        ],
+        "file_count": len(group.files),
+        "dead": record.dead if record.dead >= 0 else None,
+        "error": record.error,
+        "refused": group.refused,
+        "drain_error": group.drain_error,
+        **{key: told.get(key, 0) for key in SUMS},
+        "bytes": told.get("bytes", 0) or sum(file.size for file in group.files.values()),
+        "plan": told,
+        "times": {
+            "open": record.created_ns / 1e9,
+            "committed": record.committed_ns / 1e9 or None,
+            "buffered": record.buffered_ns / 1e9 or None,
+            "durable": record.durable_ns / 1e9 or None,
+        },
+    }
+    while answer["files"] and len(json.dumps(answer)) > _LENGTH_MAX:  # paths may be long
+        del answer["files"][len(answer["files"]) // 2 :]
+    return answer
+
+
+def report_of(group: Group) -> dict[str, Any]:
+    """What its drain says, or has said to an earlier mount."""
+    return json.loads(group.record.report) if group.record.report else group.report.to_json()
+
+
+def _names(tx: ReadTransaction, files: list[File]) -> list[str]:
+    return [paths.describe(tx, file.ino) for file in files]

@@ -1,0 +1,120 @@
+"""Groups as text: ``name=step,ranks=8,dedup=4MiB``. Pure."""
+
+import difflib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from aifs.core.errors import Invalid
+from aifs.core.units import format_duration, format_size, parse_duration, parse_size
+from aifs.layout.interleaved import CHUNK_MAX
+from aifs.meta.groups import Options
+from aifs.meta.publishing import RANKS_MAX
+
+CHUNK_MIN = 64 << 10
+NAME_MAX, PUBLISH_MAX = 63, 255
+_PAGE = 4096
+_TIMEOUT_MS, _TIMEOUT_MAX_MS = 600_000, 1 << 40
+_COMMITS = ("close", "explicit")
+WHOLE_FILE = "file"
+
+
+def parse_group(text: str) -> Options:
+    """The group that ``text`` asks for: ``name=step,ranks=8[,dedup=4MiB][,commit=close|explicit][,timeout=10min][,grace=0s]
+    [,reuse=yes|no][,publish=NAME]``. Raises Invalid."""
+    values: dict[str, Any] = {}
+    for item in text.split(","):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise Invalid(f"group: {item.strip()!r} is not key=value, as in 'name=step,ranks=8'")
+        if key not in _PARSERS:
+            near = difflib.get_close_matches(key, _PARSERS, 1)
+            advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_PARSERS)}"
+            raise Invalid(f"group: no key is called {key!r}; {advice}")
+        if key in values:
+            raise Invalid(f"group: {key!r} is given twice")
+        values[key] = _PARSERS[key](key, value)
+    lacking = [key for key in ("name", "ranks") if key not in values]
+    if lacking:
+        raise Invalid(f"group: {' and '.join(lacking)} must be given, as in 'name=step,ranks=8'")
+    return make_options(
+        values["name"], values["ranks"], values.get("dedup", 0), values.get("commit") == "explicit",
+        values.get("timeout", 0), values.get("grace", 0), values.get("reuse") == "yes", values.get("publish", b""),
+    )  # fmt: skip
+
+
+def make_options(
+    name: bytes, ranks: int, chunk: int, explicit: bool, timeout_ms: int, grace_ms: int, reuse: bool, publish: bytes
+) -> Options:
+    """``chunk`` and ``timeout_ms``: 0 for the usual. Larger chunks than CHUNK_MAX mean that: a digest of one costs the same for
+    each byte, and more that is equal is found. Raises Invalid."""
+    chunk = min(chunk or CHUNK_MAX, CHUNK_MAX)
+    timeout_ms = timeout_ms or _TIMEOUT_MS
+    if not 0 < len(name) <= NAME_MAX or b"," in name or not name.isascii() or not name.decode().isprintable():
+        raise Invalid(f"group: a name has 1 to {NAME_MAX} printable ASCII characters, and no comma")
+    if not 0 < ranks <= RANKS_MAX:
+        raise Invalid(f"group: there are 1 to {RANKS_MAX} ranks, not {ranks}")
+    if chunk < CHUNK_MIN or chunk % _PAGE:
+        raise Invalid(f"group: dedup={format_size(chunk)} is no multiple of {_PAGE} bytes from {format_size(CHUNK_MIN)} on")
+    if max(timeout_ms, grace_ms) > _TIMEOUT_MAX_MS:
+        raise Invalid(f"group: no time is longer than {format_duration(_TIMEOUT_MAX_MS / 1000)}")
+    if len(publish) > PUBLISH_MAX or b"\0" in publish or b"/" in publish or publish in (b".", b".."):
+        raise Invalid(f"group: publish is a name beside the directory, of up to {PUBLISH_MAX} bytes")
+    return Options(name, ranks, chunk, explicit, timeout_ms, grace_ms, reuse, publish)
+
+
+def format_group(options: Options) -> str:
+    """The text that ``parse_group`` reads back as ``options``."""
+    text = (
+        f"name={os.fsdecode(options.name)},ranks={options.ranks},dedup={format_size(options.chunk)},"
+        f"commit={_COMMITS[options.explicit]},timeout={format_duration(options.timeout_ms / 1000)},"
+        f"grace={format_duration(options.grace_ms / 1000)},reuse={'yes' if options.reuse else 'no'}"
+    )
+    return text + (f",publish={os.fsdecode(options.publish)}" if options.publish else "")
+
+
+def _parse_name(key: str, text: str) -> bytes:
+    return os.fsencode(text)
+
+
+def _parse_ranks(key: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise Invalid(f"group: ranks={text} is not a whole number")
+    return int(text)
+
+
+def _parse_chunk(key: str, text: str) -> int:
+    if text == WHOLE_FILE:
+        return CHUNK_MAX
+    try:
+        return max(parse_size(text), 1)
+    except ValueError as error:
+        raise Invalid(f"group: dedup: {error}") from None
+
+
+def _parse_time(key: str, text: str) -> int:
+    try:
+        return round(parse_duration(text) * 1000)
+    except ValueError as error:
+        raise Invalid(f"group: {key}: {error}") from None
+
+
+def _choice(*choices: str) -> Callable[[str, str], str]:
+    def parse(key: str, text: str) -> str:
+        if text not in choices:
+            raise Invalid(f"group: {key}={text} is none of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+_PARSERS: dict[str, Callable[[str, str], Any]] = {
+    "name": _parse_name,
+    "ranks": _parse_ranks,
+    "dedup": _parse_chunk,
+    "commit": _choice(*_COMMITS),
+    "timeout": _parse_time,
+    "grace": _parse_time,
+    "reuse": _choice("yes", "no"),
+    "publish": _parse_name,
+}

@@ -1,0 +1,112 @@
+"""Groups as programs reach them by ioctl: the kernel has not checked that the caller may."""
+
+import stat
+from typing import NamedTuple
+
+from aifs.core.errors import Invalid
+from aifs.core.ioctl import GROUP_STATES
+from aifs.meta import namespace, publishing
+from aifs.meta.groups import Options
+from aifs.meta.kv import ReadTransaction
+from aifs.vfs.groups.group_hints import SUMS, report_of
+from aifs.vfs.publishing import pending, permissions
+from aifs.vfs.publishing.publish import Publishing
+from aifs.vfs.store import Store
+from aifs.vfs.types import CallerLike
+
+
+class GroupState(NamedTuple):
+    """The fields of AIFS_IOC_GROUP_QUERY."""
+
+    id: int
+    state: int
+    ranks: int
+    joined: int
+    committed: int
+    files: int
+    dead: int
+    bytes: int
+    zero_bytes: int
+    duplicate_bytes: int
+    found_bytes: int
+    distinct_bytes: int
+    stored_bytes: int
+    created_ns: int
+    buffered_ns: int
+    durable_ns: int
+
+
+class Grouping(Publishing):
+    """The part of ``Filesystem`` that has to do with groups. Group ids: 0 means the directory's present, or last, one."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.groups.course.publish = self._publish_group
+        self.groups.commit_pending = self._commit_pending
+
+    async def begin_group(self, ino: int, options: Options, caller: CallerLike) -> int:
+        """Its id. Raises as Groups.begin, AccessDenied, ReadOnly."""
+        await self._require_may_change(ino, caller)
+        if options.publish and not options.explicit and await self._engine.view(publishing.find_pending, ino):
+            raise Invalid("the directory is pending: its ranks have to commit before it is published, so say commit=explicit")
+        return (await self.groups.begin(ino, options, caller)).record.id
+
+    async def join_group(self, ino: int, group_id: int, rank: int, caller: CallerLike) -> None:
+        await self._require_may_change(ino, caller)
+        await self.groups.join(ino, group_id, rank, caller)
+
+    async def commit_group(self, ino: int, group_id: int, rank: int, caller: CallerLike) -> None:
+        await self._require_may_change(ino, caller)
+        await self.groups.commit(ino, group_id, rank)
+
+    async def wait_group(self, ino: int, group_id: int, durable: bool, timeout_s: float | None) -> None:
+        """Raises as Groups.wait, ReadOnly: nothing goes on in this mount."""
+        group = await self.groups.course.find(ino, group_id)
+        if group.is_live:
+            self.require_writable()
+        await self.groups.wait(ino, group_id, durable, timeout_s)
+
+    async def cancel_group(self, ino: int, group_id: int, reason: str, caller: CallerLike) -> None:
+        await self._require_may_change(ino, caller)
+        await self.groups.cancel(ino, group_id, reason)
+
+    async def query_group(self, ino: int, group_id: int) -> GroupState:
+        group = await self.groups.course.find(ino, group_id)
+        record, told = group.record, report_of(group)
+        sums = {key: told.get(key, 0) for key in SUMS}
+        sums["bytes"] = sums["bytes"] or sum(file.size for file in group.files.values())
+        committed = len(group.committed) if record.options.explicit else group.counted
+        return GroupState(
+            record.id, 1 + GROUP_STATES.index(record.state), record.options.ranks, len(group.processes), committed,
+            len(group.files), record.dead, *sums.values(), record.created_ns, record.buffered_ns, record.durable_ns,
+        )  # fmt: skip
+
+    async def committed_pending(self, ino: int, rank: int) -> None:
+        """A rank of a pending directory has committed: also to the directory's group, if that has as many ranks."""
+        mark = await self._engine.view(publishing.find_pending, ino)
+        if mark is not None:
+            await self.groups.committed_pending(ino, rank, mark.ranks)
+
+    async def _require_may_change(self, ino: int, caller: CallerLike) -> None:
+        self.require_writable()
+        await self._engine.view(_require_may_write, ino, caller)
+
+    async def _publish_group(self, ino: int, name: bytes, caller: CallerLike) -> None:
+        parent = (await self._engine.view(namespace.get_directory, ino)).parent
+        await self.publish(publishing.Publication(ino, parent, name), caller)
+
+    async def _commit_pending(self, ino: int, rank: int) -> bool:
+        """Commit a rank of a pending directory, which may have committed there for an earlier group."""
+        mark = await self._engine.view(publishing.find_pending, ino)
+        if mark is None or rank >= mark.ranks:
+            return False
+        await pending.commit(self, ino, rank, None, again=True)
+        return True
+
+
+def _require_may_write(tx: ReadTransaction, ino: int, caller: CallerLike) -> None:
+    """As for an extended attribute: of a sticky directory its owner alone may change them."""
+    directory = namespace.get_directory(tx, ino)
+    permissions.require_may(directory, caller, permissions.WRITE)
+    if directory.mode & stat.S_ISVTX:
+        permissions.require_owner(directory, caller)

@@ -1,0 +1,171 @@
+"""Hashing the chunks of members, by all cores."""
+
+from collections.abc import AsyncIterator, Callable, Container, Iterator, Sequence
+from contextlib import asynccontextmanager
+
+import trio
+
+from aifs.burst.copy import BurstCopy
+from aifs.core import files
+from aifs.core.errors import FsError
+from aifs.core.tasks import run_all
+from aifs.data.server import DataServer
+from aifs.data.workers import gather
+from aifs.layout.borders import Range
+from aifs.vfs.groups.digests import TOGETHER, Source, digest, digest_all
+from aifs.vfs.groups.prepared import Prepared
+from aifs.vfs.groups.report import Report
+from aifs.vfs.groups.sharing import Chunk
+
+_SLICE = 16 << 20  # bytes that a worker thread hashes before others get their turn
+_SLICE_CHUNKS = 4096
+_REST_S = 0.02
+
+Column = tuple[int, list[Chunk]]
+"""Chunks of the same length that are looked at together: the length, and which."""
+
+
+class Hasher:
+    """All hashing of one store. Used from one trio thread."""
+
+    def __init__(self, lanes: int, io_priority: str, is_in_the_way: Callable[[], bool]) -> None:
+        """``lanes``: for how many processors; twice as many threads read and hash, since reads wait for the device. Half
+        of the lanes are used where nobody waits for the digests, and a quarter while that ``is_in_the_way`` of others,
+        who need the processors more."""
+        self.hashed_bytes = 0
+        self._lanes = lanes
+        self._waiting = trio.lowlevel.ParkingLot()
+        self._active = 0
+        self._io_priority = io_priority
+        self._is_in_the_way = is_in_the_way
+
+    async def hash(
+        self, members: Sequence[Prepared], report: Report, waited_for: bool, without: Container[Chunk] = ()
+    ) -> None:
+        """Find the digests that these members, whose leases hold, lack; but not of the chunks ``without``.
+
+        Chunks of the same number and length are looked at together, so that what is equal is hashed once. ``waited_for``:
+        at least one lane is used. Else it ends early once one of the members is in a hurry. A member that is cancelled or
+        unwanted gets no more digests; one that cannot be read has an outcome. Digests that have been found are kept in
+        any case.
+        """
+        begin = trio.current_time()
+        slices = _slices(members, without)
+        sources = [_source(member.copy) for member in members]
+
+        def is_over() -> bool:
+            hurry = not waited_for and any(member.hurry() for member in members)
+            return hurry or all(map(_is_out, members))
+
+        async def work() -> None:
+            for columns in slices:
+                async with self._place(is_over, waited_for):
+                    if is_over():
+                        return
+                    await self._hash_some(members, sources, columns, report)
+
+        await run_all(*[work] * 2 * self._lanes)
+        report.hash_s += trio.current_time() - begin
+
+    async def _hash_some(
+        self, members: Sequence[Prepared], sources: Sequence[Source], columns: Sequence[Column], report: Report,
+    ) -> None:  # fmt: skip
+        wanted = [
+            (length, [(member, number) for member, number in chunks if not _is_out(members[member])])
+            for length, chunks in columns
+        ]
+        places = [
+            (length, [(sources[member], members[member].cut.ranges[number][0]) for member, number in chunks])
+            for length, chunks in wanted
+        ]
+        if not any(chunks for _, chunks in wanted):
+            return
+        workers = next(sources[chunks[0][0]].device.workers for _, chunks in wanted if chunks)
+        found = (await gather([(workers, files.at_priority, (self._io_priority, digest_all, places))]))[0]
+        for (length, chunks), (digests, compared) in zip(wanted, found, strict=True):
+            hashed = length * len(chunks) - compared
+            self.hashed_bytes += hashed
+            report.hashed_bytes += hashed
+            report.compared_bytes += compared
+            for (member, number), found_ in zip(chunks, digests, strict=True):
+                if isinstance(found_, FsError):
+                    members[member].outcome = members[member].outcome or found_
+                else:
+                    members[member].digests[number] = found_
+
+    def hurry(self) -> None:
+        """Some members have come to be in a hurry: who hashes them is told at once."""
+        self._waiting.unpark_all()
+
+    def _allowed(self, waited_for: bool) -> int:
+        if self._is_in_the_way():
+            return max(self._lanes // 4, int(waited_for))
+        return 2 * self._lanes if waited_for else max(self._lanes // 2, 1)
+
+    @asynccontextmanager
+    async def _place(self, is_over: Callable[[], bool], waited_for: bool) -> AsyncIterator[None]:
+        """Hash inside."""
+        while not is_over() and self._active >= self._allowed(waited_for):
+            with trio.move_on_after(_REST_S):  # who is in whose way changes without our being told
+                await self._waiting.park()
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
+            self._waiting.unpark()
+
+
+def _is_out(member: Prepared) -> bool:
+    return member.cancelled or member.unwanted or member.outcome is not None
+
+
+def _source(copy: BurstCopy) -> Source:
+    status = copy.stat()
+    return Source(copy.device, (0, copy.id), copy.fd, status.st_blocks * 512 < status.st_size)
+
+
+def _slices(members: Sequence[Prepared], without: Container[Chunk]) -> Iterator[list[Column]]:
+    """What lacks digests, in slices that one thread does at a time; some may be empty."""
+    columns: list[Column] = []
+    size = seen = 0
+    for number in range(max((len(member.cut.ranges) for member in members), default=0)):
+        by_length: dict[int, list[Chunk]] = {}
+        for place, member in enumerate(members):
+            ranges = member.cut.ranges
+            if number < len(ranges) and number not in member.digests and (place, number) not in without:
+                by_length.setdefault(ranges[number][1], []).append((place, number))
+        for length, chunks in by_length.items():
+            for start in range(0, len(chunks), TOGETHER):
+                some = chunks[start : start + TOGETHER]
+                columns.append((length, some))
+                size += length * len(some)
+                if size >= _SLICE:
+                    yield columns
+                    columns, size, seen = [], 0, 0
+        seen += len(members)
+        if seen >= _SLICE_CHUNKS:
+            yield columns
+            columns, size, seen = [], 0, 0
+    yield columns
+
+
+# --- in worker threads ---
+
+
+def hash_one(copy: BurstCopy, place: Range) -> bytes:
+    """The digest of one chunk, ZEROS of zeros. Raises Unavailable."""
+    offset, length = place
+    found = digest(length, [(_source(copy), offset)]).digests[0]
+    if isinstance(found, FsError):
+        raise found
+    return found
+
+
+def read_samples(device: DataServer, key: tuple[int, int], fd: int, samples: Sequence[Range]) -> list[bytes]:
+    """Some bytes of a copy: offset and length of each sample."""
+    found = []
+    for offset, length in samples:
+        data = memoryview(bytearray(length))
+        found.append(bytes(data[: device.read(key, fd, data, offset)]))
+    return found

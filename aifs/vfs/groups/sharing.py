@@ -1,0 +1,157 @@
+"""Which bytes of a group have to be stored, and who stores them: chunks of its members that are equal are one. Pure.
+
+*Found* chunks lie in the store already. The others are *new*; each has *holders*, the members that have it, and is
+stored once. What the planner is asked: sources are the burst devices of the holders, destinations are slots, that is what a
+container can be laid out like (vfs/tiers/containers.py), and chunks of about one length with the same sources are a class.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from aifs.group.pattern import ChunkClass, Destination, Pattern, Source
+from aifs.group.plan import Plan
+from aifs.layout.interleaved import redundancy_of
+from aifs.layout.redundancy import Redundancy
+from aifs.layout.striped import Striped
+
+_ROUNDING = 64 << 10  # of lengths, in what the planner is asked: so there are few classes
+
+Chunk = tuple[int, int]
+"""Number of a member, and of a chunk in it."""
+
+
+class Cut(NamedTuple):
+    """The chunks of one member in order: (offset, length) and digest of each, b"" of zeros.
+
+    ``assumed``: the numbers of chunks whose digests are those of other members' chunks, since they should be equal (reuse.py).
+    """
+
+    ranges: Sequence[tuple[int, int]]
+    digests: Sequence[bytes]
+    assumed: Collection[int] = frozenset()
+
+
+class Holder(NamedTuple):
+    """A member (its number), and where in it the chunk begins."""
+
+    member: int
+    offset: int
+
+
+@dataclass(slots=True)
+class Need:
+    """A distinct chunk: its length, and one holder for each member that is known to have it, in the order of members."""
+
+    length: int
+    holders: list[Holder] = field(default_factory=list)
+
+
+class Amounts(NamedTuple):
+    """Bytes of a group that are zeros, that another chunk of the group has as well, and that are distinct."""
+
+    zero: int
+    duplicate: int
+    distinct: int
+
+
+def distinct(members: Iterable[Cut]) -> tuple[dict[bytes, Need], Amounts]:
+    """The distinct chunks of all members by digest, in the order in which they are met, and what they come to."""
+    needs: dict[bytes, Need] = {}
+    zero = duplicate = alone = 0
+    for member, (ranges, digests, assumed) in enumerate(members):
+        for number, ((offset, length), digest) in enumerate(zip(ranges, digests, strict=True)):
+            if not digest:
+                zero += length
+                continue
+            need = needs.get(digest)
+            if need is None:
+                need = needs[digest] = Need(length)
+                alone += length
+            else:
+                duplicate += length
+            if number not in assumed and (not need.holders or need.holders[-1].member != member):
+                need.holders.append(Holder(member, offset))
+    return needs, Amounts(zero, duplicate, alone)
+
+
+# --- protection --------------------------------------------------------------------------------------
+
+
+def protects(layout: Striped, redundancy: Redundancy) -> bool:
+    """Whether a chunk in a container that is laid out so is as safe as a file that asks for ``redundancy`` wants it."""
+    return redundancy_of(layout).tolerates >= redundancy.tolerates
+
+
+def is_allowed(layout: Striped, servers: Collection[int]) -> bool:
+    """Whether all columns lie on ``servers`` (none: any)."""
+    return not servers or set(layout.servers) <= set(servers)
+
+
+# --- plans -------------------------------------------------------------------------------------------
+
+
+def data_columns(slot: Striped) -> int:
+    """Each column of such a container takes one part in so many of the bytes."""
+    return redundancy_of(slot).data or 1
+
+
+class Question(NamedTuple):
+    """What the planner is asked, and the digests of the chunks of each class, in order."""
+
+    pattern: Pattern
+    classes: list[list[bytes]]
+
+
+def ask(
+    new: Mapping[bytes, Need], devices: Sequence[int], sources: Mapping[int, int], slots: Sequence[Striped],
+    servers: Mapping[int, tuple[int, int | None]],
+) -> Question:  # fmt: skip
+    """``devices``: the burst device of each member. ``sources``: bandwidth of each of these. ``servers``: bandwidth, and
+    free bytes if they are known, of each data server. Raises Invalid."""
+    order = sorted(sources)
+    place = {device: number for number, device in enumerate(order)}
+    chunks: dict[tuple[int, tuple[int, ...]], list[bytes]] = {}
+    for digest, need in new.items():
+        holders = tuple(sorted({place[devices[holder.member]] for holder in need.holders}))
+        chunks.setdefault((-(-need.length // _ROUNDING) * _ROUNDING, holders), []).append(digest)
+    kinds = sorted(chunks)
+    pattern = Pattern(
+        tuple(Source(f"burst {device}", sources[device]) for device in order),
+        tuple(_destination(slot, slots, servers) for slot in slots),
+        tuple(ChunkClass(size, len(chunks[size, holders]), holders) for size, holders in kinds),
+    )
+    return Question(pattern, [chunks[kind] for kind in kinds])
+
+
+def _destination(
+    slot: Striped, slots: Sequence[Striped], servers: Mapping[int, tuple[int, int | None]]
+) -> Destination:
+    """A slot is as fast as the slowest of its servers, each of which serves all the slots that it is in."""
+    share = data_columns(slot)
+    bandwidth, space = [], []
+    for server in slot.servers:
+        users = sum(server in other.servers for other in slots)
+        rate, free = servers[server]
+        bandwidth.append(rate * share // users)
+        if free is not None:
+            space.append(free * share // users)
+    name = "server " + "+".join(map(str, slot.servers))
+    return Destination(name, max(1, min(bandwidth)), min(space, default=None))
+
+
+class Assigned(NamedTuple):
+    """The number of the slot that takes a chunk, and the burst device that sends it."""
+
+    slot: int
+    device: int
+
+
+def answer(question: Question, plan: Plan, sources: Iterable[int]) -> dict[bytes, Assigned]:
+    """Where each chunk goes. ``sources``: as in the question."""
+    order = sorted(sources)
+    found: dict[bytes, Assigned] = {}
+    for kind, first, count, source, destination in plan.transfers():
+        assigned = Assigned(destination, order[source])
+        found.update(dict.fromkeys(question.classes[kind][first : first + count], assigned))
+    return found

@@ -1,0 +1,236 @@
+"""One group: who belongs to it, what is missing, what has become of it. Pure: times are seconds of one clock, given by the
+caller; docs/grouped.md has the states.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import trio
+
+from aifs.core.errors import FsError, GroupCancelled, GroupExpired, Invalid, MemberDied, Unavailable
+from aifs.meta.groups import LIVE, GroupRecord
+
+_NAMED_MAX = 8  # ranks that a message names
+
+
+class FileState(Enum):
+    WRITING = "writing"  # somebody may change it
+    BUFFERED = "buffered"  # closed
+    PREPARING = "preparing"
+    PREPARED = "prepared"  # its chunks are known
+    STORING = "storing"
+    DURABLE = "durable"  # on the capacity tier
+    USUAL = "usual"  # left to the usual drain
+
+
+@dataclass(slots=True, eq=False)
+class File:
+    """A file of a group. ``since``: when it was closed. ``counted``: it counts as a part of the group, as it is now.
+    ``closes``: how often it was closed, and ``recorded`` which of them is on record; ``tries``: how often it could not be stored; ``prepared``: what the drain knows of it."""
+
+    ino: int
+    size: int
+    since: float
+    state: FileState = FileState.BUFFERED
+    counted: bool = True
+    closes: int = 0
+    recorded: int = -1
+    tries: int = 0
+    prepared: Any = None
+
+
+class Group:
+    """A group of one directory, ``ino``. ``record`` is what is on record of it, or about to be."""
+
+    def __init__(self, ino: int, record: GroupRecord, report: Any, now: float, now_ns: int) -> None:
+        self.ino = ino
+        self.record = record
+        self.report = report
+        self.committed: set[int] = set()
+        self.committing: set[int] = set()
+        self.processes: dict[int, int] = {}  # rank -> process that lives
+        self.away: dict[int, float] = {}  # rank -> since when its process has ended
+        self.files: dict[int, File] = {}
+        self.counted = 0
+        """How many files count as closed."""
+        self.since = math.inf
+        """When the first one was closed."""
+        self.refused = ""
+        self.drain_error = ""
+        self.settling = False
+        self.publish_failure: FsError | None = None
+        """What the publish at its end has failed with, in this mount."""
+        self.event = trio.Event()
+        """Set and replaced whenever something has changed that somebody may wait for."""
+        self._expires_at = now + record.options.timeout_ms / 1e3 - (now_ns - record.created_ns) / 1e9
+
+    def wake(self) -> None:
+        self.event.set()
+        self.event = trio.Event()
+
+    @property
+    def state(self) -> str:
+        return self.record.state
+
+    @property
+    def is_live(self) -> bool:
+        return self.record.state in LIVE
+
+    @property
+    def is_open(self) -> bool:
+        return self.record.state == "open"
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no more happens to it before its files are drained: it is published, if it is to be before that."""
+        return self.record.state not in ("open", "committed")
+
+    # --- who has committed ---
+
+    @property
+    def is_complete(self) -> bool:
+        ranks = self.record.options.ranks
+        return len(self.committed) == ranks if self.record.options.explicit else self.counted >= ranks
+
+    def missing(self) -> list[int]:
+        """The ranks that have not committed; none if the group commits by closing."""
+        options = self.record.options
+        return sorted(set(range(options.ranks)) - self.committed) if options.explicit else []
+
+    def lacking(self) -> str:
+        """What is missing, in words."""
+        options = self.record.options
+        if not options.explicit:
+            return f"{options.ranks - self.counted} of {options.ranks} files have not been closed"
+        ranks = self.missing()
+        names = ", ".join(map(str, ranks[:_NAMED_MAX])) + ("" if len(ranks) <= _NAMED_MAX else ", ...")
+        return f"{len(ranks)} of {options.ranks} ranks have not committed: {names}"
+
+    def require_open(self) -> None:
+        """Raises what it has ended with; Invalid if it is complete."""
+        self.require_success()
+        if not self.is_open:
+            raise Invalid("all ranks of the group have committed already")
+
+    def require_success(self) -> None:
+        """Raises MemberDied, GroupCancelled, GroupExpired or Unavailable if it has ended without success."""
+        record = self.record
+        if record.state == "failed":
+            raise (Unavailable if record.dead < 0 else MemberDied)(record.error)
+        if record.state == "cancelled":
+            raise GroupCancelled(record.error)
+        if record.state == "expired":
+            raise GroupExpired(record.error)
+
+    def require_rank(self, rank: int) -> None:
+        """Raises Invalid unless ``rank`` may join or commit now, and what the group has ended with."""
+        options = self.record.options
+        self.require_success()
+        if not options.explicit:
+            raise Invalid("the group commits by closing files; for ranks that commit ask for commit=explicit")
+        if not 0 <= rank < options.ranks:
+            raise Invalid(f"there is no rank {rank}: they are 0 to {options.ranks - 1}")
+        if rank in self.committed or rank in self.committing:
+            raise Invalid(f"rank {rank} has committed already")
+        self.require_open()
+
+    def require_free(self, rank: int) -> None:
+        """Raises Invalid if a process that lives is this rank."""
+        if rank in self.processes:
+            raise Invalid(f"rank {rank} has been joined by process {self.processes[rank]}, which is alive")
+
+    def join(self, rank: int, process: int) -> None:
+        """``process`` is this rank from now on. Raises Invalid."""
+        self.require_rank(rank)
+        self.require_free(rank)
+        self.processes[rank] = process
+        self.away.pop(rank, None)
+
+    def left(self, rank: int, process: int, now: float) -> None:
+        """The process has ended."""
+        if self.processes.get(rank) == process:
+            del self.processes[rank]
+            if rank not in self.committed:
+                self.away[rank] = now
+
+    def commit(self, rank: int) -> None:
+        """The rank has committed, which is on record."""
+        self.committed.add(rank)
+        self.away.pop(rank, None)
+
+    # --- time ---
+
+    def deadline(self) -> float:
+        """When ``overdue`` has something to say, unless something else happens before."""
+        if not self.is_open or self.settling:
+            return math.inf
+        grace_s = self.record.options.grace_ms / 1e3
+        dying = (since + grace_s for rank, since in self.away.items() if rank not in self.committing)
+        return min(self._expires_at, *dying, math.inf)
+
+    def overdue(self, now: float) -> GroupRecord | None:
+        """What is to be recorded if a rank is dead, or the group's time is over."""
+        if self.deadline() > now:
+            return None
+        grace_s = self.record.options.grace_ms / 1e3
+        for rank, since in sorted(self.away.items()):
+            if since + grace_s <= now and rank not in self.committing:
+                return self.record._replace(state="failed", dead=rank, error=f"rank {rank} ended before it committed")
+        timeout_s = self.record.options.timeout_ms / 1e3
+        return self.record._replace(state="expired", error=f"after {timeout_s:g} s, {self.lacking()}")
+
+    # --- files ---
+
+    def closed(self, ino: int, size: int, now: float) -> File:
+        """Nobody has this file open for writing (any more)."""
+        file = self.files.get(ino)
+        if file is None:
+            file = self.files[ino] = File(ino, size, now, counted=False)
+            self.since = min(self.since, now)
+        self.counted += not file.counted
+        file.size, file.counted, file.closes, file.tries = size, True, file.closes + 1, 0
+        if file.state is FileState.WRITING:
+            file.state = FileState.BUFFERED
+        return file
+
+    def opened(self, ino: int) -> None:
+        """Somebody has opened it for writing."""
+        file = self.files.get(ino)
+        if file is not None and self.is_open:
+            self.counted -= file.counted
+            file.counted = False
+            if file.state is not FileState.USUAL:
+                file.state = FileState.WRITING
+
+    def remove(self, ino: int) -> File:
+        """It is no part of the group any more."""
+        file = self.files.pop(ino)
+        self.counted -= file.counted
+        return file
+
+    def in_states(self, *states: FileState) -> list[File]:
+        return [file for file in self.files.values() if file.state in states]
+
+
+def describe_ranks(group: Group, most: int) -> list[dict[str, Any]]:
+    """What is known of the ranks, for people and programs; if they are more than ``most``, of those that have not committed, and
+    of no more of them."""
+    record = group.record
+    if not record.options.explicit:
+        return []
+    ranks: Sequence[int] = range(record.options.ranks)
+    if len(ranks) > most:
+        ranks = group.missing()[:most]
+    is_over = not group.is_live and record.dead < 0 and record.buffered_ns > 0
+
+    def state(rank: int) -> str:
+        if rank in group.committed or is_over:
+            return "committed"
+        if rank == record.dead:
+            return "dead"
+        return "joined" if rank in group.processes else "away" if rank in group.away else "missing"
+
+    return [{"rank": rank, "state": state(rank), "pid": group.processes.get(rank)} for rank in ranks]

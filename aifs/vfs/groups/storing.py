@@ -1,0 +1,334 @@
+"""Storing the chunks of a group's members, those that ask for the same redundancy on the same servers, and flipping the files.
+
+A chunk that has been appended is right if the lease of the file that it was read from still holds when that is done. Otherwise
+the files that it was for wait for another round.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+import trio
+
+from aifs.core import faults
+from aifs.core.errors import FsError, NoSpace, Stale
+from aifs.core.tasks import run_all
+from aifs.data import pieces
+from aifs.data.chunk_codec import FileRecord
+from aifs.data.containers import Appended
+from aifs.data.pieces import HashedPiece, Piece
+from aifs.layout.interleaved import HEADER_BYTES, Extent, Growth, Interleaved, Location, named
+from aifs.layout.striped import Striped
+from aifs.meta import extents, shared
+from aifs.vfs.groups import sharing
+from aifs.vfs.groups.hashing import hash_one
+from aifs.vfs.groups.lookups import look_up
+from aifs.vfs.groups.prepared import Prepared
+from aifs.vfs.groups.report import Report
+from aifs.vfs.groups.sharing import Assigned, Holder, Need
+from aifs.vfs.groups.tools import Asked, Tools
+from aifs.vfs.tiers import path_hints
+from aifs.vfs.tiers.containers import LISTED_AT_ONCE
+from aifs.vfs.tiers.flips import Outcome
+
+_APPENDED = faults.declare("vfs.group.appended", "chunks and recipes of a group are durable in containers, no file names them")
+_REPLACED = faults.declare("vfs.group.replaced", "a bad shared chunk has been replaced by a good one, for all who name it")
+_FLIPPED = faults.declare("vfs.group.flipped", "some files of a group are on the capacity tier, others not yet")
+
+_BATCH = 1 << 30  # new bytes that are made to count together
+_BATCH_CHUNKS = 2048  # some 15 us of the trio thread each, in one transaction
+_ROUNDS_MAX = 4
+_REPLACED_AT_ONCE = 256
+
+
+class Storing:
+    """One group's members of one kind. Used once: ``run``."""
+
+    def __init__(self, tools: Tools, asked: Asked, members: Sequence[Prepared], chunk: int, report: Report) -> None:
+        self._tools = tools
+        self._asked = asked
+        self._members = members
+        self._layout = Interleaved(chunk, variable=True)
+        self._report = report
+        self._needs: dict[bytes, Need] = {}
+        self._known: set[bytes] = set()  # in the store, and good enough
+        self._own: set[bytes] = set()  # in the store, where we may not lean on them
+        self._slots: tuple[Striped, ...] = ()
+        self._assigned: dict[bytes, Assigned] = {}
+
+    async def run(self) -> None:
+        """Each member has its outcome on return."""
+        try:
+            await self._prepare()
+        except FsError as error:
+            self._fail(self._members, error)
+            return
+        for batch in await self._tools.work(self._members[0], self._batches):
+            await self._store(batch)
+
+    def _fail(self, members: Sequence[Prepared], error: FsError) -> None:
+        for member in members:
+            member.outcome = member.outcome or (Outcome.CHANGED if member.cancelled else error)
+
+    async def _prepare(self) -> None:
+        cuts = [member.cut for member in self._members]
+        self._needs, amounts = await self._tools.work(self._members[0], sharing.distinct, cuts)
+        looked_up = await look_up(self._tools, self._asked, self._needs)
+        self._known, self._own = looked_up.known, looked_up.own
+        found = sum(self._needs[digest].length for digest in self._known)
+        report = self._report
+        report.verified_chunks += looked_up.verified
+        report.zero_bytes += amounts.zero
+        report.duplicate_bytes += amounts.duplicate
+        report.found_bytes += found
+        report.distinct_bytes += amounts.distinct - found
+        new = {digest: need for digest, need in self._needs.items() if digest not in self._known and need.holders}
+        report.chunks += len(new)
+        self._slots = self._tools.containers.slots(self._asked.redundancy, self._asked.servers)
+        if new:
+            await self._plan(new)
+        await self._replace(looked_up.bad)
+
+    async def _replace(self, digests: list[bytes]) -> None:
+        """Store these anew, for all who name them, as long as somebody has their bytes. Raises NoSpace, Unavailable."""
+        while digests:
+            work, holding = _Work(self._slots), self._holding()
+            for digest in digests[:_REPLACED_AT_ONCE]:
+                self._add(work, digest, holding)
+            async with AsyncExitStack() as stack:
+                await self._append(work, stack)
+                places = [work.places[digest] for digest in work.right]
+                for garbage in await self._tools.engine.transact(extents.replace_shared, places, work.growth):
+                    self._tools.collector.add_garbage(garbage)
+                faults.reach(_REPLACED)
+            self._known.update(place.digest for place in places)
+            again = work.senders.keys() - work.right
+            digests = [*again, *digests[_REPLACED_AT_ONCE:]]
+            self._report.replaced_chunks += len(places)
+
+    # --- the plan ---
+
+    async def _plan(self, new: dict[bytes, Need]) -> None:
+        """Decide which slot takes each new chunk. Raises NoSpace, Invalid."""
+        begin = trio.current_time()
+        tools, report = self._tools, self._report
+        devices = [member.copy.server for member in self._members]
+        sources, free = tools.bandwidths.of_burst(set(devices)), tools.bandwidths.free()
+        rates = tools.bandwidths.of_servers()
+        async with tools.planning:
+            hits = tools.plans.hits
+            try:
+                known = {number: (rate, free[number]) for number, rate in rates.items()}
+                found = await tools.work(self._members[0], self._ask, new, devices, sources, known)
+            except NoSpace:  # free space is known as last seen, and what is short of it will say so
+                known = {number: (rate, None) for number, rate in rates.items()}
+                found = await tools.work(self._members[0], self._ask, new, devices, sources, known)
+            report.plan_cached = tools.plans.hits > hits
+        self._assigned, report.planned_s, report.lower_bound_s = found
+        report.plan_s += trio.current_time() - begin
+
+    def _ask(self, new: Any, devices: Any, sources: Any, servers: Any) -> tuple[dict[bytes, Assigned], float, float]:
+        """In a worker thread, one at a time."""
+        question = sharing.ask(new, devices, sources, self._slots, servers)
+        plan = self._tools.plans.plan(question.pattern)
+        return sharing.answer(question, plan, sources), plan.time_s, plan.lower_bound_s
+
+    # --- storing ---
+
+    def _batches(self) -> list[list[Prepared]]:
+        """In a worker thread, as all that goes through each chunk."""
+        return list(self._batched())
+
+    def _batched(self) -> Iterator[list[Prepared]]:
+        batch: list[Prepared] = []
+        seen: set[bytes] = set()
+        size = count = 0
+        for member in self._members:
+            if batch and (size >= _BATCH or count + len(member.cut.digests) > _BATCH_CHUNKS):
+                yield batch
+                batch, size, count = [], 0, 0
+            batch.append(member)
+            count += len(member.cut.digests)
+            for digest in set(member.cut.digests) - seen - self._known:
+                if digest:
+                    size += self._needs[digest].length
+                    seen.add(digest)
+        yield batch
+
+    async def _store(self, batch: list[Prepared]) -> None:
+        failure: FsError = Stale("its chunks change faster than they can be stored")
+        for _ in range(_ROUNDS_MAX):
+            for member in batch:
+                if member.outcome is None and not (member.holds() and self._is_backed(member)):
+                    member.outcome = Outcome.CHANGED
+            alive = [member for member in batch if member.outcome is None]
+            if not alive:
+                return
+            holding = self._holding()
+            try:
+                await self._store_round(alive)
+            except FsError as error:
+                failure = error
+                if holding <= self._holding():
+                    break
+                # One that has been cut or deleted meanwhile may have spoilt it for the others.
+        self._fail(batch, failure)
+
+    async def _store_round(self, alive: list[Prepared]) -> None:
+        """Store what these need, and flip those of them that have not lost it meanwhile. Raises NoSpace, Unavailable."""
+        work, holding = _Work(self._slots), self._holding()
+        records = await self._tools.engine.view(path_hints.describe, [member.file.inode for member in alive])
+        for number, (member, record) in enumerate(zip(alive, records, strict=True)):
+            self._drop_list(member)
+            member.oid = await self._tools.ids.take()
+            await self._tools.work(member, self._add_all, work, member, record, number, holding)
+        await self._tools.mover.admit(sum(piece.length for slot in work.pieces for _, piece in slot if isinstance(piece, HashedPiece)))
+        async with AsyncExitStack() as stack:
+            await self._append(work, stack)
+            for member in alive:
+                await self._tools.work(member, self._finish, work, member)
+            faults.reach(_APPENDED)
+            await self._flip(alive, work)
+
+    def _is_backed(self, member: Prepared) -> bool:
+        """Whether the chunks that it is only assumed to have can be had from others. If not, it has to be hashed."""
+        digests = {member.cut.digests[number] for number in member.cut.assumed} - self._known - self._own
+        if not digests:
+            return True
+        holding = self._holding()
+        return all(any(holder.member in holding for holder in self._needs[digest].holders) for digest in digests)
+
+    def _holding(self) -> set[int]:
+        """The numbers of members whose bytes can still be had."""
+        return {n for n, member in enumerate(self._members) if member.outcome is None and member.holds()}
+
+    def _add(self, work: "_Work", digest: bytes, holding: set[int]) -> None:
+        """Have a shared chunk stored, from the holder on the planned device, or any other one."""
+        need, assigned = self._needs[digest], self._assigned.get(digest, Assigned(0, -1))
+        holders = [holder for holder in need.holders if holder.member in holding]
+        if holders:
+            members = self._members
+            holder: Holder = next((h for h in holders if members[h.member].copy.server == assigned.device), holders[0])
+            sender = work.senders[digest] = members[holder.member]
+            piece = HashedPiece(sender.copy.fd, sender.ino, holder.offset, need.length, digest, sender.level)
+            work.pieces[assigned.slot].append((digest, piece))
+
+    def _add_all(
+        self, work: "_Work", member: Prepared, record: FileRecord, number: int, holding: set[int]
+    ) -> None:
+        """In a worker thread: what is stored for a member, and its extents, as far as they are known."""
+        for digest in dict.fromkeys(member.cut.digests):
+            if digest and digest not in self._known and digest not in self._own and digest not in work.senders:
+                self._add(work, digest, holding)
+        found = member.extents = []
+        for index, ((offset, length), digest) in enumerate(zip(member.cut.ranges, member.cut.digests, strict=True)):
+            is_own = digest in self._own
+            if is_own and index in member.cut.assumed:
+                digest = hash_one(member.copy, (offset, length))  # what is stored for it alone is its own
+            if is_own and digest:
+                slot = self._assigned[digest].slot if digest in self._assigned else index % len(self._slots)
+                piece = HashedPiece(
+                    member.copy.fd, member.ino, offset, length, digest, member.level, member.oid, index, self._layout.chunk
+                )
+                work.pieces[slot].append(((member.ino, index), piece))
+            found.append(named(length, digest)._replace(shared=not is_own) if digest else Extent(length))
+        slot = number % len(self._slots)
+        for recipe in pieces.recipes(member.ino, member.oid, self._layout, found, record):
+            work.pieces[slot].append(((member.ino, recipe.index), recipe))
+
+    async def _append(self, work: "_Work", stack: AsyncExitStack) -> None:
+        """Append to all slots at a time. What has been appended is pinned until ``stack`` ends."""
+
+        async def append(number: int) -> None:
+            stored = [piece for _, piece in work.pieces[number]]
+            appended: Appended = await stack.enter_async_context(
+                self._tools.containers.append_pieces(stored, (self._slots[number],))
+            )
+            work.places |= zip((key for key, _ in work.pieces[number]), appended.places, strict=True)
+            work.growth += appended.growth
+
+        begin = trio.current_time()
+        await run_all(*(partial(append, number) for number, some in enumerate(work.pieces) if some))
+        holding = {sender for sender in set(work.senders.values()) if sender.holds()}
+        work.right = {digest for digest, sender in work.senders.items() if sender in holding}
+        self._report.store_s += trio.current_time() - begin
+
+    def _finish(self, work: "_Work", member: Prepared) -> None:
+        """In a worker thread: the places of what has been appended for a member."""
+        places, found = work.places, member.extents
+        for index, extent in enumerate(found):
+            if extent.place is not None:
+                place = places.get(extent.digest if extent.shared else (member.ino, index))
+                if place is not None:
+                    found[index] = extent._replace(place=place)
+        recipes = []
+        while (place := places.get((member.ino, len(found) + len(recipes)))) is not None:
+            recipes.append(place)
+        member.extents = pieces.with_recipes(found, recipes)
+        member.layout = self._layout
+
+    async def _flip(self, alive: list[Prepared], work: "_Work") -> None:
+        new = work.right
+        lost = work.senders.keys() - new
+        ready = [member for member in alive if lost.isdisjoint(member.cut.digests)]
+        while ready:
+            try:
+                for member in ready:
+                    await self._list(member, new, work.growth)
+                await self._tools.flips.flip(ready, work.growth, new)
+                break
+            except Stale:
+                leaned = {d for m in ready for d in m.cut.digests if d and d not in new and d not in self._own}
+                gone = leaned - (await self._tools.engine.view(shared.find_all_shared, leaned)).keys()
+                if not gone:
+                    raise
+                self._known -= gone
+                ready = [member for member in ready if gone.isdisjoint(member.cut.digests)]
+        drained = [member for member in ready if member.outcome is Outcome.DRAINED]
+        if drained:
+            faults.reach(_FLIPPED)
+            await self._tools.work(drained[0], self._count, drained, work)
+
+    async def _list(self, member: Prepared, new: set[bytes], growth: Sequence[Growth]) -> None:
+        """Have a long list on record before the flip. Raises Stale, NoSpace, Unavailable."""
+        if len(member.extents) > LISTED_AT_ONCE:
+            member.garbage = member.oid
+            await self._tools.containers.list_extents(member.oid, member.extents, new, growth)
+            member.extents = ()
+
+    def _drop_list(self, member: Prepared) -> None:
+        """That of the last round, in which the file was not flipped."""
+        if member.garbage:
+            self._tools.collector.add_garbage(member.garbage)
+            member.garbage = 0
+
+    def _count(self, drained: list[Prepared], work: "_Work") -> None:
+        """In a worker thread."""
+        for member in drained:
+            self._known.update(member.cut.digests)
+        counted = {d for member in drained for d in member.cut.digests} & work.senders.keys()
+        inos = {member.ino for member in drained}
+        for slot, some in zip(self._slots, work.pieces, strict=True):
+            size = sum(
+                HEADER_BYTES + work.places[key].stored
+                for key, _ in some if (key in counted if isinstance(key, bytes) else key[0] in inos)
+            )  # fmt: skip
+            self._report.stored_bytes += size
+            for server in slot.servers:
+                part = size // sharing.data_columns(slot)
+                self._report.servers[server] = self._report.servers.get(server, 0) + part
+
+
+class _Work:
+    """What one round appends. Keys are digests of shared chunks, or (inode number, number of the extent) of a file's own.
+
+    ``senders``: whose burst copies the shared ones are read from. ``right``: those that are what they should be.
+    """
+
+    def __init__(self, slots: Sequence[Striped]) -> None:
+        self.pieces: list[list[tuple[Any, Piece]]] = [[] for _ in slots]
+        self.senders: dict[bytes, Prepared] = {}
+        self.right: set[bytes] = set()
+        self.places: dict[Any, Location] = {}
+        self.growth: list[Growth] = []

@@ -1,0 +1,809 @@
+"""Draining members of a group: equal bytes are stored once, whatever happens meanwhile, and every file keeps its own."""
+
+import errno
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from aifs.check.fsck import check
+from aifs.check.salvage import rebuild
+from aifs.core import faults
+from aifs.core.errors import NoSpace, Unavailable
+from aifs.data import object_label
+from aifs.layout.hint import Policy
+from aifs.layout.interleaved import is_variable, redundancy_of
+from aifs.layout.redundancy import Redundancy
+from aifs.meta import chunks, keys, shared
+from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
+from aifs.meta.keys import ROOT_INO
+from aifs.vfs.filesystem import Filesystem
+from aifs.vfs.groups import digests, storing
+from aifs.vfs.groups.group_drain import GroupDrain, Options, Outcome, Prepared, Report
+from aifs.vfs.groups.storing import Storing
+from aifs.vfs.lifecycle import open_filesystem
+from aifs.vfs.tiers import containers
+from aifs.vfs.types import ROOT, SetAttr
+from tests.support import modes
+from tests.support.data_servers import failing, hooked
+
+KIB = 1 << 10
+CHUNK = 64 * KIB
+SMALL = Options(chunk=CHUNK)
+REUSE = Options(chunk=CHUNK, reuse=True)
+WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
+KINDS = {"plain": {}, "replicas": modes.REPLICAS, "coded": modes.CODED, "compressed": {"layout.compress": "zstd:1"}}
+
+
+@pytest.fixture
+def directory():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as parent:
+        store = Path(parent) / "store"
+        yield store
+        faults.disarm_all()
+        found = check(modes.config_of(store), repair=False, deep=True).findings
+        assert not found, [str(finding) for finding in found]
+
+
+@asynccontextmanager
+async def mounted(directory: Path, settings: dict[str, str] | None = None):
+    if not directory.exists():
+        await trio.to_thread.run_sync(modes.make_store, directory, WAITING | (settings or {}))
+    with trio.fail_after(60):
+        async with open_filesystem(modes.config_of(directory)) as fs:
+            yield fs
+            await fs.collector.drain()
+
+
+def group_drain(fs: Filesystem) -> GroupDrain:
+    store = fs.store
+    return GroupDrain(
+        store.config, store.engine, store.servers, fs.tier, fs.io, fs.ids, fs.collector, fs.containers, fs.drain.mover
+    )
+
+
+async def write_file(fs: Filesystem, name: bytes, data: bytes, policy: Policy | None = None) -> int:
+    opened, inode = await fs.create(ROOT_INO, name, 0o600, os.O_RDWR, ROOT)
+    if policy is not None:
+        fs.io.open[inode.ino].inode.policy = policy
+    await fs.write(opened.handle, 0, data)
+    await fs.release(opened.handle)
+    return inode.ino
+
+
+async def read_file(fs: Filesystem, ino: int) -> bytes:
+    opened = await fs.open(ino, os.O_RDONLY)
+    try:
+        size = (await fs.getattr(ino)).size
+        return b"".join([bytes(await fs.read(opened.handle, at, 1 << 20)) for at in range(0, size, 1 << 20)])
+    finally:
+        await fs.release(opened.handle)
+
+
+async def remove(fs: Filesystem, name: bytes, ino: int) -> None:
+    await fs.unlink(ROOT_INO, name)
+    fs.forget([ino])
+    await fs.collector.drain()
+
+
+async def rewrite(fs: Filesystem, ino: int, data: bytes) -> None:
+    opened = await fs.open(ino, os.O_RDWR | os.O_TRUNC)
+    await fs.write(opened.handle, 0, data)
+    await fs.release(opened.handle)
+
+
+def at_once(point: str, act) -> None:
+    """Have ``act`` called when the point is reached for the first time."""
+    calls = []
+
+    def reached() -> None:
+        if not calls:
+            calls.append(1)
+            act()
+
+    faults.arm(point, reached)
+
+
+async def store(
+    fs: Filesystem, drain: GroupDrain, inos: Sequence[int], options: Options = SMALL, name: str = "step"
+) -> tuple[list[Prepared], Report]:
+    report = Report()
+    members = [Prepared(ino) for ino in inos]
+    for member in members:
+        await drain.prepare(name, member, options, report)
+        assert member.outcome is None
+    await drain.store(name, members, options, report)
+    return members, report
+
+
+def outcomes(members: Sequence[Prepared]) -> list[object]:
+    return [member.outcome for member in members]
+
+
+async def check_contents(fs: Filesystem, contents: dict[int, bytes]) -> None:
+    """From the capacity tier alone."""
+    for ino, data in contents.items():
+        await fs.evictor.evict(ino)
+        inode = await fs.getattr(ino)
+        assert inode.copy is None and inode.size == len(data)
+        assert await read_file(fs, ino) == data
+
+
+async def shared_chunks(fs: Filesystem) -> dict[bytes, shared.Shared]:
+    def read(tx):
+        return {
+            (digest := keys.shared_digest(key)): shared.decode_shared(digest, value)
+            for key, value in tx.range(*keys.all_of(b"h"))
+        }
+
+    return await fs.store.engine.view(read)
+
+
+rng = random.Random(5)
+EQUAL = rng.randbytes(5 * CHUNK + 100)
+
+
+def ranks(count: int = 4) -> list[bytes]:
+    """Equal parts, a part of each one's own, zeros, and what is equal inside one."""
+    made = []
+    for rank in range(count):
+        own = random.Random(rank).randbytes(CHUNK)
+        made.append(EQUAL[: 4 * CHUNK] + own + own + bytes(3 * CHUNK) + EQUAL[4 * CHUNK :])
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_is_equal_is_stored_once(directory, kind):
+    async with mounted(directory, KINDS[kind]) as fs:
+        drain, data = group_drain(fs), ranks()
+        contents = {await write_file(fs, b"%d" % rank, bytes_): bytes_ for rank, bytes_ in enumerate(data)}
+        members, report = await store(fs, drain, list(contents))
+        assert outcomes(members) == [Outcome.DRAINED] * 4
+        assert report.bytes == sum(map(len, data))
+        assert report.zero_bytes == 4 * 3 * CHUNK
+        assert report.distinct_bytes == len(EQUAL) + 4 * CHUNK and report.found_bytes == 0
+        assert report.duplicate_bytes == 3 * len(EQUAL) + 4 * CHUNK
+        overhead = (len(EQUAL) // CHUNK + 1 + 4 + 4) * 2000
+        assert report.distinct_bytes < report.stored_bytes < report.distinct_bytes + overhead
+        assert len(await shared_chunks(fs)) == len(EQUAL) // CHUNK + 1 + 4
+        for ino in contents:
+            inode = await fs.getattr(ino)
+            assert is_variable(inode.layout) and inode.layout.chunk == CHUNK
+        await check_contents(fs, contents)
+    async with mounted(directory) as fs:
+        assert str(fs.recovered) == "nothing to recover"
+        await check_contents(fs, contents)
+        for number, ino in enumerate(contents):
+            await remove(fs, b"%d" % number, ino)
+            await check_contents(fs, dict(list(contents.items())[number + 1 :]))
+        assert not await shared_chunks(fs)
+
+
+async def test_what_the_store_has_is_not_stored_again(directory):
+    async with mounted(directory) as fs:
+        drain, data = group_drain(fs), ranks(3)
+        contents = {await write_file(fs, b"%d" % rank, bytes_): bytes_ for rank, bytes_ in enumerate(data)}
+        inos = list(contents)
+        await store(fs, drain, inos[:2])
+        before = await shared_chunks(fs)
+        members, report = await store(fs, drain, inos[2:])
+        assert outcomes(members) == [Outcome.DRAINED]
+        assert report.found_bytes == len(EQUAL) and report.distinct_bytes == CHUNK
+        after = await shared_chunks(fs)
+        assert len(after) == len(before) + 1
+        assert all(after[digest].place == known.place for digest, known in before.items())
+        await check_contents(fs, contents)
+
+
+async def test_long_lists_are_on_record_before_the_flip(directory, monkeypatch):
+    """Also where the flip has to wait for another round, so that the first list is dropped."""
+    for module in (storing, containers):
+        monkeypatch.setattr(module, "LISTED_AT_ONCE", CHUNKS_PER_RECORD)
+    async with mounted(directory) as fs:
+        drain, pool = group_drain(fs), rng.randbytes(256 * KIB)
+        data = [pool[: (40 + 30 * rank) * 4 * KIB] * 3 for rank in range(2)]
+        contents = {await write_file(fs, b"%d" % rank, one): one for rank, one in enumerate(data)}
+        inos, options = list(contents), Options(chunk=4 * KIB)
+        members, report = [Prepared(ino) for ino in inos], Report()
+        for member in members:
+            await drain.prepare("step", member, options, report)
+        at_once("vfs.containers.listed", lambda: fs.io.open[inos[0]].cancel_drain())
+        await drain.store("step", members, options, report)
+        assert outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED]
+        members, report = await store(fs, drain, inos[:1], options)
+        assert outcomes(members) == [Outcome.DRAINED]
+        await check_contents(fs, contents)
+
+
+# --- what others do meanwhile ------------------------------------------------------------------------
+
+
+async def test_who_opens_a_member_for_writing_has_it_stored_without_it(directory):
+    """The others lose nothing, also where their chunks were to come from the one that has changed."""
+    async with mounted(directory) as fs:
+        drain, data = group_drain(fs), ranks(3)
+        contents = {await write_file(fs, b"%d" % rank, bytes_): bytes_ for rank, bytes_ in enumerate(data)}
+        inos = list(contents)
+        told = []
+        members = [Prepared(ino, told.append) for ino in inos]
+        report = Report()
+        for member in members:
+            await drain.prepare("step", member, SMALL, report)
+        at_once("data.append.synced", lambda: fs.io.open[inos[0]].cancel_drain())
+        await drain.store("step", members, SMALL, report)
+        assert outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED, Outcome.DRAINED] and told == members[:1]
+        await check_contents(fs, dict(list(contents.items())[1:]))
+        assert (await fs.getattr(inos[0])).in_burst
+        await rewrite(fs, inos[0], data[1])
+        members, report = await store(fs, drain, inos[:1])
+        assert outcomes(members) == [Outcome.DRAINED] and report.distinct_bytes == 0
+        await check_contents(fs, contents | {inos[0]: data[1]})
+
+
+async def test_one_that_is_cut_while_it_is_read_does_not_spoil_it_for_the_others(directory):
+    async with mounted(directory) as fs:
+        drain, data = group_drain(fs), ranks(3)
+        contents = {await write_file(fs, b"%d" % rank, bytes_): bytes_ for rank, bytes_ in enumerate(data)}
+        inos = list(contents)
+        members, report = [Prepared(ino) for ino in inos], Report()
+        for member in members:
+            await drain.prepare("step", member, SMALL, report)
+        append = drain._tools.containers.append_pieces
+
+        @asynccontextmanager
+        async def cut_first(*args):
+            drain._tools.containers.append_pieces = append
+            copy = members[0].copy
+            fs.io.open[inos[0]].cancel_drain()
+            os.truncate(fs.store.servers[copy.server].object_path(0, copy.id), 10)
+            async with append(*args) as appended:
+                yield appended
+
+        drain._tools.containers.append_pieces = cut_first
+        await drain.store("step", members, SMALL, report)
+        assert outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED, Outcome.DRAINED]
+        await rewrite(fs, inos[0], data[0])
+        members, _ = await store(fs, drain, inos[:1])
+        assert outcomes(members) == [Outcome.DRAINED]
+        await check_contents(fs, contents)
+
+
+async def test_hashing_waits_for_writers_unless_it_is_waited_for(directory):
+    """On a machine with so few processors that there is none to spare."""
+    async with mounted(directory) as fs, trio.open_nursery() as nursery:
+        drain, hurry = group_drain(fs), [False]
+        drain._hasher._lanes = 2
+        ino = await write_file(fs, b"a", EQUAL)
+        writer, _ = await fs.create(ROOT_INO, b"b", 0o600, os.O_RDWR, ROOT)
+        member, report, done = Prepared(ino), Report(), trio.Event()
+        member.hurry = lambda: hurry[0]
+
+        async def prepare():
+            await drain.prepare("step", member, SMALL, report)
+            done.set()
+
+        nursery.start_soon(prepare)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not done.is_set() and not drain._hasher.hashed_bytes
+        hurry[0] = True
+        drain.hurry()
+        await done.wait()
+        assert member.outcome is None and not report.hashed_bytes
+        await drain.store("step", [member], SMALL, report)
+        assert member.outcome is Outcome.DRAINED and report.hashed_bytes == len(EQUAL)
+        await fs.release(writer.handle)
+
+
+async def test_what_is_equal_in_members_is_hashed_once(directory):
+    async with mounted(directory) as fs:
+        drain = group_drain(fs)
+        whole = random.Random(1).randbytes(6 * CHUNK)
+        parts = [whole, whole[: 3 * CHUNK] + bytes(CHUNK) + whole[4 * CHUNK :], whole[CHUNK:], whole[:-1] + b"x", whole]
+        contents = {await write_file(fs, b"%d" % rank, data): data for rank, data in enumerate(parts)}
+        members, report = await store(fs, drain, list(contents))
+        assert outcomes(members) == [Outcome.DRAINED] * len(parts)
+        assert report.hashed_bytes == (6 + 1 + 5 + 1) * CHUNK  # the first, the zeros, all that is shifted, and a last chunk
+        assert report.hashed_bytes + report.compared_bytes == sum(map(len, parts))
+        await check_contents(fs, contents)
+
+
+async def test_one_that_changes_while_others_are_compared_with_it_does_not_spoil_it_for_them(directory, monkeypatch):
+    monkeypatch.setattr(digests, "_PART", 16 * KIB)
+    monkeypatch.setattr(digests, "_NOTHING", memoryview(bytearray(16 * KIB)))
+    async with mounted(directory) as fs:
+        drain, data, token = group_drain(fs), random.Random(1).randbytes(4 * CHUNK), trio.lowlevel.current_trio_token()
+        inos = [await write_file(fs, b"%d" % rank, data) for rank in range(3)]
+        members, read, changed = [Prepared(ino) for ino in inos], digests.Source.read, []
+        for member in members:
+            await drain.prepare("step", member, SMALL, Report())
+
+        def read_changing(source, offset, part):
+            if source.key == (0, members[0].copy.id) and offset == CHUNK + 32 * KIB:
+                trio.from_thread.run_sync(fs.io.open[inos[0]].cancel_drain, trio_token=token)
+                with open(source.device.object_path(*source.key), "r+b") as file:
+                    file.seek(CHUNK)
+                    file.write(bytes(CHUNK))
+                changed.append(offset)
+            read(source, offset, part)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(digests.Source, "read", read_changing)
+            await drain.store("step", members, SMALL, Report())
+        assert changed and outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED, Outcome.DRAINED]
+        await check_contents(fs, dict.fromkeys(inos[1:], data))
+        members, _ = await store(fs, drain, inos[:1])
+        assert outcomes(members) == [Outcome.DRAINED]
+        await check_contents(fs, {inos[0]: data[:CHUNK] + bytes(CHUNK) + data[2 * CHUNK :]})
+
+
+async def test_one_that_cannot_be_read_fails_alone(directory, monkeypatch):
+    async with mounted(directory) as fs:
+        drain, data = group_drain(fs), random.Random(1).randbytes(4 * CHUNK)
+        inos = [await write_file(fs, b"%d" % rank, data) for rank in range(3)]
+        members, read = [Prepared(ino) for ino in inos], digests.Source.read
+        for member in members:
+            await drain.prepare("step", member, SMALL, Report())
+
+        def read_failing(source, offset, part):
+            if source.key == (0, members[0].copy.id) and offset >= CHUNK:
+                raise Unavailable("not now")
+            read(source, offset, part)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(digests.Source, "read", read_failing)
+            await drain.store("step", members, SMALL, Report())
+        assert isinstance(members[0].outcome, Unavailable) and outcomes(members[1:]) == [Outcome.DRAINED] * 2
+        members, _ = await store(fs, drain, inos[:1])
+        assert outcomes(members) == [Outcome.DRAINED]
+        await check_contents(fs, dict.fromkeys(inos, data))
+
+
+async def test_a_member_may_be_released_while_it_is_being_prepared(directory):
+    async with mounted(directory) as fs, trio.open_nursery() as nursery:
+        drain = group_drain(fs)
+        ino = await write_file(fs, b"a", EQUAL)
+        member, hash_ = Prepared(ino), drain._hasher.hash
+
+        async def hash_after_all(*args):
+            nursery.start_soon(drain.release, member)
+            await trio.testing.wait_all_tasks_blocked()
+            return await hash_(*args)
+
+        drain._hasher.hash = hash_after_all
+        await drain.prepare("step", member, SMALL, Report())
+        assert member.outcome is Outcome.CHANGED and member.file is None
+        await trio.testing.wait_all_tasks_blocked()
+        assert not fs.io.open
+        drain._hasher.hash = hash_
+        members, _ = await store(fs, drain, [ino])
+        assert outcomes(members) == [Outcome.DRAINED]
+
+
+async def test_a_member_that_changes_before_it_is_stored_is_left_out(directory):
+    async with mounted(directory) as fs:
+        drain, data = group_drain(fs), ranks(2)
+        inos = [await write_file(fs, b"%d" % rank, bytes_) for rank, bytes_ in enumerate(data)]
+        told = []
+        members = [Prepared(ino, told.append) for ino in inos]
+        report = Report()
+        for member in members:
+            await drain.prepare("step", member, SMALL, report)
+        await rewrite(fs, inos[0], b"x" * CHUNK)
+        assert told == members[:1] and members[0].cancelled
+        await drain.store("step", members, SMALL, report)
+        assert outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED]
+        await check_contents(fs, {inos[1]: data[1]})
+        assert await read_file(fs, inos[0]) == b"x" * CHUNK
+
+
+async def test_a_member_that_is_deleted_takes_nothing_with_it(directory):
+    async with mounted(directory) as fs:
+        drain, data = group_drain(fs), ranks(2)
+        inos = [await write_file(fs, b"%d" % rank, bytes_) for rank, bytes_ in enumerate(data)]
+        members, report = [Prepared(ino) for ino in inos], Report()
+        for member in members:
+            await drain.prepare("step", member, SMALL, report)
+        await fs.unlink(ROOT_INO, b"0")
+        await drain.store("step", members, SMALL, report)
+        assert outcomes(members) == [Outcome.GONE, Outcome.DRAINED]
+        await check_contents(fs, {inos[1]: data[1]})
+        fs.forget(inos[:1])
+
+
+async def test_chunks_that_go_while_they_are_leaned_on_are_stored_again(directory, monkeypatch):
+    """Found, then deleted with the last file that had them, before the transaction."""
+    async with mounted(directory) as fs:
+        drain, data = group_drain(fs), ranks(3)
+        contents = {await write_file(fs, b"%d" % rank, bytes_): bytes_ for rank, bytes_ in enumerate(data)}
+        first, *inos = contents
+        await store(fs, drain, [first])
+        flip = Storing._flip
+
+        async def after_a_deletion(*args):
+            monkeypatch.undo()
+            await remove(fs, b"0", first)
+            assert not await shared_chunks(fs)
+            await flip(*args)
+
+        monkeypatch.setattr(Storing, "_flip", after_a_deletion)
+        members, _ = await store(fs, drain, inos)
+        assert outcomes(members) == [Outcome.DRAINED] * 2
+        await check_contents(fs, dict(list(contents.items())[1:]))
+
+
+async def test_what_is_not_prepared_is_said_so_and_let_go(directory):
+    async with mounted(directory) as fs:
+        drain = group_drain(fs)
+        opened, inode = await fs.create(ROOT_INO, b"open", 0o600, os.O_RDWR, ROOT)
+        await fs.write(opened.handle, 0, EQUAL)
+        member, other = Prepared(inode.ino), Prepared(inode.ino + 1000)
+        await drain.prepare("step", member, SMALL, Report())
+        await drain.prepare("step", other, SMALL, Report())
+        assert outcomes([member, other]) == [Outcome.OPEN, Outcome.GONE]
+        await fs.release(opened.handle)
+        member, twice = Prepared(inode.ino), Prepared(inode.ino)
+        await drain.prepare("step", member, SMALL, Report())
+        await drain.prepare("step", twice, SMALL, Report())
+        assert outcomes([member, twice]) == [None, Outcome.BUSY]
+        await drain.release(member)
+        await drain.release(member)
+        assert member.outcome is Outcome.CHANGED and not fs.io.open
+        big = await write_file(fs, b"sparse", b"x" * CHUNK)
+        await fs.setattr(big, SetAttr(size=1 << 50), ROOT)
+        member = Prepared(big)
+        await drain.prepare("step", member, SMALL, Report())
+        assert member.outcome is Outcome.UNFIT and not fs.io.open
+        await remove(fs, b"sparse", big)
+
+
+async def test_a_cancelled_preparation_leaves_the_file_as_it_was(directory):
+    async with mounted(directory) as fs:
+        drain = group_drain(fs)
+        ino = await write_file(fs, b"a", EQUAL)
+        member = Prepared(ino)
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await drain.prepare("step", member, SMALL, Report())
+        assert member.file is None and not fs.io.open
+        members, _ = await store(fs, drain, [ino])
+        assert outcomes(members) == [Outcome.DRAINED]
+        await check_contents(fs, {ino: EQUAL})
+
+
+async def test_a_cancelled_store_leaves_what_is_not_flipped_as_it_was(directory):
+    async with mounted(directory) as fs:
+        drain, data = group_drain(fs), ranks(2)
+        contents = {await write_file(fs, b"%d" % rank, bytes_): bytes_ for rank, bytes_ in enumerate(data)}
+        members, report = [Prepared(ino) for ino in contents], Report()
+        for member in members:
+            await drain.prepare("step", member, SMALL, report)
+        append = drain._tools.containers.append_pieces
+
+        @asynccontextmanager
+        async def append_and_cancel(*args):
+            async with append(*args) as appended:
+                scope.cancel()
+                await trio.lowlevel.checkpoint()
+                yield appended
+
+        with trio.CancelScope() as scope:
+            drain._tools.containers.append_pieces = append_and_cancel
+            await drain.store("step", members, SMALL, report)
+        drain._tools.containers.append_pieces = append
+        assert scope.cancelled_caught and outcomes(members) == [Outcome.CHANGED] * 2
+        assert not fs.io.open and not await shared_chunks(fs)
+        members, _ = await store(fs, drain, list(contents))
+        assert outcomes(members) == [Outcome.DRAINED] * 2
+        await check_contents(fs, contents)
+
+
+async def test_a_tiny_member_goes_to_its_inode(directory):
+    async with mounted(directory) as fs:
+        drain = group_drain(fs)
+        writer, inode = await fs.create(ROOT_INO, b"tiny", 0o600, os.O_RDWR, ROOT)
+        reader = await fs.open(inode.ino, os.O_RDONLY)  # else it would have gone there when it was closed
+        await fs.write(writer.handle, 0, b"tiny")
+        await fs.release(writer.handle)
+        members, report = await store(fs, drain, [inode.ino, await write_file(fs, b"other", EQUAL)])
+        assert outcomes(members) == [Outcome.DRAINED] * 2 and report.inline_bytes == 4
+        await fs.release(reader.handle)
+        await check_contents(fs, {inode.ino: b"tiny", members[1].ino: EQUAL})
+        assert (await fs.getattr(inode.ino)).layout is None
+
+
+async def test_files_are_flipped_some_at_a_time(directory, monkeypatch):
+    monkeypatch.setattr(storing, "_BATCH", 2 * CHUNK)
+    async with mounted(directory) as fs:
+        drain, data = group_drain(fs), ranks(4)
+        contents = {await write_file(fs, b"%d" % rank, bytes_): bytes_ for rank, bytes_ in enumerate(data)}
+        flipped = []
+        faults.arm("vfs.group.flipped", lambda: flipped.append(1))
+        members, report = await store(fs, drain, list(contents))
+        assert outcomes(members) == [Outcome.DRAINED] * 4 and len(flipped) == 3
+        assert report.distinct_bytes == len(EQUAL) + 4 * CHUNK
+        await check_contents(fs, contents)
+
+
+# --- servers that fail -------------------------------------------------------------------------------
+
+
+async def test_a_full_server_leaves_the_files_in_the_burst_tier(directory):
+    async with mounted(directory) as fs:
+        drain, data = group_drain(fs), ranks(2)
+        contents = {await write_file(fs, b"%d" % rank, bytes_): bytes_ for rank, bytes_ in enumerate(data)}
+        with hooked(), failing("write_at", fs.store.servers[1].path, errno.ENOSPC):
+            members, report = await store(fs, drain, list(contents))
+        assert all(isinstance(outcome, NoSpace) for outcome in outcomes(members))
+        assert report.bytes == report.distinct_bytes == report.chunks == 0, "the next try counts them"
+        assert not await shared_chunks(fs) and not fs.io.open
+        for ino in contents:
+            assert (await fs.getattr(ino)).in_burst
+        members, _ = await store(fs, drain, list(contents))
+        assert outcomes(members) == [Outcome.DRAINED] * 2
+        await check_contents(fs, contents)
+
+
+async def test_a_bad_chunk_is_replaced_for_all_before_more_files_lean_on_it(directory):
+    async with mounted(directory) as fs:
+        drain, data = group_drain(fs), ranks(3)
+        contents = {await write_file(fs, b"%d" % rank, bytes_): bytes_ for rank, bytes_ in enumerate(data)}
+        inos = list(contents)
+        await store(fs, drain, inos[:1])
+        known = await shared_chunks(fs)
+        spoilt = next(known.place for known in known.values() if known.place.raw == CHUNK)
+        record = await fs.store.engine.view(chunks.find_container, spoilt.container)
+        server = fs.store.servers[record.layout.servers[0]]
+        fd = os.open(server.object_path(0, spoilt.container), os.O_WRONLY)
+        os.pwrite(fd, b"spoilt", spoilt.offset + 1000)
+        os.close(fd)
+        members, report = await store(fs, drain, inos[1:2])
+        assert outcomes(members) == [Outcome.DRAINED]
+        assert report.replaced_chunks == 1 and report.verified_chunks == len(EQUAL) // CHUNK + 1
+        after = await shared_chunks(fs)
+        assert after[spoilt.digest].place != spoilt
+        members, report = await store(fs, drain, inos[2:])
+        assert report.verified_chunks == report.replaced_chunks == 0  # the third of them leans on what the second has seen
+        await check_contents(fs, contents)
+
+
+# --- policies ----------------------------------------------------------------------------------------
+
+
+async def test_a_chunk_that_is_protected_too_little_is_stored_anew_for_all(directory):
+    async with mounted(directory) as fs:
+        drain, data = group_drain(fs), ranks(2)
+        plain = await write_file(fs, b"plain", data[0])
+        await store(fs, drain, [plain])
+        safe = await write_file(fs, b"safe", data[1], Policy(replicas=2))
+        members, report = await store(fs, drain, [safe])
+        assert outcomes(members) == [Outcome.DRAINED]
+        assert report.replaced_chunks == len(EQUAL) // CHUNK + 1
+        for digest, known in (await shared_chunks(fs)).items():
+            layout = (await fs.store.engine.view(chunks.find_container, known.place.container)).layout
+            expected = 1 if known.references == 2 and digest not in members[0].cut.digests else 2
+            assert redundancy_of(layout) in (Redundancy(expected), Redundancy(2))
+        leaned = [k for k in (await shared_chunks(fs)).values() if k.references == 2]
+        assert len(leaned) >= len(EQUAL) // CHUNK + 1
+        await check_contents(fs, {plain: data[0], safe: data[1]})
+
+
+async def test_members_of_one_group_may_ask_for_different_things(directory):
+    async with mounted(directory) as fs:
+        drain, data = group_drain(fs), ranks(3)
+        policies = [Policy(), Policy(replicas=2), Policy(compress=1)]
+        contents = {await write_file(fs, b"%d" % n, data[n], policies[n]): data[n] for n in range(3)}
+        members, report = await store(fs, drain, list(contents))
+        assert outcomes(members) == [Outcome.DRAINED] * 3
+        assert report.replaced_chunks == 0  # the safest come first
+        await check_contents(fs, contents)
+
+
+async def test_a_file_that_must_lie_on_some_servers_does_not_lean_on_others(directory):
+    async with mounted(directory) as fs:
+        drain, data = group_drain(fs), ranks(2)
+        anywhere = await write_file(fs, b"anywhere", data[0])
+        await store(fs, drain, [anywhere])
+        here = await write_file(fs, b"here", data[1], Policy(servers=(2,)))
+        members, report = await store(fs, drain, [here])
+        assert outcomes(members) == [Outcome.DRAINED] and set(report.servers) == {2}
+        await check_contents(fs, {anywhere: data[0], here: data[1]})
+
+
+# --- plans and reuse ---------------------------------------------------------------------------------
+
+
+async def test_the_plan_of_the_last_step_serves_again(directory):
+    async with mounted(directory) as fs:
+        drain = group_drain(fs)
+        for step in range(3):
+            contents = {}
+            for rank in range(2):
+                data = random.Random(step).randbytes(4 * CHUNK) + random.Random(100 + 10 * step + rank).randbytes(CHUNK)
+                contents[await write_file(fs, b"%d-%d" % (step, rank), data)] = data
+            _, report = await store(fs, drain, list(contents))
+            assert report.plan_cached == (step > 0) and report.planned_s >= report.lower_bound_s > 0
+            await check_contents(fs, contents)
+
+
+async def step(fs: Filesystem, drain: GroupDrain, number: int, data: Sequence[bytes], options: Options) -> Report:
+    contents = {await write_file(fs, b"%d-%d" % (rank, number), one): one for rank, one in enumerate(data)}
+    members, report = await store(fs, drain, list(contents), options)
+    assert outcomes(members) == [Outcome.DRAINED] * len(data)
+    await check_contents(fs, contents)
+    return report
+
+
+async def test_copies_are_not_hashed_again_with_the_hint(directory):
+    async with mounted(directory) as fs:
+        drain = group_drain(fs)
+        size = 8 * CHUNK
+        for number in range(3):
+            same = random.Random(number).randbytes(size)
+            data = [same + random.Random(100 + 10 * number + rank).randbytes(CHUNK) for rank in range(4)]
+            report = await step(fs, drain, number, data, REUSE)
+            assert report.reused == (number > 0)
+            assert report.hashed_bytes == size + 4 * CHUNK
+            assert report.compared_bytes == (0 if number else 3 * size)
+            assert report.distinct_bytes == size + 4 * CHUNK
+        report = await step(fs, drain, 3, [one + b"x" * CHUNK for one in data], REUSE)  # another shape
+        assert not report.reused and report.hashed_bytes + report.compared_bytes == 4 * (size + 2 * CHUNK)
+
+
+async def test_what_was_equal_by_chance_is_not_taken_for_equal(directory):
+    """All zeros, then constant, in the first steps, as optimizer state is."""
+    async with mounted(directory) as fs:
+        drain = group_drain(fs)
+        same = random.Random(1).randbytes(4 * CHUNK)
+        await step(fs, drain, 0, [same + bytes(4 * CHUNK) for _ in range(4)], REUSE)
+        different = [random.Random(rank).randbytes(4 * CHUNK) for rank in range(4)]
+        report = await step(fs, drain, 1, [same + one for one in different], REUSE)
+        assert report.reused and report.hashed_bytes == 5 * 4 * CHUNK  # what was zero is hashed
+        await step(fs, drain, 2, [same * 2 for _ in range(4)], REUSE)
+        report = await step(fs, drain, 3, [random.Random(9).randbytes(4 * CHUNK) + one for one in different], REUSE)
+        assert report.distinct_bytes == 4 * CHUNK  # each one's own parts are in the store
+
+
+async def test_a_pattern_is_dropped_where_samples_differ_or_zeros_come_back(directory):
+    async with mounted(directory) as fs:
+        drain = group_drain(fs)
+        same = random.Random(1).randbytes(8 * CHUNK)
+        await step(fs, drain, 0, [same] * 3, REUSE)
+        report = await step(fs, drain, 1, [random.Random(rank).randbytes(8 * CHUNK) for rank in range(3)], REUSE)
+        assert not report.reused
+        await step(fs, drain, 2, [same] * 3, REUSE)
+        report = await step(fs, drain, 3, [bytes(8 * CHUNK)] * 2 + [same], REUSE)
+        assert not report.reused and report.zero_bytes == 16 * CHUNK
+
+
+# --- what reuse takes for equal, and is not ----------------------------------------------------------
+
+
+def samples_of_the_beginning(length: int) -> list[tuple[int, int]]:
+    return [(0, min(length, 4 * KIB))]
+
+
+async def almost_equal(
+    fs: Filesystem, drain: GroupDrain, policy: Policy | None = None
+) -> tuple[list[int], list[bytes], list[Prepared], Report]:
+    """Two members that were equal in the step before, and differ now where no sample shows it."""
+    same = random.Random(1).randbytes(4 * CHUNK)
+    inos = [await write_file(fs, b"%d-0" % rank, same, policy) for rank in range(2)]
+    assert outcomes((await store(fs, drain, inos, REUSE))[0]) == [Outcome.DRAINED] * 2
+    data = [random.Random(2).randbytes(4 * CHUNK)] * 2
+    data[1] = data[1][:-1] + bytes([data[1][-1] ^ 1])
+    inos = [await write_file(fs, b"%d-1" % rank, data[rank], policy) for rank in range(2)]
+    members, report = [Prepared(ino) for ino in inos], Report()
+    for member in members:
+        await drain.prepare("step", member, REUSE, report)
+    return inos, data, members, report
+
+
+async def test_a_wrong_reuse_never_gives_a_chunk_a_wrong_digest(directory, monkeypatch):
+    """The bytes of a copy that was not hashed are never stored under the digest of the one that was."""
+    monkeypatch.setattr("aifs.vfs.groups.reuse.samples", samples_of_the_beginning)
+    async with mounted(directory) as fs:
+        drain = group_drain(fs)
+        inos, data, members, report = await almost_equal(fs, drain)
+        at_once("data.append.synced", lambda: fs.io.open[inos[0]].cancel_drain())
+        await drain.store("step", members, REUSE, report)
+        assert report.reused and outcomes(members) == [Outcome.CHANGED] * 2
+        members, report = await store(fs, drain, inos[1:])
+        assert outcomes(members) == [Outcome.DRAINED]
+        members, report = await store(fs, drain, inos[:1])
+        assert outcomes(members) == [Outcome.DRAINED]
+        await check_contents(fs, dict(zip(inos, data, strict=True)))
+
+
+async def test_what_is_stored_for_one_file_alone_is_its_own(directory, monkeypatch):
+    """Also where it was taken to be equal to another one's."""
+    monkeypatch.setattr("aifs.vfs.groups.reuse.samples", samples_of_the_beginning)
+    async with mounted(directory) as fs:
+        drain = group_drain(fs)
+        inos, data, members, report = await almost_equal(fs, drain, Policy(servers=(2,)))
+        elsewhere = await write_file(fs, b"elsewhere", data[0], Policy(servers=(1,)))
+        assert outcomes((await store(fs, drain, [elsewhere], name="other"))[0]) == [Outcome.DRAINED]
+        await drain.store("step", members, REUSE, report)
+        assert report.reused and outcomes(members) == [Outcome.DRAINED] * 2
+        assert set(report.servers) == {2}
+        await check_contents(fs, dict(zip([elsewhere, *inos], [data[0], *data], strict=True)))
+
+
+async def test_members_that_are_stored_apart_are_not_taken_for_copies(directory):
+    async with mounted(directory) as fs:
+        drain = group_drain(fs)
+        for number in range(2):
+            same = random.Random(number).randbytes(4 * CHUNK)
+            policies = [Policy(), Policy(replicas=2)]
+            inos = [await write_file(fs, b"%d-%d" % (rank, number), same, policies[rank]) for rank in range(2)]
+            members, report = await store(fs, drain, inos, REUSE)
+            assert outcomes(members) == [Outcome.DRAINED] * 2 and not report.reused
+            await check_contents(fs, dict.fromkeys(inos, same))
+
+
+# --- protection --------------------------------------------------------------------------------------
+
+
+async def test_a_protected_file_never_comes_to_lean_on_an_unprotected_chunk(directory, monkeypatch):
+    """What cannot be read just now is not replaced by what is protected less."""
+    async with mounted(directory) as fs:
+        drain, data = group_drain(fs), random.Random(1).randbytes(3 * CHUNK)
+        safe = await write_file(fs, b"safe", data, Policy(replicas=2))
+        assert outcomes((await store(fs, drain, [safe]))[0]) == [Outcome.DRAINED]
+        before = await shared_chunks(fs)
+
+        async def unreadable(*args):
+            raise Unavailable("not now")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fs.containers.files, "read_stored", unreadable)
+            plain = await write_file(fs, b"plain", data)
+            members, report = await store(fs, drain, [plain])
+        assert outcomes(members) == [Outcome.DRAINED] and report.replaced_chunks == 0
+        assert await shared_chunks(fs) == before
+        await check_contents(fs, {safe: data, plain: data})
+
+
+async def test_a_rebuild_takes_the_copy_of_a_chunk_that_is_protected_best(directory):
+    """Not the one in the container that was made last."""
+    small = Options(chunk=4 * KIB)  # so that containers are not full at once
+    data = [random.Random(number).randbytes(3 * small.chunk) for number in range(2)]
+    files = [(b"first", data[0], Policy(replicas=2)), (b"plain", data[1], Policy()), (b"safe", data[1], Policy(replicas=2))]
+    async with mounted(directory, {"layout.count": "1"}) as fs:
+        for name, content, policy in files:
+            members, _ = await store(fs, group_drain(fs), [await write_file(fs, name, content, policy)], small)
+            assert outcomes(members) == [Outcome.DRAINED]
+    shutil.rmtree(directory / "meta")
+    result = await trio.to_thread.run_sync(rebuild, modes.config_of(directory))
+    assert result.ok, result.rows
+    async with mounted(directory) as fs:
+        for known in (await shared_chunks(fs)).values():
+            layout = (await fs.store.engine.view(chunks.find_container, known.place.container)).layout
+            assert redundancy_of(layout) == Redundancy(2)
+        for name, content, _ in files:
+            assert await read_file(fs, (await fs.lookup(ROOT_INO, name)).ino) == content
+
+
+@pytest.mark.parametrize("kind", ["plain", "coded"])
+async def test_containers_of_shared_chunks_alone_can_be_read_without_their_labels(directory, kind):
+    """As where the filesystem of a data server has no extended attributes."""
+    data = random.Random(1).randbytes(12 * CHUNK)
+    async with mounted(directory, KINDS[kind]) as fs:
+        ino = await write_file(fs, b"file", data)
+        assert outcomes((await store(fs, group_drain(fs), [ino]))[0]) == [Outcome.DRAINED]
+        await fs.evictor.evict(ino)
+    shutil.rmtree(directory / "meta")
+    labelled = [path for path in directory.glob("data/*/objects/**/*.*") if os.listxattr(path)]
+    for path in labelled:
+        os.removexattr(path, object_label.NAME)
+    assert labelled
+    result = await trio.to_thread.run_sync(rebuild, modes.config_of(directory))
+    assert result.ok, result.rows
+    async with mounted(directory) as fs:
+        assert await read_file(fs, (await fs.lookup(ROOT_INO, b"file")).ino) == data

@@ -1,0 +1,319 @@
+"""Groups without a filesystem: their texts, records and the state machine, on a clock that the tests turn."""
+
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aifs.core import ioctl
+from aifs.core.errors import GroupCancelled, GroupExpired, Invalid, MemberDied, Unavailable
+from aifs.layout.interleaved import CHUNK_MAX
+from aifs.meta import groups
+from aifs.meta.groups import GroupMember, GroupRecord, Options
+from aifs.vfs.groups.group_text import format_group, parse_group
+from aifs.vfs.groups.state import FileState, Group, describe_ranks
+
+KIB, MIB = 1 << 10, 1 << 20
+SECOND_NS = 10**9
+
+NAMES = st.text(st.characters(codec="ascii", exclude_characters=",\0", categories=("L", "N", "P")), min_size=1, max_size=63)
+OPTIONS = st.builds(
+    Options,
+    name=NAMES.map(str.encode),
+    ranks=st.integers(1, 8192),
+    chunk=st.integers(16, 1024).map(lambda pages: pages * 4096),
+    explicit=st.booleans(),
+    timeout_ms=st.integers(1, 1 << 40),
+    grace_ms=st.integers(0, 1 << 40),
+    reuse=st.booleans(),
+    publish=NAMES.filter(lambda name: "/" not in name and name not in (".", "..")).map(str.encode) | st.just(b""),
+)
+TIMES = st.integers(0, 1 << 62)
+
+
+@st.composite
+def records(draw: st.DrawFn) -> GroupRecord:
+    options = draw(OPTIONS)
+    return GroupRecord(
+        draw(TIMES), options, draw(st.integers(0, 1 << 31)), draw(st.integers(0, 1 << 31)), draw(TIMES),
+        draw(st.sampled_from([state for state in groups.STATES if state != "draining"])), draw(TIMES), draw(TIMES), draw(TIMES),
+        draw(st.booleans()), draw(st.integers(-1, options.ranks - 1)), draw(st.text(max_size=50)), draw(st.text(max_size=50)),
+        draw(st.binary(max_size=100)),
+    )  # fmt: skip
+
+
+# --- texts -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_out_is_the_usual() -> None:
+    assert parse_group("name=step,ranks=8") == Options(b"step", 8, CHUNK_MAX, False, 600_000, 0, False, b"")
+
+
+def test_everything_can_be_said() -> None:
+    text = "name=s, ranks=2, dedup=64KiB, commit=explicit, timeout=90s, grace=500ms, reuse=yes, publish=step-1"
+    assert parse_group(text) == Options(b"s", 2, 64 * KIB, True, 90_000, 500, True, b"step-1")
+
+
+@pytest.mark.parametrize("size", ["file", "64MiB", "1TiB"])
+def test_a_chunk_is_not_larger_than_the_largest(size: str) -> None:
+    assert parse_group(f"name=a,ranks=1,dedup={size}").chunk == CHUNK_MAX == 4 * MIB
+
+
+@given(OPTIONS)
+def test_a_group_is_read_as_it_was_written(options: Options) -> None:
+    assert parse_group(format_group(options)) == options
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "key=value"),
+        ("ranks=8", "name must be given"),
+        ("name=a", "ranks must be given"),
+        ("name=a,ranks=0", "1 to 8192"),
+        ("name=a,ranks=8193", "1 to 8192"),
+        ("name=a,ranks=-1", "whole number"),
+        ("name=a,ranks=8,ranks=8", "given twice"),
+        ("name=a,rank=8", "did you mean 'ranks'"),
+        ("name=a,ranks=8,dedup=4", "dedup="),
+        ("name=a,ranks=8,dedup=65537", "dedup="),
+        ("name=a,ranks=8,dedup=0", "dedup="),
+        ("name=a,ranks=8,dedup=big", "dedup"),
+        ("name=a,ranks=8,commit=never", "close, explicit"),
+        ("name=a,ranks=8,reuse=perhaps", "yes, no"),
+        ("name=a,ranks=8,timeout=soon", "timeout"),
+        ("name=,ranks=8", "name"),
+        ("name=" + 64 * "a" + ",ranks=8", "63"),
+        ("name=a\nb,ranks=8", "printable"),
+        ("name=a\0,ranks=8", "printable"),
+        ("name=a,ranks=8,publish=../b", "publish"),
+        ("name=a,ranks=8,publish=..", "publish"),
+    ],
+)
+def test_a_wrong_text_is_refused_and_named(text: str, named: str) -> None:
+    with pytest.raises(Invalid, match=re.escape(named)):
+        parse_group(text)
+
+
+# --- records -----------------------------------------------------------------------------------------------
+
+
+@given(records())
+def test_a_record_is_read_as_it_was_written(record: GroupRecord) -> None:
+    assert groups.decode_group(record.encode()) == record
+
+
+def test_the_format_of_records_stays() -> None:
+    options = Options(b"step", 8, 4 * MIB, True, 600_000, 1000, True, b"final")
+    record = GroupRecord(77, options, 1000, 100, 5, "failed", 6, 7, 8, True, 3, "why", "", b"{}")
+    assert record.encode().hex() == (
+        "01" "05" "0700" "08000000" "03000000" "e8030000" "64000000" "4d00000000000000" "0000400000000000"
+        "c027090000000000" "e803000000000000" "0500000000000000" "0600000000000000" "0700000000000000" "0800000000000000"
+        "0400" "73746570" "0500" "66696e616c" "0300" "776879" "0000" "0200" "7b7d"
+    )  # fmt: skip
+    assert GroupMember(1, 2, 3).encode().hex() == "01" "0100000000000000" "0200000000000000" "0300000000000000"
+
+
+def test_a_group_that_is_drained_is_on_record_as_committed() -> None:
+    record = GroupRecord(1, parse_group("name=a,ranks=1"), 0, 0, 0, "draining")
+    assert groups.decode_group(record.encode()).state == "committed"
+
+
+@given(records(), st.data())
+def test_a_damaged_record_is_no_group(record: GroupRecord, data: st.DataObject) -> None:
+    encoded = record.encode()
+    with pytest.raises(Unavailable):
+        groups.decode_group(encoded[: data.draw(st.integers(0, len(encoded) - 1))])
+    with pytest.raises(Unavailable):
+        groups.decode_group(b"\x02" + encoded[1:])
+    with pytest.raises(Unavailable):
+        groups.decode_member(GroupMember(1).encode()[:-1])
+
+
+# --- the state machine -------------------------------------------------------------------------------------
+
+
+def make(text: str = "", now: float = 1000.0, age_s: int = 0) -> Group:
+    """A group that is ``age_s`` old."""
+    options = parse_group(f"name=step,ranks=3,commit=explicit,timeout=60s{text}")
+    now_ns = 10**18
+    return Group(7, GroupRecord(1, options, 0, 0, now_ns - age_s * SECOND_NS), None, now, now_ns)
+
+
+def test_a_group_is_complete_when_all_ranks_have_committed() -> None:
+    group = make()
+    for rank in (2, 0, 1):
+        assert not group.is_complete and rank in group.missing()
+        group.require_rank(rank)
+        group.commit(rank)
+    assert group.is_complete and group.missing() == []
+
+
+def test_a_group_is_complete_when_as_many_files_have_been_closed() -> None:
+    group = make()
+    group.record = group.record._replace(options=group.record.options._replace(explicit=False))
+    group.closed(11, 5, 1000.0)
+    group.closed(11, 6, 1000.0)
+    group.closed(12, 5, 1000.0)
+    assert not group.is_complete and group.lacking() == "1 of 3 files have not been closed"
+    group.closed(13, 5, 1000.0)
+    assert group.is_complete
+    group.opened(12)
+    assert not group.is_complete and group.files[12].state is FileState.WRITING
+    group.closed(12, 9, 1001.0)
+    assert group.is_complete and group.files[12].size == 9
+    group.remove(13)
+    assert not group.is_complete and group.counted == 2
+
+
+@pytest.mark.parametrize("rank", [-1, 3])
+def test_there_are_no_other_ranks(rank: int) -> None:
+    with pytest.raises(Invalid, match=f"no rank {rank}: they are 0 to 2"):
+        make().require_rank(rank)
+
+
+def test_a_rank_commits_once_and_is_one_process() -> None:
+    group = make()
+    group.join(0, 100)
+    with pytest.raises(Invalid, match="rank 0 has been joined by process 100, which is alive"):
+        group.join(0, 101)
+    group.commit(0)
+    with pytest.raises(Invalid, match="rank 0 has committed already"):
+        group.join(0, 101)
+    with pytest.raises(Invalid, match="rank 0 has committed already"):
+        group.require_rank(0)
+
+
+def test_ranks_do_not_commit_a_group_that_is_committed_by_closing() -> None:
+    group = make()
+    group.record = group.record._replace(options=group.record.options._replace(explicit=False))
+    with pytest.raises(Invalid, match="commit=explicit"):
+        group.join(0, 100)
+
+
+def end(group: Group, now: float) -> None:
+    record = group.overdue(now)
+    assert record is not None
+    group.record = record
+
+
+def test_a_rank_that_dies_ends_the_group_at_once() -> None:
+    group = make()
+    group.join(1, 100)
+    assert group.overdue(1001.0) is None
+    group.left(1, 99, 1001.0)  # another process, of an earlier try
+    assert group.overdue(1001.0) is None
+    group.left(1, 100, 1001.0)
+    end(group, 1001.0)
+    assert (group.state, group.record.dead, group.record.error) == ("failed", 1, "rank 1 ended before it committed")
+    assert [rank["state"] for rank in describe_ranks(group, 9)] == ["missing", "dead", "missing"]
+    with pytest.raises(MemberDied, match="rank 1 ended before it committed"):
+        group.require_success()
+    with pytest.raises(MemberDied):
+        group.require_rank(0)
+
+
+def test_a_rank_may_come_back_within_its_grace() -> None:
+    group = make(",grace=5s")
+    group.join(1, 100)
+    group.left(1, 100, 1001.0)
+    assert group.overdue(1005.9) is None and group.deadline() == 1006.0
+    assert describe_ranks(group, 9)[1] == {"rank": 1, "state": "away", "pid": None}
+    group.join(1, 101)
+    assert group.overdue(1010.0) is None and group.deadline() == 1060.0
+    group.left(1, 101, 1010.0)
+    end(group, 1015.0)
+    assert group.record.dead == 1
+
+
+def test_a_rank_that_has_committed_may_end() -> None:
+    group = make()
+    group.join(1, 100)
+    group.commit(1)
+    group.left(1, 100, 1001.0)
+    assert group.overdue(1001.0) is None and describe_ranks(group, 9)[1]["state"] == "committed"
+
+
+def test_a_rank_that_is_committing_is_not_dead() -> None:
+    group = make()
+    group.join(1, 100)
+    group.committing.add(1)
+    group.left(1, 100, 1001.0)
+    assert group.overdue(1001.0) is None
+    group.committing.discard(1)  # it was interrupted
+    end(group, 1001.0)
+    assert group.state == "failed"
+
+
+def test_a_group_expires_and_names_who_is_missing() -> None:
+    group = make()
+    group.commit(1)
+    assert group.overdue(1059.9) is None
+    end(group, 1060.0)
+    assert group.record.error == "after 60 s, 2 of 3 ranks have not committed: 0, 2"
+    with pytest.raises(GroupExpired):
+        group.require_open()
+    assert group.deadline() == math.inf
+
+
+def test_the_time_of_a_group_counts_from_its_beginning_in_an_earlier_mount() -> None:
+    group = make(age_s=50)
+    assert group.deadline() == 1010.0
+
+
+def test_a_group_that_is_complete_does_not_expire() -> None:
+    group = make()
+    group.settling = True
+    assert group.overdue(9999.0) is None
+    group.settling, group.record = False, group.record._replace(state="committed")
+    assert group.overdue(9999.0) is None and group.is_live and not group.is_settled
+    with pytest.raises(Invalid, match="all ranks of the group have committed already"):
+        group.require_rank(1)
+
+
+def test_a_cancelled_group_says_so() -> None:
+    group = make()
+    group.record = group.record._replace(state="cancelled", error="enough")
+    with pytest.raises(GroupCancelled, match="enough"):
+        group.require_success()
+
+
+# --- ioctls ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ioctl.COMMANDS.values(), ids=lambda command: command.name)
+def test_arguments_have_no_padding_in_c(command: ioctl.Command) -> None:
+    import struct
+
+    native = struct.Struct("@" + command.argument.format.lstrip("="))
+    largest = 8 if "Q" in command.argument.format else 4
+    assert native.size == command.argument.size and native.size % largest == 0
+
+
+HEADER = Path(ioctl.__file__).parents[1] / "fuse" / "aifs_ioctl.h"
+
+
+def test_the_header_is_what_is_generated() -> None:
+    assert HEADER.read_text() == ioctl.c_header(), "run scripts/ioctl-header"
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_c_computes_the_same_numbers(tmp_path: Path) -> None:
+    lines = [f'printf("%u %zu\\n", (unsigned){name}, sizeof(struct {name.lower().replace("_ioc_", "_")}));' for name in names()]
+    source = tmp_path / "numbers.c"
+    source.write_text('#include <stdio.h>\n#include "aifs_ioctl.h"\nint main(void) {\n' + "\n".join(lines) + "\nreturn 0;\n}\n")
+    program = tmp_path / "numbers"
+    command = ["cc", "-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{HEADER.parent}", source, "-o", program]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    printed = subprocess.run([program], check=True, capture_output=True, text=True, timeout=10).stdout
+    expected = [f"{command.request} {command.argument.size}" for command in ioctl.COMMANDS.values()]
+    assert printed.split("\n")[:-1] == expected
+
+
+def names() -> list[str]:
+    return [command.name for command in ioctl.COMMANDS.values()]
