@@ -13,6 +13,7 @@ from functools import partial
 from aifs.core.errors import Unavailable
 from aifs.core.log import logger
 from aifs.data import chunk_codec
+from aifs.data.chunk_cache import ChunkCache
 from aifs.data.container_readers import Entry, OnDamage, PlainReader, ProtectedReader, Reader
 from aifs.data.protected import ProtectedObjects
 from aifs.data.read_cache import object_name
@@ -25,7 +26,6 @@ from aifs.layout.striped import Striped
 _log = logger(__name__)
 
 _OPEN_MAX = 64
-_DECODED_MAX = 4
 
 Find = Callable[[int], Awaitable[Entry | None]]
 """The table's entry of a container; None if it has none (any more)."""
@@ -44,7 +44,7 @@ class ContainerFiles:
         self.on_damage: OnDamage = lambda oid, ino, column: None
         self._find = find
         self._open: OrderedDict[int, Reader] = OrderedDict()  # by container, used last at the end
-        self._decoded: OrderedDict[tuple[int, int], memoryview] = OrderedDict()
+        self._chunks = ChunkCache(servers.budget)
 
     def changed(self, container: int, layout: Striped) -> None:
         """Bytes have been appended to a container, or what an append left behind its end counts no more."""
@@ -54,6 +54,10 @@ class ContainerFiles:
 
     def moved(self, container: int) -> None:
         """The table says something else of a container now: where it is, or which columns are good. Does not block."""
+        self._chunks.forget(container)
+        self._retire(container)
+
+    def _retire(self, container: int) -> None:
         reader = self._open.pop(container, None)
         if reader is not None:
             reader.retire()
@@ -120,22 +124,26 @@ class ContainerFiles:
         await self.read_right(place.container, place.offset, target, partial(_check_stored, place))
 
     async def read_chunk(self, place: Location) -> memoryview:
-        """The raw bytes of a chunk, checked if that is asked for. Raises Missing, Unavailable."""
-        key = place.container, place.offset
-        data = self._decoded.get(key)
-        if data is None:
-            stored, offset = memoryview(bytearray(place.stored)), place.offset + HEADER_BYTES
-            if not self.read_now(place.container, offset, stored):
-                await self.read(place.container, offset, stored)
-            entry = (await self._reader(place.container, offset + place.stored)).entry
-            data, wrong = await self._work(entry.layout, _decode, place, self.verify, stored)
-            if wrong:
-                await self._put_right(place.container, entry, offset, stored, partial(_check, place), wrong)
-                data, _ = await self._work(entry.layout, _decode, place, False, stored)
-            self._decoded[key] = data
-            if len(self._decoded) > _DECODED_MAX:
-                self._decoded.popitem(last=False)
-        return data
+        """The raw bytes of a chunk, checked if that is asked for; fetched once for all who ask meanwhile, and kept for a while.
+        Raises Missing, Unavailable."""
+        return await self._chunks.get(place, self._fetch)
+
+    def find_chunk(self, place: Location) -> memoryview | None:
+        """The same if it is in memory."""
+        return self._chunks.find(place)
+
+    async def _fetch(self, place: Location, target: memoryview) -> None:
+        offset = place.offset + HEADER_BYTES
+        stored = target if place.codec == chunk_codec.PLAIN else memoryview(bytearray(place.stored))
+        if not self.read_now(place.container, offset, stored):
+            await self.read(place.container, offset, stored)
+        if stored is target and not self.verify:
+            return
+        entry = (await self._reader(place.container, offset + place.stored)).entry
+        wrong = await self._work(entry.layout, _decode, place, self.verify, stored, target)
+        if wrong:
+            await self._put_right(place.container, entry, offset, stored, partial(_check, place), wrong)
+            await self._work(entry.layout, _decode, place, False, stored, target)
 
     async def _work(self, layout: Striped, function: Callable, *args: object) -> object:
         """In a worker thread of whichever of the container's servers has the least to do."""
@@ -152,7 +160,7 @@ class ContainerFiles:
                 raise Missing(f"container {container} does not exist")
             reader = self._open.get(container)  # others may have been faster
             if reader is None or reader.entry != entry:
-                self.moved(container)
+                self._retire(container)
                 reader = self._open[container] = self._new(container, entry)
                 self._close_some(_OPEN_MAX)
         self._open.move_to_end(container)
@@ -204,12 +212,14 @@ def _check_stored(place: Location, stored: memoryview) -> None:
     _check(place, stored[HEADER_BYTES:])
 
 
-def _decode(place: Location, verify: bool, stored: memoryview) -> tuple[memoryview, str]:
-    """The raw bytes, or what is wrong with the stored ones."""
+def _decode(place: Location, verify: bool, stored: memoryview, target: memoryview) -> str:
+    """Fill ``target`` with the raw bytes; what is wrong with the stored ones, or ""."""
     try:
         data = chunk_codec.decode(stored, place.codec, place.raw)
         if verify and chunk_codec.digest_of(data) != place.digest:
             raise ValueError("its checksum is wrong")
     except ValueError as error:
-        return stored, str(error)
-    return data, ""
+        return str(error)
+    if data is not target:
+        target[:] = data
+    return ""

@@ -41,6 +41,8 @@ class PlainReader:
         self._fd: int | None = None
         self._length = 0  # when it was opened
         self._pattern = Pattern()
+        # Files are dealt out to containers on all servers, and read ahead in each of them.
+        self._window = max(self._cache.window_max // len(servers.capacity()), 2 * STRIPE_BLOCK)
         self._source = ObjectSource(self._server, self._key, self._read_into, STRIPE_BLOCK, self.in_use)
         self._retired = False
 
@@ -67,15 +69,12 @@ class PlainReader:
         """Fill ``target``. Raises Missing, Unavailable."""
         if self.read_now(offset, target):
             return
-        ahead = self._pattern.observe(offset, len(target), self._cache.window_max)
+        ahead = self._pattern.observe(offset, len(target), self._window)
         if self._pattern.random:
             await self._servers.run(self._server, self._read_all, target, offset)
             return
-        length = len(target)
-        end = -(-(offset + length) // STRIPE_BLOCK) * STRIPE_BLOCK  # whole blocks: the container may have grown
-        data = await self._cache.fetch(self._source, offset, length, end)
-        self._require(len(data), target, offset)
-        target[:] = data
+        end = -(-(offset + len(target)) // STRIPE_BLOCK) * STRIPE_BLOCK  # whole blocks: the container may have grown
+        self._require(await self._cache.fetch_into(self._source, offset, target, end), target, offset)
         self._read_ahead(ahead)
 
     def _read_ahead(self, ranges: list[tuple[int, int]]) -> None:

@@ -12,6 +12,11 @@ budget is the cache's own, and what is fetched into that is handed to its reader
 
 Loaded blocks are in one of two queues: those that were fetched ahead and that nobody has read yet, oldest first, and
 the others, least recently used first. Memory is taken from the latter as long as there are any.
+
+What has been read is kept for those who follow the first reader and do not get it from a page cache: readers of other
+files that share its chunks, and those who read past the page cache. Little is kept while nobody follows: an eighth of the
+budget. Where a block is read that this would not have kept, up to half of the budget is, until as much as the whole budget
+has been fetched without that happening again. So readers of the same bytes that are no further apart have them fetched once.
 """
 
 from collections.abc import Callable, Hashable
@@ -28,6 +33,7 @@ BLOCK = 1 << 20
 BLOCK_MAX = 4 << 20
 _FLOOR = 16 << 20
 _USED_SHARE = 8
+_FOLLOWED_SHARE = 2
 _SMALLEST = 64 << 10  # buffers come in sizes 4 times larger than the one before
 
 
@@ -86,7 +92,7 @@ class ObjectSource:
 class Block:
     """A piece of an object. Whoever keeps it keeps its memory."""
 
-    __slots__ = ("_ready", "ahead", "age", "error", "index", "kept", "name", "size", "view")
+    __slots__ = ("_ready", "age", "ahead", "error", "index", "kept", "name", "read_at", "size", "view")
 
     def __init__(self, name: Hashable, index: int, size: int, kept: bool, ahead: bool, age: int) -> None:
         self.name = name
@@ -94,7 +100,8 @@ class Block:
         self.size = size
         self.kept = kept
         self.ahead = ahead
-        self.age = age
+        self.age = age  # what had been fetched when its load began
+        self.read_at = age  # and when it was first read
         self.view: memoryview | None = None
         self.error: BaseException | None = None
         self._ready: trio.Event | None = None
@@ -139,6 +146,8 @@ class ReadCache:
         self._loads = 0
         self._idle: trio.Event | None = None
         self._used_bytes = 0
+        self._gone: dict[tuple[Hashable, int], int] = {}  # what was dropped because enough was kept, oldest first: age
+        self._followed_at = -budget.total  # what had been fetched when somebody last read what others had read long before
         self._ahead_bytes = 0  # with those that are loading
         self._hits = self._misses = self._joined = 0
         self._fetched = self._fetched_ahead = self._ahead_used = self._ahead_unused = 0
@@ -170,6 +179,8 @@ class ReadCache:
             self._joined += 1
         else:
             self._hits += 1
+            if self._fetched - block.read_at > self._budget.total // _USED_SHARE:
+                self._followed_at = self._fetched
             self._used.pop(block)
             self._used[block] = None
         return block
@@ -209,20 +220,29 @@ class ReadCache:
         if first == last:
             begin = offset - first * source.block
             return (await self._bytes(source, first, begin + length, end))[begin : begin + length]
-        for index in range(first, last + 1):  # all requests at once, as far as memory allows
+        target = memoryview(bytearray(length))
+        return target[: await self.fetch_into(source, offset, target, end)].toreadonly()
+
+    async def fetch_into(self, source: Source, offset: int, target: memoryview, end: int) -> int:
+        """The same, into memory of the caller's. How many bytes there were."""
+        stop = min(offset + len(target), end)
+        numbers = range(offset // source.block, -(-stop // source.block))
+        for index in numbers:  # all requests at once, as far as memory allows
             if index not in self._objects.get(source.name, ()):
                 self.start(source, index, end)
-        parts = []
-        for index in range(first, last + 1):
+        done = 0
+        for index in numbers:
             start = index * source.block
-            stop = min(start + source.block, offset + length)
-            view = await self._bytes(source, index, stop - start, end)
+            needed = min(source.block, stop - start)
+            part = (await self._bytes(source, index, needed, end))[offset + done - start : needed]
             # Copied at once: whoever waits for memory may hold none.
-            parts.append(bytes(view[max(offset - start, 0) : stop - start]))
-            del view
-            if len(parts[-1]) < stop - max(start, offset):
+            target[done : done + len(part)] = part
+            done += len(part)
+            is_end = offset + done < start + needed
+            del part
+            if is_end:
                 break
-        return memoryview(b"".join(parts))
+        return done
 
     async def _bytes(self, source: Source, index: int, needed: int, end: int) -> memoryview:
         block = self.find(source, index, needed) or self.start(source, index, end)
@@ -238,6 +258,9 @@ class ReadCache:
         block = Block(source.name, index, len(memory), kept, ahead, self._fetched)
         self._objects.setdefault(block.name, {})[index] = block
         self._loads += 1
+        if (block.name, index) in self._gone:
+            del self._gone[block.name, index]
+            self._followed_at = self._fetched
         if ahead:
             self._ahead_bytes += block.size
             self._fetched_ahead += block.size
@@ -309,11 +332,18 @@ class ReadCache:
             self._keep(block)
 
     def _keep(self, block: Block) -> None:
-        """Somebody reads, or has read, what is loaded: the kernel has it now, so little of that is kept."""
+        """Somebody reads, or has read, what is loaded: the kernel has it now, so little of that is kept if nobody follows."""
+        block.read_at = self._fetched
         self._used[block] = None
         self._used_bytes += block.size
-        while self._used_bytes > self._budget.total // _USED_SHARE and len(self._used) > 1:
-            self._drop(next(iter(self._used)))
+        is_followed = self._fetched - self._followed_at < self._budget.total
+        limit = self._budget.total // (_FOLLOWED_SHARE if is_followed else _USED_SHARE)
+        while self._used_bytes > limit and len(self._used) > 1:
+            oldest = next(iter(self._used))
+            self._drop(oldest)
+            self._gone[oldest.name, oldest.index] = oldest.read_at
+        while self._gone and self._fetched - self._gone[first := next(iter(self._gone))] > self._budget.total // _FOLLOWED_SHARE:
+            del self._gone[first]
 
     def _memory(self, size: int) -> memoryview | None:
         if self._budget.short:

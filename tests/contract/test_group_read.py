@@ -1,0 +1,292 @@
+"""Readers of the same bytes: what files share is fetched once from the servers, however many files and readers ask.
+
+Files are extent lists whose chunks are shared; what is read by requests to servers, and not from a page cache, is counted.
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import trio
+import trio.testing
+
+from aifs.core.budget import Budget
+from aifs.core.errors import Unavailable
+from aifs.data.chunk_cache import ChunkCache
+from aifs.data.chunked import ChunkedObjects
+from aifs.data.latency import Hedging
+from aifs.data.read_cache import BLOCK_MAX, ReadCache
+from aifs.data.servers import Servers
+from aifs.layout.interleaved import Extent, Interleaved, Location
+from tests.support.data_servers import data_servers, hooked
+from tests.support.shelf import KINDS, Shelf, shelf
+
+MIB = 1 << 20
+READERS = 4
+MOST = READERS - 1
+"""Bytes fetched to bytes stored: which of them are fetched by the block depends on who comes first."""
+
+LAYOUT = Interleaved(4 * MIB, variable=True)
+
+
+def random_bytes(length: int) -> bytes:
+    return random.Random(length).randbytes(length)
+
+
+def compressible(length: int) -> bytes:
+    """By half."""
+    return (random.Random(length).randbytes(length // 2) + bytes(length))[:length]
+
+
+@pytest.fixture
+async def servers(tmp_path):
+    """Four, of which nothing is in a page cache."""
+    with data_servers(tmp_path, 4) as servers, hooked():
+        servers.hedging = Hedging(math.inf)  # a machine that is held up has bytes read twice, rightly
+        yield servers
+        await servers.cache.settle()  # what is read ahead holds descriptors
+
+
+async def share(made: Shelf, chunks: Sequence[bytes], level: int = 0) -> list[Extent]:
+    """Stored chunks, as extents of whichever files."""
+    contents = dict(enumerate(chunks, start=1))
+    await made.store(contents, chunk=LAYOUT.chunk, level=level)
+    return [Extent(len(data), made.lists[oid][0], shared=True) for oid, data in contents.items()]
+
+
+class File:
+    """A file that consists of these extents."""
+
+    def __init__(self, made: Shelf, extents: Sequence[Extent]) -> None:
+        self.size = sum(extent.length for extent in extents)
+        self._extents = extents
+        self._objects = ChunkedObjects(made.files, LAYOUT, self._load)
+
+    async def _load(self, offset: int) -> tuple[int, int, Sequence[Extent]]:
+        await trio.lowlevel.checkpoint()
+        return 0, 0, self._extents
+
+    async def read(self, offset: int, length: int) -> bytes:
+        return bytes(await self._objects.read(offset, min(length, self.size - offset), self.size, True))
+
+    async def read_all(self, request: int, step: Callable = trio.lowlevel.checkpoint) -> bytes:
+        parts = []
+        for offset in range(0, self.size, request):
+            parts.append(await self.read(offset, request))
+            await step()
+        return b"".join(parts)
+
+
+def fetched(servers: Servers) -> int:
+    return sum(server.read_bytes for server in servers.values())
+
+
+def stored(extents: Sequence[Extent]) -> int:
+    return sum({extent.place.offset + extent.place.container: extent.place.stored for extent in extents}.values())
+
+
+@pytest.mark.parametrize("redundancy", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(("make", "level"), [(random_bytes, 0), (compressible, 3)], ids=["plain", "packed"])
+@pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
+async def test_what_files_share_is_fetched_once(servers, tmp_path, redundancy, make, level, verify):
+    with shelf(servers, tmp_path, verify, redundancy) as made:
+        chunks = [make(length) for length in (4 * MIB, 200_001, MIB, 100, 700_077)]
+        extents = await share(made, chunks, level)
+        files = [File(made, extents) for _ in range(READERS)]
+        before, contents = fetched(servers), {}
+
+        async def read(number: int) -> None:
+            contents[number] = await files[number].read_all(300_000)
+
+        async with trio.open_nursery() as readers:
+            for number in range(len(files)):
+                readers.start_soon(read, number)
+        await servers.cache.settle()
+        assert all(content == b"".join(chunks) for content in contents.values())
+        # Headers, and records of files, and what is read by the block beside a range that was read by itself before.
+        assert stored(extents) <= fetched(servers) - before <= MOST * stored(extents)
+
+
+async def test_in_any_order_and_beside_chunks_of_their_own(servers, tmp_path):
+    with shelf(servers, tmp_path) as made:
+        extents = await share(made, [random_bytes(500_000 + number) for number in range(12)])
+        orders = [random.Random(seed).sample(extents, 9) for seed in range(READERS)]
+        before = fetched(servers)
+        async with trio.open_nursery() as readers:
+            for order in orders:
+                readers.start_soon(File(made, order).read_all, 131_072)
+        await servers.cache.settle()
+        assert fetched(servers) - before <= MOST * stored(extents)
+
+
+async def test_who_comes_later_finds_it_in_memory(servers, tmp_path):
+    with shelf(servers, tmp_path) as made:
+        extents = await share(made, [random_bytes(MIB - number) for number in range(8)])
+        first = await File(made, extents).read_all(MIB)
+        before = fetched(servers)
+        assert await File(made, extents).read_all(MIB) == first
+        assert fetched(servers) == before
+
+
+async def test_a_small_read_does_not_fetch_a_whole_chunk(servers, tmp_path):
+    with shelf(servers, tmp_path) as made:
+        extents = await share(made, [random_bytes(4 * MIB)])
+        for server in servers.values():
+            server.read_bytes = 0
+        reader = made.files._reader
+        pattern = (await reader(extents[0].place.container, 0))._pattern
+        for offset in range(10**9, 10**10, 10**9):
+            pattern.observe(offset * offset, 1)
+        assert await File(made, extents).read(3 * MIB, 4096) == random_bytes(4 * MIB)[3 * MIB : 3 * MIB + 4096]
+        assert fetched(servers) == 4096
+
+
+async def test_a_reader_that_is_cancelled_leaves_the_others(servers, tmp_path):
+    with shelf(servers, tmp_path) as made:
+        data = random_bytes(2 * MIB)
+        extents = await share(made, [data])
+        began, go_on = trio.Event(), trio.Event()
+        fetch = made.files._fetch
+
+        async def slowly(place: Location, target: memoryview) -> None:
+            began.set()
+            await go_on.wait()
+            await fetch(place, target)
+
+        made.files._fetch = slowly
+        contents = []
+
+        async def read() -> None:
+            contents.append(await File(made, extents).read_all(MIB))
+
+        async with trio.open_nursery() as readers:
+            with trio.CancelScope() as scope:
+                async with trio.open_nursery() as cancelled:
+                    cancelled.start_soon(read)
+                    await began.wait()
+                    for _ in range(2):
+                        readers.start_soon(read)
+                    await trio.testing.wait_all_tasks_blocked()
+                    scope.cancel()
+            go_on.set()
+        assert contents == [data, data]
+
+
+# --- the cache of chunks ---
+
+
+def place(number: int, length: int = 64 << 10) -> Location:
+    return Location(0, number, 4096, length, length, 0, b"")
+
+
+class Loads:
+    """What was asked for, by container."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    async def __call__(self, place: Location, target: memoryview) -> None:
+        self.asked.append(place.container)
+        await trio.lowlevel.checkpoint()
+        target[:] = bytes([place.container]) * len(target)
+
+
+async def test_chunks_are_kept_within_their_share():
+    cache, load = ChunkCache(Budget(MIB)), Loads()  # a quarter: 4 of 64 KiB
+    for number in (1, 2, 3, 4, 1, 5):
+        assert bytes(await cache.get(place(number), load)) == bytes([number]) * (64 << 10)
+    assert load.asked == [1, 2, 3, 4, 5]
+    assert [cache.find(place(number)) is not None for number in range(1, 6)] == [True, False, True, True, True]
+
+
+async def test_chunks_give_way_to_who_needs_memory():
+    budget, load = Budget(MIB), Loads()
+    cache = ChunkCache(budget)
+    for number in range(1, 5):
+        await cache.get(place(number), load)
+    assert budget.used == 256 << 10
+    assert budget.try_reserve(MIB)
+    assert all(cache.find(place(number)) is None for number in range(1, 5))
+    view = await cache.get(place(1), load)  # there is no memory for it: it is handed out all the same
+    assert view[0] == 1 and cache.find(place(1)) is None
+    budget.release(MIB)
+
+
+async def test_a_failure_is_not_kept_and_each_tries_for_itself(nursery):
+    cache, asked = ChunkCache(Budget(MIB)), []
+
+    async def fail(place: Location, target: memoryview) -> None:
+        asked.append(place)
+        await trio.lowlevel.checkpoint()
+        raise Unavailable("it has gone")
+
+    async def read() -> None:
+        with pytest.raises(Unavailable, match="it has gone"):
+            await cache.get(place(1), fail)
+
+    async with trio.open_nursery() as readers:
+        for _ in range(3):
+            readers.start_soon(read)
+    assert len(asked) == 3
+    assert bytes(await cache.get(place(1), Loads()))[:1] == b"\1"
+
+
+async def test_what_is_on_its_way_when_a_container_moves_is_not_kept(nursery):
+    cache, load, go_on = ChunkCache(Budget(MIB)), Loads(), trio.Event()
+
+    async def slowly(place: Location, target: memoryview) -> None:
+        await go_on.wait()
+        target[:] = b"o" * len(target)
+
+    async with trio.open_nursery() as readers:
+        readers.start_soon(cache.get, place(1), slowly)
+        await trio.testing.wait_all_tasks_blocked()
+        cache.forget(1)
+        assert (await cache.get(place(1), load))[0] == 1
+        go_on.set()
+    assert (await cache.get(place(1), load))[0] == 1
+    assert load.asked == [1]
+
+
+# --- those who follow the first reader past the page cache ---
+
+
+class Object:
+    """An object that is there at once."""
+
+    name, block, busy = "object", 64 << 10, False
+
+    def __init__(self) -> None:
+        self.requests: list[int] = []
+
+    def start(self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int) -> None:
+        self.requests.append(offset // self.block)
+        tell(len(buffer))
+
+
+@pytest.mark.parametrize(("lag", "most"), [(15, 1.0), (60, 1.3), (300, 2.0)])
+async def test_readers_some_way_apart_have_blocks_fetched_once(lag, most):
+    """An eighth of the budget is 32 blocks, a half 128, of which those are half that both have read. In front of the second
+    reader is what was dropped before it came."""
+    cache, source, count = ReadCache(Budget(4 * BLOCK_MAX)), Object(), 600
+    end = count * Object.block
+    for number in range(count + lag):
+        for index in (number, number - lag):
+            if 0 <= index < count:
+                await cache.fetch(source, index * Object.block, Object.block, end)
+    assert len(source.requests) / count <= most
+
+
+async def test_little_is_kept_where_nobody_follows():
+    cache, source = ReadCache(Budget(4 * BLOCK_MAX)), Object()
+    for number in range(600):
+        await cache.fetch(source, number * Object.block, Object.block, 600 * Object.block)
+    assert cache.status()["cached_bytes"] == 2 * MIB
+    for number in range(600, 800):
+        await cache.fetch(source, number * Object.block, Object.block, 800 * Object.block)
+        await cache.fetch(source, (number - 50) * Object.block, Object.block, 800 * Object.block)
+    assert cache.status()["cached_bytes"] == 8 * MIB
+    for number in range(1000, 1600):
+        await cache.fetch(source, number * Object.block, Object.block, 1600 * Object.block)
+    assert cache.status()["cached_bytes"] == 2 * MIB
