@@ -12,6 +12,9 @@ PENDING = "user.aifs.pending"
 COMMIT = "user.aifs.commit"
 PUBLISH_AS = "user.aifs.publish-as"
 REMOVE = "user.aifs.remove"
+DRAIN = "user.aifs.drain"
+GROUP = "user.aifs.group"
+GROUP_COMMIT = "user.aifs.group.commit"
 
 
 def is_aifs(path: str) -> bool:
@@ -37,6 +40,11 @@ def get_json(path: str, name: str) -> dict[str, Any]:
     """The value, or {} if there is none here."""
     text = get(path, name)
     return json.loads(text) if text else {}
+
+
+def ask_json(path: str, name: str) -> dict[str, Any]:
+    """The value. Raises OSError, also if there is none."""
+    return json.loads(os.getxattr(path, name))
 
 
 def put(path: str, name: str, value: str) -> None:

@@ -192,7 +192,8 @@ def _complete(
     manifest.write(directory, done)
     for name in os.listdir(directory):
         if is_reserved(name) and name != manifest.NAME:
-            files.unlink(os.path.join(directory, name))
+            path = os.path.join(directory, name)
+            trees.remove_tree(path) if os.path.isdir(path) else files.unlink(path)
     sync_directories(directory)
     return done
 

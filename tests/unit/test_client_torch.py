@@ -495,7 +495,7 @@ def test_safetensors(tmp_path: Path) -> None:
         all(same(found[name], one.contiguous()) for name, one in tensors.items())
         and found.keys() == tensors.keys()
     )
-    with pytest.raises(TypeError, match="a: torch.complex128"):
+    with pytest.raises(TypeError, match="a: .*complex128"):
         save_safetensors({"a": torch.ones(1, dtype=torch.complex128)}, tmp_path / "y.safetensors")
     data = (tmp_path / "x.safetensors").read_bytes()
     for damaged in (b"", data[:7], b"\xff" * 8 + data, data[:8] + b"[" + data[9:], data[:-1]):

@@ -19,6 +19,7 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from aifs.client import attributes
 from aifs.client.catalog import keep as keep_checkpoints
 from aifs.client.catalog import latest as latest_of
 from aifs.client.catalog import parse_keep, remove_leftovers, set_policy
@@ -84,7 +85,8 @@ class _Files(FileSystem):
 class AifsWriter(FileSystemWriter):
     """Saves the checkpoint ``path``. ``latest``, ``tracker``, ``keep``, ``step``, ``hash``, ``replace``: as
     of ``aifs.client.checkpoint``; ``options``: of FileSystemWriter. Each save needs a path of its own (dcp's
-    ``checkpoint_id``), unless ``replace``.
+    ``checkpoint_id``), unless ``replace``. ``group``: on a mount, the ranks' files are one grouped write with these
+    options, such as 'name=step': what the servers hold already is not stored again (docs/grouped.md).
 
     Raises (wrapped by dcp) FileExistsError, CheckpointError, OSError.
     """
@@ -92,13 +94,13 @@ class AifsWriter(FileSystemWriter):
     def __init__(
         self, path: PathLike, *, step: int | None = None, latest: str | None = "latest",
         tracker: str | None = None, keep: str | None = None, hash: bool = True, replace: bool = False,
-        **options: Any,
+        group: str | None = None, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(path, **{**options, "sync_files": False})
         if keep is not None:
             parse_keep(keep)
         self._target = plain(path)
-        self._keep, self._hash, self._replace = keep, hash, replace
+        self._keep, self._hash, self._replace, self._group = keep, hash, replace, group
         self._pointers = {"step": step, "latest": latest, "tracker": tracker}
         self.fs = _Files()
         self.path = self.fs.init_path(path)
@@ -126,6 +128,8 @@ class AifsWriter(FileSystemWriter):
         """In the coordinator, before anybody writes: what a crash has left is removed."""
         remove_leftovers(os.path.dirname(self._target))
         trees.empty_dir(os.fspath(self.path))
+        if self._group is not None:
+            _begin_group(os.fspath(self.path), f"{self._group},ranks={len(plans)},commit=explicit")
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
@@ -136,6 +140,8 @@ class AifsWriter(FileSystemWriter):
         names = {result.storage_data.relative_path for result in written.wait()}
         rank = int(plan.storage_data.prefix.strip("_"))
         commit(self.path, rank, sorted(names), hash=self._hash)
+        if self._group is not None and attributes.is_aifs(os.fspath(self.path)):
+            attributes.put(os.fspath(self.path), attributes.GROUP_COMMIT, str(rank))
         return written
 
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
@@ -152,6 +158,15 @@ class AifsWriter(FileSystemWriter):
         parent = os.path.dirname(self._target)
         if self._keep is not None and not set_policy(parent, parse_keep(self._keep)):
             keep_checkpoints(parent, self._keep)
+
+
+def _begin_group(directory: str, text: str) -> None:
+    """The files that are written into the directory are one grouped write; an attempt that crashed is given up."""
+    if not attributes.is_aifs(directory):
+        return
+    if attributes.get(directory, attributes.GROUP):
+        attributes.remove(directory, attributes.GROUP)
+    attributes.put(directory, attributes.GROUP, text)
 
 
 class AifsReader(FileSystemReader):

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from aifs.client import locks
 from aifs.client.publishing import PathLike, plain
 from aifs.client.torch.archive import Chunks, Image, length_of, write_archive
 from aifs.client.torch.probe import writing_method
 from aifs.client.torch.sinks import BUFFERED, Sink, open_sink
-from aifs.core import files, trees
+from aifs.core import files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,8 +45,7 @@ def save_image(
 
 def write_file(target: str, fill: "Callable[[Sink], object]", *, sync: bool, method: str) -> None:
     """What ``fill`` writes becomes the file ``target``, whole; with ``sync`` durably. Raises OSError."""
-    temporary = trees.beside(target)
-    fd = trees.create_file(temporary)
+    temporary, fd = locks.create_beside(target)
     try:
         try:
             sink = open_sink(fd, method, write_back=sync)

@@ -1,0 +1,80 @@
+"""How the ranks of a grouped write agree: what they agree on, how it fails, and who does it.
+
+Two implementations with one contract: ``mounted_group`` asks the daemon of a mount, ``plain_group`` works
+through files in any other directory.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from aifs.client.manifest import CheckpointError
+from aifs.client.publishing import name_ranks
+from aifs.client.ranks import RanksMissing
+
+
+class GroupError(CheckpointError):
+    """A grouped write has failed, for all of its ranks; nothing was published. ``rank``: whose fault, or
+    None."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class RankDied(GroupError):
+    """The process of a rank has ended before the rank had committed."""
+
+
+class GroupExpired(GroupError, RanksMissing):
+    """Ranks have not committed in time; the message names them."""
+
+
+class InvalidGroup(GroupError, ValueError):
+    """What was asked for contradicts what the group is: another number of ranks, a rank twice, a second
+    commit."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """One rank's view of a group. ``directory``: absolute; ``chunk``: bytes that are deduplicated at a time;
+    ``publish``: the name that the directory gets, beside itself, when all ranks have committed, or ''."""
+
+    name: str
+    rank: int
+    world: int
+    directory: str
+    chunk: int
+    timeout_s: float
+    grace_s: float
+    publish: str
+    reuse: bool
+
+    def __str__(self) -> str:
+        return f"{self.directory}: group {self.name}"
+
+
+class Coordinator(Protocol):
+    """One rank's part in a group. Making one makes this process the rank, or raises InvalidGroup, OSError; it
+    does not wait for other ranks. Every function may block; ``watch`` and the others are called from
+    different threads."""
+
+    identity: str
+    """The same in all ranks of this attempt, '' while it is not known."""
+
+    def commit(self) -> None:
+        """This rank has written all its files, and they are durable. Raises GroupError, OSError."""
+
+    def fail(self, reason: str) -> None:
+        """This rank gives up, and so the group fails. Nothing, if it has an outcome already."""
+
+    def watch(self) -> None:
+        """Returns when all ranks have committed, all is durable, and published if it was to be. Raises
+        GroupError, FileExistsError if the final name is taken, OSError. Called once."""
+
+    def close(self) -> None:
+        """After ``watch``; nothing else is called afterwards."""
+
+
+def name_missing(missing: list[int]) -> str:
+    """``rank 3 has not committed``, ``ranks 0, 2 have not committed``."""
+    return f"{name_ranks(missing)} {'has' if len(missing) == 1 else 'have'} not committed"

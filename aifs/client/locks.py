@@ -1,0 +1,94 @@
+"""Whether the process that works on a file lives: it holds a lock of the file.
+
+Locks are those of open file descriptions (fcntl(2)): the kernel lets go of one when the last descriptor is
+closed, so when the process has ended, however it did; whether a file is locked can be asked without locking
+it. Where the filesystem has no locks, all succeed, and every file counts as locked.
+"""
+
+import errno
+import fcntl
+import os
+import struct
+
+from aifs.core import files, trees
+
+_FLOCK = struct.Struct("@hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class Locked(Exception):
+    """Another descriptor holds the lock."""
+
+
+def lock(fd: int) -> None:
+    """``fd`` is open for writing. Raises Locked, OSError."""
+    _lock(fd, fcntl.F_WRLCK)
+
+
+def _lock(fd: int, kind: int) -> bool:
+    """Whether the filesystem has locks."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
+    except (BlockingIOError, PermissionError):
+        raise Locked from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def is_locked(path: str) -> bool:
+    """Whether a process lives that holds the file; True, too, where that cannot be told. Raises OSError."""
+    try:
+        fd = files.open_file(path, write=False)
+    except FileNotFoundError:
+        return False
+    try:
+        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
+        return _FLOCK.unpack(found)[0] != fcntl.F_UNLCK
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return True
+    finally:
+        files.close_file(fd)
+
+
+def is_at(path: str, fd: int) -> bool:
+    """Whether ``path`` is the file that is open."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def create_beside(target: str) -> tuple[str, int]:
+    """A new file beside ``target``, locked as long as it is open: its path, and a descriptor for writing.
+    Raises OSError."""
+    while True:
+        path = trees.beside(target)
+        fd = trees.create_file(path)
+        try:
+            lock(fd)
+            if is_at(path, fd):
+                return path, fd
+        except Locked:  # by who takes it for abandoned, and removes it
+            pass
+        except BaseException:
+            files.close_file(fd)
+            files.unlink(path)
+            raise
+        files.close_file(fd)
+
+
+def remove_abandoned(path: str) -> None:
+    """Remove the file if nobody holds it; where that cannot be told it stays. Raises OSError."""
+    fd = files.open_file(path, write=False)
+    try:
+        if _lock(fd, fcntl.F_RDLCK) and is_at(path, fd):
+            files.unlink(path)
+    except Locked:
+        pass
+    finally:
+        files.close_file(fd)

@@ -1,0 +1,125 @@
+"""``putfile`` and ``getfile``: a tensor, tensors or a buffer as a file, and back."""
+
+import concurrent.futures
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from aifs.client import attributes, locks
+from aifs.client.contents import Content, content_of
+from aifs.client.futures import Future
+from aifs.client.loaded import Loaded, map_file
+from aifs.client.publishing import PathLike, plain
+from aifs.client.torch.probe import writing_method
+from aifs.client.torch.saving import write_file
+from aifs.core import trees
+
+_WRITERS = 2
+_DELAY_MIN_S, _DELAY_MAX_S = 0.001, 0.1
+
+_pool: ThreadPoolExecutor | None = None
+_latest: dict[str, Future[None]] = {}  # path -> the last put of it that is not in the buffer
+_changing = threading.Lock()
+
+
+def _after_fork() -> None:
+    """The threads of the pool do not exist in a child."""
+    global _pool, _changing
+    _pool, _changing = None, threading.Lock()
+    _latest.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The file ``path``, which is on its way. Its memory must not change before ``buffered`` is done: then
+    the file has its name, whole, and is durable in the burst tier of a mount (elsewhere: in the filesystem).
+    ``durable``: it is on the data servers; for a file of a group, all of the group's files are."""
+
+    path: str
+    buffered: Future[None]
+    durable: Future[None]
+
+
+def putfile(path: PathLike, data: Any, metadata: Mapping[str, str] | None = None) -> Saved:
+    """Save ``data`` as the file ``path``, in the background; on a mount it is drained at once.
+
+    A tensor, or a mapping of names to tensors, of torch or numpy, becomes a file of tensors in the format of
+    safetensors, with ``metadata``; anything else that has the buffer protocol becomes the file as it is.
+    Puts of one path by one process follow each other: the last one stays. Raises TypeError, ValueError for
+    what cannot be saved; the futures raise OSError.
+    """
+    global _pool
+    target, content = plain(path), content_of(data, metadata)
+    saved = Saved(target, Future(), Future())
+    with _changing:
+        before = _latest.get(target)
+        _pool = _pool or ThreadPoolExecutor(_WRITERS, "aifs-put")
+        _pool.submit(_put, saved, content, before)
+        _latest[target] = saved.buffered
+    saved.buffered.add_done_callback(lambda done: _forget(target, done))
+    return saved
+
+
+def _forget(target: str, done: concurrent.futures.Future[None]) -> None:
+    with _changing:
+        if _latest.get(target) is done:
+            del _latest[target]
+
+
+def getfile(path: PathLike) -> Loaded:
+    """The file ``path``, mapped: read when used, changes are not written. Raises OSError."""
+    target = plain(path)
+    return Loaded(target, map_file(target))
+
+
+def write_content(target: str, content: Content) -> None:
+    """The file ``target`` appears, whole and durable; what attempts that were killed have left of it goes.
+    Raises OSError."""
+    directory, name = os.path.split(target)
+    trees.make_durable_dir(directory)
+    left_over = re.compile(re.escape(f".{name}.") + r"[0-9a-f]{8}\.tmp")
+    for entry in os.listdir(directory):
+        if left_over.fullmatch(entry):
+            with suppress(OSError):  # another has just removed it, or it is another user's
+                locks.remove_abandoned(os.path.join(directory, entry))
+    write_file(target, content.write, sync=True, method=writing_method(directory, content.size))
+
+
+def _put(saved: Saved, content: Content, before: Future[None] | None) -> None:
+    try:
+        if before is not None:  # it has been taken from the queue earlier, so this ends
+            before.exception()
+        write_content(saved.path, content)
+        is_mount = attributes.is_aifs(saved.path)
+    except BaseException as error:
+        saved.buffered.set_exception(error)
+        saved.durable.set_exception(error)
+        return
+    saved.buffered.set_result(None)
+    if is_mount:
+        in_background("aifs-durable", lambda: saved.durable.settle(lambda: _drain(saved.path)))
+    else:
+        saved.durable.set_result(None)
+
+
+def _drain(path: str) -> None:
+    """Returns when the file is on the capacity tier. Raises OSError."""
+    attributes.put(path, attributes.DRAIN, "")
+    delay = _DELAY_MIN_S
+    while attributes.ask_json(path, attributes.DRAIN)["files"]:
+        time.sleep(delay)
+        delay = min(delay * 1.5, _DELAY_MAX_S)
+
+
+def in_background(name: str, function: Callable[[], None]) -> None:
+    """In a thread that does not keep the process from ending."""
+    threading.Thread(target=function, name=name, daemon=True).start()

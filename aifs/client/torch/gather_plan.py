@@ -1,0 +1,73 @@
+"""How hosts share the reading of one file: which of them read what, and in which order. Pure."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+READ, GATHER, CHAIN = "read", "gather", "chain"
+"""Each host reads all by itself; each reads a part and passes it on; one reads all, and each passes on to the next."""
+
+PIECE = 64 << 20
+"""Bytes that are on their way at a time."""
+
+Range = tuple[int, int]
+"""Begin and end."""
+
+
+class Speeds(NamedTuple):
+    """Bytes per second that a host reads from storage, and that it passes on to another; None: not known."""
+
+    storage: float | None = None
+    network: float | None = None
+
+
+def choose(size: int, speeds: Sequence[Speeds]) -> tuple[str, int]:
+    """The way that takes least time for ``size`` bytes, by the speeds of the hosts; and which one begins a chain.
+
+    A ring in which each host passes on what it has got takes as long as its slowest link, or as the slowest host needs
+    to read its part; a chain as long as its slowest link, or as its first host needs to read all. Where speeds are
+    not known, hosts share the reading.
+    """
+    count = len(speeds)
+    if count == 1 or not size:
+        return READ, 0
+    storage, network = [one.storage for one in speeds], [one.network for one in speeds]
+    if None in storage or None in network:
+        return GATHER, 0
+    fastest, slowest, link = max(storage), min(storage), min(network)
+    times = {
+        GATHER: max(size / count / slowest, size * (count - 1) / count / link),
+        CHAIN: max(size / fastest, size / link) + (count - 1) * min(PIECE, size) / link,
+        READ: size / slowest,
+    }
+    return min(times, key=lambda way: times[way]), storage.index(fastest)
+
+
+def pieces(size: int, order: Sequence[Range], piece: int) -> Iterator[Range]:
+    """The ranges of a file of ``size`` bytes, each of at most ``piece``, that cover each byte once: those in ``order`` first,
+    then the rest as it lies."""
+    done: list[Range] = []  # ascending, apart from each other
+    for begin, end in (*order, (0, size)):
+        rest = list(_without(max(begin, 0), min(end, size), done))
+        for first, last in rest:
+            yield from ((start, min(start + piece, last)) for start in range(first, last, piece))
+        done = _merged(done + rest)
+
+
+def _without(begin: int, end: int, done: Sequence[Range]) -> Iterator[Range]:
+    """What lies in a range, and in none of ``done``."""
+    for first, last in done:
+        if begin < min(first, end):
+            yield begin, min(first, end)
+        begin = max(begin, last)
+    if begin < end:
+        yield begin, end
+
+
+def _merged(ranges: Sequence[Range]) -> list[Range]:
+    merged: list[Range] = []
+    for begin, end in sorted(ranges):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged

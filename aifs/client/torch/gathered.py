@@ -1,0 +1,348 @@
+"""All ranks of a process group read one file: its bytes come once from storage, and from rank to rank across hosts.
+
+On one host all read from the mount, which fetches what is not in the page cache once. Of several hosts, one rank
+each takes part in an exchange (``gather_plan``): what it reads it passes on, a piece at a time, and the next one is
+read meanwhile. The other ranks of its host map its memory.
+"""
+
+import mmap
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from aifs.client.manifest import CheckpointError
+from aifs.client.publishing import PathLike, plain
+from aifs.client.torch.gather_plan import CHAIN, PIECE, READ, Range, Speeds, choose, pieces
+from aifs.client.torch.parallel import split
+from aifs.client.torch.watch import GatherError, Watch
+from aifs.core import files
+
+Arrived = Callable[[int, int], None]
+_Message = tuple[int, torch.Tensor, Range]
+"""The other rank, whether what it gets is right (one byte), and which part of the file that is."""
+
+_WORTH_MEASURING = 1 << 20
+
+_measured: dict[str, float] = {}
+"""Bytes per second, as they were lately: of 'storage', and of the 'network'."""
+
+
+class _Statement(NamedTuple):
+    """What a rank says of itself first."""
+
+    host: str
+    size: int
+    speeds: Speeds
+    problem: str
+
+
+class _Offer(NamedTuple):
+    """Memory of a process that others of its host may map."""
+
+    pid: int
+    fd: int
+    device: int
+    inode: int
+
+
+def read(
+    path: PathLike, group: Any = None, into: Any = None, order: Sequence[Range] = (), *,
+    arrived: Arrived = lambda begin, end: None, speeds: Speeds | None = None,
+) -> memoryview:  # fmt: skip
+    """The bytes of the file ``path`` in every rank of ``group`` (None: the default one), which all call this with the same
+    arguments. Without torch.distributed it is just read.
+
+    ``into``: a writable buffer of the file's size to read into; else the memory is private to this rank.
+    ``order``: ranges, as (begin, end), that are wanted first. ``arrived``: told of each range that is there (in ``into``), in
+    this order, by another thread; a rank that shares another one's memory is told when all is there. ``speeds``: of this
+    host; as measured, if not given.
+    Raises in all ranks what one meets: GatherError, which names it, also if it ends; then the process group cannot be used
+    any more. Without a group: CheckpointError, OSError.
+    """
+    path = plain(path)
+    if not dist.is_initialized():
+        with _opened(path) as fd:
+            size = os.fstat(fd).st_size
+            _check(into, size)
+            content = _memory(into, size)
+            _read(fd, content, order, arrived)
+            return content
+    return _Reading(path, group, into, order, arrived).run(speeds or _known_speeds())
+
+
+class _Reading:
+    """One rank's part."""
+
+    def __init__(self, path: str, group: Any, into: Any, order: Sequence[Range], arrived: Arrived) -> None:
+        self._path, self._group, self._into, self._order = path, group, into, order
+        self._arrived = arrived
+        self._watch = Watch(group, path)
+        self._device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        self._problem = ""
+
+    def run(self, speeds: Speeds) -> memoryview:
+        with ExitStack() as stack:
+            fd, size = -1, 0
+            with self._noting():
+                fd = stack.enter_context(_opened(self._path))
+                size = os.fstat(fd).st_size
+                _check(self._into, size)
+            stated = self._tell(_Statement(_host(), size, speeds, self._problem))
+            self._agree([one.problem for one in stated])
+            for rank, one in enumerate(stated):
+                if one.size != stated[0].size:
+                    problem = f"finds {one.size} bytes, rank 0 {stated[0].size}"
+                    raise GatherError(f"{self._path}: rank {rank} {problem}", rank)
+            hosts = [one.host for one in stated]
+            leaders = [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
+            way, first = choose(size, [stated[rank].speeds for rank in leaders])
+            leader = hosts.index(_host())
+            if way == READ:
+                content = self._read_all(fd, size)
+            elif leader == self._watch.rank:
+                exchange = partial(self._chain if way == CHAIN else self._ring, leaders[first:] + leaders[:first], fd)
+                content = self._lead(exchange, size, is_alone=hosts.count(_host()) == 1)
+            else:
+                mapped = _map(self._tell(None)[leader], size)
+                content = self._read_all(fd, size) if mapped is None else mapped  # None: it does not see that process
+                self._agree(self._tell(self._problem))
+                if mapped is not None:
+                    content = _placed(content, self._into)
+                    for part in pieces(size, self._order, PIECE):
+                        self._arrived(*part)
+                return content
+            self._agree(self._tell(self._problem))
+            return content
+
+    # --- with the others ---
+
+    def _tell(self, mine: Any) -> list[Any]:
+        """What each rank tells all."""
+
+        def gather() -> list[Any]:
+            everyone: list[Any] = [None] * self._watch.size
+            dist.all_gather_object(everyone, mine, self._group)
+            return everyone
+
+        return self._watch.run(gather)
+
+    def _agree(self, problems: Sequence[str]) -> None:
+        for rank, problem in enumerate(problems):
+            if problem:
+                raise GatherError(f"{self._path}: rank {rank}: {problem}", rank)
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """What fails here is told to all, who fail then."""
+        try:
+            yield
+        except (OSError, CheckpointError) as error:
+            self._problem = self._problem or getattr(error, "strerror", None) or str(error)
+
+    # --- the bytes ---
+
+    def _read_all(self, fd: int, size: int) -> memoryview:
+        content = _memory(self._into, size)
+
+        def work() -> None:
+            with self._noting():
+                _read(fd, content, self._order, self._arrived)
+
+        self._watch.run(work)
+        return content
+
+    def _lead(self, exchange: Callable[[memoryview], None], size: int, is_alone: bool) -> memoryview:
+        """``exchange`` with other hosts, into memory that the other ranks of this one map, too."""
+        if is_alone:
+            self._tell(None)
+            content = _memory(self._into, size)
+            self._watch.run(partial(exchange, content))
+            return content
+        fd = os.memfd_create("aifs-gather")
+        try:
+            files.truncate(fd, size)
+            status = os.fstat(fd)
+            self._tell(_Offer(os.getpid(), fd, status.st_dev, status.st_ino))
+            self._watch.run(partial(exchange, memoryview(mmap.mmap(fd, size))))
+            if self._into is not None:  # there as each piece arrived
+                return _memory(self._into, size)
+            return memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY))
+        finally:
+            files.close_file(fd)
+
+    def _ring(self, ring: Sequence[int], fd: int, content: memoryview) -> None:
+        """Each reads a part of each piece, and passes on what it has got, until all have all (a ring all-gather)."""
+        count, me = len(ring), ring.index(self._watch.rank)
+        todo = list(pieces(len(content), self._order, PIECE))
+        cut = [[(begin + a, begin + b) for a, b in split(end - begin, count)] for begin, end in todo]
+        with self._reading(fd, content, [parts[me] for parts in cut]) as states:
+            for (begin, end), parts, mine in zip(todo, cut, states, strict=True):
+                good = [mine.clone() for _ in ring]  # those of others are overwritten
+                for step in range(count - 1):
+                    sent, got = (me - step) % count, (me - step - 1) % count
+                    outgoing = (ring[(me + 1) % count], good[sent], parts[sent])
+                    self._swap(content, outgoing, (ring[me - 1], good[got], parts[got]))
+                if not all(good):
+                    return  # all know that
+                self._arrive(content, begin, end)
+
+    def _chain(self, ring: Sequence[int], fd: int, content: memoryview) -> None:
+        """The first reads all; each passes a piece on while it gets the next one."""
+        me = ring.index(self._watch.rank)
+        before, behind = (ring[me - 1] if me else None), (ring[me + 1] if me + 1 < len(ring) else None)
+        todo = list(pieces(len(content), self._order, PIECE))
+        with self._reading(fd, content, todo if before is None else []) as states:
+            outgoing, good = None, torch.ones(1, dtype=torch.uint8)
+            for part in (*todo, None):
+                incoming = None
+                if part is None or not good:
+                    part = None
+                elif before is None:
+                    good = next(states)
+                else:
+                    good = torch.ones(1, dtype=torch.uint8)
+                    incoming = (before, good, part)
+                self._swap(content, outgoing, incoming)
+                outgoing = None if part is None or behind is None else (behind, good, part)
+                if part is None:
+                    return
+                if good:
+                    self._arrive(content, *part)
+
+    def _arrive(self, content: memoryview, begin: int, end: int) -> None:
+        if self._into is not None:
+            target = _memory(self._into, len(content))
+            if target.obj is not content.obj:  # it is in the memory that others map
+                target[begin:end] = content[begin:end]
+        self._arrived(begin, end)
+
+    @contextmanager
+    def _reading(self, fd: int, content: memoryview, parts: Sequence[Range]) -> Iterator[Iterator[torch.Tensor]]:
+        """Yields for each part, when it has been read, whether that went well; the next one is read meanwhile."""
+
+        def fill(begin: int, end: int) -> torch.Tensor:
+            with self._noting():
+                if not self._problem:
+                    _fill(fd, content, begin, end)
+            return torch.tensor([not self._problem], dtype=torch.uint8)
+
+        def states() -> Iterator[torch.Tensor]:
+            ahead = deque(pool.submit(fill, *part) for part in parts[:1])
+            for part in (*parts[1:], None):
+                if not ahead:
+                    return
+                done = ahead.popleft().result()
+                if part is not None:
+                    ahead.append(pool.submit(fill, *part))
+                yield done
+
+        with ThreadPoolExecutor(1, "aifs-gather-read") as pool:
+            yield states()
+
+    def _swap(self, content: memoryview, outgoing: _Message | None, incoming: _Message | None) -> None:
+        """Pass one part on, and get another."""
+        begin_s, operations, got = time.monotonic(), [], []
+        for message, function in ((outgoing, dist.isend), (incoming, dist.irecv)):
+            if message is None:
+                continue
+            rank, state, (begin, end) = message
+            data = [torch.frombuffer(content[begin:end], dtype=torch.uint8)] if begin < end else []
+            for tensor in (state, *data):
+                held = tensor if self._device == "cpu" else tensor.to(self._device)
+                peer = rank if self._group is None else dist.get_global_rank(self._group, rank)
+                operations.append(dist.P2POp(function, held, peer, self._group))
+                if message is incoming and held is not tensor:
+                    got.append((tensor, held))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        for tensor, held in got:
+            tensor.copy_(held)
+        if incoming is not None:
+            _measure("network", incoming[2], begin_s)
+
+
+# --- memory ---
+
+
+def _check(into: Any, size: int) -> None:
+    """Raises CheckpointError where ``into`` does not fit."""
+    if into is not None and memoryview(into).nbytes != size:
+        raise CheckpointError(f"the buffer has {memoryview(into).nbytes} bytes, the file {size}")
+
+
+def _memory(into: Any, size: int) -> memoryview:
+    if into is not None:
+        return memoryview(into).cast("B")
+    return memoryview(mmap.mmap(-1, size) if size else bytearray())
+
+
+def _placed(content: memoryview, into: Any) -> memoryview:
+    """What is in ``content``, in ``into`` if that is given."""
+    if into is None:
+        return content
+    target = memoryview(into).cast("B")
+    if content.obj is not target.obj:
+        target[:] = content
+    return target
+
+
+def _map(offer: _Offer, size: int) -> memoryview | None:
+    """What is, or will be, in another process's memory; None if it cannot be had."""
+    try:
+        with _opened(f"/proc/{offer.pid}/fd/{offer.fd}") as fd:
+            status = os.fstat(fd)
+            if (status.st_dev, status.st_ino, status.st_size) == (offer.device, offer.inode, size):
+                return memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY))
+    except OSError:
+        pass
+    return None
+
+
+# --- files ---
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[int]:
+    fd = files.open_file(path, write=False)
+    try:
+        yield fd
+    finally:
+        files.close_file(fd)
+
+
+def _read(fd: int, content: memoryview, order: Sequence[Range], arrived: Arrived) -> None:
+    for begin, end in pieces(len(content), order, PIECE):
+        _fill(fd, content, begin, end)
+        arrived(begin, end)
+
+
+def _fill(fd: int, content: memoryview, begin: int, end: int) -> None:
+    """Raises CheckpointError where the file has become shorter, OSError."""
+    begin_s = time.monotonic()
+    if begin < end and files.read_into(fd, content[begin:end], begin) < end - begin:
+        raise CheckpointError("the file was cut while it was read")
+    _measure("storage", (begin, end), begin_s)
+
+
+def _host() -> str:
+    return files.boot_id()
+
+
+def _measure(what: str, moved: Range, begin_s: float) -> None:
+    """Bytes have been moved since."""
+    seconds = time.monotonic() - begin_s
+    if moved[1] - moved[0] >= _WORTH_MEASURING and seconds > 0:
+        rate = (moved[1] - moved[0]) / seconds
+        _measured[what] = (_measured.get(what, rate) + rate) / 2
+
+
+def _known_speeds() -> Speeds:
+    return Speeds(_measured.get("storage"), _measured.get("network"))

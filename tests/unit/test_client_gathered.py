@@ -1,0 +1,258 @@
+"""A file that all ranks of a process group read: the plan, the exchange between hosts, and what they hear of failures."""
+
+import errno
+import multiprocessing
+import os
+import random
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import torch.distributed as dist
+
+from aifs.client.manifest import CheckpointError
+from aifs.client.torch import gathered, watch
+from aifs.client.torch.gather_plan import CHAIN, GATHER, READ, Speeds, choose, pieces
+from aifs.client.torch.gathered import GatherError, read
+from aifs.core import files
+
+RANKS = 4
+PATIENCE_S = 200
+SIZE = 300_001
+PIECE = 100_000
+FAST, SLOW = Speeds(100e9, 1e9), Speeds(0.1e9, 1e9)
+
+ranges = st.lists(st.tuples(st.integers(-5, 300), st.integers(-5, 300)), max_size=8)
+
+
+@given(st.integers(0, 250), ranges, st.integers(1, 100))
+def test_pieces_cover_each_byte_once_and_what_is_wanted_first_comes_first(size, order, piece):
+    found = list(pieces(size, order, piece))
+    covered = [byte for begin, end in found for byte in range(begin, end)]
+    assert sorted(covered) == list(range(size))
+    assert all(0 < end - begin <= piece for begin, end in found)
+    wanted = [byte for begin, end in order for byte in range(max(begin, 0), min(end, size))]
+    assert covered[: len(set(wanted))] == list(dict.fromkeys(wanted))
+
+
+def test_the_fastest_way_is_chosen():
+    assert choose(10**9, [Speeds()]) == (READ, 0)
+    assert choose(0, [Speeds(), Speeds()]) == (READ, 0)
+    assert choose(10**9, [Speeds(), Speeds(1e9, 1e9)])[0] == GATHER  # one knows nothing
+    assert choose(10**10, [Speeds(1e9, 10e9)] * 4)[0] == GATHER
+    assert choose(10**10, [Speeds(10e9, 1e9)] * 4)[0] == READ  # the network is slower than storage
+    assert choose(10**10, [SLOW, FAST, SLOW, SLOW]) == (CHAIN, 1)
+
+
+# --- in processes ---
+
+
+def run_ranks(body: Callable[[int, Path], None], directory: Path, ranks: int = RANKS) -> list[str]:
+    """``body(rank, directory)`` in processes with a gloo group; what went wrong in each."""
+    fork = multiprocessing.get_context("fork")
+    pipes = []
+    for rank in range(ranks):
+        reader, writer = fork.Pipe(duplex=False)
+        process = fork.Process(target=_rank_main, args=(body, rank, ranks, directory, writer))
+        process.start()
+        writer.close()
+        pipes.append((process, reader))
+    problems = []
+    for process, reader in pipes:
+        try:
+            problems.append(reader.recv() if reader.poll(PATIENCE_S) else "hangs")
+        except EOFError:
+            problems.append("died")
+        reader.close()
+        process.kill()
+        process.join()
+        process.close()
+    return problems
+
+
+def _rank_main(body: Callable[[int, Path], None], rank: int, ranks: int, directory: Path, say: Any) -> None:
+    problem = ""
+    try:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
+        gathered.PIECE = PIECE
+        body(rank, directory)
+    except BaseException:  # noqa: BLE001 (told to the parent)
+        problem = traceback.format_exc()
+    say.send(problem)
+    say.close()
+    os._exit(0)
+
+
+CONTENT = random.Random(5).randbytes(SIZE)
+ORDER = [(250_000, 299_000), (10, 20)]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(CONTENT)
+    return path
+
+
+def on_hosts(ranks_each: int) -> None:
+    """As if each so many ranks were a host."""
+    gathered._host = lambda: f"host {dist.get_rank() // ranks_each}"
+
+
+def counted() -> list[int]:
+    """How many bytes this process reads, from now on."""
+    read_into, found = files.read_into, []
+
+    def count(fd: int, buffer: memoryview, offset: int) -> int:
+        done = read_into(fd, buffer, offset)
+        found.append(done)
+        return done
+
+    files.read_into = count
+    return found
+
+
+def read_by_all(directory: Path, **options: Any) -> int:
+    """Reads in all ways; how many bytes all ranks have read."""
+    found, arrived = counted(), []
+    data = read(directory / "file", order=ORDER, arrived=lambda *part: arrived.append(part), **options)
+    assert data == CONTENT
+    assert arrived == list(pieces(SIZE, ORDER, PIECE))
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, sum(found))
+    return sum(everyone)
+
+
+def one_host(rank: int, directory: Path) -> None:
+    assert read_by_all(directory) == RANKS * SIZE  # from the page cache
+    target = bytearray(SIZE)
+    assert read(directory / "file", into=target) == CONTENT == target
+    ranks = dist.new_group([1, 3])
+    if rank in (1, 3):
+        assert read(directory / "file", ranks) == CONTENT
+    dist.barrier()
+
+
+def many_hosts(rank: int, directory: Path) -> None:
+    on_hosts(1)
+    assert read_by_all(directory) == SIZE
+    assert read_by_all(directory, speeds=FAST if rank == 2 else SLOW) == SIZE
+    target = bytearray(SIZE)
+    assert read(directory / "file", into=target) == CONTENT == target
+    gathered._measured.clear()
+    assert read(directory / "empty") == b""
+    group = dist.new_group([3, 1, 2])
+    if rank:
+        assert read(directory / "file", group) == CONTENT
+    dist.barrier()
+
+
+def two_hosts(rank: int, directory: Path) -> None:
+    on_hosts(2)
+    for speeds in (Speeds(), FAST if rank == 2 else SLOW):
+        assert read_by_all(directory, speeds=speeds) == SIZE
+    target, seen = bytearray(SIZE), []
+    data = read(
+        directory / "file", into=target, arrived=lambda begin, end: seen.append(target[begin:end] == CONTENT[begin:end])
+    )
+    assert data == CONTENT == target
+    assert seen == [True] * len(list(pieces(SIZE, (), PIECE)))  # it is in ``into`` when that is said
+    data = read(directory / "file")
+    data[:4] = b"mine" if rank == 1 else b"1234"  # nobody else sees it
+    dist.barrier()
+    assert bytes(data[:4]) == (b"mine" if rank == 1 else b"1234")
+    gathered._map = lambda offer, size: None  # another namespace of processes
+    assert read(directory / "file") == CONTENT
+
+
+@pytest.mark.parametrize("body", [one_host, many_hosts, two_hosts])
+def test_all_get_all_and_storage_is_asked_once(body, file, tmp_path):
+    (tmp_path / "empty").touch()
+    assert run_ranks(body, tmp_path) == [""] * RANKS
+
+
+def failures(rank: int, directory: Path) -> None:
+    on_hosts(2 if (directory / "pairs").exists() else 1)
+    path, open_file, read_into = directory / "file", files.open_file, files.read_into
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def expect(what: str, faulty: int, **options: Any) -> None:
+        with pytest.raises(GatherError, match=what) as caught:
+            read(path, **options)
+        assert caught.value.rank == faulty
+
+    if rank == 3:
+        files.open_file = fail
+    expect("file: rank 3: Input/output error", 3)
+    files.open_file = open_file
+    for speeds in (Speeds(), FAST if rank == 2 else SLOW):
+        if rank == 2:
+            reads = iter([read_into, fail, fail])
+            files.read_into = lambda *args, reads=reads: next(reads)(*args)
+        expect("file: rank 2: Input/output error", 2, speeds=speeds)
+        files.read_into = read_into
+    expect("rank 1: the buffer has 5 bytes, the file 300001", 1, into=bytearray(5 if rank == 1 else SIZE))
+    gathered.os.fstat = lambda fd, fstat=os.fstat: os.stat(directory / "empty") if rank == 2 else fstat(fd)
+    expect("rank 2 finds 0 bytes, rank 0 300001", 2)
+    gathered.os.fstat = lambda fd: os.stat(fd)
+    assert read(path) == CONTENT  # the group is as good as before
+    dist.barrier()
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_an_error_of_one_rank_reaches_all(pairs, file, tmp_path):
+    (tmp_path / "empty").touch()
+    if pairs:
+        (tmp_path / "pairs").touch()
+    assert run_ranks(failures, tmp_path) == [""] * RANKS
+
+
+def death(rank: int, directory: Path) -> None:
+    """Of rank 2: when it is to read for the second time, or before it says anything."""
+    on_hosts(1)
+    watch._ANSWER_S = 2.0
+    read_into, count = files.read_into, 0
+    way = (directory / "way").read_text()
+
+    def die(*args: Any) -> int:
+        nonlocal count
+        count += 1
+        if count == 2:
+            os._exit(1)
+        return read_into(*args)
+
+    if rank == 2 and way == "before":
+        dist.barrier()
+        os._exit(1)
+    if rank == 2:
+        files.read_into = die
+    dist.barrier()
+    with pytest.raises(GatherError, match="rank.* 2.* did not answer, and may have ended"):
+        read(directory / "file", speeds={"chain": FAST if rank == 2 else SLOW}.get(way))
+
+
+@pytest.mark.parametrize("way", ["before", "ring", "chain"])
+def test_a_rank_that_ends_is_named_to_the_others(way, file, tmp_path):
+    (tmp_path / "way").write_text(way)
+    assert run_ranks(death, tmp_path) == ["", "", "died", ""]
+
+
+def test_alone_it_is_read(file):
+    assert read(file) == CONTENT
+    target = bytearray(SIZE)
+    assert read(file, into=target, order=ORDER) == target == CONTENT
+    with pytest.raises(CheckpointError, match="the buffer has 5 bytes, the file 300001"):
+        read(file, into=bytearray(5))
+    with pytest.raises(FileNotFoundError):
+        read(file.parent / "nothing")
