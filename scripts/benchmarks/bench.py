@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import click
 from checkpoint import checkpoint_rows
 from endurance import endurance_rows
+from grouped import grouped_rows
 from latency import latency_row
 from movement import movement_rows
 from protection import protection_rows
@@ -20,7 +21,7 @@ from works import COURSES, WORKS, Size, Work
 QUICK = Size(files=1000, entries=10_000, mib=128)
 NORMAL = Size(files=5000, entries=100_000, mib=512)
 
-SPECIAL = ("latency", "movement", "publishing", "protection", "checkpoint", "memory")
+SPECIAL = ("latency", "movement", "publishing", "protection", "checkpoint", "grouped", "memory")
 
 Rates = dict[tuple[str, str], list[float]]
 
@@ -65,6 +66,9 @@ def bench(
         if "checkpoint" in chosen:
             with log.status("checkpoint"):
                 rows += checkpoint_rows(base, 2 * size.mib, rounds)
+        if "grouped" in chosen:
+            with log.status("grouped"):
+                rows += grouped_rows(base, size.mib // 2, rounds)
         if "memory" in chosen:
             with log.status("memory"):
                 amounts = (1_000_000, 20, 1_000_000) if long else (size.entries, 4, size.entries)

@@ -1,0 +1,69 @@
+"""The numbers of docs/grouped.md are those of docs/figures/grouped.json, and scripts/figures makes both."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+MEASURING_MAX_S = 1000
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    """A copy of the guide, without its numbers."""
+    guide = (DOCS / "grouped.md").read_text()
+    marks = re.findall(r"^<!-- .*numbers.* -->\n", guide, re.MULTILINE)
+    assert len(marks) == 2
+    before, _, rest = guide.partition(marks[0])
+    copy = tmp_path / "docs"
+    copy.mkdir()
+    (copy / "grouped.md").write_text(before + "".join(marks) + rest.partition(marks[1])[2])
+    return copy
+
+
+def figures(*words: str | Path) -> None:
+    command = [sys.executable, ROOT / "scripts/benchmarks/figures.py", *words]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=MEASURING_MAX_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def require_figures(docs: Path) -> None:
+    linked = re.findall(r"!\[.*?\]\((figures/.*?)\)", (docs / "grouped.md").read_text())
+    assert linked
+    for name in linked:
+        assert (docs / name).read_text().count("<svg") == 1
+
+
+def test_the_guide_has_the_numbers_of_the_last_run(docs: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (the figures extra)")
+    figures("--from", DOCS / "figures/grouped.json", "--docs", docs)
+    assert (docs / "grouped.md").read_text() == (DOCS / "grouped.md").read_text()
+    require_figures(docs)
+    require_figures(DOCS)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(MEASURING_MAX_S)
+def test_a_small_run_makes_the_guide_anew(docs: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed (the demo extra)")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (the figures extra)")
+    figures("--quick", "--docs", docs)
+    found = json.loads((docs / "figures/grouped.json").read_text())
+    assert {one["way"] for one in found["memory"]} == {one["way"] for one in found["network"]}
+    assert f"{found['mib']} MiB each" in (docs / "grouped.md").read_text()
+    require_figures(docs)
+
+
+def test_the_guide_quotes_the_example() -> None:
+    example = (ROOT / "scripts/examples/grouped.py").read_text()
+    guide = (DOCS / "grouped.md").read_text().partition("## Three ways")[2].partition("\n## ")[0]
+    quoted = [block for block in re.findall(r"^```python\n(.*?)^```", guide, re.DOTALL | re.MULTILINE) if "replica" in block]
+    assert len(quoted) >= 4
+    for block in quoted:
+        lines = [line.strip() for line in block.splitlines()]
+        assert "\n".join(lines) in "\n".join(line.strip() for line in example.splitlines()), block

@@ -1,0 +1,38 @@
+"""The example of docs/grouped.md, on a mount and in a plain directory. Skipped where torch is not installed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.groups import described, wait_durable
+from tests.support.mounts import ROOT, Mounted
+
+pytest.importorskip("torch", reason="torch is not installed (the demo extra)")
+
+WAYS = ("hint", "files", "published")
+RUNNING_MAX_S = 250
+
+
+def run_example(run: Path) -> None:
+    command = [sys.executable, ROOT / "scripts/examples/grouped.py", run]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=RUNNING_MAX_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines() == [f"{way}: 4 ranks have saved and loaded 2 steps in {run / way}" for way in WAYS]
+
+
+def test_on_a_mount_equal_bytes_are_stored_once(mounted: Mounted) -> None:
+    run = mounted.path / "run"
+    run_example(run)
+    for way in WAYS:
+        wait_durable(run / way / "step-2")
+        told = described(run / way / "step-2")
+        assert told["state"] == "durable" and told["error"] == ""
+        if way != "published":  # there each tensor is in one file
+            assert told["duplicate_bytes"] > 0.7 * told["bytes"]
+
+
+@pytest.mark.long
+def test_in_any_other_directory(tmp_path: Path) -> None:
+    run_example(tmp_path / "run")
