@@ -24,12 +24,16 @@ bootstrap() {
         as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >&2
     fi
     [ -x "$venv/bin/pip" ] || python3 -m venv "$venv"
-    stamp=$venv/installed-$extra
-    if ! (cd "$root" && cat "${build_sources[@]}") | cmp -s - "$stamp"; then
-        echo "installing aifs${extra:+[$extra]} into .venv" >&2
-        "$venv/bin/pip" install --quiet --disable-pip-version-check --editable "$root${extra:+[$extra]}"
-        (cd "$root" && cat "${build_sources[@]}") >"$stamp"
-    fi
+    for stamp in "$venv"/installed-*; do  # what was installed with more dependencies will do
+        if [[ ,${stamp#"$venv/installed-"}, == *",$extra,"* ]] && build_input | cmp -s - "$stamp"; then return; fi
+    done
+    echo "installing aifs${extra:+[$extra]} into .venv" >&2
+    "$venv/bin/pip" install --quiet --disable-pip-version-check --editable "$root${extra:+[$extra]}"
+    build_input >"$venv/installed-$extra"
+}
+
+build_input() {
+    (cd "$root" && cat "${build_sources[@]}")
 }
 
 as_root() {

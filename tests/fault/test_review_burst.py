@@ -115,7 +115,7 @@ async def test_a_file_that_is_deleted_after_its_drain_failed_does_not_count_as_f
         ino, _ = await write_file(fs, b"f", b"x" * 10_000)
         with failing("write_at", str(directory / "data")):
             fs.drain.request([ino])
-            with trio.fail_after(5):
+            with trio.fail_after(60):
                 while not fs.drain.status()["failing_files"]:
                     await trio.sleep(0.01)
         await fs.unlink(ROOT_INO, b"f")
@@ -148,7 +148,7 @@ async def test_an_open_that_fails_at_its_end_leaves_a_file_that_is_drained(direc
             await fs.open(ino, os.O_RDWR)
         fs._add_handle = add
         assert (await fs.getattr(ino)).in_burst
-        with trio.fail_after(5):
+        with trio.fail_after(60):
             while (await fs.getattr(ino)).in_burst:
                 await trio.sleep(0.01)
 

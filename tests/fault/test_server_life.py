@@ -72,7 +72,7 @@ async def make(directory: Path, settings: dict[str, object], servers: int = 5, b
 
 @asynccontextmanager
 async def served(config: Config) -> AsyncIterator[Filesystem]:
-    with trio.fail_after(30):
+    with trio.fail_after(60):
         async with open_filesystem(config) as fs:
             yield fs
 

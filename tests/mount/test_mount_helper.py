@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounts import ROOT, TIMEOUT_S, aifs
+from tests.support.mounts import ROOT, TIMEOUT_S, Mounted, aifs
 
 INSTALL = ROOT / "scripts" / "install-mount-helper"
 
 _SETUP = """
 set -e
+umount --all --types fuse.aifs --lazy --internal-only --no-canonicalize || true  # or daemons of other tests would not end
 mkdir "$1/sbin" "$1/etc"
 cp -a "$2/mount.fuse" "$2/mount.fuse3" "$1/sbin"
 cp -a /etc/. "$1/etc"
@@ -121,6 +122,11 @@ def own_system(tmp_path: Path) -> Iterator[System]:
     """One that the test may spoil."""
     with installed_system(tmp_path) as made:
         yield made
+
+
+def test_the_namespace_does_not_keep_mounts_of_other_tests_alive(mounted: Mounted, own_system: System) -> None:
+    mounted.unmount()
+    assert not own_system.mounts()
 
 
 FORMS = {

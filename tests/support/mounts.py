@@ -14,7 +14,7 @@ from pathlib import Path
 from aifs.core.config import DIRECTORY_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 60
+TIMEOUT_S = 120  # for what must happen, on a machine with much else to do
 
 _PROBLEM = re.compile(r" (WARNING|ERROR|CRITICAL) ")
 
@@ -82,9 +82,14 @@ class Mounted:
 
     def wait_for_end(self) -> None:
         """Until the daemon has ended."""
-        assert select.select([self._ended], [], [], TIMEOUT_S)[0], "the daemon does not end"
+        assert select.select([self._ended], [], [], TIMEOUT_S)[0], f"the daemon does not end: {self._doing()}"
         os.close(self._ended)
         self._ended = -1
+
+    def _doing(self) -> str:
+        """Where the daemon's threads are in the kernel, and the end of its log."""
+        threads = [path.read_text() for path in Path(f"/proc/{self.pid}/task").glob("*/wchan")]
+        return f"threads in {threads}; the log ends with\n{self.log.read_text()[-2000:] if self.log.exists() else ''}"
 
     def is_mounted(self) -> bool:
         return os.path.ismount(self.path)
