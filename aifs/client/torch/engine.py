@@ -15,10 +15,32 @@ from aifs.core import files, trees
 
 
 class CheckpointEngine:
-    """``create``, then ``save`` for each file, then ``commit``; ``load`` at any time."""
+    """``create``, then ``save`` for each file, then ``commit``; ``load`` at any time. The others tell DeepSpeed how to use it."""
 
     def __init__(self, config_params: Any = None) -> None:
+        self.name = "aifs"
         self._directories: set[str] = set()
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        """Of replicas one writes."""
+        return dp_rank == 0
+
+    def is_decoupled(self) -> bool:
+        """Whether it saves in the background: no, what ``save`` was given is durable when it returns."""
+        return False
+
+    def preserves_storage_sharing(self) -> bool:
+        """Tensors that share memory share it in the file: so views are to be copied before a save."""
+        return True
+
+    def set_commit_info(self, info: Any) -> None:
+        """Nothing to do: ``commit`` is told."""
+
+    def get_commit_info(self) -> None:
+        """Nothing waits to be committed."""
+
+    def cleanup(self) -> None:
+        """Nothing goes on in the background."""
 
     def makedirs(self, path: PathLike, exist_ok: bool = False) -> None:
         """Raises FileExistsError, OSError."""

@@ -1,0 +1,160 @@
+"""The recipes of docs/training.md, run by the packages that they are for. Each is skipped where its package is not installed
+(the recipes extra)."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.support.mounts import TIMEOUT_S, Mounted
+
+ROOT = Path(__file__).parents[2]
+
+LIGHTNING = """
+import os, sys, torch, lightning, aifs.client.torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+{recipe}
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def training_step(self, batch, number):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+def fit(epochs, path=None):
+    model, keep = Model(), ModelCheckpoint(dirpath=sys.argv[1], filename="{{epoch}}", save_top_k=-1)
+    trainer = lightning.Trainer(
+        max_epochs=epochs, accelerator="cpu", devices=1, plugins=[AifsIO()], callbacks=[keep], logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(model, torch.utils.data.DataLoader(torch.randn(32, 8), 8), ckpt_path=path)
+    return model, trainer
+
+model, _ = fit(2)
+path = os.path.join(sys.argv[1], "epoch=1.ckpt")
+saved = torch.load(path, weights_only=False)["state_dict"]
+assert saved and all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
+_, trainer = fit(3, path)
+assert trainer.global_step == 12, "it did not go on from the checkpoint"
+"""
+
+MEGATRON = """
+import os, sys, torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def run(rank, directory, store):
+    # Which Megatron asks for whatever the device is.
+    torch.cuda.synchronize, torch.cuda.current_device = (lambda *_: None), (lambda: "cpu")
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from aifs.client import checkpoint
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    parallel_state.initialize_model_parallel(1, 1)
+    tensor, final = torch.full((4, 8), float(rank)), os.path.join(directory, "iter_0000100")
+
+    def state(tensor):
+        return {"weight": ShardedTensor.from_rank_offsets("weight", tensor, (0, rank, 2))}
+
+    with checkpoint(final, ranks=2, rank=rank, tracker="latest_checkpointed_iteration.txt", latest=None) as tmp:
+        dist_checkpointing.save(state(tensor), str(tmp))
+    assert torch.equal(dist_checkpointing.load(state(torch.empty(4, 8)), final)["weight"], tensor)
+    dist.barrier()
+
+if __name__ == "__main__":
+    mp.spawn(run, (sys.argv[1], sys.argv[2]), nprocs=2)
+"""
+
+DEEPSPEED = """
+import os, sys, torch
+import torch.distributed as dist
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}
+import deepspeed
+from aifs.client.torch import CheckpointEngine
+
+def engine():
+    model = torch.nn.Linear(8, 8)
+    found, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.Adam(model.parameters()), config={"train_batch_size": 4}
+    )
+    found.checkpoint_engine = CheckpointEngine()
+    return found
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=0, world_size=1)
+first = engine()
+first.backward(first(torch.ones(4, 8)).square().mean())
+first.step()
+first.save_checkpoint(sys.argv[1], "global_step1")
+second = engine()
+assert second.load_checkpoint(sys.argv[1])[0], "nothing was loaded"
+assert torch.equal(first.module.weight, second.module.weight)
+"""
+
+
+def need(package: str) -> None:
+    if find_spec(package) is None or find_spec("torch") is None:
+        pytest.skip(f"{package} is not installed (the recipes extra)")
+
+
+def run(directory: Path, script: str, *args: Path) -> None:
+    path = directory / "recipe.py"
+    path.write_text(script)
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    more = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "PATH": tools, "TORCH_EXTENSIONS_DIR": str(directory),
+    }  # fmt: skip
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", path, *args], env=os.environ | more, capture_output=True, text=True,
+        timeout=4 * TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_lightning(mounted: Mounted, tmp_path: Path) -> None:
+    need("lightning")
+    recipe = re.search(r"```python\n(  class AifsIO.*?)  ```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
+    lines = [line.removeprefix("  ") for line in recipe[1].splitlines()]
+    run(tmp_path, LIGHTNING.format(recipe="\n".join(lines)), mounted.path / "run")
+    assert sorted(os.listdir(mounted.path / "run")) == [f"epoch={number}.ckpt" for number in range(3)]
+
+
+def test_megatron(mounted: Mounted, tmp_path: Path) -> None:
+    need("megatron")
+    need("megatron.core")
+    run(tmp_path, MEGATRON, mounted.path, tmp_path / "store")
+    assert sorted(os.listdir(mounted.path)) == ["iter_0000100", "latest_checkpointed_iteration.txt"]
+    assert (mounted.path / "latest_checkpointed_iteration.txt").read_text().strip() == "100"
+
+
+def test_deepspeed(tmp_path: Path) -> None:
+    """Our engine has all that DeepSpeed's own have."""
+    need("deepspeed")
+    script = """
+import inspect
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine as Base
+from aifs.client.torch import CheckpointEngine
+names = [name for name, _ in inspect.getmembers(Base, inspect.isfunction)]
+assert "commit" in names
+assert not [name for name in names if not hasattr(CheckpointEngine, name)]
+"""
+    run(tmp_path, script)
+
+
+@pytest.mark.long
+def test_deepspeed_saves_and_loads(mounted: Mounted, tmp_path: Path) -> None:
+    """It compiles a library of its own first."""
+    need("deepspeed")
+    run(tmp_path, DEEPSPEED, mounted.path / "run", tmp_path / "store")
+    assert sorted(os.listdir(mounted.path / "run")) == ["global_step1", "latest"]
