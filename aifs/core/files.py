@@ -16,6 +16,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 
@@ -364,7 +365,8 @@ def start_writing(fd: int, offset: int, length: int) -> None:
 
     Does not wait for it, and makes nothing durable. What fails, or cannot be had here, ``sync_file`` will say or do.
     """
-    _before("start_writing", _path_of(fd))
+    with suppress(OSError):
+        _before("start_writing", _path_of(fd))
     _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _WRITE)
 
 

@@ -92,6 +92,15 @@ async def test_containers_are_dense_and_few(servers, tmp_path):
         assert made.sealed
 
 
+async def test_writing_early_is_only_a_wish(servers, tmp_path):
+    """What fails there the sync would say, so nobody hears of it."""
+    data = content(1, 300_000)
+    with shelf(servers, tmp_path) as made:
+        with hooked(), failing("start_writing", servers[0].path, errno.EIO):
+            await made.store({1: data}, 1 << 20)
+        assert await made.content(1, len(data)) == data
+
+
 async def test_extents(servers, tmp_path):
     """Equal chunks are stored once, zeros never; where they are, seeking says."""
     with shelf(servers, tmp_path) as made:
