@@ -29,6 +29,9 @@ async def servers(request, tmp_path):
         with data_servers(Path(memory) if request.param == "memory" else tmp_path, 3) as servers:
             yield servers
             await servers.cache.settle()  # what is read ahead holds descriptors
+            with trio.fail_after(60):
+                while open_below(Path(servers[0].path).parent):  # until the last reader has heard that it has ended
+                    await trio.sleep(0.01)
 
 
 batches = st.lists(
