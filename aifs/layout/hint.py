@@ -2,11 +2,11 @@
 
 The layout's text form is ``kind=interleaved,count=2,compress=zstd:3``."""
 
-import difflib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from aifs.core.errors import Invalid
+from aifs.core.pairs import parse_pairs
 from aifs.core.units import format_size, parse_size
 from aifs.layout.redundancy import REPLICAS_MAX, Redundancy, check_coded_unit, format_ec, parse_ec
 from aifs.layout.striped import UNIT_MAX, UNIT_MIN, Striped
@@ -64,16 +64,7 @@ def parse_layout_hint(text: str) -> Policy:
     Raises Invalid, which says what is wrong. Whether the servers exist is for the caller to check.
     """
     values: dict[str, Any] = {}
-    for item in text.split(","):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals:
-            raise Invalid(f"layout: {item.strip()!r} is not key=value, as in 'unit=4MiB,count=2'")
-        if key not in _PARSERS:
-            near = difflib.get_close_matches(key, _PARSERS, 1)
-            advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_PARSERS)}"
-            raise Invalid(f"layout: no key is called {key!r}; {advice}")
-        if key in values:
-            raise Invalid(f"layout: {key!r} is given twice")
+    for key, value in parse_pairs("layout", text, _PARSERS, "unit=4MiB,count=2"):
         values[key] = _PARSERS[key](value)
     if "ec" in values:
         coded = values.pop("ec")

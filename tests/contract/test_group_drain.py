@@ -33,6 +33,7 @@ from aifs.vfs.tiers import containers
 from aifs.vfs.types import ROOT, SetAttr
 from tests.support import modes
 from tests.support.data_servers import failing, hooked
+from tests.support.points import once
 
 KIB = 1 << 10
 CHUNK = 64 * KIB
@@ -97,18 +98,6 @@ async def rewrite(fs: Filesystem, ino: int, data: bytes) -> None:
     opened = await fs.open(ino, os.O_RDWR | os.O_TRUNC)
     await fs.write(opened.handle, 0, data)
     await fs.release(opened.handle)
-
-
-def at_once(point: str, act) -> None:
-    """Have ``act`` called when the point is reached for the first time."""
-    calls = []
-
-    def reached() -> None:
-        if not calls:
-            calls.append(1)
-            act()
-
-    faults.arm(point, reached)
 
 
 async def store(
@@ -214,7 +203,7 @@ async def test_long_lists_are_on_record_before_the_flip(directory, monkeypatch):
         members, report = [Prepared(ino) for ino in inos], Report()
         for member in members:
             await drain.prepare("step", member, options, report)
-        at_once("vfs.containers.listed", lambda: fs.io.open[inos[0]].cancel_drain())
+        once("vfs.containers.listed", lambda: fs.io.open[inos[0]].cancel_drain())
         await drain.store("step", members, options, report)
         assert outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED]
         members, report = await store(fs, drain, inos[:1], options)
@@ -236,7 +225,7 @@ async def test_who_opens_a_member_for_writing_has_it_stored_without_it(directory
         report = Report()
         for member in members:
             await drain.prepare("step", member, SMALL, report)
-        at_once("data.append.synced", lambda: fs.io.open[inos[0]].cancel_drain())
+        once("data.append.synced", lambda: fs.io.open[inos[0]].cancel_drain())
         await drain.store("step", members, SMALL, report)
         assert outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED, Outcome.DRAINED] and told == members[:1]
         await check_contents(fs, dict(list(contents.items())[1:]))
@@ -711,7 +700,7 @@ async def test_a_wrong_reuse_never_gives_a_chunk_a_wrong_digest(directory, monke
     async with mounted(directory) as fs:
         drain = group_drain(fs)
         inos, data, members, report = await almost_equal(fs, drain)
-        at_once("data.append.synced", lambda: fs.io.open[inos[0]].cancel_drain())
+        once("data.append.synced", lambda: fs.io.open[inos[0]].cancel_drain())
         await drain.store("step", members, REUSE, report)
         assert report.reused and outcomes(members) == [Outcome.CHANGED] * 2
         members, report = await store(fs, drain, inos[1:])

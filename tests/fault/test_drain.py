@@ -5,7 +5,6 @@ import mmap
 import os
 import random
 import tempfile
-from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from aifs.vfs.lifecycle import open_filesystem
 from aifs.vfs.types import ROOT, SetAttr
 from tests.support import modes
 from tests.support.data_servers import failing, hooked
+from tests.support.points import once
 
 SIZES = [0, 1, 2048, 2049, 1 << 20, (1 << 20) + 1, (4 << 20) - 1, (9 << 20) + 12345]
 KINDS = [{}, modes.INTERLEAVED]
@@ -93,19 +93,6 @@ def objects_in(fs: Filesystem) -> list[str]:
         for name in names
         if not (path := os.path.join(top, name)).endswith(".0")
     )
-
-
-async def at(point: str, fs: Filesystem, act: Callable) -> list[int]:
-    """Have ``act`` called, once, when the point is reached. Returns a list that then has an element."""
-    calls: list[int] = []
-
-    def reached() -> None:
-        if not calls:
-            calls.append(1)
-            act()
-
-    faults.arm(point, reached)
-    return calls
 
 
 # --- drain -------------------------------------------------------------------------------------------
@@ -203,7 +190,7 @@ async def test_a_change_cancels_the_drain_without_a_trace(directory, kind, chang
                         fs.forget([ino])
                 done.set()
 
-            calls = await at(point, fs, lambda: nursery.start_soon(act))
+            calls = once(point, lambda: nursery.start_soon(act))
             # The flip waits for the gate, so the change, which has been started, may overtake it or not.
             fs.drain.request([ino])
             await done.wait()

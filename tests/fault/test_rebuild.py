@@ -351,18 +351,6 @@ async def test_files_that_need_all_servers_stay(directory):
 # --- meanwhile -------------------------------------------------------------------------------------------
 
 
-def once(point: str, act: Callable[[], None]) -> list[int]:
-    calls: list[int] = []
-
-    def reached() -> None:
-        if not calls:
-            calls.append(1)
-            act()
-
-    faults.arm(point, reached)
-    return calls
-
-
 async def paused_move(fs: Filesystem, number: int, act: Callable[[], Awaitable[None]]) -> None:
     """Have all leave a server; when the first object is being written somewhere, ``act`` before it goes on."""
     waiting, go_on = trio.Event(), trio.Event()

@@ -1,11 +1,11 @@
 """Groups as text: ``name=step,ranks=8,dedup=4MiB``. Pure."""
 
-import difflib
 import os
 from collections.abc import Callable
 from typing import Any
 
 from aifs.core.errors import Invalid
+from aifs.core.pairs import parse_pairs
 from aifs.core.units import format_duration, format_size, parse_duration, parse_size
 from aifs.layout.interleaved import CHUNK_MAX
 from aifs.meta.groups import Options
@@ -23,16 +23,7 @@ def parse_group(text: str) -> Options:
     """The group that ``text`` asks for: ``name=step,ranks=8[,dedup=4MiB][,commit=close|explicit][,timeout=10min][,grace=0s]
     [,reuse=yes|no][,publish=NAME]``. Raises Invalid."""
     values: dict[str, Any] = {}
-    for item in text.split(","):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals:
-            raise Invalid(f"group: {item.strip()!r} is not key=value, as in 'name=step,ranks=8'")
-        if key not in _PARSERS:
-            near = difflib.get_close_matches(key, _PARSERS, 1)
-            advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_PARSERS)}"
-            raise Invalid(f"group: no key is called {key!r}; {advice}")
-        if key in values:
-            raise Invalid(f"group: {key!r} is given twice")
+    for key, value in parse_pairs("group", text, _PARSERS, "name=step,ranks=8"):
         values[key] = _PARSERS[key](key, value)
     lacking = [key for key in ("name", "ranks") if key not in values]
     if lacking:
