@@ -80,8 +80,7 @@ class Filesystem(Grouping):
         file = self.io.open.get(ino)
         if file is None:
             return await self._engine.transact(attributes.change_inode, ino, change, argument)
-        change(file.inode, argument)
-        await self.io.save(file)
+        await self.io.change(file, change, argument)
         return self.io.attributes(file)
 
     def _accessed(self, inode: Inode) -> bool:

@@ -1,5 +1,6 @@
 """Operations on files of the burst tier that meet in the middle, and what outlives what it was made for."""
 
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -8,12 +9,12 @@ import pytest
 import trio
 import trio.testing
 
-from aifs.core.errors import Unavailable
+from aifs.core.errors import NoSpace, Unavailable
 from aifs.meta import chunks, keys
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.publishing import barrier
-from aifs.vfs.types import ROOT
+from aifs.vfs.types import ROOT, SetAttr
 from tests.fault.test_drain import drained, mounted, path_of, read_file, write_file
 from tests.fault.test_review_races import holding
 from tests.support import modes
@@ -164,3 +165,17 @@ async def test_a_tiny_file_that_the_full_metadata_store_cannot_take_stays_in_the
         fs.store.engine._short_of_space = False
         await drained(fs, ino)
         assert await read_file(fs, ino) == b"tiny"
+
+
+async def test_a_chmod_of_an_open_file_that_is_refused_is_neither_seen_nor_saved_later(directory: Path) -> None:
+    with hooked():  # descriptors have paths
+        async with mounted(directory, WAITING) as fs:
+            ino, handle = await write_file(fs, b"f", b"x" * 10_000, close=False)
+            mode = (await fs.getattr(ino)).mode
+            with failing("write_at", str(directory / "meta"), errno.ENOSPC), pytest.raises(NoSpace):
+                await fs.setattr(ino, SetAttr(mode=mode ^ 0o040), ROOT)
+            assert (await fs.getattr(ino)).mode == mode
+            await fs.fsync(handle)
+            await fs.release(handle)
+    async with mounted(directory, WAITING) as fs:
+        assert (await fs.getattr(ino)).mode == mode

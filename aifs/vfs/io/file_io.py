@@ -5,7 +5,10 @@ A file's newest bytes lie in the burst tier (``burst_io``), or in its inode or o
 ``writeback``, ``drain``, ``stage`` and ``evict`` change a file's form.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from aifs.burst.copy import BurstCopy
 from aifs.burst.tier import BurstTier
@@ -177,6 +180,18 @@ class FileIO:
             await self._engine.transact(_put_again, file.inode)
         except BaseException:
             file.unsaved = True
+            raise
+
+    async def change(self, file: OpenInode, change: Callable[[Inode, Any], None], argument: Any) -> None:
+        """Apply ``change(inode, argument)`` to the in-core attributes and record them, or neither."""
+        inode = file.inode
+        before = replace(inode)
+        try:
+            change(inode, argument)
+            await self.save(file)
+        except BaseException:
+            for name in Inode.__slots__:  # others hold this very object; what was refused is in nobody's next save
+                setattr(inode, name, getattr(before, name))
             raise
 
     async def save_all(self) -> None:
