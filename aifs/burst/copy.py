@@ -15,9 +15,9 @@ from typing import Any
 
 from aifs.core import files, leases
 from aifs.core.errors import FsError, NoSuchAddress, NotSupported, Unavailable
-from aifs.data import object_label
-from aifs.data.buffers import BufferPool
-from aifs.data.object_label import Label
+from aifs.data.objects import object_label
+from aifs.data.objects.object_label import Label
+from aifs.data.reading.buffers import BufferPool
 from aifs.data.server import DataServer, Missing
 from aifs.data.workers import gather
 from aifs.meta.records import Copy

@@ -19,12 +19,12 @@ from aifs.core import faults, files
 from aifs.core.budget import Budget
 from aifs.core.errors import Unavailable
 from aifs.core.tasks import run_all
-from aifs.data.buffers import BudgetedBuffers
-from aifs.data.digests import HASHED, digests_of
-from aifs.data.object_label import Label, digest_of
-from aifs.data.protected import ProtectedObjects
-from aifs.data.striped import StripedObjects
-from aifs.data.verified import VerifiedObjects
+from aifs.data.checking.digests import HASHED, digests_of
+from aifs.data.checking.verified import VerifiedObjects
+from aifs.data.objects.object_label import Label, digest_of
+from aifs.data.objects.protected import ProtectedObjects
+from aifs.data.objects.striped import StripedObjects
+from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.workers import gather
 
 _WRITTEN = faults.declare("burst.drain.written", "new objects hold the bytes of a burst copy, not synced")

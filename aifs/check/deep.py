@@ -16,12 +16,12 @@ from aifs.check.findings import Problem, Progress, Subject
 from aifs.check.scan import for_each
 from aifs.check.table import NONE, UNREADABLE, InodeTable
 from aifs.core.errors import FsError, Unavailable
-from aifs.data.buffers import BudgetedBuffers
-from aifs.data.checks import ContainerCheck, FileCheck
-from aifs.data.digests import DIGESTS_AT_ONCE, HASHED
-from aifs.data.inspection import STEP, Inspection
-from aifs.data.window import UNREADABLE as NOT_READ
-from aifs.data.window import WRONG, Check
+from aifs.data.checking.checks import ContainerCheck, FileCheck
+from aifs.data.checking.digests import DIGESTS_AT_ONCE, HASHED
+from aifs.data.checking.inspection import STEP, Inspection
+from aifs.data.checking.window import UNREADABLE as NOT_READ
+from aifs.data.checking.window import WRONG, Check
+from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.layout.interleaved import STRIPE
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, degraded, forms, keys, moves, namespace

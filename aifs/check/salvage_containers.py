@@ -10,12 +10,12 @@ from aifs.check.findings import Progress
 from aifs.check.salvage_files import Incomplete, best_label
 from aifs.check.salvage_inventory import Part, Placed, Saved, place
 from aifs.core.errors import FsError, Unavailable
-from aifs.data import chunk_codec
-from aifs.data.chunk_codec import RECIPE, RECORDS, FileRecord, Recipe
-from aifs.data.container_files import ContainerFiles
-from aifs.data.container_readers import Entry
-from aifs.data.container_scan import ContainerScan, Found
-from aifs.data.digests import HASHED, digests_of
+from aifs.data.checking.digests import HASHED, digests_of
+from aifs.data.containers import chunk_codec
+from aifs.data.containers.chunk_codec import RECIPE, RECORDS, FileRecord, Recipe
+from aifs.data.containers.files import ContainerFiles
+from aifs.data.containers.readers import Entry
+from aifs.data.containers.scan import ContainerScan, Found
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location, padded, redundancy_of

@@ -5,15 +5,15 @@ from math import lcm
 
 from aifs.check.salvage_inventory import Part, Placed, Saved, place
 from aifs.core.errors import FsError, Unavailable
-from aifs.data.checks import Part as Piece
-from aifs.data.checks import differ
-from aifs.data.digests import HASHED, digests_of
-from aifs.data.object_label import Label, digest_of
-from aifs.data.protected import ProtectedObjects
+from aifs.data.checking.checks import Part as Piece
+from aifs.data.checking.checks import differ
+from aifs.data.checking.digests import HASHED, digests_of
+from aifs.data.checking.suspects import suspect_sets
+from aifs.data.objects.object_label import Label, digest_of
+from aifs.data.objects.protected import ProtectedObjects
+from aifs.data.objects.striped import StripedObjects
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
-from aifs.data.striped import StripedObjects
-from aifs.data.suspects import suspect_sets
 from aifs.layout.interleaved import CHUNK_MAX, Extent
 from aifs.layout.striped import Striped
 from aifs.meta.records import Copy

@@ -12,9 +12,9 @@ from typing import NamedTuple
 from aifs.check.findings import Progress
 from aifs.core import files
 from aifs.core.errors import FsError
-from aifs.data import object_label
 from aifs.data.naming import ForeignFile, StoredObject
-from aifs.data.object_label import Label
+from aifs.data.objects import object_label
+from aifs.data.objects.object_label import Label
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import Extent, Location

@@ -9,9 +9,9 @@ import trio
 
 from aifs.core.budget import Budget
 from aifs.core.errors import FsError, StoreError, Unavailable
-from aifs.data.buffers import BufferPool
 from aifs.data.latency import Hedging
-from aifs.data.read_cache import ReadCache
+from aifs.data.reading.buffers import BufferPool
+from aifs.data.reading.read_cache import ReadCache
 from aifs.data.server import DataServer, Space
 from aifs.data.workers import Completions, Workers, gather
 from aifs.layout.placement import ACTIVE, BURST_FIRST, LOST, Candidate, weight_of

@@ -21,10 +21,10 @@ CHUNK = 1 << 20
 CHUNK_MAX = 4 << 20
 
 HEADER_BYTES = 76
-"""Of the header before each chunk in a container (see data/chunk_codec.py)."""
+"""Of the header before each chunk in a container (see data/containers/chunk_codec.py)."""
 
 RECORD_MAX = 320
-"""Of what is said of a file beside its chunks (see data/chunk_codec.py)."""
+"""Of what is said of a file beside its chunks (see data/containers/chunk_codec.py)."""
 
 RECORDS_HEAD = HEADER_BYTES + 72
 """Bytes before the first of these in a stripe, at most."""

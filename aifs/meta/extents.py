@@ -1,7 +1,7 @@
 """Extent lists of interleaved files whose chunks have different lengths and may be shared, as transaction functions.
 
 Records: meta/chunk_lists.py, format 2. An extent list covers its file without gaps; behind the last byte come *recipes*, chunks
-of the file's own of no bytes, which say in a container what the list is (data/chunk_codec.py). Extent lists are dropped,
+of the file's own of no bytes, which say in a container what the list is (data/containers/chunk_codec.py). Extent lists are dropped,
 and their own chunks moved, as chunk lists are (meta/chunks.py).
 """
 

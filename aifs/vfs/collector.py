@@ -8,8 +8,8 @@ import trio
 from aifs.core import faults
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
+from aifs.data.objects.striped import delete_batch
 from aifs.data.servers import Servers
-from aifs.data.striped import delete_batch
 from aifs.meta import chunks, keys, namespace
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.records import Garbage, decode_garbage

@@ -11,8 +11,8 @@ from aifs.burst.tier import BurstTier
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
+from aifs.data.objects.striped import StripedObjects, delete_objects, list_window
 from aifs.data.server import Missing
-from aifs.data.striped import StripedObjects, delete_objects, list_window
 from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
 from aifs.meta import forms, keys, moves, namespace

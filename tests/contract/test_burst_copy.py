@@ -14,8 +14,8 @@ from aifs.burst.spares import BATCH, KEEP_S, Spares
 from aifs.core import files
 from aifs.core.errors import NoSpace, NoSuchAddress, Unavailable
 from aifs.data.marker import FORMAT, Marker, write_marker
+from aifs.data.objects.striped import delete_batch, list_window
 from aifs.data.servers import Servers
-from aifs.data.striped import delete_batch, list_window
 from aifs.layout.placement import BURST_FIRST
 from aifs.layout.striped import Striped
 from tests.support.data_servers import STORE, failing, hooked, open_below

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace, Unavailable
-from aifs.data import pieces
-from aifs.data.chunk_codec import RECIPE, unpack_header, unpack_recipe
-from aifs.data.container_scan import ContainerScan
-from aifs.data.pieces import StoredPiece
+from aifs.data.containers import pieces
+from aifs.data.containers.chunk_codec import RECIPE, unpack_header, unpack_recipe
+from aifs.data.containers.pieces import StoredPiece
+from aifs.data.containers.scan import ContainerScan
 from aifs.layout.interleaved import HEADER_BYTES, STRIPE
 from tests.support.data_servers import data_servers, failing, hooked, open_below
 from tests.support.shelf import CONTAINER, KINDS, Shelf, content, shelf

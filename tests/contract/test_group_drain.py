@@ -17,7 +17,7 @@ from aifs.check.fsck import check
 from aifs.check.salvage import rebuild
 from aifs.core import faults
 from aifs.core.errors import NoSpace, Unavailable
-from aifs.data import object_label
+from aifs.data.objects import object_label
 from aifs.layout.hint import Policy
 from aifs.layout.interleaved import is_variable, redundancy_of
 from aifs.layout.redundancy import Redundancy

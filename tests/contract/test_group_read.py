@@ -13,10 +13,10 @@ import trio.testing
 
 from aifs.core.budget import Budget
 from aifs.core.errors import Unavailable
-from aifs.data.chunk_cache import ChunkCache
-from aifs.data.chunked import ChunkedObjects
+from aifs.data.containers.chunked import ChunkedObjects
 from aifs.data.latency import Hedging
-from aifs.data.read_cache import BLOCK_MAX, ReadCache
+from aifs.data.reading.chunk_cache import ChunkCache
+from aifs.data.reading.read_cache import BLOCK_MAX, ReadCache
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import Extent, Interleaved, Location
 from tests.support.data_servers import data_servers, hooked

@@ -11,14 +11,14 @@ import pytest
 import trio
 
 from aifs.core.budget import Budget
-from aifs.data.buffers import BudgetedBuffers
-from aifs.data.checks import FileCheck
-from aifs.data.digests import HASHED, digests_of
-from aifs.data.inspection import Inspection
-from aifs.data.protected import ProtectedObjects
+from aifs.data.checking.checks import FileCheck
+from aifs.data.checking.digests import HASHED, digests_of
+from aifs.data.checking.inspection import Inspection
+from aifs.data.checking.window import LONG, MISSING, SHORT, UNREADABLE, WRONG, Flaw, Loss
+from aifs.data.objects.protected import ProtectedObjects
+from aifs.data.objects.striped import StripedObjects
+from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
-from aifs.data.striped import StripedObjects
-from aifs.data.window import LONG, MISSING, SHORT, UNREADABLE, WRONG, Flaw, Loss
 from aifs.layout.striped import Striped
 from tests.support.data_servers import data_servers, failing
 

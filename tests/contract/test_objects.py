@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from aifs.core.errors import Unavailable
 from aifs.data.naming import ForeignFile, StoredObject
+from aifs.data.objects.striped import StripedObjects, delete_batch, delete_objects, list_window
 from aifs.data.servers import Servers
-from aifs.data.striped import StripedObjects, delete_batch, delete_objects, list_window
 from aifs.layout.striped import Striped
 from tests.support.data_servers import data_servers, hooked, open_below
 

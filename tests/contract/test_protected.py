@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aifs.core.errors import FsError, NoSpace, Unavailable
-from aifs.data.columns import Columns
 from aifs.data.latency import Hedging
-from aifs.data.protected import ProtectedObjects
+from aifs.data.objects.columns import Columns
+from aifs.data.objects.protected import ProtectedObjects
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped

@@ -13,7 +13,7 @@ import trio
 
 from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace, Unavailable
-from aifs.data.container_scan import ContainerScan
+from aifs.data.containers.scan import ContainerScan
 from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.layout.redundancy import Redundancy
 from tests.support.data_servers import data_servers, failing, hooked

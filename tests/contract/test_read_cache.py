@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from aifs.core.budget import Budget
 from aifs.core.errors import Unavailable
-from aifs.data.read_cache import BLOCK_MAX, ReadCache
+from aifs.data.reading.read_cache import BLOCK_MAX, ReadCache
 
 UNIT = 64 << 10  # the smallest buffer
 FLOOR = BLOCK_MAX
@@ -293,7 +293,7 @@ def test_like_the_object_itself(plan, blocks, seed):
         if writers:
             return
         oldest = completed[place : place + count]
-        # Objects that may change are loaded before the first wait, as data/striped.py does it.
+        # Objects that may change are loaded before the first wait, as data/objects/striped.py does it.
         first, last = place // 4, (place + len(oldest) - 1) // 4
         blocks = [
             cache.find(source, index, UNIT) or cache.start(source, index, total) for index in range(first, last + 1)

@@ -17,8 +17,8 @@ from aifs.burst.transfer import Limiter, Mover
 from aifs.core.budget import Budget
 from aifs.core.errors import NoSpace, Unavailable
 from aifs.data.marker import FORMAT, Marker, write_marker
+from aifs.data.objects.striped import StripedObjects
 from aifs.data.servers import Servers
-from aifs.data.striped import StripedObjects
 from aifs.layout.placement import BURST_FIRST
 from aifs.layout.striped import Striped
 from tests.support.data_servers import STORE, failing, make_server, open_below

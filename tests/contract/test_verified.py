@@ -8,12 +8,12 @@ import pytest
 import trio
 
 from aifs.core.errors import Unavailable
-from aifs.data.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, digests_of
-from aifs.data.protected import ProtectedObjects
+from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, digests_of
+from aifs.data.checking.suspects import suspect_sets
+from aifs.data.checking.verified import VerifiedObjects
+from aifs.data.objects.protected import ProtectedObjects
+from aifs.data.objects.striped import StripedObjects
 from aifs.data.servers import Servers
-from aifs.data.striped import StripedObjects
-from aifs.data.suspects import suspect_sets
-from aifs.data.verified import VerifiedObjects
 from aifs.layout.striped import Striped
 from aifs.meta import keys
 from tests.support.data_servers import data_servers, hooked

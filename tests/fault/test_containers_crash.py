@@ -18,13 +18,14 @@ import trio
 
 from aifs.core import faults
 from aifs.core.tasks import first_error
-from aifs.data import health, pieces
-from aifs.data.chunk_codec import FileRecord, digest_of
-from aifs.data.container_scan import ContainerScan
-from aifs.data.pieces import HashedPiece, Source
+from aifs.data import health
+from aifs.data.containers import pieces
+from aifs.data.containers.chunk_codec import FileRecord, digest_of
+from aifs.data.containers.pieces import HashedPiece, Source
+from aifs.data.containers.scan import ContainerScan
+from aifs.data.objects.striped import delete_objects, list_window
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
-from aifs.data.striped import delete_objects, list_window
 from aifs.layout.interleaved import HEADER_BYTES, Extent, Growth, Interleaved, container_layout, named
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.layout.striped import Striped

@@ -15,7 +15,7 @@ import trio
 from aifs.check.fsck import check
 from aifs.core import faults
 from aifs.core.errors import NoSpace
-from aifs.data.container_scan import ContainerScan
+from aifs.data.containers.scan import ContainerScan
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.placement import DRAINING
 from aifs.meta import chunks, keys, servers

@@ -9,9 +9,9 @@ import trio
 
 from aifs.core import faults
 from aifs.core.errors import Unavailable
-from aifs.data.column_source import ColumnSource
-from aifs.data.protected import ProtectedObjects
-from aifs.data.read_cache import ObjectSource, object_name
+from aifs.data.checking.column_source import ColumnSource
+from aifs.data.objects.protected import ProtectedObjects
+from aifs.data.reading.read_cache import ObjectSource, object_name
 from aifs.layout.placement import DRAINING
 from aifs.meta import degraded
 from tests.fault.test_rebuild import (  # noqa: F401 (fixtures)

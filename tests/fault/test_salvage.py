@@ -20,9 +20,9 @@ from aifs.core import faults, files
 from aifs.core.config import DIRECTORY_FILE
 from aifs.core.errors import StoreError
 from aifs.core.tasks import first_error
-from aifs.data import object_label
-from aifs.data.chunk_codec import digest_of
+from aifs.data.containers.chunk_codec import digest_of
 from aifs.data.naming import StoredObject, list_all
+from aifs.data.objects import object_label
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.meta.keys import ROOT_INO

@@ -14,7 +14,7 @@ import trio
 from aifs.check.fsck import check
 from aifs.core.config import Config
 from aifs.core.errors import Unavailable
-from aifs.data.columns import Columns
+from aifs.data.objects.columns import Columns
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys, namespace
 from aifs.vfs import Filesystem, open_filesystem

@@ -15,8 +15,8 @@ import trio
 import trio.testing
 
 from aifs.core.errors import NoSpace, QuotaExceeded, StoreError, Unavailable
+from aifs.data.objects.striped import StripedObjects, delete_batch, list_window
 from aifs.data.servers import Servers
-from aifs.data.striped import StripedObjects, delete_batch, list_window
 from aifs.layout.striped import Striped
 from tests.support.data_servers import (
     STORE,

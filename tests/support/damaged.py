@@ -13,9 +13,9 @@ from aifs.check.findings import Report
 from aifs.check.fsck import check
 from aifs.core import config as configuration
 from aifs.core.config import Config
-from aifs.data.chunk_codec import digest_of
+from aifs.data.containers.chunk_codec import digest_of
+from aifs.data.containers.pieces import Source
 from aifs.data.naming import object_path
-from aifs.data.pieces import Source
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.placement import BURST_FIRST
 from aifs.meta import chunk_lists, chunks, keys, namespace

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from aifs.core.errors import Stale
-from aifs.data import pieces
-from aifs.data.chunk_codec import digest_of
-from aifs.data.pieces import HashedPiece
+from aifs.data.containers import pieces
+from aifs.data.containers.chunk_codec import digest_of
+from aifs.data.containers.pieces import HashedPiece
 from aifs.layout.interleaved import Extent, Growth, Interleaved, Location, named
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.layout.striped import Striped

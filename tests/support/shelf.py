@@ -9,13 +9,13 @@ from pathlib import Path
 import trio
 
 from aifs.core.budget import Budget
-from aifs.data import pieces
-from aifs.data.chunk_codec import FileRecord, digest_of
-from aifs.data.chunked import ChunkedObjects
-from aifs.data.container_files import ContainerFiles
-from aifs.data.container_readers import Entry
-from aifs.data.containers import ContainerWriter
-from aifs.data.pieces import Source
+from aifs.data.containers import pieces
+from aifs.data.containers.chunk_codec import FileRecord, digest_of
+from aifs.data.containers.chunked import ChunkedObjects
+from aifs.data.containers.files import ContainerFiles
+from aifs.data.containers.pieces import Source
+from aifs.data.containers.readers import Entry
+from aifs.data.containers.writer import ContainerWriter
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import (
     HEADER_BYTES,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aifs.core.budget import Budget
-from aifs.data.buffers import BudgetedBuffers
+from aifs.data.reading.buffers import BudgetedBuffers
 
 
 async def test_what_fits_does_not_wait():

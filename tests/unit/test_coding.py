@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from aifs.data import isal
-from aifs.data.coding import Code, Fragments, code_of
+from aifs.data.objects import isal
+from aifs.data.objects.coding import Code, Fragments, code_of
 
 GOLDEN = ["a34ee594cf73dc14", "b6eff1a9154e8629"]
 """Parity of the units below: if a test of it fails, stores can no longer be decoded."""

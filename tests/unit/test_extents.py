@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aifs.core.errors import NotFound, Stale, Unavailable
-from aifs.data import pieces
-from aifs.data.chunk_codec import RECIPE_EXTENTS, FileRecord, pack_recipe, unpack_recipe
+from aifs.data.containers import pieces
+from aifs.data.containers.chunk_codec import RECIPE_EXTENTS, FileRecord, pack_recipe, unpack_recipe
 from aifs.layout.interleaved import (
     HEADER_BYTES,
     Extent,

@@ -21,7 +21,8 @@ from aifs.core import config as configuration
 from aifs.core import files
 from aifs.core.errors import StoreBusy, StoreError, Unavailable
 from aifs.core.faults import SimulatedCrash
-from aifs.data import chunk_codec, naming
+from aifs.data import naming
+from aifs.data.containers import chunk_codec
 from aifs.layout.interleaved import HEADER_BYTES, Interleaved
 from aifs.layout.placement import BURST_FIRST
 from aifs.layout.striped import Striped

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aifs.data import object_label
-from aifs.data.object_label import HINT_MAX, Label
+from aifs.data.objects import object_label
+from aifs.data.objects.object_label import HINT_MAX, Label
 from aifs.layout.striped import Striped
 
 STORE = "00112233-4455-6677-8899-aabbccddeeff"

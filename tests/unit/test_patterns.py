@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aifs.data.patterns import STEPS_MAX, STREAMS, WINDOW_MAX, WINDOW_MIN, Pattern
+from aifs.data.reading.patterns import STEPS_MAX, STREAMS, WINDOW_MAX, WINDOW_MIN, Pattern
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from aifs.check.salvage_inventory import Part, Saved, place
 from aifs.check.salvage_tree import plant
-from aifs.data.object_label import Label
+from aifs.data.objects.object_label import Label
 from aifs.layout.striped import Striped
 
 

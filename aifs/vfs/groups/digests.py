@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from aifs.core import files
 from aifs.core.errors import FsError, Unavailable
-from aifs.data.buffers import is_equal
+from aifs.data.reading.buffers import is_equal
 from aifs.data.server import DataServer
 
 ZEROS = b""

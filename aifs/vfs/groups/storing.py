@@ -14,10 +14,10 @@ import trio
 from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace, Stale
 from aifs.core.tasks import run_all
-from aifs.data import pieces
-from aifs.data.chunk_codec import FileRecord
-from aifs.data.containers import Appended
-from aifs.data.pieces import HashedPiece, Piece
+from aifs.data.containers import pieces
+from aifs.data.containers.chunk_codec import FileRecord
+from aifs.data.containers.pieces import HashedPiece, Piece
+from aifs.data.containers.writer import Appended
 from aifs.layout.interleaved import HEADER_BYTES, Extent, Growth, Interleaved, Location, named
 from aifs.layout.striped import Striped
 from aifs.meta import extents, shared

@@ -13,10 +13,10 @@ from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
-from aifs.data.chunked import ChunkedObjects
-from aifs.data.columns import Columns
+from aifs.data.containers.chunked import ChunkedObjects
+from aifs.data.objects.columns import Columns
+from aifs.data.objects.striped import StripedObjects
 from aifs.data.servers import Servers
-from aifs.data.striped import StripedObjects
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.layout.interleaved import CHUNK, Interleaved
 from aifs.layout.placement import ACTIVE, ALGORITHM, WEIGHTS, Candidate, spread

@@ -15,10 +15,10 @@ from aifs.burst.tier import BurstTier
 from aifs.core.config import Config
 from aifs.core.errors import FileTooLarge, FsError, NoSpace, Stale, Unavailable
 from aifs.core.log import logger
-from aifs.data.protected import ProtectedObjects
+from aifs.data.checking.verified import OnDamage, VerifiedObjects
+from aifs.data.objects.protected import ProtectedObjects
+from aifs.data.objects.striped import StripedObjects
 from aifs.data.servers import Servers
-from aifs.data.striped import StripedObjects
-from aifs.data.verified import OnDamage, VerifiedObjects
 from aifs.layout.striped import Striped
 from aifs.meta import forms, keys
 from aifs.meta.kv import Engine, Transaction

@@ -3,10 +3,10 @@
 from typing import Protocol
 
 from aifs.burst.copy import BurstCopy
-from aifs.data.chunked import ChunkedObjects
-from aifs.data.protected import ProtectedObjects
-from aifs.data.striped import StripedObjects
-from aifs.data.verified import VerifiedObjects
+from aifs.data.checking.verified import VerifiedObjects
+from aifs.data.containers.chunked import ChunkedObjects
+from aifs.data.objects.protected import ProtectedObjects
+from aifs.data.objects.striped import StripedObjects
 from aifs.meta.records import Inode
 from aifs.vfs.io.gate import Gate
 

@@ -4,7 +4,7 @@ import os
 import time
 
 from aifs.core.errors import FileTooLarge, Invalid, NoSuchAddress, NotSupported
-from aifs.data.chunked import ChunkedObjects
+from aifs.data.containers.chunked import ChunkedObjects
 from aifs.layout.interleaved import Interleaved
 from aifs.vfs.io.file_io import FileIO
 from aifs.vfs.io.open_inode import OpenInode

@@ -18,16 +18,16 @@ from aifs.burst.transfer import Limiter
 from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace
 from aifs.core.tasks import run_all
-from aifs.data.buffers import BudgetedBuffers
-from aifs.data.column_source import ColumnSource
-from aifs.data.columns import Columns
-from aifs.data.container_column import ContainerColumn, LoadLive
-from aifs.data.degraded_reads import rows_name
-from aifs.data.digests import HASHED
-from aifs.data.read_cache import object_name
+from aifs.data.checking.column_source import ColumnSource
+from aifs.data.checking.digests import HASHED
+from aifs.data.checking.verified import LoadDigests
+from aifs.data.containers.column import ContainerColumn, LoadLive
+from aifs.data.objects.columns import Columns
+from aifs.data.reading.buffers import BudgetedBuffers
+from aifs.data.reading.degraded_reads import rows_name
+from aifs.data.reading.read_cache import object_name
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
-from aifs.data.verified import LoadDigests
 from aifs.layout.placement import Candidate
 from aifs.layout.striped import Striped
 from aifs.meta import moves

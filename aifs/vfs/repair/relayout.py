@@ -12,12 +12,12 @@ from typing import Protocol
 from aifs.burst.transfer import Limiter
 from aifs.core import faults
 from aifs.core.tasks import run_all
-from aifs.data.digests import HASHED, digests_of
-from aifs.data.object_label import digest_of
-from aifs.data.protected import ProtectedObjects
+from aifs.data.checking.digests import HASHED, digests_of
+from aifs.data.checking.verified import LoadDigests, VerifiedObjects
+from aifs.data.objects.object_label import digest_of
+from aifs.data.objects.protected import ProtectedObjects
+from aifs.data.objects.striped import StripedObjects
 from aifs.data.servers import Servers
-from aifs.data.striped import StripedObjects
-from aifs.data.verified import LoadDigests, VerifiedObjects
 from aifs.layout.striped import Striped
 from aifs.meta import forms, moves
 from aifs.meta.kv import Engine

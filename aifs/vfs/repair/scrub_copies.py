@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from aifs.core import files
 from aifs.core.errors import FsError
-from aifs.data.buffers import BudgetedBuffers
-from aifs.data.checks import Part, differ
-from aifs.data.digests import DIGEST_BYTES, HASHED
+from aifs.data.checking.checks import Part, differ
+from aifs.data.checking.digests import DIGEST_BYTES, HASHED
+from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import Interleaved
 from aifs.meta import chunks, extents, forms, namespace

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
-from aifs.data.buffers import BudgetedBuffers
-from aifs.data.checks import ContainerCheck, FileCheck
-from aifs.data.degraded_reads import rows_name
-from aifs.data.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED
-from aifs.data.inspection import STEP, Inspection
-from aifs.data.read_cache import object_name
+from aifs.data.checking.checks import ContainerCheck, FileCheck
+from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED
+from aifs.data.checking.inspection import STEP, Inspection
+from aifs.data.checking.window import LONG, UNREADABLE, WRONG, Check, Flaw, Loss, Verdict
+from aifs.data.reading.buffers import BudgetedBuffers
+from aifs.data.reading.degraded_reads import rows_name
+from aifs.data.reading.read_cache import object_name
 from aifs.data.servers import Servers
-from aifs.data.window import LONG, UNREADABLE, WRONG, Check, Flaw, Loss, Verdict
 from aifs.layout.interleaved import STRIPE
 from aifs.meta import degraded, forms, moves
 from aifs.meta.kv import Engine, ReadTransaction

@@ -10,8 +10,8 @@ import trio
 from aifs.core import faults
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
+from aifs.data.objects.striped import delete_batch
 from aifs.data.servers import Servers
-from aifs.data.striped import delete_batch
 from aifs.layout.striped import Striped
 from aifs.meta import moves
 from aifs.meta.kv import Engine, ReadTransaction

@@ -13,8 +13,8 @@ import trio
 from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace, QuotaExceeded, Unavailable
 from aifs.core.log import logger
-from aifs.data.container_scan import ContainerScan, Found
-from aifs.data.pieces import StoredPiece
+from aifs.data.containers.pieces import StoredPiece
+from aifs.data.containers.scan import ContainerScan, Found
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import Location, padded, redundancy_of
 from aifs.layout.striped import Striped

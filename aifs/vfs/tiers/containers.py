@@ -10,12 +10,12 @@ import trio
 from aifs.core import faults
 from aifs.core.budget import Budget
 from aifs.core.errors import Unavailable
-from aifs.data import pieces
-from aifs.data.chunked import ChunkedObjects
-from aifs.data.container_files import ContainerFiles
-from aifs.data.container_readers import Entry
-from aifs.data.containers import Appended, ContainerWriter
-from aifs.data.pieces import Piece, Source
+from aifs.data.containers import pieces
+from aifs.data.containers.chunked import ChunkedObjects
+from aifs.data.containers.files import ContainerFiles
+from aifs.data.containers.pieces import Piece, Source
+from aifs.data.containers.readers import Entry
+from aifs.data.containers.writer import Appended, ContainerWriter
 from aifs.data.servers import Servers
 from aifs.data.workers import gather
 from aifs.layout.interleaved import Extent, Growth, container_layout

@@ -10,11 +10,11 @@ from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
-from aifs.data.chunk_codec import FileRecord
-from aifs.data.pieces import Source
-from aifs.data.protected import ProtectedObjects
+from aifs.data.containers.chunk_codec import FileRecord
+from aifs.data.containers.pieces import Source
+from aifs.data.objects.protected import ProtectedObjects
+from aifs.data.objects.striped import StripedObjects
 from aifs.data.servers import Servers
-from aifs.data.striped import StripedObjects
 from aifs.layout.interleaved import CHUNK, Interleaved
 from aifs.layout.redundancy import Redundancy
 from aifs.meta import forms

@@ -3,9 +3,9 @@
 import time
 from collections.abc import Iterable
 
-from aifs.data import object_label
-from aifs.data.chunk_codec import HINT_MAX, FileRecord
-from aifs.data.object_label import Label, label_of
+from aifs.data.containers.chunk_codec import HINT_MAX, FileRecord
+from aifs.data.objects import object_label
+from aifs.data.objects.object_label import Label, label_of
 from aifs.layout.striped import Striped
 from aifs.meta import keys
 from aifs.meta.kv import Engine, ReadTransaction

@@ -28,7 +28,7 @@ from blake3 import blake3
 
 from aifs.core import files
 from aifs.core.log import logger
-from aifs.data.chunk_codec import FileRecord
+from aifs.data.containers.chunk_codec import FileRecord
 from aifs.data.server import DataServer, Key
 from aifs.layout.striped import Striped
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from pyeclib.ec_iface import ECDriver
 
-from aifs.data import isal
+from aifs.data.objects import isal
 
 _TYPE = "isa_l_rs_cauchy"
 _SLICE = 16 << 10

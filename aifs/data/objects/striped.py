@@ -11,13 +11,13 @@ from functools import partial
 
 from aifs.core import files
 from aifs.core.errors import FsError, Unavailable
-from aifs.data import object_label
-from aifs.data.buffers import scatter
-from aifs.data.cached_reads import CachedReads, collect
-from aifs.data.known import Known
-from aifs.data.object_label import Label
-from aifs.data.read_cache import Block, object_name
-from aifs.data.runs import Run, runs_of
+from aifs.data.objects import object_label
+from aifs.data.objects.known import Known
+from aifs.data.objects.object_label import Label
+from aifs.data.objects.runs import Run, runs_of
+from aifs.data.reading.buffers import scatter
+from aifs.data.reading.cached_reads import CachedReads, collect
+from aifs.data.reading.read_cache import Block, object_name
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.data.unsynced import Unsynced

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from aifs.core.errors import FsError
-from aifs.data.chunk_codec import RECORDS, decode, digest_of, is_padding, unpack_header
-from aifs.data.digests import DIGEST_BYTES, HASHED
+from aifs.data.checking.digests import DIGEST_BYTES, HASHED
+from aifs.data.containers.chunk_codec import RECORDS, decode, digest_of, is_padding, unpack_header
 from aifs.data.server import DataServer, Key
 from aifs.layout.interleaved import CHUNK_MAX, HEADER_BYTES
 

@@ -5,9 +5,9 @@ from contextlib import suppress
 
 from aifs.core import files
 from aifs.core.errors import FsError
-from aifs.data import object_label
-from aifs.data.object_label import Label
-from aifs.data.protected import ProtectedObjects
+from aifs.data.objects import object_label
+from aifs.data.objects.object_label import Label
+from aifs.data.objects.protected import ProtectedObjects
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import padded
 from aifs.layout.striped import Striped

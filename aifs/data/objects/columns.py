@@ -6,10 +6,10 @@ from typing import Any
 
 from aifs.core import files
 from aifs.core.errors import FsError, Unavailable
-from aifs.data import object_label
-from aifs.data.coding import code_of
-from aifs.data.object_label import Label
-from aifs.data.races import some_of
+from aifs.data.objects import object_label
+from aifs.data.objects.coding import code_of
+from aifs.data.objects.object_label import Label
+from aifs.data.objects.races import some_of
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.data.workers import Call, gather

@@ -25,8 +25,8 @@ from typing import Any, Protocol
 import trio
 
 from aifs.core.budget import Budget
-from aifs.data.buffers import BudgetedBuffers
-from aifs.data.patterns import WINDOW_MAX
+from aifs.data.reading.buffers import BudgetedBuffers
+from aifs.data.reading.patterns import WINDOW_MAX
 from aifs.data.server import DataServer, Key
 
 BLOCK = 1 << 20

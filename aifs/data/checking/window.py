@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple, Protocol
 
-from aifs.data.buffers import is_equal, scatter
-from aifs.data.coding import code_of
-from aifs.data.suspects import source_of, suspect_sets
+from aifs.data.checking.suspects import source_of, suspect_sets
+from aifs.data.objects.coding import code_of
+from aifs.data.reading.buffers import is_equal, scatter
 from aifs.layout.striped import Striped
 
 MISSING, SHORT, LONG, UNREADABLE, WRONG = "missing", "short", "long", "unreadable", "wrong"

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from aifs.core import files
 from aifs.core.errors import Unavailable
-from aifs.data.patterns import Pattern
-from aifs.data.protected import ProtectedObjects
-from aifs.data.read_cache import BLOCK_MAX, ObjectSource
+from aifs.data.objects.protected import ProtectedObjects
+from aifs.data.reading.patterns import Pattern
+from aifs.data.reading.read_cache import BLOCK_MAX, ObjectSource
 from aifs.data.server import DataServer, Missing
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped

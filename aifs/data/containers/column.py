@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable, Sequence
 import trio
 
 from aifs.core.errors import FsError, Unavailable
-from aifs.data.buffers import BudgetedBuffers
-from aifs.data.checks import ContainerCheck
-from aifs.data.columns import Columns
-from aifs.data.inspection import Inspection
+from aifs.data.checking.checks import ContainerCheck
+from aifs.data.checking.inspection import Inspection
+from aifs.data.checking.window import Loss, Verdict
+from aifs.data.objects.columns import Columns
+from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
-from aifs.data.window import Loss, Verdict
 from aifs.layout.interleaved import STRIPE
 from aifs.layout.striped import Striped
 

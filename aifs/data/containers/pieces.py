@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from aifs.core import files
 from aifs.core.errors import Unavailable, from_oserror
-from aifs.data import chunk_codec
-from aifs.data.chunk_codec import RECIPE, RECIPE_EXTENTS, FileRecord, Header
+from aifs.data.containers import chunk_codec
+from aifs.data.containers.chunk_codec import RECIPE, RECIPE_EXTENTS, FileRecord, Header
 from aifs.layout.interleaved import HEADER_BYTES, RECORD_MAX, Extent, Interleaved, Location
 
 

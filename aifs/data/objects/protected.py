@@ -9,15 +9,15 @@ import trio
 
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.tasks import run_all
-from aifs.data.buffers import scatter
-from aifs.data.coding import code_of
-from aifs.data.columns import Columns, Range
-from aifs.data.degraded_reads import DegradedReads
-from aifs.data.object_label import Label
-from aifs.data.races import some_of
-from aifs.data.runs import Run, runs_of
+from aifs.data.objects.coding import code_of
+from aifs.data.objects.columns import Columns, Range
+from aifs.data.objects.object_label import Label
+from aifs.data.objects.races import some_of
+from aifs.data.objects.runs import Run, runs_of
+from aifs.data.objects.striped import StripedObjects
+from aifs.data.reading.buffers import scatter
+from aifs.data.reading.degraded_reads import DegradedReads
 from aifs.data.servers import Servers
-from aifs.data.striped import StripedObjects
 from aifs.layout.striped import Striped
 
 Ranges = Sequence[tuple[int, int]]

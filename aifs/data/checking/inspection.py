@@ -1,8 +1,8 @@
 """Reading an object set column by column, and judging all of it: data, replicas, parity. For scrub and fsck.
 
 An object set goes by in *windows* of some MiB. All columns of a window are read, from all servers at once; the bytes of the
-file are put together and compared with their checksums (``data/checks``), and where they are wrong it is tried
-without which columns they are right (``data/window``). What the file's bytes are is known then, and so what belongs
+file are put together and compared with their checksums (``data/checking/checks``), and where they are wrong it is tried
+without which columns they are right (``data/checking/window``). What the file's bytes are is known then, and so what belongs
 into each column: everything else that was read there is a *flaw*.
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
-from aifs.data.buffers import BudgetedBuffers
-from aifs.data.columns import Columns
-from aifs.data.digests import HASHED
+from aifs.data.checking.digests import HASHED
+from aifs.data.checking.window import LONG, MISSING, SHORT, UNREADABLE, Check, Flaw, Span, Verdict, Window
+from aifs.data.objects.columns import Columns
+from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
-from aifs.data.window import LONG, MISSING, SHORT, UNREADABLE, Check, Flaw, Span, Verdict, Window
 from aifs.layout.striped import Striped
 
 STEP = 4 << 20

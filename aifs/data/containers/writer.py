@@ -18,9 +18,9 @@ from aifs.core.budget import Budget
 from aifs.core.errors import FsError, NoSpace, QuotaExceeded
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
-from aifs.data import chunk_codec
-from aifs.data.open_containers import Damaged, OpenContainer, open_container
-from aifs.data.pieces import Piece, StoredPiece
+from aifs.data.containers import chunk_codec
+from aifs.data.containers.open_containers import Damaged, OpenContainer, open_container
+from aifs.data.containers.pieces import Piece, StoredPiece
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import (
     CHUNK_MAX,

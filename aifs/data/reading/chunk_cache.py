@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from aifs.core.budget import Budget
-from aifs.data.buffers import BudgetedBuffers
+from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.layout.interleaved import Location
 
 _SHARE = 4

@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 from aifs.core.errors import Unavailable
-from aifs.data import chunk_codec
-from aifs.data.chunk_codec import RECORDS, FileRecord, Header
-from aifs.data.container_files import ContainerFiles
+from aifs.data.containers import chunk_codec
+from aifs.data.containers.chunk_codec import RECORDS, FileRecord, Header
+from aifs.data.containers.files import ContainerFiles
 from aifs.layout.interleaved import HEADER_BYTES
 from aifs.layout.striped import Striped
 

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Hashable
 
 import trio
 
-from aifs.data.cached_reads import WHOLE_BLOCKS_FROM
-from aifs.data.patterns import Pattern
-from aifs.data.read_cache import BLOCK_MAX
+from aifs.data.reading.cached_reads import WHOLE_BLOCKS_FROM
+from aifs.data.reading.patterns import Pattern
+from aifs.data.reading.read_cache import BLOCK_MAX
 from aifs.data.server import Key
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped

@@ -12,14 +12,14 @@ from functools import partial
 
 from aifs.core.errors import Unavailable
 from aifs.core.log import logger
-from aifs.data import chunk_codec
-from aifs.data.chunk_cache import ChunkCache
-from aifs.data.container_readers import Entry, OnDamage, PlainReader, ProtectedReader, Reader
-from aifs.data.protected import ProtectedObjects
-from aifs.data.read_cache import object_name
+from aifs.data.checking.suspects import suspect_sets
+from aifs.data.containers import chunk_codec
+from aifs.data.containers.readers import Entry, OnDamage, PlainReader, ProtectedReader, Reader
+from aifs.data.objects.protected import ProtectedObjects
+from aifs.data.reading.chunk_cache import ChunkCache
+from aifs.data.reading.read_cache import object_name
 from aifs.data.server import Missing, name_of
 from aifs.data.servers import Servers
-from aifs.data.suspects import suspect_sets
 from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.layout.striped import Striped
 

@@ -1,4 +1,4 @@
-"""Reading interleaved files: chunk by chunk, from containers that many files share (see container_files)."""
+"""Reading interleaved files: chunk by chunk, from containers that many files share (see ``files``)."""
 
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,9 +10,9 @@ import trio
 
 from aifs.core.errors import Unavailable
 from aifs.core.tasks import run_all
-from aifs.data.cached_reads import WHOLE_BLOCKS_FROM
-from aifs.data.chunk_codec import PLAIN
-from aifs.data.container_files import ContainerFiles
+from aifs.data.containers.chunk_codec import PLAIN
+from aifs.data.containers.files import ContainerFiles
+from aifs.data.reading.cached_reads import WHOLE_BLOCKS_FROM
 from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location
 
 Chunks = Sequence[Location | None]

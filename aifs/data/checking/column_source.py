@@ -9,14 +9,14 @@ until the checksum is right.
 from collections.abc import Iterator
 
 from aifs.core.errors import FsError, Unavailable
-from aifs.data.buffers import BudgetedBuffers
-from aifs.data.coding import code_of
-from aifs.data.columns import Columns
-from aifs.data.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED, digests_of
+from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED, digests_of
+from aifs.data.checking.suspects import source_of, suspect_sets
+from aifs.data.checking.verified import LoadDigests
+from aifs.data.objects.coding import code_of
+from aifs.data.objects.columns import Columns
+from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
-from aifs.data.suspects import source_of, suspect_sets
-from aifs.data.verified import LoadDigests
 from aifs.layout.striped import Striped
 
 _PIECE = 4 << 20

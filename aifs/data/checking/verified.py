@@ -11,17 +11,17 @@ import trio
 
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
-from aifs.data.cached_reads import collect
-from aifs.data.chunk_codec import digest_of
-from aifs.data.columns import Columns
-from aifs.data.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED
-from aifs.data.object_label import Label
-from aifs.data.patterns import Pattern
-from aifs.data.protected import ProtectedObjects
-from aifs.data.read_cache import Block
+from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED
+from aifs.data.checking.suspects import source_of, suspect_sets
+from aifs.data.containers.chunk_codec import digest_of
+from aifs.data.objects.columns import Columns
+from aifs.data.objects.object_label import Label
+from aifs.data.objects.protected import ProtectedObjects
+from aifs.data.objects.striped import StripedObjects
+from aifs.data.reading.cached_reads import collect
+from aifs.data.reading.patterns import Pattern
+from aifs.data.reading.read_cache import Block
 from aifs.data.servers import Servers
-from aifs.data.striped import StripedObjects
-from aifs.data.suspects import source_of, suspect_sets
 from aifs.layout.striped import Striped
 
 _log = logger(__name__)

@@ -1,0 +1,1 @@
+"""Whether bytes are right, whose fault it is if not, and what they should be."""

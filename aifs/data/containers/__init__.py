@@ -1,0 +1,1 @@
+"""Interleaved files: chunks of many in a few large containers."""
