@@ -304,7 +304,7 @@ async def test_what_is_equal_in_members_is_hashed_once(directory):
 
 
 async def test_one_that_changes_while_others_are_compared_with_it_does_not_spoil_it_for_them(directory, monkeypatch):
-    monkeypatch.setattr(digests, "_PART", 16 * KIB)
+    monkeypatch.setattr(digests, "_PART_MAX", 16 * KIB)
     monkeypatch.setattr(digests, "_NOTHING", memoryview(bytearray(16 * KIB)))
     async with mounted(directory) as fs:
         drain, data, token = group_drain(fs), random.Random(1).randbytes(4 * CHUNK), trio.lowlevel.current_trio_token()

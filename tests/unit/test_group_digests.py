@@ -20,7 +20,7 @@ PART = 16
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "_PART", PART)
+    monkeypatch.setattr(digests, "_PART_MAX", PART)
     monkeypatch.setattr(digests, "_NOTHING", memoryview(bytearray(PART)))
     monkeypatch.setattr(digests, "_local", threading.local())
 

@@ -7,7 +7,8 @@ parts that are compared lie in the processor's cache: a chunk that is equal to a
 copying. Chunks that differ cost what they would alone.
 
 Bytes are read, not mapped: a failing device would end the process, and page faults cost as much as copying does. A chunk of
-zeros alone is recognised on the way, before anything is hashed; holes are not even read. Other threads run meanwhile.
+zeros alone is recognised on the way, before anything is hashed; holes are not even read. Other threads run meanwhile, which
+is why the parts are large: each read, comparison and hash ends with a wait for the interpreter, which other threads use.
 """
 
 import threading
@@ -27,8 +28,10 @@ ZEROS = b""
 TOGETHER = 16
 """Chunks that are read side by side, at most; each may need a buffer."""
 
-_PART = 256 << 10
-_NOTHING = memoryview(bytearray(_PART))
+_PART_MAX = 1 << 20
+_MEMORY = 4 << 20  # of each thread, for the parts of all chunks of a column
+_PAGE = 4096
+_NOTHING = memoryview(bytearray(_PART_MAX))
 _local = threading.local()
 
 
@@ -74,6 +77,8 @@ def digest(length: int, places: Sequence[Place]) -> Digests:
     """Of one column."""
     found: list[bytes | FsError] = [ZEROS] * len(places)
     compared = 0
+    size = min(_PART_MAX, _MEMORY // max(len(places), 1) // _PAGE * _PAGE)
+    memory = _memory()
     # Which are equal so far: up to where, their numbers, and the state of their hash.
     alike = [(0, _not_holes(length, places, found), None)]
     while alike:
@@ -86,7 +91,7 @@ def digest(length: int, places: Sequence[Place]) -> Digests:
         kinds: list[tuple[memoryview, list[int]]] = []
         for number in numbers:
             source, offset = places[number]
-            part = _buffer(len(kinds))[: min(_PART, length - at)]
+            part = memory[len(kinds) * size :][: min(size, length - at)]
             try:
                 source.read(offset + at, part)
             except FsError as error:
@@ -113,14 +118,11 @@ def _not_holes(length: int, places: Sequence[Place], found: list[bytes | FsError
     return numbers
 
 
-def _buffer(number: int) -> memoryview:
-    """One of this thread's."""
-    if not hasattr(_local, "buffers"):
-        _local.buffers = []
-    buffers: list[memoryview] = _local.buffers
-    if number == len(buffers):
-        buffers.append(memoryview(bytearray(_PART)))
-    return buffers[number]
+def _memory() -> memoryview:
+    """This thread's."""
+    if not hasattr(_local, "memory"):
+        _local.memory = memoryview(bytearray(_MEMORY))
+    return _local.memory
 
 
 def _updated(state: blake3 | None, at: int, part: memoryview) -> blake3 | None:
@@ -131,6 +133,6 @@ def _updated(state: blake3 | None, at: int, part: memoryview) -> blake3 | None:
         return None
     else:
         state = blake3()
-        for _ in range(0, at, _PART):
-            state.update(_NOTHING)
+        for done in range(0, at, _PART_MAX):
+            state.update(_NOTHING[: at - done])
     return state.update(part)
