@@ -30,8 +30,9 @@ PREPARERS = 2
 """Files that are prepared at a time; each is hashed on several processors."""
 
 _SYNCERS = 16
-_TRIES = 5
-_BACK_OFF_S, _BACK_OFF_FACTOR = 0.1, 4
+_TRIES = 7
+_BACK_OFF_S, _BACK_OFF_FACTOR = 0.005, 4
+"""The first is short: the kernel lets go of a writer's descriptor some time after the close is answered."""
 
 
 class Preparing:
