@@ -18,8 +18,8 @@ def rebuild_from_servers(source: str, to: str, force: bool, merge: bool, verify:
     """Rebuild, print what came of it, and return the exit code."""
     from rich.console import Console
 
-    from aifs.check.salvage import rebuild
-    from aifs.check.salvage_merge import merge as merge_unknown
+    from aifs.check.salvage.merge import merge as merge_unknown
+    from aifs.check.salvage.rebuild import rebuild
     from aifs.core import config
     from aifs.core.errors import AifsError
     from aifs.core.units import describe_size

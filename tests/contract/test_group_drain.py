@@ -14,7 +14,7 @@ import trio
 import trio.testing
 
 from aifs.check.fsck import check
-from aifs.check.salvage import rebuild
+from aifs.check.salvage.rebuild import rebuild
 from aifs.core import faults
 from aifs.core.errors import NoSpace, Unavailable
 from aifs.data.objects import object_label

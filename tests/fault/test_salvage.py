@@ -13,8 +13,8 @@ import trio
 import yaml
 
 from aifs.check.fsck import check
-from aifs.check.salvage import Result, rebuild
-from aifs.check.salvage_merge import merge
+from aifs.check.salvage.merge import merge
+from aifs.check.salvage.rebuild import Result, rebuild
 from aifs.cli.main import main
 from aifs.core import faults, files
 from aifs.core.config import DIRECTORY_FILE

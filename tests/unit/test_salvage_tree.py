@@ -5,8 +5,8 @@ from itertools import count
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aifs.check.salvage_inventory import Part, Saved, place
-from aifs.check.salvage_tree import plant
+from aifs.check.salvage.inventory import Part, Saved, place
+from aifs.check.salvage.tree import plant
 from aifs.data.objects.object_label import Label
 from aifs.layout.striped import Striped
 

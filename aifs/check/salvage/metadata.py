@@ -11,9 +11,9 @@ from typing import Any
 import trio
 
 from aifs.check.repair import LOST_AND_FOUND
-from aifs.check.salvage_containers import SavedContainers
-from aifs.check.salvage_inventory import Saved
-from aifs.check.salvage_tree import Directory, Named
+from aifs.check.salvage.containers import SavedContainers
+from aifs.check.salvage.inventory import Saved
+from aifs.check.salvage.tree import Directory, Named
 from aifs.core import files
 from aifs.core.tasks import first_error
 from aifs.layout.interleaved import HEADER_BYTES, Interleaved, is_variable

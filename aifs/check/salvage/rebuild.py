@@ -1,10 +1,10 @@
 """``aifs fsck --rebuild-from-servers``: a store without metadata, rebuilt from what its servers can tell alone.
 
 1. The servers say which store it is, and which of them they are (markers). Those that are missing count as lost.
-2. Every object, container and burst copy is looked at: labels, headers, records of files, lengths (``salvage_inventory``).
+2. Every object, container and burst copy is looked at: labels, headers, records of files, lengths (``inventory``).
 3. For each inode the newest generation is taken of which all bytes are there, or can be told from redundancy
-   (``salvage_files``, ``salvage_containers``). Where there are checksums the bytes are compared with them.
-4. Paths come from hints (``salvage_tree``), and a new metadata directory is written (``salvage_store``).
+   (``striped``, ``containers``). Where there are checksums the bytes are compared with them.
+4. Paths come from hints (``tree``), and a new metadata directory is written (``metadata``).
 
 Nothing is changed on the servers, and nothing is deleted: what no file is made of stays where it is, and fsck names it. What
 only the metadata knew is lost: files that were inline, empty files and directories, links, symlinks, extended attributes,
@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 
 import trio
 
-from aifs.check import salvage_files, salvage_store
 from aifs.check.findings import Progress, printable
-from aifs.check.salvage_containers import SavedContainers
-from aifs.check.salvage_files import Incomplete, best_label, piece_together
-from aifs.check.salvage_inventory import Inventory, Saved
-from aifs.check.salvage_store import Plan
-from aifs.check.salvage_tree import Directory, Named, plant
+from aifs.check.salvage import metadata, striped
+from aifs.check.salvage.containers import SavedContainers
+from aifs.check.salvage.inventory import Inventory, Saved
+from aifs.check.salvage.metadata import Plan
+from aifs.check.salvage.striped import Incomplete, best_label, piece_together
+from aifs.check.salvage.tree import Directory, Named, plant
 from aifs.core import files
 from aifs.core.budget import Budget
 from aifs.core.config import Config, is_directory_source
@@ -257,7 +257,7 @@ async def _save(
     result.rows += [Row("container", str(number), reason) for number, reason in containers.problems]
     generations = all_generations(inventory, containers)
     drained = await find_drained(servers, inventory, containers, verify, progress, result, generations)
-    copies = await salvage_files.undrained(servers, inventory.copies, drained, verify)
+    copies = await striped.undrained(servers, inventory.copies, drained, verify)
     newer = {saved.ino for saved in copies if saved.ino}
     saved = [one for one in drained if one.ino not in newer] + copies
 
@@ -275,7 +275,7 @@ async def _save(
     places, named = plant(saved, take_id)
     first_seq = max((name.seq or name.after for name in backups.sizes), default=0)
     plan = Plan(store, table, places, named, containers, next_id + 2 * WINDOW, first_seq)
-    await salvage_store.build(meta, plan)
+    await metadata.build(meta, plan)
     _report(result, inventory, places, named, copies)
     return result
 
@@ -323,7 +323,7 @@ async def _newest(
                 return await containers.piece_together(ino, oid, verify)
             saved = piece_together(servers, ino, oid, parts)
             if verify:
-                await salvage_files.verify(servers, saved)
+                await striped.verify(servers, saved)
             if not saved.note:
                 return saved
             doubtful = doubtful or saved

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 from math import lcm
 
-from aifs.check.salvage_inventory import Part, Placed, Saved, place
+from aifs.check.salvage.inventory import Part, Placed, Saved, place
 from aifs.core.errors import FsError, Unavailable
 from aifs.data.checking.checks import Part as Piece
 from aifs.data.checking.checks import differ

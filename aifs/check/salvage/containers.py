@@ -7,8 +7,8 @@ anywhere.
 from dataclasses import dataclass, field
 
 from aifs.check.findings import Progress
-from aifs.check.salvage_files import Incomplete, best_label
-from aifs.check.salvage_inventory import Part, Placed, Saved, place
+from aifs.check.salvage.inventory import Part, Placed, Saved, place
+from aifs.check.salvage.striped import Incomplete, best_label
 from aifs.core.errors import FsError, Unavailable
 from aifs.data.checking.digests import HASHED, digests_of
 from aifs.data.containers import chunk_codec

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from aifs.check.repair import LOST_AND_FOUND
-from aifs.check.salvage_inventory import Saved
+from aifs.check.salvage.inventory import Saved
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.namespace import NAME_MAX
 

@@ -14,12 +14,12 @@ import trio
 from aifs.check import fsck
 from aifs.check.findings import Progress, printable
 from aifs.check.repair import fresh_id
-from aifs.check.salvage import Result, Row, all_generations, find_drained
-from aifs.check.salvage_containers import SavedContainers
-from aifs.check.salvage_files import from_copy
-from aifs.check.salvage_inventory import Inventory, Saved
-from aifs.check.salvage_store import container_ends, put_bytes, put_container
-from aifs.check.salvage_tree import place_of
+from aifs.check.salvage.containers import SavedContainers
+from aifs.check.salvage.inventory import Inventory, Saved
+from aifs.check.salvage.metadata import container_ends, put_bytes, put_container
+from aifs.check.salvage.rebuild import Result, Row, all_generations, find_drained
+from aifs.check.salvage.striped import from_copy
+from aifs.check.salvage.tree import place_of
 from aifs.core.config import Config
 from aifs.core.tasks import first_error
 from aifs.layout.interleaved import Extent, Interleaved, Location

@@ -1,0 +1,1 @@
+"""``aifs fsck --rebuild-from-servers``: a store whose metadata is lost, told by its servers."""
