@@ -1,7 +1,13 @@
-"""What all tests share: the option --long, and how examples are drawn."""
+"""What all tests share: the option --long, how examples are drawn, directories in memory, no fault that outlives its test."""
+
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from aifs.core import faults
+from tests.support.memory import in_memory
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,3 +29,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.skip(reason="takes long: run with --long"))
+
+
+@pytest.fixture(autouse=True)
+def disarm() -> Iterator[None]:
+    """What a test armed is reached by no other."""
+    yield
+    faults.disarm_all()
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """An empty directory in memory, gone afterwards."""
+    with in_memory() as path:
+        yield path
+
+
+@pytest.fixture
+def directory(scratch: Path) -> Path:
+    """Where the test's store will be."""
+    return scratch / "store"
+
+
+@pytest.fixture(params=["memory", "disk"])
+def place(request: pytest.FixtureRequest, scratch: Path, tmp_path: Path) -> Path:
+    """An empty directory, of either kind: where calls may stay on the trio thread, and where they go to workers."""
+    return tmp_path if request.param == "disk" else scratch

@@ -46,6 +46,15 @@ def mount_store(scratch: Path) -> Iterator[Callable[..., Mounted]]:
         yield make
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Mounted]:
+    """One mount for most tests, which all users can reach."""
+    with tempfile.TemporaryDirectory(prefix="aifs-shared-") as scratch:
+        os.chmod(scratch, 0o755)
+        with mounted_store(Path(scratch), ("allow_other",)) as store:
+            yield store
+
+
 @pytest.fixture(
     scope="module",
     params=[

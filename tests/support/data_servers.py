@@ -14,10 +14,10 @@ from aifs.data.servers import Servers
 STORE = "5a0cbd2e-4d0b-4f7a-b6b7-0d5f7c5f6a10"
 
 
-def make_server(path: Path, number: int, store: str = STORE) -> str:
-    """An empty, marked server directory."""
+def make_server(path: Path, number: int, store: str = STORE, role: str = "data") -> str:
+    """An empty, marked server directory; of the burst tier with its ``role``."""
     path.mkdir()
-    write_marker(str(path), Marker(FORMAT, store, "data", number, "2025-01-01T00:00:00+00:00"))
+    write_marker(str(path), Marker(FORMAT, store, role, number, "2025-01-01T00:00:00+00:00"))
     return str(path)
 
 

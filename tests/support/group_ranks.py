@@ -3,6 +3,7 @@
 
 import multiprocessing
 import os
+import re
 import tempfile
 import time
 import traceback
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from aifs.client import Group, GroupError, group_getfile, group_putfile
+from aifs.client import Group, GroupError, InvalidGroup, coordination, group_getfile, group_putfile
 from aifs.core import files
 
 WAIT_S = 60.0
@@ -194,6 +195,13 @@ def open_below(directory: Path) -> Iterator[str]:
                 yield path
 
 
+def await_closed(directory: Path) -> None:
+    """Until this process has nothing open there: what failed is closed a little later. A mount would be busy."""
+    end = time.monotonic() + WAIT_S
+    while any(open_below(directory)):
+        assert time.monotonic() < end
+
+
 def save_by_torch(rank: int, process: Rank, place: Path, store: str) -> str:
     import torch
     import torch.distributed as dist
@@ -224,9 +232,7 @@ class GroupContract:
         for process in list(_running):
             process.kill()
             process.end()
-        end = time.monotonic() + WAIT_S
-        while any(open_below(place)):  # what failed is closed a little later; a mount would be busy
-            assert time.monotonic() < end
+        await_closed(place)
 
     publishes = pytest.mark.parametrize("publish", [None, "final"])
 
@@ -391,6 +397,87 @@ class GroupContract:
             group_putfile("rank0", content(0), group).durable.result(WAIT_S)
         assert [outcome[0] for outcome in outcomes(rest)] == ["FileExistsError"] * (WORLD - 1)
         assert (place / "final" / "precious").exists() and (place / "new" / "rank0").exists()
+
+    def test_all_files_have_one_size(self, place: Path) -> None:
+        options = {"publish": "final", "same_size": True}
+        rest = start([0, 1, 3], save, place, options)
+        group = join(2, place, **options)
+        await_buffered(rest)
+        saved = group_putfile("rank2", content(2)[1:], group)
+        size = len(content(2))
+        wrong = f"rank 2: .*rank2 has {size - 1} bytes, not the {size} of rank [013]"
+        with pytest.raises(InvalidGroup, match=wrong):
+            saved.buffered.result(WAIT_S)
+        with pytest.raises(InvalidGroup, match=wrong):
+            saved.durable.result(WAIT_S)
+        for name, message, _ in outcomes(rest):
+            assert name in ("GroupError", "InvalidGroup") and re.search(wrong, message)
+        assert not (place / "final").exists() and (place / "new" / "rank0").read_bytes() == content(0)
+        await_closed(place)
+        assert outcomes(start(range(WORLD), save, place, options)) == ["saved"] * WORLD
+        check_files(place / "final")
+
+    def test_the_files_of_a_rank_have_one_size(self, place: Path) -> None:
+        rest = start([0, 1, 3], save, place, {"same_size": True})
+        group = join(2, place, same_size=True, files_per_rank=2)
+        await_buffered(rest)
+        group_putfile("a", b"aa", group)
+        with pytest.raises(InvalidGroup, match="rank 2: b has 1 bytes, not the 2 of a"):
+            group_putfile("b", b"b", group).buffered.result(WAIT_S)
+        for name, message, _ in outcomes(rest):
+            assert name == "GroupError" and "rank 2: b has 1 bytes" in message
+
+    def test_what_another_run_has_left_is_not_taken_for_ours(self, place: Path) -> None:
+        """It was killed when one of its ranks had committed and the others had not come."""
+        (old,) = start([0], save_in_phases, place, {"publish": "final", "job": "run-1"})
+        bring_to(old, "committed")
+        (place / "new" / "rank0").write_bytes(b"of the first run")
+        old.kill()
+        old.end()
+        options = {"publish": "final", "job": "run-2"}
+        again = start([1, 2, 3], save_in_phases, place, options)
+        for process in again:
+            process.await_phase("came")
+            process.go_on()
+        again += start([0], save_in_phases, place, options)
+        for process in again:
+            process.run_on()
+        assert outcomes(again) == ["saved"] * WORLD
+        check_files(place / "final")
+
+    def test_ranks_of_two_jobs_are_no_group(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(coordination, "REFUSED_AFTER_S", 0.0)
+        first = join(0, place, job="first")
+        with pytest.raises(InvalidGroup, match="job '?second'?.* job '?first'?"):
+            join(1, place, job="second").durable.result(WAIT_S)
+        assert not first.durable.done()
+        first.cancel()
+
+    def test_a_rank_that_knows_no_job_takes_part(self, place: Path) -> None:
+        ranks = start([0], save_in_phases, place, {"job": "one"})
+        bring_to(ranks[0], "joined")
+        ranks += start(range(1, WORLD), save, place, {"job": ""})
+        ranks[0].run_on()
+        assert outcomes(ranks) == ["saved"] * WORLD
+
+    def test_ranks_that_say_whose_they_are_may_come_one_after_the_other(self, place: Path) -> None:
+        def commit(rank: int, process: Rank, job: str) -> None:
+            group_putfile(f"rank{rank}", content(rank), join(rank, place, job=job)).buffered.result(WAIT_S)
+
+        for job in ("first", "first", "second"):
+            for rank in range(WORLD - 1):
+                assert outcomes(start([rank], commit, job)) == [None]
+            assert outcomes(start([WORLD - 1], save, place, {"job": job})) == ["saved"]
+
+    def test_a_process_saves_again_and_again(self, place: Path) -> None:
+        """It waits for no more than the buffer."""
+        for number in range(4):
+            group = Group("step", 0, 1, directory=place / "new")
+            saved = group_putfile("rank0", bytes([number]), group)
+            saved.buffered.result(WAIT_S)
+        saved.durable.result(WAIT_S)
+        assert (place / "new" / "rank0").read_bytes() == b"\3"
+        await_closed(place)
 
     def test_the_ranks_of_torch(self, place: Path) -> None:
         pytest.importorskip("torch", reason="torch is not installed (the demo extra)")

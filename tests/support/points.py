@@ -1,8 +1,24 @@
 """Fault points that something happens at."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from aifs.core import faults
+
+
+def crash() -> None:
+    """The daemon dies, as far as a test in process can tell."""
+    raise faults.SimulatedCrash
+
+
+@contextmanager
+def armed(point: str, act: Callable[[], object]) -> Iterator[None]:
+    """Have ``act`` called whenever the point is reached."""
+    faults.arm(point, act)
+    try:
+        yield
+    finally:
+        faults.disarm_all()
 
 
 def once(point: str, act: Callable[[], object]) -> list[int]:
