@@ -2,8 +2,6 @@
 
 import errno
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -14,31 +12,20 @@ import trio
 import trio.lowlevel
 import trio.testing
 
-from aifs.core.config import load
 from aifs.core.errors import NoSpace
 from aifs.meta import keys
-from aifs.vfs import Caller, Filesystem, SetAttr, open_filesystem
-from aifs.vfs.store import format_store
+from aifs.vfs import Caller, Filesystem, SetAttr, lifecycle
+from tests.support import stores
 from tests.support.data_servers import failing, hooked
 
 ROOT, ME, UNIT = 1, Caller(), 4096
 SETTINGS = {"layout.unit": "4KiB", "burst.directories": "", "meta.commit_interval": "1h", "data.writeback_interval": "1h"}
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="aifs-races-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
-
-
 @asynccontextmanager
 async def opened(directory: Path) -> AsyncIterator[Filesystem]:
-    config = load(str(directory / "store"), SETTINGS)
-    if not (directory / "store" / "meta").exists():
-        await trio.to_thread.run_sync(format_store, config, False)
     with hooked():  # calls go to threads, and descriptors have paths
-        async with open_filesystem(config) as fs:
+        async with stores.opened(directory, base=SETTINGS) as fs:
             yield fs
 
 
@@ -54,7 +41,7 @@ class Held:
     def wait(self, path: str) -> None:
         self.seen.append(path)
         self._token.run_sync_soon(self.arrived.set)
-        assert self._go.wait(30)
+        assert self._go.wait(300)
 
     def release(self) -> None:
         self._go.set()
@@ -153,7 +140,7 @@ async def test_objects_of_a_file_that_failed_to_outgrow_its_record_are_not_used_
 ) -> None:
     async with opened(directory) as fs:
         handle, ino = await make(fs, b"f", 100)
-        with failing("write_at", f"{directory}/store/data", errno.ENOSPC), pytest.raises(NoSpace):
+        with failing("write_at", f"{directory}/data", errno.ENOSPC), pytest.raises(NoSpace):
             await fs.write(handle, 100, b"b" * 2 * UNIT)
         with holding("unlink", is_object) as collecting:
             await collecting.arrived.wait()  # the collector deletes what the attempt has left
@@ -193,7 +180,7 @@ async def test_an_exchange_makes_both_sides_durable(directory: Path) -> None:
 async def test_two_servers_that_are_added_at_once_get_numbers_of_their_own(directory: Path) -> None:
     async with opened(directory) as fs:
         count = len(fs.store.servers.capacity())
-        paths = [directory / "extra1", directory / "extra2"]
+        paths = [directory.parent / "extra1", directory.parent / "extra2"]
         async with trio.open_nursery() as nursery:
             for path in paths:
                 nursery.start_soon(fs.setxattr, ROOT, b"user.aifs.server-add", os.fsencode(path))
@@ -216,3 +203,41 @@ async def test_the_kernel_is_told_when_the_count_of_blocks_becomes_exact(directo
             await finish(handle)
             assert (await fs.getattr(ino)).blocks < guess
             assert told == [ino]
+
+
+@pytest.mark.parametrize("synced", [True, False])
+@pytest.mark.parametrize(
+    ("size", "refused"), [(100, 0), (100, 50), (100, 200), (0, 100), (2 * UNIT, UNIT), (2 * UNIT, 3 * UNIT), (2 * UNIT, 0)]
+)
+async def test_a_truncation_that_is_refused_is_neither_seen_nor_saved_later(
+    directory: Path, size: int, refused: int, synced: bool
+) -> None:
+    async with opened(directory) as fs:
+        handle, ino = await make(fs, b"f", size)
+        if synced:
+            await fs.fsync(handle)
+        with failing("write_at", str(directory / "meta"), errno.ENOSPC), pytest.raises(NoSpace):
+            await fs.setattr(ino, SetAttr(size=refused), ME, handle)
+        assert (await fs.getattr(ino)).size == size
+        assert bytes(await fs.read(handle, 0, 4 * UNIT)) == b"a" * size
+        await fs.write(handle, size + 100, b"b")  # what lies between is a hole
+        await fs.fsync(handle)
+        await fs.release(handle)
+    async with opened(directory) as fs:
+        handle, *_ = await fs.open(ino, os.O_RDONLY)
+        assert bytes(await fs.read(handle, 0, 4 * UNIT)) == b"a" * size + bytes(100) + b"b"
+        await fs.release(handle)
+
+
+async def test_background_work_that_a_full_disk_stops_says_so_in_a_line_and_goes_on(
+    directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "_RESTART_S", 0.01)
+    async with opened(directory) as fs:
+        with failing("write_at", str(directory / "meta"), errno.ENOSPC), trio.fail_after(300):
+            fs.scrub.start()
+            while "background work has to wait" not in caplog.text:
+                await trio.sleep(0.01)
+        with trio.fail_after(300):
+            await fs.scrub.wait()
+    assert "No space left on device" in caplog.text and "Traceback" not in caplog.text

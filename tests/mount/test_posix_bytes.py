@@ -71,6 +71,22 @@ def test_data_and_hole_seeking_is_correct_if_not_clever(here: Path) -> None:
     os.close(fd)
 
 
+def test_data_that_a_mapping_has_written_is_found(here: Path, file: Path) -> None:
+    """Also where the kernel holds it back, as of a file that is not passed through when it is opened first."""
+    file.chmod(0o4755)
+    fd = os.open(file, os.O_RDWR)
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, b"x" * 1000, 80_000)
+    with mmap.mmap(fd, 20_000) as memory:
+        memory[5000] = 1
+        assert os.lseek(fd, 101, os.SEEK_DATA) <= 5000
+        assert os.lseek(fd, 5000, os.SEEK_HOLE) > 5000
+    os.close(fd)
+    fd = os.open(file, os.O_RDONLY)
+    assert os.lseek(fd, 101, os.SEEK_DATA) <= 5000
+    os.close(fd)
+
+
 def test_append_of_several_writers(here: Path) -> None:
     def write(letter: bytes) -> Callable[[], None]:
         def act() -> None:

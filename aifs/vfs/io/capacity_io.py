@@ -82,12 +82,13 @@ class CapacityIO:
             await self._trim(file)
 
     async def write_inline(self, file: OpenInode, offset: int, data: bytes | memoryview) -> None:
+        old, end = file.inode.data or b"", offset + len(data)
+        await self._put_inline(file, b"".join((old[:offset].ljust(offset, b"\0"), data, old[end:])))
+
+    async def _put_inline(self, file: OpenInode, data: bytes) -> None:
         inode = file.inode
-        old, end = inode.data or b"", offset + len(data)
         before = inode.data, inode.size, inode.blocks
-        inode.data = b"".join((old[:offset].ljust(offset, b"\0"), data, old[end:]))
-        inode.size = len(inode.data)
-        inode.blocks = _inline_blocks(inode.data)
+        inode.data, inode.size, inode.blocks = data or None, len(data), _inline_blocks(data)
         file.changed(time.time_ns())
         try:
             await self._save(file)
@@ -101,17 +102,19 @@ class CapacityIO:
             await file.objects.write(offset, data)
             faults.reach(_WRITTEN)
             file.changed(time.time_ns())
-            before, end = inode.size, offset + len(data)
-            if end > before:
-                inode.size = end
-                count_blocks(file)
-                try:
-                    await self._save(file)
-                except BaseException:
-                    inode.size = before
-                    raise
+            if offset + len(data) > inode.size:
+                await self._put_size(file, offset + len(data))
         except BaseException:
             file.trimmed = False  # part of it may lie beyond the size (I4)
+            raise
+
+    async def _put_size(self, file: OpenInode, size: int) -> None:
+        before, file.inode.size = file.inode.size, size
+        count_blocks(file)
+        try:
+            await self._save(file)
+        except BaseException:
+            file.inode.size = before
             raise
 
     async def _mark_dirty(self, file: OpenInode) -> None:
@@ -242,26 +245,28 @@ class CapacityIO:
     # --- size ---
 
     async def truncate(self, file: OpenInode, size: int) -> None:
-        """A shrink in place waits for the journal (I6); a cut to zero only leaves garbage behind. Not recorded yet."""
+        """A shrink in place waits for the journal (I6); a cut to zero only leaves garbage behind. The size is on record."""
         inode = file.inode
         if size == 0 and inode.layout is not None and not file.on_object:
             await self._discard(file)
         elif inode.layout is None and size <= self._inline_limit:
-            inode.data = (inode.data or b"")[:size].ljust(size, b"\0") or None
-            inode.blocks = _inline_blocks(inode.data)
+            await self._put_inline(file, (inode.data or b"")[:size].ljust(size, b"\0"))
+            return
         elif size < inode.size:
             if self._is_fixed(inode):
                 await self._restripe(file)
             await self._shrink(file, size)
         elif size > inode.size:
             await self._grow(file, size)
-        inode.size = size
+            return
         file.changed(time.time_ns())
 
     async def _grow(self, file: OpenInode, size: int) -> None:
         await self.prepare(file, size)
         file.trimmed = False  # until the new size counts, the objects are longer than it calls for
         await file.objects.settle(size)
+        file.changed(time.time_ns())
+        await self._put_size(file, size)
         file.trimmed = True
 
     async def _discard(self, file: OpenInode) -> None:

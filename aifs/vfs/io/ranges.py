@@ -62,15 +62,17 @@ async def _write_zeros(io: FileIO, file: OpenInode, offset: int, end: int) -> No
 
 
 async def seek(io: FileIO, file: OpenInode, offset: int, whence: int) -> int:
-    """The next data or hole from ``offset`` on. Of what is not in the burst tier, only interleaved files tell their holes."""
+    """The next data or hole from ``offset`` on. Of what is not in the burst tier, only interleaved files tell their holes; and
+    none does while somebody may write to it by way of the daemon: the kernel keeps back what a mapping has written."""
     if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
         raise Invalid("lseek: neither SEEK_DATA nor SEEK_HOLE")
-    if file.inode.in_burst:
+    told = file.backing or not file.writers
+    if told and file.inode.in_burst:
         return await file.copy.seek(offset, whence)
     size = io.attributes(file).size
     if not 0 <= offset < size:
         raise NoSuchAddress()
-    if isinstance(file.inode.layout, Interleaved):
+    if told and isinstance(file.inode.layout, Interleaved):
         return await _seek_chunks(io, file, offset, whence)
     return offset if whence == os.SEEK_DATA else size
 
