@@ -96,6 +96,7 @@ class DataConfig(_Section):
     missing: Annotated[str, choice("refuse", "allow")]
     min_spare: Annotated[int, integer(0, 8)]
     hedge_s: Annotated[float, HEDGE] = Field(alias="hedge")
+    timeout_s: Annotated[float, duration(0, 86400)] = Field(alias="timeout")
 
 
 class RebuildConfig(_Section):

@@ -25,6 +25,7 @@ class Health:
         """Of the clock, as time.time()."""
         self.failing: set[str] = set()
         """Kinds of operation that failed when they were last tried."""
+        self._hanging: set[str] = set()
         self._name = name
         self._retry_s = self._log_again_s = time.monotonic()
         self._lock = threading.Lock()
@@ -32,12 +33,12 @@ class Health:
     @property
     def state(self) -> str:
         """'ok' or 'failing'."""
-        return "failing" if self.failing else "ok"
+        return "failing" if self.failing or self._hanging else "ok"
 
     @property
     def usable(self) -> bool:
         """Whether new work should go to the server: not while it fails, but now and then, to see whether it still does."""
-        return not self.failing or time.monotonic() >= self._retry_s
+        return not self._hanging and (not self.failing or time.monotonic() >= self._retry_s)
 
     def failed(self, op: str, error: OSError | StoreError, where: str) -> FsError:
         """Take note of a failure; returns what to raise."""
@@ -50,7 +51,21 @@ class Health:
                 self._note(op, answer)
         return answer
 
-    def _note(self, op: str, answer: FsError) -> None:
+    def hangs(self, op: str, detail: str) -> str:
+        """A call does not end: until ``answers`` the server is not usable at all. Returns the message."""
+        with self._lock:
+            self._hanging.add(op)
+            self._note(op, f"{self._name}: {detail}")
+            return self.last_error
+
+    def answers(self) -> None:
+        """All calls have ended."""
+        with self._lock:
+            hanging, self._hanging = self._hanging, set()
+        for op in hanging:
+            self.succeeded(op)
+
+    def _note(self, op: str, answer: FsError | str) -> None:
         now = time.monotonic()
         first = not self.failing
         self.failing.add(op)
@@ -63,7 +78,7 @@ class Health:
     def succeeded(self, op: str) -> None:
         """Called while something fails, after each success."""
         with self._lock:
-            if op in self.failing:
+            if op in self.failing and op not in self._hanging:
                 self.failing.remove(op)
                 if not self.failing:
                     _log.info("%s works again", self._name)

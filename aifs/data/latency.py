@@ -74,11 +74,15 @@ class Hedging:
 
         Long waits for all alike mean load, which hedges would add to: few reads in a hundred may be hedged early.
         """
+        self._hedges = min(self._hedges + _HEDGES_PER_READ, _HEDGES_MAX)
+        if self._hedges < 1 and not self._delay_s:
+            return _MOST_S
+        return self.usual_s(latencies, length)
+
+    def usual_s(self, latencies: Iterable[Latency], length: int) -> float:
+        """The same, however many reads have been hedged."""
         if self._delay_s:
             return self._delay_s
-        self._hedges = min(self._hedges + _HEDGES_PER_READ, _HEDGES_MAX)
-        if self._hedges < 1:
-            return _MOST_S
         usual = [latency.quantile("read", length, _QUANTILE) for latency in latencies]
         slowest = max((_UNKNOWN_S if q is None else _FACTOR * q for q in usual), default=_UNKNOWN_S)
         return min(max(slowest, _LEAST_S), _MOST_S)

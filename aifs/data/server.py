@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple
 
 from aifs.core import files, filesystems
@@ -80,7 +81,7 @@ class DataServer:
         """Why the directory is not used: then all calls are answered with Unavailable, and the path is left alone."""
         self.seen: Space | None = None
         """The space of its filesystem, as last seen."""
-        self.health = Health(f"{self.name} ({path})")
+        self.health = workers.patience.health = Health(f"{self.name} ({path})")
         self.latency = Latency()
         self.writing, self.giving = Throughput(), Throughput()
         """What writes and syncs come to; what is read of a burst directory for grouped writes."""
@@ -162,6 +163,11 @@ class DataServer:
         return self.absent or self.health.last_error
 
     @property
+    def hangs(self) -> bool:
+        """Whether calls that were given up have not ended: until then nothing is asked of it in the background."""
+        return self.workers.patience.hangs
+
+    @property
     def may_inline(self) -> bool:
         """Whether short operations may run on the trio thread: they never wait for a device."""
         return self.in_memory and not files.is_hooked()
@@ -170,11 +176,14 @@ class DataServer:
         """``function(*args)``, with its errors mapped and the outcome noted."""
         if self.absent:
             raise Unavailable(f"{self.name} ({self.path}) is absent: {self.absent}")
+        self.workers.patience.enter(op, where)
         try:
             result = function(*args)
         except (OSError, StoreError) as error:
             path = where if isinstance(where, str) else self.object_path(*where)
             raise self.health.failed(op, error, path) from error
+        finally:
+            self.workers.patience.leave()
         if self.health.failing:
             self.health.succeeded(op)
         return result
@@ -184,9 +193,9 @@ class DataServer:
     def object_path(self, ino: int, oid: int) -> str:
         return naming.object_path(self.path, ino, oid)
 
-    def lock_of(self, oid: int) -> threading.Lock:
+    def lock_of(self, oid: int) -> AbstractContextManager[None]:
         """To be held while a descriptor of the object is obtained or the object removed."""
-        return self._locks[oid & 15]
+        return self.workers.patience.holding(self._locks[oid & 15], "open", self.path)
 
     def open_object(self, key: Key, create: bool, write: bool = True) -> int | None:
         """A descriptor, or None if there is no such object and it is not to be made."""
@@ -271,10 +280,8 @@ class DataServer:
         return failed
 
     def _unlink(self, key: Key) -> None:
-        try:
+        with suppress(FileNotFoundError):  # no matter, if the server's directory is there: see _after_removals
             files.unlink(self.object_path(*key))
-        except FileNotFoundError:
-            pass  # no matter, if the server's directory is there: see _after_removals
 
     def _after_removals(self, directory: str) -> None:
         self._check_present()

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ import trio
 from aifs.core.budget import Budget
 from aifs.core.errors import FsError, StoreError, Unavailable
 from aifs.data.latency import Hedging
+from aifs.data.patience import FOR_EVER
 from aifs.data.reading.buffers import BufferPool
 from aifs.data.reading.read_cache import ReadCache
 from aifs.data.server import DataServer, Space
@@ -21,6 +24,8 @@ _log = logging.getLogger(__name__)
 BUDGET = 512 << 20
 
 _LOOK_S = 10.0
+_SAY_S = 1.0
+_END_S = 30.0
 _LOST = "it is lost"
 _WITHOUT = "put it right, or mount without it and them: -o data.missing=allow"
 
@@ -34,9 +39,11 @@ class Servers:
     """
 
     def __init__(
-        self, table: Mapping[int, str], store: str, threads: int = 16, budget: Budget | None = None
-    ) -> None:
-        """``table``: id to absolute path; ``store``: uuid. Does no I/O: call ``check_identity`` next."""
+        self, table: Mapping[int, str], store: str, threads: int = 16, budget: Budget | None = None,
+        patience_s: float = FOR_EVER,
+    ) -> None:  # fmt: skip
+        """``table``: id to absolute path; ``store``: uuid; ``patience_s``: see patience.py. Does no I/O: call ``check_identity``
+        next."""
         self.buffers = BufferPool()
         self.budget = budget or Budget(BUDGET)
         self.cache = ReadCache(self.budget)
@@ -44,6 +51,7 @@ class Servers:
         self._store = store
         self._completions = Completions()
         self._threads = threads
+        self._patience_s = patience_s
         self._limit = max(2, -(-threads // max(sum(number < BURST_FIRST for number in table), 1)))
         self.read_only = False
         self._servers = {number: self._new(number, table[number]) for number in sorted(table)}
@@ -53,10 +61,11 @@ class Servers:
         """The server that should take over the objects of another one, by the number of that."""
 
     def _new(self, number: int, path: str) -> DataServer:
-        name, limit = f"aifs-data-{number}", self._limit
         if number >= BURST_FIRST:
-            name, limit = f"aifs-burst-{number - BURST_FIRST}", self._threads
-        return DataServer(number, path, self._store, Workers(name, limit, self._completions))
+            workers = Workers(f"aifs-burst-{number - BURST_FIRST}", self._threads, self._completions)
+        else:
+            workers = Workers(f"aifs-data-{number}", self._limit, self._completions, self._patience_s)
+        return DataServer(number, path, self._store, workers)
 
     def __getitem__(self, number: int) -> DataServer:
         try:
@@ -195,7 +204,7 @@ class Servers:
         known = [self._servers[number] for number in numbers if number in self._servers]
         if not known:
             raise Unavailable("none of the data servers that are needed is registered in this store")
-        return min(known, key=lambda server: server.workers.outstanding)
+        return min(known, key=lambda server: (server.hangs, server.workers.outstanding))
 
     # --- calls ---
 
@@ -211,8 +220,19 @@ class Servers:
         await gather([(s.workers, s.sync_all, ()) for s in self._servers.values() if not s.absent])
 
     async def spaces(self, servers: Sequence[DataServer]) -> list[Space | None]:
-        """The space of each server's filesystem; None where it cannot be told."""
-        return await gather([(server.workers, _space_or_none, (server,)) for server in servers])
+        """The space of each server's filesystem; None where it cannot be told. Of a data server that does not say so within a
+        second it is what was last seen."""
+        found: list[Space | None] = [server.seen for server in servers]
+
+        async def ask(number: int, server: DataServer) -> None:
+            with trio.move_on_after(_SAY_S if server.role == "data" else FOR_EVER):
+                [found[number]] = await gather([(server.workers, _space_or_none, (server,))], abandonable=True)
+
+        async with trio.open_nursery() as nursery:
+            for number, server in enumerate(servers):
+                if not server.hangs:
+                    nursery.start_soon(ask, number, server)
+        return found
 
     async def statfs(self) -> Space:
         """The space of all data servers that work, each filesystem counted once. What is free where no new files go
@@ -237,10 +257,20 @@ class Servers:
         """The same, with the space as it was last seen. Does not block."""
         return [_status(server, server.seen) for server in self._servers.values()]
 
-    def close(self) -> None:
-        """End the worker threads, when what they have been given is done. Blocks."""
-        for server in (*self._servers.values(), *self._removed):
-            server.workers.close()
+    def close(self) -> list[threading.Thread]:
+        """End the worker threads, when what they have been given is done; those that are still stuck with a data server that
+        hangs, which is logged. Blocks."""
+        stuck: list[threading.Thread] = []
+        until_s = time.monotonic() + max(self._patience_s, _END_S)
+        servers = (*self._servers.values(), *self._removed)
+        for server in servers:
+            server.workers.end()
+        for server in servers:
+            left = server.workers.join(until_s if server.role == "data" else FOR_EVER)
+            if left:
+                _log.warning("%s (%s) does not answer; %d calls to it are left", server.name, server.path, len(left))
+            stuck += left
+        return stuck
 
 
 def _status(server: DataServer, space: Space | None) -> dict[str, Any]:

@@ -5,11 +5,12 @@ when several are under way, because all results that are ready come back with on
 one task waits for many calls at once.
 
 A call that has been handed over always runs to its end: so ``gather`` is not cancellable, unless the caller says how
-buffers and descriptors that a thread uses are kept until then.
+buffers and descriptors that a thread uses are kept until then. In the background calls are given up after a while (patience.py).
 """
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -17,17 +18,20 @@ from typing import Any
 
 import trio
 
+from aifs.data.patience import FOR_EVER, Patience, is_background, outcomes_in_time
+
 _log = logging.getLogger(__name__)
 
 
 class _Batch:
     """Calls that one task waits for; ``results`` holds what each returned or raised."""
 
-    __slots__ = ("on_end", "remaining", "results", "task")
+    __slots__ = ("abandonable", "on_end", "remaining", "results", "task")
 
-    def __init__(self, count: int, on_end: Callable[[], None] | None) -> None:
+    def __init__(self, count: int, on_end: Callable[[], None] | None, abandonable: bool) -> None:
         self.task: trio.lowlevel.Task | None = trio.lowlevel.current_task()
         self.on_end = on_end
+        self.abandonable = abandonable
         self.remaining = count
         self.results: list[Any] = [None] * count
 
@@ -38,7 +42,7 @@ class _Batch:
             trio.lowlevel.reschedule(self.task)
 
     def abort(self, _: Callable[[], None]) -> trio.lowlevel.Abort:
-        if self.on_end is None:
+        if not self.abandonable:
             return trio.lowlevel.Abort.FAILED
         self.task = None
         return trio.lowlevel.Abort.SUCCEEDED
@@ -97,8 +101,12 @@ class Completions:
 class Workers:
     """Up to ``limit`` threads, started when they are first needed. Used from the trio thread."""
 
-    def __init__(self, name: str, limit: int, completions: Completions) -> None:
+    def __init__(self, name: str, limit: int, completions: Completions, patience_s: float = FOR_EVER) -> None:
+        """``patience_s``: how long a call may run that is made in the background."""
         self.outstanding = 0
+        self.patience = Patience(patience_s)
+        self.answered_s = 0.0
+        """When a call has last ended, of time.monotonic()."""
         self._name = name
         self._limit = limit
         self._completions = completions
@@ -108,7 +116,7 @@ class Workers:
     def submit(self, batch: _Batch | _Notice | None, place: int, function: Callable[..., Any], args: tuple) -> None:
         self.outstanding += 1
         self._queue.put((batch, place, function, args))
-        if len(self._threads) < min(self.outstanding, self._limit):
+        if len(self._threads) < self.outstanding and len(self._threads) < self._allowed:
             self._completions.bind()
             thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
@@ -127,13 +135,31 @@ class Workers:
         """Whether the next call would wait for a thread: then it is not the time for one that nobody needs yet."""
         return self.outstanding >= self._limit
 
-    def close(self) -> None:
-        """Finish what has been handed over, and end the threads. Blocks."""
+    @property
+    def _allowed(self) -> int:
+        """Threads; those that are stuck do not count."""
+        return self._limit + (min(self.patience.stuck, self._limit) if self.patience.hangs else 0)
+
+    def end(self) -> None:
+        """Have the threads end when they have finished what has been handed over."""
         for _ in self._threads:
             self._queue.put(None)
+
+    def join(self, until_s: float = FOR_EVER) -> list[threading.Thread]:
+        """Wait for them, till then (of time.monotonic()), not for a server that hangs; those that have not ended. Blocks."""
         for thread in self._threads:
-            thread.join()
+            if until_s == FOR_EVER:
+                thread.join()
+            else:
+                thread.join(0 if self.patience.hangs else max(until_s - time.monotonic(), 0))
+        left = [thread for thread in self._threads if thread.is_alive()]
         self._threads.clear()
+        return left
+
+    def close(self) -> None:
+        """Finish what has been handed over, and end the threads. Blocks."""
+        self.end()
+        self.join()
 
     def _work(self) -> None:
         get, put = self._queue.get, self._completions.put
@@ -147,6 +173,7 @@ class Workers:
                     _log.error("%s: a call that nobody waits for failed", self._name, exc_info=error)
             if batch is not None:
                 batch.results[place] = result
+            self.answered_s = time.monotonic()
             put(batch, self)
             # An idle thread must not keep buffers and exceptions alive.
             del job, batch, function, args, result
@@ -155,20 +182,37 @@ class Workers:
 Call = tuple[Workers, Callable[..., Any], tuple]
 
 
-async def gather(calls: Sequence[Call], on_end: Callable[[], None] | None = None) -> list[Any]:
-    """Run all calls, each in its workers, and wait for all; their results in order.
-
-    Raises the first exception (in the order of ``calls``) once all have ended. Not cancellable without ``on_end``, which
-    is called on the trio thread when all have ended, also if nobody waits for that any more.
-    """
-    batch = _Batch(len(calls), on_end)
-    for place, (workers, function, args) in enumerate(calls):
-        workers.submit(batch, place, function, args)
-    await trio.lowlevel.wait_task_rescheduled(batch.abort)
-    for result in batch.results:
+async def gather(
+    calls: Sequence[Call], on_end: Callable[[], None] | None = None, abandonable: bool = False
+) -> list[Any]:
+    """As ``outcomes``, but raises the first exception, in the order of ``calls``."""
+    results = await outcomes(calls, on_end, abandonable)
+    for result in results:
         if isinstance(result, BaseException):
             try:
                 raise result
             finally:
-                del result, batch  # they would tie a knot with the traceback
+                del result, results  # they would tie a knot with the traceback
+    return results
+
+
+async def outcomes(
+    calls: Sequence[Call], on_end: Callable[[], None] | None = None, abandonable: bool = False
+) -> list[Any]:
+    """Run all calls, each in its workers, and wait for all: what each returned or raised, in order.
+
+    ``on_end`` is called on the trio thread when all have ended, also if nobody waits for that any more: because it was cancelled,
+    which it may be if it is ``abandonable``, or because a call has been given up, which then counts as ended, with Hanging
+    (see patience.py).
+    """
+    if is_background() and any(workers.patience.is_limited for workers, _, _ in calls):
+        return await outcomes_in_time(calls, on_end or _nothing, abandonable)
+    batch = _Batch(len(calls), on_end, abandonable)
+    for place, (workers, function, args) in enumerate(calls):
+        workers.submit(batch, place, function, args)
+    await trio.lowlevel.wait_task_rescheduled(batch.abort)
     return batch.results
+
+
+def _nothing() -> None:
+    pass

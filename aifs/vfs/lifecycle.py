@@ -7,8 +7,11 @@ import trio
 
 from aifs.core import faults
 from aifs.core.config import Config
+from aifs.core.errors import FsError
 from aifs.core.log import logger
 from aifs.core.tasks import first_error
+from aifs.data.patience import FOR_EVER
+from aifs.data.patience import background as in_background
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.recovery import load_copies, recover
 from aifs.vfs.store import open_store, set_clean
@@ -38,6 +41,7 @@ async def open_filesystem(
             await fs.trash.load()
             await fs.rebuild.strays.load()
             await fs.retention.load()
+            await fs.scrub.load()
             undrained = await load_copies(store, fs.tier, fs.collector, fs.recovered)
             fs.drain.load(undrained)
             await fs.group_course.load(undrained)
@@ -54,7 +58,7 @@ async def open_filesystem(
                     error = raised
                 background.cancel_scope.cancel()
             if not isinstance(error, faults.SimulatedCrash):
-                with trio.CancelScope(shield=True):
+                with trio.CancelScope(shield=True), in_background():
                     await _close(fs)
                 closed = True
             nursery.cancel_scope.cancel()
@@ -74,9 +78,13 @@ async def _keep_running(task: Callable[[], Awaitable[None]]) -> None:
     """A fault in background work is logged, and does not end the mount."""
     while True:
         try:
-            return await task()
-        except Exception:  # noqa: BLE001 (logged with its stack)
-            _log.exception("background work failed; it starts again in %d s", _RESTART_S)
+            with in_background():
+                return await task()
+        except Exception as error:  # noqa: BLE001 (logged; with its stack, unless it says that a disk is full or fails)
+            if isinstance(cause := first_error(error), FsError):
+                _log.warning("background work has to wait for %d s: %s", _RESTART_S, cause)
+            else:
+                _log.exception("background work failed; it starts again in %d s", _RESTART_S)
             await trio.sleep(_RESTART_S)
 
 
@@ -92,7 +100,8 @@ async def _close(fs: Filesystem) -> None:
     await fs.group_course.close()
     fs.containers.close()
     await fs.tier.close()
-    await fs.store.servers.cache.settle()
+    with trio.move_on_after(fs.store.config.data.timeout_s or FOR_EVER):
+        await fs.store.servers.cache.settle()
     await fs.sync()
     await set_clean(fs.store.engine, True)
     await fs.backup.finish()

@@ -4,6 +4,8 @@ import fcntl
 import json
 import os
 import socket
+import threading
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from aifs.core import files
@@ -36,8 +38,9 @@ class OwnerLock:
         me = json.dumps(asdict(Owner(os.getpid(), socket.gethostname(), mountpoint))).encode()
         files.write_at(self._fd, me.ljust(_RECORD_BYTES), 0)
 
-    def release(self, orderly: bool) -> None:
-        """Let go. ``orderly``: everything acknowledged is safe; the next one to read the file sees no owner.
+    def release(self, orderly: bool, stuck: Sequence[threading.Thread] = ()) -> None:
+        """Let go. ``orderly``: everything acknowledged is safe; the next one to read the file sees no owner. While threads are
+        ``stuck``, or this process cannot end because they are, nobody else gets the store: what they do would land late.
 
         Raises NoSpace or Unavailable, with the store let go, if that cannot be written.
         """
@@ -47,7 +50,15 @@ class OwnerLock:
         except OSError as error:
             raise from_oserror(error) from error
         finally:
-            files.close_file(self._fd)
+            if stuck:
+                threading.Thread(target=self._release_after, args=(stuck,), daemon=True).start()
+            else:
+                files.close_file(self._fd)
+
+    def _release_after(self, stuck: Sequence[threading.Thread]) -> None:
+        for thread in stuck:
+            thread.join()
+        files.close_file(self._fd)
 
 
 def read_owner(meta_directory: str) -> Owner | None:

@@ -8,8 +8,10 @@ groups.
 
 import json
 import os
+import stat
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 
 import trio
@@ -19,7 +21,8 @@ from aifs.core.budget import Budget
 from aifs.core.config import Config, is_directory_source
 from aifs.core.errors import StoreError, Unavailable
 from aifs.core.log import logger
-from aifs.data.marker import read_marker
+from aifs.data.marker import NAME, read_marker
+from aifs.data.patience import FOR_EVER
 from aifs.data.servers import Servers
 from aifs.layout.placement import BURST_FIRST
 from aifs.meta import keys
@@ -61,20 +64,20 @@ class Store:
         ``orderly``: all else is durable too. Raises Unavailable, with the store let go, if something acknowledged
         is not on stable storage.
         """
-        self.servers.close()
+        stuck = self.servers.close()
         try:
             self.engine.close()
         except BaseException:
             orderly = False
             raise
         finally:
-            self.owner.release(orderly)
+            self.owner.release(orderly, stuck)
 
     def abandon(self) -> None:
         """Let go without writing anything, as the death of the process would."""
-        self.servers.close()
+        stuck = self.servers.close()
         self.engine.abandon()
-        self.owner.release(orderly=False)
+        self.owner.release(orderly=False, stuck=stuck)
 
 
 # --- format ------------------------------------------------------------------------------------------
@@ -133,6 +136,18 @@ def _write_first_records(tx: Transaction, identity: str, table: dict[int, Server
 # --- open --------------------------------------------------------------------------------------------
 
 
+def require_metadata(config: Config) -> None:
+    """There is a directory for the metadata. Raises StoreError, which says what to do; OSError if it may not be seen."""
+    meta, source = config.meta.directory, config.source
+    with suppress(FileNotFoundError, NotADirectoryError):
+        if stat.S_ISDIR(os.stat(meta).st_mode):
+            return
+    if any(os.path.lexists(os.path.join(path, NAME)) for path in (*config.servers, *config.burst.directories)):
+        what = "is missing, but other directories of the store are there; is its filesystem mounted?"
+        raise StoreError(f"{meta}: {what} If it is lost: aifs meta restore {source}")
+    raise StoreError(f"{source}: there is no store; make one with: aifs format {source}")
+
+
 async def open_store(
     config: Config, *, mountpoint: str = "", read_only: bool = False, adding: str = ""
 ) -> Store:
@@ -143,8 +158,7 @@ async def open_store(
     Opening blocks the thread: it is done before anything else runs in it.
     """
     meta = config.meta.directory
-    if not os.path.isdir(meta):
-        raise StoreError(f"{config.source}: there is no store; make one with: aifs format {config.source}")
+    require_metadata(config)
     marker = read_marker(meta)
     owner = OwnerLock(meta, mountpoint)
     engine = servers = None
@@ -162,7 +176,7 @@ async def open_store(
             require_registered(config, list(paths.values()), adding)
         await adopt_domains(config, engine)
         identity, budget = superblock["uuid"], Budget(config.memory.budget)
-        servers = Servers(paths, identity, threads=config.data.threads, budget=budget)
+        servers = Servers(paths, identity, threads=config.data.threads, budget=budget, patience_s=config.data.timeout_s or FOR_EVER)
         await load_servers(config, engine, servers, read_only)
         same_boot = superblock.get("boot") == files.boot_id()
         rows = ServerTable(config, identity, engine, servers)

@@ -81,6 +81,7 @@ async def test_a_failing_server_concerns_what_lies_on_it_alone(servers, caplog):
     assert len(messages(caplog, logging.WARNING)) == 1
     assert re.fullmatch(r"data server 1 \(.*\) is failing: .*", messages(caplog, logging.WARNING)[0])
     assert re.fullmatch(r"data server 1 \(.*\) works again", messages(caplog, logging.INFO)[0])
+    await servers.cache.settle()  # what is read ahead holds descriptors
     objects.close()
     other.close()
 

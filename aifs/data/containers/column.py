@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import trio
 
 from aifs.core.errors import FsError, Unavailable
-from aifs.data.checking.checks import ContainerCheck
+from aifs.data.checking.checks import ContainerCheck, Untold
 from aifs.data.checking.inspection import Inspection
 from aifs.data.checking.window import Loss, Verdict
 from aifs.data.objects.columns import Columns
@@ -111,14 +111,14 @@ class ContainerColumn:
             self._check = self._new_check()
 
     async def _require_dead(self, loss: Loss) -> None:
-        """Go on behind what nobody can tell, if no file needs it. Raises Unavailable."""
+        """Go on behind what nobody can tell, if no file needs it. Raises Untold."""
         live = await self._load_live()
         end = loss.end
         if end < 0:  # of a header: the next place that is known
             end = min((start for start, _ in live if start > loss.start), default=self._size)
             self._check = _Dead(end)
         if self._inspection.failed or any(start < end and loss.start < stop for start, stop in live):
-            raise Unavailable(
+            raise Untold(
                 f"container {self._container}: bytes {loss.start} to {end - 1} are not what their checksums say, whichever "
                 "columns tell them"
             )

@@ -16,8 +16,8 @@ from aifs.data.checking.suspects import suspect_sets
 from aifs.data.containers import chunk_codec
 from aifs.data.containers.readers import Entry, OnDamage, PlainReader, ProtectedReader, Reader
 from aifs.data.objects.protected import ProtectedObjects
+from aifs.data.reading.blocks import object_name
 from aifs.data.reading.chunk_cache import ChunkCache
-from aifs.data.reading.read_cache import object_name
 from aifs.data.server import Missing, name_of
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import HEADER_BYTES, Location

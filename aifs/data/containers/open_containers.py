@@ -1,14 +1,21 @@
-"""Containers that are appended to: one object, or several that protect each other."""
+"""Containers that are appended to: one object, or several that protect each other.
+
+What a server that hangs has not answered may land late, behind the end or at it. So nothing more is appended to a plain container
+then; of a protected one the column is lost.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from aifs.core import files
 from aifs.core.errors import FsError
 from aifs.data.objects import object_label
 from aifs.data.objects.object_label import Label
 from aifs.data.objects.protected import ProtectedObjects
+from aifs.data.patience import Hanging
 from aifs.data.servers import Servers
+from aifs.data.workers import gather
 from aifs.layout.interleaved import padded
 from aifs.layout.striped import Striped
 
@@ -75,24 +82,40 @@ class _Plain(OpenContainer):
         self._server = servers[layout.servers[0]]
         self._key = (0, container)
         self._fd: int | None = None
+        self._busy = 0
+        self._closed = False
 
     async def open(self) -> None:
         if self._fd is None:
-            await self.servers.run(self._server, self._open)
+            await self._run(self._open)
 
     async def append(self, build: Build, memory: memoryview) -> None:
-        await self.servers.run(self._server, self._append, build, memory)
+        self.end += await self._run(self._append, build, memory, self.end)
 
     async def sync(self, spare: int) -> None:
-        await self.servers.run(self._server, self._sync)
+        await self._run(self._sync)
 
     async def cut(self) -> None:
         if self._fd is not None:
             with suppress(FsError):  # who opens it next tries again
-                await self.servers.run(self._server, self._server.truncate, self._key, self._fd, self.end)
+                await self._run(self._server.truncate, self._key, self._fd, self.end)
+
+    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        self._busy += 1
+        try:
+            return (await gather([(self._server.workers, function, args)], self._ended))[0]
+        except Hanging:
+            self.full = True
+            raise
+
+    def _ended(self) -> None:
+        self._busy -= 1
+        if self._closed:
+            self.close()
 
     def close(self) -> None:
-        if self._fd is not None:
+        self._closed = True
+        if self._fd is not None and not self._busy:
             self._server.close_object(self._fd)
             self._fd = None
 
@@ -116,11 +139,12 @@ class _Plain(OpenContainer):
             raise
         self._fd = fd
 
-    def _append(self, build: Build, memory: memoryview) -> None:
+    def _append(self, build: Build, memory: memoryview, end: int) -> int:
         filled = build(memory)
-        self._server.write(self._key, self._fd, memory[:filled], self.end)
-        files.start_writing(self._fd, self.end, filled)  # while the next stripe is read and hashed
-        self.end += filled
+        self._server.write(self._key, self._fd, memory[:filled], end)
+        with self._server.workers.patience.asking("write", self._key):
+            files.start_writing(self._fd, end, filled)  # while the next stripe is read and hashed
+        return filled
 
     def _sync(self) -> None:
         """Bytes, length and name are durable on return."""

@@ -1,15 +1,18 @@
 """One container that is read: a plain one, or a protected one."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from aifs.core import files
 from aifs.core.errors import Unavailable
 from aifs.data.objects.protected import ProtectedObjects
+from aifs.data.patience import in_time
+from aifs.data.reading.blocks import BLOCK_MAX, ObjectSource
 from aifs.data.reading.patterns import Pattern
-from aifs.data.reading.read_cache import BLOCK_MAX, ObjectSource
 from aifs.data.server import DataServer, Missing
 from aifs.data.servers import Servers
+from aifs.data.workers import gather
 from aifs.layout.striped import Striped
 
 STRIPE_BLOCK = BLOCK_MAX
@@ -71,10 +74,13 @@ class PlainReader:
             return
         ahead = self._pattern.observe(offset, len(target), self._window)
         if self._pattern.random:
-            await self._servers.run(self._server, self._read_all, target, offset)
+            self.in_use(1)
+            await gather([(self._server.workers, self._read_all, (target, offset))], partial(self.in_use, -1))
             return
         end = -(-(offset + len(target)) // STRIPE_BLOCK) * STRIPE_BLOCK  # whole blocks: the container may have grown
-        self._require(await self._cache.fetch_into(self._source, offset, target, end), target, offset)
+        with in_time(self._server.workers.patience):
+            done = await self._cache.fetch_into(self._source, offset, target, end)
+        self._require(done, target, offset)
         self._read_ahead(ahead)
 
     def _read_ahead(self, ranges: list[tuple[int, int]]) -> None:

@@ -21,6 +21,7 @@ from aifs.core.tasks import run_all
 from aifs.data.containers import chunk_codec
 from aifs.data.containers.open_containers import Damaged, OpenContainer, open_container
 from aifs.data.containers.pieces import Piece, StoredPiece
+from aifs.data.patience import Hanging
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import (
     CHUNK_MAX,
@@ -174,16 +175,22 @@ class ContainerWriter:
                 _log.warning("%s; nothing is appended to it any more", error)
                 container.full = True
             except BaseException:
-                self._put_back(container)
+                await self._leave(container)
                 raise
             await self._seal_if_done(container)
         container = open_container(self._servers, layout, await self._catalogue.new(layout), 0)
         try:
             await container.open()
         except BaseException:
-            self._put_back(container)
+            await self._leave(container)
             raise
         return container
+
+    async def _leave(self, container: OpenContainer) -> None:
+        if container.full:
+            await self._seal_if_done(container)
+        else:
+            self._put_back(container)
 
     def _put_back(self, container: OpenContainer) -> None:
         idle = self._idle.pop(container.layout, [])
@@ -253,9 +260,17 @@ class _Buffers:
             memory = memoryview(mmap.mmap(-1, _BUFFER))
         try:
             yield memory
-        finally:
-            self._idle.append(memory)
-            self._budget.retry()
+        except Hanging:
+            self._budget.release(_BUFFER)  # as good as free, though a thread that is stuck may still use it
+            raise
+        except BaseException:
+            self._keep(memory)
+            raise
+        self._keep(memory)
+
+    def _keep(self, memory: memoryview) -> None:
+        self._idle.append(memory)
+        self._budget.retry()
 
     def _give_back(self, size: int) -> None:
         while self._idle and size > 0:

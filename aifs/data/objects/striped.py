@@ -15,13 +15,14 @@ from aifs.data.objects import object_label
 from aifs.data.objects.known import Known
 from aifs.data.objects.object_label import Label
 from aifs.data.objects.runs import Run, runs_of
+from aifs.data.patience import until_answered
+from aifs.data.reading.blocks import Block, object_name
 from aifs.data.reading.buffers import scatter
 from aifs.data.reading.cached_reads import CachedReads, collect
-from aifs.data.reading.read_cache import Block, object_name
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.data.unsynced import Unsynced
-from aifs.data.workers import Call, gather
+from aifs.data.workers import Call, gather, outcomes
 from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
 
@@ -91,7 +92,8 @@ class StripedObjects:
         if ahead:
             self._cached.read_ahead(ahead, size)  # before anything is waited for: the file is still settled
         if calls:
-            await self._gather(calls, abandonable=True)
+            # What lands late may be the removal of what would be opened, but for settled files.
+            await self._gather(calls, abandonable=True, waits=not strict)
         for run, blocks in loads:
             held = await collect(blocks, run[1], sum(map(len, run[2])))
             if len(held) == length:
@@ -324,19 +326,16 @@ class StripedObjects:
         return fd
 
     def _may_inline(self, server: DataServer) -> bool:
-        return server.may_inline and not self._background
+        return server.may_inline and not self._background and not server.hangs
 
-    async def _gather(self, calls: list[Call], abandonable: bool = False) -> list:
-        """``abandonable``: it may be cancelled, for what the calls write to is nobody else's."""
+    async def _gather(self, calls: list[Call], abandonable: bool = False, waits: bool = True) -> list:
+        """``abandonable``: it may be cancelled, for what the calls write to is nobody else's. ``waits``: see until_answered."""
+        if waits:
+            await until_answered(workers for workers, _, _ in calls)
         if self._background:
             calls = [(w, files.at_priority, (self._background, function, *args)) for w, function, args in calls]
         self._in_use(1)
-        if abandonable:
-            return await gather(calls, partial(self._in_use, -1))
-        try:
-            return await gather(calls)
-        finally:
-            self._in_use(-1)
+        return await gather(calls, partial(self._in_use, -1), abandonable)
 
     def _in_use(self, change: int) -> None:
         self._busy += change
@@ -385,9 +384,12 @@ async def delete_batch(servers: Servers, doomed: Mapping[int, tuple[int, Striped
         for key in chosen:
             servers.cache.invalidate(object_name(server, key))
         calls.append((server.workers, server.remove_objects, (chosen,)))
-    if calls:
-        for errors in await gather(calls):
-            failed.update(errors)
+    for (_, _, [chosen]), errors in zip(calls, await outcomes(calls) if calls else [], strict=True):
+        if isinstance(errors, FsError):
+            errors = dict.fromkeys((oid for _, oid in chosen), errors)
+        elif isinstance(errors, BaseException):
+            raise errors
+        failed.update(errors)
     return failed
 
 

@@ -13,13 +13,14 @@ import trio
 from aifs.core import faults
 from aifs.core.errors import FsError, NoAttribute, NotSupported, Stale
 from aifs.core.log import logger
-from aifs.meta import groups, namespace
+from aifs.data.patience import background
+from aifs.meta import groups, namespace, paths
 from aifs.meta.groups import GroupMember, GroupRecord
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Inode
 from aifs.vfs.groups import processes
 from aifs.vfs.groups.members import Members
-from aifs.vfs.groups.state import FileState, Group
+from aifs.vfs.groups.state import File, FileState, Group
 from aifs.vfs.recovery import Undrained
 from aifs.vfs.tiers.drain import Drain
 from aifs.vfs.types import Caller, CallerLike
@@ -31,7 +32,9 @@ _COMMITTED = faults.declare("vfs.group.committed", "a group is on record as comm
 _PUBLISHED = faults.declare("vfs.group.published", "a group's directory is published, which is not on record of the group")
 
 _SLICE = 256
+_RESERVED = (".aifs-", "..aifs-")  # names of what ranks tell each other in a checkpoint's directory
 _ENDED_MAX = 16  # groups that have ended and are remembered with their files
+_FOLLOWED_MAX = 64  # groups of which it is known how they ended, though another one of the directory has followed
 _LOOK_S = 1.0  # how often the burst tier's room is looked at while files are withheld
 
 Publish = Callable[[int, bytes, CallerLike], Awaitable[None]]
@@ -46,6 +49,7 @@ class Course:
         self.publish: Publish = _cannot_publish
         """Publishes a directory (inode number, final name, on whose behalf); the filesystem's."""
         self.groups: dict[int, Group] = {}
+        self._followed: dict[int, Group] = {}  # by id
         self.open: frozenset[int] = frozenset()
         """The directories whose groups are open."""
         self.recording = trio.Lock()
@@ -63,7 +67,8 @@ class Course:
     # --- which group -----------------------------------------------------------------------------------
 
     async def find(self, ino: int, group_id: int = 0) -> Group:
-        """The group of a directory. Raises NoAttribute; Stale if it has another id (0: any)."""
+        """The group of a directory, or one that it has followed, by its id (0: the present, or last, one). Raises NoAttribute;
+        Stale: nothing is known of that one (any more)."""
         group = self.groups.get(ino)
         if group is None:
             record = await self._engine.view(groups.find, ino)
@@ -71,6 +76,9 @@ class Course:
                 raise NoAttribute("the directory has no group")
             group = self.new(ino, record)  # it has ended long ago
         if group_id not in (0, group.record.id):
+            followed = self._followed.get(group_id)
+            if followed is not None and followed.ino == ino:
+                return followed
             raise Stale(f"group {group_id} of the directory has been followed by group {group.record.id}")
         return group
 
@@ -90,6 +98,24 @@ class Course:
 
     def new(self, ino: int, record: GroupRecord) -> Group:
         return Group(ino, record, self._new_report(), trio.current_time(), time.time_ns())
+
+    async def begin(self, ino: int, record: GroupRecord, before: Group | None) -> Group | None:
+        """A new group of a directory, after ``before``, which has ended; None if another one has begun meanwhile. How the one
+        before has ended is known to those who ask by its id. Raises NotFound, NotADirectory."""
+        async with self.recording:
+            if self.groups.get(ino) is not before:
+                return None
+            recorded = await self._engine.transact(groups.begin, ino, record)
+            ended = before.record if before is not None else recorded
+            if ended is not None and ended.state not in groups.LIVE:
+                followed = self._followed[ended.id] = self.new(ino, ended)
+                followed.publish_failure = None if before is None else before.publish_failure
+            for group_id in list(self._followed)[:-_FOLLOWED_MAX]:
+                del self._followed[group_id]
+            self.groups.pop(ino, None)  # the youngest to the end
+            group = self.groups[ino] = self.new(ino, record)
+            self.look()
+        return group
 
     def look(self) -> None:
         """Something has changed that a time-out or the place of files depends on."""
@@ -130,17 +156,50 @@ class Course:
         try:
             if not group.record.options.explicit:
                 await self._members.sync(group, [file for file in group.files.values() if file.counted])
+            error = await self._unequal(group)
             faults.reach(_BUFFERED)
         finally:
             group.settling = False
         if not group.is_open or not group.is_complete:
             return  # it has been cancelled, or a file opened again
+        if error:
+            await self.end(group, group.record._replace(state="failed", error=error, unequal=True))
+            return
         now_ns = time.time_ns()
         self._members.settle(group)
         group.record = group.record._replace(state="committed", committed_ns=committed_ns, buffered_ns=now_ns)
         self.look()
         await self._put(group)
         faults.reach(_COMMITTED)
+
+    async def unequal(self, ino: int) -> str:
+        """Which file of the directory's group has not the size that all have to have, or had when the group failed; ''."""
+        try:
+            group = await self.find(ino)
+        except NoAttribute:
+            return ""
+        if group.is_open:
+            return await self._unequal(group)
+        return group.record.error if group.record.unequal else ""
+
+    async def _unequal(self, group: Group) -> str:
+        while group.differs:
+            files, closes = [file for file in group.files.values() if file.counted], group.closes
+            whose, size = next(((f"rank {rank}", size) for rank, size in group.sizes.items()), ("", 0))
+            first: File | None = None  # whose size counts, and may change meanwhile
+            for start in range(0, len(files), _SLICE):
+                for file, path in await self._engine.view(_paths, files[start : start + _SLICE]):
+                    if path.rpartition("/")[2].startswith(_RESERVED):
+                        continue
+                    if not whose:
+                        whose, first = path, file
+                    size = size if first is None else first.size
+                    if file.size != size:
+                        return f"{path} has {file.size} bytes, not the {size} of {whose}"
+                await trio.lowlevel.checkpoint()
+            if group.closes == closes:
+                break
+        return ""
 
     async def _publish(self, group: Group) -> None:
         options, caller = group.record.options, Caller(group.record.uid, group.record.gid)
@@ -207,6 +266,8 @@ class Course:
             group = self.groups[ino] = self.new(ino, record)
             if record.options.explicit:
                 group.committed.update(members)
+                sized = sorted((member.when_ns, rank) for rank, member in members.items() if member.mtime_ns)
+                group.sizes = {rank: members[rank].size for _, rank in sized}
             else:
                 for inode in await self._engine.view(_unchanged, members):
                     self._members.restore(group, inode, now)
@@ -251,7 +312,8 @@ class Course:
     def start(self, work: Callable[..., Awaitable[None]], group: Group, *args: Any) -> None:
         """In the background; ``run`` begins what is due when it begins."""
         if self._nursery is not None:
-            self._nursery.start_soon(work, group, *args)
+            with background():  # also where somebody's commit is what begins it
+                self._nursery.start_soon(work, group, *args)
 
     async def watch(self, group: Group, rank: int, process: int) -> None:
         pidfd = processes.watch(process)
@@ -303,6 +365,10 @@ def _below(tx: ReadTransaction, files: Sequence[Undrained], tops: frozenset[int]
         if top is not None:
             found.append((top, namespace.get_inode(tx, file.ino), file.since_ns))
     return found
+
+
+def _paths(tx: ReadTransaction, files: Sequence[File]) -> list[tuple[File, str]]:
+    return [(file, paths.describe(tx, file.ino).encode(errors="replace").decode()) for file in files]
 
 
 async def _cannot_publish(ino: int, final: bytes, caller: CallerLike) -> None:

@@ -18,6 +18,7 @@ from aifs.core.log import logger
 from aifs.data.checking.verified import OnDamage, VerifiedObjects
 from aifs.data.objects.protected import ProtectedObjects
 from aifs.data.objects.striped import StripedObjects
+from aifs.data.patience import background
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
 from aifs.meta import forms, keys
@@ -139,7 +140,11 @@ class FileIO:
             if file.handles:
                 return
             if file.unsaved:
-                await self.save(file)
+                try:
+                    await self.save(file)
+                except FsError as error:
+                    _log.info("inode %d stays open until its attributes can be recorded: %s", ino, error)
+                    return
             if file.handles:
                 return
             del self.open[ino]
@@ -166,7 +171,8 @@ class FileIO:
                 if file.inode.in_burst and not await self.burst.settle(file):
                     return None  # a mapping outlives its handle, so the mark is not removed unseen
             else:
-                await self.capacity.settle(file)
+                with background():  # nobody waits for that, but an unmount
+                    await self.capacity.settle(file)
             return None if file.inode.ino in self.capacity.perhaps_mapped else object()
         except FsError as error:
             # The dirty mark stays, so write-back, which says that it has to wait, or the next mount will try again.
@@ -175,11 +181,12 @@ class FileIO:
 
     async def save(self, file: OpenInode) -> None:
         """Record the in-core attributes."""
+        stripped = file.stripped
         file.unsaved = file.stripped = False
         try:
             await self._engine.transact(_put_again, file.inode)
         except BaseException:
-            file.unsaved = True
+            file.unsaved, file.stripped = True, stripped
             raise
 
     async def change(self, file: OpenInode, change: Callable[[Inode, Any], None], argument: Any) -> None:
@@ -197,7 +204,11 @@ class FileIO:
     async def save_all(self) -> None:
         """Record the in-core attributes of every open file."""
         for file in [f for f in self.open.values() if f.unsaved]:
-            await self.save(file)
+            if file.unsaved:
+                await self.save(file)
+            if not file.handles and file.gate.is_free:  # they could not be recorded when it was closed
+                file.handles = 1
+                await self.release(file)
 
     def attributes(self, file: OpenInode) -> Inode:
         """The inode as stat(2) should show it now. Does not block: what an open file is made of is local knowledge."""
@@ -325,7 +336,8 @@ class FileIO:
                 await self.capacity.truncate(file, size)
         finally:
             file.gate.leave_alone()
-        await self.save(file)
+        if file.unsaved:
+            await self.save(file)
 
     async def set_mtime(self, ino: int, mtime_ns: int) -> None:
         """A file in the burst tier has been given this mtime, which its copy is to tell from now on."""

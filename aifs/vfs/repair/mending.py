@@ -12,6 +12,7 @@ from typing import NamedTuple
 import trio
 
 from aifs.core.errors import FsError, NotFound, Stale, Unavailable
+from aifs.data.checking.checks import Untold
 from aifs.data.servers import Servers
 from aifs.layout.placement import ACTIVE
 from aifs.layout.striped import Striped
@@ -25,6 +26,7 @@ from aifs.vfs.repair.relayout import Relayout
 from aifs.vfs.tiers.chunk_users import users_of
 from aifs.vfs.tiers.compaction import Compaction
 from aifs.vfs.tiers.containers import Containers
+from aifs.vfs.tiers.evict import missing
 
 
 class Outcome(Enum):
@@ -122,7 +124,8 @@ class Mender:
         return frozenset(server.id for server in self._servers.capacity() if server.standing == ACTIVE)
 
     async def mend(self, ino: int, oid: int) -> Outcome:
-        """Do all that is due of the object set. Raises NoSpace, Unavailable where some of it cannot be done."""
+        """Do all that is due of the object set. Raises NoSpace, Unavailable where some of it cannot be done; Untold if that is
+        because nobody can tell its bytes."""
         if ino == 0:
             return await self._mend_container(oid)
         try:
@@ -180,8 +183,11 @@ class Mender:
         return await self._relayout.lay_out(subject, objects, 0, layout)
 
     async def _leave(self, subject: FileSubject, oid: int) -> bool:
-        """Lay a file that lies on all servers there are out over those where columns may stay, if that costs no safety."""
+        """Lay a file that lies on all servers there are out over those where columns may stay, if it has to leave one and that costs
+        no safety."""
         seen = await self._look(subject.file.inode.ino, oid)
+        if seen.objects is not None and self.staying().issuperset(seen.objects.layout.servers):
+            return False  # what does not work now may do so later
         layout = self._io.capacity.place(subject.file.inode)
         if seen.objects is None or layout.tolerates < seen.objects.layout.tolerates:
             return False
@@ -193,7 +199,12 @@ class Mender:
         seen = await self._look(0, container)
         if seen.objects is not None and seen.due:
             if not seen.objects.layout.is_protected:
-                return Outcome.DONE if await self._compaction.evacuate(container) else Outcome.BUSY
+                try:
+                    return Outcome.DONE if await self._compaction.evacuate(container) else Outcome.BUSY
+                except Unavailable as error:
+                    if missing(self._servers).isdisjoint(seen.objects.layout.servers):
+                        raise Untold(str(error)) from error
+                    raise  # it may be told later
             await self._containers.retire(lambda other, _: other == container)
             seen = await self._look(0, container)
         if seen.objects is None:

@@ -1,0 +1,273 @@
+"""Giving up calls that do not end: how long work in the background waits for a data server, and what holds afterwards.
+
+A call to a server that hangs (NFS without an answer, a disk that is gone) cannot be ended, only left alone: its thread is stuck,
+and what it does may still be done at any time later. Four rules keep what lands so late from doing harm:
+
+* What the call uses, memory and descriptors, is nobody else's until it has ended (``on_end`` of ``gather``).
+* Until all calls that were given up have ended, the server *hangs*: nothing more is asked of it in the background. So what lands
+  late lands before whatever is done there next: the same object made anew, deleted, or cut.
+* Programs wait: what they change there is changed when the server has answered, after all that lands late.
+* Who was answered by ``Hanging`` treats what the call would have changed as anything: a container is never appended to again, a
+  column is not read, objects are garbage.
+
+docs/servers.md has each kind of call, and why it does no harm. So who asks in person (a program that reads, writes or syncs a
+file that lies there) gets what a hard NFS mount gives.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from aifs.core.errors import Unavailable
+from aifs.data import naming
+from aifs.data.health import Health
+
+if TYPE_CHECKING:
+    from aifs.data.workers import Workers
+
+FOR_EVER = float("inf")
+
+_FACTOR_MAX = 16
+_FORGIVEN_S = 3600.0
+_LEAST_S = 0.001
+
+_in_background: ContextVar[bool] = ContextVar("in_background", default=False)
+_here = threading.local()
+
+
+class Hanging(Unavailable):
+    """A data server has not answered in time, or has still not answered others. What was asked may be done later."""
+
+
+@contextmanager
+def background() -> Iterator[None]:
+    """Within it, and in the tasks that are started there, data servers are not waited for longer than they may take."""
+    token = _in_background.set(True)
+    try:
+        yield
+    finally:
+        _in_background.reset(token)
+
+
+def is_background() -> bool:
+    """Whether the current task gives up calls."""
+    return _in_background.get()
+
+
+@contextmanager
+def in_time(patience: "Patience") -> Iterator[None]:
+    """What is awaited within it may be cancelled: in the background it is, when it takes too long. Raises Hanging."""
+    if not is_background() or not patience.is_limited:
+        yield
+        return
+    if patience.hangs:
+        raise patience.error()
+    with trio.move_on_after(patience.limit_s) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise Hanging(f"what others have asked for has not come within {patience.limit_s:g} s")
+
+
+class Call:
+    """A function that one thread runs, or leaves, if it has been given up before it came to that."""
+
+    __slots__ = ("_args", "_function", "asks_since_s", "given_up", "has_begun", "has_ended", "patience", "queued_s", "what")
+
+    def __init__(self, patience: "Patience", function: Callable[..., Any], args: tuple) -> None:
+        self.patience, self._function, self._args = patience, function, args
+        self.queued_s = time.monotonic()
+        self.asks_since_s: float | None = None  # None while it computes
+        self.has_begun = self.given_up = self.has_ended = False
+        self.what: tuple[str, str | tuple[int, int]] = "use", ""
+
+    def __call__(self) -> Any:
+        if not self.patience.begin(self):
+            return None
+        _here.call = self
+        try:
+            return self._function(*self._args)
+        finally:
+            _here.call = None
+            self.patience.end(self)
+
+
+class Patience:
+    """With one server. Used from any thread.
+
+    A server that is slow, and does not hang, would make nothing but attempts: so each time that it has answered in the end, it is
+    given twice as long, up to 16 times, until it has behaved for an hour.
+    """
+
+    def __init__(self, limit_s: float = FOR_EVER) -> None:
+        self.health: Health | None = None
+        self.answered = trio.Event()
+        """Set when the server does not hang any more."""
+        self._configured_s = limit_s
+        self._factor = 1
+        self._answered_s = -FOR_EVER  # after it hung
+        self._left: set[Call] = set()  # given up, and not ended
+        self._error = ""
+        self._lock = threading.Lock()
+
+    @property
+    def is_limited(self) -> bool:
+        return self._configured_s < FOR_EVER
+
+    @property
+    def limit_s(self) -> float:
+        """How long one operation of the server may take."""
+        if time.monotonic() > self._answered_s + _FORGIVEN_S:
+            self._factor = 1
+        return self._configured_s * self._factor
+
+    @property
+    def hangs(self) -> bool:
+        """Whether calls that have been given up have not ended."""
+        return bool(self._left)
+
+    @property
+    def stuck(self) -> int:
+        """How many threads run such calls."""
+        return sum(call.has_begun for call in tuple(self._left))
+
+    def error(self) -> Hanging:
+        """What the server is asked for while it hangs is answered with this."""
+        return Hanging(self._error)
+
+    # --- in worker threads ---
+
+    def enter(self, op: str, where: str | tuple[int, int]) -> None:
+        """The thread is about to ask the server for something: of a path, or of an object, by its key."""
+        call: Call | None = getattr(_here, "call", None)
+        if call is not None and call.patience is self:
+            call.what, call.asks_since_s = (op, where), time.monotonic()
+
+    def leave(self) -> None:
+        """It has the answer."""
+        call: Call | None = getattr(_here, "call", None)
+        if call is not None and call.patience is self:
+            call.asks_since_s = None
+
+    @contextmanager
+    def asking(self, op: str, where: str | tuple[int, int]) -> Iterator[None]:
+        """The two around what is done within it."""
+        self.enter(op, where)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    @contextmanager
+    def holding(self, lock: threading.Lock, op: str, where: str) -> Iterator[None]:
+        """A lock of the server's; to wait for it is to ask the server: who has it may hang."""
+        with self.asking(op, where):
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def begin(self, call: Call) -> bool:
+        with self._lock:
+            if not call.given_up:
+                call.has_begun = True
+                return True
+        self.end(call)
+        return False
+
+    def end(self, call: Call) -> None:
+        with self._lock:
+            call.has_ended = True
+            if not call.given_up:
+                return
+            self._left.discard(call)
+            if self._left:
+                return
+            self._answered_s = time.monotonic()
+            self._factor = min(2 * self._factor, _FACTOR_MAX)
+            if self.health is not None:
+                self.health.answers()
+
+    # --- on the trio thread ---
+
+    def due_s(self, call: Call, answered_s: float) -> float:
+        """When to give the call up; ``answered_s``: when the server's threads have last done something. Of time.monotonic()."""
+        if not call.has_begun:
+            return max(call.queued_s, answered_s) + self.limit_s
+        since_s = call.asks_since_s
+        return (time.monotonic() if since_s is None else since_s) + self.limit_s
+
+    def give_up(self, call: Call) -> bool:
+        """Not if it has just ended."""
+        op, where = call.what
+        path = where if isinstance(where, str) else naming.name_of(*where)
+        detail = f"{op} {path}".rstrip() + f" has not ended within {self.limit_s:g} s"
+        with self._lock:  # with the health, so that both say the same
+            if call.has_ended:
+                return False
+            call.given_up = True
+            self._left.add(call)
+            self._error = detail if self.health is None else self.health.hangs(op, detail)
+        if self.answered.is_set():
+            self.answered = trio.Event()
+        return True
+
+
+async def until_answered(servers: "Iterable[Workers]") -> None:
+    """Wait until none of them hangs; not in the background, where that is an error of each call."""
+    patiences = [workers.patience for workers in servers]
+    while not is_background() and (hanging := [patience for patience in patiences if patience.hangs]):
+        await hanging[0].answered.wait()
+
+
+async def outcomes_in_time(
+    calls: "Sequence[tuple[Workers, Callable[..., Any], tuple]]", on_end: Callable[[], None], abandonable: bool
+) -> list[Any]:
+    """As ``workers.outcomes``, but a call that takes too long is answered with Hanging; what it raised is among the results."""
+    results: list[Any] = [None] * len(calls)
+    waiting: dict[int, tuple[Workers, Call]] = {}
+    running = 0
+    answered = trio.Event()
+
+    def told(place: int, patience: Patience, result: Any) -> None:
+        nonlocal running
+        running -= 1
+        if not patience.hangs:
+            patience.answered.set()
+        if waiting.pop(place, None) is not None:
+            results[place] = result
+            if not waiting:
+                answered.set()
+        if not running:
+            on_end()
+
+    for place, (workers, function, args) in enumerate(calls):
+        if workers.patience.hangs:
+            results[place] = workers.patience.error()
+        else:
+            call = Call(workers.patience, function, args)
+            waiting[place] = workers, call
+            running += 1
+            workers.start(partial(told, place, workers.patience), call)
+    if not running:
+        on_end()
+        await trio.lowlevel.cancel_shielded_checkpoint()
+    while waiting:
+        due_s = min(workers.patience.due_s(call, workers.answered_s) for workers, call in waiting.values())
+        until = trio.current_time() + max(due_s - time.monotonic(), _LEAST_S)
+        with trio.CancelScope(deadline=until, shield=not abandonable):
+            await answered.wait()
+        now = time.monotonic()
+        for place, (workers, call) in list(waiting.items()):
+            patience = workers.patience
+            is_due = now >= patience.due_s(call, workers.answered_s)
+            if (is_due or (patience.hangs and not call.has_begun)) and patience.give_up(call):
+                del waiting[place]
+                results[place] = patience.error()
+    return results
