@@ -58,6 +58,11 @@ class Ledger:
         copy = self._copies.get(copy_id)
         return copy.bytes if copy else 0
 
+    def is_clean(self, copy_id: int) -> bool:
+        """Whether it is known as a copy of what lies on the data servers."""
+        copy = self._copies.get(copy_id)
+        return copy is not None and copy.totals is not None and not copy.dirty
+
     def writers(self) -> Iterator[tuple[int, int]]:
         """Id and device of the copies that are dirty and open."""
         for copy_id, copy in self._open.items():

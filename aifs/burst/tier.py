@@ -170,6 +170,10 @@ class BurstTier:
         self._relieve()
         self._look_for_a_crowd()
 
+    def is_clean(self, copy_id: int) -> bool:
+        """Whether it is there, and a copy of what lies on the data servers."""
+        return self._ledger.is_clean(copy_id)
+
     def evicted(self, copy_id: int) -> None:
         """No file has it any more; it is going to be deleted."""
         known = self._ledger.gone(copy_id)

@@ -27,7 +27,7 @@ from aifs.layout.striped import Striped
 from aifs.meta import chunks, degraded, forms, keys, moves, namespace
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import decode_inode
-from aifs.vfs.repair.scrub_copies import COPY_PIECE, copy_differs
+from aifs.vfs.repair.judging import COPY_PIECE, Judgement, judge_copy
 from aifs.vfs.store import Store
 from aifs.vfs.tiers.chunk_users import users_of
 
@@ -185,7 +185,7 @@ class DeepCheck:
         inode = await self._engine.view(namespace.get_inode, ino)
         if inode.copy is not None and inode.copy.server in self._servers:
             memory = await self._buffers.take(COPY_PIECE)
-            if await copy_differs(self._engine, self._servers, inode, memory, _at_once):
+            if await judge_copy(self._engine, self._servers, inode, memory) is Judgement.WRONG:
                 self._bad_caches.add(ino)
 
     # --- what is found ---
@@ -224,10 +224,6 @@ class DeepCheck:
             fix = partial(_put_damaged, oid=oid, ino=ino, mask=1 << column)
             detail = f"{server.name}: {path} has wrong bytes, which the other objects tell"
             self._problems.append(Problem("degraded", ino or path, detail, fix, where=where))
-
-
-async def _at_once(count: int) -> None:
-    """No limit."""
 
 
 def _put_damaged(tx: Transaction, oid: int, ino: int, mask: int) -> None:

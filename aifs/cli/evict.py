@@ -20,16 +20,18 @@ _REASONS = {
     "dirty": "the newest bytes are in the burst tier alone; aifs drain moves them",
     "pinned": "pinned; aifs unpin lets go",
     "open": "open",
+    "needed": "data servers that have its bytes are lost, fail or have wrong ones: the copy may be all there is",
 }
 
 
-@click.command("evict", epilog=EPILOG)
+@click.command("evict", epilog=EPILOG, short_help="Drop clean copies from the burst tier.")
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 def evict_command(paths: tuple[str, ...]) -> int:
     """Delete the copies that the files PATH, and those below the directories PATH, have in the burst tier.
 
-    The files stay on the data servers. Files that are not drained, are pinned or are open keep theirs; the command says
-    how many and why, with exit code 1. The burst tier does this by itself when it needs room.
+    The files stay on the data servers. Files that are not drained, are pinned, are open, or that the data servers
+    cannot tell at present keep theirs; the command says how many and why, with exit code 1. The burst tier does
+    this by itself when it needs room.
     """
     from aifs.cli.output import count, print_error
     from aifs.cli.trees import require_files, walk
@@ -62,4 +64,6 @@ def _reason(path: str) -> str:
     state = hints.read(path, hints.STATE)
     if state["state"] in ("dirty", "draining"):
         return "dirty"
-    return "pinned" if state["pinned"] else "open"
+    if state["pinned"]:
+        return "pinned"
+    return "needed" if state["needed"] and not state["open"] else "open"

@@ -29,7 +29,7 @@ Examples:
 _PAUSE_S = 0.2
 
 
-@click.command("scrub", epilog=EPILOG)
+@click.command("scrub", epilog=EPILOG, short_help="Read all bytes, and repair what is wrong.")
 @click.argument("place", type=PATH)
 @click.option("--wait", is_flag=True, help="Wait until it is done, with a progress bar.")
 @click.option(
@@ -133,7 +133,7 @@ def summary(status: dict[str, Any]) -> str:
         if status["objects"]
         else "nothing verified yet"
     )
-    parts = [f"{'runs' if status['running'] else 'last one'} since {when}: {verified}"]
+    parts = [f"{'runs since' if status['running'] else 'last one of'} {when}: {verified}"]
     parts += [f"{count(status['flaws'], 'flaw')}, {status['repaired']} repaired"] if status["flaws"] else []
     parts += (
         [f"{count(status['wrong_ranges'], 'range')} of files wrong; aifs scrub --status names them"]
@@ -170,8 +170,10 @@ def facts(status: dict[str, Any]) -> list[tuple[str, object]]:
                 f"{status['put_off'] + status['unverified']}: being changed, or a server does not answer",
             )
         )
-    if status["dropped_copies"]:
-        found.append(("burst copies", f"{status['dropped_copies']} wrong ones dropped"))
+    copies = [f"{status['from_copies']} files restored from theirs"] if status["from_copies"] else []
+    copies += [f"{status['dropped_copies']} wrong ones dropped"] if status["dropped_copies"] else []
+    if copies:
+        found.append(("burst copies", ", ".join(copies)))
     if status["next_s"]:
         found.append(("next", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status["next_s"]))))
     return found

@@ -23,6 +23,11 @@ def drop_degraded(tx: Transaction, oid: int) -> None:
         tx.delete(keys.degraded(oid))
 
 
+def any_degraded(tx: ReadTransaction) -> bool:
+    """Whether something is due of any objects."""
+    return any(True for _ in tx.range(*keys.all_of(b"q"), 1))
+
+
 def is_marked(tx: ReadTransaction, oid: int) -> bool:
     """Whether something is due of these objects: columns, or, of a plain file, its protection."""
     return tx.get(keys.degraded(oid)) is not None

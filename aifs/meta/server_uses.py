@@ -4,15 +4,16 @@ Each returns what it has found in its slice, and where the next one starts (b"":
 """
 
 from collections.abc import Set
+from contextlib import suppress
 from typing import NamedTuple
 
 from aifs.core.errors import Unavailable
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, keys
+from aifs.meta import chunks, keys, namespace
 from aifs.meta.degraded import find_degraded
 from aifs.meta.extents import shares_of
 from aifs.meta.kv import ReadTransaction
-from aifs.meta.records import decode_burst, decode_inode
+from aifs.meta.records import Inode, decode_burst, decode_inode
 
 SLICE = 512
 
@@ -59,14 +60,67 @@ def _uses_of(tx: ReadTransaction, key: bytes, value: bytes, server: int, gone: S
             oid, layout, size = inode.oid, inode.layout, inode.size
         if not isinstance(layout, Striped) or server not in layout.servers:
             return Uses()
-        missing = find_degraded(tx, oid)
+        survives = _survives(tx, oid, layout, size, gone)
     except Unavailable:
         return Uses(unreadable=1)
+    length = layout.object_length(layout.servers.index(server), size)
+    return Uses(1, length, () if survives else (oid,))
+
+
+def is_whole(tx: ReadTransaction, inode: Inode, gone: Set[int]) -> bool:
+    """Whether all bytes that a file has on the capacity tier can be told without the servers ``gone``, as far as is
+    on record. Not if a record is damaged."""
+    try:
+        if isinstance(inode.layout, Striped):
+            return _survives(tx, inode.oid, inode.layout, inode.size, gone)
+        if inode.layout is None:
+            return True
+        records = tx.range(*keys.chunk_lists(inode.oid))
+        containers = {container for _, record in records for container, *_ in shares_of(tx, record)}
+        return all(_is_container_whole(tx, container, gone) for container in containers)
+    except Unavailable:
+        return False
+
+
+def is_file_whole(tx: ReadTransaction, ino: int, gone: Set[int], wrong: Set[int]) -> bool:
+    """The same of a file by its number; of one that is gone, too. ``wrong``: oids of files that are known not to be."""
+    inode = _find_readable(tx, ino)
+    return inode is None or (inode.oid not in wrong and is_whole(tx, inode, gone))
+
+
+def _is_container_whole(tx: ReadTransaction, number: int, gone: Set[int]) -> bool:
+    found = chunks.find_container(tx, number)
+    return found is not None and _survives(tx, number, found.layout, found.length, gone)
+
+
+def _survives(tx: ReadTransaction, oid: int, layout: Striped, size: int, gone: Set[int]) -> bool:
+    missing = find_degraded(tx, oid)
     for column, number in enumerate(layout.servers):
         if number in gone and layout.object_length(column, size):
             missing |= 1 << column
-    length = layout.object_length(layout.servers.index(server), size)
-    return Uses(1, length, () if layout.survives(missing) else (oid,))
+    return layout.survives(missing)
+
+
+def scan_endangered(
+    tx: ReadTransaction, start: bytes, end: bytes, limit: int, gone: Set[int]
+) -> tuple[list[int], bytes]:
+    """Of a slice of the burst copies: inode numbers of files with clean ones that are not ``is_whole``, and where the
+    next slice starts."""
+    found, key, count = [], b"", 0
+    for key, value in tx.range(start, end, limit):
+        count += 1
+        with suppress(Unavailable):  # damaged: fsck names it
+            record = decode_burst(value)
+            inode = None if record.undrained else namespace.find_inode(tx, record.ino)
+            if inode is not None and inode.nlink and not is_whole(tx, inode, gone):
+                found.append(inode.ino)
+    return found, key + b"\0" if count == limit else b""
+
+
+def _find_readable(tx: ReadTransaction, ino: int) -> Inode | None:
+    with suppress(Unavailable):
+        return namespace.find_inode(tx, ino)
+    return None
 
 
 def scan_chunk_lists(tx: ReadTransaction, start: bytes, containers: Set[int]) -> tuple[set[int], bytes]:

@@ -14,6 +14,7 @@ from aifs.vfs.io.handles import Handles
 from aifs.vfs.io.writeback import WriteBack
 from aifs.vfs.publishing.retention import Retention
 from aifs.vfs.publishing.trash import Trash
+from aifs.vfs.repair.from_copies import FromCopies
 from aifs.vfs.repair.rebuild import Rebuild
 from aifs.vfs.repair.scrub import Scrub
 from aifs.vfs.servers.server_admin import ServerAdmin
@@ -56,19 +57,29 @@ class Parts:
         self.trash = Trash(engine, io, self.drain, collector)
         self.trash.on_gone = self.groups.gone
         self.retention = Retention(config, engine, io, self.trash)
-        self.evictor = Evictor(engine, tier, io, collector)
+        self.evictor = Evictor(engine, servers, tier, io, collector)
         self.compaction = Compaction(engine, servers, containers, collector, config.layout.compact_above)
         self.rebuild = Rebuild(
             config, engine, servers, io, ids, collector, containers, self.compaction, handles
         )
-        self.scrub = Scrub(config, engine, servers, self.rebuild, self.evictor, handles)
+        self.from_copies = from_copies = FromCopies(engine, servers, io, containers, self.drain, self.evictor)
+        self.scrub = Scrub(config, engine, servers, self.rebuild, from_copies, self.evictor, handles)
         self.server_admin = ServerAdmin(store, tier, self.drain, self.evictor, self.rebuild)
         self.server_admin.leave_backups = self.backup.leave_servers
+        self.rebuild.rescue, self.rebuild.restore = from_copies.rescue, from_copies.restore_users
+        self.server_admin.rescue, self.server_admin.clean_up = from_copies.rescue, self._clean_up
+        self.evictor.restore, self.evictor.wrong_objects = from_copies.restore, self.scrub.wrong_objects
+        io.burst.find_needed = self.evictor.find_needed
+        from_copies.on_restored = self.scrub.restored
         io.on_damage = containers.files.on_damage = self.rebuild.on_damage
         io.capacity.on_due = self.rebuild.wake
         collector.on_deleted = tier.deleted
         collector.covered = self.rebuild.strays.covered = self.backup.covered
         self.backup.is_urgent = lambda: bool(tier.pressure)
+
+    async def _clean_up(self) -> None:
+        await self.collector.drain(urgent=True)
+        await self.rebuild.strays.sweep(urgent=True)
 
     def background(self, read_only: bool) -> tuple:
         """What has a method ``run`` to be called for as long as the store is served."""

@@ -18,9 +18,13 @@ from aifs.layout.striped import Striped
 from aifs.meta import forms, keys, moves, namespace
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import BurstRecord, Inode, decode_burst
+from aifs.meta.server_uses import is_file_whole
 from aifs.vfs.collector import Collector
 from aifs.vfs.ids import last_windows
+from aifs.vfs.repair import scrub_state
+from aifs.vfs.repair.judging import COPY_PIECE, Judgement, judge_copy
 from aifs.vfs.store import Store
+from aifs.vfs.tiers.evict import missing
 
 _log = logger(__name__)
 
@@ -227,9 +231,10 @@ async def load_copies(store: Store, tier: BurstTier, collector: Collector, recov
     """Tell the tier what it holds; returns what has to be drained.
 
     A cached copy that is not durable counts only while the machine has not been started anew: a power cut may have left
-    anything in it.
+    anything in it. Then it is kept if it is needed, and has its checksums.
     """
     undrained: list[Undrained] = []
+    sources = _Sources(store)
     start, end = keys.all_of(b"b")
     while batch := await store.engine.view(_read_copies, start, end):
         for copy_id, record, inode in batch:
@@ -244,7 +249,7 @@ async def load_copies(store: Store, tier: BurstTier, collector: Collector, recov
             elif record.undrained:
                 undrained.append(Undrained(record.ino, record.since_ns, inode.size))
                 tier.dirty(copy_id, record.server, inode.size)
-            elif record.durable or store.same_boot:
+            elif record.durable or store.same_boot or await sources.has(inode):
                 tier.clean(copy_id, record.server, inode.size)
                 tier.pinned(copy_id, inode.policy is not None and inode.policy.tier == "pinned")
             else:
@@ -252,6 +257,36 @@ async def load_copies(store: Store, tier: BurstTier, collector: Collector, recov
                 recovered.dropped_copies += 1
     recovered.undrained = len(undrained)
     return undrained
+
+
+class _Sources:
+    """Copies that may be all there is of their files."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._gone = missing(store.servers)
+        self._wrong: set[int] | None = None  # oids, see scrub_state
+        self._memory = memoryview(b"")
+
+    async def has(self, inode: Inode) -> bool:
+        """Whether the data servers cannot tell a file, but its copy can, though it was not synced before a power cut. It
+        is on record as durable then."""
+        engine, servers = self._store.engine, self._store.servers
+        if self._wrong is None:
+            state = await scrub_state.load(engine)
+            self._wrong = {*state.untold, *state.untold_before}
+        if await engine.view(is_file_whole, inode.ino, self._gone, self._wrong):
+            return False
+        if not self._memory:
+            self._memory = memoryview(bytearray(COPY_PIECE))
+            _log.warning("the machine was started anew, and data servers lack bytes of files with burst copies that were never "
+                         "synced: these are read and compared with checksums now")  # fmt: skip
+        judgement = await judge_copy(engine, servers, inode, self._memory)
+        _log.info("inode %d: its burst copy is %s", inode.ino, judgement.name.lower())
+        if judgement is not Judgement.RIGHT:
+            return False
+        await engine.transact(forms.put_durable, inode.copy.id)  # it has outlived the machine
+        return True
 
 
 def _read_copies(

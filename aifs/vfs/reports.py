@@ -23,6 +23,7 @@ from aifs.vfs.io.file_io import FileIO
 from aifs.vfs.io.handles import Handles
 from aifs.vfs.publishing.trash import Trash
 from aifs.vfs.recovery import Recovered
+from aifs.vfs.repair.from_copies import FromCopies
 from aifs.vfs.repair.rebuild import Rebuild
 from aifs.vfs.repair.scrub import Scrub
 from aifs.vfs.store import Store
@@ -51,6 +52,7 @@ class Host(Protocol):
     group_drain: GroupDrain
     stager: Stager
     evictor: Evictor
+    from_copies: FromCopies
     collector: Collector
     trash: Trash
     backup: Backup
@@ -164,7 +166,7 @@ async def status(fs: Host) -> dict[str, Any]:
         "drain": fs.drain.status(),
         "groups": {**fs.group_course.status(), **fs.group_drain.status()},
         "stage": fs.stager.status(),
-        "evict": fs.evictor.status(),
+        "evict": {**fs.evictor.status(), **fs.from_copies.status()},
         "memory": store.servers.budget.status(),
         "cache": store.servers.cache.status(),
         "bridge": edge,

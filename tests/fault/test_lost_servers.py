@@ -7,8 +7,7 @@ and fsck, which reads all bytes, has nothing to say.
 import os
 import random
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
@@ -17,7 +16,8 @@ import trio
 
 from aifs.core.config import Config
 from aifs.meta.keys import ROOT_INO
-from tests.fault.test_server_life import make, require_all, served, sound, write_files
+from tests.fault.test_server_life import make, require_all, write_files
+from tests.support.stores import require_sound, served
 
 SERVERS = 5
 POLICIES = {
@@ -28,12 +28,6 @@ POLICIES = {
     "containers, replicas=2": ({"layout.kind": "interleaved", "layout.replicas": 2, "layout.count": 1}, 1),
     "containers, ec=3+2": ({"layout.kind": "interleaved", "layout.ec": "3+2"}, 2),
 }
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="aifs-lost-", dir="/dev/shm") as parent:
-        yield Path(parent)
 
 
 def objects_of(server: str) -> list[Path]:
@@ -75,24 +69,24 @@ LOSSES: dict[str, Callable[[str, Path], None]] = {
 }  # fmt: skip
 
 
-async def fill(directory: Path, settings: dict[str, object]) -> tuple[Config, dict[str, int]]:
+async def fill(scratch: Path, settings: dict[str, object]) -> tuple[Config, dict[str, int]]:
     """A store with files of two times, and a snapshot of its servers between them."""
-    config = await make(directory, settings | {"data.verify": "read", "scrub.interval": "0"}, servers=SERVERS)
+    config = await make(scratch, settings | {"data.verify": "read", "scrub.interval": "0"}, servers=SERVERS)
     async with served(config) as fs:
         sizes = await write_files(fs, "old")
     for server in config.servers:
-        shutil.copytree(server, directory / "snapshot" / Path(server).name)
+        shutil.copytree(server, scratch / "snapshot" / Path(server).name)
     async with served(config) as fs:
         sizes |= await write_files(fs, "new")
     return config, sizes
 
 
-async def survive(directory: Path, policy: str, kind: str, lost: tuple[int, ...]) -> None:
+async def survive(scratch: Path, policy: str, kind: str, lost: tuple[int, ...]) -> None:
     settings, _ = POLICIES[policy]
-    config, sizes = await fill(directory, settings)
+    config, sizes = await fill(scratch, settings)
     holding = [server for server in config.servers if objects_of(server)]  # few containers lie on few servers
     for server in {holding[number % len(holding)] for number in lost}:
-        LOSSES[kind](server, directory / "snapshot")
+        LOSSES[kind](server, scratch / "snapshot")
     async with served(config) as fs:
         await require_all(fs, sizes)
     async with served(config) as fs:
@@ -101,7 +95,7 @@ async def survive(directory: Path, policy: str, kind: str, lost: tuple[int, ...]
         while not fs.rebuild.idle:
             await trio.sleep(0.01)
         await require_all(fs, sizes)
-    await sound(config)
+    await require_sound(config)
 
 
 def cases(chosen: Callable[[int], bool]) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -116,13 +110,13 @@ def cases(chosen: Callable[[int], bool]) -> list[tuple[str, str, tuple[int, ...]
 
 
 @pytest.mark.parametrize(("policy", "kind", "lost"), cases(lambda number: number % 13 == 0))
-async def test_lost_servers_are_made_up_for(directory: Path, policy: str, kind: str, lost: tuple[int, ...]) -> None:
-    await survive(directory, policy, kind, lost)
+async def test_lost_servers_are_made_up_for(scratch: Path, policy: str, kind: str, lost: tuple[int, ...]) -> None:
+    await survive(scratch, policy, kind, lost)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("policy", "kind", "lost"), cases(lambda number: number % 13 != 0))
 async def test_all_lost_servers_are_made_up_for(
-    directory: Path, policy: str, kind: str, lost: tuple[int, ...]
+    scratch: Path, policy: str, kind: str, lost: tuple[int, ...]
 ) -> None:
-    await survive(directory, policy, kind, lost)
+    await survive(scratch, policy, kind, lost)

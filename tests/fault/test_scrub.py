@@ -3,8 +3,7 @@
 import json
 import os
 import random
-import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,8 @@ from aifs.vfs.repair import scrub_state
 from aifs.vfs.types import Caller
 from tests.support.data_servers import failing
 from tests.support.modes import config_of, make_store
+from tests.support.spoil import flip
+from tests.support.stores import assert_sound, overwrite, read_file, write_file
 
 KIB, MIB = 1 << 10, 1 << 20
 ROOT = keys.ROOT_INO
@@ -50,11 +51,10 @@ SIZES = (3000, 70_000, 300_000, MIB + 5, 2 * MIB + 70_001)
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+def store(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     monkeypatch.setattr(scrub_module, "_PAUSE_S", 0.01)
-    with tempfile.TemporaryDirectory(prefix="aifs-scrub-", dir="/dev/shm") as parent:
-        make_store(Path(parent, "store"), BASE)
-        yield config_of(Path(parent, "store"))
+    make_store(directory, BASE)
+    return config_of(directory)
 
 
 def use(config: Config, work: Callable[[Filesystem], Awaitable[Any]]) -> Any:
@@ -81,10 +81,8 @@ class Files:
             for number, size in enumerate(SIZES):
                 name = b"file-%d" % number
                 data = self._random.randbytes(size)
-                (handle, *_), inode = await fs.create(parent.ino, name, 0o644, os.O_RDWR, ME)
-                await fs.write(handle, 0, data)
-                await fs.release(handle)
-                self.contents[directory, name], self.inos[directory, name] = data, inode.ino
+                self.contents[directory, name] = data
+                self.inos[directory, name] = await write_file(fs, name, data, parent.ino)
         await fs.wait_drained(ROOT)
         for ino in self.inos.values():
             assert await fs.evictor.evict(ino)
@@ -92,11 +90,7 @@ class Files:
 
     async def compare(self, fs: Filesystem) -> None:
         for place, ino in self.inos.items():
-            handle = (await fs.open(ino, os.O_RDONLY)).handle
-            try:
-                assert bytes(await fs.read(handle, 0, 1 << 30)) == self.contents[place], place
-            finally:
-                await fs.release(handle)
+            assert await read_file(fs, ino) == self.contents[place], place
 
     def objects(self, fs: Filesystem) -> Any:
         """(directory, path, length that counts) of all objects and containers."""
@@ -123,12 +117,12 @@ class Files:
         return find()
 
 
-def flip(path: str, offset: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 0x40]))
+async def staged(fs: Filesystem, ino: int) -> None:
+    """The file has a copy in the burst tier."""
+    await fs.setxattr(ino, b"user.aifs.stage", b"")
+    with trio.fail_after(60):
+        while (await fs.store.engine.view(namespace.get_inode, ino)).copy is None or fs.stager.is_staging(ino):
+            await trio.sleep(0.01)
 
 
 async def scrub(fs: Filesystem, repair: bool = True) -> dict[str, Any]:
@@ -138,10 +132,6 @@ async def scrub(fs: Filesystem, repair: bool = True) -> dict[str, Any]:
         while repair and not fs.rebuild.idle:
             await trio.sleep(0.01)
     return fs.scrub.status()
-
-
-def assert_clean(config: Config) -> None:
-    assert check(config, repair=False, deep=True).findings == []
 
 
 def test_nothing_is_found_where_nothing_is_wrong(store: Config) -> None:
@@ -155,7 +145,7 @@ def test_nothing_is_found_where_nothing_is_wrong(store: Config) -> None:
         assert lengths <= status["read_bytes"] <= 2 * lengths
 
     use(store, work)
-    assert_clean(store)
+    assert_sound(store)
 
 
 def test_what_is_wrong_only_once_is_not_wrong(store: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +172,7 @@ def test_what_is_wrong_only_once_is_not_wrong(store: Config, monkeypatch: pytest
         assert spoilt and (status["flaws"], status["repaired"], status["wrong"]) == (0, 0, [])
 
     use(store, work)
-    assert_clean(store)
+    assert_sound(store)
 
 
 def test_every_flip_is_found_and_repaired(store: Config) -> None:
@@ -212,7 +202,7 @@ def test_every_flip_is_found_and_repaired(store: Config) -> None:
         await files.compare(fs)
 
     use(store, work)
-    assert_clean(store)
+    assert_sound(store)
 
 
 def test_without_leave_to_repair_files_are_named_and_left(store: Config) -> None:
@@ -236,7 +226,7 @@ def test_without_leave_to_repair_files_are_named_and_left(store: Config) -> None
         assert (await scrub(fs))["repaired"] == 2
 
     use(store, work)
-    assert_clean(store)
+    assert_sound(store)
 
 
 def test_objects_that_are_missing_short_or_long_are_mended(store: Config) -> None:
@@ -260,7 +250,7 @@ def test_objects_that_are_missing_short_or_long_are_mended(store: Config) -> Non
         await files.compare(fs)
 
     use(store, work)
-    assert_clean(store)
+    assert_sound(store)
 
 
 def test_what_is_lost_is_named_with_all_its_names(store: Config, caplog: pytest.LogCaptureFixture) -> None:
@@ -314,7 +304,7 @@ def test_a_flip_in_a_file_that_is_deleted_is_no_error(store: Config) -> None:
         assert (await scrub(fs))["wrong"] == []
 
     use(store, work)
-    assert_clean(store)
+    assert_sound(store)
 
 
 def test_a_wrong_burst_copy_is_dropped_and_only_that(store: Config) -> None:
@@ -325,12 +315,7 @@ def test_a_wrong_burst_copy_is_dropped_and_only_that(store: Config) -> None:
         copies = []
         for place in ((b"plain", b"file-4"), (b"chunks", b"file-4"), (b"plain", b"file-3")):
             ino = files.inos[place]
-            await fs.setxattr(ino, b"user.aifs.stage", b"")
-            with trio.fail_after(60):
-                while (
-                    await fs.store.engine.view(namespace.get_inode, ino)
-                ).copy is None or fs.stager.is_staging(ino):
-                    await trio.sleep(0.01)
+            await staged(fs, ino)
             copies.append((await fs.getattr(ino)).copy)
         for copy in copies[:2]:
             flip(fs.store.servers[copy.server].object_path(0, copy.id), MIB + 9)
@@ -340,7 +325,7 @@ def test_a_wrong_burst_copy_is_dropped_and_only_that(store: Config) -> None:
         await files.compare(fs)
 
     use(store, work)
-    assert_clean(store)
+    assert_sound(store)
 
 
 def test_a_pass_that_is_interrupted_goes_on_after_a_restart(store: Config) -> None:
@@ -370,7 +355,7 @@ def test_a_pass_that_is_interrupted_goes_on_after_a_restart(store: Config) -> No
     use(store, begin)
     status = use(store, go_on)
     assert not status["running"] and status["flaws"] == status["repaired"] == 1
-    assert_clean(store)
+    assert_sound(store)
 
 
 def test_scrubs_while_files_are_written_find_nothing(store: Config) -> None:
@@ -398,16 +383,12 @@ def test_scrubs_while_files_are_written_find_nothing(store: Config) -> None:
                     await fs.unlink(*place)
                     fs.forget([names.pop(place)])
                 elif place in names:
-                    handle = (await fs.open(names[place], os.O_RDWR)).handle
-                    await fs.write(
-                        handle, chance.randrange(200_000), chance.randbytes(chance.randrange(1, 150_000))
-                    )
-                    await fs.release(handle)
+                    offset, data = chance.randrange(200_000), chance.randbytes(chance.randrange(1, 150_000))
+                    await overwrite(fs, names[place], offset, data)
                 else:
-                    (handle, *_), inode = await fs.create(*place, 0o644, os.O_RDWR, ME)
-                    await fs.write(handle, 0, chance.randbytes(chance.randrange(1, 400_000)))
-                    await fs.release(handle)
-                    names[place] = inode.ino
+                    parent, name = place
+                    data = chance.randbytes(chance.randrange(1, 400_000))
+                    names[place] = await write_file(fs, name, data, parent)
                 if kind > 0.8:
                     fs.drain.request(names.values())
                 if kind > 0.95:
@@ -431,30 +412,27 @@ def test_scrubs_while_files_are_written_find_nothing(store: Config) -> None:
         assert (await scrub(fs))["flaws"] == 0
 
     use(store, work)
-    assert_clean(store)
+    assert_sound(store)
 
 
-@pytest.mark.parametrize("directory", [name for name in POLICIES])
-def test_with_verify_nobody_reads_wrong_bytes(store: Config, directory: bytes) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_with_verify_nobody_reads_wrong_bytes(store: Config, policy: bytes) -> None:
     files = Files()
     verifying = store.model_copy(update={"data": store.data.model_copy(update={"verify": "read"})})
 
     async def work(fs: Filesystem) -> None:
-        await files.write(fs, [directory])
+        await files.write(fs, [policy])
         objects = await files.objects(fs)
         last = max(objects, key=lambda item: item[2])
         for offset in (100, last[2] // 2, last[2] - 1):
             flip(last[1], offset)
         wrong = 0
         for place, ino in files.inos.items():
-            handle = (await fs.open(ino, os.O_RDONLY)).handle
             try:
-                assert bytes(await fs.read(handle, 0, 1 << 30)) == files.contents[place]
+                assert await read_file(fs, ino) == files.contents[place]
             except Unavailable:
                 wrong += 1
-            finally:
-                await fs.release(handle)
-        assert (wrong > 0) == (directory in (b"plain", b"chunks"))
+        assert (wrong > 0) == (policy in (b"plain", b"chunks"))
         if wrong:
             for offset in (100, last[2] // 2, last[2] - 1):
                 flip(last[1], offset)
@@ -463,7 +441,7 @@ def test_with_verify_nobody_reads_wrong_bytes(store: Config, directory: bytes) -
         assert (await scrub(fs))["flaws"] == 0
 
     use(verifying, work)
-    assert_clean(store)
+    assert_sound(store)
 
 
 def test_an_object_that_cannot_be_read_is_made_anew(store: Config) -> None:
@@ -482,7 +460,7 @@ def test_an_object_that_cannot_be_read_is_made_anew(store: Config) -> None:
         await files.compare(fs)
 
     use(store, work)
-    assert_clean(store)
+    assert_sound(store)
 
 
 def test_a_server_that_does_not_answer_says_nothing_about_files(store: Config) -> None:
@@ -507,7 +485,7 @@ def test_a_server_that_does_not_answer_says_nothing_about_files(store: Config) -
         assert (status["flaws"], status["wrong"], status["unverified"]) == (0, [], 0)
 
     use(store, work)
-    assert_clean(store)
+    assert_sound(store)
 
 
 def test_what_is_lost_below_long_paths_fits_the_record(store: Config) -> None:
@@ -530,10 +508,7 @@ def test_a_copy_is_kept_where_nobody_can_tell_whether_it_is_right(store: Config)
     async def work(fs: Filesystem) -> None:
         await files.write(fs, [b"chunks"])
         ino = files.inos[b"chunks", b"file-4"]
-        await fs.setxattr(ino, b"user.aifs.stage", b"")
-        with trio.fail_after(60):
-            while (await fs.store.engine.view(namespace.get_inode, ino)).copy is None or fs.stager.is_staging(ino):
-                await trio.sleep(0.01)
+        await staged(fs, ino)
         inode = await fs.getattr(ino)
         key = keys.chunk_list(inode.oid, 0)
         record = await fs.store.engine.view(lambda tx: tx.get(key))
@@ -544,4 +519,4 @@ def test_a_copy_is_kept_where_nobody_can_tell_whether_it_is_right(store: Config)
         await fs.store.engine.transact(lambda tx: tx.put(key, record))
 
     use(store, work)
-    assert_clean(store)
+    assert_sound(store)

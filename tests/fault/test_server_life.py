@@ -1,22 +1,16 @@
 """Servers come and go: added, drained, replaced, removed, lost, missing at mount and back, stale, the wrong one."""
 
-import json
 import logging
 import os
 import random
 import shutil
-import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
-import yaml
 
-from aifs.check.fsck import check
 from aifs.core import config as configuration
 from aifs.core import faults
 from aifs.core.config import DIRECTORY_FILE, Config
@@ -28,12 +22,13 @@ from aifs.meta.keys import ROOT_INO
 from aifs.meta.servers import mark_unprotected
 from aifs.vfs import Caller
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.lifecycle import open_filesystem
 from aifs.vfs.servers import server_admin
 from aifs.vfs.store import format_store, open_store
 from aifs.vfs.types import ROOT
-from tests.support import modes
+from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
+from tests.support.points import crash
+from tests.support.stores import moved_out, read_file, require_sound, served
 
 UNIT = 4096
 SETTINGS = {
@@ -49,41 +44,12 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 protected = pytest.mark.parametrize("kind", ["replicas", "coded", "coded containers"])
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="aifs-servers-", dir="/dev/shm") as parent:
-        yield Path(parent)
-    faults.disarm_all()
-
-
-async def make(directory: Path, settings: dict[str, object], servers: int = 5, burst: int = 1) -> Config:
-    source = directory / "store"
-    source.mkdir()
-    tree: dict = {"servers": [f"data/{number}" for number in range(servers)]}
-    tree["burst"] = {"directories": [f"burst/{number}" for number in range(burst)]}
-    for key, value in (SETTINGS | settings).items():
-        section, _, name = key.partition(".")
-        tree.setdefault(section, {})[name] = value
-    (source / DIRECTORY_FILE).write_text(yaml.safe_dump(tree))
-    config = modes.config_of(source)
-    await trio.to_thread.run_sync(format_store, config, False)
-    return config
-
-
-@asynccontextmanager
-async def served(config: Config) -> AsyncIterator[Filesystem]:
-    with trio.fail_after(60):
-        async with open_filesystem(config) as fs:
-            yield fs
-
-
-def require_sound(config: Config) -> None:
-    findings = check(config, repair=False, deep=True).findings
-    assert not findings, findings
-
-
-async def sound(config: Config) -> None:
-    await trio.to_thread.run_sync(require_sound, config)
+async def make(scratch: Path, settings: dict[str, object], servers: int = 5, burst: int = 1) -> Config:
+    """A store beside which there is room for other directories."""
+    source, directories = scratch / "store", [f"burst/{number}" for number in range(burst)]
+    settings = SETTINGS | {"burst.directories": directories} | settings
+    await trio.to_thread.run_sync(modes.make_store, source, settings, servers)
+    return modes.config_of(source)
 
 
 def allowing(config: Config) -> Config:
@@ -95,52 +61,42 @@ def bytes_of(name: str, size: int) -> bytes:
 
 
 async def write_file(fs: Filesystem, name: str, size: int) -> int:
-    opened, inode = await fs.create(ROOT_INO, name.encode(), 0o600, os.O_RDWR, ROOT)
-    await fs.write(opened.handle, 0, bytes_of(name, size))
-    await fs.release(opened.handle)
-    return inode.ino
+    return await stores.write_file(fs, name.encode(), bytes_of(name, size))
 
 
 async def write_files(fs: Filesystem, prefix: str = "f") -> dict[str, int]:
     """Drained, without burst copies."""
     sizes = {f"{prefix}{size}-{number}": size for size in SIZES for number in range(4)}
     inos = [await write_file(fs, name, size) for name, size in sizes.items()]
-    fs.drain.request(inos)
-    await fs.drain.wait(inos)
-    for ino in inos:
-        await fs.evictor.evict(ino)
+    await moved_out(fs, *inos)
     return sizes
 
 
-async def read_file(fs: Filesystem, name: str, size: int) -> bytes:
-    opened = await fs.open((await fs.lookup(ROOT_INO, name.encode())).ino, os.O_RDONLY)
-    try:
-        return bytes(await fs.read(opened.handle, 0, size + 1))
-    finally:
-        await fs.release(opened.handle)
+async def require(fs: Filesystem, name: str, size: int) -> None:
+    assert await read_file(fs, (await fs.lookup(ROOT_INO, name.encode())).ino) == bytes_of(name, size), name
 
 
 async def require_all(fs: Filesystem, sizes: dict[str, int]) -> None:
     for name, size in sizes.items():
-        assert await read_file(fs, name, size) == bytes_of(name, size), name
+        await require(fs, name, size)
 
 
 async def unreadable(fs: Filesystem, sizes: dict[str, int]) -> set[str]:
     found = set()
     for name, size in sizes.items():
         try:
-            assert await read_file(fs, name, size) == bytes_of(name, size), name
+            await require(fs, name, size)
         except Unavailable:
             found.add(name)
     return found
 
 
 async def order(fs: Filesystem, what: str, caller: Caller = ROOT, **fields: object) -> None:
-    await fs.setxattr(ROOT_INO, f"user.aifs.server-{what}".encode(), json.dumps(fields).encode(), caller=caller)
+    await stores.put(fs, ROOT_INO, f"server-{what}", fields, caller)
 
 
 async def described(fs: Filesystem) -> dict:
-    return json.loads(await fs.getxattr(ROOT_INO, b"user.aifs.servers"))
+    return await stores.ask(fs, ROOT_INO, "servers")
 
 
 async def row(fs: Filesystem, number: int, role: str = "data") -> dict:
@@ -170,8 +126,8 @@ def objects_in(path: Path) -> list[str]:
 
 
 @every_kind
-async def test_a_server_is_drained_and_removed(directory: Path, kind: str) -> None:
-    config = await make(directory, KINDS[kind])
+async def test_a_server_is_drained_and_removed(scratch: Path, kind: str) -> None:
+    config = await make(scratch, KINDS[kind])
     async with served(config) as fs:
         sizes = await write_files(fs)
         assert any(objects_in(Path(path)) for path in config.servers)
@@ -196,13 +152,13 @@ async def test_a_server_is_drained_and_removed(directory: Path, kind: str) -> No
             await order(fs, "drain", id=1)
         await order(fs, "add", path=config.servers[1], domain="rack-z")  # it is an empty directory now
         assert (await row(fs, 5))["domain"] == "rack-z"  # under a new number
-    await sound(config)
+    await require_sound(config)
     async with served(config) as fs:
         await require_all(fs, sizes)
 
 
-async def test_what_still_has_objects_is_not_removed(directory: Path) -> None:
-    config = await make(directory, {})
+async def test_what_still_has_objects_is_not_removed(scratch: Path) -> None:
+    config = await make(scratch, {})
     async with served(config) as fs:
         sizes = await write_files(fs)
         with failing("open_file", config.servers[4]):  # where it is to be moved to, and from
@@ -216,8 +172,8 @@ async def test_what_still_has_objects_is_not_removed(directory: Path) -> None:
         await require_all(fs, sizes)
 
 
-async def test_draining_goes_on_after_a_restart(directory: Path) -> None:
-    config = await make(directory, KINDS["coded"])
+async def test_draining_goes_on_after_a_restart(scratch: Path) -> None:
+    config = await make(scratch, KINDS["coded"])
     async with served(config) as fs:
         sizes = await write_files(fs)
         await order(fs, "drain", id=0)
@@ -226,11 +182,11 @@ async def test_draining_goes_on_after_a_restart(directory: Path) -> None:
         await until_empty(fs, 0)
         assert not (await removed(fs, id=0))["reason"]
         await require_all(fs, sizes)
-    await sound(config)
+    await require_sound(config)
 
 
-async def test_the_last_server_in_use_stays(directory: Path) -> None:
-    config = await make(directory, {}, servers=2)
+async def test_the_last_server_in_use_stays(scratch: Path) -> None:
+    config = await make(scratch, {}, servers=2)
     async with served(config) as fs:
         await order(fs, "drain", id=0)
         with pytest.raises(Invalid, match="^there is no other data server in use than 1: add one first"):
@@ -238,42 +194,42 @@ async def test_the_last_server_in_use_stays(directory: Path) -> None:
 
 
 @every_kind
-async def test_a_server_that_works_is_replaced_by_moving_what_it_has(directory: Path, kind: str) -> None:
-    config = await make(directory, KINDS[kind])
+async def test_a_server_that_works_is_replaced_by_moving_what_it_has(scratch: Path, kind: str) -> None:
+    config = await make(scratch, KINDS[kind])
     async with served(config) as fs:
         sizes = await write_files(fs)
-        await order(fs, "replace", id=3, path=f"{directory}/new")
+        await order(fs, "replace", id=3, path=f"{scratch}/new")
         old, new = await row(fs, 3), await row(fs, 5)
         assert (old["standing"], old["successor"], new["standing"]) == ("draining", 5, "active")
         await until_empty(fs, 3)
         await require_all(fs, sizes)
         assert not (await removed(fs, id=3))["reason"]
         with pytest.raises(Invalid, match="there is no data server 3"):
-            await order(fs, "replace", id=3, path=f"{directory}/other")
-    await sound(config)
+            await order(fs, "replace", id=3, path=f"{scratch}/other")
+    await require_sound(config)
 
 
 async def test_a_server_that_goes_while_it_is_in_use_is_lost_when_it_is_replaced(
-    directory: Path, caplog: pytest.LogCaptureFixture
+    scratch: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = await make(directory, KINDS["coded"])
+    config = await make(scratch, KINDS["coded"])
     async with served(config) as fs:
         sizes = await write_files(fs)
         await fs.store.engine.transact(mark_unprotected, range(5))  # there have been plain files once
-        os.rename(config.servers[3], directory / "gone")
-        await order(fs, "replace", id=3, path=f"{directory}/new")
+        os.rename(config.servers[3], scratch / "gone")
+        await order(fs, "replace", id=3, path=f"{scratch}/new")
         assert (await row(fs, 3))["standing"] == "lost"
         await until_empty(fs, 3)
         await require_all(fs, sizes)
         assert not (await removed(fs, id=3))["reason"]
-    await sound(config)
+    await require_sound(config)
 
 
 @protected
 async def test_a_server_that_is_gone_is_replaced_by_rebuilding_at_the_same_place(
-    directory: Path, kind: str, caplog: pytest.LogCaptureFixture
+    scratch: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = await make(directory, KINDS[kind])
+    config = await make(scratch, KINDS[kind])
     async with served(config) as fs:
         sizes = await write_files(fs)
     shutil.rmtree(config.servers[2])  # a new, empty disk is mounted there
@@ -289,7 +245,7 @@ async def test_a_server_that_is_gone_is_replaced_by_rebuilding_at_the_same_place
         await require_all(fs, sizes)
         assert not (await removed(fs, id=2))["reason"]
         assert (Path(config.servers[2]) / ".aifs").exists()  # it is the new one's
-    await sound(config)
+    await require_sound(config)
     assert [record for record in caplog.records if record.levelno > logging.WARNING] == []
 
 
@@ -297,12 +253,12 @@ async def test_a_server_that_is_gone_is_replaced_by_rebuilding_at_the_same_place
 
 
 async def test_a_missing_server_with_unprotected_bytes_is_refused_or_done_without(
-    directory: Path, caplog: pytest.LogCaptureFixture
+    scratch: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = await make(directory, {"layout.count": 2})
+    config = await make(scratch, {"layout.count": 2})
     async with served(config) as fs:
         sizes = await write_files(fs)
-    away = directory / "away"
+    away = scratch / "away"
     os.rename(config.servers[1], away)
     with pytest.raises(StoreError) as caught:
         async with served(config):
@@ -323,17 +279,17 @@ async def test_a_missing_server_with_unprotected_bytes_is_refused_or_done_withou
             await trio.sleep(0.01)
         await require_all(fs, sizes)
     assert "does without a data server for now: data server 1" in caplog.text
-    await sound(config)
+    await require_sound(config)
 
 
 @protected
 async def test_a_missing_server_with_protected_bytes_alone_is_done_without(
-    directory: Path, kind: str, caplog: pytest.LogCaptureFixture
+    scratch: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = await make(directory, KINDS[kind])
+    config = await make(scratch, KINDS[kind])
     async with served(config) as fs:
         sizes = await write_files(fs)
-    away = directory / "away"
+    away = scratch / "away"
     os.rename(config.servers[0], away)
     async with served(config) as fs:
         await require_all(fs, sizes)
@@ -342,18 +298,18 @@ async def test_a_missing_server_with_protected_bytes_alone_is_done_without(
     async with served(config) as fs:
         await require_all(fs, sizes)
     assert caplog.text.count("does without a data server for now") == 1
-    await sound(config)
+    await require_sound(config)
 
 
 @every_kind
-async def test_a_lost_server_is_removed_and_says_first_what_goes_with_it(directory: Path, kind: str) -> None:
-    config = await make(directory, KINDS[kind])
+async def test_a_lost_server_is_removed_and_says_first_what_goes_with_it(scratch: Path, kind: str) -> None:
+    config = await make(scratch, KINDS[kind])
     async with served(config) as fs:
         sizes = await write_files(fs)
         dead = max(range(5), key=lambda number: len(objects_in(Path(config.servers[number]))))
         with pytest.raises(Busy, match=f"^data server {dead} is there: drain it instead, so that nothing is lost"):
             await order(fs, "remove", id=dead, lost=True)
-    stale = directory / "stale"
+    stale = scratch / "stale"
     os.rename(config.servers[dead], stale)
     async with served(allowing(config)) as fs:
         gone = await unreadable(fs, sizes)
@@ -379,19 +335,19 @@ async def test_a_lost_server_is_removed_and_says_first_what_goes_with_it(directo
         os.rename(stale, config.servers[dead])
         with pytest.raises(Invalid, match=f"holds what data server {dead} of this store had, which is stale"):
             await order(fs, "add", path=config.servers[dead])
-    await sound(config)
+    await require_sound(config)
 
 
-async def test_a_stale_directory_is_not_taken_for_the_new_one(directory: Path) -> None:
-    config = await make(directory, KINDS["replicas"])
+async def test_a_stale_directory_is_not_taken_for_the_new_one(scratch: Path) -> None:
+    config = await make(scratch, KINDS["replicas"])
     async with served(config) as fs:
         sizes = await write_files(fs)
-        shutil.copytree(config.servers[2], directory / "backup")
-        await order(fs, "replace", id=2, path=f"{directory}/new")
+        shutil.copytree(config.servers[2], scratch / "backup")
+        await order(fs, "replace", id=2, path=f"{scratch}/new")
         await until_empty(fs, 2)
         assert not (await removed(fs, id=2))["reason"]
-    shutil.rmtree(directory / "new")
-    shutil.copytree(directory / "backup", directory / "new")
+    shutil.rmtree(scratch / "new")
+    shutil.copytree(scratch / "backup", scratch / "new")
     async with served(config) as fs:
         new = await row(fs, 5)
         assert new["state"] == "absent" and "its marker says data 2 of store" in new["last_error"]
@@ -401,8 +357,8 @@ async def test_a_stale_directory_is_not_taken_for_the_new_one(directory: Path) -
 # --- burst directories ---------------------------------------------------------------------------------
 
 
-async def test_a_burst_directory_is_emptied_and_removed(directory: Path) -> None:
-    config = await make(directory, {"burst.drain_delay": "1h"}, burst=2)
+async def test_a_burst_directory_is_emptied_and_removed(scratch: Path) -> None:
+    config = await make(scratch, {"burst.drain_delay": "1h"}, burst=2)
     async with served(config) as fs:
         sizes = {f"f{number}": 50_000 for number in range(12)}
         inos = [await write_file(fs, name, size) for name, size in sizes.items()]
@@ -420,22 +376,18 @@ async def test_a_burst_directory_is_emptied_and_removed(directory: Path) -> None
         assert not outcome["reason"]
         await require_all(fs, sizes)
         assert os.listdir(config.burst.directories[0]) in ([], ["objects"])
-        await order(fs, "add", path=f"{directory}/b2", role="burst")
+        await order(fs, "add", path=f"{scratch}/b2", role="burst")
         assert (await row(fs, 2, "burst"))["standing"] == "active"
-    await sound(config)
+    await require_sound(config)
 
 
 # --- crashes, races, nonsense --------------------------------------------------------------------------
 
 
-def crash() -> None:
-    raise SimulatedCrash
-
-
 @pytest.mark.parametrize("point", ["vfs.server.marked", "vfs.server.removed"])
-async def test_a_crash_on_the_way_is_made_up_for_by_trying_again(directory: Path, point: str) -> None:
-    config = await make(directory, {})
-    new = f"{directory}/new"
+async def test_a_crash_on_the_way_is_made_up_for_by_trying_again(scratch: Path, point: str) -> None:
+    config = await make(scratch, {})
+    new = f"{scratch}/new"
     with pytest.raises(SimulatedCrash):
         async with served(config) as fs:
             if point == "vfs.server.removed":
@@ -450,11 +402,11 @@ async def test_a_crash_on_the_way_is_made_up_for_by_trying_again(directory: Path
     async with served(config) as fs:
         await order(fs, "add", path=new)
         assert (await row(fs, 5 if point == "vfs.server.marked" else 6))["path"] == new
-    await sound(config)
+    await require_sound(config)
 
 
-async def test_orders_that_make_no_sense_are_refused(directory: Path) -> None:
-    config = await make(directory, {})
+async def test_orders_that_make_no_sense_are_refused(scratch: Path) -> None:
+    config = await make(scratch, {})
     async with served(config) as fs:
         for what, fields in [
             ("drain", {"id": 77}), ("drain", {"id": -1}), ("drain", {"id": "1"}), ("drain", {}), ("drain", {"id": 1, "role": "x"}),
@@ -501,10 +453,10 @@ def test_domains_of_the_configuration_are_those_of_the_table(tmp_path: Path) -> 
 
 
 async def test_a_removal_that_is_asked_for_in_other_words_meanwhile_is_not_forgotten(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first look through the store takes its time; then the answer is that to the last order."""
-    config = await make(directory, KINDS["plain"])
+    config = await make(scratch, KINDS["plain"])
     count, going_on = server_admin.count_uses, trio.Event()
 
     async def slowly(*args: object) -> object:
@@ -526,9 +478,9 @@ async def test_a_removal_that_is_asked_for_in_other_words_meanwhile_is_not_forgo
         assert (await row(fs, 0))["standing"] == "lost"
 
 
-async def test_a_directory_that_takes_its_time_does_not_hold_up_the_mount(directory: Path) -> None:
-    config = await make(directory, {})
-    new, thread = directory / "new", []
+async def test_a_directory_that_takes_its_time_does_not_hold_up_the_mount(scratch: Path) -> None:
+    config = await make(scratch, {})
+    new, thread = scratch / "new", []
     async with served(config) as fs:
         with hooked(lambda op, path: thread.append(threading.get_ident()) if path.startswith(str(new)) else None):
             await order(fs, "add", path=str(new))

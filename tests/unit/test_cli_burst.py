@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from aifs.cli import drain, hints, progress, trees
-from aifs.cli.doctor import burst_checks, label_checks
+from aifs.cli import drain, hints, output, progress, trees, umount
+from aifs.cli.doctor import burst_checks, drain_checks, label_checks
 from aifs.cli.main import main
 from aifs.cli.status import summaries
 
@@ -24,6 +24,7 @@ class Played:
         self.states: dict[str, str] = {}
         self.pinned: set[str] = set()
         self.opened: set[str] = set()
+        self.needed: set[str] = set()
         self.staging: list[str] = []
         self.tiers: dict[str, str] = {}
         self.foreign: set[str] = set()
@@ -58,7 +59,8 @@ class Played:
         answer = {"state": next((s for s in counts if counts[s]), "clean"), "bytes": sizes, "files": counts}
         copy = answer["state"] != "clean"
         return answer | {
-            "copy": copy, "open": path in self.opened, "pinned": path in self.pinned, "staging": path in self.staging
+            "copy": copy, "open": path in self.opened, "pinned": path in self.pinned, "staging": path in self.staging,
+            "needed": path in self.needed,
         }  # fmt: skip
 
     def put(self, path: str, name: str, value: str = "") -> None:
@@ -73,7 +75,7 @@ class Played:
             self.staging.append(path)
             self.most_staging = max(self.most_staging, len(self.staging))
         elif name == hints.EVICT:
-            if state == "dirty" or path in self.pinned or path in self.opened:
+            if state == "dirty" or path in self.pinned | self.opened | self.needed:
                 raise OSError(errno.EBUSY, "Device or resource busy", path)
             self.states[path] = "clean"
 
@@ -102,6 +104,19 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     code = main([str(argument) for argument in arguments])
     printed = capsys.readouterr()
     return code, printed.out, printed.err
+
+
+def test_a_mount_that_cannot_tell_what_is_undrained_is_unmounted_all_the_same(monkeypatch) -> None:
+    def fail(path: str, name: str) -> dict:
+        raise OSError(errno.EIO, "Input/output error", path)
+
+    monkeypatch.setattr(hints, "read", fail)
+    assert umount._undrained("/mnt/s").files == 0
+
+
+def test_a_dead_daemon_is_named() -> None:
+    said = output.describe_error(OSError(errno.ENOTCONN, "Transport endpoint is not connected", "/mnt/s/x"))
+    assert said == "/mnt/s/x: the daemon of this mount is gone; mount the store here again"
 
 
 # --- drain -------------------------------------------------------------------------------------------
@@ -237,9 +252,12 @@ def test_evict_says_what_stays_and_why(capsys, mount: Played) -> None:
     mount.file("tree/dirty", "dirty")
     mount.pinned.add(str(mount.file("tree/pinned", "cached")))
     mount.opened.add(str(mount.file("tree/open", "cached")))
+    mount.needed.add(str(mount.file("tree/needed", "cached")))
     code, out, err = run(capsys, "evict", mount.root / "tree")
     assert (code, out) == (1, "evicted 1 file, 2.00 MiB\n")
     assert sorted(err.splitlines()) == [
+        "aifs: 1 file not evicted: data servers that have its bytes are lost, fail or have wrong ones: the copy may be all "
+        "there is",
         "aifs: 1 file not evicted: open",
         "aifs: 1 file not evicted: pinned; aifs unpin lets go",
         "aifs: 1 file not evicted: the newest bytes are in the burst tier alone; aifs drain moves them",
@@ -313,6 +331,12 @@ def test_doctor_names_a_burst_tier_that_slows_down() -> None:
     ]  # fmt: skip
     assert not any(check["ok"] for check in checks) and all(check["fix"] for check in checks)
     assert [check["why"] for check in burst_checks(burst_status(devices=[]))] == ["the store has none"]
+
+
+def test_doctor_names_what_keeps_files_from_being_drained() -> None:
+    assert drain_checks(drain_status()) == []
+    [check] = drain_checks(drain_status(failing_files=2, last_error="data server 0 is full"))
+    assert check["name"] == "draining of 2 files" and check["why"] == "data server 0 is full" and check["fix"]
 
 
 def test_what_is_left_is_said_in_a_line() -> None:

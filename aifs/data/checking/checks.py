@@ -3,11 +3,15 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from aifs.core.errors import FsError
+from aifs.core.errors import FsError, Unavailable
 from aifs.data.checking.digests import DIGEST_BYTES, HASHED
 from aifs.data.containers.chunk_codec import RECORDS, decode, digest_of, is_padding, unpack_header
 from aifs.data.server import DataServer, Key
 from aifs.layout.interleaved import CHUNK_MAX, HEADER_BYTES
+
+
+class Untold(Unavailable):
+    """Nobody can tell what bytes were: more columns are lost or wrong than the others can replace."""
 
 
 class FileCheck:

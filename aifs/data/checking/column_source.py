@@ -9,11 +9,13 @@ until the checksum is right.
 from collections.abc import Iterator
 
 from aifs.core.errors import FsError, Unavailable
+from aifs.data.checking.checks import Untold
 from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED, digests_of
 from aifs.data.checking.suspects import source_of, suspect_sets
 from aifs.data.checking.verified import LoadDigests
 from aifs.data.objects.coding import code_of
 from aifs.data.objects.columns import Columns
+from aifs.data.patience import Hanging
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
@@ -60,23 +62,27 @@ class ColumnSource:
         return min(max(_PIECE // self._layout.row, 1) * self._layout.unit, _PIECE)
 
     async def following(self) -> tuple[int, memoryview] | None:
-        """As of ContainerColumn."""
+        """As of ContainerColumn. Raises Untold."""
         offset = next(self._starts, None)
         if offset is None:
             return None
         part = (await self._buffers.take(self._piece))[: self._length - offset]
-        await self._fill(offset, part)
-        return offset, part
+        try:
+            return offset, await self._fill(offset, part)
+        except FsError as error:
+            raise Untold(str(error)) from error
 
-    async def _fill(self, offset: int, part: memoryview) -> None:
-        """Fill ``part`` with what belongs there. Raises Unavailable, which says why that cannot be told."""
+    async def _fill(self, offset: int, part: memoryview) -> memoryview:
+        """What belongs there, in ``part``, or memory of its length. Raises Unavailable, which says why that cannot be told."""
         own = None
         if not self._lost >> self._column & 1:
             try:
                 if await self._read_own(offset, part):
-                    return
+                    return part
                 own = Unavailable(f"column {self._column} has wrong bytes")
             except FsError as error:
+                if isinstance(error, Hanging):  # which may write to what it was given at any time later
+                    part = (await self._buffers.take(self._piece))[: len(part)]
                 own = error
         if not self._layout.is_protected:
             raise own or Unavailable("its bytes lie nowhere else")
@@ -86,6 +92,7 @@ class ColumnSource:
                 await self._tell(self._in_file(offset + start), run)
         else:
             await self._tell_rows(offset, part)
+        return part
 
     async def _read_own(self, offset: int, part: memoryview) -> bool:
         done = await self._columns.read(self._column, offset, part)

@@ -18,9 +18,9 @@ from aifs.data.objects.columns import Columns
 from aifs.data.objects.object_label import Label
 from aifs.data.objects.protected import ProtectedObjects
 from aifs.data.objects.striped import StripedObjects
+from aifs.data.reading.blocks import Block
 from aifs.data.reading.cached_reads import collect
 from aifs.data.reading.patterns import Pattern
-from aifs.data.reading.read_cache import Block
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
 
@@ -237,5 +237,7 @@ async def read_without(
         source = source_of(layout, index, suspects)
         if source is None:
             target[:] = await columns.reconstruct(index, object_offset, length, size, suspects)
-        elif await columns.read(source, object_offset, target) < length:
+        elif len(found := await columns.fetch(source, object_offset, length)) < length:
             raise Unavailable(f"column {source} ends too early")
+        else:
+            target[:] = found

@@ -5,7 +5,7 @@ size, blocks and mtime are; the dirty mark says so in the store. What a crash le
 """
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Set
 from dataclasses import replace
 from typing import Protocol
 
@@ -57,6 +57,8 @@ class BurstIO:
         self._save = save
         self._labels = path_hints.Labels(engine)
         self.stager: Stager | None = None
+        self.find_needed: Callable[[Mapping[int, int]], Awaitable[Set[int]]] = _none
+        """See Evictor."""
 
     # --- how a file gets here ---
 
@@ -95,12 +97,20 @@ class BurstIO:
             try:
                 await self._prepare_cached(file)
             except FsError as error:
-                if file.backing:
+                if file.backing or await self.find_needed({file.copy.id: inode.ino}):
                     raise
                 _log.warning("inode %d: its cached copy is dropped: %s", inode.ino, error)
                 await self._drop_copy(file)
         if file.copy is not None or await self._make_copy(file, end):
             await self._become_copy(file)
+
+    async def leave_capacity(self, file: OpenInode) -> None:
+        """A clean file whose copy is known to be right is that copy alone from now on. The gate is held alone.
+
+        Raises NoSpace, Unavailable, and nothing is changed then.
+        """
+        await self._prepare_cached(file)
+        await self._become_copy(file)
 
     async def _prepare_cached(self, file: OpenInode) -> None:
         """A cached copy is going to be the file: what it replaces is durable, and will be deleted."""
@@ -348,6 +358,10 @@ class BurstIO:
             if file.drain is None and file.gate.is_free and not file.writers and file.copy.lease():
                 file.drain = Guard(file.copy)
         return file.drain
+
+
+async def _none(owners: Mapping[int, int]) -> Set[int]:
+    return frozenset()
 
 
 class Guard:

@@ -23,9 +23,9 @@ from aifs.data.checking.digests import HASHED
 from aifs.data.checking.verified import LoadDigests
 from aifs.data.containers.column import ContainerColumn, LoadLive
 from aifs.data.objects.columns import Columns
+from aifs.data.reading.blocks import object_name
 from aifs.data.reading.buffers import BudgetedBuffers
-from aifs.data.reading.degraded_reads import rows_name
-from aifs.data.reading.read_cache import object_name
+from aifs.data.reading.degraded_reads import forget_columns
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.layout.placement import Candidate
@@ -146,7 +146,7 @@ class Mover:
             async with subject.alone():
                 if subject.is_unchanged():  # from here on nothing suspends
                     self._servers.cache.invalidate(object_name(target, (ino, oid)))  # it may have been wrong there
-                    self._servers.cache.invalidate(rows_name((ino, oid)))
+                    forget_columns(self._servers.cache, layout, (ino, oid))
                     after = await self._engine.transact(moves.flip, objects, column, target.id, lost)
                     if after is not None:
                         flipped = True

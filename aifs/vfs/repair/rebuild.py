@@ -17,6 +17,7 @@ from aifs.burst.transfer import Limiter
 from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.core.log import logger
+from aifs.data.checking.checks import Untold
 from aifs.data.servers import Servers
 from aifs.layout.placement import ACTIVE
 from aifs.meta import degraded, keys, moves, paths
@@ -92,6 +93,10 @@ class Rebuild:
         self._mender = Mender(
             engine, servers, io, containers, compaction, self._mover, self._relayout, self.on_damage
         )
+        self.rescue: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
+        """Awaited before a round: it may bring files that servers took with them back from elsewhere."""
+        self.restore: Callable[[int, int], Awaitable[bool]] = _cannot
+        """Whether what nobody can tell of an object set is not needed any more on return."""
         self._damage: dict[tuple[int, int, int], None] = {}  # what was reported since the last look at it
         self._wake = trio.Event()
         self._asked = 0  # counts the reasons for another round
@@ -184,6 +189,7 @@ class Rebuild:
         asked, self._settled = self._asked, -1
         self._handed_out = asked
         await self._take_reports()
+        await self.rescue()
         self._round_failed, self._round_failing, self._round_done, self._round_busy = [], 0, 0, 0
         await self._count()
         if self._left.objects:
@@ -272,7 +278,7 @@ class Rebuild:
     async def _work(self, receive: trio.MemoryReceiveChannel) -> None:
         async for ino, oid in receive:
             try:
-                outcome = await self._mender.mend(ino, oid)
+                outcome = await self._mend(ino, oid)
             except FsError as error:
                 await self._fail(ino, oid, str(error))
             else:
@@ -284,6 +290,14 @@ class Rebuild:
             finally:
                 del self._active[oid]
                 self._done.set()
+
+    async def _mend(self, ino: int, oid: int) -> Outcome:
+        try:
+            return await self._mender.mend(ino, oid)
+        except Untold:
+            if await self.restore(ino, oid):
+                return Outcome.GONE
+            raise
 
     async def _fail(self, ino: int, oid: int, reason: str) -> None:
         if not self._round_failing and not self._failing:  # what follows until all is well again would say much the same
@@ -344,6 +358,10 @@ class Rebuild:
             "failed": [failed._asdict() for failed in self._failed],
             "servers": {number: self.left(number) for number in left.servers},
         }
+
+
+async def _cannot(ino: int, oid: int) -> bool:
+    return False
 
 
 def _lengths_to_leave(tx: ReadTransaction, due: Due, staying: frozenset[int]) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ restart goes on from about there; what it does twice does no harm. Passes begin 
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -19,16 +19,18 @@ from aifs.core.errors import FsError, Invalid, NotPermitted, ReadOnly
 from aifs.core.log import logger
 from aifs.core.units import parse_size
 from aifs.data.servers import Servers
+from aifs.layout.placement import BURST_FIRST
 from aifs.layout.striped import Striped
-from aifs.meta import keys
+from aifs.meta import keys, namespace
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import decode_inode
 from aifs.vfs.io.handles import Handles
 from aifs.vfs.repair import scrub_state
+from aifs.vfs.repair.from_copies import FromCopies
 from aifs.vfs.repair.rebuild import Rebuild
 from aifs.vfs.repair.scrub_copies import CopyScrubber
-from aifs.vfs.repair.scrub_state import CONTAINERS, DONE, FILES, PUT_OFF, State
-from aifs.vfs.repair.scrubbing import Found, Scrubber
+from aifs.vfs.repair.scrub_state import CONTAINERS, DONE, FILES, PUT_OFF, UNTOLD_MAX, State
+from aifs.vfs.repair.scrubbing import Found, Lost, Scrubber
 from aifs.vfs.tiers.evict import Evictor
 from aifs.vfs.types import CallerLike
 
@@ -58,6 +60,7 @@ class Scrub:
         engine: Engine,
         servers: Servers,
         rebuild: Rebuild,
+        from_copies: FromCopies,
         evictor: Evictor,
         handles: Handles,
     ) -> None:
@@ -68,6 +71,7 @@ class Scrub:
         self._limiter = Limiter(config.scrub.bandwidth)
         self._throttled: set[trio.CancelScope] = set()
         self._scrubber = Scrubber(engine, servers, self._throttle, rebuild.request)
+        self._from_copies = from_copies
         self._copies = CopyScrubber(engine, servers, evictor, self._throttle)
         self._state = State()
         self._loaded = False
@@ -93,7 +97,9 @@ class Scrub:
         """Begin a pass; one that is under way goes on, as asked for now. ``bandwidth``: bytes per second, None: as configured."""
         state = self._state
         if state.phase == DONE:
-            self._state = state = State(phase=FILES, begun_s=time.time())
+            untold = sorted(self.wrong_objects())[-UNTOLD_MAX:]
+            self._state = state = State(phase=FILES, begun_s=time.time(), untold_before=untold)
+            self._from_copies.look_again()
         state.repair, state.bandwidth = repair, bandwidth
         self._limit()
         if self._ended.is_set():  # else somebody waits for it already
@@ -125,6 +131,8 @@ class Scrub:
                     await self._run_pass()
                 finally:
                     stopped, self._pass = self._pass.cancel_called, None
+            if self._state.phase == DONE and not stopped and not self._state.unverified:
+                self._state.untold_before = []
             if stopped or self._state.phase == DONE:
                 self._state.ended_s = time.time()
                 await self._save()
@@ -163,8 +171,9 @@ class Scrub:
         state.put_off, state.phase = [], DONE
         unrepaired = f", {len(state.wrong)} ranges of files are not repaired" if state.wrong else ""
         _log.info(
-            "scrub: %d files and containers, %d bytes: %d flaws, %d repaired, %d objects to be rebuilt%s",
-            state.objects, state.read_bytes, state.flaws, state.repaired, state.rebuilding, unrepaired,
+            "scrub: %d files and containers, %d bytes: %d flaws, %d repaired, %d objects to be rebuilt, "
+            "%d files restored from burst copies%s",
+            state.objects, state.read_bytes, state.flaws, state.repaired, state.rebuilding, state.from_copies, unrepaired,
         )  # fmt: skip
 
     async def _walk(self, kind: bytes, find: Callable[..., tuple[list[Item], int]]) -> None:
@@ -201,6 +210,9 @@ class Scrub:
         found, state = Found(), self._state
         try:
             is_done = not oid or await self._scrubber.scrub(ino, oid, found, state.repair)
+            await self._use_copies(found, 0 if ino else oid)
+            if oid in state.untold_before and is_done and not found.lost:
+                state.untold_before.remove(oid)  # or its copy could not be dropped if that is wrong now
             if ino and is_done:
                 dropped = await self._copies.scrub(ino, found, state.repair)
                 state.dropped_copies += dropped
@@ -208,6 +220,7 @@ class Scrub:
             _log.info("scrub: inode %d, object %d: %s", ino, oid, error)
             is_done = False
         state.add(found)
+        state.add_untold({lost.oid for lost in found.lost if lost.ino and min(lost.servers, default=0) < BURST_FIRST})
         await scrub_state.note(self._engine, state, found.lost)
         if is_done:
             state.objects += 1
@@ -215,6 +228,28 @@ class Scrub:
             state.put_off.append([ino, oid])
         else:
             state.unverified += 1
+
+    async def _use_copies(self, found: Found, container: int) -> None:
+        """Files that nothing tells, but that have a burst copy that is right, are made whole from that."""
+        wrong = {lost.ino for lost in found.lost if lost.ino and lost.for_good}
+        if not wrong:
+            return
+        restored = await self._from_copies.restore_each(wrong, container) if self._state.repair else set()
+        self._state.from_copies += len(restored)
+        left = set()
+        for ino in wrong - restored:
+            inode = await self._engine.view(namespace.find_inode, ino)
+            if inode is not None and inode.copy is not None and not self._from_copies.is_useless(inode):
+                left.add(ino)
+        found.lost = [_with_copy(lost) if lost.ino in left else lost for lost in found.lost if lost.ino not in restored]
+
+    def wrong_objects(self) -> Set[int]:
+        """Oids of files of which the data servers have lost bytes, as this pass, or the last one, has found."""
+        return {*self._state.untold_before, *self._state.untold}
+
+    def restored(self, ino: int) -> None:
+        """The file is whole again."""
+        self._state.wrong = [entry for entry in self._state.wrong if entry["inode"] != ino]
 
     def _limit(self) -> None:
         asked = self._state.bandwidth
@@ -246,6 +281,7 @@ class Scrub:
             else 0
         )
         state["put_off"] = len(state["put_off"])
+        del state["untold"], state["untold_before"]
         next_s = state["begun_s"] + self._interval_s if self._interval_s and not running else None
         state["wrong_ranges"], state["wrong"] = len(state["wrong"]), _first(state["wrong"], wrong_bytes)
         walked = min(1, state["cursor"] / self._ids)
@@ -258,6 +294,10 @@ class Scrub:
             "rate": round(rate),
             "next_s": next_s,
         }
+
+
+def _with_copy(lost: Lost) -> Lost:
+    return lost._replace(reason=f"{lost.reason}, but for its burst copy", for_good=False)
 
 
 def _first(entries: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:

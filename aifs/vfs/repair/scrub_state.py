@@ -4,6 +4,7 @@ The record is JSON: the fields of ``State``. ``wrong`` are the files that are no
 """
 
 import json
+from collections.abc import Set
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from aifs.vfs.repair.scrubbing import Found, Lost
 _log = logger(__name__)
 
 WRONG_MAX = 1000
+UNTOLD_MAX = 10_000
 _NAMES_MAX = 8
 _SLICE = 4096
 _RECORD_MAX = MAX_VALUE_BYTES // 2
@@ -42,9 +44,12 @@ class State:
     repaired: int = 0
     rebuilding: int = 0
     dropped_copies: int = 0
+    from_copies: int = 0  # files that were made whole from their burst copies
     unverified: int = 0  # object sets that were being changed, or whose servers did not answer, each time
     put_off: list[list[int]] = field(default_factory=list)
     wrong: list[dict[str, Any]] = field(default_factory=list)
+    untold: list[int] = field(default_factory=list)  # oids of files that data servers cannot tell, at most UNTOLD_MAX of them
+    untold_before: list[int] = field(default_factory=list)  # the same of earlier passes, until this one has verified them
 
     def add(self, found: Found) -> None:
         """The counts alone."""
@@ -52,6 +57,11 @@ class State:
         self.flaws += found.flaws
         self.repaired += found.repaired
         self.rebuilding += found.rebuilding
+
+    def add_untold(self, oids: Set[int]) -> None:
+        """Data servers cannot tell these files."""
+        new = sorted(oids.difference(self.untold))
+        self.untold += new[: UNTOLD_MAX - len(self.untold)]
 
 
 async def load(engine: Engine) -> State:

@@ -19,10 +19,10 @@ from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED
 from aifs.data.checking.inspection import STEP, Inspection
 from aifs.data.checking.window import LONG, UNREADABLE, WRONG, Check, Flaw, Loss, Verdict
 from aifs.data.reading.buffers import BudgetedBuffers
-from aifs.data.reading.degraded_reads import rows_name
-from aifs.data.reading.read_cache import object_name
+from aifs.data.reading.degraded_reads import forget_columns
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import STRIPE
+from aifs.layout.placement import LOST
 from aifs.meta import degraded, forms, moves
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.moves import ObjectSet
@@ -250,9 +250,9 @@ class _Scrub:
                 self._to_rebuild.add(flaw.column)
 
     async def _require_answers(self, column: int) -> None:
-        """A server that answers nothing says nothing about its objects. Raises _Changed."""
+        """A server that answers nothing says nothing about its objects, unless it is lost. Raises _Changed."""
         server = self._scrubber.servers.find(self._layout.servers[column])
-        if server is None:
+        if server is None or server.standing == LOST:
             return
         try:
             await self._scrubber.servers.run(server, server.list_range, 0, 0)
@@ -276,9 +276,7 @@ class _Scrub:
         except FsError:
             return False
         is_right = done == 0 if flaw.kind is LONG else bytes(there[:done]) == flaw.right
-        cache, server = self._scrubber.servers.cache, columns.server(column)
-        cache.invalidate(object_name(server, (self._ino, self._oid)))
-        cache.invalidate(rows_name((self._ino, self._oid)))
+        forget_columns(self._scrubber.servers.cache, self._layout, (self._ino, self._oid))
         self.found.repaired += is_right
         return is_right
 

@@ -9,7 +9,7 @@ lost only if no unprotected bytes can lie there, or after somebody has said that
 """
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from typing import Any, NamedTuple
 
 import trio
@@ -60,6 +60,10 @@ class ServerAdmin:
         self._refused = ""
         self.leave_backups: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         """Sees to it that no backup of the metadata lies on servers alone that are on their way out."""
+        self.rescue: Callable[[Set[int]], Awaitable[None]] = _nothing
+        """Brings back what can be had elsewhere of the files that would be lost with these servers."""
+        self.clean_up: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
+        """Deletes now what waits to be deleted on servers: until then it is on record there."""
 
     # --- orders ---
 
@@ -129,7 +133,7 @@ class ServerAdmin:
         """Whether it can be reached now. One that does not say within some seconds is there, if slow."""
         with trio.move_on_after(0 if server.absent else _REACH_S):
             try:
-                await gather([(server.workers, server.reach, ())], lambda: None)
+                await gather([(server.workers, server.reach, ())], abandonable=True)
             except Unavailable:
                 return False
         return not server.absent
@@ -194,12 +198,16 @@ class ServerAdmin:
 
     async def _remove_data(self, server_id: int, lost: bool, lose_files: bool) -> Outcome:
         name = name_of(server_id)
+        is_lost = (await self._table.find(server_id)).state == LOST
         uses, files = await count_uses(self._engine, self._servers, server_id)
-        if lost and (await self._table.find(server_id)).state != LOST:
+        if files and (lost or is_lost):
+            await self.rescue({server_id})
+            uses, files = await count_uses(self._engine, self._servers, server_id)
+        if lost and not is_lost:
             if files and not lose_files:
                 return Outcome(f"{_count(files, 'file')} would be lost with {name}")
             await self._change(server_id, LOST)
-        is_lost = (await self._table.find(server_id)).state == LOST
+            is_lost = True
         if files and is_lost:
             lost_files = f"{_count(files, 'file')} cannot be read without {name}"
             return Outcome(f"{lost_files}, which is lost: delete what is lost first; aifs fsck names it")
@@ -215,6 +223,7 @@ class ServerAdmin:
             await self.leave_backups()
         except FsError as error:
             return Outcome(f"{name} may have the only backup of the metadata, and no other can be made: {error}", passing=True)
+        await self.clean_up()
         await self._table.remove(server_id)
         self._forget(server_id)
         return Outcome()
@@ -289,6 +298,10 @@ async def describe_idle(store: Store) -> dict[str, Any]:
     return {
         "servers": rows, "bytes_per_s": 0, "estimate_s": None, "failing": 0, "failed": [], "removals": [], "refused": "",
     }  # fmt: skip
+
+
+async def _nothing(leaving: Set[int]) -> None:
+    """Nothing can be had elsewhere."""
 
 
 def _count(number: int, noun: str) -> str:

@@ -16,9 +16,10 @@ from aifs.core.log import logger
 from aifs.data.server import DataServer, name_of, role_of
 from aifs.data.servers import Servers
 from aifs.layout.placement import ACTIVE, BURST_FIRST, LOST
+from aifs.layout.striped import Striped
 from aifs.meta import keys, servers
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
-from aifs.meta.records import decode_burst, decode_garbage
+from aifs.meta.records import Garbage, decode_burst, decode_garbage
 from aifs.meta.servers import ServerRecord
 from aifs.vfs.servers import directories
 
@@ -123,7 +124,7 @@ class ServerTable:
             faults.reach(_REMOVED)
             server = self._servers.find(server_id)
             if server is not None:
-                was_absent = server.absent
+                was_absent = server.absent or server.hangs
                 self._servers.drop(server_id)
                 if not was_absent:
                     where = (server.path, self._store, server.role, server.number)
@@ -134,11 +135,17 @@ def _remove(tx: Transaction, server_id: int) -> None:
     record = servers.get_server(tx, server_id)
     if record is None or record.state == ACTIVE:
         raise Busy(f"{name_of(server_id)} is in use")
+    # Objects are on record as garbage before they are made, or while they are deleted.
+    garbage = [(key, decode_garbage(value)) for key, value in tx.range(*keys.all_of(b"g"))]
+    for key, (ino, layout) in [item for item in garbage if server_id in item[1].layout.servers]:
+        if record.state != LOST:
+            raise Busy(f"objects on {name_of(server_id)} are being made or deleted just now")
+        others = tuple(number for number in layout.servers if number != server_id)
+        if others:
+            tx.put(key, Garbage(ino, Striped(layout.unit, others)).encode())
+        else:
+            tx.delete(key)
     if record.state != LOST:
-        # Objects are on record as garbage before they are made, or while they are deleted.
-        for _, value in tx.range(*keys.all_of(b"g")):
-            if server_id in decode_garbage(value).layout.servers:
-                raise Busy(f"objects on {name_of(server_id)} are being made or deleted just now")
         for key, _ in tx.range(*keys.all_of(b"m")):
             if keys.stray_parts(key)[1] == server_id:
                 raise Busy(f"objects on {name_of(server_id)} are being moved just now")

@@ -66,8 +66,8 @@ def state_of(inode: Inode, file: OpenInode | None) -> str:
 
 async def state(fs: Host, ino: int) -> dict[str, Any]:
     """``state``, ``since_s`` (epoch: undrained since; null), ``bytes`` and ``files`` by state; for a file also whether
-    it has a burst copy, is open, pinned, and being staged. Files with several names below a directory count once.
-    Raises NoAttribute."""
+    it has a burst copy, is open, pinned, being staged, and whether eviction found the copy needed (see Evictor).
+    Files with several names below a directory count once. Raises NoAttribute."""
     inode = await fs.getattr(ino)
     if not inode.is_dir and not inode.is_file:
         raise NoAttribute()
@@ -89,6 +89,7 @@ async def state(fs: Host, ino: int) -> dict[str, Any]:
         answer["copy"] = inode.copy is not None
         answer["open"] = file is not None and file.users > 0
         answer["pinned"] = _is_pinned(inode)
+        answer["needed"] = inode.copy is not None and fs.evictor.is_needed(inode.copy.id)
         answer["staging"] = fs.stager.is_staging(ino)
     return answer
 
@@ -231,7 +232,7 @@ async def stage(fs: Host, ino: int, caller: CallerLike) -> None:
 
 
 async def evict(fs: Host, ino: int, caller: CallerLike) -> None:
-    """Give up the clean copy of a file. Raises NotPermitted, Invalid; Busy if it is dirty, pinned or open."""
+    """Give up the clean copy of a file. Raises NotPermitted, Invalid; Busy if it is dirty, pinned, open or needed."""
     inode = await _own_file(fs, ino, caller)
     if inode.in_burst:
         raise Busy("its newest bytes are in the burst tier alone; drain it first")
@@ -240,7 +241,9 @@ async def evict(fs: Host, ino: int, caller: CallerLike) -> None:
     if _is_pinned(inode):
         raise Busy("it is pinned to the burst tier; unpin it first")
     if not await fs.evictor.evict(ino):
-        raise Busy("it is open")
+        needed = fs.evictor.is_needed(inode.copy.id)
+        reason = "the data servers lack bytes of it, or do not answer: nobody else may have them"
+        raise Busy(reason if needed else "it is open")
 
 
 async def _own_file(fs: Host, ino: int, caller: CallerLike) -> Inode:
