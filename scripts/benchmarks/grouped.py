@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grouped_read import READERS, ReadAifs
+from grouped_read import READERS, ReadAifs, Reading
 from planning import CASES, pattern
 from report import Row, show
 from systems import HERE, Aifs, System, medium, touch_memory
@@ -239,7 +239,7 @@ def _reads(base: Path, mib: int, rounds: int) -> list[dict[str, Any]]:
     """Readers of one file, and of a file each that shares its chunks with the others; servers are 1 ms away, and nothing is in
     any cache."""
     cases = [("one", readers) for readers in READERS] + [("shared", readers) for readers in READERS if readers <= RANKS]
-    taken: dict[tuple[str, int], list[tuple[float, int]]] = {case: [] for case in cases}
+    taken: dict[tuple[str, int], list[Reading]] = {case: [] for case in cases}
     with ReadAifs("reading", base, distant=True) as aifs:
         for _ in range(rounds):
             for what, readers in cases:
@@ -250,8 +250,8 @@ def _reads(base: Path, mib: int, rounds: int) -> list[dict[str, Any]]:
     return [
         {
             "files": what, "readers": readers, "bytes": mib << 20,
-            "seconds": statistics.median(seconds for seconds, _ in found),
-            "fetched_bytes": statistics.median(fetched for _, fetched in found),
+            "seconds": statistics.median(one.seconds for one in found),
+            "fetched_bytes": statistics.median(one.fetched for one in found),
         }
         for (what, readers), found in taken.items()
     ]  # fmt: skip

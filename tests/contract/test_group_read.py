@@ -15,8 +15,9 @@ from aifs.core.budget import Budget
 from aifs.core.errors import Unavailable
 from aifs.data.containers.chunked import ChunkedObjects
 from aifs.data.latency import Hedging
+from aifs.data.reading.blocks import BLOCK_MAX
 from aifs.data.reading.chunk_cache import ChunkCache
-from aifs.data.reading.read_cache import BLOCK_MAX, ReadCache
+from aifs.data.reading.read_cache import ReadCache
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import Extent, Interleaved, Location
 from tests.support.data_servers import data_servers, hooked
@@ -189,15 +190,42 @@ class Loads:
     async def __call__(self, place: Location, target: memoryview) -> None:
         self.asked.append(place.container)
         await trio.lowlevel.checkpoint()
-        target[:] = bytes([place.container]) * len(target)
+        target[:] = bytes([place.container % 256]) * len(target)
 
 
 async def test_chunks_are_kept_within_their_share():
     cache, load = ChunkCache(Budget(MIB)), Loads()  # a quarter: 4 of 64 KiB
-    for number in (1, 2, 3, 4, 1, 5):
+    for number in (1, 2, 3, 4, 4, 3, 5):
         assert bytes(await cache.get(place(number), load)) == bytes([number]) * (64 << 10)
     assert load.asked == [1, 2, 3, 4, 5]
-    assert [cache.find(place(number)) is not None for number in range(1, 6)] == [True, False, True, True, True]
+    assert [cache.find(place(number)) is not None for number in range(5, 0, -1)] == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize(("lag", "most"), [(60, 1.0), (120, 1.0), (200, 2.0)])
+async def test_readers_who_drift_apart_have_chunks_fetched_once(lag, most):
+    """A quarter of the budget is 64 chunks, a half 128."""
+    cache, load = ChunkCache(Budget(16 * MIB)), Loads()
+    follower = 0
+    for leader in range(600):
+        await cache.get(place(leader), load)
+        if leader % 3 or leader - follower >= lag:  # falls behind, until it is that far
+            await cache.get(place(follower), load)
+            follower += 1
+    for number in range(follower, 600):
+        await cache.get(place(number), load)
+    assert len(load.asked) <= most * 600
+
+
+async def test_fewer_chunks_are_kept_where_nobody_follows():
+    budget, load = Budget(16 * MIB), Loads()
+    cache = ChunkCache(budget)
+    for leader in range(300):
+        await cache.get(place(leader), load)
+        await cache.get(place(max(leader - 50, 0)), load)
+    assert budget.used == 8 * MIB + (64 << 10)  # a chunk is fetched before another one goes
+    for number in range(300, 700):
+        await cache.get(place(number), load)
+    assert sum(cache.find(place(number)) is not None for number in range(700)) == 64
 
 
 async def test_chunks_give_way_to_who_needs_memory():
@@ -267,8 +295,8 @@ class Object:
 
 @pytest.mark.parametrize(("lag", "most"), [(15, 1.0), (60, 1.3), (300, 2.0)])
 async def test_readers_some_way_apart_have_blocks_fetched_once(lag, most):
-    """An eighth of the budget is 32 blocks, a half 128, of which those are half that both have read. In front of the second
-    reader is what was dropped before it came."""
+    """An eighth of the budget is 32 blocks, a half 128. In front of the second reader is what was dropped before it came, and
+    what it has fetched again takes half of the room."""
     cache, source, count = ReadCache(Budget(4 * BLOCK_MAX)), Object(), 600
     end = count * Object.block
     for number in range(count + lag):
@@ -276,6 +304,20 @@ async def test_readers_some_way_apart_have_blocks_fetched_once(lag, most):
             if 0 <= index < count:
                 await cache.fetch(source, index * Object.block, Object.block, end)
     assert len(source.requests) / count <= most
+
+
+@pytest.mark.parametrize("lag", [60, 90, 120])
+async def test_readers_who_drift_apart_have_blocks_fetched_once(lag):
+    cache, source, count = ReadCache(Budget(4 * BLOCK_MAX)), Object(), 600
+    follower, end = 0, count * Object.block
+    for leader in range(count):
+        await cache.fetch(source, leader * Object.block, Object.block, end)
+        if leader % 3 or leader - follower >= lag:
+            await cache.fetch(source, follower * Object.block, Object.block, end)
+            follower += 1
+    for number in range(follower, count):
+        await cache.fetch(source, number * Object.block, Object.block, end)
+    assert len(source.requests) == count
 
 
 async def test_little_is_kept_where_nobody_follows():

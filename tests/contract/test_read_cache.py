@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from aifs.core.budget import Budget
 from aifs.core.errors import Unavailable
-from aifs.data.reading.read_cache import BLOCK_MAX, ReadCache
+from aifs.data.reading.blocks import BLOCK_MAX
+from aifs.data.reading.read_cache import ReadCache
 
 UNIT = 64 << 10  # the smallest buffer
 FLOOR = BLOCK_MAX
@@ -127,6 +128,73 @@ async def test_a_failure_reaches_all_who_wait_and_is_not_kept(autojump_clock, nu
     source.error = None
     assert await cache.fetch(source, 0, 9, UNIT) == source.data[:9]
     assert budget.used == before + UNIT and cache.status()["cached_bytes"] == UNIT
+
+
+async def hedged(cache: ReadCache, slow: Source, other: Source) -> list[object]:
+    """What three readers of a block get that is asked of another source, too, after half a second."""
+    results = []
+
+    async def read() -> None:
+        try:
+            results.append(bytes(await cache.fetch(slow, 0, UNIT, UNIT)))
+        except Unavailable as error:
+            results.append(str(error))
+
+    async with trio.open_nursery() as readers:
+        for _ in range(3):
+            readers.start_soon(read)
+        await trio.sleep(0.5)
+        block = cache.peek(slow, 0)
+        assert cache.hedge(block, other) and cache.hedge(block, other)
+    await cache.settle()
+    assert cache.hedge(block, other)  # it is loaded, or has failed
+    assert slow.requests == other.requests == [0]
+    return results
+
+
+async def test_a_hedged_block_is_what_comes_first(autojump_clock, nursery):
+    for slow_s, other_s, ended_s in [(10, 1, 1.5), (1, 10, 1.0)]:
+        cache, budget = new_cache(4)
+        before = budget.used
+        slow = Source(nursery, "a", content(UNIT), lambda slow_s=slow_s: slow_s)
+        other = Source(nursery, "a", content(UNIT), lambda other_s=other_s: other_s)
+        begin_s = trio.current_time()
+        block = None
+        async with trio.open_nursery() as readers:
+            readers.start_soon(hedged, cache, slow, other)
+            await trio.sleep(0.6)
+            block = cache.peek(slow, 0)
+            assert await block.bytes() == slow.data and trio.current_time() - begin_s == pytest.approx(ended_s)
+            assert await cache.fetch(slow, 0, UNIT, UNIT) == slow.data
+        status = cache.status()
+        assert status["hedged_bytes"] == status["cached_bytes"] == UNIT and status["fetched_bytes"] == 2 * UNIT
+        del block
+        cache.invalidate("a")
+        budget.try_reserve(budget.total)  # what is free is given back
+        assert budget.used == before
+
+
+async def test_a_hedged_block_fails_where_its_own_source_does_first(autojump_clock, nursery):
+    for slow_s, other_s in [(10, 1), (2, 5)]:
+        for own_fails, other_fails in [(False, True), (True, False), (True, True)]:
+            cache, _ = new_cache(4)
+            slow = Source(nursery, "a", content(UNIT), lambda slow_s=slow_s: slow_s)
+            other = Source(nursery, "a", content(UNIT), lambda other_s=other_s: other_s)
+            slow.error = Unavailable("not there") if own_fails else None
+            other.error = Unavailable("nor here") if other_fails else None
+            is_told = not own_fails or (other_s < slow_s and not other_fails)
+            assert await hedged(cache, slow, other) == [slow.data if is_told else "not there"] * 3
+            assert cache.empty != is_told
+
+
+async def test_no_memory_no_hedge(autojump_clock, nursery):
+    cache, _ = new_cache(1)
+    source = Source(nursery, "a", content(UNIT))
+    async with trio.open_nursery() as readers:
+        readers.start_soon(cache.fetch, source, 0, UNIT, UNIT)
+        await trio.sleep(0.5)
+        assert not cache.hedge(cache.peek(source, 0), source)
+    assert source.requests == [0] and cache.status()["hedged_bytes"] == 0
 
 
 async def test_what_is_invalidated_while_it_loads_is_for_earlier_readers_alone(autojump_clock, nursery):

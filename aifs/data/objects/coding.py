@@ -6,13 +6,14 @@ same result, in slices that stay in the processor's cache. That library puts a h
 number and length only; it is not stored, and put back for decoding. Its calls hold Python's lock, a few microseconds each.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Protocol
 
 from pyeclib.ec_iface import ECDriver
 
 from aifs.data.objects import isal
+from aifs.layout.striped import Striped
 
 _TYPE = "isa_l_rs_cauchy"
 _SLICE = 16 << 10
@@ -73,6 +74,17 @@ class Fragments:
 @lru_cache(maxsize=64)
 def code_of(data: int, parity: int) -> Code:
     return isal.Matrix(data, parity) if isal.is_available() else Fragments(data, parity)
+
+
+def encode_rows(layout: Striped, spans: Iterable[tuple[int, memoryview, list[memoryview]]]) -> None:
+    """Encode whole rows (the last may be the end of the file): of each span the bytes of the file, and memory for their parity."""
+    row, unit = layout.row, layout.unit
+    code = code_of(layout.width, layout.parity)
+    for _, memory, parity in spans:
+        for number, start in enumerate(range(0, len(memory), row)):
+            units = [memory[at : at + unit] for at in range(start, start + row, unit)]
+            at = number * unit
+            code.encode(units, [target[at : at + len(units[0])] for target in parity])
 
 
 @lru_cache(maxsize=1024)

@@ -1,6 +1,6 @@
 """One object set, column by column: for rebuild, move, scrub and repair, and below protected objects."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,17 @@ from aifs.data.objects.object_label import Label
 from aifs.data.objects.races import some_of
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
-from aifs.data.workers import Call, gather
+from aifs.data.workers import Call, outcomes
 from aifs.layout.striped import Striped
 
 Range = tuple[int, int, int]
 """Column, offset in its object, length."""
+
+Exact = Callable[[int, int, int, int], Awaitable[memoryview]]
+"""As Columns.exact."""
+
+FetchAll = Callable[[Sequence[Range]], Awaitable[list[memoryview | FsError]]]
+"""As Columns.fetch_all."""
 
 _READS = {"open", "read", "reach"}
 
@@ -59,7 +65,7 @@ class Columns:
     def is_good(self, column: int) -> bool:
         """Whether the column's server can be expected to answer reads soon."""
         server = self._servers.find(self._layout.servers[column])
-        if server is None or server.absent or server.latency.is_late:
+        if server is None or server.absent or server.hangs or server.latency.is_late:
             return False
         return not server.health.failing & _READS or server.health.usable
 
@@ -106,13 +112,14 @@ class Columns:
         self.server(column).write(self._key, fd, data, offset)
 
     async def reconstruct(
-        self, column: int, offset: int, length: int, size: int, without: frozenset[int] = frozenset()
-    ) -> memoryview:
+        self, column: int, offset: int, length: int, size: int, without: frozenset[int] = frozenset(),
+        read: Exact | None = None,
+    ) -> memoryview:  # fmt: skip
         """What belongs at ``offset`` of the column's object, told by other columns: up to ``length`` bytes, fewer only
         at the end that the object has where the file has ``size`` bytes.
 
         Neither the column itself nor those of ``without`` are read; those whose servers are slow only if nothing else
-        is left. Raises Unavailable, which names what lacks.
+        is left; ``read``: how, if not by ``exact``. Raises Unavailable, which names what lacks.
         """
         layout = self._layout
         length = min(length, layout.object_length(column, size) - offset)
@@ -128,7 +135,7 @@ class Columns:
                 f"told: {len(usable)} of {needed} other columns are left"
             )
         held = {other: min(max(layout.object_length(other, size) - offset, 0), length) for other in usable}
-        attempts = [partial(self.exact, other, offset, held[other], size) for other in usable]
+        attempts = [partial(read or self.exact, other, offset, held[other], size) for other in usable]
         latencies = [self.server(other).latency for other in usable[:needed] if self.is_good(other)]
         answers = await some_of(attempts, needed, self._servers.hedging.delay_s(latencies, length))
         units = {usable[number]: unit for number, unit in answers.items()}
@@ -275,36 +282,30 @@ class Columns:
         """Run (column, function, args) in the workers of the columns' servers, all at once; what each returned, or its
         FsError, in order. ``abandonable``: it may be cancelled, for what the calls write to is nobody else's."""
         handed: list[Call] = []
-        answers: list[Any] = []
-        for column, function, args in calls:
+        places: list[int] = []
+        answers: list[Any] = [None] * len(calls)
+        for place, (column, function, args) in enumerate(calls):
             try:
                 server = self.server(column)
-            except Unavailable as error:
-                answers.append(error)
+                if abandonable and server.may_inline and not self._background:
+                    answers[place] = function(*args)  # reads of memory
+                    continue
+            except FsError as error:
+                answers[place] = error
                 continue
-            if abandonable and server.may_inline and not self._background:
-                answers.append(self._attempt(function, *args)[0])  # reads of memory
+            places.append(place)
+            if self._background:
+                handed.append((server.workers, files.at_priority, (self._background, function, *args)))
             else:
-                handed.append((server.workers, self._attempt, (function, *args)))
-                answers.append(None)
+                handed.append((server.workers, function, args))
         if handed:
             self.in_use(1)
-            if abandonable:
-                results = iter(await gather(handed, partial(self.in_use, -1)))
-            else:
-                try:
-                    results = iter(await gather(handed))
-                finally:
-                    self.in_use(-1)
-            answers = [next(results)[0] if answer is None else answer for answer in answers]
+            results = await outcomes(handed, partial(self.in_use, -1), abandonable)
+            for place, result in zip(places, results, strict=True):
+                if isinstance(result, BaseException) and not isinstance(result, FsError):
+                    raise result
+                answers[place] = result
         return answers
-
-    def _attempt(self, function: Callable[..., Any], *args: Any) -> tuple[Any]:
-        """Result or error; not bare, since ``gather`` would raise an error."""
-        try:
-            return (files.at_priority(self._background, function, *args) if self._background else function(*args),)
-        except FsError as error:
-            return (error,)
 
     def in_use(self, change: int) -> None:
         """As long as the sum of changes is more than 0, descriptors are kept."""

@@ -147,7 +147,8 @@ def put(server: DataServer, key: Key, fd: int, label: Label | None, column: int 
         value = (
             encode_copy(label, server.store) if label.layout is None else encode(label, server.store, column)
         )
-        files.set_label(fd, NAME, value)
+        with server.workers.patience.asking("label", key):
+            files.set_label(fd, NAME, value)
     except OSError as error:
         server.labels = False
         path = server.object_path(*key)
@@ -161,7 +162,8 @@ def put(server: DataServer, key: Key, fd: int, label: Label | None, column: int 
 def find(server: DataServer, fd: int) -> Label | None:
     """The label of an object; None if it has none that can be read. Blocks."""
     try:
-        value = files.get_label(fd, NAME)
+        with server.workers.patience.asking("label", server.path):
+            value = files.get_label(fd, NAME)
         return None if value is None else decode(value)[0]
     except (OSError, ValueError):
         return None

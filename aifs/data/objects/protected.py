@@ -9,11 +9,12 @@ import trio
 
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.tasks import run_all
-from aifs.data.objects.coding import code_of
-from aifs.data.objects.columns import Columns, Range
+from aifs.data.objects.coding import code_of, encode_rows
+from aifs.data.objects.columns import Columns, FetchAll, Range
+from aifs.data.objects.hedged import HEAD_START_S, Hedges
 from aifs.data.objects.object_label import Label
 from aifs.data.objects.races import some_of
-from aifs.data.objects.runs import Run, runs_of
+from aifs.data.objects.runs import Run, ranges_of, runs_of
 from aifs.data.objects.striped import StripedObjects
 from aifs.data.reading.buffers import scatter
 from aifs.data.reading.degraded_reads import DegradedReads
@@ -24,9 +25,6 @@ Ranges = Sequence[tuple[int, int]]
 """Start and end of each."""
 
 _NOTHING = memoryview(b"")
-
-_HEAD_START_S = 0.005
-"""What the columns that a hedged read waits for have before others are asked: those that do not hang need less."""
 
 
 class ProtectedObjects:
@@ -51,7 +49,8 @@ class ProtectedObjects:
         self._columns.on_short = self._short
         self._on_damage = on_damage
         self._lost = lost
-        self._rows = DegradedReads(servers, layout, self._key, self.read_into, self._columns.in_use)
+        self._rows = DegradedReads(servers, layout, self._key, self._read_row, self._columns.in_use)
+        self._hedges = Hedges(servers, layout, self._key, self._columns)
         self._healthy: tuple[tuple[int, ...], StripedObjects] | None = None  # columns, and what is made of them
         self._closed = False
         self._failed = 0
@@ -92,7 +91,7 @@ class ProtectedObjects:
         healthy = None if None in sources else self._made_of(tuple(sources))
         if healthy is None:
             buffer = self._servers.buffers.take(length)
-            if await self._read_degraded(runs_of(self._layout, offset, buffer), sources, size):
+            if await self._read_degraded(runs_of(self._layout, offset, buffer), sources, size, self._columns.fetch_all):
                 return buffer
             return await self._read_around(offset, length, size)
         if all(self._columns.server(sources[column]).may_inline for column in touched):
@@ -100,22 +99,34 @@ class ProtectedObjects:
         else:
             delay_s = self._delay_s([sources[column] for column in touched], length)
         with trio.move_on_after(delay_s):
-            try:
-                return await healthy.read(offset, length, size, True)
-            except Unavailable:
-                return await self._read_around(offset, length, size)
+            return await self._read_healthy(healthy, offset, length, size)
         self._servers.hedging.hedged()
+        if self._hedges.hedge(offset, length, size, sources, frozenset(self._lost_columns())):
+            return await self._read_healthy(healthy, offset, length, size)
         attempts = (
             partial(healthy.read, offset, length, size, True),
             partial(self._read_around, offset, length, size, hedged=True),
         )
         return next(iter((await some_of(attempts, 1, 0)).values()))
 
+    async def _read_healthy(self, healthy: StripedObjects, offset: int, length: int, size: int) -> memoryview:
+        try:
+            return await healthy.read(offset, length, size, True)
+        except Unavailable:
+            return await self._read_around(offset, length, size)
+
     async def read_into(self, offset: int, buffer: memoryview, size: int) -> None:
         """The same, into ``buffer``, past all caches of ours."""
+        await self._read_into(offset, buffer, size, self._columns.fetch_all)
+
+    async def _read_row(self, offset: int, buffer: memoryview, size: int) -> None:
+        """The same, but what the cache has of the columns is taken from there."""
+        await self._read_into(offset, buffer, size, self._hedges.fetch_all)
+
+    async def _read_into(self, offset: int, buffer: memoryview, size: int, fetch_all: FetchAll) -> None:
         touched = self._touched(offset, len(buffer))
         sources, runs = self._sources(touched), runs_of(self._layout, offset, buffer)
-        if not await self._read_degraded(runs, sources, size):
+        if not await self._read_degraded(runs, sources, size, fetch_all):
             await self._all(runs, size, hedged=None not in sources)
 
     async def backing(self, size: int) -> int | None:
@@ -163,7 +174,9 @@ class ProtectedObjects:
         latencies = [self._columns.server(column).latency for column in sources]
         return self._servers.hedging.delay_s(latencies, length)
 
-    async def _read_degraded(self, runs: Sequence[Run], sources: Sequence[int | None], size: int) -> bool:
+    async def _read_degraded(
+        self, runs: Sequence[Run], sources: Sequence[int | None], size: int, fetch_all: FetchAll
+    ) -> bool:
         """Fill the memory of ``runs``, with one request for each range of a column that is needed; those of data columns
         without a source are told by parity. Whether that has worked; else nothing counts. Does not wait for slow servers."""
         columns = self._columns
@@ -172,7 +185,7 @@ class ProtectedObjects:
         others = good[: self._layout.width] if self._layout.parity else []
         if len(others) < self._layout.width and any(sources[index] is None for index, _, _ in runs):
             return False
-        ranges = self._needed(runs, sources, others, size)
+        ranges = ranges_of(self._layout, runs, sources, others, size)
         touched = {column for column, _, _ in ranges}
         worker = min(touched, key=lambda c: (not columns.is_good(c), columns.server(c).workers.outstanding))
         if all(columns.server(column).may_inline for column in touched):
@@ -182,33 +195,13 @@ class ProtectedObjects:
             return done is True
         # Not into the memory itself: a server that hangs may write to what it was given at any time later.
         with trio.move_on_after(self._delay_s(touched, max(length for _, _, length in ranges))):
-            answers = await columns.fetch_all(ranges)
+            answers = await fetch_all(ranges)
             if any(isinstance(a, FsError) or len(a) < r[2] for r, a in zip(ranges, answers, strict=True)):
                 return False
             [done] = await columns.attempt([(worker, self._assemble, (runs, sources, others, ranges, answers))])
             return done is True
         self._servers.hedging.hedged()
         return False
-
-    def _needed(
-        self, runs: Sequence[Run], sources: Sequence[int | None], others: Sequence[int], size: int
-    ) -> list[Range]:
-        """What has to be read, without overlaps: of columns without a source, of the ``others`` that tell them."""
-        ends: dict[int, list[tuple[int, int]]] = {}
-        for index, offset, parts in runs:
-            end, source = offset + sum(map(len, parts)), sources[index]
-            for column in others if source is None else [source]:
-                last = min(end, self._layout.object_length(column, size)) if source is None else end
-                if offset < last:
-                    ends.setdefault(column, []).append((offset, last))
-        ranges: list[Range] = []
-        for column, spans in ends.items():
-            for start, end in sorted(spans):
-                if ranges and ranges[-1][0] == column and start <= sum(ranges[-1][1:]):
-                    ranges[-1] = column, ranges[-1][1], max(end - ranges[-1][1], ranges[-1][2])
-                else:
-                    ranges.append((column, start, end - start))
-        return ranges
 
     def _read_and_assemble(
         self, runs: Sequence[Run], sources: Sequence[int | None], others: Sequence[int], ranges: Sequence[Range],
@@ -270,7 +263,7 @@ class ProtectedObjects:
             attempts.insert(1 if copies and self._columns.is_good(copies[0]) else 0, others)
         if not attempts:
             raise Unavailable(f"inode {self._key[0]}, object {self._key[1]}: all copies of column {index} are lost")
-        delay_s = _HEAD_START_S if hedged else self._delay_s(filter(self._columns.is_good, copies[:1]), length)
+        delay_s = HEAD_START_S if hedged else self._delay_s(filter(self._columns.is_good, copies[:1]), length)
         [(winner, data)] = (await some_of(attempts, 1, delay_s)).items()
         if hedged and winner and copies and not self._lost >> copies[0] & 1:
             self._columns.server(copies[0]).latency.was_late()
@@ -303,10 +296,14 @@ class ProtectedObjects:
         if not self._layout.parity:
             await self._run(calls)
             return
-        spans = self._parity_of(offset, memory, ranges)
-        working = (c for c, server in enumerate(self._layout.servers) if self._servers.find(server) is not None)
-        calls.append((next(c for c in working if not self._failed >> c & 1), self._encode, (spans,)))
-        await self._run(calls)
+        working = [c for c, server in enumerate(self._layout.servers) if self._servers.find(server) is not None]
+        while True:
+            spans = self._parity_of(offset, memory, ranges)
+            column = next(c for c in working if not self._failed >> c & 1)
+            await self._run([*calls, (column, encode_rows, (self._layout, spans))])
+            if not self._failed >> column & 1:
+                break
+            calls = []  # nobody has encoded it, or nobody knows that
         await self._run(
             [
                 (column, self._columns.write_now, (column, object_offset, [parity[number]]))
@@ -336,15 +333,6 @@ class ProtectedObjects:
             )
             for first, last in spans
         ]
-
-    def _encode(self, spans: Sequence[tuple[int, memoryview, list[memoryview]]]) -> None:
-        row, unit = self._layout.row, self._layout.unit
-        code = code_of(self._layout.width, self._layout.parity)
-        for _, memory, parity in spans:
-            for number, start in enumerate(range(0, len(memory), row)):
-                units = [memory[at : at + unit] for at in range(start, start + row, unit)]
-                at = number * unit
-                code.encode(units, [target[at : at + len(units[0])] for target in parity])
 
     async def settle(self, size: int) -> None:
         """Objects exist on return as a file of ``size`` bytes calls for, except those of columns that fail. Raises what failed
@@ -396,4 +384,3 @@ class ProtectedObjects:
         self._rows.forget()
         if self._healthy is not None:
             self._healthy[1].close()
-

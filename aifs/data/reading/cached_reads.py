@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 
+from aifs.data.reading.blocks import BLOCK, Block, ObjectSource, object_name
 from aifs.data.reading.patterns import Pattern
-from aifs.data.reading.read_cache import BLOCK, Block, ObjectSource, ReadCache, object_name
+from aifs.data.reading.read_cache import ReadCache
 from aifs.data.server import DataServer, Key
 from aifs.layout.striped import Striped
 

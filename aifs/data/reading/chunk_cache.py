@@ -2,11 +2,15 @@
 
 Files that share a chunk are different files to the kernel: its page cache helps the readers of each one only. So whoever
 reads a part of such a chunk has the whole of it fetched, unpacked and compared, once for all who ask meanwhile, and it stays
-for those who come later. Chunks are kept up to a quarter of the budget, the least recently read go first; where there is no
-memory for one, those get it who wait for it already.
+for those who come later; where there is no memory for one, those get it who wait for it already.
+
+Chunks go in the order in which they were fetched: that one was read again says that a reader has passed it, not that more
+will come, and so none is fetched twice for readers who are no further apart than what is kept. That is a quarter of the
+budget; a half, once somebody reads what is half way out, until as much as the whole budget has been fetched without that.
 """
 
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import trio
 
@@ -15,6 +19,7 @@ from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.layout.interleaved import Location
 
 _SHARE = 4
+_FOLLOWED_SHARE = 2
 _SMALLEST = 64 << 10  # buffers come in sizes 4 times larger than the one before
 
 Key = tuple[int, int]
@@ -32,24 +37,34 @@ class _Load:
         self.data: memoryview | None = None
 
 
+class _Chunk(NamedTuple):
+    """``fetched``: bytes that had been fetched when it was kept."""
+
+    data: memoryview
+    fetched: int
+
+
 class ChunkCache:
     """Used from one trio thread."""
 
     def __init__(self, budget: Budget) -> None:
         self._buffers = BudgetedBuffers(budget)
-        self._limit = budget.total // _SHARE
-        self._chunks: dict[Key, memoryview] = {}  # read last at the end
+        self._total = budget.total
+        self._chunks: dict[Key, _Chunk] = {}  # fetched last at the end
         self._bytes = 0
+        self._fetched = 0  # as they count in the budget
+        self._followed_at = -budget.total  # what had been fetched when somebody last read what was half way out
         self._loads: dict[Key, _Load] = {}
         budget.add_cache(self._give_back)
 
     def find(self, place: Location) -> memoryview | None:
         """The file's bytes of a chunk, read-only, if they are here. Does not block."""
-        key = place.container, place.offset
-        data = self._chunks.pop(key, None)
-        if data is not None:
-            self._chunks[key] = data
-        return data
+        chunk = self._chunks.get((place.container, place.offset))
+        if chunk is None:
+            return None
+        if self._fetched - chunk.fetched > self._total // _SHARE // 2:
+            self._followed_at = self._fetched
+        return chunk.data
 
     async def get(self, place: Location, load: Load) -> memoryview:
         """The file's bytes of a chunk, read-only: those that are here, or that others fetch, or what ``load`` fetches.
@@ -87,9 +102,13 @@ class ChunkCache:
         return own.data
 
     def _keep(self, key: Key, data: memoryview) -> None:
-        self._chunks[key] = data
-        self._bytes += _size(len(data))
-        while self._bytes > self._limit and len(self._chunks) > 1:
+        size = _size(len(data))
+        self._fetched += size
+        self._bytes += size
+        self._chunks[key] = _Chunk(data, self._fetched)
+        is_followed = self._fetched - self._followed_at < self._total
+        limit = self._total // (_FOLLOWED_SHARE if is_followed else _SHARE)
+        while self._bytes > limit and len(self._chunks) > 1:
             self._drop(next(iter(self._chunks)))
 
     def forget(self, container: int) -> None:
@@ -100,7 +119,7 @@ class ChunkCache:
             del self._loads[key]  # those who wait get what is on its way, and nobody who comes later
 
     def _drop(self, key: Key) -> None:
-        self._bytes -= _size(len(self._chunks.pop(key)))
+        self._bytes -= _size(len(self._chunks.pop(key).data))
 
     def _give_back(self, size: int) -> None:
         before = self._bytes

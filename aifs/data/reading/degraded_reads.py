@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable, Hashable
 
 import trio
 
+from aifs.data.reading.blocks import BLOCK_MAX
 from aifs.data.reading.cached_reads import WHOLE_BLOCKS_FROM
 from aifs.data.reading.patterns import Pattern
-from aifs.data.reading.read_cache import BLOCK_MAX
+from aifs.data.reading.read_cache import ReadCache
 from aifs.data.server import Key
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
@@ -22,6 +23,13 @@ Fill = Callable[[int, memoryview, int], Awaitable[None]]
 def rows_name(key: Key) -> Hashable:
     """What rows of an object set are invalidated by in the read cache."""
     return ("rows", *key)
+
+
+def forget_columns(cache: ReadCache, layout: Striped, key: Key) -> None:
+    """A column of an object set was wrong, and is not any more: so may be what it has told others by, rows and blocks."""
+    cache.invalidate(rows_name(key))
+    for number in layout.servers:
+        cache.invalidate((number, *key))
 
 
 class DegradedReads:
@@ -41,19 +49,20 @@ class DegradedReads:
         self._size = 0
 
     async def read(self, offset: int, length: int, size: int) -> memoryview | None:
-        """Bytes of a file of ``size`` bytes; None if the read is none of a stream: then rows are not worth it.
+        """Bytes of a file of ``size`` bytes; None if the read is none of a stream, and others have not had the rows put together:
+        then rows are not worth it.
 
         Raises Unavailable.
         """
         cache, pattern = self._servers.cache, self._pattern
         ahead = pattern.observe(offset, length, cache.window_max)
-        if pattern.random or not (pattern.following or length >= WHOLE_BLOCKS_FROM):
+        numbers = range(offset // self.block, (offset + length - 1) // self.block + 1)
+        missing = [n for n in numbers if cache.find(self, n, min(self.block, offset + length - n * self.block)) is None]
+        if missing and (pattern.random or not (pattern.following or length >= WHOLE_BLOCKS_FROM)):
             return None
         self._size = size
-        for number in range(offset // self.block, (offset + length - 1) // self.block + 1):
-            needed = min(self.block, offset + length - number * self.block)
-            if cache.find(self, number, needed) is None:
-                cache.start(self, number, size)
+        for number in missing:
+            cache.start(self, number, size)
         self._read_ahead(ahead)
         return await cache.fetch(self, offset, length, size)
 

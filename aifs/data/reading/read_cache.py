@@ -11,122 +11,31 @@ A read never waits for memory that others hold, who may in turn be waiting for w
 budget is the cache's own, and what is fetched into that is handed to its readers and not kept.
 
 Loaded blocks are in one of two queues: those that were fetched ahead and that nobody has read yet, oldest first, and
-the others, least recently used first. Memory is taken from the latter as long as there are any.
+the others, in the order in which they were first read. Memory is taken from the latter as long as there are any. That a
+block was read again does not count: a reader has passed it, which says nothing of more to come.
 
 What has been read is kept for those who follow the first reader and do not get it from a page cache: readers of other
 files that share its chunks, and those who read past the page cache. Little is kept while nobody follows: an eighth of the
-budget. Where a block is read that this would not have kept, up to half of the budget is, until as much as the whole budget
-has been fetched without that happening again. So readers of the same bytes that are no further apart have them fetched once.
+budget. Where a block is read that is half way out, up to half of the budget is, until as much as the whole budget has been
+fetched without that happening again. So readers of the same bytes that are no further apart have them fetched once.
+
+A block that its server takes long for may be asked of another source, too (*hedged*): once, for all who wait for it.
 """
 
-from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from collections.abc import Hashable
+from typing import Any
 
 import trio
 
 from aifs.core.budget import Budget
+from aifs.data.reading.blocks import BLOCK_MAX, Block, Source
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.reading.patterns import WINDOW_MAX
-from aifs.data.server import DataServer, Key
 
-BLOCK = 1 << 20
-BLOCK_MAX = 4 << 20
 _FLOOR = 16 << 20
 _USED_SHARE = 8
 _FOLLOWED_SHARE = 2
 _SMALLEST = 64 << 10  # buffers come in sizes 4 times larger than the one before
-
-
-class Source(Protocol):
-    """An object, as the cache knows it."""
-
-    name: Hashable
-    """What it is invalidated by: the same for all sources of an object."""
-    block: int
-    """Bytes that are fetched by one request, at most BLOCK_MAX: the same for all sources of an object."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether reading ahead would be in the way of others."""
-
-    def start(self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int) -> None:
-        """Begin to fill ``buffer``; ``tell``, on the trio thread, how many bytes there were, or the error."""
-
-
-def object_name(server: DataServer, key: Key) -> Hashable:
-    """The name of an object of a data server in the cache."""
-    return (server.id, *key)
-
-
-class ObjectSource:
-    """An object of a data server. ``read`` runs in the server's workers: (buffer, offset) to bytes read.
-
-    ``in_use`` is told +1 when a read is handed to them and -1 when it has ended, on the trio thread.
-    """
-
-    __slots__ = ("_in_use", "_read", "_workers", "block", "name")
-
-    def __init__(
-        self, server: DataServer, key: Key, read: Callable[[memoryview, int], int], block: int = BLOCK,
-        in_use: Callable[[int], None] = lambda change: None,
-    ) -> None:  # fmt: skip
-        self.name = object_name(server, key)
-        self.block = block
-        self._workers = server.workers
-        self._read = read
-        self._in_use = in_use
-
-    @property
-    def busy(self) -> bool:
-        return self._workers.busy
-
-    def start(self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int) -> None:
-        def ended(result: int | BaseException) -> None:
-            self._in_use(-1)
-            tell(result)
-
-        self._in_use(1)
-        self._workers.start(ended, self._read, buffer, offset)
-
-
-class Block:
-    """A piece of an object. Whoever keeps it keeps its memory."""
-
-    __slots__ = ("_ready", "age", "ahead", "error", "index", "kept", "name", "read_at", "size", "view")
-
-    def __init__(self, name: Hashable, index: int, size: int, kept: bool, ahead: bool, age: int) -> None:
-        self.name = name
-        self.index = index
-        self.size = size
-        self.kept = kept
-        self.ahead = ahead
-        self.age = age  # what had been fetched when its load began
-        self.read_at = age  # and when it was first read
-        self.view: memoryview | None = None
-        self.error: BaseException | None = None
-        self._ready: trio.Event | None = None
-
-    @property
-    def loading(self) -> bool:
-        return self.view is None and self.error is None
-
-    def loaded(self, view: memoryview | None, error: BaseException | None) -> None:
-        self.view, self.error = view, error
-        if self._ready is not None:
-            self._ready.set()
-
-    async def bytes(self) -> memoryview:
-        """What the object has of this block, read-only: shorter than a block where it ends. Raises the load's error.
-
-        Does not suspend if the block is loaded.
-        """
-        if self.loading:
-            if self._ready is None:
-                self._ready = trio.Event()
-            await self._ready.wait()
-        if self.error is not None:
-            raise self.error.with_traceback(None)
-        return self.view
 
 
 class ReadCache:
@@ -149,7 +58,7 @@ class ReadCache:
         self._gone: dict[tuple[Hashable, int], int] = {}  # what was dropped because enough was kept, oldest first: age
         self._followed_at = -budget.total  # what had been fetched when somebody last read what others had read long before
         self._ahead_bytes = 0  # with those that are loading
-        self._hits = self._misses = self._joined = 0
+        self._hits = self._misses = self._joined = self._hedged_bytes = 0
         self._fetched = self._fetched_ahead = self._ahead_used = self._ahead_unused = 0
         budget.add_cache(self._give_back)
 
@@ -179,11 +88,13 @@ class ReadCache:
             self._joined += 1
         else:
             self._hits += 1
-            if self._fetched - block.read_at > self._budget.total // _USED_SHARE:
+            if self._fetched - block.read_at > self._budget.total // _USED_SHARE // 2:
                 self._followed_at = self._fetched
-            self._used.pop(block)
-            self._used[block] = None
         return block
+
+    def peek(self, source: Source, index: int) -> Block | None:
+        """Block ``index`` if it is loading or loaded; nobody reads it now."""
+        return self._objects.get(source.name, {}).get(index)
 
     def start(self, source: Source, index: int, end: int) -> Block | None:
         """Begin to load block ``index`` of an object of ``end`` bytes, which ``find`` has not found.
@@ -204,6 +115,22 @@ class ReadCache:
         if memory is None:
             return False
         self._load(source, index, memory, ahead=True)
+        return True
+
+    def hedge(self, block: Block, source: Source) -> bool:
+        """Have a block that is loading loaded from another source, too: what is there first counts.
+
+        An error of the other source does not count, one of its own does at once: so others may wait for the block to tell theirs,
+        in a circle, and no circle outlasts what is asked of the servers themselves.
+        False: there is no memory. For a block that has been hedged already nothing is done.
+        """
+        if block.loading and not block.hedged:
+            memory = self._memory(block.size)
+            if memory is None:
+                return False
+            block.hedged = True
+            self._hedged_bytes += block.size
+            self._request(block, source, memory)
         return True
 
     async def fetch(self, source: Source, offset: int, length: int, end: int) -> memoryview:
@@ -257,7 +184,6 @@ class ReadCache:
     def _load(self, source: Source, index: int, memory: memoryview, kept: bool = True, ahead: bool = False) -> Block:
         block = Block(source.name, index, len(memory), kept, ahead, self._fetched)
         self._objects.setdefault(block.name, {})[index] = block
-        self._loads += 1
         if (block.name, index) in self._gone:
             del self._gone[block.name, index]
             self._followed_at = self._fetched
@@ -266,30 +192,40 @@ class ReadCache:
             self._fetched_ahead += block.size
         else:
             self._misses += 1
+        self._request(block, source, memory)
+        return block
+
+    def _request(self, block: Block, source: Source, memory: memoryview) -> None:
+        is_own = not block.hedged
 
         def ended(result: int | BaseException) -> None:
             nonlocal memory
-            self._ended(block, memory, result)
+            self._ended(block, memory, result, is_own)
             memory = None  # the block's own view is what counts
 
-        source.start(ended, memory, index * source.block)
-        return block
+        self._loads += 1
+        source.start(ended, memory, block.index * source.block)
 
-    def _ended(self, block: Block, memory: memoryview, result: int | BaseException) -> None:
+    def _ended(self, block: Block, memory: memoryview, result: int | BaseException, is_own: bool) -> None:
         self._loads -= 1
+        block.answered = block.answered or is_own
         failed = isinstance(result, BaseException)
         if not failed:
             self._fetched += result
-        if self._is_current(block):
-            if failed or not block.kept or self._budget.short:
-                self._drop(block)
-            elif block.ahead:
-                self._ahead[block] = None
-            else:
-                self._keep(block)
-        block.loaded(None if failed else memory[:result].toreadonly(), result if failed else None)
+        if block.loading and (is_own or not failed):
+            if self._is_current(block):
+                self._take_in(block, failed)
+            block.loaded(None if failed else memory[:result].toreadonly(), result if failed else None)
         if not self._loads and self._idle is not None:
             self._idle.set()
+
+    def _take_in(self, block: Block, failed: bool) -> None:
+        if failed or not block.kept or self._budget.short:
+            self._drop(block)
+        elif block.ahead:
+            self._ahead[block] = None
+        else:
+            self._keep(block)
 
     async def settle(self) -> None:
         """Wait until no load is under way."""
@@ -376,12 +312,14 @@ class ReadCache:
     # --- status ---
 
     def status(self) -> dict[str, Any]:
-        """Counters since the mount. ``joined``: reads that waited for a load that was under way already."""
+        """Counters since the mount. ``joined``: reads that waited for a load that was under way already;
+        ``hedged_bytes``: of blocks that were asked of another source, too."""
         return {
             "hits": self._hits,
             "misses": self._misses,
             "joined": self._joined,
             "fetched_bytes": self._fetched,
+            "hedged_bytes": self._hedged_bytes,
             "read_ahead_bytes": self._fetched_ahead,
             "read_ahead_used_bytes": self._ahead_used,
             "read_ahead_unused_bytes": self._ahead_unused,

@@ -1,0 +1,147 @@
+"""Blocks of a protected file that a server takes long for, told by other columns: once for all who wait for them.
+
+What is read for that goes through the read cache, too: the other data columns of a coded file are there, or will be asked for
+next. So a hedge costs the parity of a block, and not what tells it.
+"""
+
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from functools import partial
+
+import trio
+
+from aifs.core.errors import FsError
+from aifs.data.objects.columns import Columns, Range
+from aifs.data.reading.blocks import BLOCK, Block, ObjectSource
+from aifs.data.reading.cached_reads import collect
+from aifs.data.server import Key
+from aifs.data.servers import Servers
+from aifs.layout.striped import Striped
+
+HEAD_START_S = 0.005
+"""What the columns that a hedged read waits for have before others are asked: those that do not hang need less."""
+
+_GRACE_S = 0.05
+"""What a server at most has to answer after all: one that is new, or has been slow before, is not known to be late otherwise."""
+
+Fill = Callable[[memoryview, int], Awaitable[int]]
+
+
+class Hedges:
+    """Of one file, whose bytes nobody changes."""
+
+    def __init__(self, servers: Servers, layout: Striped, key: Key, columns: Columns) -> None:
+        self._cache = servers.cache
+        self._servers = servers
+        self._layout = layout
+        self._key = key
+        self._columns = columns
+
+    def hedge(self, offset: int, length: int, size: int, sources: list[int], lost: frozenset[int]) -> bool:
+        """A range of a file of ``size`` bytes is late, whose data columns are read from the columns ``sources``: have its blocks
+        that are still loading told without these, and without those of ``lost``.
+
+        False: the range is not read by blocks, or there is no memory.
+        """
+        blocks: dict[Block, int] = {}
+        for index, start, _, count in self._layout.extents(offset, length):
+            column = sources[index]
+            for number in range(start // BLOCK, -(-(start + count) // BLOCK)):
+                block = self._cache.peek(self._source(column), number)
+                if block is None:
+                    return False
+                blocks[block] = column
+        return all(
+            self._cache.hedge(block, self._told(block, column, size, lost)) for block, column in blocks.items()
+        )
+
+    def _told(self, block: Block, column: int, size: int, lost: frozenset[int]) -> "_Told":
+        tell, judge = partial(self._tell, block, column, size, lost), partial(self._judge, block, column)
+        return _Told(block.name, tell, judge, self._columns.in_use)
+
+    async def fetch_all(self, ranges: Sequence[Range]) -> list[memoryview | FsError]:
+        """As Columns.fetch_all; what is loaded or loading is not fetched again."""
+        held = [self._find(*place) for place in ranges]
+        fetched = iter(await self._columns.fetch_all([r for r, blocks in zip(ranges, held, strict=True) if not blocks]))
+        answers: list[memoryview | FsError] = []
+        for (_, offset, length), blocks in zip(ranges, held, strict=True):
+            try:
+                answers.append(await collect(blocks, offset, length) if blocks else next(fetched))
+            except FsError as error:
+                answers.append(error)
+        return answers
+
+    def _find(self, column: int, offset: int, length: int) -> list[Block]:
+        """The blocks that hold a range of a column; none if one of them lacks."""
+        source, end = self._source(column), offset + length
+        numbers = range(offset // BLOCK, -(-end // BLOCK))
+        blocks = [self._cache.find(source, number, min(BLOCK, end - number * BLOCK)) for number in numbers]
+        return blocks if None not in blocks else []
+
+    def _source(self, column: int) -> ObjectSource:
+        read = partial(self._columns.read_now, column)
+        return ObjectSource(self._columns.server(column), self._key, read, in_use=self._columns.in_use)
+
+    async def _tell(self, block: Block, column: int, size: int, lost: frozenset[int], buffer: memoryview, offset: int) -> int:
+        await trio.sleep(HEAD_START_S)
+        if not block.loading:
+            return 0
+        data = await self._columns.reconstruct(column, offset, len(buffer), size, lost, self._read)
+        buffer[: len(data)] = data
+        return len(data)
+
+    async def _judge(self, block: Block, column: int, taken_s: float) -> None:
+        """The block has been told in so long. Where all servers have much to do, its own one answers in as long again, or what is
+        usual for it; else it is late."""
+        latency = self._columns.server(column).latency
+        await trio.sleep(max(taken_s, min(self._servers.hedging.usual_s([latency], block.size), _GRACE_S)))
+        if not block.answered:
+            latency.was_late()
+
+    async def _read(self, column: int, offset: int, length: int, size: int) -> memoryview:
+        """As Columns.exact, of bytes in one block."""
+        if not length:
+            return memoryview(b"")
+        source, end = self._source(column), self._layout.object_length(column, size)
+        number = offset // BLOCK
+        needed = offset + length - number * BLOCK
+        block = self._cache.find(source, number, needed) or self._cache.start(source, number, end)
+        if block is None:  # there is no memory for it
+            return await self._columns.exact(column, offset, length, size)
+        data = await collect([block], offset, length)
+        self._columns.require(column, offset, len(data), length, size)
+        return data
+
+
+class _Told:
+    """As a source of the read cache. ``fill``: memory with what is at an offset; how many bytes there were. ``judge``: what came
+    of it, and the seconds that it took."""
+
+    block = BLOCK
+    busy = False
+
+    def __init__(
+        self, name: Hashable, fill: Fill, judge: Callable[[float], Awaitable[None]], in_use: Callable[[int], None]
+    ) -> None:
+        self.name = name
+        self._fill = fill
+        self._judge = judge
+        self._in_use = in_use
+
+    def start(self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int) -> None:
+        """See blocks.Source."""
+        self._in_use(1)
+        trio.lowlevel.spawn_system_task(self._load, tell, buffer, offset)
+
+    async def _load(self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int) -> None:
+        begin_s = trio.current_time()
+        try:
+            count = await self._fill(buffer, offset)
+        except Exception as error:  # noqa: BLE001 (raised again where the bytes are waited for)
+            tell(error)
+            return
+        finally:
+            self._in_use(-1)
+        del buffer
+        tell(count)
+        del tell
+        await self._judge(trio.current_time() - begin_s)

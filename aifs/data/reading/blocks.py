@@ -1,0 +1,105 @@
+"""A piece of an object as the read cache holds it, and where such pieces come from."""
+
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+import trio
+
+from aifs.data.server import DataServer, Key
+
+BLOCK = 1 << 20
+BLOCK_MAX = 4 << 20
+
+
+class Source(Protocol):
+    """An object, as the cache knows it."""
+
+    name: Hashable
+    """What it is invalidated by: the same for all sources of an object."""
+    block: int
+    """Bytes that are fetched by one request, at most BLOCK_MAX: the same for all sources of an object."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether reading ahead would be in the way of others."""
+
+    def start(self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int) -> None:
+        """Begin to fill ``buffer``; ``tell``, on the trio thread, how many bytes there were, or the error."""
+
+
+def object_name(server: DataServer, key: Key) -> Hashable:
+    """The name of an object of a data server in the cache."""
+    return (server.id, *key)
+
+
+class ObjectSource:
+    """An object of a data server. ``read`` runs in the server's workers: (buffer, offset) to bytes read.
+
+    ``in_use`` is told +1 when a read is handed to them and -1 when it has ended, on the trio thread.
+    """
+
+    __slots__ = ("_in_use", "_read", "_workers", "block", "name")
+
+    def __init__(
+        self, server: DataServer, key: Key, read: Callable[[memoryview, int], int], block: int = BLOCK,
+        in_use: Callable[[int], None] = lambda change: None,
+    ) -> None:  # fmt: skip
+        self.name = object_name(server, key)
+        self.block = block
+        self._workers = server.workers
+        self._read = read
+        self._in_use = in_use
+
+    @property
+    def busy(self) -> bool:
+        return self._workers.busy
+
+    def start(self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int) -> None:
+        def ended(result: int | BaseException) -> None:
+            self._in_use(-1)
+            tell(result)
+
+        self._in_use(1)
+        self._workers.start(ended, self._read, buffer, offset)
+
+
+class Block:
+    """A piece of an object. Whoever keeps it keeps its memory."""
+
+    __slots__ = ("_ready", "age", "ahead", "answered", "error", "hedged", "index", "kept", "name", "read_at", "size", "view")
+
+    def __init__(self, name: Hashable, index: int, size: int, kept: bool, ahead: bool, age: int) -> None:
+        self.name = name
+        self.index = index
+        self.size = size
+        self.kept = kept
+        self.ahead = ahead
+        self.age = age  # what had been fetched when its load began
+        self.read_at = age  # and when it was first read
+        self.answered = False  # by its own source
+        self.hedged = False  # whether another source has been asked, too
+        self.view: memoryview | None = None
+        self.error: BaseException | None = None
+        self._ready: trio.Event | None = None
+
+    @property
+    def loading(self) -> bool:
+        return self.view is None and self.error is None
+
+    def loaded(self, view: memoryview | None, error: BaseException | None) -> None:
+        self.view, self.error = view, error
+        if self._ready is not None:
+            self._ready.set()
+
+    async def bytes(self) -> memoryview:
+        """What the object has of this block, read-only: shorter than a block where it ends. Raises the load's error.
+
+        Does not suspend if the block is loaded.
+        """
+        if self.loading:
+            if self._ready is None:
+                self._ready = trio.Event()
+            await self._ready.wait()
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        return self.view
