@@ -34,10 +34,17 @@ class InvalidGroup(GroupError, ValueError):
     commit."""
 
 
+REFUSED_AFTER_S = 10.0
+"""How long a rank that meets what another run has left waits for others of its own, who may see to it, before it is
+refused."""
+
+
 @dataclass(frozen=True)
 class Options:
     """One rank's view of a group. ``directory``: absolute; ``chunk``: bytes that are deduplicated at a time;
-    ``publish``: the name that the directory gets, beside itself, when all ranks have committed, or ''."""
+    ``publish``: the name that the directory gets, beside itself, when all ranks have committed, or '';
+    ``job``: what tells the ranks of a job from those of another one, or ''; ``is_said``: the ranks have said so, and the
+    same in no other run, where else it is what the environment knows."""
 
     name: str
     rank: int
@@ -48,6 +55,9 @@ class Options:
     grace_s: float
     publish: str
     reuse: bool
+    same_size: bool
+    job: str
+    is_said: bool
 
     def __str__(self) -> str:
         return f"{self.directory}: group {self.name}"
@@ -61,8 +71,10 @@ class Coordinator(Protocol):
     identity: str
     """The same in all ranks of this attempt, '' while it is not known."""
 
-    def commit(self) -> None:
-        """This rank has written all its files, and they are durable. Raises GroupError, OSError."""
+    def commit(self, file: str, size: int) -> None:
+        """This rank has written all its files, and they are durable. ``file``: path of one of them, and its size, if all
+        must have one; else ''. Raises GroupError, OSError; InvalidGroup, after which the group fails for all, if the
+        size is not that of the first rank that has committed."""
 
     def fail(self, reason: str) -> None:
         """This rank gives up, and so the group fails. Nothing, if it has an outcome already."""

@@ -14,12 +14,15 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from aifs.client import attributes
 from aifs.client.contents import Content, content_of
 from aifs.client.coordination import Coordinator, GroupError, InvalidGroup, Options
 from aifs.client.futures import Future
+from aifs.client.jobs import NAME as JOB_NAME
+from aifs.client.jobs import job_of_environment
 from aifs.client.loaded import Loaded
 from aifs.client.mounted_group import MountedGroup
 from aifs.client.plain_group import PlainGroup
@@ -42,7 +45,8 @@ class Group:
     all ranks have committed. ``grace_s``: how long a rank that died may stay away. ``publish``: the name that
     the directory gets, beside itself, when all have committed. ``reuse``: compare by samples what was equal
     in the group of this name before. ``files_per_rank``: the rank commits with its last file; None: by
-    ``commit()``.
+    ``commit()``. ``same_size``: all files must have the size of those of the first rank that commits. ``job``: a
+    name that all ranks of this job give, and no other run of it; None: what the launcher says.
 
     As a context manager it waits at its end until all is durable, or cancels the group if the block raises.
     Raises InvalidGroup, FileExistsError if ``publish`` is taken, OSError; ``durable`` raises GroupError and
@@ -52,12 +56,13 @@ class Group:
     def __init__(
         self, name: str, rank: int, world: int, *, directory: PathLike, dedup: str | int = "4MiB",
         timeout_s: float = 600.0, grace_s: float = 0.0, publish: str | None = None, reuse: bool = False,
-        files_per_rank: int | None = 1, _identity: str | None = None,
+        files_per_rank: int | None = 1, same_size: bool = False, job: str | None = None,
     ) -> None:  # fmt: skip
         path = plain(directory)
         self._options = Options(
-            name, rank, world, path, _chunk(dedup), timeout_s, grace_s, publish or "", reuse
-        )
+            name, rank, world, path, _chunk(dedup), timeout_s, grace_s, publish or "", reuse, same_size,
+            job or "", bool(job),
+        )  # fmt: skip
         _check(self._options, files_per_rank)
         self._target = os.path.join(os.path.dirname(path), publish) if publish else path
         if publish:
@@ -67,8 +72,11 @@ class Group:
         self._files_left = files_per_rank
         self._has_committed = self._is_closed = False
         self._changing, self._ending = threading.Lock(), threading.Lock()
-        coordinator = MountedGroup if attributes.is_aifs(path) else PlainGroup
-        self._coordinator: Coordinator = coordinator(self._options, _identity)
+        is_mount = attributes.is_aifs(path)
+        if job is None:
+            self._options = replace(self._options, job=job_of_environment(on_a_host=is_mount))
+        self._coordinator: Coordinator = (MountedGroup if is_mount else PlainGroup)(self._options)
+        self._sizes: dict[str, int] = {}  # path in the directory -> bytes of what has been put there
         self._puts: dict[str, Future[None]] = {}  # path in the directory -> the last put of it
         self._pool = ThreadPoolExecutor(1, "aifs-group")
         self.durable: Future[None] = Future()
@@ -82,18 +90,18 @@ class Group:
         import torch.distributed as dist
 
         rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
-        group, problem, told = None, "", [""]
+        group, problem, told = None, "", [os.urandom(8).hex()]
 
         def join() -> None:
             nonlocal group, problem
             try:
-                group = cls(name, rank, world, **options, _identity=told[0])
+                group = cls(name, rank, world, **options, job=told[0])
             except Exception as error:
                 problem = " ".join(f"{type(error).__name__}: {error}".split())
 
         if rank == 0:
             join()
-            told = [group.identity if group is not None else ""]
+            told = told if group is not None else [""]
         leader = 0 if process_group is None else dist.get_global_rank(process_group, 0)
         dist.broadcast_object_list(told, leader, process_group)
         if rank != 0 and told[0]:
@@ -148,7 +156,8 @@ class Group:
             if self._files_left is not None:
                 self._files_left -= 1
             self._has_committed = is_last = self._files_left == 0
-            self._puts[os.path.relpath(target, self.directory)] = saved.buffered
+            name = os.path.relpath(target, self.directory)
+            self._puts[name], self._sizes[name] = saved.buffered, content.size
             self._pool.submit(self._run, saved.buffered, content, target, is_last)
         return saved
 
@@ -197,12 +206,29 @@ class Group:
             return
         try:
             if is_last:
-                self._coordinator.commit()
+                self._coordinator.commit(*self._named_file())
         except BaseException as error:
             self._end(error)
             buffered.set_exception(error)
         else:
             buffered.set_result(None)
+
+    def _named_file(self) -> tuple[str, int]:
+        """One of this rank's files, and its size, if all must have one. Raises InvalidGroup, for all, if its own have not."""
+        if not self._options.same_size:
+            return "", 0
+        first, *rest = self._sizes.items() or [("", 0)]
+        problem = "" if first[0] else "has put no file, and all must have one size"
+        for name, size in rest:
+            if size != first[1]:
+                problem = f"{name} has {size} bytes, not the {first[1]} of {first[0]}"
+        if problem:
+            rank = self._options.rank
+            error = InvalidGroup(f"{self._options}: rank {rank}: {problem}", rank)
+            self._end(error)
+            self._coordinator.fail(problem)
+            raise error
+        return first
 
     def _watch(self) -> None:
         """When it ends well, nothing of the group is left before anybody hears of it; else all hear of it
@@ -284,6 +310,8 @@ def _check(options: Options, files_per_rank: int | None) -> None:
         raise InvalidGroup(
             f"{options.name!r}: a group's name has 1 to 63 letters, digits and characters of _.:@+-"
         )
+    if not JOB_NAME.fullmatch(options.job):
+        raise InvalidGroup(f"{options}: job={options.job!r}: has up to 63 printable ASCII characters, and no comma")
     if not 0 <= options.rank < options.world:
         raise InvalidGroup(
             f"{options}: rank {options.rank} of {options.world}: ranks are 0 to {options.world - 1}"

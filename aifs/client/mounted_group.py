@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from aifs.client import attributes
+from aifs.client import attributes, coordination
 from aifs.client.coordination import GroupError, GroupExpired, InvalidGroup, Options, RankDied, name_missing
 from aifs.core import files, ioctl
 
-_REASON_MAX = 127  # bytes
+_REASON_MAX, _FILE_MAX = 127, 256  # bytes
 _SLICE_S = 0.5  # of waiting: a process that ends waits until its calls have been answered
 _DELAY_MIN_S, _DELAY_MAX_S = 0.001, 0.1
 _NO_IOCTL = (errno.ENOTTY, errno.ENOSYS)
 _GONE = (errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV, errno.ENXIO)
+_YES_NO = ("no", "yes")
 _OPEN, _DURABLE = ioctl.GROUP_STATES[0], ioctl.GROUP_STATES[3]
 
 
@@ -30,21 +31,22 @@ os.register_at_fork(after_in_child=_joined.clear)
 
 
 class MountedGroup:
-    """A ``Coordinator``. ``expected``: the identity of the group that this rank belongs to, None for the
-    directory's present one, '' for one in which no rank can have committed yet."""
+    """A ``Coordinator``."""
 
-    def __init__(self, options: Options, expected: str | None = None) -> None:
+    def __init__(self, options: Options) -> None:
         self._options = options
-        self._begins = expected == ""
         self._end = time.monotonic() + options.timeout_s
+        self._failure: Exception | None = None  # of this rank
         self._fd = files.open_file(options.directory, write=False)
         try:
             self._has_ioctl = self._asks_by_ioctl()
-            self._id = self._enter(int(expected or 0))
+            self._id = self._enter()
             self._key = os.fstat(self._fd).st_dev, self._id, options.rank
             if self._key in _joined:  # the daemon knows processes only
                 raise InvalidGroup(
-                    f"{options}: rank {options.rank} has been joined by this process", options.rank
+                    f"{options}: rank {options.rank} has been joined by this process, "
+                    f"in a group that is not complete yet; wait for that one, or cancel it",
+                    options.rank,
                 )
         except BaseException:
             files.close_file(self._fd)
@@ -55,11 +57,16 @@ class MountedGroup:
     def _asks_by_ioctl(self) -> bool:
         command = ioctl.AIFS_IOC_VERSION
         try:
-            fcntl.ioctl(self._fd, command.request, bytes(command.argument.size))
+            (version,) = self._call(command, 0)
         except OSError as error:
             if error.errno not in _NO_IOCTL:
                 raise
             return False
+        if version != ioctl.VERSION:
+            raise GroupError(
+                f"{self._options}: mounted by another version of AIFS (its ioctls are {version}, not {ioctl.VERSION}); "
+                f"unmount, and mount anew"
+            )
         return True
 
     def _call(self, command: ioctl.Command, *fields: Any) -> tuple[Any, ...]:
@@ -69,10 +76,10 @@ class MountedGroup:
             with suppress(InterruptedError):
                 return command.argument.unpack(fcntl.ioctl(self._fd, command.request, argument))
 
-    def _told(self) -> dict[str, Any]:
-        """What the daemon says of the directory's group; {} if there is none."""
+    def _told(self, number: int = 0) -> dict[str, Any]:
+        """What the daemon says of the directory's group, or of the one with this id; {} if there is none."""
         try:
-            return json.loads(os.getxattr(self._fd, attributes.GROUP))
+            return json.loads(os.getxattr(self._fd, f"{attributes.GROUP}.{number}" if number else attributes.GROUP))
         except OSError as error:
             if error.errno != errno.ENODATA:
                 raise
@@ -80,90 +87,117 @@ class MountedGroup:
 
     # --- joining -------------------------------------------------------------------------------------
 
-    def _enter(self, expected: int) -> int:
+    def _enter(self) -> int:
         """Create or find the group, and be its rank; returns its id. Raises InvalidGroup, OSError."""
         while True:
             try:
-                found = expected or self._create()
-                if self._begins and self._is_left_over(self._told()):
-                    self._cancel(found, "rank 0 begins anew")
+                found = self._create()
+                if self._is_deserted(found) and self._give_up_left_over(self._told(found)):
                     continue
                 if self._has_ioctl:
                     self._call(ioctl.AIFS_IOC_GROUP_JOIN, self._options.rank, 0, found)
-                elif self._has_crashed(self._told()):
-                    raise OSError(errno.EINVAL, "this rank has committed already")
                 return found
             except OSError as error:
                 told = self._told()
-                if time.monotonic() > self._end or expected:
+                if error.errno not in (errno.EBUSY, errno.ECANCELED) or time.monotonic() > self._end:
                     raise self._explained(error, told) from None
-                if error.errno == errno.EBUSY:  # the group before is not durable yet
-                    self._wait_until(lambda told: told.get("state") in (None, *ioctl.GROUP_STATES[3:]))
-                elif error.errno == errno.EINVAL and self._has_crashed(told):
-                    if self._options.rank == 0:
-                        self._cancel(told["id"], "rank 0 begins anew")
-                    else:  # rank 0 will begin anew
-                        self._wait_until(
-                            lambda now, old=told["id"]: (now.get("id"), now.get("state")) != (old, _OPEN)
-                        )
-                else:
-                    raise self._explained(error, told) from None
+                if error.errno == errno.EBUSY:  # else another rank begins anew
+                    ended = (None, *ioctl.GROUP_STATES[3:])
+                    self._wait_until(lambda told: told.get("state") in ended, self._end)
 
     def _create(self) -> int:
         options = self._options
         if not self._has_ioctl:
-            publish = f",publish={options.publish}" if options.publish else ""
             text = (
                 f"name={options.name},ranks={options.world},dedup={options.chunk},commit=explicit,"
-                f"timeout={options.timeout_s:g}s,grace={options.grace_s:g}s,"
-                f"reuse={'yes' if options.reuse else 'no'}{publish}"
+                f"timeout={options.timeout_s:g}s,grace={options.grace_s:g}s,reuse={_YES_NO[options.reuse]},"
+                f"same_size={_YES_NO[options.same_size]}"
             )
+            text += f",publish={options.publish}" if options.publish else ""
+            text += f",job={options.job}" if options.job else ""
             attributes.put(options.directory, attributes.GROUP, text)
             return self._told()["id"]
         flags = ioctl.GROUP_EXPLICIT | (ioctl.GROUP_REUSE if options.reuse else 0)
+        flags |= ioctl.GROUP_SAME_SIZE if options.same_size else 0
         times = int(options.timeout_s * 1000), int(options.grace_s * 1000)
-        names = os.fsencode(options.name), os.fsencode(options.publish)
+        names = [os.fsencode(name) for name in (options.name, options.publish, options.job)]
         fields = self._call(
             ioctl.AIFS_IOC_GROUP_CREATE, options.world, flags, options.chunk, *times, 0, *names
         )
         return fields[5]
 
-    def _is_left_over(self, told: dict[str, Any]) -> bool:
-        """Whether ranks have committed to it that are no more."""
-        members = told.get("members", [])
-        return any(member["state"] == "committed" and member["pid"] is None for member in members)
+    def _is_deserted(self, number: int) -> bool:
+        """Whether ranks have committed and none that has joined lives; True where nobody knows."""
+        if not self._has_ioctl:
+            return True
+        query = ioctl.AIFS_IOC_GROUP_QUERY
+        empty = query.argument.unpack(bytes(query.argument.size))
+        _, _, _, joined, committed, *_ = self._call(query, number, *empty[1:])
+        return committed > 0 and joined == 0
 
-    def _has_crashed(self, told: dict[str, Any]) -> bool:
-        """Whether the group is of a job of which this rank had committed, and which is no more."""
-        members = {member["rank"]: member for member in told.get("members", [])}
-        mine = members.get(self._options.rank)
-        if mine is None or told["state"] != _OPEN or told["ranks"] != self._options.world:
+    def _give_up_left_over(self, told: dict[str, Any]) -> bool:
+        """Whether the group is to be looked for once more: ranks had committed to it, and nobody of it lives.
+        Raises InvalidGroup if it may be of this job, or of one that was killed, and nobody comes who
+        knows."""
+        ranks, rank = told.get("members", []), self._options.rank
+        if told.get("state") != _OPEN:  # another rank has seen to it
+            return True
+        if any(one["pid"] for one in ranks) or told["missing_ranks"] == told["ranks"]:
             return False
-        return mine["state"] == "committed" and mine["pid"] is None
+        shown = {one["rank"]: one["state"] for one in ranks}  # of many those that have not committed, or some of them
+        if shown.get(rank, "committed" if told["missing_ranks"] <= len(shown) else "") == "committed":
+            self._cancel(told["id"], f"rank {rank} begins anew")
+            return True
+        if not self._has_ioctl or self._options.is_said:
+            return False
+        until = min(self._end, time.monotonic() + coordination.REFUSED_AFTER_S)
+        if "away" in shown.values():  # it fails when their grace is over
+            until = self._end
+        if self._wait_until(lambda now: (now.get("id"), now.get("state")) != (told["id"], _OPEN), until):
+            return True
+        raise InvalidGroup(
+            f"{self._options}: ranks have committed to it and ended; if a job was killed here, say "
+            f"setfattr -x {attributes.GROUP} {self._options.directory}; if they are of this job, "
+            f"give all ranks a name that no other run has, job=...",
+            rank,
+        )
 
-    def _wait_until(self, is_so: Callable[[dict[str, Any]], bool]) -> None:
-        """Or until the time is over."""
+    def _wait_until(self, is_so: Callable[[dict[str, Any]], bool], until: float) -> bool:
+        """Whether it is, before the time is over."""
         for _ in _delays():
-            if time.monotonic() > self._end or is_so(self._told()):
-                return
+            if is_so(self._told()):
+                return True
+            if time.monotonic() > until:
+                return False
+        raise AssertionError
 
     # --- what the rank does --------------------------------------------------------------------------
 
-    def commit(self) -> None:
+    def commit(self, file: str, size: int) -> None:
         try:
             if self._has_ioctl:
-                self._call(ioctl.AIFS_IOC_GROUP_COMMIT, self._options.rank, 0, self._id)
+                name = os.fsencode(file) if len(os.fsencode(file)) < _FILE_MAX else b""
+                self._call(ioctl.AIFS_IOC_GROUP_COMMIT, self._options.rank, 0, self._id, name)
             else:
-                attributes.put(self._options.directory, attributes.GROUP_COMMIT, str(self._options.rank))
+                text = f"{self._options.rank} {file}".rstrip()
+                attributes.put(self._options.directory, attributes.GROUP_COMMIT, text)
         except OSError as error:
             told = self._told_safely()
-            if told.get("state") == _OPEN and error.errno != errno.EINVAL:  # it will not get any further
-                self.fail(str(error))
-            raise self._publish_error(told) or self._explained(error, told) from None
+            failure = self._publish_error(told) or self._explained(error, told)
+            self._failure = failure
+            if told.get("state") == _OPEN and (error.errno != errno.EINVAL or file):  # it will not get any further
+                self._give_up(told["refused"] if error.errno == errno.EINVAL else f"rank {self._options.rank}: {error}")
+            raise failure from None
 
     def fail(self, reason: str) -> None:
+        reason = f"rank {self._options.rank}: {reason}"
+        if self._failure is None:  # a daemon that is asked by attributes does not know why
+            self._failure = GroupError(f"{self._options}: {reason}", self._options.rank)
+        self._give_up(reason)
+
+    def _give_up(self, reason: str) -> None:
         with suppress(OSError):  # it has ended, or the mount has
-            self._cancel(self._id, f"rank {self._options.rank}: {reason}")
+            self._cancel(self._id, reason)
 
     def _cancel(self, number: int, reason: str) -> None:
         if self._has_ioctl:
@@ -177,7 +211,7 @@ class MountedGroup:
             self._wait_by_ioctl()
         else:
             self._wait_by_asking()
-        problem = self._publish_error(self._told()) if self._options.publish else None
+        problem = self._publish_error(self._told_safely()) if self._options.publish else None
         if problem is not None:
             raise problem
 
@@ -194,34 +228,30 @@ class MountedGroup:
                 return
             except OSError as error:
                 if error.errno != errno.ETIMEDOUT:
-                    raise self._explained(error, self._told_safely()) from None
+                    raise self._failure or self._explained(error, self._told_safely()) from None
 
     def _wait_by_asking(self) -> None:
         for _ in _delays():
             try:
-                told = self._told()
+                told = self._told(self._id)
             except OSError as error:
                 raise self._explained(error, {}) from None
-            if told.get("id") != self._id:
-                raise GroupError(
-                    f"{self._options}: another group has begun here; of this one nothing is known"
-                )
-            state = told["state"]
+            state = told.get("state", "cancelled")
             if state == _DURABLE:
                 return
             if state in ioctl.GROUP_STATES[4:]:
-                numbers = {"failed": errno.EOWNERDEAD, "cancelled": errno.ECANCELED, "expired": errno.ETIME}
-                raise self._explained(OSError(numbers[state], state), told)
+                failed = errno.EINVAL if told.get("unequal") else errno.EOWNERDEAD
+                numbers = {"failed": failed, "cancelled": errno.ECANCELED, "expired": errno.ETIME}
+                raise self._failure or self._explained(OSError(numbers[state], state), told)
 
     # --- errors --------------------------------------------------------------------------------------
 
     def _told_safely(self) -> dict[str, Any]:
         """What the daemon says of this group; {} if it says nothing."""
         try:
-            told = self._told()
+            return self._told(self._id)
         except OSError:
             return {}
-        return told if told.get("id") == self._id else {}
 
     def _publish_error(self, told: dict[str, Any]) -> Exception | None:
         why = told.get("publish_error")
@@ -249,7 +279,8 @@ class MountedGroup:
         if number == errno.ECANCELED:
             return GroupError(f"{self._options}: {why}")
         if number in (errno.EINVAL, errno.ESTALE, errno.ENODATA):
-            return InvalidGroup(f"{self._options}: {told.get('refused') or why}", self._options.rank)
+            why = told.get("error") or told.get("refused") or why
+            return InvalidGroup(f"{self._options}: {why}", self._options.rank)
         if number in _GONE:
             return GroupError(
                 f"{self._options}: the mount has ended ({error.strerror}); save once more when it is back"

@@ -2,17 +2,19 @@
 
 It is in the group's directory, or beside it if that is to be published, as ``.aifs-group.NAME.DIRECTORY``.
 
-    rank.R        what rank R says (``rank_files``): {"attempt", "world", "host", "state", "reason"}
-    outcome.ID    how the attempt ID has ended: {"kind", "reason", "rank"}; appears once, and never changes
+    rank.R        what rank R says (``rank_files``): {"attempt", "world", "host", "job", "state", "reason"}; committed,
+                  with same_size: "file", "size" (of one of its files), "when"
+    outcome.ID    how the attempt ID, which begins with what stands for the job, if there is one, has ended:
+                  {"kind", "reason", "rank"}; appears once, and never changes
     deciding      locked by who decides
 
 States: *joined*, *committed* (all files of the rank have their names, and are durable), *failed*, *invalid*
 (it is of another group).
 
-1. Rank 0 leads: its file names a new attempt. The others adopt it if rank 0 lives (on another host: if it has
-   no outcome), and say so in their files. When rank 0 has died and comes again, or what they found was of a
-   crashed job, there is another attempt, and they adopt that: what they have written and committed still
-   counts.
+1. Rank 0 leads: its file names a new attempt. The others, if they are of the same job, or know of none, adopt
+   it if rank 0 lives (on another host: if it has no outcome), or has committed and no other run has this job's
+   name, and say so in their files. When rank 0 has died and comes again, or what they found was of a crashed
+   job, there is another attempt, and they adopt that: what they have written and committed still counts.
 2. Everybody watches all files, and decides when it sees that all have committed, one has failed, one's
    process has ended before it had committed (on this host), or the time is over. The first decision is the
    outcome, for all. The last one to commit decides before its commit returns, as its process may end then.
@@ -24,7 +26,9 @@ A rank on another host is known to be dead only by the time-out, and so is one t
 of rank 0. The same name must not be used twice at a time.
 """
 
+import hashlib
 import json
+import math
 import os
 import threading
 import time
@@ -32,7 +36,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from aifs.client import locks, rank_files
+from aifs.client import coordination, locks, rank_files
 from aifs.client.coordination import (
     GroupError,
     GroupExpired,
@@ -57,11 +61,11 @@ Marks = dict[int, dict[str, Any]]
 
 
 class PlainGroup:
-    """A ``Coordinator``. ``expected``: the identity of the attempt that this rank belongs to; None or '' for
-    rank 0's present one."""
+    """A ``Coordinator``."""
 
-    def __init__(self, options: Options, expected: str | None = None) -> None:
-        self._options, self._expected = options, expected or ""
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._ours = hashlib.blake2b(options.job.encode(), digest_size=8).hexdigest() if options.job else ""
         self._target = os.path.join(os.path.dirname(options.directory), options.publish)
         self._directory = os.stat(options.directory)
         parent, base = os.path.split(options.directory)
@@ -74,12 +78,13 @@ class PlainGroup:
         self._changing = threading.Lock()  # of the state and the file
         self._has_attempt = threading.Event()
         self._state, self._reason = _JOINED, ""
+        self._committed: dict[str, Any] = {}
         self._dead_since: dict[int, float] = {}
         self._marks: dict[int, tuple[tuple[int, ...], dict[str, Any]]] = {}
         self._end = time.monotonic() + options.timeout_s
         self._file = self._join(self._path(f"rank.{options.rank}"))
         self._before = self._outcomes()
-        self._attempt = os.urandom(8).hex() if options.rank == 0 else ""
+        self._attempt = self._ours + os.urandom(8).hex() if options.rank == 0 else ""
         self.identity = ""
         if self._attempt:
             self._say()
@@ -94,6 +99,9 @@ class PlainGroup:
                 if is_late or not is_ending:
                     rank = self._options.rank
                     why = f"rank {rank} has been joined by another process, which is alive"
+                    if rank_files.is_own(path):
+                        why = f"rank {rank} has been joined by this process, in a group that is not complete "
+                        why += "yet; wait for that one, or cancel it"
                     raise InvalidGroup(f"{self._options}: {why}", rank) from None
         raise AssertionError
 
@@ -110,8 +118,10 @@ class PlainGroup:
             attempt=self._attempt,
             world=self._options.world,
             host=self._host,
+            job=self._options.job,
             state=self._state,
             reason=self._reason,
+            **self._committed,
         )
         self.identity = self._attempt  # now that others may know of this rank
         self._has_attempt.set()
@@ -124,23 +134,30 @@ class PlainGroup:
 
     # --- what the rank does --------------------------------------------------------------------------
 
-    def commit(self) -> None:
+    def commit(self, file: str, size: int) -> None:
         """Waits, too, until it is known to which attempt. The last one decides here: its process may end when
         this returns."""
+        if file:
+            self._committed = {"file": file, "size": size, "when": time.time()}
         self._change(_COMMITTED)
         while not self._has_attempt.wait(_PATIENCE_S) and threading.main_thread().is_alive():
             pass
-        if self._attempt and self._is_complete():
-            for _ in self._poll():
-                if self._decide(_outcome(_COMPLETE)):
-                    return
+        if not self._attempt:
+            return
+        committed = self._committed_ranks(self._read_marks())
+        judged = _unequal(committed)
+        if not judged and len(committed) == self._options.world:
+            judged = _outcome(_COMPLETE)
+        if judged:
+            outcome = next(filter(None, (self._decide(judged) for _ in self._poll())))
+            self._file.is_ending = True
+            if outcome["kind"] == _INVALID and outcome["rank"] == self._options.rank:
+                raise self._failure(outcome)
 
-    def _is_complete(self) -> bool:
-        marks = self._read_marks()
-        return all(
-            rank in marks and (marks[rank]["attempt"], marks[rank]["state"]) == (self._attempt, _COMMITTED)
-            for rank in range(self._options.world)
-        )
+    def _committed_ranks(self, marks: Marks) -> Marks:
+        """What those ranks say that have committed to this attempt."""
+        wanted = self._attempt, _COMMITTED
+        return {rank: mark for rank, mark in marks.items() if (mark["attempt"], mark["state"]) == wanted}
 
     def fail(self, reason: str) -> None:
         self._file.is_ending = True
@@ -152,12 +169,15 @@ class PlainGroup:
         finally:
             self._file.is_ending = True
             self._has_attempt.set()
+        if outcome["kind"] != _COMPLETE:
+            raise self._failure(outcome)
+
+    def _failure(self, outcome: dict[str, Any]) -> Exception:
         kind, reason, rank = outcome["kind"], outcome["reason"], outcome["rank"]
         if kind == _TAKEN:
-            raise FileExistsError(reason)
-        if kind != _COMPLETE:
-            kinds = {_DEAD: RankDied, _EXPIRED: GroupExpired, _INVALID: InvalidGroup}
-            raise kinds.get(kind, GroupError)(f"{self._options}: {reason}", rank)
+            return FileExistsError(reason)
+        kinds = {_DEAD: RankDied, _EXPIRED: GroupExpired, _INVALID: InvalidGroup}
+        return kinds.get(kind, GroupError)(f"{self._options}: {reason}", rank)
 
     # --- watching ------------------------------------------------------------------------------------
 
@@ -170,16 +190,19 @@ class PlainGroup:
             delay = min(delay * 1.5, longest)
 
     def _await_outcome(self) -> dict[str, Any]:
+        refused_at = math.inf
         for is_late in self._poll():
             marks = self._read_marks()
             self._adopt(marks)
             if not self._attempt:
+                now, other = time.monotonic(), self._other_job(marks)
+                refused_at = min(refused_at, now + coordination.REFUSED_AFTER_S) if other else math.inf
+                if now > refused_at and marks[0]["host"] == self._host:  # else it may have died
+                    return _outcome(_INVALID, other, self._options.rank)
                 if is_late:
+                    why = f"rank 0 has not begun, or had ended before rank {self._options.rank} came"
                     return _outcome(
-                        _EXPIRED,
-                        f"after {format_duration(self._options.timeout_s)}, rank 0 has not begun, or had "
-                        f"ended before rank {self._options.rank} came",
-                        0,
+                        _EXPIRED, f"after {format_duration(self._options.timeout_s)}, {other or why}", 0
                     )
                 continue
             judged = self._judge(marks, is_late)
@@ -223,11 +246,26 @@ class PlainGroup:
         found = ""
         if self._attempt in ended:
             return self._attempt
-        if 0 in marks and marks[0]["attempt"] not in ended and self._lives(0, marks[0]):
+        if 0 in marks and marks[0]["attempt"] not in ended and self._leads(marks[0]):
             found = marks[0]["attempt"]
         elif not self._attempt:
-            found = min(ended - self._before, default="")
-        return found if self._expected in ("", found) else ""
+            found = min((one for one in ended - self._before if one.startswith(self._ours)), default="")
+        return found if found.startswith(self._ours) else ""
+
+    def _other_job(self, marks: Marks) -> str:
+        """What is wrong if rank 0 lives, and is of another job, or is about to begin where that was; ''."""
+        mark = marks.get(0, {"attempt": self._ours})
+        if mark["attempt"].startswith(self._ours) or not self._lives(0, mark):
+            return ""
+        return (
+            f"rank {self._options.rank} is of job {self._options.job!r}, rank 0 of job {mark.get('job')!r}; "
+            f"if they are one, give all ranks the same name, job=..."
+        )
+
+    def _leads(self, mark: dict[str, Any]) -> bool:
+        """Whether rank 0 lives, or has committed, and no other run can have left that."""
+        is_ours = self._options.is_said and mark["attempt"].startswith(self._ours)
+        return is_ours and mark["state"] == _COMMITTED or self._lives(0, mark)
 
     def _lives(self, rank: int, mark: dict[str, Any]) -> bool:
         return mark["host"] != self._host or locks.is_locked(self._path(f"rank.{rank}"))
@@ -240,11 +278,11 @@ class PlainGroup:
                 return _outcome(_FAILED, f"rank {rank}: {mark['reason']}", rank)
             if mark["state"] == _INVALID:
                 return _outcome(_INVALID, mark["reason"], rank)
-        missing = [
-            rank
-            for rank in range(self._options.world)
-            if rank not in present or present[rank]["state"] != _COMMITTED
-        ]
+        committed = self._committed_ranks(present)
+        unequal = _unequal(committed)
+        if unequal:
+            return unequal
+        missing = [rank for rank in range(self._options.world) if rank not in committed]
         if not missing:
             return _outcome(_COMPLETE)
         for rank in missing:
@@ -321,6 +359,17 @@ class PlainGroup:
                 for name in names:
                     files.unlink(self._path(name))
                 files.remove_dir(self._place)
+
+
+def _unequal(committed: Marks) -> dict[str, Any]:
+    """The outcome, if a rank has named a file that has another size than that of the first rank; else {}."""
+    sized = sorted((mark["when"], rank) for rank, mark in committed.items() if "file" in mark)
+    for _, rank in sized[1:]:
+        mark, first = committed[rank], sized[0][1]
+        if mark["size"] != committed[first]["size"]:
+            what = f"{mark['file']} has {mark['size']} bytes, not the {committed[first]['size']} of rank {first}"
+            return _outcome(_INVALID, f"rank {rank}: {what}", rank)
+    return {}
 
 
 def _outcome(kind: str, reason: str = "", rank: int | None = None) -> dict[str, Any]:

@@ -104,7 +104,8 @@ def publish(
     step = step_of(os.path.basename(target)) if step is None else step
     check_pointers(target, latest, tracker, step)
     if not stat.S_ISDIR(_mode(directory)):
-        raise CheckpointError(f"{directory}: is not a directory")
+        what = "is not a directory" if os.path.lexists(directory) else "there is no such directory"
+        raise CheckpointError(f"{directory}: {what}")
     require_free(target, replace)
     above = os.path.realpath(os.path.dirname(target))
     if os.path.commonpath([above, os.path.realpath(directory)]) == os.path.realpath(directory):

@@ -72,6 +72,11 @@ class RankFile:
 _own: "weakref.WeakSet[RankFile]" = weakref.WeakSet()
 
 
+def is_own(path: str) -> bool:
+    """Whether the file is one of this process."""
+    return any(file.path == path for file in list(_own))
+
+
 def is_ending(path: str) -> bool:
     """Whether the file is one of this process, which will soon remove it."""
     return any(file.path == path and file.is_ending for file in list(_own))

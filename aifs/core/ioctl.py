@@ -17,7 +17,7 @@ from aifs.core.errors import Invalid
 TYPE = 0xAF
 """The type byte of all our commands (``_IOC_TYPE``); the bridge answers any other with ENOTTY."""
 
-VERSION = 1
+VERSION = 2
 """What AIFS_IOC_VERSION reads. Raised when a command changes; new commands alone do not change it."""
 
 _NUMBER_BITS, _TYPE_BITS, _SIZE_BITS = 8, 8, 14
@@ -109,15 +109,17 @@ AIFS_IOC_COMMIT = Command(
     "Unlike setxattr(2) it leaves the directory unlocked meanwhile. EINVAL: not pending, no such rank, or it has committed.",
 )  # fmt: skip
 
-GROUP_EXPLICIT, GROUP_REUSE = 1, 2
+GROUP_EXPLICIT, GROUP_REUSE, GROUP_SAME_SIZE = 1, 2, 4
 
 AIFS_IOC_GROUP_CREATE = Command(
     "AIFS_IOC_GROUP_CREATE", _WRITE | _READ, 5,
-    "u32 ranks, u32 flags, u64 chunk, u64 timeout_ms, u64 grace_ms, u64 id, char name[64], char publish[256]",
+    "u32 ranks, u32 flags, u64 chunk, u64 timeout_ms, u64 grace_ms, u64 id, char name[64], char publish[256], "
+    "char job[64]",
     "On a directory: begins a group there, as user.aifs.group does; the same once more, while it is open, finds it. flags: "
-    "AIFS_GROUP_EXPLICIT (each rank commits), AIFS_GROUP_REUSE; chunk: bytes, 0 for the usual; timeout_ms: until all have "
-    "committed, 0 for the usual; grace_ms: how long a dead rank may stay away. id is filled in. Strings end with a zero byte. EINVAL: "
-    "another group is open; EBUSY: it is not durable yet.",
+    "AIFS_GROUP_EXPLICIT (each rank commits), AIFS_GROUP_REUSE, AIFS_GROUP_SAME_SIZE (of all files); chunk: bytes, 0 for the usual; timeout_ms: until all have "
+    "committed, 0 for the usual; grace_ms: how long a dead rank may stay away; job: whose ranks these "
+    "are, what another one has left is given up. id is filled in. Strings end with a zero byte. EINVAL: another group is open, or "
+    "a job whose ranks live is writing; EBUSY: it is not durable yet.",
 )  # fmt: skip
 
 AIFS_IOC_GROUP_JOIN = Command(
@@ -128,9 +130,11 @@ AIFS_IOC_GROUP_JOIN = Command(
 )  # fmt: skip
 
 AIFS_IOC_GROUP_COMMIT = Command(
-    "AIFS_IOC_GROUP_COMMIT", _WRITE, 7, "u32 rank, u32 flags, u64 id",
+    "AIFS_IOC_GROUP_COMMIT", _WRITE, 7, "u32 rank, u32 flags, u64 id, char file[256]",
     "All that is unsynced below the directory is durable in the burst tier on return, and the rank has committed. flags: 0; id: 0 for "
-    "the directory's group. EINVAL: no such rank, it has committed, or the group commits by closing.",
+    "the directory's group; file: path of a file below that the rank has written, ending with a zero byte, or empty; its size is "
+    "compared if all files have to have one. EINVAL: no such rank, it has committed, the group commits by closing, or the file has "
+    "another size than that of the first rank to commit.",
 )  # fmt: skip
 
 GROUP_WAIT_BUFFERED, GROUP_WAIT_DURABLE = 1, 2
@@ -138,7 +142,8 @@ GROUP_WAIT_BUFFERED, GROUP_WAIT_DURABLE = 1, 2
 AIFS_IOC_GROUP_WAIT = Command(
     "AIFS_IOC_GROUP_WAIT", _WRITE, 8, "u32 what, u32 flags, u64 id, u64 timeout_ms",
     "Returns when all ranks have committed and their bytes are durable in the burst tier (AIFS_GROUP_WAIT_BUFFERED) or on the capacity "
-    "tier (AIFS_GROUP_WAIT_DURABLE). flags: 0; id: 0 for the directory's group; timeout_ms 0: none. EOWNERDEAD: a rank died; "
+    "tier (AIFS_GROUP_WAIT_DURABLE). flags: 0; id: 0 for the directory's group; timeout_ms 0: none. "
+    "EINVAL: files have sizes that differ; EOWNERDEAD: a rank died; "
     "ECANCELED; ETIME: the group's own time was over; ETIMEDOUT: timeout_ms were.",
 )  # fmt: skip
 
@@ -170,6 +175,7 @@ COMMANDS = {
 _CONSTANTS = {
     "AIFS_IOC_TYPE": TYPE, "AIFS_IOC_VERSION_NUMBER": VERSION, "AIFS_REPLACE": REPLACE, "AIFS_EXCLUSIVE": EXCLUSIVE,
     "AIFS_AGAIN": AGAIN, "AIFS_GROUP_EXPLICIT": GROUP_EXPLICIT, "AIFS_GROUP_REUSE": GROUP_REUSE,
+    "AIFS_GROUP_SAME_SIZE": GROUP_SAME_SIZE,
     "AIFS_GROUP_WAIT_BUFFERED": GROUP_WAIT_BUFFERED, "AIFS_GROUP_WAIT_DURABLE": GROUP_WAIT_DURABLE,
     **{f"AIFS_GROUP_{state.upper()}": number for number, state in enumerate(GROUP_STATES, 1)},
 }  # fmt: skip

@@ -7,12 +7,13 @@
 #include <linux/types.h>
 
 #define AIFS_IOC_TYPE 0xaf
-#define AIFS_IOC_VERSION_NUMBER 0x1
+#define AIFS_IOC_VERSION_NUMBER 0x2
 #define AIFS_REPLACE 0x1
 #define AIFS_EXCLUSIVE 0x2
 #define AIFS_AGAIN 0x1
 #define AIFS_GROUP_EXPLICIT 0x1
 #define AIFS_GROUP_REUSE 0x2
+#define AIFS_GROUP_SAME_SIZE 0x4
 #define AIFS_GROUP_WAIT_BUFFERED 0x1
 #define AIFS_GROUP_WAIT_DURABLE 0x2
 #define AIFS_GROUP_OPEN 0x1
@@ -88,9 +89,11 @@ struct aifs_commit {
 
 /*
  * On a directory: begins a group there, as user.aifs.group does; the same once more, while it is open, finds it.
- * flags: AIFS_GROUP_EXPLICIT (each rank commits), AIFS_GROUP_REUSE; chunk: bytes, 0 for the usual; timeout_ms:
- * until all have committed, 0 for the usual; grace_ms: how long a dead rank may stay away. id is filled in.
- * Strings end with a zero byte. EINVAL: another group is open; EBUSY: it is not durable yet.
+ * flags: AIFS_GROUP_EXPLICIT (each rank commits), AIFS_GROUP_REUSE, AIFS_GROUP_SAME_SIZE (of all files); chunk:
+ * bytes, 0 for the usual; timeout_ms: until all have committed, 0 for the usual; grace_ms: how long a dead rank
+ * may stay away; job: whose ranks these are, what another one has left is given up. id is filled in. Strings end
+ * with a zero byte. EINVAL: another group is open, or a job whose ranks live is writing; EBUSY: it is not
+ * durable yet.
  */
 struct aifs_group_create {
 	__u32 ranks;
@@ -101,6 +104,7 @@ struct aifs_group_create {
 	__u64 id;
 	char name[64];
 	char publish[256];
+	char job[64];
 };
 #define AIFS_IOC_GROUP_CREATE _IOWR(AIFS_IOC_TYPE, 5, struct aifs_group_create)
 
@@ -118,20 +122,23 @@ struct aifs_group_join {
 
 /*
  * All that is unsynced below the directory is durable in the burst tier on return, and the rank has committed.
- * flags: 0; id: 0 for the directory's group. EINVAL: no such rank, it has committed, or the group commits by
- * closing.
+ * flags: 0; id: 0 for the directory's group; file: path of a file below that the rank has written, ending with a
+ * zero byte, or empty; its size is compared if all files have to have one. EINVAL: no such rank, it has
+ * committed, the group commits by closing, or the file has another size than that of the first rank to commit.
  */
 struct aifs_group_commit {
 	__u32 rank;
 	__u32 flags;
 	__u64 id;
+	char file[256];
 };
 #define AIFS_IOC_GROUP_COMMIT _IOW(AIFS_IOC_TYPE, 7, struct aifs_group_commit)
 
 /*
  * Returns when all ranks have committed and their bytes are durable in the burst tier (AIFS_GROUP_WAIT_BUFFERED)
  * or on the capacity tier (AIFS_GROUP_WAIT_DURABLE). flags: 0; id: 0 for the directory's group; timeout_ms 0:
- * none. EOWNERDEAD: a rank died; ECANCELED; ETIME: the group's own time was over; ETIMEDOUT: timeout_ms were.
+ * none. EINVAL: files have sizes that differ; EOWNERDEAD: a rank died; ECANCELED; ETIME: the group's own time
+ * was over; ETIMEDOUT: timeout_ms were.
  */
 struct aifs_group_wait {
 	__u32 what;

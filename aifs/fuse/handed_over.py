@@ -142,14 +142,14 @@ class HandedOver:
         return b""
 
     async def _begin_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
-        ranks, flags, chunk, timeout_ms, grace_ms, _, name, publish = argument
-        _refuse_unknown(flags & ~(ioctl.GROUP_EXPLICIT | ioctl.GROUP_REUSE))
+        ranks, flags, chunk, timeout_ms, grace_ms, _, name, publish, job = argument
+        _refuse_unknown(flags & ~(ioctl.GROUP_EXPLICIT | ioctl.GROUP_REUSE | ioctl.GROUP_SAME_SIZE))
         options = make_options(
             ioctl.text(name), ranks, chunk, bool(flags & ioctl.GROUP_EXPLICIT), timeout_ms, grace_ms,
-            bool(flags & ioctl.GROUP_REUSE), ioctl.text(publish),
+            bool(flags & ioctl.GROUP_REUSE), ioctl.text(publish), bool(flags & ioctl.GROUP_SAME_SIZE), ioctl.text(job),
         )  # fmt: skip
         number = await self._fs.begin_group(ino, options, caller)
-        return ioctl.AIFS_IOC_GROUP_CREATE.argument.pack(*argument[:5], number, name, publish)
+        return ioctl.AIFS_IOC_GROUP_CREATE.argument.pack(*argument[:5], number, name, publish, job)
 
     async def _join_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
         rank, flags, number = argument
@@ -158,9 +158,9 @@ class HandedOver:
         return b""
 
     async def _commit_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
-        rank, flags, number = argument
+        rank, flags, number, file = argument
         _refuse_unknown(flags)
-        await self._fs.commit_group(ino, number, rank, caller)
+        await self._fs.commit_group(ino, number, rank, caller, ioctl.text(file))
         return b""
 
     async def _wait_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:

@@ -111,6 +111,12 @@ def put_growth(tx: Transaction, growth: Sequence[Growth]) -> None:
                 put_degraded(tx, container, 0, lost)
 
 
+def put_dead(tx: Transaction, dead: Iterable[Location], growth: Sequence[Growth]) -> None:
+    """Record an append of which no chunk is named: it counts as dead. Raises Unavailable for an unknown container."""
+    count_in(tx, (), dead)
+    put_growth(tx, growth)
+
+
 def drop_chunks(tx: Transaction, oid: int) -> list[int]:
     """Forget the chunk list, or extent list; ids of what is garbage now: containers.
 

@@ -1,9 +1,9 @@
 """Groups as transaction functions (see kv.py): what the ranks of a job write below one directory, as one grouped write.
 
     n ino          group of the directory: _GROUP, then, each with its length in two bytes: name, publish, error,
-                   publish error, report (JSON)
+                   publish error, report (JSON), and, if flags say so, job
     n ino number   member. number: rank that has committed, or inode number of a file that has been closed. _MEMBER: what the
-                   file was then; zeros for a rank
+                   file was then; for a rank the size of its files and 1 if all have to have one size, else zeros
 
 All little-endian; ``number`` in the key is 8 bytes, big-endian. A directory has the record of its last group until the
 next one begins. docs/grouped.md has the protocol.
@@ -11,6 +11,7 @@ next one begins. docs/grouped.md has the protocol.
 
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from aifs.core.errors import Unavailable
@@ -30,14 +31,16 @@ _GROUP = struct.Struct("<BBHIiIIQQQQqqqq")
 _TEXTS = 5
 _LENGTH = struct.Struct("<H")
 _TEXT_MAX = 0xFFFF
-_EXPLICIT, _REUSE, _PUBLISHED = 1, 2, 4
+_EXPLICIT, _REUSE, _PUBLISHED, _SAME_SIZE, _UNEQUAL, _JOB = 1, 2, 4, 8, 16, 32
+_FLAGS = 63
 _MEMBER = struct.Struct("<BqQq")  # format, when (ns), size, mtime (ns)
 
 
 class Options(NamedTuple):
     """What a group is asked to be. ``chunk``: the largest piece that is stored once, in bytes; ``explicit``: each rank
     commits, where else it is the closing of as many files as there are ranks; ``timeout_ms``: from the beginning until all
-    have committed; ``grace_ms``: how long a rank whose process has ended may stay away; ``publish``: final name, b"": none."""
+    have committed; ``grace_ms``: how long a rank whose process has ended may stay away; ``publish``: final name, b"": none;
+    ``same_size``: all files have to have one size; ``job``: whose ranks these are, b"": nobody knows."""
 
     name: bytes
     ranks: int
@@ -47,11 +50,13 @@ class Options(NamedTuple):
     grace_ms: int
     reuse: bool
     publish: bytes
+    same_size: bool = False
+    job: bytes = b""
 
 
 class GroupRecord(NamedTuple):
     """A group. Times in ns since the epoch, 0: not yet. ``dead``: the rank whose death has ended it, or -1. ``report``: what
-    its drain has said, as JSON."""
+    its drain has said, as JSON. ``unequal``: it has failed because its files have sizes that differ."""
 
     id: int
     options: Options
@@ -67,10 +72,12 @@ class GroupRecord(NamedTuple):
     error: str = ""
     publish_error: str = ""
     report: bytes = b""
+    unequal: bool = False
 
     def encode(self) -> bytes:
         options = self.options
         flags = _EXPLICIT * options.explicit | _REUSE * options.reuse | _PUBLISHED * self.published
+        flags |= _SAME_SIZE * options.same_size | _UNEQUAL * self.unequal | _JOB * bool(options.job)
         state = "committed" if self.state == "draining" else self.state
         head = _GROUP.pack(
             FORMAT, 1 + STATES.index(state), flags, options.ranks, self.dead, self.uid, self.gid, self.id, options.chunk,
@@ -78,7 +85,7 @@ class GroupRecord(NamedTuple):
         )  # fmt: skip
         errors = (self.error.encode()[:_TEXT_MAX], self.publish_error.encode()[:_TEXT_MAX])
         report = self.report if len(self.report) <= _TEXT_MAX else b""
-        texts = (options.name, options.publish, *errors, report)
+        texts = [options.name, options.publish, *errors, report, *([options.job] if options.job else [])]
         return head + b"".join(_LENGTH.pack(len(text)) + text for text in texts)
 
 
@@ -88,22 +95,24 @@ def decode_group(record: bytes) -> GroupRecord:
         (version, state, flags, ranks, dead, uid, gid, number, chunk, timeout_ms, grace_ms, created_ns, committed_ns, buffered_ns,
          durable_ns) = _GROUP.unpack_from(record)  # fmt: skip
         texts, offset = [], _GROUP.size
-        for _ in range(_TEXTS):
+        for _ in range(_TEXTS + bool(flags & _JOB)):
             (length,) = _LENGTH.unpack_from(record, offset)
             offset += _LENGTH.size + length
             texts.append(record[offset - length : offset])
     except struct.error:
         raise Unavailable("the record of a group is damaged") from None
     known = version == FORMAT and 1 <= state <= len(STATES) and 0 < ranks <= RANKS_MAX and -1 <= dead < ranks
-    if not known or offset != len(record) or flags & ~(_EXPLICIT | _REUSE | _PUBLISHED):
+    if not known or offset != len(record) or flags & ~_FLAGS:
         raise Unavailable("the record of a group is damaged, or of a later version")
-    name, publish, error, publish_error, report = texts
+    name, publish, error, publish_error, report, *job = texts
     options = Options(
-        name, ranks, chunk, bool(flags & _EXPLICIT), timeout_ms, grace_ms, bool(flags & _REUSE), publish
-    )
+        name, ranks, chunk, bool(flags & _EXPLICIT), timeout_ms, grace_ms, bool(flags & _REUSE), publish,
+        bool(flags & _SAME_SIZE), *job,
+    )  # fmt: skip
     return GroupRecord(
         number, options, uid, gid, created_ns, STATES[state - 1], committed_ns, buffered_ns, durable_ns,
         bool(flags & _PUBLISHED), dead, error.decode(errors="replace"), publish_error.decode(errors="replace"), report,
+        bool(flags & _UNEQUAL),
     )  # fmt: skip
 
 
@@ -129,11 +138,16 @@ def decode_member(record: bytes) -> GroupMember:
 
 
 @grows
-def begin(tx: Transaction, ino: int, group: GroupRecord) -> None:
-    """The directory's group from now on. Raises NotFound, NotADirectory."""
+def begin(tx: Transaction, ino: int, group: GroupRecord) -> GroupRecord | None:
+    """The directory's group from now on; what is on record of the one before, if that can be read. Raises NotFound,
+    NotADirectory."""
     namespace.get_directory(tx, ino)
+    before = None
+    with suppress(Unavailable):
+        before = find(tx, ino)
     namespace.drop_group(tx, ino)
     tx.put(keys.group(ino), group.encode())
+    return before
 
 
 @grows

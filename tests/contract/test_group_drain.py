@@ -4,16 +4,14 @@ import errno
 import os
 import random
 import shutil
-import tempfile
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
+from functools import partial
 
 import pytest
 import trio
 import trio.testing
 
-from aifs.check.fsck import check
 from aifs.check.salvage.rebuild import rebuild
 from aifs.core import faults
 from aifs.core.errors import NoSpace, Unavailable
@@ -28,12 +26,12 @@ from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.groups import digests, storing
 from aifs.vfs.groups.group_drain import GroupDrain, Options, Outcome, Prepared, Report
 from aifs.vfs.groups.storing import Storing
-from aifs.vfs.lifecycle import open_filesystem
 from aifs.vfs.tiers import containers
 from aifs.vfs.types import ROOT, SetAttr
-from tests.support import modes
+from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
 from tests.support.points import once
+from tests.support.stores import read_file, rewrite
 
 KIB = 1 << 10
 CHUNK = 64 * KIB
@@ -42,25 +40,7 @@ REUSE = Options(chunk=CHUNK, reuse=True)
 WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
 KINDS = {"plain": {}, "replicas": modes.REPLICAS, "coded": modes.CODED, "compressed": {"layout.compress": "zstd:1"}}
 
-
-@pytest.fixture
-def directory():
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as parent:
-        store = Path(parent) / "store"
-        yield store
-        faults.disarm_all()
-        found = check(modes.config_of(store), repair=False, deep=True).findings
-        assert not found, [str(finding) for finding in found]
-
-
-@asynccontextmanager
-async def mounted(directory: Path, settings: dict[str, str] | None = None):
-    if not directory.exists():
-        await trio.to_thread.run_sync(modes.make_store, directory, WAITING | (settings or {}))
-    with trio.fail_after(60):
-        async with open_filesystem(modes.config_of(directory)) as fs:
-            yield fs
-            await fs.collector.drain()
+mounted = partial(stores.opened, base=WAITING)
 
 
 def group_drain(fs: Filesystem) -> GroupDrain:
@@ -79,25 +59,15 @@ async def write_file(fs: Filesystem, name: bytes, data: bytes, policy: Policy | 
     return inode.ino
 
 
-async def read_file(fs: Filesystem, ino: int) -> bytes:
-    opened = await fs.open(ino, os.O_RDONLY)
-    try:
-        size = (await fs.getattr(ino)).size
-        return b"".join([bytes(await fs.read(opened.handle, at, 1 << 20)) for at in range(0, size, 1 << 20)])
-    finally:
-        await fs.release(opened.handle)
+async def write_files(fs: Filesystem, data: Sequence[bytes]) -> dict[int, bytes]:
+    """One for each rank; what they hold by inode number."""
+    return {await write_file(fs, b"%d" % rank, one): one for rank, one in enumerate(data)}
 
 
 async def remove(fs: Filesystem, name: bytes, ino: int) -> None:
     await fs.unlink(ROOT_INO, name)
     fs.forget([ino])
     await fs.collector.drain()
-
-
-async def rewrite(fs: Filesystem, ino: int, data: bytes) -> None:
-    opened = await fs.open(ino, os.O_RDWR | os.O_TRUNC)
-    await fs.write(opened.handle, 0, data)
-    await fs.release(opened.handle)
 
 
 async def store(
@@ -152,7 +122,7 @@ def ranks(count: int = 4) -> list[bytes]:
 async def test_what_is_equal_is_stored_once(directory, kind):
     async with mounted(directory, KINDS[kind]) as fs:
         drain, data = group_drain(fs), ranks()
-        contents = {await write_file(fs, b"%d" % rank, bytes_): bytes_ for rank, bytes_ in enumerate(data)}
+        contents = await write_files(fs, data)
         members, report = await store(fs, drain, list(contents))
         assert outcomes(members) == [Outcome.DRAINED] * 4
         assert report.bytes == sum(map(len, data))
@@ -178,7 +148,7 @@ async def test_what_is_equal_is_stored_once(directory, kind):
 async def test_what_the_store_has_is_not_stored_again(directory):
     async with mounted(directory) as fs:
         drain, data = group_drain(fs), ranks(3)
-        contents = {await write_file(fs, b"%d" % rank, bytes_): bytes_ for rank, bytes_ in enumerate(data)}
+        contents = await write_files(fs, data)
         inos = list(contents)
         await store(fs, drain, inos[:2])
         before = await shared_chunks(fs)
@@ -198,7 +168,7 @@ async def test_long_lists_are_on_record_before_the_flip(directory, monkeypatch):
     async with mounted(directory) as fs:
         drain, pool = group_drain(fs), rng.randbytes(256 * KIB)
         data = [pool[: (40 + 30 * rank) * 4 * KIB] * 3 for rank in range(2)]
-        contents = {await write_file(fs, b"%d" % rank, one): one for rank, one in enumerate(data)}
+        contents = await write_files(fs, data)
         inos, options = list(contents), Options(chunk=4 * KIB)
         members, report = [Prepared(ino) for ino in inos], Report()
         for member in members:
@@ -218,7 +188,7 @@ async def test_who_opens_a_member_for_writing_has_it_stored_without_it(directory
     """The others lose nothing, also where their chunks were to come from the one that has changed."""
     async with mounted(directory) as fs:
         drain, data = group_drain(fs), ranks(3)
-        contents = {await write_file(fs, b"%d" % rank, bytes_): bytes_ for rank, bytes_ in enumerate(data)}
+        contents = await write_files(fs, data)
         inos = list(contents)
         told = []
         members = [Prepared(ino, told.append) for ino in inos]
@@ -239,7 +209,7 @@ async def test_who_opens_a_member_for_writing_has_it_stored_without_it(directory
 async def test_one_that_is_cut_while_it_is_read_does_not_spoil_it_for_the_others(directory):
     async with mounted(directory) as fs:
         drain, data = group_drain(fs), ranks(3)
-        contents = {await write_file(fs, b"%d" % rank, bytes_): bytes_ for rank, bytes_ in enumerate(data)}
+        contents = await write_files(fs, data)
         inos = list(contents)
         members, report = [Prepared(ino) for ino in inos], Report()
         for member in members:
@@ -295,7 +265,7 @@ async def test_what_is_equal_in_members_is_hashed_once(directory):
         drain = group_drain(fs)
         whole = random.Random(1).randbytes(6 * CHUNK)
         parts = [whole, whole[: 3 * CHUNK] + bytes(CHUNK) + whole[4 * CHUNK :], whole[CHUNK:], whole[:-1] + b"x", whole]
-        contents = {await write_file(fs, b"%d" % rank, data): data for rank, data in enumerate(parts)}
+        contents = await write_files(fs, parts)
         members, report = await store(fs, drain, list(contents))
         assert outcomes(members) == [Outcome.DRAINED] * len(parts)
         assert report.hashed_bytes == (6 + 1 + 5 + 1) * CHUNK  # the first, the zeros, all that is shifted, and a last chunk
@@ -378,7 +348,7 @@ async def test_a_member_may_be_released_while_it_is_being_prepared(directory):
 async def test_a_member_that_changes_before_it_is_stored_is_left_out(directory):
     async with mounted(directory) as fs:
         drain, data = group_drain(fs), ranks(2)
-        inos = [await write_file(fs, b"%d" % rank, bytes_) for rank, bytes_ in enumerate(data)]
+        inos = list(await write_files(fs, data))
         told = []
         members = [Prepared(ino, told.append) for ino in inos]
         report = Report()
@@ -395,7 +365,7 @@ async def test_a_member_that_changes_before_it_is_stored_is_left_out(directory):
 async def test_a_member_that_is_deleted_takes_nothing_with_it(directory):
     async with mounted(directory) as fs:
         drain, data = group_drain(fs), ranks(2)
-        inos = [await write_file(fs, b"%d" % rank, bytes_) for rank, bytes_ in enumerate(data)]
+        inos = list(await write_files(fs, data))
         members, report = [Prepared(ino) for ino in inos], Report()
         for member in members:
             await drain.prepare("step", member, SMALL, report)
@@ -410,7 +380,7 @@ async def test_chunks_that_go_while_they_are_leaned_on_are_stored_again(director
     """Found, then deleted with the last file that had them, before the transaction."""
     async with mounted(directory) as fs:
         drain, data = group_drain(fs), ranks(3)
-        contents = {await write_file(fs, b"%d" % rank, bytes_): bytes_ for rank, bytes_ in enumerate(data)}
+        contents = await write_files(fs, data)
         first, *inos = contents
         await store(fs, drain, [first])
         flip = Storing._flip
@@ -469,7 +439,7 @@ async def test_a_cancelled_preparation_leaves_the_file_as_it_was(directory):
 async def test_a_cancelled_store_leaves_what_is_not_flipped_as_it_was(directory):
     async with mounted(directory) as fs:
         drain, data = group_drain(fs), ranks(2)
-        contents = {await write_file(fs, b"%d" % rank, bytes_): bytes_ for rank, bytes_ in enumerate(data)}
+        contents = await write_files(fs, data)
         members, report = [Prepared(ino) for ino in contents], Report()
         for member in members:
             await drain.prepare("step", member, SMALL, report)
@@ -511,7 +481,7 @@ async def test_files_are_flipped_some_at_a_time(directory, monkeypatch):
     monkeypatch.setattr(storing, "_BATCH", 2 * CHUNK)
     async with mounted(directory) as fs:
         drain, data = group_drain(fs), ranks(4)
-        contents = {await write_file(fs, b"%d" % rank, bytes_): bytes_ for rank, bytes_ in enumerate(data)}
+        contents = await write_files(fs, data)
         flipped = []
         faults.arm("vfs.group.flipped", lambda: flipped.append(1))
         members, report = await store(fs, drain, list(contents))
@@ -526,7 +496,7 @@ async def test_files_are_flipped_some_at_a_time(directory, monkeypatch):
 async def test_a_full_server_leaves_the_files_in_the_burst_tier(directory):
     async with mounted(directory) as fs:
         drain, data = group_drain(fs), ranks(2)
-        contents = {await write_file(fs, b"%d" % rank, bytes_): bytes_ for rank, bytes_ in enumerate(data)}
+        contents = await write_files(fs, data)
         with hooked(), failing("write_at", fs.store.servers[1].path, errno.ENOSPC):
             members, report = await store(fs, drain, list(contents))
         assert all(isinstance(outcome, NoSpace) for outcome in outcomes(members))
@@ -539,10 +509,28 @@ async def test_a_full_server_leaves_the_files_in_the_burst_tier(directory):
         await check_contents(fs, contents)
 
 
+async def test_what_was_appended_beside_a_full_server_counts_as_dead(directory):
+    async with mounted(directory) as fs:
+        contents = await write_files(fs, ranks(2))
+        with hooked(), failing("write_at", fs.store.servers[1].path, errno.ENOSPC):
+            await store(fs, group_drain(fs), list(contents))
+        known = {
+            number: await fs.store.engine.view(chunks.find_container, number)
+            for number in await stores.numbers(fs, b"t")
+        }
+        lengths = {number: record.length for number, record in known.items() if record.length}
+        assert lengths and not any(record.live for record in known.values())
+        for number, length in lengths.items():
+            path = fs.store.servers[known[number].layout.servers[0]].object_path(0, number)
+            assert os.stat(path).st_size == length
+        members, _ = await store(fs, group_drain(fs), list(contents))
+        assert outcomes(members) == [Outcome.DRAINED] * 2
+
+
 async def test_a_bad_chunk_is_replaced_for_all_before_more_files_lean_on_it(directory):
     async with mounted(directory) as fs:
         drain, data = group_drain(fs), ranks(3)
-        contents = {await write_file(fs, b"%d" % rank, bytes_): bytes_ for rank, bytes_ in enumerate(data)}
+        contents = await write_files(fs, data)
         inos = list(contents)
         await store(fs, drain, inos[:1])
         known = await shared_chunks(fs)

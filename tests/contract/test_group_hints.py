@@ -1,13 +1,9 @@
 """Groups on the filesystem in process: what the hints begin, refuse and tell; which files belong; who dies; what is left."""
 
 import errno
-import json
 import os
-import shutil
 import subprocess
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +11,6 @@ import trio
 import trio.testing
 
 from aifs.burst.tier import BurstTier
-from aifs.check.fsck import check
 from aifs.core.errors import (
     AccessDenied,
     Busy,
@@ -35,25 +30,14 @@ from aifs.core.errors import (
 )  # fmt: skip
 from aifs.meta import keys
 from aifs.meta.kv import Transaction
-from aifs.vfs import Caller, Filesystem, open_filesystem
+from aifs.vfs import Caller, Filesystem
 from aifs.vfs.groups.group_drain import GroupDrain
 from aifs.vfs.groups.group_text import parse_group
-from tests.support import modes
+from tests.support import modes, stores
+from tests.support.stores import LIMIT_S, OWNER, opened, put, read_file, served
 
-ROOT, OWNER, ADMIN = 1, Caller(uid=1000, gid=1000), Caller()
+ROOT, ADMIN = 1, Caller()
 SIZE = 100 << 10
-LIMIT_S = 60
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="aifs-groups-", dir="/dev/shm"))
-    try:
-        yield path
-        findings = check(modes.config_of(path / "store"), repair=False, deep=True).findings
-        assert not findings, "\n".join(map(str, findings))
-    finally:
-        shutil.rmtree(path)
 
 
 @pytest.fixture
@@ -64,23 +48,9 @@ def process() -> Iterator[subprocess.Popen]:
         started.kill()
 
 
-@asynccontextmanager
-async def opened(directory: Path, read_only: bool = False, **changes: str) -> AsyncIterator[Filesystem]:
-    source = directory / "store"
-    if not source.exists():
-        settings = modes.ON | {key.replace("__", "."): value for key, value in changes.items()}
-        await trio.to_thread.run_sync(modes.make_store, source, settings)
-    async with open_filesystem(modes.config_of(source), read_only=read_only) as fs:
-        with trio.fail_after(LIMIT_S):
-            yield fs
-
-
 async def make(fs: Filesystem, parent: int, name: bytes, data: bytes) -> int:
     """A closed file of OWNER's."""
-    (handle, *_), inode = await fs.create(parent, name, 0o644, os.O_RDWR, OWNER)
-    await fs.write(handle, 0, data)
-    await fs.release(handle)
-    return inode.ino
+    return await stores.write_file(fs, name, data, parent, OWNER)
 
 
 async def tree(fs: Filesystem, name: bytes, parent: int = ROOT) -> int:
@@ -95,24 +65,12 @@ async def group_in(fs: Filesystem, text: str, name: bytes = b"step", caller: Cal
 
 
 async def ask(fs: Filesystem, ino: int, name: str = "group") -> dict:
-    return json.loads(await fs.getxattr(ino, f"user.aifs.{name}".encode()))
-
-
-async def put(fs: Filesystem, ino: int, name: str, value: str = "", caller: Caller = OWNER) -> None:
-    await fs.setxattr(ino, f"user.aifs.{name}".encode(), value.encode(), caller=caller)
+    return await stores.ask(fs, ino, name)
 
 
 async def state(fs: Filesystem, ino: int) -> str:
     """Where a file's bytes are."""
     return (await ask(fs, ino, "state"))["state"]
-
-
-async def content(fs: Filesystem, ino: int) -> bytes:
-    handle, *_ = await fs.open(ino, os.O_RDONLY)
-    try:
-        return bytes(await fs.read(handle, 0, 1 << 22))
-    finally:
-        await fs.release(handle)
 
 
 async def until(condition: Callable) -> None:
@@ -163,7 +121,7 @@ async def test_files_are_one_write_when_all_have_been_closed(directory: Path) ->
         assert told["times"]["durable"] >= told["times"]["buffered"] >= told["times"]["committed"] >= told["times"]["open"]
         assert {file["state"] for file in told["files"]} == {"durable"}
         assert [await state(fs, ino) for ino in inos] == ["cached"] * 3
-        assert [await content(fs, ino) for ino in inos] == [data, data, bytes(SIZE)]
+        assert [await read_file(fs, ino) for ino in inos] == [data, data, bytes(SIZE)]
         status = (await ask(fs, ROOT, "status"))["groups"]
         assert (status["open"], status["committed"], status["durable"]) == (0, 0, 1)
         assert status["saved_bytes"] == 2 * SIZE and status["last"]["bytes"] == 3 * SIZE
@@ -221,15 +179,15 @@ async def test_tiny_and_empty_files_count(directory: Path) -> None:
         top = await group_in(fs, "ranks=3")
         inos = [await make(fs, top, name, data) for name, data in ((b"a", b""), (b"b", b"tiny"), (b"c", b"c" * SIZE))]
         await durable(fs, top)
-        assert [await content(fs, ino) for ino in inos] == [b"", b"tiny", b"c" * SIZE]
+        assert [await read_file(fs, ino) for ino in inos] == [b"", b"tiny", b"c" * SIZE]
 
 
 async def test_a_store_without_a_burst_tier_has_groups(directory: Path) -> None:
-    async with opened(directory, burst__directories="") as fs:
+    async with opened(directory, {"burst.directories": ""}) as fs:
         top = await group_in(fs, "ranks=2")
         inos = [await make(fs, top, name, b"x" * SIZE) for name in (b"a", b"b")]
         assert (await durable(fs, top))["file_count"] == 2
-        assert [await content(fs, ino) for ino in inos] == [b"x" * SIZE] * 2
+        assert [await read_file(fs, ino) for ino in inos] == [b"x" * SIZE] * 2
 
 
 # --- beginning and ending --------------------------------------------------------------------------------
@@ -252,8 +210,9 @@ async def test_all_ranks_may_begin_the_same_group(directory: Path) -> None:
         await put(fs, top, "group", "name=step,ranks=3,commit=explicit")
         told = await ask(fs, top)
         assert told["id"] > number and told["state"] == "open" and told["missing"] == [0, 1, 2]
+        await fs.groups.wait(top, number, True, 1)
         with pytest.raises(Stale):
-            await fs.groups.wait(top, number, True, 1)
+            await fs.groups.wait(top, told["id"] + 1, True, 1)
 
 
 async def test_many_may_begin_at_the_same_time(directory: Path) -> None:
@@ -305,7 +264,7 @@ async def test_a_cancelled_group_leaves_its_files_to_the_usual_drain(directory: 
                 await put(fs, top, "group", "")
             await failed.wait()
         await drained(fs, ino)
-        assert (await ask(fs, top))["state"] == "cancelled" and await content(fs, ino) == b"a" * SIZE
+        assert (await ask(fs, top))["state"] == "cancelled" and await read_file(fs, ino) == b"a" * SIZE
         await fs.groups.cancel(top)
         await put(fs, top, "group", "name=step,ranks=1")
         assert (await ask(fs, top))["error"] == ""
@@ -366,7 +325,7 @@ async def test_nobody_waits_for_a_group_in_a_read_only_mount(directory: Path) ->
         ended = await group_in(fs, "ranks=1", b"ended")
         await make(fs, ended, b"a", b"a" * SIZE)
         await durable(fs, ended)
-    async with opened(directory, read_only=True) as fs:
+    async with served(modes.config_of(directory), read_only=True) as fs:
         with pytest.raises(ReadOnly):
             await fs.wait_group(top, 0, False, None)
         await fs.wait_group(ended, 0, True, None)
@@ -390,7 +349,7 @@ async def test_a_read_only_mount_tells_and_changes_nothing(directory: Path) -> N
         top = await group_in(fs, "ranks=2")
         await make(fs, top, b"a", b"a" * SIZE)
         await fs.sync()
-    async with opened(directory, read_only=True) as fs:
+    async with served(modes.config_of(directory), read_only=True) as fs:
         assert (await ask(fs, top))["file_count"] == 1
         with pytest.raises(ReadOnly):
             await fs.begin_group(top, parse_group("name=a,ranks=1"), OWNER)
@@ -400,7 +359,7 @@ async def test_a_read_only_mount_tells_and_changes_nothing(directory: Path) -> N
 
 
 async def test_files_belong_by_where_they_are_when_they_are_closed(directory: Path) -> None:
-    async with opened(directory, burst__drain_delay="1h") as fs:
+    async with opened(directory, {"burst.drain_delay": "1h"}) as fs:
         top = await tree(fs, b"step")
         old = await make(fs, top, b"old", b"o" * SIZE)
         outside = await make(fs, ROOT, b"outside", b"x" * SIZE)
@@ -433,7 +392,7 @@ async def test_files_belong_by_where_they_are_when_they_are_closed(directory: Pa
 
 
 async def test_a_file_that_is_written_again_elsewhere_belongs_there(directory: Path) -> None:
-    async with opened(directory, burst__drain_delay="1h") as fs:
+    async with opened(directory, {"burst.drain_delay": "1h"}) as fs:
         top, other = await group_in(fs, "ranks=9"), await group_in(fs, "ranks=2", b"other")
         inos = [await make(fs, top, name, name * SIZE) for name in (b"a", b"c")]
         for ino, name, target in ((inos[0], b"a", other), (inos[1], b"c", ROOT)):
@@ -448,7 +407,7 @@ async def test_a_file_that_is_written_again_elsewhere_belongs_there(directory: P
         assert (await durable(fs, other))["file_count"] == 2
         assert await state(fs, inos[0]) == "cached" and await state(fs, inos[1]) == "dirty"
         await fs.wait_drained(ROOT, LIMIT_S)
-        assert await content(fs, inos[1]) == b"new" + b"c" * (SIZE - 3)
+        assert await read_file(fs, inos[1]) == b"new" + b"c" * (SIZE - 3)
         await fs.groups.cancel(top)
 
 
@@ -457,7 +416,7 @@ async def test_a_reader_changes_nothing(directory: Path) -> None:
         top = await group_in(fs, "ranks=2")
         ino = await make(fs, top, b"a", b"a" * SIZE)
         for _ in range(3):
-            assert await content(fs, ino) == b"a" * SIZE
+            assert await read_file(fs, ino) == b"a" * SIZE
         told = await ask(fs, top)
         assert told["missing_files"] == 1 and told["file_count"] == 1
         assert fs.drain.status()["withheld_files"] == 1
@@ -482,7 +441,7 @@ async def test_a_file_that_is_opened_again_counts_when_it_is_closed(directory: P
         assert (await ask(fs, top))["state"] == "open"
         await fs.release(handle)
         told = await durable(fs, top)
-        assert told["bytes"] == 3 * SIZE and await content(fs, ino) == b"a" * SIZE + b"c" * SIZE
+        assert told["bytes"] == 3 * SIZE and await read_file(fs, ino) == b"a" * SIZE + b"c" * SIZE
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -502,7 +461,7 @@ async def test_a_truncated_file_is_stored_as_it_is_then(directory: Path, prepare
         for rank in "01":
             await put(fs, top, "group.commit", rank)
         assert (await durable(fs, top))["bytes"] == SIZE // 2
-        assert await content(fs, ino) == b"a" * (SIZE // 2)
+        assert await read_file(fs, ino) == b"a" * (SIZE // 2)
 
 
 async def test_a_file_that_is_written_after_the_commit_is_drained_as_usual(
@@ -527,7 +486,7 @@ async def test_a_file_that_is_written_after_the_commit_is_drained_as_usual(
         assert await state(fs, inos[0]) == "dirty"
         await fs.release(handle)
         await drained(fs, inos[0])
-        assert (await content(fs, inos[0]))[:8] == b"changeda"
+        assert (await read_file(fs, inos[0]))[:8] == b"changeda"
 
 
 async def test_a_file_that_is_unlinked_belongs_no_more(directory: Path) -> None:
@@ -609,7 +568,7 @@ async def test_an_unmount_takes_nothing_from_who_is_storing(directory: Path, mon
 
 
 async def test_the_deadline_does_not_wait_for_the_group(directory: Path) -> None:
-    async with opened(directory, burst__drain_deadline="1s") as fs:
+    async with opened(directory, {"burst.drain_deadline": "1s"}) as fs:
         top = await group_in(fs, "ranks=2")
         await drained(fs, await make(fs, top, b"a", b"a" * SIZE))
         assert (await ask(fs, top))["state"] == "open"
@@ -708,7 +667,7 @@ async def test_the_last_commit_publishes_a_pending_directory(directory: Path, by
         assert (await fs.lookup(ROOT, b"final")).ino == top and (await ask(fs, top))["published"]
         with pytest.raises(NoAttribute):
             await ask(fs, top, "pending")
-        assert (await durable(fs, top))["publish_error"] == "" and await content(fs, ino) == b"a" * SIZE
+        assert (await durable(fs, top))["publish_error"] == "" and await read_file(fs, ino) == b"a" * SIZE
 
 
 async def test_closing_files_does_not_publish_a_pending_directory(directory: Path) -> None:
@@ -792,7 +751,7 @@ async def test_an_open_group_goes_on_after_a_mount(directory: Path, commit: str)
         if commit == "explicit":
             await put(fs, top, "group.commit", "0")
         told = await durable(fs, top)
-        assert told["duplicate_bytes"] == SIZE and [await content(fs, ino) for ino in (first, second)] == [data] * 2
+        assert told["duplicate_bytes"] == SIZE and [await read_file(fs, ino) for ino in (first, second)] == [data] * 2
         again = await ask(fs, top)
     async with opened(directory) as fs:
         told = await ask(fs, top)
@@ -830,7 +789,7 @@ async def test_groups_that_ended_long_ago_are_on_record(directory: Path, monkeyp
 async def test_a_damaged_record_is_told_and_keeps_nothing_from_being_drained(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with opened(directory) as fs:
+    async with opened(directory, sound=False) as fs:
         top = await group_in(fs, "ranks=2")
         ino = await make(fs, top, b"a", b"a" * SIZE)
 

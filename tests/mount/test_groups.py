@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ import pytest
 
 from aifs.core import ioctl
 from aifs.fuse import extension
-from tests.support.mounts import Mounted, aifs, mounted_store
+from tests.support.mounts import Mounted, aifs
 from tests.support.users import errno_of, in_process
 
 SIZE = 300 << 10
@@ -28,15 +27,6 @@ LIMIT_MS = LIMIT_S * 1000
 ALICE = 1000
 
 needs_bridge = pytest.mark.skipif(extension is None, reason="the bridge has not been built")
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Mounted]:
-    """One mount for most tests, which all users can reach."""
-    with tempfile.TemporaryDirectory(prefix="aifs-groups-") as scratch:
-        os.chmod(scratch, 0o755)
-        with mounted_store(Path(scratch), ("allow_other",)) as store:
-            yield store
 
 
 @pytest.fixture
@@ -66,7 +56,7 @@ def call(path: Path, command: ioctl.Command, *fields: object) -> tuple:
 
 
 def create(path: Path, ranks: int, flags: int = ioctl.GROUP_EXPLICIT, grace_ms: int = 0, timeout_ms: int = 0) -> int:
-    fields = call(path, ioctl.AIFS_IOC_GROUP_CREATE, ranks, flags, 0, timeout_ms, grace_ms, 0, b"step", b"")
+    fields = call(path, ioctl.AIFS_IOC_GROUP_CREATE, ranks, flags, 0, timeout_ms, grace_ms, 0, b"step", b"", b"")
     return fields[5]
 
 
@@ -75,7 +65,7 @@ def join(path: Path, rank: int, number: int = 0) -> None:
 
 
 def commit(path: Path, rank: int, number: int = 0) -> None:
-    call(path, ioctl.AIFS_IOC_GROUP_COMMIT, rank, 0, number)
+    call(path, ioctl.AIFS_IOC_GROUP_COMMIT, rank, 0, number, b"")
 
 
 def wait(path: Path, what: int = ioctl.GROUP_WAIT_DURABLE, number: int = 0, timeout_ms: int = LIMIT_MS) -> None:

@@ -32,6 +32,8 @@ OPTIONS = st.builds(
     grace_ms=st.integers(0, 1 << 40),
     reuse=st.booleans(),
     publish=NAMES.filter(lambda name: "/" not in name and name not in (".", "..")).map(str.encode) | st.just(b""),
+    same_size=st.booleans(),
+    job=NAMES.map(str.encode) | st.just(b""),
 )
 TIMES = st.integers(0, 1 << 62)
 
@@ -43,7 +45,7 @@ def records(draw: st.DrawFn) -> GroupRecord:
         draw(TIMES), options, draw(st.integers(0, 1 << 31)), draw(st.integers(0, 1 << 31)), draw(TIMES),
         draw(st.sampled_from([state for state in groups.STATES if state != "draining"])), draw(TIMES), draw(TIMES), draw(TIMES),
         draw(st.booleans()), draw(st.integers(-1, options.ranks - 1)), draw(st.text(max_size=50)), draw(st.text(max_size=50)),
-        draw(st.binary(max_size=100)),
+        draw(st.binary(max_size=100)), draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -55,8 +57,10 @@ def test_what_is_left_out_is_the_usual() -> None:
 
 
 def test_everything_can_be_said() -> None:
-    text = "name=s, ranks=2, dedup=64KiB, commit=explicit, timeout=90s, grace=500ms, reuse=yes, publish=step-1"
-    assert parse_group(text) == Options(b"s", 2, 64 * KIB, True, 90_000, 500, True, b"step-1")
+    text = "name=s, ranks=2, dedup=64KiB, commit=explicit, timeout=90s, grace=500ms, reuse=yes, publish=step-1, "
+    text += "same_size=yes, job=17.1"
+    expected = Options(b"s", 2, 64 * KIB, True, 90_000, 500, True, b"step-1", True, b"17.1")
+    assert parse_group(text) == expected
 
 
 @pytest.mark.parametrize("size", ["file", "64MiB", "1TiB"])
@@ -93,6 +97,8 @@ def test_a_group_is_read_as_it_was_written(options: Options) -> None:
         ("name=a\0,ranks=8", "printable"),
         ("name=a,ranks=8,publish=../b", "publish"),
         ("name=a,ranks=8,publish=..", "publish"),
+        ("name=a,ranks=8,same_size=maybe", "yes, no"),
+        ("name=a,ranks=8,job=" + 64 * "7", "job"),
     ],
 )
 def test_a_wrong_text_is_refused_and_named(text: str, named: str) -> None:
@@ -116,6 +122,10 @@ def test_the_format_of_records_stays() -> None:
         "c027090000000000" "e803000000000000" "0500000000000000" "0600000000000000" "0700000000000000" "0800000000000000"
         "0400" "73746570" "0500" "66696e616c" "0300" "776879" "0000" "0200" "7b7d"
     )  # fmt: skip
+    sized = options._replace(same_size=True, job=b"17")
+    assert record._replace(options=sized, unequal=True).encode().hex() == (
+        record.encode().hex().replace("01050700", "01053f00") + "0200" "3137"
+    )
     assert GroupMember(1, 2, 3).encode().hex() == "01" "0100000000000000" "0200000000000000" "0300000000000000"
 
 

@@ -47,26 +47,29 @@ async def put(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
 
 
 async def put_commit(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
-    """On a directory: the rank ``text`` commits. On a file, with '': it counts as closed. Raises as Groups.commit and
+    """On a directory: the rank ``text`` commits; behind it may be the path of one of its files. On a file, with '': it counts as closed. Raises as Groups.commit and
     Groups.commit_file."""
     inode = await fs.getattr(ino)
     if inode.is_dir:
-        if not (text.isascii() and text.isdigit() and len(text) < 10):
-            raise Invalid(f"group: {text!r} is not a rank")
-        await fs.groups.commit(ino, 0, int(text))
+        rank, _, file = text.partition(" ")
+        if not (rank.isascii() and rank.isdigit() and len(rank) < 10):
+            raise Invalid(f"group: {rank!r} is not a rank")
+        await fs.groups.commit(ino, 0, int(rank), os.fsencode(file.strip()))
     elif text or not inode.is_file:
         raise Invalid("group: a rank commits on the directory; a file takes no value")
     else:
         await fs.groups.commit_file(inode)
 
 
-async def tell(fs: Host, ino: int) -> dict[str, Any]:
-    """What ``user.aifs.group`` says of a directory's group, or of the one that ``ino`` lies below. Of many files and ranks it
-    names some; of ranks those first that have not committed. Raises NoAttribute."""
+async def tell(fs: Host, ino: int, group_id: int = 0) -> dict[str, Any]:
+    """What ``user.aifs.group`` says of a directory's group, or of the one that ``ino`` lies below; ``user.aifs.group.ID`` of one
+    that it may have followed. Of many files and ranks it
+    names some; of ranks those first that have not committed. Raises NoAttribute, Stale."""
     inode = await fs.getattr(ino)
     if not inode.is_dir and not inode.is_file:
         raise NoAttribute()
-    group = await fs.groups.course.find_above(ino)
+    course = fs.groups.course
+    group = await (course.find(ino, group_id) if group_id else course.find_above(ino))
     record, options = group.record, group.record.options
     shown = list(islice(group.files.values(), _SHOWN))
     names: list[str] = []
@@ -86,6 +89,8 @@ async def tell(fs: Host, ino: int) -> dict[str, Any]:
         "timeout_s": options.timeout_ms / 1000,
         "grace_s": options.grace_ms / 1000,
         "reuse": options.reuse,
+        "same_size": options.same_size,
+        "job": os.fsdecode(options.job),
         "publish": os.fsdecode(options.publish),
         "published": record.published,
         "publish_error": record.publish_error,
@@ -100,6 +105,7 @@ async def tell(fs: Host, ino: int) -> dict[str, Any]:
         "file_count": len(group.files),
         "dead": record.dead if record.dead >= 0 else None,
         "error": record.error,
+        "unequal": record.unequal,
         "refused": group.refused,
         "drain_error": group.drain_error,
         **{key: told.get(key, 0) for key in SUMS},

@@ -12,7 +12,7 @@ from aifs.meta.groups import Options
 from aifs.meta.publishing import RANKS_MAX
 
 CHUNK_MIN = 64 << 10
-NAME_MAX, PUBLISH_MAX = 63, 255
+NAME_MAX, PUBLISH_MAX, JOB_MAX = 63, 255, 63
 _PAGE = 4096
 _TIMEOUT_MS, _TIMEOUT_MAX_MS = 600_000, 1 << 40
 _COMMITS = ("close", "explicit")
@@ -21,7 +21,7 @@ WHOLE_FILE = "file"
 
 def parse_group(text: str) -> Options:
     """The group that ``text`` asks for: ``name=step,ranks=8[,dedup=4MiB][,commit=close|explicit][,timeout=10min][,grace=0s]
-    [,reuse=yes|no][,publish=NAME]``. Raises Invalid."""
+    [,reuse=yes|no][,publish=NAME][,same_size=yes|no][,job=ID]``. Raises Invalid."""
     values: dict[str, Any] = {}
     for key, value in parse_pairs("group", text, _PARSERS, "name=step,ranks=8"):
         values[key] = _PARSERS[key](key, value)
@@ -31,18 +31,21 @@ def parse_group(text: str) -> Options:
     return make_options(
         values["name"], values["ranks"], values.get("dedup", 0), values.get("commit") == "explicit",
         values.get("timeout", 0), values.get("grace", 0), values.get("reuse") == "yes", values.get("publish", b""),
+        values.get("same_size") == "yes", values.get("job", b""),
     )  # fmt: skip
 
 
 def make_options(
-    name: bytes, ranks: int, chunk: int, explicit: bool, timeout_ms: int, grace_ms: int, reuse: bool, publish: bytes
-) -> Options:
+    name: bytes, ranks: int, chunk: int, explicit: bool, timeout_ms: int, grace_ms: int, reuse: bool, publish: bytes,
+    same_size: bool, job: bytes,
+) -> Options:  # fmt: skip
     """``chunk`` and ``timeout_ms``: 0 for the usual. Larger chunks than CHUNK_MAX mean that: a digest of one costs the same for
     each byte, and more that is equal is found. Raises Invalid."""
     chunk = min(chunk or CHUNK_MAX, CHUNK_MAX)
     timeout_ms = timeout_ms or _TIMEOUT_MS
-    if not 0 < len(name) <= NAME_MAX or b"," in name or not name.isascii() or not name.decode().isprintable():
-        raise Invalid(f"group: a name has 1 to {NAME_MAX} printable ASCII characters, and no comma")
+    for what, text, least, most in (("name", name, 1, NAME_MAX), ("job", job, 0, JOB_MAX)):
+        if not least <= len(text) <= most or b"," in text or not text.isascii() or not text.decode().isprintable():
+            raise Invalid(f"group: a {what} has {least} to {most} printable ASCII characters, and no comma")
     if not 0 < ranks <= RANKS_MAX:
         raise Invalid(f"group: there are 1 to {RANKS_MAX} ranks, not {ranks}")
     if chunk < CHUNK_MIN or chunk % _PAGE:
@@ -51,7 +54,7 @@ def make_options(
         raise Invalid(f"group: no time is longer than {format_duration(_TIMEOUT_MAX_MS / 1000)}")
     if len(publish) > PUBLISH_MAX or b"\0" in publish or b"/" in publish or publish in (b".", b".."):
         raise Invalid(f"group: publish is a name beside the directory, of up to {PUBLISH_MAX} bytes")
-    return Options(name, ranks, chunk, explicit, timeout_ms, grace_ms, reuse, publish)
+    return Options(name, ranks, chunk, explicit, timeout_ms, grace_ms, reuse, publish, same_size, job)
 
 
 def format_group(options: Options) -> str:
@@ -61,7 +64,9 @@ def format_group(options: Options) -> str:
         f"commit={_COMMITS[options.explicit]},timeout={format_duration(options.timeout_ms / 1000)},"
         f"grace={format_duration(options.grace_ms / 1000)},reuse={'yes' if options.reuse else 'no'}"
     )
-    return text + (f",publish={os.fsdecode(options.publish)}" if options.publish else "")
+    text += f",publish={os.fsdecode(options.publish)}" if options.publish else ""
+    text += ",same_size=yes" if options.same_size else ""
+    return text + (f",job={os.fsdecode(options.job)}" if options.job else "")
 
 
 def _parse_name(key: str, text: str) -> bytes:
@@ -108,4 +113,6 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "grace": _parse_time,
     "reuse": _choice("yes", "no"),
     "publish": _parse_name,
+    "same_size": _choice("yes", "no"),
+    "job": _parse_name,
 }

@@ -3,11 +3,12 @@
 import stat
 from typing import NamedTuple
 
-from aifs.core.errors import Invalid
+from aifs.core.errors import Busy, Invalid
 from aifs.core.ioctl import GROUP_STATES
 from aifs.meta import namespace, publishing
 from aifs.meta.groups import Options
 from aifs.meta.kv import ReadTransaction
+from aifs.meta.records import Dentry
 from aifs.vfs.groups.group_hints import SUMS, report_of
 from aifs.vfs.publishing import pending, permissions
 from aifs.vfs.publishing.publish import Publishing
@@ -55,9 +56,9 @@ class Grouping(Publishing):
         await self._require_may_change(ino, caller)
         await self.groups.join(ino, group_id, rank, caller)
 
-    async def commit_group(self, ino: int, group_id: int, rank: int, caller: CallerLike) -> None:
+    async def commit_group(self, ino: int, group_id: int, rank: int, caller: CallerLike, file: bytes = b"") -> None:
         await self._require_may_change(ino, caller)
-        await self.groups.commit(ino, group_id, rank)
+        await self.groups.commit(ino, group_id, rank, file)
 
     async def wait_group(self, ino: int, group_id: int, durable: bool, timeout_s: float | None) -> None:
         """Raises as Groups.wait, ReadOnly: nothing goes on in this mount."""
@@ -90,6 +91,17 @@ class Grouping(Publishing):
     async def _require_may_change(self, ino: int, caller: CallerLike) -> None:
         self.require_writable()
         await self._engine.view(_require_may_write, ino, caller)
+
+    async def _make_durable(self, dentry: Dentry, new_parent: int) -> list[int]:
+        """A pending directory is not published, either, with files whose sizes its group does not allow."""
+        published = await super()._make_durable(dentry, new_parent)
+        if await self._engine.view(publishing.find_pending, dentry.ino):
+            unequal = await self.groups.course.unequal(dentry.ino)
+            if unequal:
+                error = Busy(unequal)
+                self._refuse(dentry.ino, error)
+                raise error
+        return published
 
     async def _publish_group(self, ino: int, name: bytes, caller: CallerLike) -> None:
         parent = (await self._engine.view(namespace.get_directory, ino)).parent

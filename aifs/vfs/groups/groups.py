@@ -3,6 +3,7 @@ has the protocol.
 """
 
 import math
+import os
 import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,7 +14,7 @@ import trio
 from aifs.core import faults
 from aifs.core.errors import Busy, Invalid, TimedOut
 from aifs.core.log import logger
-from aifs.meta import groups
+from aifs.meta import groups, paths
 from aifs.meta.groups import GroupMember, GroupRecord, Options
 from aifs.meta.kv import Engine
 from aifs.meta.records import Dentry, Inode
@@ -25,6 +26,7 @@ from aifs.vfs.groups.state import Group
 from aifs.vfs.ids import IdAllocator
 from aifs.vfs.io.file_io import FileIO
 from aifs.vfs.io.writeback import WriteBack
+from aifs.vfs.publishing import pending
 from aifs.vfs.publishing.barrier import sync_below
 from aifs.vfs.tiers.drain import Drain
 from aifs.vfs.types import CallerLike
@@ -60,26 +62,37 @@ class Groups:
     # --- what ranks ask for ----------------------------------------------------------------------------
 
     async def begin(self, ino: int, options: Options, caller: CallerLike) -> Group:
-        """A group of the directory; the one that is open, if it has been asked for in the same words. Raises Invalid: another one
-        is open; Busy: it is not durable yet; NotFound, NotADirectory."""
-        there = self.course.groups.get(ino)
-        if there is not None and there.is_live:
+        """A group of the directory; the one that is open, if it has been asked for in the same words. What another job has left
+        is cancelled before. Raises Invalid: another one is open, or of a job whose ranks live; Busy: it is not durable yet;
+        NotFound, NotADirectory."""
+        while True:
+            there = self.course.groups.get(ino)
+            if there is None or not there.is_live:
+                number = await self._ids.take()
+                record = GroupRecord(number, options, caller.uid, caller.gid, time.time_ns())
+                group = await self.course.begin(ino, record, there)
+                if group is not None:
+                    return group
+                continue
             with _refusals(there):
                 if not there.is_open:
                     raise Busy(f"the group is {there.state}; wait until it is durable, or cancel it")
-                if there.record.options != options:
-                    raise Invalid(f"another group is open: {format_group(there.record.options)}")
-            return there
-        number = await self._ids.take()
-        record = GroupRecord(number, options, caller.uid, caller.gid, time.time_ns())
-        async with self.course.recording:
-            present = self.course.groups.get(ino)
-            if present is there:
-                await self._engine.transact(groups.begin, ino, record)
-                self.course.groups.pop(ino, None)  # the youngest to the end
-                self.course.groups[ino] = self.course.new(ino, record)
-                self.course.look()
-        return self.course.groups[ino] if present is there else await self.begin(ino, options, caller)
+                if options.job not in (b"", there.record.options.job):
+                    self._look_who_lives(there)
+                if not there.is_left_to(options.job):
+                    present = there.record.options
+                    if options._replace(job=present.job) != present:
+                        raise Invalid(f"another group is open: {format_group(present)}")
+                    return there
+            job = options.job.decode()
+            await self.course.cancel(there, f"it was left behind: nobody of it lives, and job {job} has begun anew")
+
+    def _look_who_lives(self, group: Group) -> None:
+        """A process that was killed just now may not have been heard of."""
+        for rank, process in list(group.processes.items()):
+            if not processes.lives(process):
+                group.left(rank, process, trio.current_time())
+        self.course.look()
 
     async def join(self, ino: int, group_id: int, rank: int, caller: CallerLike) -> None:
         """The process that asks is this rank. Raises Invalid, NotSupported, and what the group has ended with."""
@@ -93,16 +106,23 @@ class Groups:
             group.wake()
             self.course.look()
 
-    async def commit(self, ino: int, group_id: int, rank: int) -> None:
+    async def commit(self, ino: int, group_id: int, rank: int, file: bytes = b"") -> None:
         """All that is unsynced below the directory is durable in the burst tier on return, and so is the rank's commit. The last
-        one also waits for the publish, and raises what that fails with. Raises Invalid, and what the group has ended with."""
+        one also waits for the publish, and raises what that fails with. ``file``: path below the directory of one that the rank
+        has written, whose size is compared if all files have to have one. Raises Invalid, and what the group has ended with."""
         group = await self.course.find(ino, group_id)
         with _refusals(group):
             group.require_rank(rank)
-            if not await self.commit_pending(ino, rank):
-                await self._commit(group, rank, sync=True)
-            elif rank not in group.committed:  # the pending directory has another number of ranks
-                await self._commit(group, rank, sync=False)
+            if file and group.record.options.same_size:
+                group.sizes[rank] = await self._right_size(group, rank, file)
+            try:
+                if not await self.commit_pending(ino, rank):
+                    await self._commit(group, rank, sync=True)
+                elif rank not in group.committed:  # the pending directory has another number of ranks
+                    await self._commit(group, rank, sync=False)
+            finally:
+                if rank not in group.committed | group.committing:
+                    group.sizes.pop(rank, None)
         await self._settled(group)
 
     async def committed_pending(self, ino: int, rank: int, ranks: int) -> None:
@@ -113,6 +133,20 @@ class Groups:
         if ranks == group.record.options.ranks and rank not in group.committed | group.committing:
             await self._commit(group, rank, sync=False)
 
+    async def _right_size(self, group: Group, rank: int, file: bytes) -> int:
+        """The size of a file of a rank that is about to commit. Raises Invalid if it has another one than that of the first rank."""
+        inode = await self._engine.view(pending.find_file, group.ino, pending.path_below(file))
+        if inode is None:
+            raise Invalid(f"rank {rank}: {os.fsdecode(file)} is no file in the group's directory")
+        opened = self._io.open.get(inode.ino)
+        path = await self._engine.view(paths.describe, inode.ino)
+        group.require_rank(rank)
+        size = (inode if opened is None else self._io.attributes(opened)).size
+        for first, expected in group.sizes.items():
+            if size != expected:
+                raise Invalid(f"rank {rank}: {path} has {size} bytes, not the {expected} of rank {first}")
+        return size
+
     async def _commit(self, group: Group, rank: int, sync: bool) -> None:
         group.require_rank(rank)
         group.committing.add(rank)
@@ -120,7 +154,7 @@ class Groups:
             if sync:
                 await sync_below(self._engine, self._io, self._writeback, Dentry(group.ino, 0, _DIRECTORY))
             group.require_success()
-            member = GroupMember(time.time_ns())
+            member = GroupMember(time.time_ns(), group.sizes.get(rank, 0), rank in group.sizes)
             await self._engine.transact(groups.put_member, group.ino, group.record.id, rank, member)
             faults.reach(_RANK)
             await self._engine.barrier()

@@ -1,6 +1,7 @@
 """Processes that are ranks: which one a request comes from, and when it has ended."""
 
 import os
+import select
 from pathlib import Path
 
 import trio
@@ -25,6 +26,19 @@ def watch(process: int) -> int | None:
         return os.pidfd_open(process)
     except ProcessLookupError:
         return None
+
+
+def lives(process: int) -> bool:
+    """Now; who waits for its end hears of that a little later."""
+    pidfd = watch(process)
+    if pidfd is None:
+        return False
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return not poll.poll(0)
+    finally:
+        files.close_file(pidfd)
 
 
 async def wait_for_end(pidfd: int) -> None:

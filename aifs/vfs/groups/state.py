@@ -54,6 +54,8 @@ class Group:
         self.processes: dict[int, int] = {}  # rank -> process that lives
         self.away: dict[int, float] = {}  # rank -> since when its process has ended
         self.files: dict[int, File] = {}
+        self.closes = 0
+        """How often files have been closed."""
         self.counted = 0
         """How many files count as closed."""
         self.since = math.inf
@@ -61,6 +63,8 @@ class Group:
         self.refused = ""
         self.drain_error = ""
         self.settling = False
+        self.sizes: dict[int, int] = {}
+        """Of the files of ranks that have committed, the first one first, if all have to have one size."""
         self.publish_failure: FsError | None = None
         """What the publish at its end has failed with, in this mount."""
         self.event = trio.Event()
@@ -116,10 +120,11 @@ class Group:
             raise Invalid("all ranks of the group have committed already")
 
     def require_success(self) -> None:
-        """Raises MemberDied, GroupCancelled, GroupExpired or Unavailable if it has ended without success."""
+        """Raises MemberDied, Invalid (sizes that differ), GroupCancelled, GroupExpired or Unavailable if it has ended without
+        success."""
         record = self.record
         if record.state == "failed":
-            raise (Unavailable if record.dead < 0 else MemberDied)(record.error)
+            raise (MemberDied if record.dead >= 0 else Invalid if record.unequal else Unavailable)(record.error)
         if record.state == "cancelled":
             raise GroupCancelled(record.error)
         if record.state == "expired":
@@ -141,6 +146,20 @@ class Group:
         """Raises Invalid if a process that lives is this rank."""
         if rank in self.processes:
             raise Invalid(f"rank {rank} has been joined by process {self.processes[rank]}, which is alive")
+
+    def is_left_to(self, job: bytes) -> bool:
+        """Whether it is open, of another job, and nobody of that lives. Raises Invalid if somebody does. ``job``: b"": any."""
+        present = self.record.options.job
+        if job in (b"", present):
+            return False
+        if self.processes or self.committing:
+            ranks = ", ".join(map(str, sorted(self.processes.keys() | self.committing)[:_NAMED_MAX]))
+            whose = f"job {present.decode()}" if present else "another job"
+            raise Invalid(
+                f"job {job.decode()} cannot begin: {whose} is writing here, and its ranks {ranks} live; wait for its group, or "
+                f"cancel it; if they are one job, all its ranks have to name the same one"
+            )
+        return True
 
     def join(self, rank: int, process: int) -> None:
         """``process`` is this rank from now on. Raises Invalid."""
@@ -190,6 +209,7 @@ class Group:
         if file is None:
             file = self.files[ino] = File(ino, size, now, counted=False)
             self.since = min(self.since, now)
+        self.closes += 1
         self.counted += not file.counted
         file.size, file.counted, file.closes, file.tries = size, True, file.closes + 1, 0
         if file.state is FileState.WRITING:
@@ -210,6 +230,14 @@ class Group:
         file = self.files.pop(ino)
         self.counted -= file.counted
         return file
+
+    @property
+    def differs(self) -> bool:
+        """Whether files that count have not all one size, though they must."""
+        if not self.record.options.same_size:
+            return False
+        sizes = {file.size for file in self.files.values() if file.counted}
+        return len(sizes.union(list(self.sizes.values())[:1])) > 1
 
     def in_states(self, *states: FileState) -> list[File]:
         return [file for file in self.files.values() if file.state in states]

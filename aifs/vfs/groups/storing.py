@@ -4,8 +4,8 @@ A chunk that has been appended is right if the lease of the file that it was rea
 the files that it was for wait for another round.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from aifs.data.containers.pieces import HashedPiece, Piece
 from aifs.data.containers.writer import Appended
 from aifs.layout.interleaved import HEADER_BYTES, Extent, Growth, Interleaved, Location, named
 from aifs.layout.striped import Striped
-from aifs.meta import extents, shared
+from aifs.meta import chunks, extents, shared
 from aifs.vfs.groups import sharing
 from aifs.vfs.groups.hashing import hash_one
 from aifs.vfs.groups.lookups import look_up
@@ -96,8 +96,7 @@ class Storing:
             work, holding = _Work(self._slots), self._holding()
             for digest in digests[:_REPLACED_AT_ONCE]:
                 self._add(work, digest, holding)
-            async with AsyncExitStack() as stack:
-                await self._append(work, stack)
+            async with self._appended(work):
                 places = [work.places[digest] for digest in work.right]
                 for garbage in await self._tools.engine.transact(extents.replace_shared, places, work.growth):
                     self._tools.collector.add_garbage(garbage)
@@ -184,8 +183,7 @@ class Storing:
             member.oid = await self._tools.ids.take()
             await self._tools.work(member, self._add_all, work, member, record, number, holding)
         await self._tools.mover.admit(sum(piece.length for slot in work.pieces for _, piece in slot if isinstance(piece, HashedPiece)))
-        async with AsyncExitStack() as stack:
-            await self._append(work, stack)
+        async with self._appended(work):
             for member in alive:
                 await self._tools.work(member, self._finish, work, member)
             faults.reach(_APPENDED)
@@ -236,6 +234,19 @@ class Storing:
         slot = number % len(self._slots)
         for recipe in pieces.recipes(member.ino, member.oid, self._layout, found, record):
             work.pieces[slot].append(((member.ino, recipe.index), recipe))
+
+    @asynccontextmanager
+    async def _appended(self, work: "_Work") -> AsyncIterator[None]:
+        """What is to be appended is durable within the block, which records it. If either fails, what has been appended counts as
+        dead: else nobody would know of those bytes before others are appended behind them, and of a full container never."""
+        async with AsyncExitStack() as stack:
+            try:
+                await self._append(work, stack)
+                yield
+            except FsError:
+                with suppress(FsError):
+                    await self._tools.engine.transact(chunks.put_dead, list(work.places.values()), work.growth)
+                raise
 
     async def _append(self, work: "_Work", stack: AsyncExitStack) -> None:
         """Append to all slots at a time. What has been appended is pinned until ``stack`` ends."""

@@ -192,10 +192,11 @@ async def _look_up(
 def _find_files(
     tx: ReadTransaction, ino: int, files: Sequence[tuple[bytes, int]]
 ) -> list[tuple[bytes, int, Inode | None]]:
-    return [(path, size, _find_file(tx, ino, path)) for path, size in files]
+    return [(path, size, find_file(tx, ino, path)) for path, size in files]
 
 
-def _find_file(tx: ReadTransaction, ino: int, path: bytes) -> Inode | None:
+def find_file(tx: ReadTransaction, ino: int, path: bytes) -> Inode | None:
+    """The regular file at ``path`` below a directory, as it is on record."""
     try:
         for name in path.split(b"/"):
             inode = namespace.lookup(tx, ino, name)
