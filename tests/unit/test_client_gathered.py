@@ -1,10 +1,8 @@
 """A file that all ranks of a process group read: the plan, the exchange between hosts, and what they hear of failures."""
 
 import errno
-import multiprocessing
 import os
 import random
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,15 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch.distributed as dist
 
 from aifs.client.manifest import CheckpointError
-from aifs.client.torch import gathered, watch
+from aifs.client.torch import gather_files, gathered, parallel, watch
+from aifs.client.torch.gather_files import Found
 from aifs.client.torch.gather_plan import CHAIN, GATHER, READ, Speeds, choose, pieces
-from aifs.client.torch.gathered import GatherError, read
+from aifs.client.torch.gathered import GatherError, read, read_files
+from aifs.client.torch.parallel import parallel_load, parallel_save
 from aifs.core import files
+from tests.support import gloo
 
 RANKS = 4
-PATIENCE_S = 200
 SIZE = 300_001
 PIECE = 100_000
 FAST, SLOW = Speeds(100e9, 1e9), Speeds(0.1e9, 1e9)
@@ -54,42 +54,14 @@ def test_the_fastest_way_is_chosen():
 # --- in processes ---
 
 
-def run_ranks(body: Callable[[int, Path], None], directory: Path, ranks: int = RANKS) -> list[str]:
-    """``body(rank, directory)`` in processes with a gloo group; what went wrong in each."""
-    fork = multiprocessing.get_context("fork")
-    pipes = []
-    for rank in range(ranks):
-        reader, writer = fork.Pipe(duplex=False)
-        process = fork.Process(target=_rank_main, args=(body, rank, ranks, directory, writer))
-        process.start()
-        writer.close()
-        pipes.append((process, reader))
-    problems = []
-    for process, reader in pipes:
-        try:
-            problems.append(reader.recv() if reader.poll(PATIENCE_S) else "hangs")
-        except EOFError:
-            problems.append("died")
-        reader.close()
-        process.kill()
-        process.join()
-        process.close()
-    return problems
+def run_ranks(body: Callable[[int, Path], None], directory: Path) -> list[str]:
+    """With pieces so small that a file has some."""
 
-
-def _rank_main(body: Callable[[int, Path], None], rank: int, ranks: int, directory: Path, say: Any) -> None:
-    problem = ""
-    try:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
-        gathered.PIECE = PIECE
+    def in_pieces(rank: int, directory: Path) -> None:
+        gathered.PIECE, gathered._PAUSE_S = PIECE, 0
         body(rank, directory)
-    except BaseException:  # noqa: BLE001 (told to the parent)
-        problem = traceback.format_exc()
-    say.send(problem)
-    say.close()
-    os._exit(0)
+
+    return gloo.run_ranks(in_pieces, directory, RANKS)
 
 
 CONTENT = random.Random(5).randbytes(SIZE)
@@ -127,8 +99,12 @@ def read_by_all(directory: Path, **options: Any) -> int:
     data = read(directory / "file", order=ORDER, arrived=lambda *part: arrived.append(part), **options)
     assert data == CONTENT
     assert arrived == list(pieces(SIZE, ORDER, PIECE))
+    return sum_of_all(sum(found))
+
+
+def sum_of_all(mine: int) -> int:
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, sum(found))
+    dist.all_gather_object(everyone, mine)
     return sum(everyone)
 
 
@@ -148,7 +124,7 @@ def many_hosts(rank: int, directory: Path) -> None:
     assert read_by_all(directory, speeds=FAST if rank == 2 else SLOW) == SIZE
     target = bytearray(SIZE)
     assert read(directory / "file", into=target) == CONTENT == target
-    gathered._measured.clear()
+    gather_files.forget_speeds()
     assert read(directory / "empty") == b""
     group = dist.new_group([3, 1, 2])
     if rank:
@@ -174,7 +150,45 @@ def two_hosts(rank: int, directory: Path) -> None:
     assert read(directory / "file") == CONTENT
 
 
-@pytest.mark.parametrize("body", [one_host, many_hosts, two_hosts])
+def fail(*args: Any, **options: Any) -> Any:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def several_files(rank: int, directory: Path) -> None:
+    found, paths, identity = counted(), [], "the same"
+    for number, (begin, end) in enumerate([(0, 1), (1, 1), (1, 150_001), (150_001, 150_002), (150_002, SIZE)]):
+        paths.append(directory / f"part {rank} {number}" / f"part{number}")
+        paths[-1].parent.mkdir()
+        paths[-1].write_bytes(CONTENT[begin:end])
+
+    def find() -> Found:
+        return Found([str(path) for path in paths], identity)
+
+    for ranks_each in (1, 2):
+        on_hosts(ranks_each)
+        for speeds in (Speeds(), FAST if rank == 2 else SLOW):
+            before = len(found)
+            assert read_files(find, "parts", order=ORDER, speeds=speeds) == CONTENT
+            assert sum_of_all(sum(found[before:])) == SIZE
+    identities = iter(["another"] * (rank == 3) + ["the same"] * 9)
+    again = read_files(lambda: Found([str(path) for path in paths], next(identities)), "parts")
+    assert again == CONTENT  # rank 3 has looked a moment too early
+    identity = "another" if rank == 3 else "the same"
+    with pytest.raises(GatherError, match="parts: rank 3 finds other files than rank 0"):
+        read_files(find, "parts")
+    identity = "the same"
+    if rank == 1:
+        paths[4].rename(paths[4].parent / "renamed")
+        paths[4] = paths[4].parent / "renamed"
+    with pytest.raises(GatherError, match="parts: rank 1 finds other files than rank 0"):
+        read_files(find, "parts")
+    if rank == 1:
+        paths[4] = paths[4].parent / "missing"
+    with pytest.raises(GatherError, match="parts: rank 1: No such file or directory"):
+        read_files(find, "parts")
+
+
+@pytest.mark.parametrize("body", [one_host, many_hosts, two_hosts, several_files])
 def test_all_get_all_and_storage_is_asked_once(body, file, tmp_path):
     (tmp_path / "empty").touch()
     assert run_ranks(body, tmp_path) == [""] * RANKS
@@ -183,9 +197,6 @@ def test_all_get_all_and_storage_is_asked_once(body, file, tmp_path):
 def failures(rank: int, directory: Path) -> None:
     on_hosts(2 if (directory / "pairs").exists() else 1)
     path, open_file, read_into = directory / "file", files.open_file, files.read_into
-
-    def fail(*args: Any, **options: Any) -> Any:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def expect(what: str, faulty: int, **options: Any) -> None:
         with pytest.raises(GatherError, match=what) as caught:
@@ -203,9 +214,9 @@ def failures(rank: int, directory: Path) -> None:
         expect("file: rank 2: Input/output error", 2, speeds=speeds)
         files.read_into = read_into
     expect("rank 1: the buffer has 5 bytes, the file 300001", 1, into=bytearray(5 if rank == 1 else SIZE))
-    gathered.os.fstat = lambda fd, fstat=os.fstat: os.stat(directory / "empty") if rank == 2 else fstat(fd)
+    gather_files.os.fstat = lambda fd, fstat=os.fstat: os.stat(directory / "empty") if rank == 2 else fstat(fd)
     expect("rank 2 finds 0 bytes, rank 0 300001", 2)
-    gathered.os.fstat = lambda fd: os.stat(fd)
+    gather_files.os.fstat = lambda fd: os.stat(fd)
     assert read(path) == CONTENT  # the group is as good as before
     dist.barrier()
 
@@ -220,10 +231,10 @@ def test_an_error_of_one_rank_reaches_all(pairs, file, tmp_path):
 
 def death(rank: int, directory: Path) -> None:
     """Of rank 2: when it is to read for the second time, or before it says anything."""
-    on_hosts(1)
+    way = (directory / "way").read_text()
+    on_hosts({"one host": RANKS, "pairs": 2}.get(way, 1))
     watch._ANSWER_S = 2.0
     read_into, count = files.read_into, 0
-    way = (directory / "way").read_text()
 
     def die(*args: Any) -> int:
         nonlocal count
@@ -242,10 +253,67 @@ def death(rank: int, directory: Path) -> None:
         read(directory / "file", speeds={"chain": FAST if rank == 2 else SLOW}.get(way))
 
 
-@pytest.mark.parametrize("way", ["before", "ring", "chain"])
+@pytest.mark.parametrize("way", ["before", "ring", "chain", "one host", "pairs"])
 def test_a_rank_that_ends_is_named_to_the_others(way, file, tmp_path):
     (tmp_path / "way").write_text(way)
     assert run_ranks(death, tmp_path) == ["", "", "died", ""]
+
+
+# --- the parts of replicas ---
+
+
+def parts(rank: int, directory: Path) -> None:
+    target = directory / "step-1"
+    state = {"a": torch.arange(100_003), "b": torch.full((7, 70), 0.1, dtype=torch.bfloat16), "step": 5}
+    parallel_save(state, target)
+    size, found = sum(path.stat().st_size for path in target.glob("state.pt.*")), counted()
+    for ranks_each in (1, 2):
+        on_hosts(ranks_each)
+        before = len(found)
+        loaded = parallel_load(target)
+        assert sum_of_all(sum(found[before:])) == size
+        assert loaded["step"] == 5
+        assert all(torch.equal(loaded[name], state[name]) for name in "ab")
+    pair = dist.new_group([1, 3])
+    if rank in (1, 3):
+        assert torch.equal(parallel_load(target, pair)["a"], state["a"])
+    read_into = files.read_into
+    if rank == 2:
+        files.read_into = fail
+    with pytest.raises(GatherError, match="step-1: rank 2: Input/output error"):
+        parallel_load(target)
+    files.read_into = read_into
+    if rank == 2:
+        (directory / "mine").mkdir()
+        for path in target.iterdir():
+            (directory / "mine" / path.name).write_bytes(path.read_bytes() + b" " * path.name.endswith("json"))
+    with pytest.raises(GatherError, match="rank 2 finds other files than rank 0"):
+        parallel_load(directory / "mine" if rank == 2 else target)
+    watch._ANSWER_S = 2.0
+    if rank == 3:
+        os._exit(1)
+    with pytest.raises(GatherError, match="rank.* 3.* did not answer, and may have ended"):
+        parallel_load(target)
+
+
+def test_parts_are_loaded_by_all_and_storage_is_asked_once(tmp_path):
+    assert run_ranks(parts, tmp_path) == ["", "", "", "died"]
+
+
+def test_parts_are_of_one_checkpoint_while_the_pointer_is_moved(tmp_path, monkeypatch):
+    for step in (1, 2):
+        parallel_save({"step": step}, tmp_path / f"step-{step}", ("state", 0, 1))
+    latest, find_parts = tmp_path / "latest", parallel.find_parts
+
+    def find(*args: Any) -> list[str]:
+        parts = find_parts(*args)
+        latest.unlink()
+        latest.symlink_to("step-1")
+        return parts
+
+    monkeypatch.setattr(parallel, "find_parts", find)
+    assert parallel_load(latest) == {"step": 2}
+    assert parallel_load(latest) == {"step": 1}
 
 
 def test_alone_it_is_read(file):

@@ -5,11 +5,9 @@ import errno
 import io
 import itertools
 import json
-import multiprocessing
-import os
 import runpy
 import subprocess
-import traceback
+import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -45,6 +43,7 @@ from aifs.client.torch import (
     save_safetensors,
     sinks,
 )
+from tests.support import gloo
 
 RANKS = 4
 DTYPES = [getattr(torch, name) for name in (
@@ -269,6 +268,15 @@ def test_pipelined_saves_what_the_state_was(tmp_path: Path) -> None:
     assert client.verify(tmp_path / "latest") == []
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of Python 3.11")
+def test_the_helper_imports_nothing_from_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "isal.py").write_text("open('imported', 'w')")
+    monkeypatch.chdir(tmp_path)
+    with PipelinedCheckpointer("step-{step}") as checkpointer:
+        checkpointer.save(state(), 1)
+    assert names(tmp_path) == {"isal.py", "latest", "step-1"}
+
+
 def test_pipelined_says_what_failed(tmp_path: Path, small: Path) -> None:
     with PipelinedCheckpointer(tmp_path / "step-{step}") as checkpointer:
         checkpointer.save({"a": torch.ones(3)}, 1)
@@ -339,43 +347,13 @@ def test_one_writer_is_chosen_of_each_place(places: list[int]) -> None:
 
 
 def run_ranks(body: Callable[[int, Path], None], directory: Path) -> None:
-    """``body(rank, directory)`` in processes with a gloo group."""
-    fork = multiprocessing.get_context("fork")
-    pipes = []
-    for rank in range(RANKS):
-        reader, writer = fork.Pipe(duplex=False)
-        process = fork.Process(target=_rank_main, args=(body, rank, directory, writer))
-        process.start()
-        writer.close()
-        pipes.append((process, reader))
-    problems = []
-    for process, reader in pipes:
-        try:
-            problems.append(reader.recv() if reader.poll(100) else "hangs")
-        except EOFError:
-            problems.append("died")
-        reader.close()
-    for process, _ in pipes:
-        process.kill() if "hangs" in problems else None
-        process.join()
-        process.close()
-    assert problems == [""] * RANKS, "\n".join(problems)
-
-
-def _rank_main(body: Callable[[int, Path], None], rank: int, directory: Path, say: Any) -> None:
-    problem = ""
-    try:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+    def together(rank: int, directory: Path) -> None:
         body(rank, directory)
         dist.barrier()
         dist.destroy_process_group()
-    except BaseException:
-        problem = traceback.format_exc()
-    say.send(problem)
-    say.close()
-    os._exit(0)
+
+    problems = gloo.run_ranks(together, directory, RANKS)
+    assert problems == [""] * RANKS, "\n".join(problems)
 
 
 def test_replicas_save_and_load_together(tmp_path: Path) -> None:

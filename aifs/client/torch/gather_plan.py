@@ -42,6 +42,11 @@ def choose(size: int, speeds: Sequence[Speeds]) -> tuple[str, int]:
     return min(times, key=lambda way: times[way]), storage.index(fastest)
 
 
+def split(length: int, count: int) -> list[Range]:
+    """Begin and end of each of ``count`` parts, whose sizes differ by at most one byte."""
+    return [(index * length // count, (index + 1) * length // count) for index in range(count)]
+
+
 def pieces(size: int, order: Sequence[Range], piece: int) -> Iterator[Range]:
     """The ranges of a file of ``size`` bytes, each of at most ``piece``, that cover each byte once: those in ``order`` first,
     then the rest as it lies."""

@@ -1,4 +1,4 @@
-"""All ranks of a process group read one file: its bytes come once from storage, and from rank to rank across hosts.
+"""All ranks of a process group read one file, or several as if they were one: the bytes come once from storage, and from rank to rank across hosts.
 
 On one host all read from the mount, which fetches what is not in the page cache once. Of several hosts, one rank
 each takes part in an exchange (``gather_plan``): what it reads it passes on, a piece at a time, and the next one is
@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from aifs.client.manifest import CheckpointError
 from aifs.client.publishing import PathLike, plain
-from aifs.client.torch.gather_plan import CHAIN, PIECE, READ, Range, Speeds, choose, pieces
-from aifs.client.torch.parallel import split
+from aifs.client.torch.gather_files import Files, Found, known_speeds, measure
+from aifs.client.torch.gather_plan import CHAIN, PIECE, READ, Range, Speeds, choose, pieces, split
 from aifs.client.torch.watch import GatherError, Watch
 from aifs.core import files
 
@@ -29,16 +29,16 @@ Arrived = Callable[[int, int], None]
 _Message = tuple[int, torch.Tensor, Range]
 """The other rank, whether what it gets is right (one byte), and which part of the file that is."""
 
-_WORTH_MEASURING = 1 << 20
-
-_measured: dict[str, float] = {}
-"""Bytes per second, as they were lately: of 'storage', and of the 'network'."""
+_LOOKS, _PAUSE_S = 20, 0.1
+"""How often ranks look again that have found different files, and the pause before."""
 
 
 class _Statement(NamedTuple):
     """What a rank says of itself first."""
 
     host: str
+    names: Sequence[str]
+    identity: str
     size: int
     speeds: Speeds
     problem: str
@@ -67,52 +67,60 @@ def read(
     Raises in all ranks what one meets: GatherError, which names it, also if it ends; then the process group cannot be used
     any more. Without a group: CheckpointError, OSError.
     """
-    path = plain(path)
+    found = Found([plain(path)])
+    return read_files(lambda: found, found.paths[0], group, into, order, arrived=arrived, speeds=speeds)
+
+
+def read_files(
+    find: Callable[[], Found], what: str, group: Any = None, into: Any = None, order: Sequence[Range] = (), *,
+    arrived: Arrived = lambda begin, end: None, speeds: Speeds | None = None,
+) -> memoryview:  # fmt: skip
+    """As ``read``, for the bytes of the files that ``find`` tells, one after the other; it may raise CheckpointError, OSError.
+    All ranks must find files of the same names, sizes and identity. ``what``: for messages."""
     if not dist.is_initialized():
-        with _opened(path) as fd:
-            size = os.fstat(fd).st_size
-            _check(into, size)
-            content = _memory(into, size)
-            _read(fd, content, order, arrived)
-            return content
-    return _Reading(path, group, into, order, arrived).run(speeds or _known_speeds())
+        return read_alone(find, into, order, arrived)
+    return _Reading(find, what, group, into, order, arrived).run(speeds or known_speeds())
+
+
+def read_alone(
+    find: Callable[[], Found], into: Any = None, order: Sequence[Range] = (), arrived: Arrived = lambda begin, end: None
+) -> memoryview:
+    """The same for this process alone."""
+    with Files(find().paths) as source:
+        _check(into, source.size)
+        content = _memory(into, source.size)
+        _read(source, content, order, arrived)
+        return content
 
 
 class _Reading:
     """One rank's part."""
 
-    def __init__(self, path: str, group: Any, into: Any, order: Sequence[Range], arrived: Arrived) -> None:
-        self._path, self._group, self._into, self._order = path, group, into, order
+    def __init__(
+        self, find: Callable[[], Found], what: str, group: Any, into: Any, order: Sequence[Range], arrived: Arrived
+    ) -> None:
+        self._find, self._what, self._group, self._into, self._order = find, what, group, into, order
         self._arrived = arrived
-        self._watch = Watch(group, path)
+        self._watch = Watch(group, what)
         self._device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         self._problem = ""
 
     def run(self, speeds: Speeds) -> memoryview:
         with ExitStack() as stack:
-            fd, size = -1, 0
-            with self._noting():
-                fd = stack.enter_context(_opened(self._path))
-                size = os.fstat(fd).st_size
-                _check(self._into, size)
-            stated = self._tell(_Statement(_host(), size, speeds, self._problem))
-            self._agree([one.problem for one in stated])
-            for rank, one in enumerate(stated):
-                if one.size != stated[0].size:
-                    problem = f"finds {one.size} bytes, rank 0 {stated[0].size}"
-                    raise GatherError(f"{self._path}: rank {rank} {problem}", rank)
+            source, stated = self._open(stack, speeds)
+            size = source.size
             hosts = [one.host for one in stated]
             leaders = [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
             way, first = choose(size, [stated[rank].speeds for rank in leaders])
             leader = hosts.index(_host())
             if way == READ:
-                content = self._read_all(fd, size)
+                content = self._read_all(source, size)
             elif leader == self._watch.rank:
-                exchange = partial(self._chain if way == CHAIN else self._ring, leaders[first:] + leaders[:first], fd)
+                exchange = partial(self._chain if way == CHAIN else self._ring, leaders[first:] + leaders[:first], source)
                 content = self._lead(exchange, size, is_alone=hosts.count(_host()) == 1)
             else:
                 mapped = _map(self._tell(None)[leader], size)
-                content = self._read_all(fd, size) if mapped is None else mapped  # None: it does not see that process
+                content = self._read_all(source, size) if mapped is None else mapped  # None: it does not see that process
                 self._agree(self._tell(self._problem))
                 if mapped is not None:
                     content = _placed(content, self._into)
@@ -121,6 +129,27 @@ class _Reading:
                 return content
             self._agree(self._tell(self._problem))
             return content
+
+    def _open(self, stack: ExitStack, speeds: Speeds) -> tuple[Files, Sequence[_Statement]]:
+        """What all ranks find alike, and what each says of itself. They look again where a name, as that of the latest checkpoint,
+        means something else to some: it may have been changed at this moment."""
+        for is_last in (False,) * _LOOKS + (True,):
+            found, source = Found([]), Files([])
+            with self._noting():
+                found = self._find()
+                source = stack.enter_context(Files(found.paths))
+                _check(self._into, source.size)
+            stated = self._tell(_Statement(_host(), found.names, found.identity, source.size, speeds, self._problem))
+            self._agree([one.problem for one in stated])
+            differences = [_difference(one, stated[0]) for one in stated]
+            if not any(differences):
+                break
+            if is_last:
+                rank, problem = next((rank, problem) for rank, problem in enumerate(differences) if problem)
+                raise GatherError(f"{self._what}: rank {rank} {problem}", rank)
+            source.close()
+            time.sleep(_PAUSE_S)
+        return source, stated
 
     # --- with the others ---
 
@@ -137,7 +166,7 @@ class _Reading:
     def _agree(self, problems: Sequence[str]) -> None:
         for rank, problem in enumerate(problems):
             if problem:
-                raise GatherError(f"{self._path}: rank {rank}: {problem}", rank)
+                raise GatherError(f"{self._what}: rank {rank}: {problem}", rank)
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -149,12 +178,12 @@ class _Reading:
 
     # --- the bytes ---
 
-    def _read_all(self, fd: int, size: int) -> memoryview:
+    def _read_all(self, source: Files, size: int) -> memoryview:
         content = _memory(self._into, size)
 
         def work() -> None:
             with self._noting():
-                _read(fd, content, self._order, self._arrived)
+                _read(source, content, self._order, self._arrived)
 
         self._watch.run(work)
         return content
@@ -178,12 +207,12 @@ class _Reading:
         finally:
             files.close_file(fd)
 
-    def _ring(self, ring: Sequence[int], fd: int, content: memoryview) -> None:
+    def _ring(self, ring: Sequence[int], source: Files, content: memoryview) -> None:
         """Each reads a part of each piece, and passes on what it has got, until all have all (a ring all-gather)."""
         count, me = len(ring), ring.index(self._watch.rank)
         todo = list(pieces(len(content), self._order, PIECE))
         cut = [[(begin + a, begin + b) for a, b in split(end - begin, count)] for begin, end in todo]
-        with self._reading(fd, content, [parts[me] for parts in cut]) as states:
+        with self._reading(source, content, [parts[me] for parts in cut]) as states:
             for (begin, end), parts, mine in zip(todo, cut, states, strict=True):
                 good = [mine.clone() for _ in ring]  # those of others are overwritten
                 for step in range(count - 1):
@@ -194,12 +223,12 @@ class _Reading:
                     return  # all know that
                 self._arrive(content, begin, end)
 
-    def _chain(self, ring: Sequence[int], fd: int, content: memoryview) -> None:
+    def _chain(self, ring: Sequence[int], source: Files, content: memoryview) -> None:
         """The first reads all; each passes a piece on while it gets the next one."""
         me = ring.index(self._watch.rank)
         before, behind = (ring[me - 1] if me else None), (ring[me + 1] if me + 1 < len(ring) else None)
         todo = list(pieces(len(content), self._order, PIECE))
-        with self._reading(fd, content, todo if before is None else []) as states:
+        with self._reading(source, content, todo if before is None else []) as states:
             outgoing, good = None, torch.ones(1, dtype=torch.uint8)
             for part in (*todo, None):
                 incoming = None
@@ -225,13 +254,13 @@ class _Reading:
         self._arrived(begin, end)
 
     @contextmanager
-    def _reading(self, fd: int, content: memoryview, parts: Sequence[Range]) -> Iterator[Iterator[torch.Tensor]]:
+    def _reading(self, source: Files, content: memoryview, parts: Sequence[Range]) -> Iterator[Iterator[torch.Tensor]]:
         """Yields for each part, when it has been read, whether that went well; the next one is read meanwhile."""
 
         def fill(begin: int, end: int) -> torch.Tensor:
             with self._noting():
                 if not self._problem:
-                    _fill(fd, content, begin, end)
+                    source.fill(content, begin, end)
             return torch.tensor([not self._problem], dtype=torch.uint8)
 
         def states() -> Iterator[torch.Tensor]:
@@ -266,7 +295,7 @@ class _Reading:
         for tensor, held in got:
             tensor.copy_(held)
         if incoming is not None:
-            _measure("network", incoming[2], begin_s)
+            measure("network", incoming[2], begin_s)
 
 
 # --- memory ---
@@ -297,52 +326,35 @@ def _placed(content: memoryview, into: Any) -> memoryview:
 def _map(offer: _Offer, size: int) -> memoryview | None:
     """What is, or will be, in another process's memory; None if it cannot be had."""
     try:
-        with _opened(f"/proc/{offer.pid}/fd/{offer.fd}") as fd:
-            status = os.fstat(fd)
-            if (status.st_dev, status.st_ino, status.st_size) == (offer.device, offer.inode, size):
-                return memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY))
+        fd = files.open_file(f"/proc/{offer.pid}/fd/{offer.fd}", write=False)
     except OSError:
-        pass
+        return None
+    try:
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino, status.st_size) == (offer.device, offer.inode, size):
+            return memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY))
+    finally:
+        files.close_file(fd)
     return None
 
 
-# --- files ---
+# --- what is said and read ---
 
 
-@contextmanager
-def _opened(path: str) -> Iterator[int]:
-    fd = files.open_file(path, write=False)
-    try:
-        yield fd
-    finally:
-        files.close_file(fd)
-
-
-def _read(fd: int, content: memoryview, order: Sequence[Range], arrived: Arrived) -> None:
-    for begin, end in pieces(len(content), order, PIECE):
-        _fill(fd, content, begin, end)
-        arrived(begin, end)
-
-
-def _fill(fd: int, content: memoryview, begin: int, end: int) -> None:
-    """Raises CheckpointError where the file has become shorter, OSError."""
-    begin_s = time.monotonic()
-    if begin < end and files.read_into(fd, content[begin:end], begin) < end - begin:
-        raise CheckpointError("the file was cut while it was read")
-    _measure("storage", (begin, end), begin_s)
+def _difference(one: _Statement, other: _Statement) -> str:
+    """How what a rank has found differs from what rank 0 has found; "": not at all."""
+    if one.size != other.size:
+        return f"finds {one.size} bytes, rank 0 {other.size}"
+    if (one.names, one.identity) != (other.names, other.identity):
+        return "finds other files than rank 0"
+    return ""
 
 
 def _host() -> str:
     return files.boot_id()
 
 
-def _measure(what: str, moved: Range, begin_s: float) -> None:
-    """Bytes have been moved since."""
-    seconds = time.monotonic() - begin_s
-    if moved[1] - moved[0] >= _WORTH_MEASURING and seconds > 0:
-        rate = (moved[1] - moved[0]) / seconds
-        _measured[what] = (_measured.get(what, rate) + rate) / 2
-
-
-def _known_speeds() -> Speeds:
-    return Speeds(_measured.get("storage"), _measured.get("network"))
+def _read(source: Files, content: memoryview, order: Sequence[Range], arrived: Arrived) -> None:
+    for begin, end in pieces(len(content), order, PIECE):
+        source.fill(content, begin, end)
+        arrived(begin, end)

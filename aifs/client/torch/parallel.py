@@ -19,28 +19,24 @@ import blake3
 import torch
 import torch.distributed as dist
 
-from aifs.client.manifest import CheckpointError
+from aifs.client.manifest import NAME, CheckpointError
 from aifs.client.publishing import PathLike, plain
 from aifs.client.saving import checkpoint
 from aifs.client.torch.archive import Image, Sink, length_of, write_archive
+from aifs.client.torch.gather_files import Found
+from aifs.client.torch.gather_plan import split
+from aifs.client.torch.gathered import read_alone, read_files
 from aifs.client.torch.probe import writing_method
-from aifs.client.torch.records import chunks_of, describe, view
+from aifs.client.torch.records import chunks_of, describe
 from aifs.client.torch.saving import archive_name, write_file
 from aifs.core import files
 
 REPLICA, SOCKET, DEVICE = "replica", "socket", "device"
-GATHERED = 64 << 20
-"""Bytes that all ranks together exchange at a time."""
 
 _PART = re.compile(r"(.+)\.([0-9a-f]{16})\.(\d{4,})-of-(\d{4,})", re.DOTALL)
 
 Named = tuple[str, int, int]
 """Name, rank and size of a group without torch.distributed. The name is that of its file: NAME.pt."""
-
-
-def split(length: int, count: int) -> list[tuple[int, int]]:
-    """Begin and end of each of ``count`` parts, whose sizes differ by at most one byte."""
-    return [(index * length // count, (index + 1) * length // count) for index in range(count)]
 
 
 def choose(places: Sequence[Hashable]) -> list[int]:
@@ -167,73 +163,32 @@ def parallel_load(
 ) -> Any:  # fmt: skip
     """What was saved by ``parallel_save``, in every rank of ``group``, which may have another size.
 
-    Each rank reads as much as every other, and gets the rest from them. With a named group, or without
-    torch.distributed, it reads all. Raises CheckpointError (in all ranks, if one cannot read), OSError.
+    Across hosts each byte is read once, and passed on (see ``gathered``). With a named group, or without torch.distributed,
+    all is read. Raises CheckpointError (in all ranks, if one cannot read, or ends), OSError.
     """
     directory = plain(path)
-    is_alone = isinstance(group, tuple) or not dist.is_initialized()
-    rank, size = (0, 1) if is_alone else (dist.get_rank(group), dist.get_world_size(group))
-    problem = ""
-    try:
-        parts = find_parts(directory, file)
-        lengths = [os.stat(part).st_size for part in parts]
-        ranges = split(sum(lengths), size)
-        content = torch.empty(sum(lengths), dtype=torch.uint8)
-        _read(parts, lengths, *ranges[rank], content)
-    except (OSError, CheckpointError) as error:
-        if is_alone:
-            raise
-        problem = str(error)
-    if not is_alone:
-        problems: list[Any] = [None] * size
-        dist.all_gather_object(problems, problem, group)
-        for other, found in enumerate(problems):
-            if found:
-                raise CheckpointError(f"{directory}: rank {other}: {found}")
-        _gather(content, ranges, group)
+    find = partial(_find, directory, file)
+    content = read_alone(find) if isinstance(group, tuple) else read_files(find, directory, group)
     return torch.load(_Memory(content), map_location=map_location, weights_only=weights_only)
 
 
-def _read(parts: list[str], lengths: list[int], begin: int, end: int, content: torch.Tensor) -> None:
-    """Bytes ``begin`` to ``end`` of the parts, to their place in ``content``."""
-    start = 0
-    for part, length in zip(parts, lengths, strict=True):
-        first, last = max(begin, start), min(end, start + length)
-        if first < last:
-            target = view(content.data_ptr() + first, last - first)
-            fd = files.open_file(part, write=False)
-            try:
-                if files.read_into(fd, target, first - start) < last - first:
-                    raise CheckpointError(f"{part}: was cut while it was read")
-            finally:
-                files.close_file(fd)
-        start += length
-
-
-def _gather(content: torch.Tensor, ranges: list[tuple[int, int]], group: Any) -> None:
-    """Give all ranks all ranges, some bytes of each at a time."""
-    rank, size = dist.get_rank(group), len(ranges)
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    longest = max(end - begin for begin, end in ranges)
-    step = max(GATHERED // size, 1)
-    for offset in range(0, longest, step):
-        count = min(step, longest - offset)
-        received = [torch.empty(count, dtype=torch.uint8, device=device) for _ in range(size)]
-        places = [(begin + offset, min(begin + offset + count, end)) for begin, end in ranges]
-        sent = torch.zeros(count, dtype=torch.uint8, device=device)
-        first, last = places[rank]
-        sent[: last - first] = content[first:last]
-        dist.all_gather(received, sent, group)
-        for (first, last), piece in zip(places, received, strict=True):
-            content[first:last] = piece[: last - first]
+def _find(directory: str, file: str | None) -> Found:
+    """Parts of equal names and sizes may be of different states; their manifests differ. All are of what a pointer, as that of the
+    latest checkpoint, means now: it may be moved at this moment."""
+    directory = os.path.realpath(directory)
+    parts = find_parts(directory, file)
+    try:
+        with open(os.path.join(directory, NAME), "rb") as manifest:
+            return Found(parts, blake3.blake3(manifest.read()).hexdigest())
+    except FileNotFoundError:
+        return Found(parts)
 
 
 class _Memory(io.RawIOBase):
-    """A tensor of bytes as a file."""
+    """Bytes in memory as a file."""
 
-    def __init__(self, content: torch.Tensor) -> None:
+    def __init__(self, content: memoryview) -> None:
         self._content, self._position = content, 0
-        self._view = view(content.data_ptr(), content.numel())
 
     def readable(self) -> bool:
         return True
@@ -243,8 +198,8 @@ class _Memory(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         target = memoryview(buffer).cast("B")
-        count = min(len(target), max(len(self._view) - self._position, 0))
-        target[:count] = self._view[self._position : self._position + count]
+        count = min(len(target), max(len(self._content) - self._position, 0))
+        target[:count] = self._content[self._position : self._position + count]
         self._position += count
         return count
 
@@ -252,6 +207,6 @@ class _Memory(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._view)}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._content)}[whence]
         self._position = base + offset
         return self._position

@@ -195,7 +195,7 @@ class _Helper:
 
     def __init__(self, arena: _Arena) -> None:
         mine, its = socket.socketpair()
-        environment = {**os.environ, "PYTHONPATH": _search_path()}
+        environment = {**os.environ, "PYTHONPATH": _search_path(), "PYTHONSAFEPATH": "1"}
         self.connection = Connection(mine.detach())
         with its:
             self.process = subprocess.Popen(
