@@ -6,8 +6,8 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 
-# What building and mounting needs: libfuse's headers for pyfuse3, a compiler, fusermount3.
-build_packages=(python3-venv python3-dev libfuse3-dev fuse3 pkg-config gcc git)
+# What building and mounting needs: libfuse's headers for pyfuse3, a compiler, fusermount3; and setfattr.
+build_packages=(python3-venv python3-dev libfuse3-dev fuse3 pkg-config gcc git attr)
 
 # What an installation depends on; the Python files are used where they are.
 build_sources=(setup.cfg setup.py aifs/fuse/bridge.c aifs/fuse/messages.h)

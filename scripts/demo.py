@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from aifs.core.units import parse_size
+from aifs.core.units import describe_size, parse_size
 
 RANKS = 4
 RANK_PROGRAM = Path(__file__).parent / "demonstration" / "rank.py"
@@ -23,19 +23,35 @@ STEPS = 10
 DRAIN_WHEN_TOLD = "burst.drain_delay=1h"
 """So that the drain is a step of its own, and does not disturb what is measured before."""
 
+COPIES = 3
+"""Of all bytes: in the plain directory, in the burst tier, on the data servers."""
+
+SPACE_OF_A_STORE = parse_size("256MiB")
+
 console = Console()
+
+
+def size(text: str) -> int:
+    """A type of argument: its name is in argparse's messages."""
+    return parse_size(text)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/demo", description="Save and load a GPT-style model with Adam state through an AIFS mount."
     )
-    parser.add_argument("--size", type=parse_size, default=parse_size("1GB"), help="bytes in all (default: 1GB)")
+    parser.add_argument("--size", type=size, default=parse_size("1GB"), help="bytes in all (default: 1GB)")
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="where to work: a store and a plain directory")
     parser.add_argument("--keep", action="store_true", help="leave the store mounted at the end")
     arguments = parser.parse_args()
     if arguments.size < RANKS * 52_000_000:
         parser.error("--size: the smallest model takes 208MB")
+    if not os.path.isdir(arguments.dir):
+        parser.error(f"--dir: {arguments.dir}: there is no such directory")
+    needed, free = COPIES * arguments.size + SPACE_OF_A_STORE, shutil.disk_usage(arguments.dir).free
+    if free < needed:
+        what = f"has {describe_size(free)} free, the demo needs {describe_size(needed)}"
+        parser.error(f"--dir: {arguments.dir} {what}; choose another directory, or a smaller --size")
     work = Path(tempfile.mkdtemp(prefix="aifs-demo-", dir=arguments.dir))
     demo = Demo(work, arguments.size)
     try:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from aifs.client import Checkpoint
 
 
-@click.group("checkpoints")
+@click.group("checkpoints", short_help="List, verify and remove checkpoints, and say which are kept.")
 def checkpoints_group() -> None:
     """Show, verify and remove the checkpoints of a directory, in an AIFS or any other filesystem."""
 
@@ -174,7 +174,7 @@ def keep_command(
 ) -> None:
     """Say which checkpoints of the directory PATH remain; prints those that have to go.
 
-    An AIFS keeps to this from now on, after each publish; setfattr -x user.aifs.keep PATH ends that.
+    An AIFS keeps to this from now on, at once and after each publish; setfattr -x user.aifs.keep PATH ends that.
     Elsewhere it is done once. What one of --last, --every and --age keeps stays. Never removed: the newest
     complete one, one that is in use, one that is damaged or pending.
     """

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from aifs.cli.arguments import PATH
+from aifs.cli.output import count
 from aifs.core.errors import MountError
 
 EPILOG = """
@@ -18,7 +19,7 @@ Examples:
 """
 
 
-@click.command("doctor", epilog=EPILOG)
+@click.command("doctor", epilog=EPILOG, short_help="Tell what limits the speed of a mount, and what to change.")
 @click.argument("place", required=False, type=PATH, metavar="[MOUNTPOINT|SOURCE]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def doctor_command(place: str | None, as_json: bool) -> int:
@@ -36,7 +37,7 @@ def doctor_command(place: str | None, as_json: bool) -> int:
         status = read_status(mountpoint)
         found = probe(config.load(status["source"], {}), mountpoint, status["bridge"])
         checks = [check._asdict() for check in found] + missing_checks(status["bridge"])
-        checks += burst_checks(status["burst"]) + label_checks(status["servers"])
+        checks += burst_checks(status["burst"]) + drain_checks(status["drain"]) + label_checks(status["servers"])
     else:
         # Without a place the machine alone is looked at, with the default configuration.
         loaded = config.load(place or "/", {} if place else {"burst.directories": ""})
@@ -71,6 +72,14 @@ def burst_checks(burst: dict[str, Any]) -> list[dict[str, Any]]:
         fix = "faster data servers, more burst.drain_workers, no burst.drain_bandwidth"
         checks.append(_check("draining", "new files have to wait for it", fix))
     return checks
+
+
+def drain_checks(drain: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of ``drain`` in the status of a mount: files that cannot be drained."""
+    if not drain["failing_files"]:
+        return []
+    fix = "put the data server right, or make room there; it is tried again and again"
+    return [_check(f"draining of {count(drain['failing_files'], 'file')}", drain["last_error"], fix)]
 
 
 def label_checks(servers: list[dict[str, Any]]) -> list[dict[str, Any]]:

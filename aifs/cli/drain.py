@@ -39,7 +39,7 @@ class Left(NamedTuple):
         return f"{count(self.files, 'file')} ({describe_size(self.bytes)}{are_open})"
 
 
-@click.command("drain", epilog=EPILOG)
+@click.command("drain", epilog=EPILOG, short_help="Have files on the data servers now, and wait for it.")
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 @click.option("--timeout", "timeout_s", type=DURATION, help="Stop waiting after so long (exit code 7).")
 def drain_command(paths: tuple[str, ...], timeout_s: float | None) -> None:

@@ -20,7 +20,7 @@ _BAR_WIDTH = 40
 _PICTURE_WIDTH = 110
 
 
-@click.group("group")
+@click.group("group", short_help="Grouped writes: show one, or plan one.")
 def group_group() -> None:
     """Grouped I/O: what many ranks write or read together is planned as one."""
 

@@ -17,7 +17,7 @@ _TYPES = {
 }
 
 
-@click.command("info", epilog="\b\nExample:\n  aifs info /mnt/store/model.pt")
+@click.command("info", short_help="Show where the bytes of a file lie.", epilog="\b\nExample:\n  aifs info /mnt/store/model.pt")
 @click.argument("path", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def info_command(path: str, as_json: bool) -> None:

@@ -113,7 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (AifsError, OSError) as error:
         print_error(describe_error(error))
         return error.exit_code if isinstance(error, UserError) else 1
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt) as error:
+        if isinstance(error, click.Abort) and error.__cause__ is None:
+            print_error("not confirmed, so nothing was done")
         return EXIT_INTERRUPTED
 
 

@@ -5,7 +5,7 @@ import os
 import click
 
 from aifs.cli.arguments import PATH
-from aifs.core.errors import MountError, StoreError
+from aifs.core.errors import MountError
 
 EPILOG = """
 \b
@@ -53,11 +53,11 @@ def mount_command(
     from aifs.core import config, log
     from aifs.data.marker import read_marker
     from aifs.fuse.options import parse
+    from aifs.vfs.store import require_metadata
 
     mount_options, overrides = parse(options, config.known_keys(), os.geteuid() == 0, sloppy)
     loaded = config.load(source, overrides)
-    if not os.path.isdir(loaded.meta.directory):
-        raise StoreError(f"{source}: there is no store; make one with: aifs format {source}")
+    require_metadata(loaded)
     read_marker(loaded.meta.directory)
     path = _prepare(mountpoint)
     if fake:

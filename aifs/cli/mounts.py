@@ -62,6 +62,9 @@ def require_aifs(path: str) -> str:
         if not os.path.lexists(absolute):
             raise MountError(f"{path}: no such directory")
         what = f"a mount of type {mount.fstype}" if mount else "not a mountpoint"
+        above = next((each for each in reversed(all_mounts()) if absolute.startswith(f"{each.mountpoint}/")), None)
+        if mount is None and above is not None and above.fstype == FSTYPE:
+            what = f"below the mount {above.mountpoint}"
         raise MountError(f"{path}: no AIFS is mounted here; it is {what}")
     return absolute
 

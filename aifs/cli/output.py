@@ -1,5 +1,6 @@
 """How commands print: JSON for programs, tables for people, errors in one line."""
 
+import errno
 import json
 import os
 import sys
@@ -45,7 +46,8 @@ def describe_error(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-        text = f"{where}{error.strerror}"
+        what = error.strerror if error.errno != errno.ENOTCONN else "the daemon of this mount is gone; mount the store here again"
+        text = f"{where}{what}"
     return " ".join(text.split())
 
 

@@ -13,7 +13,7 @@ Examples:
 """
 
 
-@click.command("publish", epilog=EPILOG)
+@click.command("publish", epilog=EPILOG, short_help="Make a directory appear under its final name, complete.")
 @click.argument("tmp", type=PATH)
 @click.argument("final", type=PATH)
 @click.option(

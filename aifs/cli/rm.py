@@ -24,7 +24,7 @@ Space comes back in the background; `aifs status` shows how far that is.
 """
 
 
-@click.command("rm", epilog=EPILOG)
+@click.command("rm", epilog=EPILOG, short_help="Remove files, and whole trees in one step.")
 @click.option("-r", "recursive", is_flag=True, help="Remove directories, too, with all that lies below them.")
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 def rm_command(recursive: bool, paths: tuple[str, ...]) -> int:
@@ -65,7 +65,8 @@ def _remove(path: str, recursive: bool, mounts: "list[Mount]") -> None:
     full = os.path.join(os.path.realpath(parent or "."), name)
     for mount in mounts:
         if mount.mountpoint == full or mount.mountpoint.startswith(f"{full}/"):
-            raise MountError(f"{path}: {mount.mountpoint} is a mount; unmount it first")
+            what = "is a mount; name what lies in it" if mount.mountpoint == full else f"{mount.mountpoint} is a mount; unmount it first"
+            raise MountError(f"{path}: {what}")
     try:
         _remove_tree(parent or ".", name)
     except OSError as error:

@@ -19,7 +19,7 @@ _PAUSE_MIN_S, _PAUSE_MAX_S = 0.02, 0.5
 _FAILED_SHOWN = 3
 
 
-@click.group("server")
+@click.group("server", short_help="Add, drain, replace and remove data servers.")
 def server_group() -> None:
     """Look at, add, drain, replace and remove data servers and burst directories of a store.
 

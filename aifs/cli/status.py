@@ -10,7 +10,7 @@ from aifs.cli.arguments import PATH
 from aifs.cli.output import count
 
 
-@click.command("status", epilog="\b\nExamples:\n  aifs status /mnt/store\n  aifs status /mnt/store --json")
+@click.command("status", short_help="Show the state of a mount.", epilog="\b\nExamples:\n  aifs status /mnt/store\n  aifs status /mnt/store --json")
 @click.argument("mountpoint", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def status_command(mountpoint: str, as_json: bool) -> None:

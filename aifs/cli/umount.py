@@ -48,7 +48,7 @@ def umount_command(mountpoint: str, lazy: bool, drain_first: bool) -> None:
         unmount(path, lazy=True)
         return
     status = read_status(path)
-    undrained = _drain(path) if drain_first else left([path])
+    undrained = _drain(path) if drain_first else _undrained(path)
     pid = status["pid"]
     try:
         daemon = os.pidfd_open(pid)
@@ -71,6 +71,13 @@ def umount_command(mountpoint: str, lazy: bool, drain_first: bool) -> None:
 def _drain(mountpoint: str) -> Left:
     drain([mountpoint], None)
     return left([mountpoint])
+
+
+def _undrained(mountpoint: str) -> Left:
+    try:
+        return left([mountpoint])
+    except OSError:  # a mount that cannot tell, because its metadata is gone, has to go all the same
+        return Left(0, 0, 0)
 
 
 def _require_orderly_end(mountpoint: str, status: dict[str, Any]) -> None:

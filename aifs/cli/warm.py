@@ -30,7 +30,7 @@ _PAUSE_MIN_S, _PAUSE_MAX_S = 0.002, 0.1
 _NO_ROOM = "no room in the burst tier, or changed meanwhile"
 
 
-@click.command("warm", epilog=EPILOG)
+@click.command("warm", epilog=EPILOG, short_help="Bring files into the burst tier before they are read.")
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 @click.option("--check", is_flag=True, help="Only count what is in the burst tier, and what is not.")
 @click.option("--limit", type=SIZE, help="Stage so many bytes at most.")

@@ -4,8 +4,6 @@ import errno
 import mmap
 import os
 import random
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -13,32 +11,16 @@ from aifs.burst.copy import BurstCopy
 from aifs.burst.spares import BATCH, KEEP_S, Spares
 from aifs.core import files
 from aifs.core.errors import NoSpace, NoSuchAddress, Unavailable
-from aifs.data.marker import FORMAT, Marker, write_marker
 from aifs.data.objects.striped import delete_batch, list_window
 from aifs.data.servers import Servers
 from aifs.layout.placement import BURST_FIRST
 from aifs.layout.striped import Striped
-from tests.support.data_servers import STORE, failing, hooked, open_below
-
-
-def make_burst(path: Path, number: int = 0) -> str:
-    path.mkdir()
-    write_marker(str(path), Marker(FORMAT, STORE, "burst", number, "2025-01-01T00:00:00+00:00"))
-    return str(path)
-
-
-@pytest.fixture(params=["memory", "disk"])
-def place(request, tmp_path):
-    if request.param == "disk":
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        yield Path(directory)
+from tests.support.data_servers import STORE, failing, hooked, make_server, open_below
 
 
 @pytest.fixture
 async def device(place):
-    servers = Servers({BURST_FIRST: make_burst(place / "burst")}, STORE)
+    servers = Servers({BURST_FIRST: make_server(place / "burst", 0, role="burst")}, STORE)
     servers.check_identity()
     server = servers[BURST_FIRST]
     server.pool = servers.buffers
@@ -248,7 +230,7 @@ async def test_closing_ends_the_lease_though_others_have_the_descriptor(device):
 
 
 async def test_copies_are_listed_and_deleted_as_objects_are(tmp_path):
-    servers = Servers({BURST_FIRST: make_burst(tmp_path / "burst")}, STORE)
+    servers = Servers({BURST_FIRST: make_server(tmp_path / "burst", 0, role="burst")}, STORE)
     servers.check_identity()
     device = servers[BURST_FIRST]
     for copy_id in (5, 600):

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import tempfile
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace, Unavailable
 from aifs.data.containers import pieces
 from aifs.data.containers.chunk_codec import RECIPE, unpack_header, unpack_recipe
@@ -20,18 +18,19 @@ from aifs.data.containers.pieces import StoredPiece
 from aifs.data.containers.scan import ContainerScan
 from aifs.layout.interleaved import HEADER_BYTES, STRIPE
 from tests.support.data_servers import data_servers, failing, hooked, open_below
+from tests.support.memory import in_memory
+from tests.support.points import armed
 from tests.support.shelf import CONTAINER, KINDS, Shelf, content, shelf
 
 
-@pytest.fixture(params=["disk", "memory"])
-async def servers(request, tmp_path):
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        with data_servers(Path(memory) if request.param == "memory" else tmp_path, 3) as servers:
-            yield servers
-            await servers.cache.settle()  # what is read ahead holds descriptors
-            with trio.fail_after(60):
-                while open_below(Path(servers[0].path).parent):  # until the last reader has heard that it has ended
-                    await trio.sleep(0.01)
+@pytest.fixture
+async def servers(place):
+    with data_servers(place, 3) as servers:
+        yield servers
+        await servers.cache.settle()  # what is read ahead holds descriptors
+        with trio.fail_after(60):
+            while open_below(place):  # until the last reader has heard that it has ended
+                await trio.sleep(0.01)
 
 
 batches = st.lists(
@@ -73,8 +72,8 @@ def test_oracle(where, redundancy, batches, verify, data):
                     assert (header.ino, header.oid, header.digest) == (oid + 1, oid, place.digest)
         await made.servers.cache.settle()  # what is read ahead holds descriptors
 
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory, data_servers(Path(directory), 3) as servers:
-        with where(), shelf(servers, Path(directory), verify, redundancy) as made:
+    with in_memory() as directory, data_servers(directory, 3) as servers:
+        with where(), shelf(servers, directory, verify, redundancy) as made:
             trio.run(use, made)
 
 
@@ -219,11 +218,8 @@ async def test_cancelled_between_stripes(servers, tmp_path):
     with shelf(servers, tmp_path) as made:
         await made.store({1: content(1, 200_000)})
         with trio.CancelScope() as scope:
-            faults.arm("data.append.written", scope.cancel)
-            try:
+            with armed("data.append.written", scope.cancel):
                 await made.store({10 + number: content(number, 6 << 20) for number in range(8)}, 1 << 20)
-            finally:
-                faults.disarm_all()
         assert scope.cancelled_caught
         assert list(made.lists) == [1]
         await made.store({2: content(2, 9 << 20)}, 1 << 20)

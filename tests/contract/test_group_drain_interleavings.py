@@ -10,7 +10,8 @@ from aifs.core.errors import Unavailable
 from aifs.layout.hint import Policy
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.groups.group_drain import Options, Outcome, Prepared, Report
-from tests.contract.test_group_drain import directory, mounted, read_file, remove, rewrite, write_file  # noqa: F401
+from tests.contract.test_group_drain import mounted, remove, write_file
+from tests.support.stores import read_file, rewrite
 
 CHUNK = 4096
 OPTIONS = Options(CHUNK)
@@ -103,7 +104,7 @@ ACTS = [cancel, break_lease, write_again, delete, delete_what_is_leaned_on, comp
 
 
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
-async def test_at_any_step(directory, act: Callable[[Step, bytes, bytes], Awaitable[None]]) -> None:  # noqa: F811
+async def test_at_any_step(directory, act: Callable[[Step, bytes, bytes], Awaitable[None]]) -> None:
     rng, contents = random.Random(act.__name__), {}
     pool = [rng.randbytes(CHUNK) for _ in range(10)] + [bytes(CHUNK)]
     async with mounted(directory, SETTINGS) as fs, trio.open_nursery() as nursery:

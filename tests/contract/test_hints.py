@@ -1,66 +1,31 @@
 """The hints of the burst tier on the filesystem in process: what they tell, set, start and refuse."""
 
-import json
 import os
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import trio
 
 from aifs.core.errors import Busy, FsError, Invalid, NoAttribute, NotPermitted, NotSupported, TimedOut
-from aifs.vfs import Caller, Filesystem, open_filesystem
-from tests.support import modes
+from aifs.vfs import Caller, Filesystem
+from tests.support import modes, stores
+from tests.support.stores import OWNER, ask, get, put, read_file
 
-ROOT, OWNER, OTHER = 1, Caller(uid=1000, gid=1000), Caller(uid=2000, gid=2000)
+ROOT, OTHER = 1, Caller(uid=2000, gid=2000)
 SIZE = 40 << 10
 SHAPE = modes.WAITING | {"layout.unit": "4KiB", "burst.stage_on_read": "0"}
 
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="aifs-hints-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
-
-
-@asynccontextmanager
-async def opened(directory: Path, **changes: str) -> AsyncIterator[Filesystem]:
-    source = directory / "store"
-    if not source.exists():
-        shape = SHAPE | {key.replace("__", "."): value for key, value in changes.items()}
-        await trio.to_thread.run_sync(modes.make_store, source, shape)
-    async with open_filesystem(modes.config_of(source)) as fs:
-        with trio.fail_after(60):
-            yield fs
+opened = partial(stores.opened, base=SHAPE)
 
 
 async def make(fs: Filesystem, parent: int, name: bytes, size: int = SIZE) -> int:
     """A closed file of OWNER's."""
-    (handle, *_), inode = await fs.create(parent, name, 0o644, os.O_RDWR, OWNER)
-    if size:
-        await fs.write(handle, 0, bytes([name[0]]) * size)
-    await fs.release(handle)
-    return inode.ino
+    return await stores.write_file(fs, name, bytes([name[0]]) * size, parent, OWNER)
 
 
 async def tree(fs: Filesystem, name: bytes) -> int:
     return (await fs.mkdir(ROOT, name, 0o755, OWNER)).ino
-
-
-async def get(fs: Filesystem, ino: int, name: str) -> str:
-    return (await fs.getxattr(ino, f"user.aifs.{name}".encode())).decode()
-
-
-async def ask(fs: Filesystem, ino: int, name: str) -> dict:
-    return json.loads(await get(fs, ino, name))
-
-
-async def put(fs: Filesystem, ino: int, name: str, value: str = "", caller: Caller = OWNER) -> None:
-    await fs.setxattr(ino, f"user.aifs.{name}".encode(), value.encode(), caller=caller)
 
 
 async def state(fs: Filesystem, ino: int) -> str:
@@ -72,15 +37,20 @@ async def until_staged(fs: Filesystem, ino: int) -> None:
         await trio.lowlevel.checkpoint()
 
 
-async def content(fs: Filesystem, ino: int) -> bytes:
-    handle, *_ = await fs.open(ino, os.O_RDONLY)
-    try:
-        return bytes(await fs.read(handle, 0, 1 << 20))
-    finally:
-        await fs.release(handle)
-
-
 # --- policies ----------------------------------------------------------------------------------------
+
+
+async def test_policies_can_be_taken_back(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top = await tree(fs, b"top")
+        said = {"layout": "unit=8KiB", "tier": "capacity", "expected_size": "1GiB", "publish": "capacity"}
+        for name, text in said.items():
+            await put(fs, top, name, text)
+        for name in said:
+            await fs.removexattr(top, b"user.aifs." + name.encode(), OWNER)
+        assert (await fs.getattr(top)).policy is None
+        with pytest.raises(NoAttribute):
+            await fs.removexattr(top, b"user.aifs.layout", OWNER)
 
 
 async def test_policies_are_inherited_and_keep_each_other(directory: Path) -> None:
@@ -193,7 +163,7 @@ async def test_drain_moves_a_tree_and_nothing_else(directory: Path) -> None:
         }  # fmt: skip
         assert [await state(fs, ino) for ino in inos] == ["cached"] * 10
         assert await state(fs, beside) == "dirty"
-        assert await content(fs, inos[3]) == b"d" * SIZE
+        assert await read_file(fs, inos[3]) == b"d" * SIZE
         info = await ask(fs, inos[0], "info")
         assert (info["form"], info["copy"]["state"]) == ("striped", "cached")
         assert os.path.getsize(info["copy"]["path"]) == SIZE
@@ -259,7 +229,7 @@ async def test_evict_and_stage(directory: Path) -> None:
         await put(fs, ino, "stage")
         await until_staged(fs, ino)
         assert await state(fs, ino) == "cached"
-        assert await content(fs, ino) == b"f" * SIZE
+        assert await read_file(fs, ino) == b"f" * SIZE
 
 
 async def test_only_files_can_be_staged_and_evicted(directory: Path) -> None:
@@ -270,7 +240,7 @@ async def test_only_files_can_be_staged_and_evicted(directory: Path) -> None:
 
 
 async def test_without_a_burst_tier(directory: Path) -> None:
-    async with opened(directory, burst__directories="") as fs:
+    async with opened(directory, {"burst.directories": ""}) as fs:
         ino = await make(fs, ROOT, b"file")
         assert await state(fs, ino) == "clean"
         await put(fs, ino, "drain")

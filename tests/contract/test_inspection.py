@@ -2,7 +2,6 @@
 
 import os
 import random
-import tempfile
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
@@ -21,6 +20,7 @@ from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
 from tests.support.data_servers import data_servers, failing
+from tests.support.spoil import flip
 
 KIB, MIB = 1 << 10, 1 << 20
 INO, OID = 0x99, 0x40404
@@ -37,8 +37,8 @@ SIZE = 5 * MIB + 12_345
 
 
 @pytest.fixture
-def servers() -> Iterator[Servers]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as parent, data_servers(Path(parent), 6) as servers:
+def servers(scratch: Path) -> Iterator[Servers]:
+    with data_servers(scratch, 6) as servers:
         yield servers
 
 
@@ -62,14 +62,6 @@ async def write(servers: Servers, layout: Striped, size: int = SIZE) -> bytes:
 
 def path_of(servers: Servers, layout: Striped, column: int) -> Path:
     return Path(servers[layout.servers[column]].object_path(INO, OID))
-
-
-def flip(path: Path, offset: int, length: int = 1) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        found = file.read(length)
-        file.seek(offset)
-        file.write(bytes(byte ^ 0x5A for byte in found))
 
 
 async def inspect(

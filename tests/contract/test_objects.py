@@ -28,13 +28,11 @@ LAYOUTS = [
 LARGEST = 300_000
 
 
-@pytest.fixture(params=["disk", "memory"])
-async def servers(request, tmp_path):
-    """Four servers; calls go to threads in the one case, and stay on the trio thread in the other."""
-    with tempfile.TemporaryDirectory(dir=MEMORY) as memory:
-        with data_servers(Path(memory) if request.param == "memory" else tmp_path) as servers:
-            yield servers
-            await servers.cache.settle()  # what is read ahead holds descriptors
+@pytest.fixture
+async def servers(place):
+    with data_servers(place) as servers:
+        yield servers
+        await servers.cache.settle()  # what is read ahead holds descriptors
 
 
 @pytest.fixture(params=LAYOUTS, ids=lambda layout: f"{layout.unit}x{len(layout.servers)}")
@@ -296,13 +294,17 @@ async def test_settle_then_sync_covers_what_an_earlier_user_left(servers, layout
     objects.close()
 
 
+async def store(servers: Servers, layout: Striped, oid: int) -> None:
+    objects = StripedObjects(servers, layout, INO, oid, new=True)
+    await objects.write(0, b"x" * 300_000)
+    await objects.sync()
+    objects.close()
+
+
 async def test_deletions_are_durable(servers, layout):
     oids = (OID, OID + 1, OID + 0x10000)
     for oid in oids:
-        objects = StripedObjects(servers, layout, INO, oid, new=True)
-        await objects.write(0, b"x" * 300_000)
-        await objects.sync()
-        objects.close()
+        await store(servers, layout, oid)
     calls: list[str] = []
     with hooked(lambda op, path: calls.append(f"{op} {path}")):
         assert await delete_batch(servers, {oid: (INO, layout) for oid in oids[:2]}) == {}
@@ -318,10 +320,7 @@ async def test_deletions_are_durable(servers, layout):
 
 async def test_a_shared_directory_stays_and_is_synced(servers, layout):
     for oid in (OID, OID + 1):
-        objects = StripedObjects(servers, layout, INO, oid, new=True)
-        await objects.write(0, b"x" * 300_000)
-        await objects.sync()
-        objects.close()
+        await store(servers, layout, oid)
     calls: list[str] = []
     with hooked(lambda op, path: calls.append(f"{op} {path}")):
         await delete_objects(servers, layout, INO, OID)

@@ -3,44 +3,30 @@
 import errno
 import logging
 import os
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import trio
 
-from aifs.check.fsck import check
 from aifs.core import filesystems
-from aifs.vfs import Caller, open_filesystem
+from aifs.vfs import Caller
 from aifs.vfs.types import SetAttr
 from tests.support import modes
 from tests.support.data_servers import hooked
 from tests.support.kernel import Kernel
+from tests.support.stores import opened
 
 ROOT, ME = 1, Caller()
 CONTENT = bytes(range(1, 251)) * 100
 WHOLE = {"layout.unit": "4KiB", "layout.count": "1", "burst.stage_on_read": "0"}
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="aifs-objects-", dir="/dev/shm"))
-    yield path / "store"
-    shutil.rmtree(path)
-
-
 @asynccontextmanager
-async def mounted(directory: Path, **changes: str) -> AsyncIterator[Kernel]:
-    settings = modes.WAITING | WHOLE | {key.replace("__", "."): value for key, value in changes.items()}
-    await trio.to_thread.run_sync(modes.make_store, directory, settings)
-    with trio.fail_after(60):
-        async with open_filesystem(modes.config_of(directory)) as fs, Kernel(fs) as kernel:
-            yield kernel
-        findings = (await trio.to_thread.run_sync(lambda: check(modes.config_of(directory), repair=False))).findings
-    assert not findings, findings
+async def mounted(directory: Path, settings: dict[str, str] = WHOLE) -> AsyncIterator[Kernel]:
+    async with opened(directory, settings, base=modes.WAITING) as fs, Kernel(fs) as kernel:
+        yield kernel
 
 
 async def make(kernel: Kernel, name: bytes = b"f", content: bytes = CONTENT) -> int:
@@ -119,7 +105,7 @@ async def test_a_file_that_is_emptied_keeps_its_object_as_long_as_it_is_read(dir
 
 
 async def test_a_dirty_or_striped_file_is_not_passed_through_nor_one_that_is_written_first(directory: Path) -> None:
-    async with mounted(directory, burst__stage_for_write="0") as kernel:
+    async with mounted(directory, WHOLE | {"burst.stage_for_write": "0"}) as kernel:
         ino = await make(kernel)
         writer = await kernel.open(ino, os.O_RDWR)
         reader = await kernel.open(ino, os.O_RDONLY)

@@ -2,21 +2,19 @@
 
 import errno
 import os
-import tempfile
 import threading
-from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 import trio
 
-from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace, Unavailable
 from aifs.data.containers.scan import ContainerScan
 from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.layout.redundancy import Redundancy
 from tests.support.data_servers import data_servers, failing, hooked
+from tests.support.points import armed
 from tests.support.shelf import Shelf, content, shelf
 
 KINDS = {"2": Redundancy(2), "3": Redundancy(3), "2+1": Redundancy(1, 2, 1), "3+2": Redundancy(1, 3, 2)}
@@ -29,14 +27,8 @@ def redundancy(request) -> Redundancy:
     return request.param
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as parent:
-        yield Path(parent)
-
-
-def enough(directory: Path, redundancy: Redundancy):
-    return data_servers(directory, redundancy.least_servers)
+def enough(scratch: Path, redundancy: Redundancy):
+    return data_servers(scratch, redundancy.least_servers)
 
 
 def paths_of(made: Shelf, server: int) -> list[Path]:
@@ -83,9 +75,9 @@ async def check(made: Shelf, files: dict[int, bytes] = FILES) -> None:
 
 
 @pytest.mark.parametrize("harm", [os.unlink, empty, cut, flip])
-async def test_any_servers_may_be_lost(directory, redundancy, harm):
+async def test_any_servers_may_be_lost(scratch, redundancy, harm):
     verify = harm is flip
-    with enough(directory, redundancy) as servers, shelf(servers, directory, verify, redundancy) as made:
+    with enough(scratch, redundancy) as servers, shelf(servers, scratch, verify, redundancy) as made:
         await made.store(FILES, 65536, 3)
         made.writer.close()
         good = {path: path.read_bytes() for server in servers for path in paths_of(made, server)}
@@ -103,15 +95,15 @@ async def test_any_servers_may_be_lost(directory, redundancy, harm):
 
 
 @pytest.mark.parametrize("op", ["open_file", "read_into"])
-async def test_servers_that_fail(directory, redundancy, op):
-    with hooked(), enough(directory, redundancy) as servers, shelf(servers, directory, False, redundancy) as made:
+async def test_servers_that_fail(scratch, redundancy, op):
+    with hooked(), enough(scratch, redundancy) as servers, shelf(servers, scratch, False, redundancy) as made:
         await made.store(FILES, 65536)
         with failing(op, servers[1].path):
             await check(made)
 
 
-async def test_too_many_lost_is_an_error_and_never_zeros(directory, redundancy):
-    with enough(directory, redundancy) as servers, shelf(servers, directory, False, redundancy) as made:
+async def test_too_many_lost_is_an_error_and_never_zeros(scratch, redundancy):
+    with enough(scratch, redundancy) as servers, shelf(servers, scratch, False, redundancy) as made:
         await made.store(FILES, 65536)
         for server in list(servers)[: redundancy.tolerates + 1]:
             for path in paths_of(made, server):
@@ -120,8 +112,8 @@ async def test_too_many_lost_is_an_error_and_never_zeros(directory, redundancy):
             await check(made)
 
 
-async def test_wrong_bytes_are_reported_once_they_are_met(directory, redundancy, caplog):
-    with enough(directory, redundancy) as servers, shelf(servers, directory, True, redundancy) as made:
+async def test_wrong_bytes_are_reported_once_they_are_met(scratch, redundancy, caplog):
+    with enough(scratch, redundancy) as servers, shelf(servers, scratch, True, redundancy) as made:
         await made.store(FILES, 65536)
         for path in paths_of(made, 0):
             flip(path)
@@ -131,8 +123,8 @@ async def test_wrong_bytes_are_reported_once_they_are_met(directory, redundancy,
     caplog.clear()
 
 
-async def test_degraded_columns_are_not_read(directory, redundancy):
-    with hooked(), enough(directory, redundancy) as servers, shelf(servers, directory, False, redundancy) as made:
+async def test_degraded_columns_are_not_read(scratch, redundancy):
+    with hooked(), enough(scratch, redundancy) as servers, shelf(servers, scratch, False, redundancy) as made:
         await made.store(FILES, 65536)
         for path in paths_of(made, 1):
             path.write_bytes(os.urandom(path.stat().st_size))
@@ -146,9 +138,9 @@ async def test_degraded_columns_are_not_read(directory, redundancy):
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("op", ["open_file", "write_at", "sync_file", "sync_dir"])
-async def test_a_column_that_fails_while_appending(directory, redundancy, op, number):
+async def test_a_column_that_fails_while_appending(scratch, redundancy, op, number):
     """The bytes are stored; the column is known to lack; nothing more goes to such a container."""
-    with hooked(), enough(directory, redundancy) as servers, shelf(servers, directory, False, redundancy) as made:
+    with hooked(), enough(scratch, redundancy) as servers, shelf(servers, scratch, False, redundancy) as made:
         before = {10: content(10, 200_000)}
         await made.store(before, 65536)
         with failing(op, servers[1].path, number) as failed:
@@ -164,11 +156,11 @@ async def test_a_column_that_fails_while_appending(directory, redundancy, op, nu
         await check(made, before | FILES | after)
 
 
-async def test_spare_columns_may_be_asked_for(directory):
+async def test_spare_columns_may_be_asked_for(scratch):
     redundancy = KINDS["3+2"]
-    with hooked(), enough(directory, redundancy) as servers, shelf(servers, directory, False, redundancy) as made:
+    with hooked(), enough(scratch, redundancy) as servers, shelf(servers, scratch, False, redundancy) as made:
         made.writer._spare = 1
-        with failing("write_at", (f"{directory}/server0", f"{directory}/server1")):
+        with failing("write_at", (f"{scratch}/server0", f"{scratch}/server1")):
             with pytest.raises(Unavailable):
                 await made.store(FILES, 65536)
         assert not made.lists
@@ -178,36 +170,33 @@ async def test_spare_columns_may_be_asked_for(directory):
         await check(made)
 
 
-async def test_when_too_many_fail_nothing_counts(directory, redundancy):
-    with hooked(), enough(directory, redundancy) as servers, shelf(servers, directory, False, redundancy) as made:
+async def test_when_too_many_fail_nothing_counts(scratch, redundancy):
+    with hooked(), enough(scratch, redundancy) as servers, shelf(servers, scratch, False, redundancy) as made:
         await made.store({10: content(10, 200_000)}, 65536)
         ends = dict(made.ends)
-        with failing("write_at", f"{directory}/server", errno.ENOSPC), pytest.raises(NoSpace):
+        with failing("write_at", f"{scratch}/server", errno.ENOSPC), pytest.raises(NoSpace):
             await made.store(FILES, 65536)
         assert made.ends == ends
         await made.store(FILES, 65536)
         await check(made, {10: content(10, 200_000)} | FILES)
 
 
-async def test_cancelled_between_stripes(directory, redundancy):
-    with enough(directory, redundancy) as servers, shelf(servers, directory, True, redundancy) as made:
+async def test_cancelled_between_stripes(scratch, redundancy):
+    with enough(scratch, redundancy) as servers, shelf(servers, scratch, True, redundancy) as made:
         await made.store(FILES, 65536)
         with trio.CancelScope() as scope:
-            faults.arm("data.append.written", scope.cancel)
-            try:
+            with armed("data.append.written", scope.cancel):
                 await made.store({10 + number: content(number, 6 << 20) for number in range(4)}, 1 << 20)
-            finally:
-                faults.disarm_all()
         assert scope.cancelled_caught
         big = {20: content(20, 9 << 20)}
         await made.store(big, 1 << 20)
         await check(made, FILES | big)
 
 
-async def test_several_stripes_share_rows(directory):
+async def test_several_stripes_share_rows(scratch):
     """The end of an append is filled up to a row, not the end of each stripe."""
     redundancy = KINDS["2+1"]
-    with enough(directory, redundancy) as servers, shelf(servers, directory, True, redundancy) as made:
+    with enough(scratch, redundancy) as servers, shelf(servers, scratch, True, redundancy) as made:
         data = os.urandom(30_000_000)
         await made.store({3: data}, 1 << 20)
         stored = sum(HEADER_BYTES + place.stored for place in made.lists[3])
@@ -241,8 +230,8 @@ def expected_in(made: Shelf) -> set[tuple]:
 
 
 @pytest.mark.parametrize("harmed", [None, 0, 1])
-async def test_chunks_are_found_by_their_headers(directory, redundancy, harmed):
-    with enough(directory, redundancy) as servers, shelf(servers, directory, False, redundancy) as made:
+async def test_chunks_are_found_by_their_headers(scratch, redundancy, harmed):
+    with enough(scratch, redundancy) as servers, shelf(servers, scratch, False, redundancy) as made:
         for first in (0, 10, 20):
             await made.store({first + oid: data for oid, data in FILES.items()}, 65536, 3)
         await made.store({100 + number: content(number, 3000) for number in range(200)}, 65536)
@@ -256,14 +245,14 @@ async def test_chunks_are_found_by_their_headers(directory, redundancy, harmed):
 
 
 @pytest.mark.parametrize("verify", [False, True])
-async def test_a_server_that_hangs_holds_nobody_up(directory, redundancy, verify):
+async def test_a_server_that_hangs_holds_nobody_up(scratch, redundancy, verify):
     release = threading.Event()
 
     def hang(op: str, path: str) -> None:
-        if op == "read_into" and path.startswith(f"{directory}/server1"):
+        if op == "read_into" and path.startswith(f"{scratch}/server1"):
             release.wait()
 
-    with hooked(), enough(directory, redundancy) as servers, shelf(servers, directory, verify, redundancy) as made:
+    with hooked(), enough(scratch, redundancy) as servers, shelf(servers, scratch, verify, redundancy) as made:
         await made.store(FILES, 65536, 3)
         try:
             with trio.fail_after(60), hooked(hang):

@@ -2,11 +2,10 @@
 
 import json
 import os
-import shutil
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,49 +31,33 @@ from aifs.core.errors import (
 from aifs.meta import keys, namespace, publishing
 from aifs.meta.kv import Transaction
 from aifs.meta.publishing import Publication
-from aifs.vfs import Caller, Filesystem, SetAttr, open_filesystem
+from aifs.vfs import Caller, Filesystem, SetAttr
 from aifs.vfs.publishing import manifests
 from aifs.vfs.tiers import waiter
 from aifs.vfs.types import ROOT as ROOT_USER
-from tests.support import modes
+from tests.support import modes, stores
 from tests.support.kernel import Kernel
+from tests.support.stores import OWNER, put, read_file
 
-ROOT, OWNER, OTHER = 1, Caller(uid=1000, gid=1000), Caller(uid=2000, gid=2000)
+ROOT, OTHER = 1, Caller(uid=2000, gid=2000)
 SIZE = 20_000
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="aifs-publish-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
+ask = partial(stores.ask, name="pending")
 
 
 @asynccontextmanager
-async def opened(directory: Path, sound: bool = True, **changes: str) -> AsyncIterator[Filesystem]:
-    """The store of the test, which has to be sound afterwards, unless the test sees to that itself."""
-    source = directory / "store"
-    if not source.exists():
-        shape = modes.WAITING | {"layout.unit": "4KiB"} | {key.replace("__", "."): value for key, value in changes.items()}
-        await trio.to_thread.run_sync(modes.make_store, source, shape)
-    async with open_filesystem(modes.config_of(source)) as fs:
+async def opened(directory: Path, sound: bool = True) -> AsyncIterator[Filesystem]:
+    """The store of the test, in whose root all may write; without ``sound`` the test sees to fsck itself."""
+    async with stores.opened(directory, base=modes.WAITING | {"layout.unit": "4KiB"}, sound=sound) as fs:
         await fs.setattr(ROOT, SetAttr(mode=0o777), ROOT_USER)
-        with trio.fail_after(60):
-            yield fs
-    if not sound:
-        return
-    findings = (await trio.to_thread.run_sync(lambda: check(modes.config_of(source), repair=False))).findings
-    assert not findings, findings
+        yield fs
 
 
 async def make(fs: Filesystem, parent: int, name: bytes, size: int = SIZE, caller: Caller = OWNER) -> int:
     """A closed file."""
-    (handle, *_), inode = await fs.create(parent, name, 0o644, os.O_RDWR, caller)
-    if size:
-        await fs.write(handle, 0, bytes([name[0]]) * size)
-    await fs.release(handle)
-    return inode.ino
+    return await stores.write_file(fs, name, bytes([name[0]]) * size, parent, caller)
 
 
 async def tree(fs: Filesystem, name: bytes, parent: int = ROOT, files: int = 2, caller: Caller = OWNER) -> int:
@@ -91,28 +74,11 @@ async def pending(fs: Filesystem, name: bytes, ranks: int = 1, parent: int = ROO
 
 
 async def get(fs: Filesystem, ino: int, name: str) -> str:
-    return (await fs.getxattr(ino, f"user.aifs.{name}".encode())).decode().strip()
-
-
-async def ask(fs: Filesystem, ino: int) -> dict:
-    return json.loads(await get(fs, ino, "pending"))
-
-
-async def put(fs: Filesystem, ino: int, name: str, value: object, caller: Caller = OWNER) -> None:
-    text = value if isinstance(value, str) else json.dumps(value)
-    await fs.setxattr(ino, f"user.aifs.{name}".encode(), text.encode(), caller=caller)
+    return (await stores.get(fs, ino, name)).strip()
 
 
 async def names(fs: Filesystem, ino: int = ROOT) -> set[bytes]:
     return {name for name, _, _ in await fs.readdir(ino, 0)}
-
-
-async def content(fs: Filesystem, ino: int) -> bytes:
-    handle, *_ = await fs.open(ino, os.O_RDONLY)
-    try:
-        return bytes(await fs.read(handle, 0, 1 << 20))
-    finally:
-        await fs.release(handle)
 
 
 async def marks(fs: Filesystem) -> set[int]:
@@ -337,7 +303,7 @@ async def test_name_and_pointers_change_together(directory: Path) -> None:
             gone.clear()
             assert await fs.readlink((await fs.lookup(runs, b"latest")).ino) == b"step-%d" % step
             tracker = await fs.lookup(runs, TRACKER.encode())
-            assert await content(fs, tracker.ino) == b"%d" % step and tracker.size == 3
+            assert await read_file(fs, tracker.ino) == b"%d" % step and tracker.size == 3
             assert (tracker.uid, tracker.gid, tracker.mode) == (1000, 1000, 0o100644)
         assert await names(fs, runs) == {b"step-100", b"step-200", b"latest", TRACKER.encode()}
         assert await marks(fs) == set()
@@ -654,6 +620,15 @@ async def test_old_checkpoints_go_after_a_publish(directory: Path) -> None:
                 await again(runs, b"user.aifs.keep")
 
 
+async def test_a_policy_counts_from_when_it_is_set(directory: Path) -> None:
+    async with opened(directory) as fs:
+        runs = await tree(fs, b"runs", files=0)
+        for step in (1, 2, 3):
+            await tree(fs, b"%d" % step, parent=runs)
+        await put(fs, runs, "keep", "last=1")
+        await settle(fs, runs, {b"3"})
+
+
 async def test_what_is_open_or_pointed_at_stays(directory: Path) -> None:
     async with opened(directory) as fs:
         runs = await tree(fs, b"runs", files=0)
@@ -868,8 +843,7 @@ async def test_fsck_takes_marks_away_that_cannot_be_true(directory: Path) -> Non
 
         await fs.store.engine.transact(plant)
         fs.retention._kept.clear()
-        source = directory / "store"
-    report = await trio.to_thread.run_sync(lambda: check(modes.config_of(source), repair=True))
+    report = await trio.to_thread.run_sync(check, modes.config_of(directory), True)
     assert sorted(finding.kind for finding in report.findings) == sorted(planted.values())
     assert report.ok
     async with opened(directory) as fs:

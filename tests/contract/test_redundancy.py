@@ -3,85 +3,43 @@ of; what happens while servers fail or are too few."""
 
 import errno
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import trio
 
-from aifs.check.fsck import check
 from aifs.core.errors import Invalid
 from aifs.layout.striped import Striped
 from aifs.meta.degraded import find_degraded, is_marked
 from aifs.meta.records import Inode
-from aifs.vfs import Caller, Filesystem, open_filesystem
-from tests.support import modes
+from aifs.vfs import Filesystem
+from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
+from tests.support.stores import OWNER, overwrite, put, read_file
 
-ROOT, OWNER = 1, Caller(uid=1000, gid=1000)
+ROOT = 1
 SHAPE = modes.WAITING | {"layout.unit": "4KiB", "burst.stage_on_read": "0", "layout.inline_limit": "0"}
 DATA = bytes(range(256)) * 300
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="aifs-redundancy-", dir="/dev/shm"))
-    yield path
-    assert check(modes.config_of(path / "store"), repair=False).findings == []
-    shutil.rmtree(path)
-
-
-@asynccontextmanager
-async def opened(directory: Path, **changes: str) -> AsyncIterator[Filesystem]:
-    source = directory / "store"
-    if not source.exists():
-        shape = SHAPE | {key.replace("__", "."): value for key, value in changes.items()}
-        await trio.to_thread.run_sync(modes.make_store, source, shape)
-    async with open_filesystem(modes.config_of(source)) as fs:
-        with trio.fail_after(60):
-            yield fs
+opened = partial(stores.opened, base=SHAPE)
+evicted = partial(put, name="evict")
 
 
 async def tree(fs: Filesystem, name: bytes, layout: str) -> int:
     ino = (await fs.mkdir(ROOT, name, 0o755, OWNER)).ino
-    await fs.setxattr(ino, b"user.aifs.layout", layout.encode(), caller=OWNER)
+    await put(fs, ino, "layout", layout)
     return ino
 
 
 async def make(fs: Filesystem, parent: int, name: bytes = b"file", data: bytes = DATA) -> int:
-    (handle, *_), inode = await fs.create(parent, name, 0o644, os.O_RDWR, OWNER)
-    await fs.write(handle, 0, data)
-    await fs.release(handle)
-    return inode.ino
+    return await stores.write_file(fs, name, data, parent, OWNER)
 
 
 async def drained(fs: Filesystem, ino: int) -> Inode:
-    with trio.fail_after(60):
-        fs.drain.request([ino])
-        await fs.drain.wait([ino])
+    await stores.drained(fs, ino)
     return await fs.getattr(ino)
-
-
-async def content(fs: Filesystem, ino: int) -> bytes:
-    handle, *_ = await fs.open(ino, os.O_RDONLY)
-    try:
-        return bytes(await fs.read(handle, 0, 1 << 20))
-    finally:
-        await fs.release(handle)
-
-
-async def evicted(fs: Filesystem, ino: int) -> None:
-    await fs.setxattr(ino, b"user.aifs.evict", b"", caller=OWNER)
-
-
-async def rewrite(fs: Filesystem, ino: int, offset: int, data: bytes) -> None:
-    handle, *_ = await fs.open(ino, os.O_RDWR)
-    await fs.write(handle, offset, data)
-    await fs.release(handle)
 
 
 LAYOUTS = {"replicas=2": (4, 2, 0), "replicas=2,count=1": (2, 2, 0), "ec=2+1": (3, 1, 1), "ec=2+2": (4, 1, 2)}
@@ -95,16 +53,16 @@ async def test_a_policy_is_what_drained_files_get(directory: Path, text: str, ex
         assert isinstance(layout, Striped)
         assert (len(layout.servers), layout.replicas, layout.parity) == expected
         await evicted(fs, ino)
-        assert await content(fs, ino) == DATA
+        assert await read_file(fs, ino) == DATA
         told = (await fs.getxattr(ino, b"user.aifs.layout")).decode()
         assert ("ec=" in told) == ("ec=" in text) and ("replicas=" in told) == ("replicas=" in text)
         assert json.loads(await fs.getxattr(ino, b"user.aifs.info"))["layout"]["parity"] == layout.parity
     async with opened(directory) as fs:
-        assert await content(fs, ino) == DATA
+        assert await read_file(fs, ino) == DATA
 
 
 async def test_the_configuration_asks_for_all(directory: Path) -> None:
-    async with opened(directory, layout__ec="2+1") as fs:
+    async with opened(directory, {"layout.ec": "2+1"}) as fs:
         assert (await drained(fs, await make(fs, ROOT))).layout.parity == 1
         plain = await make(fs, await tree(fs, b"plain", "ec=none"))
         assert not (await drained(fs, plain)).layout.is_protected
@@ -128,7 +86,7 @@ async def test_a_column_that_fails_in_the_drain_is_on_record_and_not_read(direct
             mask = await fs.store.engine.view(find_degraded, inode.oid)
         assert mask in (0, 1 << column), "0: the rebuild has been faster"
         await evicted(fs, ino)
-        assert await content(fs, ino) == DATA
+        assert await read_file(fs, ino) == DATA
         await wait_whole(fs, inode.oid)
 
 
@@ -140,15 +98,15 @@ async def wait_whole(fs: Filesystem, oid: int) -> None:
 
 @pytest.mark.parametrize("text", ["replicas=2", "ec=2+1"])
 async def test_a_protected_file_is_changed_in_the_burst_tier_whatever_its_size(directory: Path, text: str) -> None:
-    async with opened(directory, burst__stage_for_write="4KiB") as fs:
+    async with opened(directory, {"burst.stage_for_write": "4KiB"}) as fs:
         ino = await make(fs, await tree(fs, b"d", text))
         await drained(fs, ino)
         await evicted(fs, ino)
-        await rewrite(fs, ino, 70_000, b"new")
+        await overwrite(fs, ino, 70_000, b"new")
         assert (await fs.getattr(ino)).in_burst
         assert (await drained(fs, ino)).layout.is_protected
         await evicted(fs, ino)
-        assert await content(fs, ino) == DATA[:70_000] + b"new" + DATA[70_003:]
+        assert await read_file(fs, ino) == DATA[:70_000] + b"new" + DATA[70_003:]
 
 
 @pytest.mark.parametrize("text", ["replicas=2", "ec=2+1"])
@@ -160,14 +118,14 @@ async def test_without_room_there_it_is_restriped_and_protected_again(directory:
         old = before.layout
         await evicted(fs, ino)
         await fs.setxattr(ino, b"user.aifs.tier", b"capacity", caller=OWNER)
-        await rewrite(fs, ino, 100, b"new")
+        await overwrite(fs, ino, 100, b"new")
         expected = DATA[:100] + b"new" + DATA[103:]
-        assert await content(fs, ino) == expected
+        assert await read_file(fs, ino) == expected
         while not (inode := await fs.getattr(ino)).layout.is_protected:
             await fs.sync()
             await trio.sleep(0.01)
         assert inode.layout.tolerates == old.tolerates and inode.oid != before.oid
-        assert await content(fs, ino) == expected
+        assert await read_file(fs, ino) == expected
 
 
 async def test_truncation_of_protected_files(directory: Path) -> None:
@@ -178,11 +136,11 @@ async def test_truncation_of_protected_files(directory: Path) -> None:
             await fs.io.truncate(file := await fs.io.acquire(ino), size)
             await fs.io.release(file)
             data = DATA[: min(size, 50_000)].ljust(size, b"\0")
-            assert await content(fs, ino) == data
+            assert await read_file(fs, ino) == data
             if size:
                 await drained(fs, ino)
                 await evicted(fs, ino)
-                assert await content(fs, ino) == data
+                assert await read_file(fs, ino) == data
 
 
 async def test_a_file_is_read_while_a_server_is_gone(directory: Path) -> None:
@@ -196,4 +154,4 @@ async def test_a_file_is_read_while_a_server_is_gone(directory: Path) -> None:
                 raise OSError(errno.ESTALE, "")
 
         with hooked(gone):
-            assert await content(fs, ino) == DATA
+            assert await read_file(fs, ino) == DATA

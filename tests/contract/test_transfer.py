@@ -3,7 +3,6 @@
 import errno
 import os
 import random
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from aifs.burst.copy import BurstCopy
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core.budget import Budget
 from aifs.core.errors import NoSpace, Unavailable
-from aifs.data.marker import FORMAT, Marker, write_marker
 from aifs.data.objects.striped import StripedObjects
 from aifs.data.servers import Servers
 from aifs.layout.placement import BURST_FIRST
@@ -29,21 +27,10 @@ SIZES = [0, 1, 4095, 65_536, MIB - 1, MIB, MIB + 1, PIECE, PIECE + 1, 3 * PIECE 
 LAYOUTS = [Striped(4096, (0,)), Striped(65_536, (2, 0, 1)), Striped(MIB, (0, 1, 2)), Striped(5 * MIB, (1, 2))]
 
 
-@pytest.fixture(params=["memory", "disk"])
-def place(request, tmp_path):
-    if request.param == "disk":
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        yield Path(directory)
-
-
 @pytest.fixture
 async def servers(place):
     table = {number: make_server(place / f"server{number}", number) for number in range(3)}
-    (place / "burst").mkdir()
-    write_marker(str(place / "burst"), Marker(FORMAT, STORE, "burst", 0, "2025-01-01T00:00:00+00:00"))
-    table[BURST_FIRST] = str(place / "burst")
+    table[BURST_FIRST] = make_server(place / "burst", 0, role="burst")
     servers = Servers(table, STORE, 8)
     servers.check_identity()
     yield servers

@@ -3,8 +3,6 @@
 import os
 import random
 import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import trio.testing
 
 from aifs.check.fsck import check
 from aifs.core import faults, files
+from aifs.core.config import load
 from aifs.core.errors import FsError, NoSpace, StoreError, Unavailable
 from aifs.data import backups
 from aifs.data.naming import BACKUP, StoredObject, list_all
@@ -42,13 +41,6 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vfs_backup, "PART_BYTES", 1000)
     monkeypatch.setattr(vfs_backup, "_SLICE", 8)
     monkeypatch.setattr(vfs_backup, "_MIN_BASE_BYTES", 5000)
-
-
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="aifs-backup-", dir="/dev/shm"))
-    yield directory
-    shutil.rmtree(directory)
 
 
 def lose_metadata(source: Path) -> None:
@@ -365,6 +357,15 @@ def test_backups_go_on_after_a_restore(source: Path) -> None:
     lose_metadata(source)
     restored(source)
     assert trio.run(names_of, source) == [b"a", b"lost+found"] or trio.run(names_of, source) == [b"a"]
+
+
+def test_a_restore_that_failed_can_be_tried_again(source: Path, scratch: Path) -> None:
+    servers = ", ".join(str(source / "data" / str(number)) for number in range(4) if (source / f"data/{number}").exists())
+    (scratch / "c.yaml").write_text(f"meta: {{directory: {source}/meta}}\nservers: [{servers}]\n")
+    lose_metadata(source)
+    with pytest.raises(StoreError, match="was made with a directory as SOURCE"):
+        restore(load(str(scratch / "c.yaml"), {}), "", None)
+    restored(source)
 
 
 def test_what_is_refused(source: Path, scratch: Path) -> None:

@@ -4,22 +4,20 @@ import errno
 import logging
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import trio
 
-from aifs.check.fsck import check
 from aifs.core.errors import NoSpace, StoreError, Unavailable
-from aifs.vfs import Caller, open_filesystem
+from aifs.vfs import Caller
 from tests.support import modes
 from tests.support.data_servers import failing, hooked
 from tests.support.kernel import Kernel
-from tests.support.modes import config_of, make_store
+from tests.support.modes import config_of
+from tests.support.stores import drained, opened, require_sound
 
 ROOT, ME = 1, Caller()
 CONTENT = bytes(range(1, 251)) * 100
@@ -28,21 +26,11 @@ BY_DAEMON = WAITING | modes.BY_DAEMON
 DRAINING = modes.ON | {"layout.unit": "4KiB"}
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="aifs-devices-", dir="/dev/shm"))
-    yield path / "store"
-    shutil.rmtree(path)
-
-
 @asynccontextmanager
 async def mounted(directory: Path, settings: dict[str, str] = WAITING) -> AsyncIterator[Kernel]:
-    if not directory.exists():
-        await trio.to_thread.run_sync(make_store, directory, settings)
     with hooked():
-        async with open_filesystem(config_of(directory)) as fs, Kernel(fs) as kernel:
-            with trio.fail_after(60):
-                yield kernel
+        async with opened(directory, settings, sound=False) as fs, Kernel(fs) as kernel:
+            yield kernel
 
 
 async def make(kernel: Kernel, name: bytes, content: bytes = CONTENT) -> int:
@@ -58,16 +46,6 @@ async def content_of(kernel: Kernel, ino: int) -> bytes:
         return bytes(await kernel.read(handle, 0, 1 << 20))
     finally:
         await kernel.release(handle)
-
-
-async def drained(kernel: Kernel, ino: int) -> None:
-    kernel.drain.request([ino])
-    await kernel.drain.wait([ino])
-
-
-async def require_sound(directory: Path) -> None:
-    findings = (await trio.to_thread.run_sync(lambda: check(config_of(directory), repair=False))).findings
-    assert not findings, findings
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -96,7 +74,7 @@ async def test_new_files_go_to_the_servers_when_the_device_is_full(directory: Pa
         assert await content_of(kernel, ino) == CONTENT
         assert await content_of(kernel, first) == CONTENT
         await drained(kernel, first)
-    await require_sound(directory)
+    await require_sound(config_of(directory))
 
 
 async def test_a_writer_is_told_that_the_device_is_full_and_loses_nothing(directory: Path) -> None:
@@ -110,7 +88,7 @@ async def test_a_writer_is_told_that_the_device_is_full_and_loses_nothing(direct
         await kernel.release(handle)
         await drained(kernel, inode.ino)
         assert await content_of(kernel, inode.ino) == 2 * CONTENT
-    await require_sound(directory)
+    await require_sound(config_of(directory))
 
 
 async def test_a_file_is_written_in_place_where_it_cannot_be_staged(directory: Path) -> None:
@@ -124,7 +102,7 @@ async def test_a_file_is_written_in_place_where_it_cannot_be_staged(directory: P
             await kernel.release(handle)
         assert (await kernel.getattr(ino)).copy is None
         assert await content_of(kernel, ino) == CONTENT[:5] + b"new" + CONTENT[8:]
-    await require_sound(directory)
+    await require_sound(config_of(directory))
 
 
 # --- failing, vanished ---------------------------------------------------------------------------------
@@ -150,7 +128,7 @@ async def test_clean_files_are_read_from_the_servers_while_the_device_is_away(
         assert await content_of(kernel, dirty) == CONTENT
         await drained(kernel, dirty)
         assert await content_of(kernel, dirty) == CONTENT
-    await require_sound(directory)
+    await require_sound(config_of(directory))
     assert [line for line in warnings(caplog) if "burst directory 0" in line]
 
 
@@ -167,7 +145,7 @@ async def test_a_clean_file_can_be_written_while_the_device_is_away(directory: P
         assert await content_of(kernel, ino) == b"new" + CONTENT[3:]
     async with mounted(directory) as kernel:
         assert await content_of(kernel, ino) == b"new" + CONTENT[3:]
-    await require_sound(directory)
+    await require_sound(config_of(directory))
 
 
 # --- missing at mount ----------------------------------------------------------------------------------
@@ -192,7 +170,7 @@ async def test_a_missing_device_is_named_with_what_is_at_stake(directory: Path, 
         for ino in inos:
             assert await content_of(kernel, ino) == CONTENT
             await drained(kernel, ino)
-    await require_sound(directory)
+    await require_sound(config_of(directory))
 
 
 # --- servers under a drain -----------------------------------------------------------------------------
@@ -221,5 +199,5 @@ async def test_a_drain_waits_for_servers_that_cannot_be_written(
             assert not (await kernel.getattr(ino)).in_burst
             await kernel.evictor.evict(ino)
             assert await content_of(kernel, ino) == CONTENT
-    await require_sound(directory)
+    await require_sound(config_of(directory))
     assert len([line for line in warnings(caplog) if "draining has to wait" in line]) == 1

@@ -4,8 +4,6 @@ import logging
 import mmap
 import os
 import random
-import tempfile
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -19,65 +17,25 @@ from aifs.meta import keys
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.records import Copy
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.lifecycle import open_filesystem
 from aifs.vfs.types import ROOT, SetAttr
 from tests.support import modes
 from tests.support.data_servers import failing, hooked
-from tests.support.points import once
+from tests.support.points import crash, once
+from tests.support.stores import drained, numbers, overwrite, read_file, write_pieces
+from tests.support.stores import opened as mounted
 
 SIZES = [0, 1, 2048, 2049, 1 << 20, (1 << 20) + 1, (4 << 20) - 1, (9 << 20) + 12345]
 KINDS = [{}, modes.INTERLEAVED]
 WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
 
 
-@pytest.fixture
-def directory():
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as parent:
-        yield Path(parent) / "store"
-
-
-@pytest.fixture(autouse=True)
-def disarm():
-    yield
-    faults.disarm_all()
-
-
-@asynccontextmanager
-async def mounted(directory: Path, settings: dict[str, str] = modes.ON):
-    if not directory.exists():
-        await trio.to_thread.run_sync(modes.make_store, directory, settings)
-    with trio.fail_after(60):
-        async with open_filesystem(modes.config_of(directory)) as fs:
-            yield fs
-            await fs.collector.drain()
-
-
 async def write_file(fs: Filesystem, name: bytes, data: bytes, close: bool = True) -> tuple[int, int]:
     """Inode number and handle."""
     opened, inode = await fs.create(ROOT_INO, name, 0o600, os.O_RDWR, ROOT)
-    for start in range(0, len(data), 1 << 20):
-        await fs.write(opened.handle, start, data[start : start + (1 << 20)])
+    await write_pieces(fs, opened.handle, data)
     if close:
         await fs.release(opened.handle)
     return inode.ino, opened.handle
-
-
-async def read_file(fs: Filesystem, ino: int) -> bytes:
-    opened = await fs.open(ino, os.O_RDONLY)
-    try:
-        size = (await fs.getattr(ino)).size
-        return b"".join([bytes(await fs.read(opened.handle, at, 1 << 20)) for at in range(0, size, 1 << 20)])
-    finally:
-        await fs.release(opened.handle)
-
-
-async def drained(fs: Filesystem, *inos: int) -> None:
-    fs.drain.request(inos)
-    await fs.drain.wait(inos)
-
-
-async def count(fs: Filesystem, kind: bytes) -> int:
-    return await fs.store.engine.view(lambda tx: sum(1 for _ in tx.range(*keys.all_of(kind))))
 
 
 def path_of(fs: Filesystem, copy: Copy) -> str:
@@ -106,7 +64,7 @@ async def test_a_drained_file_is_the_same_from_either_tier_and_after_a_remount(d
         inos = {name: (await write_file(fs, name, data))[0] for name, data in contents.items()}
         before = {name: await fs.getattr(ino) for name, ino in inos.items()}
         await drained(fs, *inos.values())
-        assert len(fs.drain._queue) == 0 and await count(fs, b"w") == 0
+        assert len(fs.drain._queue) == 0 and not await numbers(fs, b"w")
         for name, data in contents.items():
             inode = await fs.getattr(inos[name])
             assert not inode.in_burst and inode.size == len(data) and inode.mtime_ns == before[name].mtime_ns
@@ -120,7 +78,7 @@ async def test_a_drained_file_is_the_same_from_either_tier_and_after_a_remount(d
         for name, data in contents.items():
             assert (await fs.getattr(inos[name])).copy is None
             assert await read_file(fs, inos[name]) == data
-        assert await count(fs, b"b") == 0
+        assert not await numbers(fs, b"b")
     async with mounted(directory) as fs:
         assert str(fs.recovered) == "nothing to recover"
         for name, data in contents.items():
@@ -200,13 +158,13 @@ async def test_a_change_cancels_the_drain_without_a_trace(directory, kind, chang
             with pytest.raises(NotFound):
                 await fs.getattr(ino)
             await fs.collector.drain()
-            assert objects_in(fs) == [] and await count(fs, b"b") == await count(fs, b"g") == 0
+            assert objects_in(fs) == await numbers(fs, b"b") == await numbers(fs, b"g") == []
             return
         expected = {"write": data[:5] + b"other" + data[10:], "truncate": data[:7], "open": data}[change]
         inode = await fs.getattr(ino)
         assert not inode.in_burst and await read_file(fs, ino) == expected
         await fs.collector.drain()
-        assert await count(fs, b"g") == 0
+        assert not await numbers(fs, b"g")
         layout = inode.layout
         assert len(objects_in(fs)) == (
             sum(layout.object_length(n, inode.size) > 0 for n in range(4)) if isinstance(layout, Striped) else 0
@@ -297,7 +255,7 @@ async def test_a_failing_server_loses_nothing_and_is_told_once(directory, kind, 
         assert fs.drain.status()["failing_files"] == 0
         assert sum("draining goes on" in line for line in caplog.messages) == 1
         await fs.collector.drain()
-        assert await count(fs, b"g") == 0
+        assert not await numbers(fs, b"g")
         for ino in inos:
             assert await fs.evictor.evict(ino)
             assert await read_file(fs, ino) == data
@@ -308,9 +266,6 @@ async def test_a_failing_server_loses_nothing_and_is_told_once(directory, kind, 
 async def test_a_crash_leaves_the_old_form_or_the_new_one(directory, point):
     data = random.Random(5).randbytes((3 << 20) + 5)
     ino = 0
-
-    def crash() -> None:
-        raise faults.SimulatedCrash
 
     with pytest.raises(faults.SimulatedCrash):
         async with mounted(directory, WAITING) as fs:
@@ -328,7 +283,7 @@ async def test_a_crash_leaves_the_old_form_or_the_new_one(directory, point):
         assert await fs.evictor.evict(ino)
         assert await read_file(fs, ino) == data
         await fs.collector.drain()
-        assert await count(fs, b"g") == 0 and len(objects_in(fs)) == 4
+        assert not await numbers(fs, b"g") and len(objects_in(fs)) == 4
 
 
 # --- stage and evict -----------------------------------------------------------------------------------
@@ -347,7 +302,7 @@ async def test_staged_files_are_the_same(directory, kind):
             assert inode.copy is not None and not inode.in_burst
             assert Path(path_of(fs, inode.copy)).read_bytes() == data == await read_file(fs, ino)
         await fs.collector.drain()
-        assert await count(fs, b"g") == 0
+        assert not await numbers(fs, b"g")
         assert fs.stager.status()["staged_files"] == len(SIZES[3:])
 
 
@@ -376,9 +331,7 @@ async def test_what_changes_while_it_is_staged_is_not(directory, change):
                     await trio.lowlevel.checkpoint()
                 match change:
                     case "write":
-                        opened = await fs.open(ino, os.O_RDWR)
-                        await fs.write(opened.handle, 5, b"other")
-                        await fs.release(opened.handle)
+                        await overwrite(fs, ino, 5, b"other")
                     case "truncate":
                         await fs.setattr(ino, SetAttr(size=7), ROOT)
                     case "unlink":
@@ -388,7 +341,7 @@ async def test_what_changes_while_it_is_staged_is_not(directory, change):
             staged = await fs.stager.stage(ino)
         assert not staged
         await fs.collector.drain()
-        assert await count(fs, b"g") == 0
+        assert not await numbers(fs, b"g")
         if change == "unlink":
             return
         expected = {"write": data[:5] + b"other" + data[10:], "truncate": data[:7]}[change]
@@ -407,9 +360,7 @@ async def test_a_file_that_is_read_is_staged(directory):
         while fs.stager.is_staging(ino):
             await trio.sleep(0.01)
         assert (await fs.getattr(ino)).copy is not None
-        opened = await fs.open(ino, os.O_RDWR)
-        await fs.write(opened.handle, 0, b"other")
-        await fs.release(opened.handle)
+        await overwrite(fs, ino, 0, b"other")
         await drained(fs, ino)
         assert await read_file(fs, ino) == b"other" + data[5:]
 
@@ -418,9 +369,6 @@ async def test_a_file_that_is_read_is_staged(directory):
 async def test_a_crash_while_staging_or_evicting_leaks_nothing(directory, point):
     data = random.Random(5).randbytes((3 << 20) + 5)
     ino = 0
-
-    def crash() -> None:
-        raise faults.SimulatedCrash
 
     with pytest.raises(faults.SimulatedCrash):
         async with mounted(directory, WAITING) as fs:
@@ -436,12 +384,12 @@ async def test_a_crash_while_staging_or_evicting_leaks_nothing(directory, point)
         assert (await fs.getattr(ino)).copy is None
         assert await read_file(fs, ino) == data
         await fs.collector.drain()
-        assert await count(fs, b"g") == 0
+        assert not await numbers(fs, b"g")
 
 
 async def test_a_crowded_tier_evicts_the_least_recently_used(directory):
     settings = modes.ON | {
-        "burst.capacity": "8MiB", "burst.high_water": "0.5", "burst.low_water": "0.3", "burst.reserve": "0",
+        "burst.capacity": "5MiB", "burst.high_water": "0.9", "burst.low_water": "0.5", "burst.reserve": "0",
     }  # fmt: skip
     async with mounted(directory, settings) as fs:
         inos, entered = [], []

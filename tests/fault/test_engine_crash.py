@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import lmdb
@@ -45,13 +44,6 @@ def small_sizes(monkeypatch):
     ):
         monkeypatch.setattr(module, name, getattr(module, name))
     shrink()
-
-
-@pytest.fixture
-def scratch():
-    directory = Path(tempfile.mkdtemp(prefix="aifs-engine-", dir="/dev/shm"))
-    yield directory
-    shutil.rmtree(directory)
 
 
 def change(tx, number):

@@ -9,9 +9,8 @@ import os
 import random
 import shutil
 import signal
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -106,13 +105,6 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     make_sizes_small(monkeypatch)
     monkeypatch.setattr(backup, "PART_BYTES", 2000)
     monkeypatch.setattr(backup, "_MIN_BASE_BYTES", 2000)
-
-
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="aifs-crash-", dir="/dev/shm"))
-    yield directory
-    shutil.rmtree(directory)
 
 
 @pytest.fixture

@@ -2,9 +2,6 @@
 
 import os
 import random
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,12 +30,9 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def scratch() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="aifs-group-", dir="/dev/shm"))
-    make_store(directory / "0", WAITING | {"meta.commit_interval": "10ms"})
-    yield directory
-    faults.disarm_all()
-    shutil.rmtree(directory)
+def scratch(scratch: Path) -> Path:
+    make_store(scratch / "0", WAITING | {"meta.commit_interval": "10ms"})
+    return scratch
 
 
 async def write_durably(fs: Filesystem, name: bytes, data: bytes, policy: Policy) -> int:

@@ -9,8 +9,7 @@ import json
 import os
 import random
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,13 +47,6 @@ LIMIT_S = 60
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     make_sizes_small(monkeypatch)
-
-
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="aifs-group-crash-", dir="/dev/shm"))
-    yield directory
-    shutil.rmtree(directory)
 
 
 def content(rng: random.Random) -> bytes:

@@ -4,16 +4,13 @@ import errno
 import os
 import random
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 import trio
 
 from aifs.check.fsck import check
-from aifs.core import faults
 from aifs.core.errors import NoSpace
 from aifs.data.containers.scan import ContainerScan
 from aifs.layout.interleaved import Interleaved
@@ -21,11 +18,11 @@ from aifs.layout.placement import DRAINING
 from aifs.meta import chunks, keys, servers
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.lifecycle import open_filesystem
 from aifs.vfs.tiers.draining import Draining
 from aifs.vfs.types import ROOT
-from tests.support import modes
+from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
+from tests.support.stores import drained, numbers, read_file, write_file
 
 SERVERS = 4
 SETTINGS = {
@@ -38,33 +35,8 @@ SIZES = [3000, 100_000, 1 << 20, (3 << 20) + 5000]
 redundant = pytest.mark.parametrize("kind", REDUNDANT)
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as parent:
-        yield Path(parent) / "store"
-
-
-@pytest.fixture(autouse=True)
-def disarm():
-    yield
-    faults.disarm_all()
-
-
-def make(directory: Path, settings: dict[str, object]) -> None:
-    modes.make_store(directory, SETTINGS | settings, SERVERS)
-
-
-@asynccontextmanager
-async def mounted(directory: Path, kind: str, sound: bool = True):
-    """The filesystem; afterwards fsck finds nothing."""
-    if not directory.exists():
-        await trio.to_thread.run_sync(make, directory, REDUNDANT[kind])
-    with trio.fail_after(60):
-        async with open_filesystem(modes.config_of(directory)) as fs:
-            yield fs
-            await fs.collector.drain()
-    if sound:
-        assert await findings(directory) == []
+def mounted(directory: Path, kind: str, sound: bool = True) -> AbstractAsyncContextManager[Filesystem]:
+    return stores.opened(directory, REDUNDANT.get(kind, {}), base=SETTINGS, servers=SERVERS, sound=sound)
 
 
 async def findings(directory: Path, repair: bool = False) -> list[str]:
@@ -76,13 +48,8 @@ async def write_files(fs: Filesystem, contents: dict[bytes, bytes]) -> dict[int,
     """Written and drained; bytes by inode."""
     files = {}
     for name, data in contents.items():
-        opened, inode = await fs.create(ROOT_INO, name, 0o600, os.O_RDWR, ROOT)
-        for start in range(0, len(data), 1 << 20):
-            await fs.write(opened.handle, start, data[start : start + (1 << 20)])
-        await fs.release(opened.handle)
-        files[inode.ino] = data
-    fs.drain.request(files)
-    await fs.drain.wait(files)
+        files[await write_file(fs, name, data)] = data
+    await drained(fs, *files)
     for ino in files:
         assert isinstance((await fs.getattr(ino)).layout, Interleaved)
         assert await fs.evictor.evict(ino)
@@ -91,12 +58,7 @@ async def write_files(fs: Filesystem, contents: dict[bytes, bytes]) -> dict[int,
 
 async def expect(fs: Filesystem, files: dict[int, bytes]) -> None:
     for ino, data in files.items():
-        opened = await fs.open(ino, os.O_RDONLY)
-        try:
-            found = [bytes(await fs.read(opened.handle, at, 1 << 20)) for at in range(0, len(data), 1 << 20)]
-        finally:
-            await fs.release(opened.handle)
-        assert b"".join(found) == data, f"inode {ino}"
+        assert await read_file(fs, ino) == data, f"inode {ino}"
         await fs.evictor.evict(ino)
 
 
@@ -108,11 +70,6 @@ def some(seed: int, count: int = 12) -> dict[bytes, bytes]:
 async def table(fs: Filesystem) -> dict[int, chunks.Container]:
     view = fs.store.engine.view
     return await view(lambda tx: {keys.number(k): chunks.decode_container(v) for k, v in tx.range(*keys.all_of(b"t"))})
-
-
-async def degraded(fs: Filesystem) -> set[int]:
-    view = fs.store.engine.view
-    return await view(lambda tx: {keys.number(key) for key, _ in tx.range(*keys.all_of(b"q"))})
 
 
 @redundant
@@ -165,7 +122,7 @@ async def test_a_server_that_fails_while_files_are_drained(directory, kind):
             with failing("write_at", f"{directory}/data/1", errno.ENOSPC) as failed:
                 during = await write_files(fs, some(2))
             if failed:
-                assert await degraded(fs)
+                assert await numbers(fs, b"q")
             after = await write_files(fs, some(3))
             await expect(fs, before | during | after)
 
@@ -175,29 +132,31 @@ async def test_files_stay_in_the_burst_tier_where_too_few_servers_work(directory
     with hooked():
         async with mounted(directory, kind) as fs:
             with failing("write_at", f"{directory}/data/", errno.ENOSPC):
-                opened, inode = await fs.create(ROOT_INO, b"file", 0o600, os.O_RDWR, ROOT)
-                await fs.write(opened.handle, 0, bytes(range(256)) * 400)
-                await fs.release(opened.handle)
-                draining = Draining(inode.ino)
+                ino = await write_file(fs, b"file", bytes(range(256)) * 400)
+                draining = Draining(ino)
                 await fs.drain._drainer.drain([draining])
                 assert isinstance(draining.outcome, NoSpace)
-            assert (await fs.getattr(inode.ino)).in_burst
-            fs.drain.request([inode.ino])
-            await fs.drain.wait([inode.ino])
-            await expect(fs, {inode.ino: bytes(range(256)) * 400})
+            assert (await fs.getattr(ino)).in_burst
+            await drained(fs, ino)
+            await expect(fs, {ino: bytes(range(256)) * 400})
+
+
+async def leave_only(fs: Filesystem, files: dict[int, bytes], keep: set[int]) -> None:
+    """Of ``some(1)``, in containers that get no more chunks."""
+    await fs.containers.retire(lambda container, layout: True)
+    for number, ino in enumerate(files):
+        if ino not in keep:
+            await fs.unlink(ROOT_INO, f"1.{number}".encode())
+            fs.forget([ino])
+    await fs.collector.drain()
 
 
 @redundant
 async def test_compaction_of_protected_containers(directory, kind):
     async with mounted(directory, kind) as fs:
         files = await write_files(fs, some(1, 40))
-        await fs.containers.retire(lambda container, layout: True)
         keep = set(random.Random(2).sample(sorted(files), 8))
-        for number, ino in enumerate(files):
-            if ino not in keep:
-                await fs.unlink(ROOT_INO, f"1.{number}".encode())
-                fs.forget([ino])
-        await fs.collector.drain()
+        await leave_only(fs, files, keep)
         before = await table(fs)
         await fs.compaction.compact()
         await fs.collector.drain()
@@ -213,13 +172,8 @@ async def test_compaction_of_protected_containers(directory, kind):
 async def test_compaction_reads_around_a_lost_server(directory, kind):
     async with mounted(directory, kind, sound=False) as fs:
         files = await write_files(fs, some(1, 30))
-        await fs.containers.retire(lambda container, layout: True)
         keep = set(sorted(files)[::6])
-        for number, ino in enumerate(files):
-            if ino not in keep:
-                await fs.unlink(ROOT_INO, f"1.{number}".encode())
-                fs.forget([ino])
-        await fs.collector.drain()
+        await leave_only(fs, files, keep)
         before = await table(fs)
         worth = {container for container, record in before.items() if record.live < 0.5 * record.length}
         shutil.rmtree(directory / "data" / "2" / "objects")
@@ -262,7 +216,6 @@ async def test_draining_servers_get_nothing_and_keep_no_open_container(directory
 
 
 async def test_a_plain_container_leaves_its_server(directory):
-    await trio.to_thread.run_sync(make, directory, {})
     async with mounted(directory, "plain") as fs:
         files = await write_files(fs, some(1))
         fs.store.servers[1].standing = DRAINING
@@ -290,20 +243,17 @@ async def test_unfilled_containers_of_an_earlier_mount_are_sealed(directory, kin
 async def test_containers_say_whose_chunks_they_hold(directory, kind):
     async with mounted(directory, kind) as fs:
         below = await fs.mkdir(ROOT_INO, b"below", 0o755, ROOT)
-        opened, inode = await fs.create(below.ino, b"first", 0o640, os.O_RDWR, ROOT)
-        await fs.write(opened.handle, 0, b"x" * 5000)
-        await fs.release(opened.handle)
+        ino = await write_file(fs, b"first", b"x" * 5000, below.ino)
         await fs.rename(below.ino, b"first", below.ino, b"second", 0)
         files = await write_files(fs, {b"top": b"y" * 7000})
-        fs.drain.request([inode.ino])
-        await fs.drain.wait([inode.ino])
+        await drained(fs, ino)
         said = {}
         for container, record in (await table(fs)).items():
             scan = ContainerScan(fs.containers.files, container, record.layout, record.length)
             while found := await scan.following():
                 said |= {chunk.header.ino: chunk.record for chunk in found}
-        assert said[inode.ino].path == b"/below/second"
-        assert (said[inode.ino].mode, said[inode.ino].size, said[inode.ino].count) == (0o100640, 5000, 1)
+        assert said[ino].path == b"/below/second"
+        assert (said[ino].mode, said[ino].size, said[ino].count) == (0o100644, 5000, 1)
         [top] = files
         assert said[top].path == b"/top"
 

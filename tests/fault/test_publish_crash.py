@@ -8,8 +8,7 @@ import os
 import random
 import shutil
 import stat
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
@@ -56,13 +55,6 @@ class State(NamedTuple):
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     make_sizes_small(monkeypatch)
-
-
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="aifs-publish-", dir="/dev/shm"))
-    yield directory
-    shutil.rmtree(directory)
 
 
 class Saver:

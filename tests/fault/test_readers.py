@@ -2,10 +2,7 @@
 
 import os
 import random
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,13 +21,6 @@ MODES = {
     "daemon": modes.TINY | modes.BY_DAEMON,
     "verified": modes.TINY | modes.BY_DAEMON | modes.INTERLEAVED | {"data.verify": "read", "layout.compress": "zstd:1"},
 }
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="aifs-readers-", dir="/dev/shm"))
-    yield path / "store"
-    shutil.rmtree(path)
 
 
 class Story:

@@ -4,25 +4,26 @@ import errno
 import os
 import random
 import shutil
-import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import trio
 
-from aifs.check.fsck import check
 from aifs.core import faults
 from aifs.layout.placement import DRAINING, LOST
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, degraded, keys, moves
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.lifecycle import open_filesystem
 from aifs.vfs.types import ROOT
-from tests.support import modes
+from tests.support import modes, stores
 from tests.support.data_servers import failing
+from tests.support.points import crash
+from tests.support.spoil import flip
+from tests.support.stores import drained, moved_out, numbers, read_file, require_sound, served
 
 SERVERS = 7
 UNIT = 4096
@@ -41,64 +42,14 @@ mostly_long = pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind in ("2+1", "2x2") else pytest.mark.long) for kind in REDUNDANT]
 )
 
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as parent:
-        yield Path(parent) / "store"
-
-
-@pytest.fixture(autouse=True)
-def disarm():
-    yield
-    faults.disarm_all()
-
-
-def make(directory: Path, settings: dict[str, object]) -> None:
-    modes.make_store(directory, SETTINGS | settings, SERVERS)
-
-
-@asynccontextmanager
-async def mounted(directory: Path, settings: dict[str, object] | None = None, sound: bool = True):
-    """The filesystem; afterwards fsck finds nothing."""
-    if not directory.exists():
-        await trio.to_thread.run_sync(make, directory, settings or {})
-    with trio.fail_after(60):
-        async with open_filesystem(modes.config_of(directory)) as fs:
-            yield fs
-            await fs.collector.drain()
-    if sound:
-        await trio.to_thread.run_sync(require_sound, directory)
-
-
-def require_sound(directory: Path) -> None:
-    findings = check(modes.config_of(directory), repair=False, deep=True).findings
-    assert not findings, findings
+mounted = partial(stores.opened, base=SETTINGS, servers=SERVERS)
 
 
 async def write_file(fs: Filesystem, name: bytes, data: bytes) -> int:
     """A new file, on the capacity tier alone."""
-    opened, inode = await fs.create(ROOT_INO, name, 0o600, os.O_RDWR, ROOT)
-    for start in range(0, len(data), 1 << 20):
-        await fs.write(opened.handle, start, data[start : start + (1 << 20)])
-    await fs.release(opened.handle)
-    await drained(fs, inode.ino)
-    await fs.evictor.evict(inode.ino)
-    return inode.ino
-
-
-async def drained(fs: Filesystem, *inos: int) -> None:
-    fs.drain.request(inos)
-    await fs.drain.wait(inos)
-
-
-async def read_file(fs: Filesystem, ino: int) -> bytes:
-    opened = await fs.open(ino, os.O_RDONLY)
-    try:
-        size = (await fs.getattr(ino)).size
-        return b"".join([bytes(await fs.read(opened.handle, at, 1 << 20)) for at in range(0, size, 1 << 20)])
-    finally:
-        await fs.release(opened.handle)
+    ino = await stores.write_file(fs, name, data)
+    await moved_out(fs, ino)
+    return ino
 
 
 class Files:
@@ -134,10 +85,6 @@ async def left(fs: Filesystem, number: int) -> None:
     """Wait until nothing lies on the server."""
     while fs.rebuild.left(number) != (0, 0):
         await fs.rebuild.news()
-
-
-async def count(fs: Filesystem, kind: bytes) -> int:
-    return await fs.store.engine.view(lambda tx: sum(1 for _ in tx.range(*keys.all_of(kind))))
 
 
 def objects_on(fs: Filesystem, number: int) -> list[Path]:
@@ -275,7 +222,7 @@ async def test_a_server_that_is_drained_holds_nothing_afterwards(directory, kind
             await left(fs, number)
             await fs.collector.drain()
             assert objects_on(fs, number) == []
-        assert await count(fs, b"m") == 0 and await count(fs, b"q") == 0
+        assert not await numbers(fs, b"m") and not await numbers(fs, b"q")
         await files.check(fs)
         for layout in (await files.layouts(fs)).values():
             assert not {0, 3} & set(layout.servers) and len(set(layout.servers)) == len(layout.servers)
@@ -298,7 +245,7 @@ async def test_a_lost_server_is_made_up_for(directory, kind):
         await files.check(fs)
         for layout in (await files.layouts(fs)).values():
             assert 2 not in layout.servers
-        assert await count(fs, b"m") == 0
+        assert not await numbers(fs, b"m")
 
 
 @mostly_long
@@ -328,7 +275,7 @@ async def test_files_that_lie_on_all_servers_are_laid_out_anew_to_leave_one(dire
         await change(fs, 1, DRAINING)
         await left(fs, 1)
         await fs.collector.drain()
-        assert objects_on(fs, 1) == [] and await count(fs, b"m") == 0
+        assert objects_on(fs, 1) == [] and not await numbers(fs, b"m")
         for layout in (await files.layouts(fs)).values():
             assert len(layout.servers) == SERVERS - 1 and layout.is_protected == (kind != "plain")
         await files.check(fs)
@@ -407,7 +354,7 @@ async def test_files_change_while_they_move(directory, kind, what):
         await fs.collector.drain()
         assert objects_on(fs, 1) == []
         await files.check(fs)
-        assert await count(fs, b"m") == 0
+        assert not await numbers(fs, b"m")
 
 
 async def test_open_files_are_read_from_their_new_places(directory):
@@ -467,7 +414,7 @@ async def test_files_that_were_written_in_place_are_protected_later(directory, k
         await whole(fs)
         assert all(layout.is_protected for layout in (await files.layouts(fs)).values())
         await files.check(fs)
-        assert await count(fs, b"q") == 0
+        assert not await numbers(fs, b"q")
     async with mounted(directory) as fs:
         await files.check(fs)
 
@@ -483,25 +430,20 @@ async def test_a_move_that_a_crash_has_ended_is_finished_by_the_next_mount(direc
     files = Files()
     async with mounted(directory, REDUNDANT.get(kind, {})) as fs:
         await files.write(fs, [30 * UNIT] * 6)
-    for crash in range(1, 3):
-
-        def die() -> None:
-            raise faults.SimulatedCrash(point)
-
+    for number in range(1, 3):
         with pytest.raises(faults.SimulatedCrash):
-            with trio.fail_after(60):
-                async with open_filesystem(modes.config_of(directory)) as fs:
-                    faults.arm(point, die)
-                    await change(fs, crash, DRAINING)
-                    await trio.sleep_forever()
+            async with served(modes.config_of(directory)) as fs:
+                faults.arm(point, crash)
+                await change(fs, number, DRAINING)
+                await trio.sleep_forever()
         faults.disarm_all()
-        await trio.to_thread.run_sync(require_sound, directory)
+        await require_sound(modes.config_of(directory))
         async with mounted(directory) as fs:
             await files.check(fs)
-            await left(fs, crash)
-            assert objects_on(fs, crash) == [] and await count(fs, b"m") == 0
+            await left(fs, number)
+            assert objects_on(fs, number) == [] and not await numbers(fs, b"m")
             await files.check(fs)
-            await change(fs, crash, "active")
+            await change(fs, number, "active")
 
 
 async def test_strays_of_servers_that_are_gone_are_forgotten(directory):
@@ -514,7 +456,7 @@ async def test_strays_of_servers_that_are_gone_are_forgotten(directory):
             await fs.store.engine.transact(moves.put_stray, stray)
             fs.rebuild.strays.add(stray)
         assert await fs.rebuild.strays.sweep() == 0
-        assert await count(fs, b"m") == 0
+        assert not await numbers(fs, b"m")
 
 
 # --- containers, burst copies, successors -----------------------------------------------------------------
@@ -525,11 +467,9 @@ async def interleaved(fs: Filesystem, files: Files, sizes: list[int]) -> None:
     inos = []
     for size in sizes:
         data = random.Random(size).randbytes(size)
-        opened, inode = await fs.create(ROOT_INO, b"%d" % len(files.contents), 0o600, os.O_RDWR, ROOT)
-        await fs.write(opened.handle, 0, data)
-        await fs.release(opened.handle)
-        files.contents[inode.ino] = data
-        inos.append(inode.ino)
+        ino = await stores.write_file(fs, b"%d" % len(files.contents), data)
+        files.contents[ino] = data
+        inos.append(ino)
     await drained(fs, *inos)
 
 
@@ -559,7 +499,7 @@ async def test_columns_of_containers_are_made_anew(directory, kind, spoil):
         await interleaved(fs, files, [5000, 60_000, 3000, 100_000])
         for ino in files.contents:
             await fs.evictor.evict(ino)
-        containers = await fs.store.engine.view(lambda tx: [keys.number(k) for k, _ in tx.range(*keys.all_of(b"t"))])
+        containers = await numbers(fs, b"t")
         for container in containers:
             objects = await fs.store.engine.view(moves.find_objects, 0, container)
             for column, server in enumerate(objects.layout.servers):
@@ -572,24 +512,16 @@ async def test_columns_of_containers_are_made_anew(directory, kind, spoil):
         await files.check(fs)
 
 
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        [byte] = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
-
-
 @asynccontextmanager
 async def containers_of(directory: Path, kind: str, sizes: list[int], sound: bool = True):
     """A filesystem with files in containers alone; it, the files, and the paths of the columns of each container."""
     files = Files()
-    async with mounted(directory, REDUNDANT[kind] | {"layout.kind": "interleaved"}, sound) as fs:
+    async with mounted(directory, REDUNDANT[kind] | {"layout.kind": "interleaved"}, sound=sound) as fs:
         await interleaved(fs, files, sizes)
         for ino in files.contents:
             await fs.evictor.evict(ino)
         paths = {}
-        for container in await fs.store.engine.view(lambda tx: [keys.number(k) for k, _ in tx.range(*keys.all_of(b"t"))]):
+        for container in await numbers(fs, b"t"):
             layout = (await fs.store.engine.view(moves.find_objects, 0, container)).layout
             servers = fs.store.servers
             paths[container] = [Path(servers[number].object_path(0, container)) for number in layout.servers]

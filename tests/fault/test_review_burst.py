@@ -2,7 +2,6 @@
 
 import errno
 import os
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,19 +14,15 @@ from aifs.meta.keys import ROOT_INO
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.publishing import barrier
 from aifs.vfs.types import ROOT, SetAttr
-from tests.fault.test_drain import drained, mounted, path_of, read_file, write_file
+from tests.fault.test_drain import path_of, write_file
 from tests.fault.test_review_races import holding
 from tests.support import modes
 from tests.support.data_servers import failing, hooked
 from tests.support.kernel import Kernel
+from tests.support.stores import drained, read_file
+from tests.support.stores import opened as mounted
 
 WAITING = modes.WAITING | {"data.writeback_interval": "1h", "meta.commit_interval": "1h"}
-
-
-@pytest.fixture
-def directory():
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as parent:
-        yield Path(parent) / "store"
 
 
 async def is_marked(fs: Filesystem, ino: int) -> bool:
@@ -125,12 +120,12 @@ async def test_a_file_that_is_deleted_after_its_drain_failed_does_not_count_as_f
 
 async def test_a_damaged_record_of_a_container_does_not_keep_the_store_from_being_mounted(directory: Path) -> None:
     settings = WAITING | modes.INTERLEAVED
-    async with mounted(directory, settings) as fs:
+    async with mounted(directory, settings, sound=False) as fs:
         ino, _ = await write_file(fs, b"f", b"x" * 10_000)
         await drained(fs, ino)
         [container] = await fs.store.engine.view(chunks.open_containers)
         await fs.store.engine.transact(lambda tx: tx.put(keys.container(container), b"?"))
-    async with mounted(directory, settings) as fs:
+    async with mounted(directory, settings, sound=False) as fs:
         await fs.compaction.compact()
         assert await fs.store.engine.view(chunks.open_containers) == {}
 
@@ -179,3 +174,36 @@ async def test_a_chmod_of_an_open_file_that_is_refused_is_neither_seen_nor_saved
             await fs.release(handle)
     async with mounted(directory, WAITING) as fs:
         assert (await fs.getattr(ino)).mode == mode
+
+
+async def test_setuid_that_a_write_took_stays_away_though_that_cannot_be_recorded(directory: Path) -> None:
+    with hooked():
+        async with mounted(directory, WAITING) as fs, Kernel(fs) as kernel:
+            handle, inode = await kernel.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
+            await kernel.setattr(inode.ino, SetAttr(mode=0o4755), ROOT)
+            await kernel.write(handle, 0, b"x" * 10_000)  # the daemon is not told
+            with failing("write_at", str(directory / "meta"), errno.ENOSPC), pytest.raises(NoSpace):
+                await kernel.fsync(handle)
+            await kernel.setxattr(inode.ino, b"user.x", b"1")
+            assert (await kernel.getattr(inode.ino)).mode & 0o7777 == 0o755
+            await kernel.release(handle)
+            assert (await kernel.getattr(inode.ino)).mode & 0o7777 == 0o755
+
+
+@pytest.mark.parametrize("settings", [WAITING, WAITING | modes.OFF], ids=["burst", "off"])
+async def test_a_file_whose_attributes_cannot_be_recorded_at_its_close_is_closed_all_the_same(
+    directory: Path, settings: dict[str, str]
+) -> None:
+    with hooked():
+        async with mounted(directory, settings) as fs, Kernel(fs) as kernel:
+            handle, inode = await kernel.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
+            await kernel.write(handle, 0, b"x" * 10_000)
+            await kernel.fsync(handle)
+            await kernel.write(handle, 0, b"y" * 20_000)
+            with failing("write_at", str(directory / "meta"), errno.ENOSPC):
+                await kernel.release(handle)
+            if fs.tier.has_devices:
+                await drained(fs, inode.ino)
+            await fs.sync()
+            assert inode.ino not in fs.io.open
+            assert await read_file(fs, inode.ino) == b"y" * 20_000

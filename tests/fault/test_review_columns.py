@@ -11,25 +11,21 @@ from aifs.core import faults
 from aifs.core.errors import Unavailable
 from aifs.data.checking.column_source import ColumnSource
 from aifs.data.objects.protected import ProtectedObjects
-from aifs.data.reading.read_cache import ObjectSource, object_name
+from aifs.data.reading.blocks import ObjectSource, object_name
 from aifs.layout.placement import DRAINING
 from aifs.meta import degraded
-from tests.fault.test_rebuild import (  # noqa: F401 (fixtures)
+from tests.fault.test_rebuild import (
     REDUNDANT,
     UNIT,
     Files,
     change,
-    count,
-    directory,
-    disarm,
     left,
     mounted,
     object_path,
-    objects_on,
-    read_file,
     whole,
     write_file,
 )
+from tests.support.stores import numbers, overwrite, read_file, rewrite
 
 WHOLE = {"layout.count": 1}
 MIB = 1 << 20
@@ -137,7 +133,7 @@ async def test_reports_that_keep_coming_while_a_round_hands_out_do_not_pile_up(d
         fs.rebuild._hand_out = counted
         for ino, oid in oids.items():
             assert await fs.rebuild.request(oid, ino, [0])
-        while await count(fs, b"q"):
+        while await numbers(fs, b"q"):
             await fs.rebuild.news()
         assert most <= 2
 
@@ -152,7 +148,7 @@ async def test_a_move_whose_record_could_not_be_made_durable_is_tried_again(dire
 
         async def failing(seq: int | None = None) -> None:
             nonlocal failed
-            if not failed and await count(fs, b"m"):
+            if not failed and await numbers(fs, b"m"):
                 failed += 1
                 raise Unavailable("the metadata store cannot be synced just now")
             await barrier(seq)
@@ -205,14 +201,13 @@ async def test_a_column_that_is_remade_when_its_file_has_just_been_emptied_does_
         monkeypatch.setattr(ColumnSource, "following", slow)
         assert await fs.rebuild.request(inode.oid, ino, [0])
         await waiting.wait()
-        opened = await fs.open(ino, os.O_RDWR | os.O_TRUNC)
-        await fs.release(opened.handle)
+        await rewrite(fs, ino, b"")
         await fs.collector.drain()
         assert not object_path_of(fs, inode, 1).exists()
         go_on.set()
         await whole(fs)
         await fs.rebuild.strays.sweep()
-        assert not path.exists() and await count(fs, b"m") == 0
+        assert not path.exists() and not await numbers(fs, b"m")
 
 
 def object_path_of(fs, inode, column: int) -> Path:
@@ -239,9 +234,7 @@ async def test_bytes_that_were_read_while_the_column_was_found_to_be_wrong_do_no
 
         monkeypatch.setattr(ProtectedObjects, "read", overtaken)
         if who == "writer":
-            opened = await fs.open(ino, os.O_RDWR)
-            await fs.write(opened.handle, 0, b"x")
-            await fs.release(opened.handle)
+            await overwrite(fs, ino, 0, b"x")
             files.contents[ino] = b"x" + files.contents[ino][1:]
         await files.check(fs)
         assert wrong

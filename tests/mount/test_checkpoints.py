@@ -13,18 +13,8 @@ import pytest
 
 from aifs import client
 from aifs.client import manifest
+from tests.support.checkpoints import names, save
 from tests.support.mounts import ROOT, TIMEOUT_S, Mounted, aifs
-
-
-def save(path: Path, content: str = "content", **options: object) -> None:
-    with client.checkpoint(path, **options) as tmp:
-        (tmp / "sub").mkdir()
-        (tmp / "sub" / "model.pt").write_text(content)
-        (tmp / "config.json").write_text("{}")
-
-
-def names(path: Path) -> set[str]:
-    return {entry.name for entry in path.iterdir()}
 
 
 def test_a_save_gives_name_manifest_and_pointers_at_once(mounted: Mounted) -> None:

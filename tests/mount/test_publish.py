@@ -5,16 +5,14 @@ import fcntl
 import json
 import os
 import subprocess
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from aifs.core import ioctl
 from tests.support.machine import RENAME_EXCHANGE, renameat2
-from tests.support.mounts import Mounted, mounted_store
+from tests.support.mounts import Mounted
 from tests.support.users import errno_of, in_process
 
 ALICE, BOB = 1000, 1001
@@ -57,15 +55,6 @@ def require_step(runs: Path, name: str, step: int) -> None:
     assert os.readlink(runs / "latest") == name and (runs / TRACKER).read_text() == str(step)
     assert (runs / "latest" / "sub" / "1.pt").read_bytes() == b"\2" * 70_000
     assert {name, "latest", TRACKER} <= set(os.listdir(runs))
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Mounted]:
-    """One mount for most tests, which all users can reach."""
-    with tempfile.TemporaryDirectory(prefix="aifs-publish-") as scratch:
-        os.chmod(scratch, 0o755)
-        with mounted_store(Path(scratch), ("allow_other",)) as store:
-            yield store
 
 
 @pytest.fixture

@@ -26,6 +26,19 @@ def commands() -> list[str]:
     return [line for block in blocks for line in block.splitlines()]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--dir", "missing"), "missing: there is no such directory"), (("--size", "1EB"), "the demo needs"),
+        (("--size", "1MB"), "the smallest model takes"), (("--size", "big"), "invalid size value: 'big'"),
+    ],
+)  # fmt: skip
+def test_the_demo_says_at_once_what_it_lacks(scratch: Path, arguments: tuple[str, str], said: str) -> None:
+    command = [sys.executable, ROOT / "scripts/demo.py", *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=scratch, timeout=TIMEOUT_S)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_every_command_works(scratch: Path) -> None:
     if find_spec("torch") is None:

@@ -73,7 +73,7 @@ def test_what_is_refused(mounted: Mounted, tmp_path: Path) -> None:
     for arguments, reason in (
         ((tree,), "is a directory"),
         (("-r", tmp_path / "plain"), "does not lie in an AIFS mount"),
-        (("-r", mounted.path), "unmount it first"),
+        (("-r", mounted.path), "is a mount"),
         (("-r", f"{tree}/d0/.."), "by its parent and its name"),
         (("-r", mounted.path / "missing", file), "No such file"),
     ):

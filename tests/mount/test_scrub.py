@@ -6,16 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.mounts import Mounted, aifs
+from tests.support.spoil import flip
 
 SIZE = 3 << 20
-
-
-def flip(path: str, offset: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
 
 
 def make(store: Mounted, name: str, layout: str) -> tuple[Path, list[str]]:

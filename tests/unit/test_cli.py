@@ -1,5 +1,6 @@
 """The command line in process: what it prints, its exit codes, its options. Mounts: test_cli_mount.py."""
 
+import errno
 import json
 import os
 import sys
@@ -35,6 +36,7 @@ def test_help_documents_every_exit_code(capsys: pytest.CaptureFixture[str]) -> N
     code, out, _ = run(capsys, "--help")
     assert code == 0
     raised = {kind.exit_code for kind in vars(errors).values() if hasattr(kind, "exit_code")}
+    assert "..." not in out.partition("Commands:")[2], "a summary is cut off: short_help"
     assert raised <= {int(line.split()[0]) for line in out.splitlines() if line.strip()[:1].isdigit()}
 
 
@@ -177,6 +179,24 @@ def test_mount_without_a_store(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert not source.exists()
 
 
+def test_a_store_that_has_lost_its_metadata_is_not_made_anew(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = tmp_path / "store"
+    assert run(capsys, "format", source)[0] == 0
+    (source / "meta").rename(source / "elsewhere")
+    for command in (["mount", source, tmp_path], ["fsck", source], ["server", "status", source]):
+        code, said = refused(capsys, *command)
+        assert code == (8 if command[0] == "fsck" else 4)
+        assert said.startswith(f"{source}/meta: is missing, but") and said.endswith(f"aifs meta restore {source}")
+
+
+def test_a_store_that_may_not_be_seen(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stat(path: str) -> os.stat_result:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr("aifs.vfs.store.os.stat", stat)
+    assert refused(capsys, "mount", tmp_path, tmp_path) == (1, f"{tmp_path}/meta: Permission denied")
+
+
 def test_umount_and_status_want_an_aifs_mount(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for command in ("umount", "status"):
         assert refused(capsys, command, tmp_path) == (
@@ -188,6 +208,15 @@ def test_umount_and_status_want_an_aifs_mount(capsys: pytest.CaptureFixture[str]
             "/proc: no AIFS is mounted here; it is a mount of type proc",
         )
         assert refused(capsys, command, tmp_path / "x") == (6, f"{tmp_path}/x: no such directory")
+
+
+def test_status_of_a_path_below_a_mount_names_the_mount(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m/d").mkdir(parents=True)
+    monkeypatch.setattr(mounts, "all_mounts", lambda: [mounts.Mount(1, "/", "ext4"), mounts.Mount(2, f"{tmp_path}/m", "fuse.aifs")])
+    said = f"{tmp_path}/m/d: no AIFS is mounted here; it is below the mount {tmp_path}/m"
+    assert refused(capsys, "status", tmp_path / "m/d") == (6, said)
 
 
 def test_info_wants_a_path_in_an_aifs_mount(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_publish_says_what_it_did_or_why_not(tmp_path: Path, capsys: pytest.Capt
         f"published {final}: 2 files, 2.00 KiB", f"published {final}: 2 files, 2.00 KiB",
         f"aifs: {tmp}: ranks 0, 1 did not commit",
         f"aifs: {final}: its step is not known, so the tracker file it cannot hold it",
-        f"aifs: {tmp}: is not a directory", f"aifs: {final}: a checkpoint of this name is there already",
+        f"aifs: {tmp}: there is no such directory", f"aifs: {final}: a checkpoint of this name is there already",
         "aifs: Invalid value for 'TMP': it is empty; was a variable not set?",
     ]  # fmt: skip
     assert (tmp_path / "it").read_text() == "7"

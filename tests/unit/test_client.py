@@ -15,6 +15,7 @@ from aifs import client
 from aifs.client import CheckpointError, catalog, manifest
 from aifs.client.manifest import Digest, Manifest
 from aifs.core import trees
+from tests.support.checkpoints import names, save
 
 NAMES = st.binary(min_size=1, max_size=9).filter(lambda name: not set(name) & set(b"\0/")).map(os.fsdecode)
 DIGESTS = st.builds(Digest, st.integers(0, 1 << 60), st.sampled_from(["", "ab" * 32]))
@@ -66,17 +67,6 @@ def test_a_damaged_manifest_is_refused(damage, tmp_path: Path) -> None:  # noqa:
 
 
 # --- saving ---------------------------------------------------------------------------------------------
-
-
-def save(path: Path, content: str = "content", **options: object) -> None:
-    with client.checkpoint(path, **options) as tmp:
-        (tmp / "sub").mkdir()
-        (tmp / "sub" / "model.pt").write_text(content)
-        (tmp / "config.json").write_text("{}")
-
-
-def names(path: Path) -> set[str]:
-    return {entry.name for entry in path.iterdir()}
 
 
 def test_a_save_gives_name_manifest_and_pointers(tmp_path: Path) -> None:
@@ -243,7 +233,7 @@ def test_publish_over_what_is_there(tmp: Path) -> None:
     for name in ("file-1", "empty-1"):
         with pytest.raises(FileExistsError, match=name):
             client.publish(tmp, tmp.parent / name)
-    with pytest.raises(CheckpointError, match="is not a directory"):
+    with pytest.raises(CheckpointError, match="there is no such directory"):
         client.publish(tmp.parent / "none", tmp.parent / "step-2")
     with pytest.raises(FileNotFoundError):
         client.publish(tmp, tmp.parent / "none" / "step-2")

@@ -12,6 +12,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -28,12 +29,14 @@ from aifs.client import (
     getfile,
     group_getfile,
     group_putfile,
+    jobs,
     locks,
     plain_group,
     putfile,
     tensor_file,
 )
 from aifs.client.futures import Future
+from aifs.client.jobs import job_of_environment
 from aifs.client.tensor_file import ALIGNMENT, Damaged
 from aifs.core import files
 from tests.support.group_ranks import (
@@ -309,7 +312,7 @@ def test_a_future_cannot_be_cancelled() -> None:
         ({"name": ""}, "name"), ({"name": "a/b"}, "name"), ({"name": "a,b"}, "name"),
         ({"dedup": "4 apples"}, "not a size"), ({"dedup": "1KiB"}, "64KiB"), ({"publish": "../x"}, "no name"),
         ({"publish": ".."}, "no name"), ({"files_per_rank": 0}, "one file"), ({"timeout_s": 0}, "positive"),
-        ({"grace_s": -1}, "positive"), ({"timeout_s": math.nan}, "positive"), ({"timeout_s": math.inf}, "positive"),
+        ({"job": "a,b"}, "no comma"), ({"job": 64 * "a"}, "63"), ({"grace_s": -1}, "positive"), ({"timeout_s": math.nan}, "positive"), ({"timeout_s": math.inf}, "positive"),
     ],
 )  # fmt: skip
 def test_bad_groups(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -335,6 +338,52 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
     with pytest.raises(InvalidGroup, match="rank 3 is of a group of 5 ranks, rank 0 of one of 4"):
         group.durable.result(WAIT_S)
     assert [outcome[0] for outcome in outcomes(rest)] == ["InvalidGroup"] * 3
+
+
+@pytest.mark.parametrize(
+    ("variables", "everywhere", "on_a_host"),
+    [
+        ({}, "", ""),
+        ({"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}, "x", "x/2"),
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "SLURM_STEP_ID": "0"}, "7/1", "7/1/0"),
+    ],
+)
+def test_launchers_name_jobs(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], everywhere: str, on_a_host: str
+) -> None:
+    for name in (*jobs._EVERYWHERE, *jobs._ON_A_HOST):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert (job_of_environment(False), job_of_environment(True)) == (everywhere, on_a_host)
+
+
+@given(st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), min_size=1))
+def test_what_launchers_say_is_a_name(value: str) -> None:
+    with mock.patch.dict(os.environ, {"PMIX_NAMESPACE": value}):
+        assert jobs.NAME.fullmatch(job_of_environment(True))
+
+
+def test_a_leader_on_another_host_may_be_of_a_killed_job(tmp_path: Path) -> None:
+    """Nobody can tell from here whether its process lives."""
+
+    def lead(rank: int, process: Any) -> None:
+        files.boot_id = lambda: "elsewhere"
+        group = Group("step", rank, 2, directory=tmp_path, job="old")
+        group_putfile(str(rank), b"old", group).buffered.result(WAIT_S)
+        process.reach("committed")
+
+    (old,) = start([0], lead)
+    old.await_phase("committed")
+    old.kill()
+    old.end()
+    with pytest.raises(client.RanksMissing, match="rank 1 is of job 'new', rank 0 of job 'old'"):
+        Group("step", 1, 2, directory=tmp_path, job="new", timeout_s=SOON_S).durable.result(WAIT_S)
+    groups = [Group("step", rank, 2, directory=tmp_path, job="new") for rank in (1, 0)]
+    for group, rank in zip(groups, (1, 0), strict=True):
+        group_putfile(str(rank), b"new", group)
+    groups[0].durable.result(WAIT_S)
+    assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes() == b"new"
 
 
 def test_a_rank_without_leader_expires(tmp_path: Path) -> None:
@@ -409,6 +458,37 @@ def test_a_group_is_not_taken_for_the_one_before_it(tmp_path: Path, monkeypatch:
     group_putfile("1", b"second", late).durable.result(WAIT_S)
     second.durable.result(WAIT_S)
     assert {entry.read_bytes() for entry in tmp_path.iterdir() if entry.is_file()} == {b"second"}
+
+
+def test_a_leader_that_is_about_to_begin_is_not_taken_for_that_of_the_last_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has locked the file that was left, but rank 1 has read that before."""
+
+    def leave(rank: int, process: Any) -> None:
+        Group("step", rank, 2, directory=tmp_path, job="old")
+        os._exit(0)
+
+    start([0], leave)[0].end()
+    has_read, may_go_on, read = threading.Event(), threading.Event(), plain_group.PlainGroup._read_marks
+
+    def read_and_wait(self: Any) -> Any:
+        marks = read(self)
+        if self._options.rank == 1 and not has_read.is_set():
+            assert marks[0]["job"] == "old"
+            has_read.set()
+            may_go_on.wait(WAIT_S)
+        return marks
+
+    monkeypatch.setattr(plain_group.PlainGroup, "_read_marks", read_and_wait)
+    one = Group("step", 1, 2, directory=tmp_path, job="new", timeout_s=WAIT_S)
+    assert has_read.wait(WAIT_S)
+    zero = Group("step", 0, 2, directory=tmp_path, job="new", timeout_s=WAIT_S)
+    may_go_on.set()
+    for rank, group in enumerate((zero, one)):
+        group_putfile(str(rank), b"new", group)
+    zero.durable.result(WAIT_S)
+    one.durable.result(WAIT_S)
 
 
 def test_published_groups_overlap(tmp_path: Path) -> None:

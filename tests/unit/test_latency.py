@@ -43,6 +43,7 @@ def test_few_reads_are_hedged_early() -> None:
             early += 1
             hedging.hedged()
     assert hedging.count == early <= 16 + 1000 * 0.05 + 1
+    assert hedging.usual_s([fast], 4096) == 0.01
 
 
 def test_a_late_server_is_late_for_a_while() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import trio
 
 from aifs.core import files
-from aifs.core.config import Config
+from aifs.core.config import Config, is_directory_source
 from aifs.core.errors import StoreError, Unavailable
 from aifs.core.log import logger
 from aifs.core.tasks import first_error
@@ -28,6 +28,7 @@ from aifs.meta.records import decode_burst
 from aifs.meta.servers import read_table, reserve_number
 from aifs.vfs.backups.backup import Backup
 from aifs.vfs.ids import WINDOW
+from aifs.vfs.owner import NAME as OWNER_NAME
 from aifs.vfs.owner import OwnerLock
 from aifs.vfs.servers import directories
 from aifs.vfs.servers.server_table import id_of
@@ -147,7 +148,8 @@ def find(config: Config, source: str) -> tuple[str, Found]:
         stores[marker.store] = path
         places.append(os.path.join(path, naming.BACKUP))
     if not stores:
-        raise StoreError(f"{config.source}: none of its data servers can be read, so nobody knows which store it is")
+        what = "none of its data servers can be read, so nobody knows which store it is"
+        raise StoreError(f"{config.source}: {what}; if servers were added or replaced, name these in the configuration")
     if len(stores) > 1:
         one, other = list(stores.values())[:2]
         raise StoreError(f"{config.source}: {one} and {other} are of different stores; correct the configuration")
@@ -173,7 +175,7 @@ def restore(config: Config, source: str, at: int | None) -> State:
     Raises StoreError: also if there is something in the metadata directory. Nothing is left there then.
     """
     meta = config.meta.directory
-    if os.path.isdir(meta) and set(os.listdir(meta)) - {directories.LOST_AND_FOUND}:
+    if os.path.isdir(meta) and set(os.listdir(meta)) - {directories.LOST_AND_FOUND, OWNER_NAME}:
         raise StoreError(f"{meta}: is not empty; move what is there away first, it may hold more than any backup")
     store, found = find(config, source)
     chain = found.whole_chain(at)
@@ -282,7 +284,11 @@ def _finish(tx: Transaction, config: Config, seq: int) -> None:
         with suppress(StoreError):  # one that was added since keeps its number
             marker = read_marker(path)
             reserve_number(tx, id_of(marker.role, marker.id))
-    paths = [os.path.join(config.source, record.path) for record in read_table(tx).values()]
+    recorded = [record.path for record in read_table(tx).values()]
+    if not is_directory_source(config.source) and not all(map(os.path.isabs, recorded)):
+        what = "the store was made with a directory as SOURCE, which its servers lie in; restore it with that"
+        raise StoreError(f"{config.source}: {what} (aifs.yaml in it can name others)")
+    paths = [os.path.join(config.source, path) for path in recorded]
     highest = max(map(naming.id_bound, [*paths, *config.servers, *config.burst.directories]))
     ids = tx.counter(keys.COUNTER_IDS)
     tx.add(keys.COUNTER_IDS, max(highest - ids, 0) + _IDS_LOST_AT_MOST + 2 * WINDOW)

@@ -54,8 +54,7 @@ class Retention:
         self._kept.update(await self._engine.view(_all_kept))
 
     async def set_policy(self, ino: int, text: str, caller: CallerLike) -> None:
-        """Set the policy of a directory, '' to remove it; it counts from the next publish on, or within an
-        hour.
+        """Set the policy of a directory, '' to remove it; it counts from now on.
 
         Root's hand removes what others own, so it takes the directory's owner, or root. Raises Invalid,
         NotPermitted.
@@ -67,6 +66,7 @@ class Retention:
         await self._engine.transact(_put_policy, ino, policy.encode(), caller)
         if policy:
             self._kept.add(ino)
+            self.shown(ino)
         else:
             self._kept.discard(ino)
 
@@ -77,7 +77,7 @@ class Retention:
     # --- what is done ---
 
     def shown(self, parent: int) -> None:
-        """A directory has got a name in ``parent``."""
+        """A directory has got a name in ``parent``, or its policy has changed."""
         if parent in self._kept:
             self._due.add(parent)
             self._wake.set()
