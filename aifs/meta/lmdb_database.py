@@ -45,7 +45,8 @@ class Database:
         try:
             self._open()
         except DatabaseError as error:
-            raise StoreError(f"{directory}: cannot open the metadata database: {error}") from error
+            what = f"cannot open the metadata database: {error}"
+            raise StoreError(f"{directory}: {what}; if it is damaged: aifs meta restore, once it is moved away") from error
 
     def _open(self) -> None:
         self._env = lmdb.open(

@@ -23,7 +23,7 @@
     user.aifs.server-*       root, write only, root user: adding, draining, replacing, removing servers (server_hints.py)
 
 They are not listed, so that copying tools leave them alone. Policies (the first three, and publish) are stored in the
-inode, and what is made in a directory inherits its. ``pending``, ``keep`` and ``group`` can be removed.
+inode, and what is made in a directory inherits its. They, ``pending``, ``keep`` and ``group`` can be removed.
 """
 
 import json
@@ -97,6 +97,8 @@ async def get(fs: Host, ino: int, name: bytes) -> bytes:
         return _json(await pending.tell(fs, ino))
     if name == b"user.aifs.group":
         return _json(await group_hints.tell(fs, ino))
+    if name.startswith(b"user.aifs.group.") and name[16:].isdigit():
+        return _json(await group_hints.tell(fs, ino, int(name[16:])))
     if name == b"user.aifs.keep" and (keep := await fs.retention.policy_of(ino)):
         return keep.encode()
     inode = await fs.getattr(ino)
@@ -172,6 +174,10 @@ async def remove(fs: Host, ino: int, name: bytes, caller: CallerLike) -> None:
         if not await fs.retention.policy_of(ino):
             raise NoAttribute()
         await fs.retention.set_policy(ino, "", caller)
+    elif name in _POLICIES:
+        if not _policy_text(await fs.getattr(ino), name):
+            raise NoAttribute()
+        await _POLICIES[name](fs, ino, _DEFAULTS[name])
     else:
         raise NotPermitted("this hint cannot be removed")
 
@@ -242,6 +248,14 @@ _POLICIES = {
     b"user.aifs.expected_size": _set_expected_size,
     b"user.aifs.publish": _set_publish,
 }
+
+_DEFAULTS = {
+    b"user.aifs.layout": "count=0",
+    b"user.aifs.tier": DEFAULT_TIER,
+    b"user.aifs.expected_size": "0",
+    b"user.aifs.publish": DEFAULT_PUBLISH,
+}
+"""What each of these is where nothing has been said."""
 
 _ORDERS = {
     b"user.aifs.backup": _back_up,
