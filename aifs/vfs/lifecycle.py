@@ -95,8 +95,7 @@ async def _close(fs: Filesystem) -> None:
         await fs.io.release(file)
     for ino in fs._orphans:
         fs.collector.add_orphan(ino)
-    await fs.collector.drain(urgent=True)
-    await fs.rebuild.strays.sweep(urgent=True)
+    await fs.clean_up()
     await fs.group_course.close()
     fs.containers.close()
     await fs.tier.close()

@@ -67,7 +67,7 @@ class Parts:
         self.server_admin = ServerAdmin(store, tier, self.drain, self.evictor, self.rebuild)
         self.server_admin.leave_backups = self.backup.leave_servers
         self.rebuild.rescue, self.rebuild.restore = from_copies.rescue, from_copies.restore_users
-        self.server_admin.rescue, self.server_admin.clean_up = from_copies.rescue, self._clean_up
+        self.server_admin.rescue, self.server_admin.clean_up = from_copies.rescue, self.clean_up
         self.evictor.restore, self.evictor.wrong_objects = from_copies.restore, self.scrub.wrong_objects
         io.burst.find_needed = self.evictor.find_needed
         from_copies.on_restored = self.scrub.restored
@@ -77,7 +77,8 @@ class Parts:
         collector.covered = self.rebuild.strays.covered = self.backup.covered
         self.backup.is_urgent = lambda: bool(tier.pressure)
 
-    async def _clean_up(self) -> None:
+    async def clean_up(self) -> None:
+        """Delete now what waits to be deleted on servers. Raises NoSpace or Unavailable if the metadata store cannot be changed."""
         await self.collector.drain(urgent=True)
         await self.rebuild.strays.sweep(urgent=True)
 

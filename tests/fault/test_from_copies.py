@@ -6,6 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,11 @@ async def victims(files: Files, fs: Filesystem) -> list[int]:
     """So many servers of a file that it cannot do without them."""
     _, _, layout = (await files.layouts(fs))[-1]
     return list(layout.servers[: files.tolerates + 1])
+
+
+async def write_for_victims(files: Files, fs: Filesystem) -> list[int]:
+    await files.write(fs)
+    return await victims(files, fs)
 
 
 async def needy(files: Files, fs: Filesystem) -> set[int]:
@@ -430,10 +436,6 @@ def test_who_reads_or_writes_it_meanwhile_notices_nothing(files: Files) -> None:
 def test_files_survive_more_lost_servers_than_are_tolerated(
     files: Files, policy: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def write(fs: Filesystem) -> list[int]:
-        await files.write(fs)
-        return await victims(files, fs)
-
     async def lose(fs: Filesystem) -> None:
         await files.compare(fs)  # from their copies
         for number in gone:
@@ -448,7 +450,7 @@ def test_files_survive_more_lost_servers_than_are_tolerated(
         await files.compare(fs)
         await files.settled(fs)
 
-    gone = files.use(write)
+    gone = files.use(partial(write_for_victims, files))
     take_away(files, gone)
     files.use(lose)
     files.assert_sound()
@@ -460,10 +462,6 @@ def test_a_server_that_is_away_when_it_is_to_be_left_is_done_without(
     files: Files, policy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """``aifs server drain``: what only it has comes from copies, and when it is back it is removed like any other."""
-
-    async def write(fs: Filesystem) -> list[int]:
-        await files.write(fs)
-        return await victims(files, fs)
 
     async def leave(fs: Filesystem) -> None:
         for number in gone:
@@ -480,7 +478,7 @@ def test_a_server_that_is_away_when_it_is_to_be_left_is_done_without(
             assert await removed(fs, id=number) == ""
         await files.settled(fs)
 
-    gone = files.use(write)
+    gone = files.use(partial(write_for_victims, files))
     take_away(files, gone)
     files.use(leave)
     put_back(files, gone)
@@ -543,10 +541,6 @@ def test_only_files_without_copies_are_lost_with_a_server(files: Files, caplog: 
 def test_copies_stay_while_servers_that_files_need_are_away(
     files: Files, policy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def write(fs: Filesystem) -> list[int]:
-        await files.write(fs)
-        return await victims(files, fs)
-
     async def look(fs: Filesystem) -> None:
         kept = await needy(files, fs)
         assert max(kept) == max(files.contents)
@@ -562,7 +556,7 @@ def test_copies_stay_while_servers_that_files_need_are_away(
         await files.settled(fs)
         assert fs.evictor.status()["needed_files"] == 0
 
-    gone = files.use(write)
+    gone = files.use(partial(write_for_victims, files))
     take_away(files, gone)
     files.use(look)
     put_back(files, gone)
