@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from load import together
 from protection import ServersAifs
 from report import Row, rate, show
 from systems import HERE, medium
@@ -93,31 +94,6 @@ def _fill(path: Path, mib: int) -> None:
     with path.open("wb", buffering=0) as file:
         for _ in range(mib):
             file.write(source.randbytes(MIB))
-
-
-def together(works: Sequence[Callable[[], None]]) -> float:
-    """Seconds from the common start of processes that do these to the end of the last."""
-    start, go = os.pipe()
-    children = []
-    for work in works:
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                os.close(go)
-                os.read(start, 1)  # ends when the parent closes its end
-                work()
-                status = 0
-            finally:
-                os._exit(status)
-        children.append(child)
-    os.close(start)
-    begin = time.perf_counter()
-    os.close(go)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    if any(codes):
-        raise RuntimeError("a reader failed")
-    return time.perf_counter() - begin
 
 
 def _read(path: Path, first: float, direct: int = 0) -> None:

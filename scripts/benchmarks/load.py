@@ -14,7 +14,8 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 MIB = 1 << 20
 
@@ -128,16 +129,21 @@ def drop_pages(jobs: int) -> None:
 
 def in_processes(work: Callable[[str, int], None], jobs: int, mib: int) -> float:
     """Seconds from the common start of ``jobs`` processes, one file each, to the end of the last."""
+    return together([partial(work, f"stream{job}", mib) for job in range(jobs)])
+
+
+def together(works: Sequence[Callable[[], None]]) -> float:
+    """Seconds from the common start of processes that do these to the end of the last."""
     start, go = os.pipe()
     children = []
-    for job in range(jobs):
+    for work in works:
         child = os.fork()
         if child == 0:
             status = 1
             try:
                 os.close(go)
                 os.read(start, 1)  # ends when the parent closes its end
-                work(f"stream{job}", mib)
+                work()
                 status = 0
             finally:
                 os._exit(status)
@@ -145,8 +151,9 @@ def in_processes(work: Callable[[str, int], None], jobs: int, mib: int) -> float
     os.close(start)
     begin = time.perf_counter()
     os.close(go)
-    for child in children:
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "a job failed"
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(codes):
+        raise RuntimeError("a job failed")
     return time.perf_counter() - begin
 
 
