@@ -38,10 +38,15 @@ def size(text: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="scripts/demo", description="Save and load a GPT-style model with Adam state through an AIFS mount."
+        prog="scripts/demo",
+        description="Save and load a GPT-style model with Adam state through an AIFS mount.",
     )
-    parser.add_argument("--size", type=size, default=parse_size("1GB"), help="bytes in all (default: 1GB)")
-    parser.add_argument("--dir", default=tempfile.gettempdir(), help="where to work: a store and a plain directory")
+    parser.add_argument(
+        "--size", type=size, default=parse_size("1GB"), help="bytes in all (default: 1GB)"
+    )
+    parser.add_argument(
+        "--dir", default=tempfile.gettempdir(), help="where to work: a store and a plain directory"
+    )
     parser.add_argument("--keep", action="store_true", help="leave the store mounted at the end")
     arguments = parser.parse_args()
     if arguments.size < RANKS * 52_000_000:
@@ -51,7 +56,9 @@ def main() -> int:
     needed, free = COPIES * arguments.size + SPACE_OF_A_STORE, shutil.disk_usage(arguments.dir).free
     if free < needed:
         what = f"has {describe_size(free)} free, the demo needs {describe_size(needed)}"
-        parser.error(f"--dir: {arguments.dir} {what}; choose another directory, or a smaller --size")
+        parser.error(
+            f"--dir: {arguments.dir} {what}; choose another directory, or a smaller --size"
+        )
     work = Path(tempfile.mkdtemp(prefix="aifs-demo-", dir=arguments.dir))
     demo = Demo(work, arguments.size)
     try:
@@ -59,7 +66,9 @@ def main() -> int:
         if arguments.keep:
             demo.aifs("mount", demo.source, demo.mountpoint)
             command = Path(sys.executable).parent / "aifs"
-            console.print(f"Mounted at {demo.mountpoint}. Unmount it, then remove it with:", soft_wrap=True)
+            console.print(
+                f"Mounted at {demo.mountpoint}. Unmount it, then remove it with:", soft_wrap=True
+            )
             console.print(f"  {command} umount {demo.mountpoint} && rm -r {work}", soft_wrap=True)
     finally:
         if not arguments.keep:
@@ -115,7 +124,10 @@ class Demo:
 
     def save(self, step, done) -> None:
         """Both directories, in turn, by the same processes: write to a temporary directory, sync, rename."""
-        targets = {"AIFS": self.mountpoint / "checkpoint", "plain directory": self.plain / "checkpoint"}
+        targets = {
+            "AIFS": self.mountpoint / "checkpoint",
+            "plain directory": self.plain / "checkpoint",
+        }
         temporaries = [f"{target}.tmp" for target in targets.values()]
         step(f"{RANKS} processes build the model")
         ranks = Ranks("save", self.size // RANKS, temporaries)
@@ -132,7 +144,10 @@ class Demo:
         ranks.finish()
 
     def load(self, step, done, description: str) -> None:
-        directories = {"plain directory": self.plain / "checkpoint", "AIFS": self.mountpoint / "checkpoint"}
+        directories = {
+            "plain directory": self.plain / "checkpoint",
+            "AIFS": self.mountpoint / "checkpoint",
+        }
         ranks = Ranks("load", 0, [str(path) for path in directories.values()])
         step(description)
         for name in directories:
@@ -151,25 +166,46 @@ class Demo:
         waiting = json.loads(os.getxattr(name, "user.aifs.state"))["bytes"]
         start = time.monotonic()
         self.aifs("drain", self.mountpoint)
-        self.results["AIFS", "drain to the data servers"] = time.monotonic() - start, waiting["dirty"]
+        self.results["AIFS", "drain to the data servers"] = (
+            time.monotonic() - start,
+            waiting["dirty"],
+        )
 
     def report(self, servers: list[dict]) -> None:
-        table = Table("", "bytes", "seconds", "GB/s", title="Checkpoint: save with fsync and rename, load with cold caches")
+        table = Table(
+            "",
+            "bytes",
+            "seconds",
+            "GB/s",
+            title="Checkpoint: save with fsync and rename, load with cold caches",
+        )
         for (name, work), (seconds, count) in self.results.items():
-            table.add_row(f"{work}, {name}", f"{count:,}", f"{seconds:.2f}", f"{count / seconds / 1e9:.2f}")
+            table.add_row(
+                f"{work}, {name}", f"{count:,}", f"{seconds:.2f}", f"{count / seconds / 1e9:.2f}"
+            )
         console.print(table)
-        table = Table("directory", "bytes", title="Where the bytes lie: durable on the servers, cached in the burst tier")
+        table = Table(
+            "directory",
+            "bytes",
+            title="Where the bytes lie: durable on the servers, cached in the burst tier",
+        )
         for server in servers:
             objects = Path(server["path"]).rglob("objects/**/*")
-            table.add_row(server["path"], f"{sum(p.stat().st_size for p in objects if p.is_file()):,}")
+            table.add_row(
+                server["path"], f"{sum(p.stat().st_size for p in objects if p.is_file()):,}"
+            )
         console.print(table)
-        console.print(f"{self.tensors} tensors compared bit by bit, before and after the remount: all equal")
+        console.print(
+            f"{self.tensors} tensors compared bit by bit, before and after the remount: all equal"
+        )
 
     def aifs(self, *arguments: object) -> str:
         command = [sys.executable, "-m", "aifs.cli.main", *map(str, arguments)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
-            sys.exit(f"aifs {' '.join(map(str, arguments))}: {result.stderr.strip() or result.stdout.strip()}")
+            sys.exit(
+                f"aifs {' '.join(map(str, arguments))}: {result.stderr.strip() or result.stdout.strip()}"
+            )
         return result.stdout
 
     def clean_up(self) -> None:
@@ -185,7 +221,12 @@ class Ranks:
         arguments = [sys.executable, RANK_PROGRAM, action]
         rest = [str(size), *directories]
         self.processes = [
-            subprocess.Popen([*arguments, str(rank), *rest], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [*arguments, str(rank), *rest],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
             for rank in range(RANKS)
         ]
         for process in self.processes:

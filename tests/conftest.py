@@ -11,15 +11,19 @@ from tests.support.memory import in_memory
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="also run the tests that take minutes to hours")
+    parser.addoption(
+        "--long", action="store_true", help="also run the tests that take minutes to hours"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """No example fails because the machine has much else to do; new ones are drawn with --long, else always the same."""
     settings.register_profile(
-        "aifs", deadline=None, suppress_health_check=[HealthCheck.too_slow],
+        "aifs",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
         derandomize=not config.getoption("--long"),
-    )  # fmt: skip
+    )
     settings.load_profile("aifs")
 
 

@@ -32,7 +32,9 @@ class BurstCopy:
     Unavailable, naming directory and path, where the copy is missing or its device fails.
     """
 
-    def __init__(self, device: DataServer, copy_id: int, buffers: BufferPool, fd: int | None = None) -> None:
+    def __init__(
+        self, device: DataServer, copy_id: int, buffers: BufferPool, fd: int | None = None
+    ) -> None:
         """``fd``: the descriptor for reading, if the copy has just been made."""
         self.device = device
         self.id = copy_id
@@ -197,7 +199,9 @@ class BurstCopy:
         await self._work(self._allocate, mode, offset, length)
 
     def _allocate(self, mode: int, offset: int, length: int) -> None:
-        self.device.call("write", self._key, _change_allocation, self._open_writer(), mode, offset, length)
+        self.device.call(
+            "write", self._key, _change_allocation, self._open_writer(), mode, offset, length
+        )
 
     async def copy_range(self, source: "BurstCopy", offset: int, to: int, length: int) -> int:
         """Copy bytes from ``offset`` of ``source`` to ``to``; returns how many, fewer only at the end of ``source``."""
@@ -210,7 +214,9 @@ class BurstCopy:
             source._close_unused()
 
     def _copy_range(self, source: int, offset: int, to: int, length: int) -> int:
-        return self.device.call("write", self._key, files.copy_range, source, offset, self._open_writer(), to, length)
+        return self.device.call(
+            "write", self._key, files.copy_range, source, offset, self._open_writer(), to, length
+        )
 
     async def seek(self, offset: int, whence: int) -> int:
         """lseek(2) with SEEK_DATA or SEEK_HOLE. Raises NoSuchAddress behind the last data, or the end."""

@@ -76,8 +76,9 @@ class Device:
             self._full = True
             _log.warning(
                 "%s (%s) is full: writers of files that are open there get ENOSPC, new files go to the data servers",
-                self.server.name, self.server.path,
-            )  # fmt: skip
+                self.server.name,
+                self.server.path,
+            )
         elif self._full and self._available > self.reserve:
             self._full = False
             _log.info("%s (%s) is no longer full", self.server.name, self.server.path)
@@ -87,7 +88,12 @@ class Device:
     @property
     def usable(self) -> bool:
         server = self.server
-        return self._size > 0 and server.standing == ACTIVE and not server.absent and server.health.usable
+        return (
+            self._size > 0
+            and server.standing == ACTIVE
+            and not server.absent
+            and server.health.usable
+        )
 
     @property
     def writers(self) -> int:
@@ -110,13 +116,19 @@ class Device:
     def _promised_bytes(self) -> int:
         if not self._promised:
             return 0
-        return sum(max(0, length - self._ledger.bytes_of(copy_id)) for copy_id, length in self._promised.items())
+        return sum(
+            max(0, length - self._ledger.bytes_of(copy_id))
+            for copy_id, length in self._promised.items()
+        )
 
     @property
     def calm(self) -> bool:
         """Whether copies are below the low mark, as is known from the last look: then all else need not be worked out."""
         totals = self.totals
-        return totals.dirty + totals.clean + self._leaving_bytes <= self._calm_used and not self._promised
+        return (
+            totals.dirty + totals.clean + self._leaving_bytes <= self._calm_used
+            and not self._promised
+        )
 
     def _up_to(self, mark: float) -> int:
         """Bytes that are missing to a mark; negative above it."""
@@ -155,7 +167,11 @@ class Device:
         if self.server.standing != ACTIVE:
             return f"it is {self.server.standing}"
         if not self.usable:
-            return f"it fails: {self.server.last_error}" if self.server.last_error else "its space is not known"
+            return (
+                f"it fails: {self.server.last_error}"
+                if self.server.last_error
+                else "its space is not known"
+            )
         if self._full:
             return "it is full"
         if self.room_to_high() <= 0:

@@ -16,7 +16,9 @@ class Totals:
     clean: int = 0
     pinned: int = 0
     evictable: int = 0
-    oldest_first: OrderedDict[int, int] = field(default_factory=OrderedDict)  # id to bytes of what may be evicted
+    oldest_first: OrderedDict[int, int] = field(
+        default_factory=OrderedDict
+    )  # id to bytes of what may be evicted
 
     @property
     def used(self) -> int:

@@ -236,7 +236,11 @@ class Queue:
 
     def _give_back(self, entry: Entry, at: float, failures: int) -> None:
         assert entry.taken
-        entry.taken, entry.ready_at, entry.failures = False, _NEVER if entry.withheld else at, failures
+        entry.taken, entry.ready_at, entry.failures = (
+            False,
+            _NEVER if entry.withheld else at,
+            failures,
+        )
         self._place(entry)
 
     def _move(self, entry: Entry, at: float, rank: Rank) -> None:

@@ -50,7 +50,9 @@ class Spares:
         if self._files:
             return self._files.popleft()
         copy_id = await self._take_id()
-        return copy_id, (await gather([(self._device.workers, self._device.create_object, ((0, copy_id),))]))[0]
+        return copy_id, (
+            await gather([(self._device.workers, self._device.create_object, ((0, copy_id),))])
+        )[0]
 
     async def _refill(self) -> None:
         """Begin to make more."""

@@ -40,7 +40,9 @@ class BurstTier:
     ``opened``, ``closed``, ``touch``, ``pinned``, ``evicted``.
     """
 
-    def __init__(self, config: Config, servers: Servers, take_id: Callable[[], Awaitable[int]]) -> None:
+    def __init__(
+        self, config: Config, servers: Servers, take_id: Callable[[], Awaitable[int]]
+    ) -> None:
         """``take_id`` gives an id that was never used. Blocks for a moment."""
         self._config = config.burst
         self._servers = servers
@@ -105,7 +107,8 @@ class BurstTier:
             self._turn += 1
             first = self._turn % len(devices)
             best = max(
-                devices[first:] + devices[:first], key=lambda device: device.room_for(expected) / (1 + device.writers)
+                devices[first:] + devices[:first],
+                key=lambda device: device.room_for(expected) / (1 + device.writers),
             )
         best.admitted += 1
         return best.server
@@ -124,7 +127,9 @@ class BurstTier:
     @property
     def pressure(self) -> float:
         """0 while undrained bytes are below the low mark of some device, 1 when they are at the high mark of all."""
-        return min([device.pressure() for device in self._devices.values() if device.usable], default=0.0)
+        return min(
+            [device.pressure() for device in self._devices.values() if device.usable], default=0.0
+        )
 
     @property
     def pause_s(self) -> float:
@@ -223,7 +228,11 @@ class BurstTier:
 
     def needs_eviction(self) -> dict[int, int]:
         """How many bytes of clean copies have to go from which device to reach its low mark."""
-        return {number: count for number, device in self._devices.items() if (count := device.excess()) > 0}
+        return {
+            number: count
+            for number, device in self._devices.items()
+            if (count := device.excess()) > 0
+        }
 
     def victims(self, server: int, wanted: int) -> list[int]:
         """Ids of copies to evict for ``wanted`` bytes: least recently used; never dirty, open or pinned ones."""
@@ -273,7 +282,9 @@ class BurstTier:
             copy = self._open.get(copy_id)
             if copy is not None and copy.is_open:
                 self._ledger.dirty(copy_id, server, copy.stat().st_blocks * 512)
-        for device, space in zip(devices, await self._servers.spaces([d.server for d in devices]), strict=True):
+        for device, space in zip(
+            devices, await self._servers.spaces([d.server for d in devices]), strict=True
+        ):
             device.look(space)
         self._measure()
         for spares in self._spares.values():

@@ -27,11 +27,15 @@ from aifs.data.objects.striped import StripedObjects
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.workers import gather
 
-_WRITTEN = faults.declare("burst.drain.written", "new objects hold the bytes of a burst copy, not synced")
+_WRITTEN = faults.declare(
+    "burst.drain.written", "new objects hold the bytes of a burst copy, not synced"
+)
 
 PIECE = 4 << 20
 _SMALL = 256 << 10
-_SPARSE_HASHED = 16 << 30  # what a protected file that is mostly holes may have at most to be given its checksums
+_SPARSE_HASHED = (
+    16 << 30
+)  # what a protected file that is mostly holes may have at most to be given its checksums
 _PIECES_AT_ONCE = 4  # of one file
 
 
@@ -78,7 +82,11 @@ class Mover:
     """All moving of bytes between the tiers. Used from one trio thread."""
 
     def __init__(
-        self, budget: Budget, limiter: Limiter, io_priority: str, is_in_the_way: Callable[[], bool] = lambda: False
+        self,
+        budget: Budget,
+        limiter: Limiter,
+        io_priority: str,
+        is_in_the_way: Callable[[], bool] = lambda: False,
     ) -> None:
         """``io_priority``: see core.files. While ``is_in_the_way``, which says whether others need the processor more, drains move one
         piece at a time."""
@@ -92,9 +100,14 @@ class Mover:
         budget.add_cache(self._buffers.give_back)
 
     async def drain_out(
-        self, copy: BurstCopy, size: int, objects: StripedObjects | ProtectedObjects,
-        cancelled: Callable[[], bool], spare: int = 0, label: Label | None = None,
-    ) -> bytes | None:  # fmt: skip
+        self,
+        copy: BurstCopy,
+        size: int,
+        objects: StripedObjects | ProtectedObjects,
+        cancelled: Callable[[], bool],
+        spare: int = 0,
+        label: Label | None = None,
+    ) -> bytes | None:
         """Copy all ``size`` bytes of a burst copy, which nobody changes, to new ``objects``; durable on return, with
         ``spare`` more columns than needed of protected ones. The objects get the ``label``, to which the checksum is added.
 
@@ -156,7 +169,11 @@ class Mover:
             self._waiting.unpark_all()
 
     async def stage_in(
-        self, objects: StripedObjects | ProtectedObjects | VerifiedObjects | Chunked, size: int, copy: BurstCopy, cancelled: Callable[[], bool]
+        self,
+        objects: StripedObjects | ProtectedObjects | VerifiedObjects | Chunked,
+        size: int,
+        copy: BurstCopy,
+        cancelled: Callable[[], bool],
     ) -> bool:
         """Copy a settled file of ``size`` bytes into a new, empty burst copy; nothing is synced.
 
@@ -201,7 +218,9 @@ class Mover:
 
     async def _buffer(self, length: int) -> memoryview:
         # Of few sizes, so that those that are free fit.
-        return (await self._buffers.take(_SMALL if length <= _SMALL else -(-length // PIECE) * PIECE))[:length]
+        return (
+            await self._buffers.take(_SMALL if length <= _SMALL else -(-length // PIECE) * PIECE)
+        )[:length]
 
     async def _run(self, copy: BurstCopy, function: Callable[..., Any], *args: Any) -> Any:
         call = (self._io_priority, function, copy, *args)
@@ -241,7 +260,11 @@ def _whole_rows(row: int) -> int:
 def _pieces_with_data(copy: BurstCopy, size: int, piece_size: int) -> list[int]:
     """Offsets of the pieces that are not holes, and of the last one."""
     ranges = copy.device.call("read", (0, copy.id), files.data_ranges, copy.fd, 0, size)
-    pieces = {piece for start, end in ranges for piece in range(start // piece_size, (end - 1) // piece_size + 1)}
+    pieces = {
+        piece
+        for start, end in ranges
+        for piece in range(start // piece_size, (end - 1) // piece_size + 1)
+    }
     return [piece * piece_size for piece in sorted(pieces | {(size - 1) // piece_size})]
 
 
@@ -267,4 +290,8 @@ def _write_all(copy: BurstCopy, _: int, buffer: memoryview) -> None:
 def _without_zeros(buffer: memoryview) -> list[tuple[int, memoryview]]:
     """The MiBs that are not all zeros, with their offsets."""
     parts = [(start, buffer[start : start + HASHED]) for start in range(0, len(buffer), HASHED)]
-    return [(start, part) for start, part in parts if part[0] or part[-1] or bytes(part) != _ZEROS[: len(part)]]
+    return [
+        (start, part)
+        for start, part in parts
+        if part[0] or part[-1] or bytes(part) != _ZEROS[: len(part)]
+    ]

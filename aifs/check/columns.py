@@ -30,13 +30,25 @@ class ColumnRecords:
         """A file (or container: 0) is laid out so. Names servers that it should not name."""
         if not layout.is_protected:
             self._unprotected.update(layout.servers)
-        unknown = [column for column, server in enumerate(layout.servers) if server not in self._servers]
+        unknown = [
+            column for column, server in enumerate(layout.servers) if server not in self._servers
+        ]
         known = lost_columns(tx, oid)
         mask = sum(1 << column for column in unknown) & ~known
         if mask and ino:
-            fix = partial(put_degraded, oid=oid, ino=ino, mask=mask) if layout.survives(mask | known) else None
+            fix = (
+                partial(put_degraded, oid=oid, ino=ino, mask=mask)
+                if layout.survives(mask | known)
+                else None
+            )
             numbers = ", ".join(str(layout.servers[column]) for column in unknown)
-            self._report("unknown-server", ino, f"inode {ino}: its layout names data server {numbers}", fix, RECORDS)
+            self._report(
+                "unknown-server",
+                ino,
+                f"inode {ino}: its layout names data server {numbers}",
+                fix,
+                RECORDS,
+            )
 
     def degraded(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
         oid = keys.number(key)
@@ -50,19 +62,41 @@ class ColumnRecords:
             objects = moves.find_objects(tx, ino, oid)
         except FsError:
             return  # the record that it is about is named
-        if objects is None or mask >> len(objects.layout.servers) or (mask and not objects.layout.is_protected):
-            self._report("stray-record", where, f"it is about objects of inode {ino} that there are not", forget, RECOVERY)
+        if (
+            objects is None
+            or mask >> len(objects.layout.servers)
+            or (mask and not objects.layout.is_protected)
+        ):
+            self._report(
+                "stray-record",
+                where,
+                f"it is about objects of inode {ino} that there are not",
+                forget,
+                RECOVERY,
+            )
         elif not objects.layout.survives(mask):
             subject: Subject = ino or f"container {oid}"
             lacking = f"columns {_numbers(mask)}"
-            self._report("missing-object", subject, f"{lacking} lack, more than its bytes survive", None, RECORDS)
+            self._report(
+                "missing-object",
+                subject,
+                f"{lacking} lack, more than its bytes survive",
+                None,
+                RECORDS,
+            )
 
     def stray(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
         try:
             moves.decode_stray(key, value)
         except FsError as error:
             oid = keys.stray_parts(key)[0]
-            self._report("unreadable-record", f"stray of {oid}", str(error), partial(repair.delete, key=key), RECOVERY)
+            self._report(
+                "unreadable-record",
+                f"stray of {oid}",
+                str(error),
+                partial(repair.delete, key=key),
+                RECOVERY,
+            )
 
     def mark(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
         number = int.from_bytes(key[1:], "big")
@@ -70,7 +104,13 @@ class ColumnRecords:
             self._unprotected.discard(number)
         else:
             fix = partial(repair.delete, key=key)
-            self._report("stray-record", f"data server {number}", "a mark of a server that there is not", fix, RECORDS)
+            self._report(
+                "stray-record",
+                f"data server {number}",
+                "a mark of a server that there is not",
+                fix,
+                RECORDS,
+            )
 
     def conclude(self) -> None:
         for number in sorted(self._unprotected.intersection(self._servers)):
@@ -118,7 +158,9 @@ def lost_bytes(layout: Striped, column: int, length: int, size: int) -> str:
     return f"{expected - length} bytes between {first} and {last}"
 
 
-def judge(inode: Inode, lost: int, lacks: list[Lack]) -> Iterator[tuple[Lack, str, str, Fix | None]]:
+def judge(
+    inode: Inode, lost: int, lacks: list[Lack]
+) -> Iterator[tuple[Lack, str, str, Fix | None]]:
     """What each lack means for a protected file: kind of finding, detail, what mends it."""
     layout = inode.layout
     mask = sum(1 << lack.column for lack in lacks)

@@ -21,7 +21,9 @@ from aifs.meta.kv import Engine, ReadTransaction
 class ContainerObjects:
     """Reads the table as it is when ``expect`` is called, which is after recovery and repairs."""
 
-    def __init__(self, engine: Engine, servers: Servers, user_of: Callable[[int], int | None]) -> None:
+    def __init__(
+        self, engine: Engine, servers: Servers, user_of: Callable[[int], int | None]
+    ) -> None:
         """``user_of``: object id to the inode that has it."""
         self._engine = engine
         self._servers = servers
@@ -40,7 +42,9 @@ class ContainerObjects:
         if len(key) != len(keys.container(0)):
             return  # named by the check of the records
         try:
-            self._table[number] = _Expected(chunks.decode_container(value), find_degraded(tx, number))
+            self._table[number] = _Expected(
+                chunks.decode_container(value), find_degraded(tx, number)
+            )
         except FsError:
             pass  # named by the check of the records
 
@@ -115,8 +119,12 @@ class ContainerObjects:
         ]
         if lost:
             first, last = lost[0][0], lost[-1][0]
-            numbers = f"chunk {first}" if len(lost) == 1 else f"{len(lost)} chunks from {first} to {last}"
-            self.problems.append(Problem("lost-chunk", ino, f"inode {ino}: {numbers} lay in {lost[0][1]}"))
+            numbers = (
+                f"chunk {first}" if len(lost) == 1 else f"{len(lost)} chunks from {first} to {last}"
+            )
+            self.problems.append(
+                Problem("lost-chunk", ino, f"inode {ino}: {numbers} lay in {lost[0][1]}")
+            )
 
     def _is_cut(self, place: Location) -> bool:
         cut = self._ends.get(place.container)
@@ -135,7 +143,9 @@ class _Expected:
         """How long a column must be for the first ``size`` bytes to be read from it."""
         if self.lost >> column & 1:
             return 0
-        return self.record.layout.object_length(column, self.record.length if size is None else size)
+        return self.record.layout.object_length(
+            column, self.record.length if size is None else size
+        )
 
     def readable(self) -> int:
         """How many of the first bytes can be told by what is there. Columns of which nothing is known count as whole."""

@@ -27,7 +27,9 @@ class ContainerCheck:
     Memory: a few numbers for each container, and what shared chunks take (``SharedCheck``).
     """
 
-    def __init__(self, servers: Collection[int], report: Report, in_use: Callable[[int], None]) -> None:
+    def __init__(
+        self, servers: Collection[int], report: Report, in_use: Callable[[int], None]
+    ) -> None:
         """``in_use``: told of all ids."""
         self._servers = servers
         self._report = report
@@ -60,7 +62,9 @@ class ContainerCheck:
 
     def _judge_servers(self, tx: ReadTransaction, number: int, record: Container) -> None:
         layout = record.layout
-        unknown = [column for column, server in enumerate(layout.servers) if server not in self._servers]
+        unknown = [
+            column for column, server in enumerate(layout.servers) if server not in self._servers
+        ]
         try:
             known = find_degraded(tx, number)
         except FsError:
@@ -68,8 +72,18 @@ class ContainerCheck:
         mask = sum(1 << column for column in unknown) & ~known
         if mask:
             numbers = ", ".join(str(layout.servers[column]) for column in unknown)
-            fix = partial(put_degraded, oid=number, ino=0, mask=mask) if layout.survives(mask | known) else None
-            self._report("unknown-server", f"container {number}", f"it lies on data server {numbers}", fix, RECORDS)
+            fix = (
+                partial(put_degraded, oid=number, ino=0, mask=mask)
+                if layout.survives(mask | known)
+                else None
+            )
+            self._report(
+                "unknown-server",
+                f"container {number}",
+                f"it lies on data server {numbers}",
+                fix,
+                RECORDS,
+            )
 
     def open_mark(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
         number = keys.number(key)
@@ -82,7 +96,9 @@ class ContainerCheck:
         """No file has this list; what is left of it counts until it is dropped."""
         self._loose.add(oid)
 
-    def chunk_list(self, tx: ReadTransaction, key: bytes, value: bytes, ino: int | None, certain: bool) -> None:
+    def chunk_list(
+        self, tx: ReadTransaction, key: bytes, value: bytes, ino: int | None, certain: bool
+    ) -> None:
         """``ino``: the inode with this object id, if there is one; ``certain``: none of them is unreadable."""
         oid, first = keys.chunk_list_parts(key)
         self._in_use(oid)
@@ -131,7 +147,9 @@ class ContainerCheck:
         return found
 
     def _count_live(self, place: Location) -> None:
-        self._live[place.container] = self._live.get(place.container, 0) + HEADER_BYTES + place.stored
+        self._live[place.container] = (
+            self._live.get(place.container, 0) + HEADER_BYTES + place.stored
+        )
 
     def _misplaced(self, place: Location) -> str:
         record = self._table.get(place.container)
@@ -145,7 +163,9 @@ class ContainerCheck:
 
     def _judge(self, inode: Inode, first: int, extents: list[Extent], wrong: str) -> None:
         if len(extents) != _expected(inode, first):
-            wrong = self._lacking(f"the list has {len(extents)} of {_expected(inode, first)} chunks")
+            wrong = self._lacking(
+                f"the list has {len(extents)} of {_expected(inode, first)} chunks"
+            )
         for index, (_, place, _) in enumerate(extents, first):
             length = inode.layout.length(index, inode.size)
             if not wrong and place is not None and place.raw != length:
@@ -153,13 +173,18 @@ class ContainerCheck:
         if wrong:
             self._lost(inode, first, wrong)
 
-    def _judge_extents(self, inode: Inode, first: int, start: int, extents: list[Extent], wrong: str) -> None:
+    def _judge_extents(
+        self, inode: Inode, first: int, start: int, extents: list[Extent], wrong: str
+    ) -> None:
         """Extent lists are met record by record: each goes on where the last one has ended."""
         walk = self._walk_of(inode)
         if (first, start) != (walk.number, walk.offset) and not walk.is_broken:
             walk.is_broken = True
             wrong = self._lacking(f"the list lacks what is between bytes {walk.offset} and {start}")
-        walk.number, walk.offset = first + len(extents), start + sum(extent.length for extent in extents)
+        walk.number, walk.offset = (
+            first + len(extents),
+            start + sum(extent.length for extent in extents),
+        )
         if wrong:
             self._lost(inode, first, wrong)
 
@@ -172,7 +197,9 @@ class ContainerCheck:
     def _end_walk(self) -> None:
         inode, offset = self._walk.inode, self._walk.offset
         if inode is not None and offset != inode.size and not self._walk.is_broken:
-            wrong = self._lacking(f"the list is of {offset} bytes, not of the {inode.size} of the file")
+            wrong = self._lacking(
+                f"the list is of {offset} bytes, not of the {inode.size} of the file"
+            )
             self._lost(inode, self._walk.number, wrong)
         self._walk = _Walk()
 

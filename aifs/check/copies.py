@@ -28,9 +28,12 @@ class CopyCheck:
     """
 
     def __init__(
-        self, table: InodeTable, problems: list[Problem], servers: Collection[int],
+        self,
+        table: InodeTable,
+        problems: list[Problem],
+        servers: Collection[int],
         in_use: Callable[[int], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._table = table
         self._problems = problems
         self._servers = servers
@@ -57,7 +60,9 @@ class CopyCheck:
         self._in_use(copy.id)
         if copy.server not in self._servers or copy.server < BURST_FIRST:
             drop = None if inode.in_burst else partial(repair.forget_copy, ino=ino)
-            detail = f"inode {ino}: its burst copy is on burst directory {copy.server - BURST_FIRST}"
+            detail = (
+                f"inode {ino}: its burst copy is on burst directory {copy.server - BURST_FIRST}"
+            )
             self._problem("unknown-server", ino, detail, drop, RECOVERY)
         if copy.id in self._users:
             first, second = sorted((ino, self._users[copy.id]))
@@ -87,8 +92,12 @@ class CopyCheck:
                 detail = f"inode {ino}: the record of its burst copy {copy_id} says something else"
                 self._rewrite("copy-record", ino, detail)
         elif not self._is_unreadable(record.ino):
-            self._problem("stray-record", where, f"inode {record.ino} does not have this copy",
-                          partial(repair.delete, key=key))  # fmt: skip
+            self._problem(
+                "stray-record",
+                where,
+                f"inode {record.ino} does not have this copy",
+                partial(repair.delete, key=key),
+            )
 
     def _unreadable(self, tx: ReadTransaction, copy_id: int, ino: int | None, reason: str) -> None:
         if ino is not None:
@@ -110,7 +119,9 @@ class CopyCheck:
     def conclude(self) -> None:
         for copy_id in sorted(self._unrecorded):
             ino = self._users[copy_id]
-            self._rewrite("copy-record", ino, f"inode {ino}: its burst copy {copy_id} has no record")
+            self._rewrite(
+                "copy-record", ino, f"inode {ino}: its burst copy {copy_id} has no record"
+            )
 
     # --- checksums ---
 
@@ -126,7 +137,9 @@ class CopyCheck:
             subject = f"checksums of objects {oid}" if ino is None else ino
             # Recovery would take the dirty mark away, and then nobody could tell.
             stage = RECOVERY if ino is not None and tx.get(keys.dirty(ino)) is not None else RECORDS
-            self._problem("stray-record", subject, reason, partial(namespace.drop_checksums, oid=oid), stage)
+            self._problem(
+                "stray-record", subject, reason, partial(namespace.drop_checksums, oid=oid), stage
+            )
 
 
 def _nonsense(tx: ReadTransaction, ino: int | None, oid: int, first: int, value: bytes) -> str:

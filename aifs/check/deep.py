@@ -76,7 +76,9 @@ class DeepCheck:
         await for_each(self._engine, *keys.all_of(b"t"), self._expect_container, lambda count: None)
         await for_each(self._engine, *keys.all_of(b"i"), self._expect_file, lambda count: None)
         self._waiting = [
-            objects for objects in reversed(self._waiting) if not objects.ino or objects.ino not in damaged
+            objects
+            for objects in reversed(self._waiting)
+            if not objects.ino or objects.ino not in damaged
         ]
         self._expected = sum(objects.size for objects in self._waiting)
         async with trio.open_nursery() as nursery:
@@ -93,7 +95,9 @@ class DeepCheck:
         if len(key) != len(keys.container(0)):
             return  # named by the check of the records
         try:
-            self._waiting.append(_Objects(0, keys.number(key), chunks.decode_container(value).length))
+            self._waiting.append(
+                _Objects(0, keys.number(key), chunks.decode_container(value).length)
+            )
         except FsError:
             pass  # as well
 
@@ -127,12 +131,18 @@ class DeepCheck:
         layout = found.layout
         for column, number in enumerate(layout.servers):
             server = self._servers.find(number)
-            if server is None or server.absent or (not ino and server.object_path(0, oid) in damaged):
+            if (
+                server is None
+                or server.absent
+                or (not ino and server.object_path(0, oid) in damaged)
+            ):
                 lost |= 1 << column
         if not layout.survives(lost):
             return  # named already
         step = STEP if ino else 2 * STRIPE
-        inspection = Inspection(self._servers, self._buffers, layout, ino, oid, size, lost=lost, step=step)
+        inspection = Inspection(
+            self._servers, self._buffers, layout, ino, oid, size, lost=lost, step=step
+        )
         try:
             wrong = await self._inspect(inspection, objects, layout)
         finally:
@@ -140,7 +150,9 @@ class DeepCheck:
         if wrong:
             await self._tell_wrong(objects, layout, wrong)
 
-    async def _inspect(self, inspection: Inspection, objects: _Objects, layout: Striped) -> set[int]:
+    async def _inspect(
+        self, inspection: Inspection, objects: _Objects, layout: Striped
+    ) -> set[int]:
         """Note what is lost; returns the columns that are wrong, but told right by others."""
         at, wrong = 0, set()
         while at < objects.size:
@@ -153,9 +165,13 @@ class DeepCheck:
                 kind = "unreadable-bytes" if unread.intersection(loss.columns) else "wrong-checksum"
                 servers = tuple(sorted({layout.servers[column] for column in loss.columns}))
                 if objects.ino:
-                    self._bad.setdefault(objects.ino, []).append(_Bad(kind, loss.start, loss.end, servers))
+                    self._bad.setdefault(objects.ino, []).append(
+                        _Bad(kind, loss.start, loss.end, servers)
+                    )
                 else:
-                    at = max(at, await self._lose_chunks(objects, kind, loss.start, loss.end, servers))
+                    at = max(
+                        at, await self._lose_chunks(objects, kind, loss.start, loss.end, servers)
+                    )
             if layout.is_protected:
                 wrong |= {flaw.column for flaw in verdict.flaws if flaw.kind in (WRONG, NOT_READ)}
             self._done += min(at, objects.size) - begin
@@ -178,7 +194,9 @@ class DeepCheck:
             end = min((user.start for user in users if user.start > start), default=objects.size)
         for user in users:
             if user.start < end and start < user.end:
-                self._bad.setdefault(user.ino, []).append(_Bad(kind, user.first, user.last + 1, servers))
+                self._bad.setdefault(user.ino, []).append(
+                    _Bad(kind, user.first, user.last + 1, servers)
+                )
         return end
 
     async def _compare_cache(self, ino: int) -> None:
@@ -193,7 +211,11 @@ class DeepCheck:
     def _tell(self, tx: ReadTransaction, ino: int) -> None:
         inode, bad = namespace.get_inode(tx, ino), self._bad.get(ino, [])
         where = self._table.path(tx, ino)
-        path = None if inode.copy is None else self._servers[inode.copy.server].object_path(0, inode.copy.id)
+        path = (
+            None
+            if inode.copy is None
+            else self._servers[inode.copy.server].object_path(0, inode.copy.id)
+        )
         for kind in sorted({item.kind for item in bad}):
             ranges = _joined(item for item in bad if item.kind == kind)
             told = [self._describe(item) for item in ranges[:_TOLD_MAX]]
@@ -205,7 +227,9 @@ class DeepCheck:
         if ino in self._bad_caches:
             # Where the data servers do not have all bytes either, each may have those that the other lacks.
             fix = None if bad else partial(repair.drop_copy, ino=ino)
-            detail = f"{self._servers[inode.copy.server].name}: {path} has other bytes than the file"
+            detail = (
+                f"{self._servers[inode.copy.server].name}: {path} has other bytes than the file"
+            )
             self._problems.append(Problem("bad-cache", ino, detail, fix, where=where))
 
     def _describe(self, bad: _Bad) -> str:

@@ -28,7 +28,9 @@ from aifs.vfs.repair.strays import Strays
 from aifs.vfs.store import Store, open_store, set_clean
 
 
-def check(config: Config, repair: bool, progress: Progress | None = None, deep: bool = False) -> Report:
+def check(
+    config: Config, repair: bool, progress: Progress | None = None, deep: bool = False
+) -> Report:
     """Check the store, which must not be mounted; with ``repair`` mend it, durably when this returns. Blocks.
 
     ``deep``: also read all files that have checksums, and compare.
@@ -58,7 +60,9 @@ async def _check(config: Config, repair: bool, deep: bool, progress: Progress) -
     return report
 
 
-async def _check_store(store: Store, repair: bool, deep: bool, progress: Progress, report: Report) -> None:
+async def _check_store(
+    store: Store, repair: bool, deep: bool, progress: Progress, report: Report
+) -> None:
     scan = MetadataScan(store.engine, store.servers, progress)
     await scan.run()
     problems = scan.problems
@@ -73,7 +77,9 @@ async def _check_store(store: Store, repair: bool, deep: bool, progress: Progres
     await objects.run()
     late = list(objects.problems)
     if deep:
-        late += await DeepCheck(store, scan.table, progress).run({problem.subject for problem in late})
+        late += await DeepCheck(store, scan.table, progress).run(
+            {problem.subject for problem in late}
+        )
     found = [*problems, *late]
     if repair:
         await _mend(store.engine, late, RECORDS)

@@ -8,7 +8,16 @@ from collections.abc import Callable
 from functools import partial
 
 from aifs.check import repair
-from aifs.check.findings import NAMELESS, RECORDS, RECOVERY, SILENT, Fix, Problem, Subject, printable
+from aifs.check.findings import (
+    NAMELESS,
+    RECORDS,
+    RECOVERY,
+    SILENT,
+    Fix,
+    Problem,
+    Subject,
+    printable,
+)
 from aifs.check.table import (
     DIRECTORY,
     DOOMED,
@@ -31,13 +40,17 @@ from aifs.meta.records import Dentry, decode_dentry, decode_entry, encode_entry
 class NameCheck:
     """To be called in order: ``dentry`` for all, ``resolve_dangling``, ``entry`` for all, ``conclude``."""
 
-    def __init__(self, table: InodeTable, problems: list[Problem], in_use: Callable[[int], None]) -> None:
+    def __init__(
+        self, table: InodeTable, problems: list[Problem], in_use: Callable[[int], None]
+    ) -> None:
         self._table = table
         self._problems = problems
         self._in_use = in_use
         self._dangling: list[tuple[int, bytes, Dentry]] = []
         self._unreadable: dict[bytes, Problem] = {}  # dentries, by key
-        self._rewritten: set[bytes] = set()  # keys of entries that the repair of a dentry puts right
+        self._rewritten: set[bytes] = (
+            set()
+        )  # keys of entries that the repair of a dentry puts right
 
     def _problem(
         self, kind: str, subject: Subject, detail: str, fix: Fix | None = None, stage: int = RECORDS
@@ -65,7 +78,9 @@ class NameCheck:
             directory = table.add(parent, DIRECTORY, MISSING)
             self._in_use(parent)
         if directory == NONE or not table.may_hold_names(directory):
-            self._problem("misplaced-dentry", (parent, name), f"inode {parent} is not a directory", remove)
+            self._problem(
+                "misplaced-dentry", (parent, name), f"inode {parent} is not a directory", remove
+            )
             self._will_lose_name(dentry, NONE)
             return
         table.flags[directory] |= HAS_NAMES
@@ -87,8 +102,12 @@ class NameCheck:
                 self._check_index(tx, parent, name, dentry)
                 self._add_name(tx, parent, name, dentry)
                 continue
-            self._problem("dangling-dentry", (parent, name), f"inode {dentry.ino} does not exist",
-                          partial(repair.remove_name, parent=parent, name=name))  # fmt: skip
+            self._problem(
+                "dangling-dentry",
+                (parent, name),
+                f"inode {dentry.ino} does not exist",
+                partial(repair.remove_name, parent=parent, name=name),
+            )
             self._table.removed[self._table.find(parent)] += dentry.type == DIRECTORY
 
     def _type_of(self, row: int, told: int) -> int:
@@ -118,10 +137,15 @@ class NameCheck:
             self._rewritten.add(key)
         if dentry.type != type_:
             self._problem(
-                "wrong-type", (parent, name), f"says {dentry.type}, inode {dentry.ino} has {type_}", fix
+                "wrong-type",
+                (parent, name),
+                f"says {dentry.type}, inode {dentry.ino} has {type_}",
+                fix,
             )
         else:
-            self._problem("name-index", (parent, name), "is not listed, or listed as something else", fix)
+            self._problem(
+                "name-index", (parent, name), "is not listed, or listed as something else", fix
+            )
 
     def _add_name(self, tx: ReadTransaction, parent: int, name: bytes, dentry: Dentry) -> None:
         table = self._table
@@ -140,8 +164,12 @@ class NameCheck:
                 else:
                     lost_by = directory
                 table.removed[lost_by] += 1
-                self._problem("second-name", loser, f"directory {dentry.ino} has another name",
-                              partial(repair.remove_name, parent=loser[0], name=loser[1]))  # fmt: skip
+                self._problem(
+                    "second-name",
+                    loser,
+                    f"directory {dentry.ino} has another name",
+                    partial(repair.remove_name, parent=loser[0], name=loser[1]),
+                )
                 return
             table.names[row] = 1
             table.subdirs[directory] += 1
@@ -158,7 +186,9 @@ class NameCheck:
         try:
             ino, type_, name = decode_entry(value)
         except FsError as error:
-            self._problem("unreadable-record", f"entry {cookie} of directory {parent}", str(error), remove)
+            self._problem(
+                "unreadable-record", f"entry {cookie} of directory {parent}", str(error), remove
+            )
             return
         dentry = find_dentry(tx, parent, name)
         if dentry is not None and dentry.cookie == cookie:
@@ -167,7 +197,9 @@ class NameCheck:
         if dentry is None and self._may_restore(parent, name, lone):
             self._restore(tx, parent, name, lone)
         else:
-            self._problem("name-index", (parent, name), f"is listed at {cookie}, where it is not", remove)
+            self._problem(
+                "name-index", (parent, name), f"is listed at {cookie}, where it is not", remove
+            )
 
     def _may_restore(self, parent: int, name: bytes, dentry: Dentry) -> bool:
         """Whether the inode lacks just this name: then its dentry is what has been lost."""
@@ -208,7 +240,9 @@ class NameCheck:
         walk_of = array("Q", bytes(8 * len(table)))  # the walk upwards that came by; 0: none yet
         for start in range(len(table)):
             row, path = start, []
-            while row != NONE and not walk_of[row] and table.type[row] == DIRECTORY and table.at[row]:
+            while (
+                row != NONE and not walk_of[row] and table.type[row] == DIRECTORY and table.at[row]
+            ):
                 walk_of[row] = start + 1
                 path.append(row)
                 row = table.find(table.at[row])
@@ -219,8 +253,12 @@ class NameCheck:
         table = self._table
         ino = table.ino[row]
         parent, name = table.place(tx, ino) or (table.at[row], b"")
-        self._problem("loop", ino, f"lies below itself, as {printable(name)} in directory {parent}",
-                      partial(repair.remove_name, parent=parent, name=name))  # fmt: skip
+        self._problem(
+            "loop",
+            ino,
+            f"lies below itself, as {printable(name)} in directory {parent}",
+            partial(repair.remove_name, parent=parent, name=name),
+        )
         above = table.find(parent)
         table.subdirs[above] -= 1
         table.removed[above] += 1
@@ -244,34 +282,65 @@ class NameCheck:
         if flags & ORPHAN:
             if not has_name and not table.links[row] and not flags & HAS_NAMES:
                 return  # deleted; it waits for the collector
-            self._problem("stray-record", ino, f"inode {ino} has an orphan record, but is not deleted",
-                          partial(repair.delete, key=keys.orphan(ino)), RECOVERY)  # fmt: skip
+            self._problem(
+                "stray-record",
+                ino,
+                f"inode {ino} has an orphan record, but is not deleted",
+                partial(repair.delete, key=keys.orphan(ino)),
+                RECOVERY,
+            )
         if flags & DOOMED:
             if is_dir and not has_name and not table.links[row]:
                 return  # it waits for being emptied
-            self._problem("stray-record", ino, f"inode {ino} has a record of the trash, but is not removed",
-                          partial(repair.delete, key=keys.trash(ino)), RECOVERY)  # fmt: skip
+            self._problem(
+                "stray-record",
+                ino,
+                f"inode {ino} has a record of the trash, but is not removed",
+                partial(repair.delete, key=keys.trash(ino)),
+                RECOVERY,
+            )
         if not has_name:
             kind = SILENT if flags & LOSES_NAME else "orphan-inode"
-            self._problem(kind, ino, f"inode {ino} has no name",
-                          partial(repair.attach, ino=ino, links=max(links, 1)), NAMELESS)  # fmt: skip
+            self._problem(
+                kind,
+                ino,
+                f"inode {ino} has no name",
+                partial(repair.attach, ino=ino, links=max(links, 1)),
+                NAMELESS,
+            )
             return
         at = keys.ROOT_INO if is_root else table.at[row]
         if is_dir and table.parent[row] != at:
-            self._problem("wrong-parent", ino, f"says that it lies in {table.parent[row]}, not in {at}",
-                          partial(repair.change_inode, ino=ino, changes={"parent": at}))  # fmt: skip
+            self._problem(
+                "wrong-parent",
+                ino,
+                f"says that it lies in {table.parent[row]}, not in {at}",
+                partial(repair.change_inode, ino=ino, changes={"parent": at}),
+            )
         if table.links[row] != links:
             told = table.links[row] == links + table.removed[row]
-            self._problem(SILENT if told else "wrong-link-count", ino,
-                          f"inode {ino}: {table.links[row]} links, but {links} are right",
-                          partial(repair.change_inode, ino=ino, changes={"nlink": links}))  # fmt: skip
+            self._problem(
+                SILENT if told else "wrong-link-count",
+                ino,
+                f"inode {ino}: {table.links[row]} links, but {links} are right",
+                partial(repair.change_inode, ino=ino, changes={"nlink": links}),
+            )
 
     def _missing_directory(self, ino: int, at: int, links: int) -> None:
         parent = keys.ROOT_INO if ino == keys.ROOT_INO else at
-        self._problem("missing-directory", ino, f"inode {ino} does not exist",
-                      partial(repair.restore_directory, ino=ino, parent=parent, links=links),
-                      RECORDS if parent else NAMELESS)  # fmt: skip
+        self._problem(
+            "missing-directory",
+            ino,
+            f"inode {ino} does not exist",
+            partial(repair.restore_directory, ino=ino, parent=parent, links=links),
+            RECORDS if parent else NAMELESS,
+        )
 
 
 def _is_name(name: bytes) -> bool:
-    return 0 < len(name) <= NAME_MAX and b"/" not in name and b"\0" not in name and name not in (b".", b"..")
+    return (
+        0 < len(name) <= NAME_MAX
+        and b"/" not in name
+        and b"\0" not in name
+        and name not in (b".", b"..")
+    )

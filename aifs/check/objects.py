@@ -58,7 +58,9 @@ class ObjectCheck:
                 await self._check_server(server)
                 listed.add(server.id)
             except FsError as error:
-                self.problems.append(Problem("unlistable-server", server.path, str(error), where=server.path))
+                self.problems.append(
+                    Problem("unlistable-server", server.path, str(error), where=server.path)
+                )
         for row, missing in enumerate(self._table.objects):
             if missing:
                 await self._find_missing(self._table.ino[row])
@@ -85,7 +87,9 @@ class ObjectCheck:
         self.counts["files"] += inode.is_file
         count = int(inode.copy is not None)
         if isinstance(inode.layout, Striped):
-            count += sum(1 for _ in expected_columns(inode.layout, inode.size, lost_columns(tx, inode.oid)))
+            count += sum(
+                1 for _ in expected_columns(inode.layout, inode.size, lost_columns(tx, inode.oid))
+            )
         self._table.objects[row] = count
         self._expected += count
 
@@ -95,7 +99,9 @@ class ObjectCheck:
         listing = server.list_objects()
         while batch := await self._servers.run(server, _take, listing):
             await self._engine.view(self._match, server, batch)
-            self._progress("objects", self.counts["objects"], max(self._expected, self.counts["objects"]))
+            self._progress(
+                "objects", self.counts["objects"], max(self._expected, self.counts["objects"])
+            )
 
     def _match(
         self, tx: ReadTransaction, server: DataServer, batch: Iterable[StoredObject | ForeignFile]
@@ -161,7 +167,9 @@ class ObjectCheck:
         if not inode.in_burst:
             self._of_file("bad-cache", tx, inode, server, what, partial(repair.drop_copy, ino=ino))
         elif found.length < inode.size:
-            self._lost("short-object", tx, inode, server, what, f"bytes {found.length} to {inode.size - 1}")
+            self._lost(
+                "short-object", tx, inode, server, what, f"bytes {found.length} to {inode.size - 1}"
+            )
         else:
             fix = partial(repair.change_inode, ino=ino, changes={"size": found.length})
             self._of_file("wrong-size", tx, inode, server, what, fix)
@@ -211,7 +219,9 @@ class ObjectCheck:
     def _judge(self, tx: ReadTransaction, ino: int, lacks: list[Lack]) -> None:
         inode = _read_inode(tx, ino)
         for lack, kind, detail, fix in judge(inode, lost_columns(tx, inode.oid), lacks):
-            self._of_file(kind, tx, inode, self._servers[inode.layout.servers[lack.column]], detail, fix)
+            self._of_file(
+                kind, tx, inode, self._servers[inode.layout.servers[lack.column]], detail, fix
+            )
 
     def _lost(
         self, kind: str, tx: ReadTransaction, inode: Inode, server: DataServer, what: str, lost: str
@@ -219,13 +229,24 @@ class ObjectCheck:
         self._of_file(kind, tx, inode, server, what + f"; lost: {lost}")
 
     def _of_file(
-        self, kind: str, tx: ReadTransaction, inode: Inode, server: DataServer, what: str,
+        self,
+        kind: str,
+        tx: ReadTransaction,
+        inode: Inode,
+        server: DataServer,
+        what: str,
         fix: Fix | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         is_copy = server.role == "burst"
-        path = server.object_path(0, inode.copy.id) if is_copy else server.object_path(inode.ino, inode.oid)
+        path = (
+            server.object_path(0, inode.copy.id)
+            if is_copy
+            else server.object_path(inode.ino, inode.oid)
+        )
         where = self._table.path(tx, inode.ino)
-        self.problems.append(Problem(kind, inode.ino, f"{server.name}: {path} {what}", fix, where=where))
+        self.problems.append(
+            Problem(kind, inode.ino, f"{server.name}: {path} {what}", fix, where=where)
+        )
 
     # --- repair ---
 

@@ -34,7 +34,9 @@ class PendingCheck:
             )
         else:
             try:
-                publishing.decode_pending(value) if rank is None else publishing.decode_member(value)
+                publishing.decode_pending(value) if rank is None else publishing.decode_member(
+                    value
+                )
             except FsError as error:
                 self._problem("unreadable-record", ino, str(error), key)
 
@@ -46,7 +48,9 @@ class PendingCheck:
             return
         number = keys.group_number(key)
         if number is not None and tx.get(keys.group(ino)) is None:
-            self._problem("stray-record", ino, f"member {number} of a group, but the directory has none", key)
+            self._problem(
+                "stray-record", ino, f"member {number} of a group, but the directory has none", key
+            )
             return
         try:
             groups.decode_group(value) if number is None else groups.decode_member(value)
@@ -70,4 +74,6 @@ class PendingCheck:
 
     def _problem(self, kind: str, ino: int, detail: str, key: bytes) -> None:
         subject = ino if self._table.find(ino) != NONE else f"inode {ino}"
-        self._report(kind, subject, f"inode {ino}: {detail}", partial(repair.delete, key=key), RECORDS)
+        self._report(
+            kind, subject, f"inode {ino}: {detail}", partial(repair.delete, key=key), RECORDS
+        )

@@ -90,7 +90,9 @@ def forget_copy(tx: Transaction, ino: int) -> None:
 def rewrite_name(tx: Transaction, parent: int, name: bytes, type_: int) -> None:
     """Give a dentry the right type, and the entry to match; the entry's place changes only if it is taken."""
     dentry = namespace.get_dentry(tx, parent, name)
-    _put_name(tx, parent, name, Dentry(dentry.ino, _usable_cookie(tx, parent, name, dentry.cookie), type_))
+    _put_name(
+        tx, parent, name, Dentry(dentry.ino, _usable_cookie(tx, parent, name, dentry.cookie), type_)
+    )
 
 
 def restore_name(tx: Transaction, parent: int, name: bytes, dentry: Dentry) -> None:

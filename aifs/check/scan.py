@@ -32,11 +32,35 @@ BATCH = 2048
 
 _ID_MAX = 1 << 62
 _LAST = b"\xff" * 512
-_TYPES = (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFBLK, stat.S_IFCHR)
+_TYPES = (
+    stat.S_IFREG,
+    stat.S_IFDIR,
+    stat.S_IFLNK,
+    stat.S_IFIFO,
+    stat.S_IFSOCK,
+    stat.S_IFBLK,
+    stat.S_IFCHR,
+)
 _KEY_LENGTHS = {
-    b"a": 9, b"b": 9, b"e": 17, b"g": 9, b"h": 33, b"i": 9, b"k": 17, b"l": 17, b"m": 11, b"o": 9, b"q": 9, b"r": 9, b"s": 3,
-    b"t": 9, b"u": 3, b"w": 9, b"y": 9, b"z": 9,
-}  # fmt: skip
+    b"a": 9,
+    b"b": 9,
+    b"e": 17,
+    b"g": 9,
+    b"h": 33,
+    b"i": 9,
+    b"k": 17,
+    b"l": 17,
+    b"m": 11,
+    b"o": 9,
+    b"q": 9,
+    b"r": 9,
+    b"s": 3,
+    b"t": 9,
+    b"u": 3,
+    b"w": 9,
+    b"y": 9,
+    b"z": 9,
+}
 _COUNTERS = (keys.COUNTER_IDS, keys.COUNTER_INODES, keys.COUNTER_SERVERS, keys.COUNTER_BURST)
 
 Handler = Callable[[ReadTransaction, bytes, bytes], None]
@@ -111,7 +135,9 @@ class MetadataScan:
         self._columns.conclude()
         self._copies.conclude()
         await self._engine.view(self._containers.conclude)
-        await for_each(self._engine, *keys.all_of(b"h"), self._containers.references, lambda count: None)
+        await for_each(
+            self._engine, *keys.all_of(b"h"), self._containers.references, lambda count: None
+        )
         inodes = len(self.table)
         await self._each(b"d", names.dentry)
         await self._engine.view(names.resolve_dangling)
@@ -181,9 +207,11 @@ class MetadataScan:
         elif len(inode.data or b"") != inode.size and not inode.in_burst:
             size = len(inode.data or b"")
             self._problem(
-                "wrong-size", ino, f"inode {ino}: size {inode.size}, but it holds {size} bytes",
+                "wrong-size",
+                ino,
+                f"inode {ino}: size {inode.size}, but it holds {size} bytes",
                 partial(repair.change_inode, ino=ino, changes={"size": size}),
-            )  # fmt: skip
+            )
         if isinstance(inode.layout, Striped):
             self._columns.layout(tx, ino, inode.oid, inode.layout)
 
@@ -201,7 +229,9 @@ class MetadataScan:
 
     def _share(self, oid: int, *inos: int) -> None:
         first, second = sorted(inos)
-        self._problem("shared-objects", second, f"inode {second}: has the object id {oid} of inode {first}")
+        self._problem(
+            "shared-objects", second, f"inode {second}: has the object id {oid} of inode {first}"
+        )
 
     def _users_of_objects(self, tx: ReadTransaction) -> None:
         for oid, ino in self._users.items():
@@ -236,19 +266,28 @@ class MetadataScan:
         if not self._is_readable(ino):
             self._stray(f"inode {ino}", "dirty mark of an inode that cannot be read", key, RECOVERY)
         elif isinstance(namespace.get_inode(tx, ino).layout, Interleaved):
-            self._stray(ino, f"inode {ino}: dirty mark of a file that never changes in place", key, RECOVERY)
+            self._stray(
+                ino, f"inode {ino}: dirty mark of a file that never changes in place", key, RECOVERY
+            )
 
     def _orphan(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
         ino = keys.number(key)
         if self._is_readable(ino):
             self.table.flags[self.table.find(ino)] |= ORPHAN
         else:
-            self._stray(f"inode {ino}", "orphan record of an inode that cannot be read", key, RECOVERY)
+            self._stray(
+                f"inode {ino}", "orphan record of an inode that cannot be read", key, RECOVERY
+            )
 
     def _trash(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
         ino = keys.number(key)
         if not self._is_readable(ino):
-            self._stray(f"inode {ino}", "record of the trash, of an inode that cannot be read", key, RECOVERY)
+            self._stray(
+                f"inode {ino}",
+                "record of the trash, of an inode that cannot be read",
+                key,
+                RECOVERY,
+            )
             return
         self.table.flags[self.table.find(ino)] |= DOOMED
         try:
@@ -262,7 +301,9 @@ class MetadataScan:
         ino, name = keys.xattr_parts(key)
         if self.table.find(ino) == NONE:
             self._stray(
-                f"inode {ino}", f"extended attribute {printable(name)} of an inode that does not exist", key
+                f"inode {ino}",
+                f"extended attribute {printable(name)} of an inode that does not exist",
+                key,
             )
 
     def _checksums(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
@@ -309,7 +350,9 @@ class MetadataScan:
             known = tuple(server for server in garbage.layout.servers if server in self._servers)
             kept = Garbage(garbage.ino, type(garbage.layout)(garbage.layout.unit, known)).encode()
             fix = partial(repair.put, key=key, value=kept) if known else forget
-            self._problem("unknown-server", where, f"it names data server {unknown[0]}", fix, RECOVERY)
+            self._problem(
+                "unknown-server", where, f"it names data server {unknown[0]}", fix, RECOVERY
+            )
 
     # --- the rest ---
 
@@ -340,7 +383,9 @@ class MetadataScan:
         counted = tx.counter(keys.COUNTER_INODES)
         if counted != inodes:
             fix = partial(repair.shift_counter, key=keys.COUNTER_INODES, delta=inodes - counted)
-            self._problem("wrong-counter", "counter inodes", f"{counted}, but there are {inodes}", fix)
+            self._problem(
+                "wrong-counter", "counter inodes", f"{counted}, but there are {inodes}", fix
+            )
 
     def _locate(self, tx: ReadTransaction) -> None:
         for problem in self.problems:

@@ -72,7 +72,9 @@ class SharedCheck:
             self.hides_places = True
             return self._bad[digest]
         if self._lengths[row] != length:
-            return f"{describe(digest)} has {self._lengths[row]} bytes, not the {length} of the file"
+            return (
+                f"{describe(digest)} has {self._lengths[row]} bytes, not the {length} of the file"
+            )
         return ""
 
     def references(self, tx: ReadTransaction, key: bytes, value: bytes, complete: bool) -> None:
@@ -85,7 +87,9 @@ class SharedCheck:
         counted = self._counts[row]
         if digest in self._unreadable:
             forget = partial(repair.delete, key=key) if complete and not counted else None
-            self._report("unreadable-record", describe(digest), self._unreadable[digest], forget, RECORDS)
+            self._report(
+                "unreadable-record", describe(digest), self._unreadable[digest], forget, RECORDS
+            )
             return
         recorded = shared.decode_shared(digest, value).references
         if counted == recorded or (counted < recorded and not complete):

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from aifs.client import Checkpoint
 
 
-@click.group("checkpoints", short_help="List, verify and remove checkpoints, and say which are kept.")
+@click.group(
+    "checkpoints", short_help="List, verify and remove checkpoints, and say which are kept."
+)
 def checkpoints_group() -> None:
     """Show, verify and remove the checkpoints of a directory, in an AIFS or any other filesystem."""
 
@@ -20,7 +22,9 @@ def checkpoints_group() -> None:
 @checkpoints_group.command("ls", epilog="\b\nExample:\n  aifs checkpoints ls /mnt/store/run")
 @click.argument("path", type=PATH)
 @click.option(
-    "--pending", is_flag=True, help="Also what is being saved, or is left of a save that did not end."
+    "--pending",
+    is_flag=True,
+    help="Also what is being saved, or is left of a save that did not end.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def ls_command(path: str, pending: bool, as_json: bool) -> None:
@@ -38,19 +42,31 @@ def ls_command(path: str, pending: bool, as_json: bool) -> None:
         print_json([_describe(one) for one in found])
         return
     rows = [
-        (one.path.name, "" if one.step is None else one.step, _time(one.time), describe_size(one.size),
-         one.files, one.state, one.problem)
+        (
+            one.path.name,
+            "" if one.step is None else one.step,
+            _time(one.time),
+            describe_size(one.size),
+            one.files,
+            one.state,
+            one.problem,
+        )
         for one in found
-    ]  # fmt: skip
+    ]
     columns = ("checkpoint", "step", "published", "size", "files", "state", "problem")
     print_table(columns, rows, right=("step", "size", "files"))
 
 
 def _describe(one: "Checkpoint") -> dict[str, Any]:
     return {
-        "path": str(one.path), "state": one.state, "step": one.step, "time": one.time, "bytes": one.size,
-        "files": one.files, "problem": one.problem,
-    }  # fmt: skip
+        "path": str(one.path),
+        "state": one.state,
+        "step": one.step,
+        "time": one.time,
+        "bytes": one.size,
+        "files": one.files,
+        "problem": one.problem,
+    }
 
 
 def _time(seconds: float) -> str:
@@ -59,7 +75,9 @@ def _time(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
-@checkpoints_group.command("latest", epilog="\b\nExample:\n  aifs checkpoints latest /mnt/store/run")
+@checkpoints_group.command(
+    "latest", epilog="\b\nExample:\n  aifs checkpoints latest /mnt/store/run"
+)
 @click.argument("path", type=PATH)
 def latest_command(path: str) -> int:
     """Print the path of the newest complete checkpoint in the directory PATH. Exit code 1 if there is
@@ -75,7 +93,9 @@ def latest_command(path: str) -> int:
     return 0
 
 
-@checkpoints_group.command("verify", epilog="\b\nExample:\n  aifs checkpoints verify /mnt/store/run/step-100")
+@checkpoints_group.command(
+    "verify", epilog="\b\nExample:\n  aifs checkpoints verify /mnt/store/run/step-100"
+)
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 @click.option("--all", "all_below", is_flag=True, help="All checkpoints in the directories PATH.")
 def verify_command(paths: tuple[str, ...], all_below: bool) -> int:
@@ -124,14 +144,20 @@ def _verify(path: Path) -> bool:
     if problems:
         return False
     assert listed is not None
-    what = "" if all(file.blake3 for file in listed.files.values()) else "; they were saved without hashes"
+    what = (
+        ""
+        if all(file.blake3 for file in listed.files.values())
+        else "; they were saved without hashes"
+    )
     print(
         f"{path}: {count(len(listed.files), 'file')}, {describe_size(listed.size)}, as they were saved{what}"
     )
     return True
 
 
-@checkpoints_group.command("rm", epilog="\b\nExample:\n  aifs checkpoints rm /mnt/store/run/step-100")
+@checkpoints_group.command(
+    "rm", epilog="\b\nExample:\n  aifs checkpoints rm /mnt/store/run/step-100"
+)
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def rm_command(paths: tuple[str, ...], yes: bool) -> None:
@@ -145,10 +171,13 @@ def rm_command(paths: tuple[str, ...], yes: bool) -> None:
 
     for path in paths:
         if not is_checkpoint(path):
-            raise CheckpointError(f"{path}: is no checkpoint; aifs rm -r, or rm -r, removes any directory")
+            raise CheckpointError(
+                f"{path}: is no checkpoint; aifs rm -r, or rm -r, removes any directory"
+            )
     if not yes:
         click.confirm(
-            f"Remove {', '.join(os.path.basename(path.rstrip('/')) for path in paths)} for good?", abort=True
+            f"Remove {', '.join(os.path.basename(path.rstrip('/')) for path in paths)} for good?",
+            abort=True,
         )
     for path in paths:
         remove(path)
@@ -159,8 +188,12 @@ def rm_command(paths: tuple[str, ...], yes: bool) -> None:
 )
 @click.argument("path", type=PATH)
 @click.option("--last", type=click.IntRange(min=1), metavar="N", help="The newest N.")
-@click.option("--every", type=click.IntRange(min=1), metavar="N", help="Those whose step is a multiple of N.")
-@click.option("--age", type=DURATION, metavar="DURATION", help="Those that are younger, such as 7d.")
+@click.option(
+    "--every", type=click.IntRange(min=1), metavar="N", help="Those whose step is a multiple of N."
+)
+@click.option(
+    "--age", type=DURATION, metavar="DURATION", help="Those that are younger, such as 7d."
+)
 @click.option(
     "--bytes",
     "size",
@@ -170,7 +203,12 @@ def rm_command(paths: tuple[str, ...], yes: bool) -> None:
 )
 @click.option("--dry-run", is_flag=True, help="Only print what would be removed now.")
 def keep_command(
-    path: str, last: int | None, every: int | None, age: float | None, size: int | None, dry_run: bool
+    path: str,
+    last: int | None,
+    every: int | None,
+    age: float | None,
+    size: int | None,
+    dry_run: bool,
 ) -> None:
     """Say which checkpoints of the directory PATH remain; prints those that have to go.
 

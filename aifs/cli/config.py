@@ -12,7 +12,9 @@ Examples:
 """
 
 
-@click.command("config", epilog=EPILOG, short_help="Show every key: its value, and where that comes from.")
+@click.command(
+    "config", epilog=EPILOG, short_help="Show every key: its value, and where that comes from."
+)
 @click.argument("source", type=PATH)
 @click.option("-o", "options", multiple=True, metavar="KEY=VALUE,...", help="Keys, as for mount.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -17,7 +17,9 @@ from aifs.core.errors import AifsError, MountError, UserError
 logger = logging.getLogger(__name__)
 
 
-def run_in_background(work: Callable[[Callable[[], None]], None], log_file: str, log_level: str) -> None:
+def run_in_background(
+    work: Callable[[Callable[[], None]], None], log_file: str, log_level: str
+) -> None:
     """Run ``work(on_ready)`` in a daemon that logs to ``log_file``; returns when it has called ``on_ready``.
 
     Raises the UserError that ``work`` ended with before that. When interrupted, the daemon is told to stop.
@@ -47,7 +49,9 @@ def run_in_background(work: Callable[[Callable[[], None]], None], log_file: str,
     raise error
 
 
-def _detach(work: Callable[[Callable[[], None]], None], pipe: int, log_file: str, log_level: str) -> None:
+def _detach(
+    work: Callable[[Callable[[], None]], None], pipe: int, log_file: str, log_level: str
+) -> None:
     """In the first child: leave the session, fork again, run ``work`` there. Never returns."""
     code = 1
     try:
@@ -60,7 +64,9 @@ def _detach(work: Callable[[Callable[[], None]], None], pipe: int, log_file: str
         os._exit(code)
 
 
-def _run(work: Callable[[Callable[[], None]], None], pipe: int, log_file: str, log_level: str) -> int:
+def _run(
+    work: Callable[[Callable[[], None]], None], pipe: int, log_file: str, log_level: str
+) -> int:
     ready = False
 
     def on_ready() -> None:

@@ -19,7 +19,9 @@ Examples:
 """
 
 
-@click.command("doctor", epilog=EPILOG, short_help="Tell what limits the speed of a mount, and what to change.")
+@click.command(
+    "doctor", epilog=EPILOG, short_help="Tell what limits the speed of a mount, and what to change."
+)
 @click.argument("place", required=False, type=PATH, metavar="[MOUNTPOINT|SOURCE]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def doctor_command(place: str | None, as_json: bool) -> int:
@@ -37,7 +39,11 @@ def doctor_command(place: str | None, as_json: bool) -> int:
         status = read_status(mountpoint)
         found = probe(config.load(status["source"], {}), mountpoint, status["bridge"])
         checks = [check._asdict() for check in found] + missing_checks(status["bridge"])
-        checks += burst_checks(status["burst"]) + drain_checks(status["drain"]) + label_checks(status["servers"])
+        checks += (
+            burst_checks(status["burst"])
+            + drain_checks(status["drain"])
+            + label_checks(status["servers"])
+        )
     else:
         # Without a place the machine alone is looked at, with the default configuration.
         loaded = config.load(place or "/", {} if place else {"burst.directories": ""})
@@ -53,7 +59,13 @@ def doctor_command(place: str | None, as_json: bool) -> int:
 def missing_checks(bridge: dict[str, Any]) -> list[dict[str, Any]]:
     """Of ``bridge`` in the status of a mount: what it does without, why, and what to change."""
     return [
-        {"name": each["what"], "ok": False, "in_use": False, "why": each["why"], "fix": f"{each['fix']}; mount again"}
+        {
+            "name": each["what"],
+            "ok": False,
+            "in_use": False,
+            "why": each["why"],
+            "fix": f"{each['fix']}; mount again",
+        }
         for each in bridge["missing"]
     ]
 
@@ -64,7 +76,13 @@ def burst_checks(burst: dict[str, Any]) -> list[dict[str, Any]]:
     for device in burst["devices"]:
         refuses = device["refuses"]
         fix = "aifs drain and aifs evict make room; see burst.high_water, burst.reserve, burst.capacity"
-        checks.append(_check(f"room in {device['path']}", refuses or "new files are admitted", fix if refuses else ""))
+        checks.append(
+            _check(
+                f"room in {device['path']}",
+                refuses or "new files are admitted",
+                fix if refuses else "",
+            )
+        )
     if not burst["devices"]:
         fix = "make a store with burst.directories on a local disk"
         checks.append(_check("burst tier", "the store has none", fix))
@@ -79,14 +97,20 @@ def drain_checks(drain: dict[str, Any]) -> list[dict[str, Any]]:
     if not drain["failing_files"]:
         return []
     fix = "put the data server right, or make room there; it is tried again and again"
-    return [_check(f"draining of {count(drain['failing_files'], 'file')}", drain["last_error"], fix)]
+    return [
+        _check(f"draining of {count(drain['failing_files'], 'file')}", drain["last_error"], fix)
+    ]
 
 
 def label_checks(servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of ``servers`` in the status of a mount: those on which objects cannot be labelled."""
     why = "no extended attributes there: without the metadata nobody can tell which files its objects are of"
     fix = "back up the metadata (meta.backup_interval), or use another filesystem"
-    return [_check(f"labels in {server['path']}", why, fix) for server in servers if not server["labels"]]
+    return [
+        _check(f"labels in {server['path']}", why, fix)
+        for server in servers
+        if not server["labels"]
+    ]
 
 
 def _check(name: str, why: str, fix: str) -> dict[str, Any]:

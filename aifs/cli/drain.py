@@ -39,9 +39,13 @@ class Left(NamedTuple):
         return f"{count(self.files, 'file')} ({describe_size(self.bytes)}{are_open})"
 
 
-@click.command("drain", epilog=EPILOG, short_help="Have files on the data servers now, and wait for it.")
+@click.command(
+    "drain", epilog=EPILOG, short_help="Have files on the data servers now, and wait for it."
+)
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
-@click.option("--timeout", "timeout_s", type=DURATION, help="Stop waiting after so long (exit code 7).")
+@click.option(
+    "--timeout", "timeout_s", type=DURATION, help="Stop waiting after so long (exit code 7)."
+)
 def drain_command(paths: tuple[str, ...], timeout_s: float | None) -> None:
     """Drain the files PATH, and all below the directories PATH, ahead of all else; wait until they are on the
     capacity tier.
@@ -65,8 +69,14 @@ def left(paths: Sequence[str], before_ns: int | None = None) -> Left:
     """What is undrained of ``paths``; with ``before_ns`` nothing, once all that was so at that time (epoch) is drained."""
     answers = [hints.read(path, hints.DRAIN) for path in paths]
     if before_ns is not None:
-        answers = [answer for answer in answers if answer["files"] and answer["oldest_since_ns"] <= before_ns]
-    files, size, writers = (sum(answer[key] for answer in answers) for key in ("files", "bytes", "open_files"))
+        answers = [
+            answer
+            for answer in answers
+            if answer["files"] and answer["oldest_since_ns"] <= before_ns
+        ]
+    files, size, writers = (
+        sum(answer[key] for answer in answers) for key in ("files", "bytes", "open_files")
+    )
     return Left(files, size, writers, next((answer["error"] for answer in answers), ""))
 
 

@@ -14,7 +14,9 @@ Examples:
 
 @click.command("format", epilog=EPILOG)
 @click.argument("source", type=PATH)
-@click.option("--force", is_flag=True, help="Erase a store that is there already, with all files in it.")
+@click.option(
+    "--force", is_flag=True, help="Erase a store that is there already, with all files in it."
+)
 def format_command(source: str, force: bool) -> None:
     """Make an empty store in SOURCE, a directory or a YAML file.
 

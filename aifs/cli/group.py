@@ -51,14 +51,18 @@ def show_command(path: str, as_json: bool) -> None:
     except OSError as error:
         if error.errno != errno.ENODATA:
             raise
-        raise UserError(f"{path} has no group, and lies below none; setfattr -n user.aifs.group begins one") from None
+        raise UserError(
+            f"{path} has no group, and lies below none; setfattr -n user.aifs.group begins one"
+        ) from None
     if as_json:
         print_json(told)
         return
     print_facts(_told(told))
     if told["files"]:
         print()
-        rows = [(file["name"], describe_size(file["bytes"]), file["state"]) for file in told["files"]]
+        rows = [
+            (file["name"], describe_size(file["bytes"]), file["state"]) for file in told["files"]
+        ]
         print_table(("file", "bytes", "state"), rows, ("bytes",))
         if told["file_count"] > len(rows):
             print(f"and {count(told['file_count'] - len(rows), 'file')} more")
@@ -73,15 +77,27 @@ def _told(told: dict[str, Any]) -> list[tuple[str, object]]:
         facts.append(("missing", "ranks " + ", ".join(map(str, told["missing"]))))
     elif told["missing_files"]:
         facts.append(("missing", count(told["missing_files"], "file")))
-    shares = [("distinct", "distinct_bytes"), ("duplicates", "duplicate_bytes"), ("zeros", "zero_bytes"), ("found", "found_bytes")]
+    shares = [
+        ("distinct", "distinct_bytes"),
+        ("duplicates", "duplicate_bytes"),
+        ("zeros", "zero_bytes"),
+        ("found", "found_bytes"),
+    ]
     facts.append(("bytes", describe_size(told["bytes"])))
     facts += [(name, describe_size(told[key])) for name, key in shares]
     begun, times = told["times"]["open"], told["times"]
     facts += [
-        (name, f"{times[name] - begun:.3f} s after the beginning") for name in ("committed", "buffered", "durable") if times[name]
+        (name, f"{times[name] - begun:.3f} s after the beginning")
+        for name in ("committed", "buffered", "durable")
+        if times[name]
     ]
     if told["publish"]:
-        facts.append(("publish", f"{told['publish']}: {'done' if told['published'] else told['publish_error'] or 'not yet'}"))
+        facts.append(
+            (
+                "publish",
+                f"{told['publish']}: {'done' if told['published'] else told['publish_error'] or 'not yet'}",
+            )
+        )
     if told["drain_error"]:
         facts.append(("waits", told["drain_error"]))
     return facts
@@ -100,10 +116,20 @@ The directory config/ of the source code has patterns: group-*.yaml.
 @group_group.command("plan", epilog=EPILOG)
 @click.argument("file", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-@click.option("--svg", "picture", type=click.File("w", encoding="utf-8", lazy=True), metavar="OUT",
-              help="Also draw the loads, into the file OUT (-: stdout).")  # fmt: skip
-@click.option("--solver", type=click.Choice(["fast", "lp"]), default="fast", show_default=True,
-              help="lp: linear programming, the slower reference (needs scipy).")  # fmt: skip
+@click.option(
+    "--svg",
+    "picture",
+    type=click.File("w", encoding="utf-8", lazy=True),
+    metavar="OUT",
+    help="Also draw the loads, into the file OUT (-: stdout).",
+)
+@click.option(
+    "--solver",
+    type=click.Choice(["fast", "lp"]),
+    default="fast",
+    show_default=True,
+    help="lp: linear programming, the slower reference (needs scipy).",
+)
 def plan_command(file: str, as_json: bool, picture: IO[str] | None, solver: str) -> None:
     """Plan the grouped write of the pattern in FILE and explain the plan.
 
@@ -120,11 +146,22 @@ def plan_command(file: str, as_json: bool, picture: IO[str] | None, solver: str)
         if plan.shares:
             print()
             rows = [
-                (load.role, load.name, describe_size(load.bytes), _speed(load), f"{load.time_s:.4g} s",
-                 _bar(load, plan), "bottleneck" if load == plan.bottleneck else "")
+                (
+                    load.role,
+                    load.name,
+                    describe_size(load.bytes),
+                    _speed(load),
+                    f"{load.time_s:.4g} s",
+                    _bar(load, plan),
+                    "bottleneck" if load == plan.bottleneck else "",
+                )
                 for load in _shown(plan)
-            ]  # fmt: skip
-            print_table(("role", "name", "bytes", "bandwidth", "busy", "", ""), rows, ("bytes", "bandwidth", "busy"))
+            ]
+            print_table(
+                ("role", "name", "bytes", "bandwidth", "busy", "", ""),
+                rows,
+                ("bytes", "bandwidth", "busy"),
+            )
             _tell_hidden(plan)
     if picture is not None:
         picture.write(_drawn(plan, os.path.basename(file)))
@@ -135,21 +172,30 @@ def _facts(plan: "Plan") -> list[tuple[str, object]]:
     facts: list[tuple[str, object]] = [
         ("chunks", sum(chunks.count for chunks in pattern.classes)),
         ("classes", len(pattern.classes)),
-        ("bytes", f"{describe_size(pattern.bytes)}, to {count(pattern.replicas, 'destination')} each"),
+        (
+            "bytes",
+            f"{describe_size(pattern.bytes)}, to {count(pattern.replicas, 'destination')} each",
+        ),
         ("time", f"{plan.time_s:.4g} s"),
         ("lower bound", f"{plan.lower_bound_s:.4g} s; the plan takes {plan.gap:.2%} longer"),
     ]
     if plan.shares:
         facts += [
             ("bottleneck", f"{plan.bottleneck.role} {plan.bottleneck.name}"),
-            ("balance", f"sources {plan.balance('source'):.0%}, destinations {plan.balance('destination'):.0%}"),
+            (
+                "balance",
+                f"sources {plan.balance('source'):.0%}, destinations {plan.balance('destination'):.0%}",
+            ),
         ]
     return facts
 
 
 def _shown(plan: "Plan") -> list["Load"]:
     """Sources, destinations, and the links that are busiest, or carry most where none is limited."""
-    links = sorted((load for load in plan.loads if load.role == "link"), key=lambda load: (-load.time_s, -load.bytes))
+    links = sorted(
+        (load for load in plan.loads if load.role == "link"),
+        key=lambda load: (-load.time_s, -load.bytes),
+    )
     return [load for load in plan.loads if load.role != "link"] + links[:_LINKS_SHOWN]
 
 
@@ -212,11 +258,19 @@ def _chart(plan: "Plan") -> "RenderableType":
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("role", "name", "bytes", "bandwidth", "busy"):
-        table.add_column(column, justify="left" if column in ("role", "name") else "right", no_wrap=True)
+        table.add_column(
+            column, justify="left" if column in ("role", "name") else "right", no_wrap=True
+        )
     table.add_column("of the time that the plan takes", no_wrap=True)
     for load in _shown(plan):
         worst = load == plan.bottleneck
         bar = Text(_bar(load, plan), style="red" if worst else "cyan")
-        table.add_row(load.role, Text(load.name), describe_size(load.bytes), _speed(load), f"{load.time_s:.4g} s",
-                      bar.append(" bottleneck" if worst else ""))  # fmt: skip
+        table.add_row(
+            load.role,
+            Text(load.name),
+            describe_size(load.bytes),
+            _speed(load),
+            f"{load.time_s:.4g} s",
+            bar.append(" bottleneck" if worst else ""),
+        )
     return table

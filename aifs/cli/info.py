@@ -17,7 +17,11 @@ _TYPES = {
 }
 
 
-@click.command("info", short_help="Show where the bytes of a file lie.", epilog="\b\nExample:\n  aifs info /mnt/store/model.pt")
+@click.command(
+    "info",
+    short_help="Show where the bytes of a file lie.",
+    epilog="\b\nExample:\n  aifs info /mnt/store/model.pt",
+)
 @click.argument("path", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def info_command(path: str, as_json: bool) -> None:
@@ -38,7 +42,14 @@ def info_command(path: str, as_json: bool) -> None:
     if parts:
         print()
         rows = [
-            (part["server"], part["domain"], part["state"], describe_size(part["bytes"]), part["path"]) for part in parts
+            (
+                part["server"],
+                part["domain"],
+                part["state"],
+                describe_size(part["bytes"]),
+                part["path"],
+            )
+            for part in parts
         ]
         what = "container" if layout["kind"] == "interleaved" else "path"
         print_table(("server", "domain", "state", "bytes", what), rows, right=("server", "bytes"))

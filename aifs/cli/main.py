@@ -95,8 +95,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors of the user or the system are one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # None: it was closed when we were started
-            stream.reconfigure(errors="surrogateescape")  # file names are bytes: they leave as they came
-    logging.basicConfig(format="aifs: %(message)s", level=logging.WARNING)  # a daemon sets up its own
+            stream.reconfigure(
+                errors="surrogateescape"
+            )  # file names are bytes: they leave as they came
+    logging.basicConfig(
+        format="aifs: %(message)s", level=logging.WARNING
+    )  # a daemon sets up its own
     try:
         result = cli.main(args=arguments, prog_name="aifs", standalone_mode=False)
         print(end="", flush=True)

@@ -28,7 +28,9 @@ Examples:
 
 @meta_group.command("backup", epilog=_BACKUP_EXAMPLES)
 @click.argument("source", type=PATH, metavar="SOURCE|MNT")
-@click.option("--to", "directory", default="", help="Write a whole copy into this directory instead.")
+@click.option(
+    "--to", "directory", default="", help="Write a whole copy into this directory instead."
+)
 def backup_command(source: str, directory: str) -> None:
     """Back up the metadata of the store SOURCE, mounted or not, or of the mount MNT, now. Returns when it is durable."""
     from aifs.cli.mounts import FSTYPE, mounted_at
@@ -65,9 +67,14 @@ def _ask(mountpoint: str, directory: str) -> None:
         raise MountError(f"{mountpoint}: no backup was made: {error}")
 
 
-@meta_group.command("list", epilog="\b\nExamples:\n  aifs meta list /srv/store\n  aifs meta list /srv/store --from /backup/store-meta")
+@meta_group.command(
+    "list",
+    epilog="\b\nExamples:\n  aifs meta list /srv/store\n  aifs meta list /srv/store --from /backup/store-meta",
+)
 @click.argument("source", type=PATH)
-@click.option("--from", "directory", default="", help="Look into this directory instead of the data servers.")
+@click.option(
+    "--from", "directory", default="", help="Look into this directory instead of the data servers."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def list_command(source: str, directory: str, as_json: bool) -> None:
     """Show which states of the metadata of the store SOURCE are backed up on its data servers, the newest first."""
@@ -82,7 +89,10 @@ def list_command(source: str, directory: str, as_json: bool) -> None:
     if as_json:
         print_json([asdict(state) for state in found])
         return
-    rows = [(state.seq, _time(state.created_ns), state.segments, describe_size(state.bytes)) for state in found]
+    rows = [
+        (state.seq, _time(state.created_ns), state.segments, describe_size(state.bytes))
+        for state in found
+    ]
     print_table(("sequence", "made", "files", "size"), rows, right=("sequence", "files", "size"))
 
 
@@ -99,8 +109,15 @@ Examples:
 
 @meta_group.command("restore", epilog=_RESTORE_EXAMPLES)
 @click.argument("source", type=PATH)
-@click.option("--from", "directory", default="", help="Take the backup from this directory instead of the data servers.")
-@click.option("--at", type=int, help="The newest state up to this sequence number (aifs meta list).")
+@click.option(
+    "--from",
+    "directory",
+    default="",
+    help="Take the backup from this directory instead of the data servers.",
+)
+@click.option(
+    "--at", type=int, help="The newest state up to this sequence number (aifs meta list)."
+)
 def restore_command(source: str, directory: str, at: int | None) -> None:
     """Make the metadata directory of the store SOURCE anew from the newest backup that is whole.
 
@@ -113,8 +130,12 @@ def restore_command(source: str, directory: str, at: int | None) -> None:
     loaded = config.load(source, {})
     _require_unmounted(find(loaded, "")[0])
     state = restore(loaded, directory, at)
-    print(f"restored {loaded.meta.directory} to the state of {_time(state.created_ns)} (sequence {state.seq})")
-    print(f"aifs fsck {source} tells what is missing, and what is there that the metadata does not know of")
+    print(
+        f"restored {loaded.meta.directory} to the state of {_time(state.created_ns)} (sequence {state.seq})"
+    )
+    print(
+        f"aifs fsck {source} tells what is missing, and what is there that the metadata does not know of"
+    )
 
 
 def _require_unmounted(store: str) -> None:
@@ -126,5 +147,11 @@ def _require_unmounted(store: str) -> None:
     from aifs.core.errors import MountError
 
     for mount in all_mounts():
-        if mount.fstype == FSTYPE and not is_dead(mount.mountpoint) and read_status(mount.mountpoint)["uuid"] == store:
-            raise MountError(f"{mount.mountpoint}: the store is mounted here; copy what you need, and unmount it first")
+        if (
+            mount.fstype == FSTYPE
+            and not is_dead(mount.mountpoint)
+            and read_status(mount.mountpoint)["uuid"] == store
+        ):
+            raise MountError(
+                f"{mount.mountpoint}: the store is mounted here; copy what you need, and unmount it first"
+            )

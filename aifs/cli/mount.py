@@ -34,13 +34,20 @@ Examples:
 @click.argument("mountpoint", type=PATH)
 @click.option("-o", "options", multiple=True, metavar="OPTION,...", help="Mount options and keys.")
 @click.option("--foreground", is_flag=True, help="Stay in the foreground and log to stderr.")
-@click.option("-f", "--fake", is_flag=True, help="Check everything that can be checked without mounting.")
+@click.option(
+    "-f", "--fake", is_flag=True, help="Check everything that can be checked without mounting."
+)
 @click.option("-s", "--sloppy", is_flag=True, help="Ignore unknown mount options.")
 @click.option("-n", is_flag=True, hidden=True, expose_value=False)
 @click.option("-v", is_flag=True, hidden=True, expose_value=False)
 @click.option("-t", hidden=True, expose_value=False)
 def mount_command(
-    source: str, mountpoint: str, options: tuple[str, ...], foreground: bool, fake: bool, sloppy: bool
+    source: str,
+    mountpoint: str,
+    options: tuple[str, ...],
+    foreground: bool,
+    fake: bool,
+    sloppy: bool,
 ) -> None:
     """Mount the store SOURCE at the directory MOUNTPOINT.
 
@@ -95,7 +102,11 @@ def _prepare(mountpoint: str) -> str:
     while is_dead(path):
         unmount(path, lazy=True)
     if not os.path.isdir(path):
-        what = "is not a directory" if os.path.lexists(path) else "there is no such directory; make it first"
+        what = (
+            "is not a directory"
+            if os.path.lexists(path)
+            else "there is no such directory; make it first"
+        )
         raise MountError(f"{mountpoint}: {what}")
     mount = mounted_at(path)
     if mount is not None and mount.fstype == FSTYPE:

@@ -34,7 +34,9 @@ def _parse_line(line: bytes) -> Mount:
     fields = before.split(b" ")
     major, _, minor = fields[2].partition(b":")
     path = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), fields[4])
-    return Mount(os.makedev(int(major), int(minor)), os.fsdecode(path), os.fsdecode(after.split(b" ")[0]))
+    return Mount(
+        os.makedev(int(major), int(minor)), os.fsdecode(path), os.fsdecode(after.split(b" ")[0])
+    )
 
 
 def mounted_at(path: str) -> Mount | None:
@@ -62,7 +64,10 @@ def require_aifs(path: str) -> str:
         if not os.path.lexists(absolute):
             raise MountError(f"{path}: no such directory")
         what = f"a mount of type {mount.fstype}" if mount else "not a mountpoint"
-        above = next((each for each in reversed(all_mounts()) if absolute.startswith(f"{each.mountpoint}/")), None)
+        above = next(
+            (each for each in reversed(all_mounts()) if absolute.startswith(f"{each.mountpoint}/")),
+            None,
+        )
         if mount is None and above is not None and above.fstype == FSTYPE:
             what = f"below the mount {above.mountpoint}"
         raise MountError(f"{path}: no AIFS is mounted here; it is {what}")
@@ -87,7 +92,9 @@ def read_status(mountpoint: str) -> dict[str, Any]:
                 f"{mountpoint}: the daemon of this mount is gone; mount the store here again, "
                 f"or run: aifs umount {mountpoint}"
             ) from None
-        raise MountError(f"{mountpoint}: the mount does not tell its status: {error.strerror}") from None
+        raise MountError(
+            f"{mountpoint}: the mount does not tell its status: {error.strerror}"
+        ) from None
 
 
 def unmount(mountpoint: str, lazy: bool = False) -> None:
@@ -96,7 +103,9 @@ def unmount(mountpoint: str, lazy: bool = False) -> None:
     By umount(8) without helpers, which also forgets what ``register`` noted; by FUSE's own if not root.
     """
     if os.geteuid() == 0:
-        done = _run("umount", "--internal-only", "--no-canonicalize", *["--lazy"] * lazy, mountpoint)
+        done = _run(
+            "umount", "--internal-only", "--no-canonicalize", *["--lazy"] * lazy, mountpoint
+        )
     else:
         done = _run("fusermount3", "-u", *["-z"] * lazy, "--", mountpoint)
     if done.returncode == 0:
@@ -104,7 +113,9 @@ def unmount(mountpoint: str, lazy: bool = False) -> None:
     if "busy" in done.stderr:
         raise MountError(f"{mountpoint}: is in use by {_describe_users(mountpoint)}")
     if "not found in" in done.stderr:  # fusermount3 looks for the caller's own mounts alone
-        raise MountError(f"{mountpoint}: was mounted by another user; only that user or root can unmount it")
+        raise MountError(
+            f"{mountpoint}: was mounted by another user; only that user or root can unmount it"
+        )
     raise MountError(f"{mountpoint}: cannot be unmounted: {done.stderr.strip()}")
 
 
@@ -114,7 +125,15 @@ def register(source: str, mountpoint: str) -> None:
     umount(8) looks for umount.fuse.aifs only if its table has the mount; ``mount --fake`` puts it there.
     """
     if os.geteuid() == 0 and os.path.exists(UMOUNT_HELPER):
-        options = ["--fake", "--internal-only", "--no-canonicalize", "-t", FSTYPE, "-o", "uhelper=fuse.aifs"]
+        options = [
+            "--fake",
+            "--internal-only",
+            "--no-canonicalize",
+            "-t",
+            FSTYPE,
+            "-o",
+            "uhelper=fuse.aifs",
+        ]
         done = _run("mount", *options, source, mountpoint)
         if done.returncode:
             print_error(f"umount(8) will not wait for this mount's daemon: {done.stderr.strip()}")
@@ -128,7 +147,9 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def _describe_users(mountpoint: str) -> str:
-    below = [mount.mountpoint for mount in all_mounts() if mount.mountpoint.startswith(f"{mountpoint}/")]
+    below = [
+        mount.mountpoint for mount in all_mounts() if mount.mountpoint.startswith(f"{mountpoint}/")
+    ]
     users = [f"the mount {path}" for path in below] + _processes_using(mountpoint)
     if not users:
         return "a process that cannot be seen from here; fuser -vm shows more"

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_WIDE = 1 << 16  # rich cuts cells off at the width; what is wider than the terminal wraps there instead
+_WIDE = (
+    1 << 16
+)  # rich cuts cells off at the width; what is wider than the terminal wraps there instead
 
 
 def print_json(value: Any) -> None:
@@ -22,7 +24,9 @@ def print_facts(facts: Iterable[tuple[str, object]]) -> None:
         print(f"{name:<{width}}  {value}")
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()) -> None:
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()
+) -> None:
     """One line per row, nothing cut off; the columns named in ``right`` are aligned to the right."""
     from rich.console import Console
     from rich.table import Table
@@ -45,8 +49,14 @@ def describe_error(error: BaseException) -> str:
     """What went wrong in one line; an error of the system names its file first, as other commands do."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
-        where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-        what = error.strerror if error.errno != errno.ENOTCONN else "the daemon of this mount is gone; mount the store here again"
+        where = (
+            f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        )
+        what = (
+            error.strerror
+            if error.errno != errno.ENOTCONN
+            else "the daemon of this mount is gone; mount the store here again"
+        )
         text = f"{where}{what}"
     return " ".join(text.split())
 

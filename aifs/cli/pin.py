@@ -8,7 +8,11 @@ from aifs.cli import hints
 from aifs.cli.arguments import PATH
 
 
-@click.command("pin", short_help="Bring files into the burst tier and keep them there.", epilog="\b\nExample:\n  aifs pin /mnt/store/datasets/train")
+@click.command(
+    "pin",
+    short_help="Bring files into the burst tier and keep them there.",
+    epilog="\b\nExample:\n  aifs pin /mnt/store/datasets/train",
+)
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 def pin_command(paths: tuple[str, ...]) -> int:
     """Bring the files PATH, and all below the directories PATH, into the burst tier, and never evict them.
@@ -26,7 +30,11 @@ def pin_command(paths: tuple[str, ...]) -> int:
     return 1 if staged.refused else 0
 
 
-@click.command("unpin", short_help="Let the burst tier evict files again.", epilog="\b\nExample:\n  aifs unpin /mnt/store/datasets/train")
+@click.command(
+    "unpin",
+    short_help="Let the burst tier evict files again.",
+    epilog="\b\nExample:\n  aifs unpin /mnt/store/datasets/train",
+)
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 def unpin_command(paths: tuple[str, ...]) -> None:
     """Let the burst tier evict the files PATH, and all below the directories PATH, again.

@@ -31,9 +31,12 @@ def progress(what: str) -> Iterator[Show]:
         yield _lines(what)
         return
     columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
         TimeRemainingColumn(),
-    )  # fmt: skip
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

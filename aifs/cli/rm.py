@@ -25,7 +25,9 @@ Space comes back in the background; `aifs status` shows how far that is.
 
 
 @click.command("rm", epilog=EPILOG, short_help="Remove files, and whole trees in one step.")
-@click.option("-r", "recursive", is_flag=True, help="Remove directories, too, with all that lies below them.")
+@click.option(
+    "-r", "recursive", is_flag=True, help="Remove directories, too, with all that lies below them."
+)
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 def rm_command(recursive: bool, paths: tuple[str, ...]) -> int:
     """Remove the files PATH, and with -r the directories PATH, which must lie in an AIFS mount.
@@ -65,7 +67,11 @@ def _remove(path: str, recursive: bool, mounts: "list[Mount]") -> None:
     full = os.path.join(os.path.realpath(parent or "."), name)
     for mount in mounts:
         if mount.mountpoint == full or mount.mountpoint.startswith(f"{full}/"):
-            what = "is a mount; name what lies in it" if mount.mountpoint == full else f"{mount.mountpoint} is a mount; unmount it first"
+            what = (
+                "is a mount; name what lies in it"
+                if mount.mountpoint == full
+                else f"{mount.mountpoint} is a mount; unmount it first"
+            )
             raise MountError(f"{path}: {what}")
     try:
         _remove_tree(parent or ".", name)

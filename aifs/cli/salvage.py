@@ -14,7 +14,9 @@ _LOST = (
 )
 
 
-def rebuild_from_servers(source: str, to: str, force: bool, merge: bool, verify: bool, as_json: bool) -> int:
+def rebuild_from_servers(
+    source: str, to: str, force: bool, merge: bool, verify: bool, as_json: bool
+) -> int:
     """Rebuild, print what came of it, and return the exit code."""
     from rich.console import Console
 
@@ -26,7 +28,11 @@ def rebuild_from_servers(source: str, to: str, force: bool, merge: bool, verify:
 
     console = Console(stderr=True)
     try:
-        with console.status("looking at the servers") if console.is_terminal else nullcontext() as status:
+        with (
+            console.status("looking at the servers")
+            if console.is_terminal
+            else nullcontext() as status
+        ):
 
             def progress(what: str, done: int, total: int) -> None:
                 if status is not None:
@@ -42,15 +48,22 @@ def rebuild_from_servers(source: str, to: str, force: bool, merge: bool, verify:
         return EXIT_CANNOT_REBUILD
     if as_json:
         print_json(
-            {"directory": result.meta, "rows": [asdict(row) for row in result.rows], "counts": result.counts}
+            {
+                "directory": result.meta,
+                "rows": [asdict(row) for row in result.rows],
+                "counts": result.counts,
+            }
         )
     else:
         if result.rows:
             print_table(
-                ("state", "where", "reason"), [(row.state, row.where, row.reason) for row in result.rows]
+                ("state", "where", "reason"),
+                [(row.state, row.where, row.reason) for row in result.rows],
             )
         told = [
-            f"{number} {name.replace('_', ' ')}" for name, number in result.counts.items() if name != "bytes"
+            f"{number} {name.replace('_', ' ')}"
+            for name, number in result.counts.items()
+            if name != "bytes"
         ]
         print(f"recovered {describe_size(result.counts['bytes'])}: {', '.join(told)}")
         if not merge:

@@ -33,10 +33,15 @@ _PAUSE_S = 0.2
 @click.argument("place", type=PATH)
 @click.option("--wait", is_flag=True, help="Wait until it is done, with a progress bar.")
 @click.option(
-    "--status", "only_status", is_flag=True, help="Show what the scrub that runs, or the last one, has found."
+    "--status",
+    "only_status",
+    is_flag=True,
+    help="Show what the scrub that runs, or the last one, has found.",
 )
 @click.option("--stop", is_flag=True, help="End the scrub that runs.")
-@click.option("--repair/--no-repair", default=True, help="Repair what can be repaired; the default.")
+@click.option(
+    "--repair/--no-repair", default=True, help="Repair what can be repaired; the default."
+)
 @click.option(
     "--bandwidth",
     type=SIZE,
@@ -44,7 +49,13 @@ _PAUSE_S = 0.2
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def scrub_command(
-    place: str, wait: bool, only_status: bool, stop: bool, repair: bool, bandwidth: int | None, as_json: bool
+    place: str,
+    wait: bool,
+    only_status: bool,
+    stop: bool,
+    repair: bool,
+    bandwidth: int | None,
+    as_json: bool,
 ) -> int:
     """Read all bytes on the data servers, copies and parity included, compare them with their checksums, repair what other
     objects tell, and name the files that are lost.
@@ -55,7 +66,9 @@ def scrub_command(
     import trio
 
     order = (
-        "start" + ("" if repair else ",no-repair") + ("" if bandwidth is None else f",bandwidth={bandwidth}")
+        "start"
+        + ("" if repair else ",no-repair")
+        + ("" if bandwidth is None else f",bandwidth={bandwidth}")
     )
     if only_status or stop:
         order = "stop" if stop else ""
@@ -65,7 +78,9 @@ def scrub_command(
 
         print_json(status)
     elif order and status["running"]:
-        print(f"the scrub goes on in the background; aifs scrub --status {place} says how far it is")
+        print(
+            f"the scrub goes on in the background; aifs scrub --status {place} says how far it is"
+        )
     else:
         _print(status)
     return 1 if status["wrong_ranges"] and not status["running"] else 0
@@ -134,7 +149,11 @@ def summary(status: dict[str, Any]) -> str:
         else "nothing verified yet"
     )
     parts = [f"{'runs since' if status['running'] else 'last one of'} {when}: {verified}"]
-    parts += [f"{count(status['flaws'], 'flaw')}, {status['repaired']} repaired"] if status["flaws"] else []
+    parts += (
+        [f"{count(status['flaws'], 'flaw')}, {status['repaired']} repaired"]
+        if status["flaws"]
+        else []
+    )
     parts += (
         [f"{count(status['wrong_ranges'], 'range')} of files wrong; aifs scrub --status names them"]
         if status["wrong_ranges"]
@@ -151,18 +170,31 @@ def _print(status: dict[str, Any]) -> None:
         print()
         print_table(("file", "bytes", "servers", "why"), rows(status["wrong"]))
         if status["wrong_ranges"] > len(status["wrong"]):
-            print(f"and {status['wrong_ranges'] - len(status['wrong'])} more, which the mount's log names")
+            print(
+                f"and {status['wrong_ranges'] - len(status['wrong'])} more, which the mount's log names"
+            )
 
 
 def facts(status: dict[str, Any]) -> list[tuple[str, object]]:
     """Names and values."""
     begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status["begun_s"]))
     found = [
-        ("state", f"running, {status['share']:.0%}, {describe_size(status['rate'])}/s" if status["running"] else "not running"),
+        (
+            "state",
+            f"running, {status['share']:.0%}, {describe_size(status['rate'])}/s"
+            if status["running"]
+            else "not running",
+        ),
         ("begun", begun),
-        ("verified", f"{status['objects']} files and containers, {describe_size(status['read_bytes'])} read"),
-        ("flaws", f"{status['flaws']}: {status['repaired']} repaired, {status['rebuilding']} objects handed to the rebuild"),
-    ]  # fmt: skip
+        (
+            "verified",
+            f"{status['objects']} files and containers, {describe_size(status['read_bytes'])} read",
+        ),
+        (
+            "flaws",
+            f"{status['flaws']}: {status['repaired']} repaired, {status['rebuilding']} objects handed to the rebuild",
+        ),
+    ]
     if status["put_off"] or status["unverified"]:
         found.append(
             (
@@ -170,7 +202,9 @@ def facts(status: dict[str, Any]) -> list[tuple[str, object]]:
                 f"{status['put_off'] + status['unverified']}: being changed, or a server does not answer",
             )
         )
-    copies = [f"{status['from_copies']} files restored from theirs"] if status["from_copies"] else []
+    copies = (
+        [f"{status['from_copies']} files restored from theirs"] if status["from_copies"] else []
+    )
     copies += [f"{status['dropped_copies']} wrong ones dropped"] if status["dropped_copies"] else []
     if copies:
         found.append(("burst copies", ", ".join(copies)))

@@ -13,8 +13,12 @@ from aifs.core.units import describe_size, format_duration
 
 _ID = click.IntRange(0, 0x7FFF)
 _BURST = click.option("--burst", is_flag=True, help="ID is that of a burst directory.")
-_WAIT = click.option("--wait", is_flag=True, help="Wait until nothing is left there, with a progress bar.")
-_TIMEOUT = click.option("--timeout", "timeout_s", type=DURATION, help="Stop waiting after so long (exit code 7).")
+_WAIT = click.option(
+    "--wait", is_flag=True, help="Wait until nothing is left there, with a progress bar."
+)
+_TIMEOUT = click.option(
+    "--timeout", "timeout_s", type=DURATION, help="Stop waiting after so long (exit code 7)."
+)
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.02, 0.5
 _FAILED_SHOWN = 3
 
@@ -28,7 +32,10 @@ def server_group() -> None:
     """
 
 
-@server_group.command("status", epilog="\b\nExamples:\n  aifs server status /mnt/store\n  aifs server status /srv/store --json")
+@server_group.command(
+    "status",
+    epilog="\b\nExamples:\n  aifs server status /mnt/store\n  aifs server status /srv/store --json",
+)
 @click.argument("place", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def status_command(place: str, as_json: bool) -> None:
@@ -43,12 +50,24 @@ def status_command(place: str, as_json: bool) -> None:
         print_json(state)
         return
     rows = [
-        (_name(server), server["standing"], server["state"], server["domain"], _size(server["used_bytes"]),
-         _size(server["free_bytes"]), describe_left(server), server["path"], server["last_error"])
+        (
+            _name(server),
+            server["standing"],
+            server["state"],
+            server["domain"],
+            _size(server["used_bytes"]),
+            _size(server["free_bytes"]),
+            describe_left(server),
+            server["path"],
+            server["last_error"],
+        )
         for server in state["servers"]
-    ]  # fmt: skip
-    print_table(("server", "standing", "state", "domain", "used", "free", "left", "path", "last error"), rows,
-                right=("used", "free"))  # fmt: skip
+    ]
+    print_table(
+        ("server", "standing", "state", "domain", "used", "free", "left", "path", "last error"),
+        rows,
+        right=("used", "free"),
+    )
     if any(server["left"] and server["left"]["objects"] for server in state["servers"]):
         print()
         print(f"moving {describe_size(state['bytes_per_s'])}/s{_estimate(state)}")
@@ -71,12 +90,20 @@ def describe_left(server: dict[str, Any]) -> str:
     left = server["left"]
     if left is None:
         return "being counted"
-    what = f"{count(left['objects'], 'object')} ({describe_size(left['bytes'])})" if left["objects"] else "nothing"
+    what = (
+        f"{count(left['objects'], 'object')} ({describe_size(left['bytes'])})"
+        if left["objects"]
+        else "nothing"
+    )
     return what if server["successor"] is None else f"{what}, to {server['successor']}"
 
 
 def _estimate(state: dict[str, Any]) -> str:
-    return "" if state["estimate_s"] is None else f", about {format_duration(round(state['estimate_s']))} left"
+    return (
+        ""
+        if state["estimate_s"] is None
+        else f", about {format_duration(round(state['estimate_s']))} left"
+    )
 
 
 _ADD = """\b
@@ -88,7 +115,12 @@ Examples:
 
 @server_group.command("add", epilog=_ADD)
 @click.option("--burst", is_flag=True, help="Add it to the burst tier: a directory on local NVMe.")
-@click.option("--domain", default="", metavar="NAME", help="What fails together with it, such as its host or rack.")
+@click.option(
+    "--domain",
+    default="",
+    metavar="NAME",
+    help="What fails together with it, such as its host or rack.",
+)
 @click.argument("place", metavar="PLACE", type=PATH)
 @click.argument("directory", type=PATH)
 def add_command(burst: bool, domain: str, place: str, directory: str) -> None:
@@ -115,7 +147,9 @@ def _find(state: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """The newest server of which all this is true. Raises StoreError."""
     found = [server for server in state["servers"] if fields.items() <= server.items()]
     if not found:
-        raise StoreError(f"there is no such server in this store: {', '.join(f'{k} {v}' for k, v in fields.items())}")
+        raise StoreError(
+            f"there is no such server in this store: {', '.join(f'{k} {v}' for k, v in fields.items())}"
+        )
     return found[-1]
 
 
@@ -137,7 +171,9 @@ Examples:
 @_TIMEOUT
 @click.argument("place", type=PATH)
 @click.argument("server", metavar="ID", type=_ID)
-def drain_command(burst: bool, undo: bool, wait: bool, timeout_s: float | None, place: str, server: int) -> None:
+def drain_command(
+    burst: bool, undo: bool, wait: bool, timeout_s: float | None, place: str, server: int
+) -> None:
     """Move everything off the server ID. New files do not use it any more; nothing is unavailable meanwhile."""
     import trio
 
@@ -158,7 +194,9 @@ def drain_command(burst: bool, undo: bool, wait: bool, timeout_s: float | None, 
     if undo:
         print(f"{name} is used again")
     elif emptied:
-        print(f"{name} is empty; take it out with: aifs server remove {'--burst ' * burst}{place} {server}")
+        print(
+            f"{name} is empty; take it out with: aifs server remove {'--burst ' * burst}{place} {server}"
+        )
     else:
         print(f"{name} is being drained; aifs server status {place} shows how far it is")
 
@@ -183,14 +221,18 @@ async def _wait(door: Any, which: dict[str, Any], timeout_s: float | None) -> No
                     return
                 total = max(total, left["bytes"])
                 show(total - left["bytes"], total)
-                if state["failing"] >= sum((server["left"] or {}).get("objects", 0) for server in state["servers"]):
+                if state["failing"] >= sum(
+                    (server["left"] or {}).get("objects", 0) for server in state["servers"]
+                ):
                     first = state["failed"][0]
                     raise StoreError(
                         f"{count(left['objects'], 'object')} cannot be moved for now, and will be tried again; "
                         f"{first['path']}: {first['reason']}"
                     )
             if timeout_s is not None and trio.current_time() - begin >= timeout_s:
-                raise TimeoutReached(f"{_described(which)} is not empty after {format_duration(timeout_s)}")
+                raise TimeoutReached(
+                    f"{_described(which)} is not empty after {format_duration(timeout_s)}"
+                )
             await trio.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
@@ -207,7 +249,9 @@ Examples:
 @click.argument("place", type=PATH)
 @click.argument("server", metavar="ID", type=_ID)
 @click.argument("directory", type=PATH)
-def replace_command(wait: bool, timeout_s: float | None, place: str, server: int, directory: str) -> None:
+def replace_command(
+    wait: bool, timeout_s: float | None, place: str, server: int, directory: str
+) -> None:
     """Have the empty DIRECTORY take over from the data server ID, under a number of its own.
 
     What can be read from the old server is moved; what cannot is rebuilt from replicas or parity.
@@ -229,7 +273,9 @@ def replace_command(wait: bool, timeout_s: float | None, place: str, server: int
 
     new, waited = trio.run(replace)
     if waited:
-        print(f"{_described(new)} has taken over; take the old one out with: aifs server remove {place} {server}")
+        print(
+            f"{_described(new)} has taken over; take the old one out with: aifs server remove {place} {server}"
+        )
     else:
         print(f"{_described(new)} takes over; aifs server status {place} shows how far it is")
 
@@ -243,15 +289,28 @@ Examples:
 
 @server_group.command("remove", epilog=_REMOVE)
 @_BURST
-@click.option("--lost", is_flag=True, help="It is gone for good: give up what cannot be rebuilt from others.")
-@click.option("--force-lose-files", "sentence", default="", metavar="SENTENCE",
-              help="With --lost: also if files are lost by that. The command tells the sentence to confirm it with.")  # fmt: skip
+@click.option(
+    "--lost", is_flag=True, help="It is gone for good: give up what cannot be rebuilt from others."
+)
+@click.option(
+    "--force-lose-files",
+    "sentence",
+    default="",
+    metavar="SENTENCE",
+    help="With --lost: also if files are lost by that. The command tells the sentence to confirm it with.",
+)
 @_WAIT
 @_TIMEOUT
 @click.argument("place", type=PATH)
 @click.argument("server", metavar="ID", type=_ID)
 def remove_command(
-    burst: bool, lost: bool, sentence: str, wait: bool, timeout_s: float | None, place: str, server: int
+    burst: bool,
+    lost: bool,
+    sentence: str,
+    wait: bool,
+    timeout_s: float | None,
+    place: str,
+    server: int,
 ) -> None:
     """Take the server ID out of the store, if nothing lies there any more. Its number is never used again."""
     import trio
@@ -278,7 +337,9 @@ def remove_command(
     print(f"{_described(which)} is removed from the store")
 
 
-async def _removal(door: Any, which: dict[str, Any], lost: bool, lose_files: bool) -> dict[str, Any]:
+async def _removal(
+    door: Any, which: dict[str, Any], lost: bool, lose_files: bool
+) -> dict[str, Any]:
     """Ask for it; how it ends."""
     import trio
 

@@ -46,7 +46,9 @@ class MountDoor:
         try:
             return hints.read(self.where, hints.SERVERS)
         except OSError as error:
-            raise MountError(f"{self.where}: the mount does not tell its servers: {error.strerror}") from None
+            raise MountError(
+                f"{self.where}: the mount does not tell its servers: {error.strerror}"
+            ) from None
 
 
 class OpenDoor:
@@ -61,7 +63,9 @@ class OpenDoor:
         from aifs.vfs.types import ROOT
 
         try:
-            await self.fs.setxattr(ROOT_INO, name.encode(), os.fsencode(json.dumps(fields)), caller=ROOT)
+            await self.fs.setxattr(
+                ROOT_INO, name.encode(), os.fsencode(json.dumps(fields)), caller=ROOT
+            )
         except FsError as error:
             raise StoreError(str(error)) from None
 

@@ -10,7 +10,11 @@ from aifs.cli.arguments import PATH
 from aifs.cli.output import count
 
 
-@click.command("status", short_help="Show the state of a mount.", epilog="\b\nExamples:\n  aifs status /mnt/store\n  aifs status /mnt/store --json")
+@click.command(
+    "status",
+    short_help="Show the state of a mount.",
+    epilog="\b\nExamples:\n  aifs status /mnt/store\n  aifs status /mnt/store --json",
+)
 @click.argument("mountpoint", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def status_command(mountpoint: str, as_json: bool) -> None:
@@ -27,11 +31,23 @@ def status_command(mountpoint: str, as_json: bool) -> None:
     print()
     right = ("server", "used", "free")
     rows = [
-        (server["id"], server["standing"], server["state"], server["domain"], _size(server, "used_bytes"),
-         _size(server, "free_bytes"), server["path"], server["last_error"])
+        (
+            server["id"],
+            server["standing"],
+            server["state"],
+            server["domain"],
+            _size(server, "used_bytes"),
+            _size(server, "free_bytes"),
+            server["path"],
+            server["last_error"],
+        )
         for server in status["servers"]
-    ]  # fmt: skip
-    print_table(("server", "standing", "state", "domain", "used", "free", "path", "last error"), rows, right=right)
+    ]
+    print_table(
+        ("server", "standing", "state", "domain", "used", "free", "path", "last error"),
+        rows,
+        right=right,
+    )
     if status["burst"]["devices"]:
         print()
         sizes = ("dirty", "clean", "pinned", "free", "low", "high")
@@ -46,9 +62,24 @@ def _size(of: dict[str, Any], key: str) -> str:
 
 
 def _row_of(device: dict[str, Any]) -> tuple[object, ...]:
-    keys = ("dirty_bytes", "clean_bytes", "pinned_bytes", "free_bytes", "low_water_bytes", "high_water_bytes")
-    admission = f"go to the data servers: {device['refuses']}" if device["refuses"] else "are admitted"
-    return device["id"], device["state"], *(_size(device, key) for key in keys), device["path"], admission
+    keys = (
+        "dirty_bytes",
+        "clean_bytes",
+        "pinned_bytes",
+        "free_bytes",
+        "low_water_bytes",
+        "high_water_bytes",
+    )
+    admission = (
+        f"go to the data servers: {device['refuses']}" if device["refuses"] else "are admitted"
+    )
+    return (
+        device["id"],
+        device["state"],
+        *(_size(device, key) for key in keys),
+        device["path"],
+        admission,
+    )
 
 
 def summaries(status: dict[str, Any]) -> list[tuple[str, str]]:
@@ -59,10 +90,20 @@ def summaries(status: dict[str, Any]) -> list[tuple[str, str]]:
         facts += [("drain", _describe_drain(status["drain"], burst["drain_bytes_per_s"]))]
         facts += [("throttle", _describe_throttle(burst))]
         facts += [("groups", _describe_groups(status["groups"]))]
-    facts.append(("memory", f"{_size(memory, 'used_bytes')} of {_size(memory, 'total_bytes')}, "
-                  f"peak {_size(memory, 'peak_bytes')}, {memory['waiting']} waiting"))  # fmt: skip
-    facts.append(("read_cache", f"{_size(cache, 'cached_bytes')}, {cache['hits']} hits, {cache['misses']} misses, "
-                  f"{_size(cache, 'read_ahead_bytes')} read ahead"))  # fmt: skip
+    facts.append(
+        (
+            "memory",
+            f"{_size(memory, 'used_bytes')} of {_size(memory, 'total_bytes')}, "
+            f"peak {_size(memory, 'peak_bytes')}, {memory['waiting']} waiting",
+        )
+    )
+    facts.append(
+        (
+            "read_cache",
+            f"{_size(cache, 'cached_bytes')}, {cache['hits']} hits, {cache['misses']} misses, "
+            f"{_size(cache, 'read_ahead_bytes')} read ahead",
+        )
+    )
     facts.append(("trash", _describe_trash(status["trash"])))
     facts.append(("backup", _describe_backup(status["backup"])))
     facts.append(("scrub", scrub.summary(status["scrub"])))
@@ -72,7 +113,9 @@ def summaries(status: dict[str, Any]) -> list[tuple[str, str]]:
 def _describe_bridge(bridge: dict[str, Any]) -> str:
     if not bridge.get("in_use"):
         return "not in use; aifs doctor says why"
-    return "in use, with passthrough" if bridge.get("passthrough") else "in use, without passthrough"
+    return (
+        "in use, with passthrough" if bridge.get("passthrough") else "in use, without passthrough"
+    )
 
 
 def _describe_trash(trash: dict[str, Any]) -> str:
@@ -87,7 +130,11 @@ def _describe_backup(backup: dict[str, Any]) -> str:
     if backup["sequence"] is None:
         text = "none yet"
     else:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(backup["time_s"])) if backup["time_s"] else "an earlier mount"
+        when = (
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(backup["time_s"]))
+            if backup["time_s"]
+            else "an earlier mount"
+        )
         sizes = f"{_size(backup, 'base_bytes')} and {_size(backup, 'increment_bytes')} of changes"
         text = f"of {when}, sequence {backup['sequence']}, {sizes}"
     if backup["waiting_deletions"]:

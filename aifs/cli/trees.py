@@ -37,5 +37,8 @@ def walk(path: str, directories: bool = False) -> Iterator[str]:
         for entry in entries:
             if entry.is_file(follow_symlinks=False):
                 yield entry.path
-            elif entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_dev == device:
+            elif (
+                entry.is_dir(follow_symlinks=False)
+                and entry.stat(follow_symlinks=False).st_dev == device
+            ):
                 waiting.append(entry.path)

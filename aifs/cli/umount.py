@@ -25,7 +25,9 @@ Examples:
 @click.command("umount", epilog=EPILOG)
 @click.argument("mountpoint", type=PATH)
 @click.option("-l", "--lazy", is_flag=True, help="Take it away now; do not wait for its users.")
-@click.option("--drain", "drain_first", is_flag=True, help="First wait until all is on the capacity tier.")
+@click.option(
+    "--drain", "drain_first", is_flag=True, help="First wait until all is on the capacity tier."
+)
 @click.option("-n", is_flag=True, hidden=True, expose_value=False)
 @click.option("-f", is_flag=True, hidden=True, expose_value=False)
 @click.option("-v", is_flag=True, hidden=True, expose_value=False)
@@ -59,7 +61,9 @@ def umount_command(mountpoint: str, lazy: bool, drain_first: bool) -> None:
     try:
         unmount(path)
         if not select.select([daemon], [], [], NOTICE_S)[0]:
-            print_error(f"waiting for the daemon (pid {pid}): it writes, or a container still has the mount")
+            print_error(
+                f"waiting for the daemon (pid {pid}): it writes, or a container still has the mount"
+            )
             select.select([daemon], [], [])
     finally:
         os.close(daemon)
@@ -76,7 +80,9 @@ def _drain(mountpoint: str) -> Left:
 def _undrained(mountpoint: str) -> Left:
     try:
         return left([mountpoint])
-    except OSError:  # a mount that cannot tell, because its metadata is gone, has to go all the same
+    except (
+        OSError
+    ):  # a mount that cannot tell, because its metadata is gone, has to go all the same
         return Left(0, 0, 0)
 
 

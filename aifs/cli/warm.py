@@ -30,9 +30,13 @@ _PAUSE_MIN_S, _PAUSE_MAX_S = 0.002, 0.1
 _NO_ROOM = "no room in the burst tier, or changed meanwhile"
 
 
-@click.command("warm", epilog=EPILOG, short_help="Bring files into the burst tier before they are read.")
+@click.command(
+    "warm", epilog=EPILOG, short_help="Bring files into the burst tier before they are read."
+)
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
-@click.option("--check", is_flag=True, help="Only count what is in the burst tier, and what is not.")
+@click.option(
+    "--check", is_flag=True, help="Only count what is in the burst tier, and what is not."
+)
 @click.option("--limit", type=SIZE, help="Stage so many bytes at most.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def warm_command(paths: tuple[str, ...], check: bool, limit: int | None, as_json: bool) -> int:
@@ -71,7 +75,12 @@ def _check(paths: Iterable[str], as_json: bool) -> None:
         files, sizes = state["files"], state["bytes"]
         missing = sizes["clean"]
         there = sum(sizes.values()) - missing
-        counts = (sum(files.values()) - files["clean"], describe_size(there), files["clean"], describe_size(missing))
+        counts = (
+            sum(files.values()) - files["clean"],
+            describe_size(there),
+            files["clean"],
+            describe_size(missing),
+        )
         rows.append((*counts, path))
     columns = ("files there", "bytes there", "files to stage", "bytes to stage", "path")
     print_table(columns, rows, right=columns[:-1])
@@ -88,7 +97,9 @@ class Staged:
     refused: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        return f"{count(self.files, 'file')}, {describe_size(self.bytes)}; there already: {self.there}"
+        return (
+            f"{count(self.files, 'file')}, {describe_size(self.bytes)}; there already: {self.there}"
+        )
 
     def print_rest(self) -> None:
         """What is not in the burst tier now."""
@@ -143,7 +154,9 @@ def _ask(path: str, staged: Staged) -> bool:
         return False
     except OSError as error:
         if error.errno == errno.EOPNOTSUPP:
-            raise StoreError(f"{path}: the store has no burst tier; burst.directories names its directories") from None
+            raise StoreError(
+                f"{path}: the store has no burst tier; burst.directories names its directories"
+            ) from None
         if error.errno not in (errno.EPERM, errno.EACCES):
             raise
         staged.refused["only the owner and root may"] += 1

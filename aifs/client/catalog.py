@@ -28,7 +28,9 @@ COMPLETE, PENDING, DAMAGED, UNLISTED = "complete", "pending", "damaged", "no man
 _PENDING_PREFIX, _PENDING_SUFFIX = ".", ".pending"
 _REMOVED = re.compile(r"\..+\.[0-9a-f]{8}\.removed", re.DOTALL)
 _TEMPORARY = re.compile(r"\..+(\.[0-9a-f]{8}\.tmp|\.ranks)", re.DOTALL)
-_TEMPORARY_AGE_S = 3600.0  # of what lives for milliseconds, or as long as there is a pending directory
+_TEMPORARY_AGE_S = (
+    3600.0  # of what lives for milliseconds, or as long as there is a pending directory
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ def list_checkpoints(path: PathLike, *, pending: bool = False) -> list[Checkpoin
             if entry.is_dir(follow_symlinks=False):
                 found.append(_look_at(entry, pending))
     return sorted(
-        filter(None, found), key=lambda one: (one.time, -1 if one.step is None else one.step, one.path)
+        filter(None, found),
+        key=lambda one: (one.time, -1 if one.step is None else one.step, one.path),
     )
 
 
@@ -92,12 +95,16 @@ def _look_at(entry: os.DirEntry[str], with_pending: bool) -> Checkpoint | None:
         if step is None or entry.name.startswith("."):
             return None
         time_s = entry.stat(follow_symlinks=False).st_mtime
-        return Checkpoint(Path(entry.path), DAMAGED, step, time_s, 0, 0, f"{entry.path}: {error.strerror}")
+        return Checkpoint(
+            Path(entry.path), DAMAGED, step, time_s, 0, 0, f"{entry.path}: {error.strerror}"
+        )
 
 
 def _inspect(entry: os.DirEntry[str], with_pending: bool) -> Checkpoint | None:
     name, path = entry.name, entry.path
-    if is_pending_name(name) or (not name.startswith(".") and attributes.get(path, attributes.PENDING)):
+    if is_pending_name(name) or (
+        not name.startswith(".") and attributes.get(path, attributes.PENDING)
+    ):
         return _look_at_pending(path) if with_pending else None
     if name.startswith("."):
         return None
@@ -110,10 +117,14 @@ def _inspect(entry: os.DirEntry[str], with_pending: bool) -> Checkpoint | None:
     if listed is None:
         if step_of(name) is None:
             return None
-        return Checkpoint(Path(path), UNLISTED, step_of(name), entry.stat().st_mtime, *_measure(path))
+        return Checkpoint(
+            Path(path), UNLISTED, step_of(name), entry.stat().st_mtime, *_measure(path)
+        )
     problem = next(iter(_check_sizes(path, listed.files).values()), "")
     state = DAMAGED if problem else COMPLETE
-    return Checkpoint(Path(path), state, listed.step, listed.time, listed.size, len(listed.files), problem)
+    return Checkpoint(
+        Path(path), state, listed.step, listed.time, listed.size, len(listed.files), problem
+    )
 
 
 def _look_at_pending(path: str) -> Checkpoint:
@@ -131,7 +142,9 @@ def _look_at_pending(path: str) -> Checkpoint:
 def _measure(path: str) -> tuple[int, int]:
     """Bytes and number of the regular files."""
     sizes = [
-        found.st_size for name, found in walk(path) if stat.S_ISREG(found.st_mode) and not is_reserved(name)
+        found.st_size
+        for name, found in walk(path)
+        if stat.S_ISREG(found.st_mode) and not is_reserved(name)
     ]
     return sum(sizes), len(sizes)
 
@@ -281,9 +294,13 @@ def _used_below(directory: str) -> set[bytes]:
         open_files = [f"{process}/cwd"]
         for kind in ("fd", "map_files"):
             with suppress(OSError):  # it has ended, or is another user's
-                open_files += [f"{process}/{kind}/{name}" for name in os.listdir(f"{process}/{kind}")]
+                open_files += [
+                    f"{process}/{kind}/{name}" for name in os.listdir(f"{process}/{kind}")
+                ]
         for link in open_files:
             with suppress(OSError):  # closed meanwhile
                 used.add(os.readlink(link))
     below = f"{top}/"
-    return {os.fsencode(path[len(below) :].partition("/")[0]) for path in used if path.startswith(below)}
+    return {
+        os.fsencode(path[len(below) :].partition("/")[0]) for path in used if path.startswith(below)
+    }

@@ -63,7 +63,9 @@ def _tensors(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> 
 
 def _describe(name: str, tensor: Any) -> tuple[str, tuple[int, ...]]:
     if not _is_tensor(tensor):
-        raise TypeError(f"{name}: {type(tensor).__name__} is no tensor; a file of tensors holds nothing else")
+        raise TypeError(
+            f"{name}: {type(tensor).__name__} is no tensor; a file of tensors holds nothing else"
+        )
     if _is_torch(tensor):
         from aifs.client.torch.tensors import require_plain
 

@@ -54,15 +54,36 @@ class Group:
     """
 
     def __init__(
-        self, name: str, rank: int, world: int, *, directory: PathLike, dedup: str | int = "4MiB",
-        timeout_s: float = 600.0, grace_s: float = 0.0, publish: str | None = None, reuse: bool = False,
-        files_per_rank: int | None = 1, same_size: bool = False, job: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        rank: int,
+        world: int,
+        *,
+        directory: PathLike,
+        dedup: str | int = "4MiB",
+        timeout_s: float = 600.0,
+        grace_s: float = 0.0,
+        publish: str | None = None,
+        reuse: bool = False,
+        files_per_rank: int | None = 1,
+        same_size: bool = False,
+        job: str | None = None,
+    ) -> None:
         path = plain(directory)
         self._options = Options(
-            name, rank, world, path, _chunk(dedup), timeout_s, grace_s, publish or "", reuse, same_size,
-            job or "", bool(job),
-        )  # fmt: skip
+            name,
+            rank,
+            world,
+            path,
+            _chunk(dedup),
+            timeout_s,
+            grace_s,
+            publish or "",
+            reuse,
+            same_size,
+            job or "",
+            bool(job),
+        )
         _check(self._options, files_per_rank)
         self._target = os.path.join(os.path.dirname(path), publish) if publish else path
         if publish:
@@ -76,7 +97,9 @@ class Group:
         if job is None:
             self._options = replace(self._options, job=job_of_environment(on_a_host=is_mount))
         self._coordinator: Coordinator = (MountedGroup if is_mount else PlainGroup)(self._options)
-        self._sizes: dict[str, int] = {}  # path in the directory -> bytes of what has been put there
+        self._sizes: dict[
+            str, int
+        ] = {}  # path in the directory -> bytes of what has been put there
         self._puts: dict[str, Future[None]] = {}  # path in the directory -> the last put of it
         self._pool = ThreadPoolExecutor(1, "aifs-group")
         self.durable: Future[None] = Future()
@@ -183,17 +206,22 @@ class Group:
         with self._changing:
             if not self._is_closed:
                 self._coordinator.fail(reason)
-        self._end(GroupError(f"{self._options}: rank {self._options.rank}: {reason}", self._options.rank))
+        self._end(
+            GroupError(f"{self._options}: rank {self._options.rank}: {reason}", self._options.rank)
+        )
 
     def _require_open(self) -> None:
         if self.durable.done():
             self.durable.result()
         if self._has_committed:
             raise InvalidGroup(
-                f"{self._options}: rank {self._options.rank} has committed already", self._options.rank
+                f"{self._options}: rank {self._options.rank} has committed already",
+                self._options.rank,
             )
 
-    def _run(self, buffered: Future[None], content: Content | None, target: str, is_last: bool) -> None:
+    def _run(
+        self, buffered: Future[None], content: Content | None, target: str, is_last: bool
+    ) -> None:
         """Write, commit, or both; in the group's own thread, one after the other."""
         try:
             if self.durable.done():
@@ -297,7 +325,9 @@ def group_getfile(path: PathLike, group: Group, *, together: bool = False) -> Lo
 
 def _chunk(dedup: str | int) -> int:
     try:
-        size = CHUNK_MAX if dedup == "file" else dedup if isinstance(dedup, int) else parse_size(dedup)
+        size = (
+            CHUNK_MAX if dedup == "file" else dedup if isinstance(dedup, int) else parse_size(dedup)
+        )
     except ValueError as error:
         raise InvalidGroup(f"dedup={dedup!r}: {error}") from None
     if size < CHUNK_MIN:
@@ -311,7 +341,9 @@ def _check(options: Options, files_per_rank: int | None) -> None:
             f"{options.name!r}: a group's name has 1 to 63 letters, digits and characters of _.:@+-"
         )
     if not JOB_NAME.fullmatch(options.job):
-        raise InvalidGroup(f"{options}: job={options.job!r}: has up to 63 printable ASCII characters, and no comma")
+        raise InvalidGroup(
+            f"{options}: job={options.job!r}: has up to 63 printable ASCII characters, and no comma"
+        )
     if not 0 <= options.rank < options.world:
         raise InvalidGroup(
             f"{options}: rank {options.rank} of {options.world}: ranks are 0 to {options.world - 1}"
@@ -321,7 +353,9 @@ def _check(options: Options, files_per_rank: int | None) -> None:
         and os.path.basename(options.publish) != options.publish
         or options.publish in (".", "..")
     ):
-        raise InvalidGroup(f"{options}: publish={options.publish!r} is no name beside the directory")
+        raise InvalidGroup(
+            f"{options}: publish={options.publish!r} is no name beside the directory"
+        )
     if files_per_rank is not None and files_per_rank < 1:
         raise InvalidGroup(
             f"{options}: files_per_rank={files_per_rank}: a rank puts one file at least, or None"

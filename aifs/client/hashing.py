@@ -82,12 +82,15 @@ def sync_directories(directory: str) -> None:
     sync_dir(directory)
 
 
-def _for_all(directory: str, paths: Iterable[str], function: Callable[[str, bool], Digest]) -> Files:
+def _for_all(
+    directory: str, paths: Iterable[str], function: Callable[[str, bool], Digest]
+) -> Files:
     """``function`` of each file, and whether it is the only one."""
     names = list(paths)
     with ThreadPoolExecutor(WORKERS) as pool:
         futures = {
-            name: pool.submit(function, os.path.join(directory, name), len(names) == 1) for name in names
+            name: pool.submit(function, os.path.join(directory, name), len(names) == 1)
+            for name in names
         }
         try:
             return {name: future.result() for name, future in futures.items()}

@@ -16,4 +16,8 @@ def job_of_environment(on_a_host: bool) -> str:
     is known. Runs that a launcher does not tell apart have the same. ``on_a_host``: all ranks are on this one."""
     names = _EVERYWHERE + (_ON_A_HOST if on_a_host else ())
     job = "/".join(value for value in map(os.environ.get, names) if value)
-    return job if NAME.fullmatch(job) else hashlib.blake2b(os.fsencode(job), digest_size=16).hexdigest()
+    return (
+        job
+        if NAME.fullmatch(job)
+        else hashlib.blake2b(os.fsencode(job), digest_size=16).hexdigest()
+    )

@@ -25,7 +25,10 @@ class Loaded:
         """The tensors of torch, by name. Raises CheckpointError for what is no file of tensors."""
         from aifs.client.torch.tensors import tensor_at
 
-        return {name: tensor_at(self._content, entry).to(device) for name, entry in self._decode()[0].items()}
+        return {
+            name: tensor_at(self._content, entry).to(device)
+            for name, entry in self._decode()[0].items()
+        }
 
     def to_tensor(self, name: str = ONE, device: Any = "cpu") -> Any:
         """The one tensor that was put, or the one of that name. Raises CheckpointError if there is none."""

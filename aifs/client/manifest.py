@@ -86,9 +86,15 @@ def write(directory: str, manifest: Manifest) -> None:
 def encode(manifest: Manifest) -> Iterator[str]:
     """The text, in pieces."""
     head = {
-        "format": FORMAT, "step": manifest.step, "time": manifest.time, "ranks": manifest.ranks,
-        "attempt": manifest.attempt, "policy": manifest.policy, "bytes": manifest.size, "tree": manifest.tree,
-    }  # fmt: skip
+        "format": FORMAT,
+        "step": manifest.step,
+        "time": manifest.time,
+        "ranks": manifest.ranks,
+        "attempt": manifest.attempt,
+        "policy": manifest.policy,
+        "bytes": manifest.size,
+        "tree": manifest.tree,
+    }
     yield json.dumps(head)[:-1] + ', "files": {'
     separator = "\n"
     for path in sorted(manifest.files, key=os.fsencode):
@@ -102,11 +108,17 @@ def decode(data: bytes) -> Manifest:
     try:
         value = json.loads(data)
         if value["format"] != FORMAT:
-            raise CheckpointError(f"its manifest has format {value['format']}; this version knows {FORMAT}")
+            raise CheckpointError(
+                f"its manifest has format {value['format']}; this version knows {FORMAT}"
+            )
         manifest = Manifest(
-            value["step"], value["time"], value["ranks"], value["attempt"], value["policy"],
+            value["step"],
+            value["time"],
+            value["ranks"],
+            value["attempt"],
+            value["policy"],
             decode_files(value["files"]),
-        )  # fmt: skip
+        )
         if not (_is_number(manifest.time) and _is_number(manifest.step or 0)):
             raise ValueError("a step or a time is none")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -124,7 +136,8 @@ def decode_files(value: dict[str, Any]) -> Files:
     """The files of a manifest or a commit. Raises ValueError, TypeError."""
     files = {path: Digest(*pair) for path, pair in value.items()}
     if not all(
-        type(size) is int and size >= 0 and isinstance(digest, str) for size, digest in files.values()
+        type(size) is int and size >= 0 and isinstance(digest, str)
+        for size, digest in files.values()
     ):
         raise ValueError("a size or a hash is none")
     if not all(

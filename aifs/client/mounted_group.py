@@ -14,7 +14,14 @@ from contextlib import suppress
 from typing import Any
 
 from aifs.client import attributes, coordination
-from aifs.client.coordination import GroupError, GroupExpired, InvalidGroup, Options, RankDied, name_missing
+from aifs.client.coordination import (
+    GroupError,
+    GroupExpired,
+    InvalidGroup,
+    Options,
+    RankDied,
+    name_missing,
+)
 from aifs.core import files, ioctl
 
 _REASON_MAX, _FILE_MAX = 127, 256  # bytes
@@ -79,7 +86,11 @@ class MountedGroup:
     def _told(self, number: int = 0) -> dict[str, Any]:
         """What the daemon says of the directory's group, or of the one with this id; {} if there is none."""
         try:
-            return json.loads(os.getxattr(self._fd, f"{attributes.GROUP}.{number}" if number else attributes.GROUP))
+            return json.loads(
+                os.getxattr(
+                    self._fd, f"{attributes.GROUP}.{number}" if number else attributes.GROUP
+                )
+            )
         except OSError as error:
             if error.errno != errno.ENODATA:
                 raise
@@ -99,7 +110,10 @@ class MountedGroup:
                 return found
             except OSError as error:
                 told = self._told()
-                if error.errno not in (errno.EBUSY, errno.ECANCELED) or time.monotonic() > self._end:
+                if (
+                    error.errno not in (errno.EBUSY, errno.ECANCELED)
+                    or time.monotonic() > self._end
+                ):
                     raise self._explained(error, told) from None
                 if error.errno == errno.EBUSY:  # else another rank begins anew
                     ended = (None, *ioctl.GROUP_STATES[3:])
@@ -144,8 +158,13 @@ class MountedGroup:
             return True
         if any(one["pid"] for one in ranks) or told["missing_ranks"] == told["ranks"]:
             return False
-        shown = {one["rank"]: one["state"] for one in ranks}  # of many those that have not committed, or some of them
-        if shown.get(rank, "committed" if told["missing_ranks"] <= len(shown) else "") == "committed":
+        shown = {
+            one["rank"]: one["state"] for one in ranks
+        }  # of many those that have not committed, or some of them
+        if (
+            shown.get(rank, "committed" if told["missing_ranks"] <= len(shown) else "")
+            == "committed"
+        ):
             self._cancel(told["id"], f"rank {rank} begins anew")
             return True
         if not self._has_ioctl or self._options.is_said:
@@ -153,7 +172,9 @@ class MountedGroup:
         until = min(self._end, time.monotonic() + coordination.REFUSED_AFTER_S)
         if "away" in shown.values():  # it fails when their grace is over
             until = self._end
-        if self._wait_until(lambda now: (now.get("id"), now.get("state")) != (told["id"], _OPEN), until):
+        if self._wait_until(
+            lambda now: (now.get("id"), now.get("state")) != (told["id"], _OPEN), until
+        ):
             return True
         raise InvalidGroup(
             f"{self._options}: ranks have committed to it and ended; if a job was killed here, say "
@@ -185,8 +206,14 @@ class MountedGroup:
             told = self._told_safely()
             failure = self._publish_error(told) or self._explained(error, told)
             self._failure = failure
-            if told.get("state") == _OPEN and (error.errno != errno.EINVAL or file):  # it will not get any further
-                self._give_up(told["refused"] if error.errno == errno.EINVAL else f"rank {self._options.rank}: {error}")
+            if told.get("state") == _OPEN and (
+                error.errno != errno.EINVAL or file
+            ):  # it will not get any further
+                self._give_up(
+                    told["refused"]
+                    if error.errno == errno.EINVAL
+                    else f"rank {self._options.rank}: {error}"
+                )
             raise failure from None
 
     def fail(self, reason: str) -> None:
@@ -223,7 +250,11 @@ class MountedGroup:
         while True:
             try:
                 self._call(
-                    ioctl.AIFS_IOC_GROUP_WAIT, ioctl.GROUP_WAIT_DURABLE, 0, self._id, int(_SLICE_S * 1000)
+                    ioctl.AIFS_IOC_GROUP_WAIT,
+                    ioctl.GROUP_WAIT_DURABLE,
+                    0,
+                    self._id,
+                    int(_SLICE_S * 1000),
                 )
                 return
             except OSError as error:
@@ -259,7 +290,9 @@ class MountedGroup:
             return None
         target = os.path.join(os.path.dirname(self._options.directory), self._options.publish)
         if os.path.lexists(target):
-            return FileExistsError(f"{target}: is there already, so {self._options.directory} stays as it is")
+            return FileExistsError(
+                f"{target}: is there already, so {self._options.directory} stays as it is"
+            )
         return GroupError(f"{self._options}: cannot be published as {self._options.publish}: {why}")
 
     def _explained(self, error: OSError, told: dict[str, Any]) -> Exception:

@@ -65,7 +65,9 @@ class PlainGroup:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._ours = hashlib.blake2b(options.job.encode(), digest_size=8).hexdigest() if options.job else ""
+        self._ours = (
+            hashlib.blake2b(options.job.encode(), digest_size=8).hexdigest() if options.job else ""
+        )
         self._target = os.path.join(os.path.dirname(options.directory), options.publish)
         self._directory = os.stat(options.directory)
         parent, base = os.path.split(options.directory)
@@ -157,7 +159,9 @@ class PlainGroup:
     def _committed_ranks(self, marks: Marks) -> Marks:
         """What those ranks say that have committed to this attempt."""
         wanted = self._attempt, _COMMITTED
-        return {rank: mark for rank, mark in marks.items() if (mark["attempt"], mark["state"]) == wanted}
+        return {
+            rank: mark for rank, mark in marks.items() if (mark["attempt"], mark["state"]) == wanted
+        }
 
     def fail(self, reason: str) -> None:
         self._file.is_ending = True
@@ -196,13 +200,19 @@ class PlainGroup:
             self._adopt(marks)
             if not self._attempt:
                 now, other = time.monotonic(), self._other_job(marks)
-                refused_at = min(refused_at, now + coordination.REFUSED_AFTER_S) if other else math.inf
+                refused_at = (
+                    min(refused_at, now + coordination.REFUSED_AFTER_S) if other else math.inf
+                )
                 if now > refused_at and marks[0]["host"] == self._host:  # else it may have died
                     return _outcome(_INVALID, other, self._options.rank)
                 if is_late:
-                    why = f"rank 0 has not begun, or had ended before rank {self._options.rank} came"
+                    why = (
+                        f"rank 0 has not begun, or had ended before rank {self._options.rank} came"
+                    )
                     return _outcome(
-                        _EXPIRED, f"after {format_duration(self._options.timeout_s)}, {other or why}", 0
+                        _EXPIRED,
+                        f"after {format_duration(self._options.timeout_s)}, {other or why}",
+                        0,
                     )
                 continue
             judged = self._judge(marks, is_late)
@@ -249,7 +259,9 @@ class PlainGroup:
         if 0 in marks and marks[0]["attempt"] not in ended and self._leads(marks[0]):
             found = marks[0]["attempt"]
         elif not self._attempt:
-            found = min((one for one in ended - self._before if one.startswith(self._ours)), default="")
+            found = min(
+                (one for one in ended - self._before if one.startswith(self._ours)), default=""
+            )
         return found if found.startswith(self._ours) else ""
 
     def _other_job(self, marks: Marks) -> str:
@@ -338,7 +350,8 @@ class PlainGroup:
                 publish(self._options.directory, self._target, ranks=None, latest=None, hash=False)
         except FileExistsError:
             return _outcome(
-                _TAKEN, f"{self._target}: is there already, so {self._options.directory} stays as it is"
+                _TAKEN,
+                f"{self._target}: is there already, so {self._options.directory} stays as it is",
             )
         except Exception as error:
             return _outcome(_FAILED, f"cannot be published as {self._options.publish}: {error}")

@@ -40,7 +40,9 @@ def step_of(name: str) -> int | None:
     return retention.step_of(os.fsencode(name))
 
 
-def commit(tmp: PathLike, rank: int, names: Iterable[str] | None = None, *, hash: bool = True) -> None:
+def commit(
+    tmp: PathLike, rank: int, names: Iterable[str] | None = None, *, hash: bool = True
+) -> None:
     """Rank ``rank`` has written its files of the pending directory ``tmp``: they are durable when this
     returns.
 
@@ -50,7 +52,12 @@ def commit(tmp: PathLike, rank: int, names: Iterable[str] | None = None, *, hash
     """
     directory = plain(tmp)
     if names is None:
-        others = {name for other, found in read_commits(directory).items() if other != rank for name in found}
+        others = {
+            name
+            for other, found in read_commits(directory).items()
+            if other != rank
+            for name in found
+        }
         names = list_files(directory).keys() - others
     write_commit(directory, rank, sync_files(directory, sorted(names), hash))
 
@@ -89,10 +96,17 @@ def read_commits(directory: str) -> dict[int, Files]:
 
 
 def publish(
-    tmp: PathLike, final: PathLike, *, step: int | None = None, ranks: int | None = None,
-    latest: str | None = None, tracker: str | None = None, replace: bool = False, hash: bool = True,
+    tmp: PathLike,
+    final: PathLike,
+    *,
+    step: int | None = None,
+    ranks: int | None = None,
+    latest: str | None = None,
+    tracker: str | None = None,
+    replace: bool = False,
+    hash: bool = True,
     attempt: str = "",
-) -> Manifest:  # fmt: skip
+) -> Manifest:
     """Make the directory ``tmp`` appear as ``final``, whole and durable, with a manifest.
 
     ``ranks``: refuse unless so many have committed. ``latest``, ``tracker``: names beside ``final`` of a
@@ -113,7 +127,9 @@ def publish(
     if os.path.realpath(directory).startswith(os.path.join(above, os.path.basename(target), "")):
         raise CheckpointError(f"{directory}: lies in {target}, so it cannot take its place")
     if os.stat(directory).st_dev != os.stat(os.path.dirname(target)).st_dev:
-        raise CheckpointError(f"{directory}: is on another filesystem than {target}, so it cannot be renamed")
+        raise CheckpointError(
+            f"{directory}: is on another filesystem than {target}, so it cannot be renamed"
+        )
     done = _complete(directory, step, ranks, hash, attempt, _time_after(target, latest))
     if attributes.is_aifs(directory):
         _switch_by_mount(directory, target, latest, tracker, step, replace)
@@ -150,7 +166,9 @@ def check_pointers(target: str, latest: str | None, tracker: str | None, step: i
         if stat.S_ISDIR(_mode(place)):
             raise CheckpointError(f"{place}: is a directory, so it cannot be a pointer to {target}")
     if latest is not None and latest == tracker:
-        raise CheckpointError(f"{latest!r} cannot be both the symlink and the tracker file beside {target}")
+        raise CheckpointError(
+            f"{latest!r} cannot be both the symlink and the tracker file beside {target}"
+        )
     if tracker is not None and step is None:
         raise CheckpointError(
             f"{target}: its step is not known, so the tracker file {tracker} cannot hold it"
@@ -201,12 +219,19 @@ def _complete(
 
 def name_ranks(ranks: list[int]) -> str:
     """``rank 3``, ``ranks 0, 2, 5``; not more than eight."""
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    shown = ", ".join(map(str, ranks[:8])) + (
+        f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    )
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}"
 
 
 def _switch(
-    directory: str, target: str, latest: str | None, tracker: str | None, step: int | None, replace: bool
+    directory: str,
+    target: str,
+    latest: str | None,
+    tracker: str | None,
+    step: int | None,
+    replace: bool,
 ) -> None:
     """By rename alone."""
     parent = os.path.dirname(target)
@@ -245,16 +270,25 @@ def _replace(directory: str, target: str) -> None:
 
 
 def _switch_by_mount(
-    directory: str, target: str, latest: str | None, tracker: str | None, step: int | None, replace: bool
+    directory: str,
+    target: str,
+    latest: str | None,
+    tracker: str | None,
+    step: int | None,
+    replace: bool,
 ) -> None:
     """In one transaction of the metadata."""
     parent, name = os.path.split(target)
     way = os.path.relpath(os.path.realpath(parent), os.path.realpath(os.path.dirname(directory)))
     wanted = {
-        "final": os.path.join(way, name), "latest": latest, "tracker": tracker,
-        "content": tracker and str(step), "manifest": manifest.NAME, "replace": replace,
+        "final": os.path.join(way, name),
+        "latest": latest,
+        "tracker": tracker,
+        "content": tracker and str(step),
+        "manifest": manifest.NAME,
+        "replace": replace,
         "exclusive": not replace,
-    }  # fmt: skip
+    }
     try:
         attributes.put(
             directory,

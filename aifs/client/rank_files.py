@@ -66,7 +66,9 @@ class RankFile:
     def let_go(self) -> None:
         """Close it, and leave the file."""
         files.close_file(self._fd)
-        _own.discard(self)  # afterwards: who asks ``is_ending`` and then tries finds it taken no more
+        _own.discard(
+            self
+        )  # afterwards: who asks ``is_ending`` and then tries finds it taken no more
 
 
 _own: "weakref.WeakSet[RankFile]" = weakref.WeakSet()

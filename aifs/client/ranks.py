@@ -112,11 +112,18 @@ class Ranks:
         with suppress(FileNotFoundError):
             files.unlink(self._path(name))
 
-    def _mark(self, state: str, plan: str = "", names: list[str] | None = None, reason: str = "") -> None:
+    def _mark(
+        self, state: str, plan: str = "", names: list[str] | None = None, reason: str = ""
+    ) -> None:
         self._write(
-            f"rank.{self.rank}", attempt=self.attempt, state=state, token=self._token, plan=plan,
-            names=names or [], reason=reason,
-        )  # fmt: skip
+            f"rank.{self.rank}",
+            attempt=self.attempt,
+            state=state,
+            token=self._token,
+            plan=plan,
+            names=names or [],
+            reason=reason,
+        )
 
     def _read_marks(self) -> dict[int, dict[str, Any]]:
         """The marks of all ranks but this one; only what has changed is read again."""
@@ -141,7 +148,9 @@ class Ranks:
         while True:
             yield
             if time.monotonic() > end:
-                raise RanksMissing(f"{self.target}: after {format_duration(self._timeout_s)}, {lack()}")
+                raise RanksMissing(
+                    f"{self.target}: after {format_duration(self._timeout_s)}, {lack()}"
+                )
             time.sleep(delay)
             delay = min(delay * 1.5, _DELAY_MAX_S)
 
@@ -198,7 +207,9 @@ class Ranks:
         return found is not None and found.attempt == self.attempt != ""
 
     def _changed(self) -> list[str]:
-        return [name for name, stamp in stamps(self.pending).items() if self._before.get(name) != stamp]
+        return [
+            name for name, stamp in stamps(self.pending).items() if self._before.get(name) != stamp
+        ]
 
     def leave(self, reason: str) -> None:
         """This rank gives up, and says so. The last one that does removes everything."""
@@ -207,7 +218,9 @@ class Ranks:
         if self.rank == 0:
             if self._read("attempt").get("attempt", self.attempt) != self.attempt:
                 return  # it is another process's now
-            self._write("attempt", attempt=self.attempt, ranks=self.ranks, failed=f"rank 0: {reason}")
+            self._write(
+                "attempt", attempt=self.attempt, ranks=self.ranks, failed=f"rank 0: {reason}"
+            )
         self.attempt = self._read("attempt").get("attempt", "")
         if not self.attempt:  # nobody will hear it
             self._remove(f"rank.{self.rank}")
@@ -258,7 +271,9 @@ class Ranks:
             if self._read("attempt").get("attempt") != self.attempt:
                 raise CheckpointError(f"{self.target}: another process leads a save to this name")
             marks = {
-                rank: mark for rank, mark in self._read_marks().items() if mark["attempt"] == self.attempt
+                rank: mark
+                for rank, mark in self._read_marks().items()
+                if mark["attempt"] == self.attempt
             }
             again = [rank for rank, mark in marks.items() if mark["state"] == "again"]
             if again:
@@ -314,7 +329,11 @@ class Ranks:
                         f"{self.target}: rank 0 waits for {found['ranks']} ranks, "
                         f"rank {self.rank} for {self.ranks}"
                     )
-                self.attempt, self._token, self._state = found["attempt"], os.urandom(16).hex(), "written"
+                self.attempt, self._token, self._state = (
+                    found["attempt"],
+                    os.urandom(16).hex(),
+                    "written",
+                )
                 self._mark("written", names=names)
             plan = self._read("plan")
             if plan and plan["plan"] != committed and plan["tokens"][self.rank] == self._token:

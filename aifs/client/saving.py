@@ -33,10 +33,19 @@ _log = logger(__name__)
 
 @contextmanager
 def checkpoint(
-    path: PathLike, *, step: int | None = None, ranks: int = 1, rank: int = 0, latest: str | None = "latest",
-    tracker: str | None = None, keep: str | None = None, hash: bool = True, replace: bool = False,
-    timeout_s: float = TIMEOUT_S, check: Callable[[Path], None] | None = None,
-) -> Iterator[Path]:  # fmt: skip
+    path: PathLike,
+    *,
+    step: int | None = None,
+    ranks: int = 1,
+    rank: int = 0,
+    latest: str | None = "latest",
+    tracker: str | None = None,
+    keep: str | None = None,
+    hash: bool = True,
+    replace: bool = False,
+    timeout_s: float = TIMEOUT_S,
+    check: Callable[[Path], None] | None = None,
+) -> Iterator[Path]:
     """Gives a directory to write into; at the end of the block it becomes the checkpoint ``path``.
 
     All ``ranks`` of a job call it with the same arguments but ``rank``, and get the same directory; each
@@ -72,7 +81,9 @@ def checkpoint(
                 require_free(target, replace)  # a rank that was started anew may have come too late
             if rank == 0:
                 # Before anything is written: not everybody may say what remains.
-                by_mount = keep is not None and set_policy(os.path.dirname(target), parse_keep(keep))
+                by_mount = keep is not None and set_policy(
+                    os.path.dirname(target), parse_keep(keep)
+                )
                 _prepare(pending, ranks, step)
             yield Path(pending)
             if rank == 0:
@@ -82,12 +93,23 @@ def checkpoint(
                     group.lead()
                 if check is not None:
                     check(Path(pending))
-                if not _is_still(pending, lock):  # fails, too, if the lock has gone with the mount's daemon
-                    raise CheckpointError(f"{pending}: another process has taken its place meanwhile")
+                if not _is_still(
+                    pending, lock
+                ):  # fails, too, if the lock has gone with the mount's daemon
+                    raise CheckpointError(
+                        f"{pending}: another process has taken its place meanwhile"
+                    )
                 publish(
-                    pending, target, step=step, ranks=ranks, latest=latest, tracker=tracker,
-                    replace=replace, hash=hash, attempt=group.attempt if group else "",
-                )  # fmt: skip
+                    pending,
+                    target,
+                    step=step,
+                    ranks=ranks,
+                    latest=latest,
+                    tracker=tracker,
+                    replace=replace,
+                    hash=hash,
+                    attempt=group.attempt if group else "",
+                )
             else:
                 assert group is not None
                 group.follow()
@@ -139,7 +161,9 @@ def _prepare(pending: str, ranks: int, step: int | None) -> None:
         if attributes.get(pending, attributes.PENDING):
             attributes.remove(pending, attributes.PENDING)  # with the commits of a crashed attempt
         attributes.put(
-            pending, attributes.PENDING, f"ranks={ranks}" + ("" if step is None else f",step={step}")
+            pending,
+            attributes.PENDING,
+            f"ranks={ranks}" + ("" if step is None else f",step={step}"),
         )
 
 

@@ -22,12 +22,24 @@ HEADER_MAX = 100_000_000  # as in safetensors
 
 _METADATA = "__metadata__"
 _KINDS = {
-    "F64": ("float64", 8), "I64": ("int64", 8), "U64": ("uint64", 8), "C64": ("complex64", 8),
-    "F32": ("float32", 4), "I32": ("int32", 4), "U32": ("uint32", 4), "F16": ("float16", 2),
-    "BF16": ("bfloat16", 2), "I16": ("int16", 2), "U16": ("uint16", 2), "F8_E4M3": ("float8_e4m3fn", 1),
-    "F8_E5M2": ("float8_e5m2", 1), "F8_E8M0": ("float8_e8m0fnu", 1), "U8": ("uint8", 1), "I8": ("int8", 1),
+    "F64": ("float64", 8),
+    "I64": ("int64", 8),
+    "U64": ("uint64", 8),
+    "C64": ("complex64", 8),
+    "F32": ("float32", 4),
+    "I32": ("int32", 4),
+    "U32": ("uint32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I16": ("int16", 2),
+    "U16": ("uint16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "U8": ("uint8", 1),
+    "I8": ("int8", 1),
     "BOOL": ("bool", 1),
-}  # fmt: skip
+}
 _CODES = {dtype: code for code, (dtype, _) in _KINDS.items()}
 
 
@@ -70,7 +82,9 @@ def encode(
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"{name!r}: cannot be written as UTF-8, which the format wants") from None
+            raise ValueError(
+                f"{name!r}: cannot be written as UTF-8, which the format wants"
+            ) from None
     if _METADATA in tensors:
         raise ValueError(f"{_METADATA}: a tensor cannot have this name")
     names = sorted(tensors, key=lambda name: (-itemsize(name, tensors[name][0]), name))
@@ -79,7 +93,11 @@ def encode(
     for name in names:
         dtype, shape = tensors[name]
         end = position + math.prod(shape) * itemsize(name, dtype)
-        fields[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        fields[name] = {
+            "dtype": _CODES[dtype],
+            "shape": list(shape),
+            "data_offsets": [position, end],
+        }
         position = end
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
@@ -102,7 +120,9 @@ def decode(content: memoryview) -> tuple[dict[str, Entry], dict[str, str]]:
         for name, field in fields.items():
             if field["dtype"] not in _KINDS:
                 raise Damaged(f"{name} has elements of a type that is not known: {field['dtype']}")
-        return {name: _entry(start, len(content), **field) for name, field in fields.items()}, metadata
+        return {
+            name: _entry(start, len(content), **field) for name, field in fields.items()
+        }, metadata
     except Damaged:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

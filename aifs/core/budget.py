@@ -28,7 +28,9 @@ class Budget:
         self.peak = 0
         self.waits = 0
         self._reserved = 0
-        self._released: deque[int] = deque()  # by other threads and finalizers too, so counted later
+        self._released: deque[int] = (
+            deque()
+        )  # by other threads and finalizers too, so counted later
         self._waiting: deque[tuple[int, trio.Event]] = deque()
         self._caches: list[GiveBack] = []
         self._token: trio.lowlevel.TrioToken | None = None

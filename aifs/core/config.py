@@ -181,7 +181,9 @@ def known_keys() -> list[str]:
 
 def is_directory_source(source: str) -> bool:
     """Whether SOURCE means a directory (which may not exist yet) and not a YAML file."""
-    return os.path.isdir(source) or not (source.endswith((".yaml", ".yml")) or os.path.isfile(source))
+    return os.path.isdir(source) or not (
+        source.endswith((".yaml", ".yml")) or os.path.isfile(source)
+    )
 
 
 def load(source: str, overrides: Mapping[str, str]) -> Config:
@@ -201,7 +203,9 @@ def load(source: str, overrides: Mapping[str, str]) -> Config:
     settings |= {key: item for key, item in given.items() if item.value is not None}
     for key, text in overrides.items():
         if key not in known:
-            raise ConfigError(f"-o {key}: unknown key; the nearest valid key is {nearest(key, known)}")
+            raise ConfigError(
+                f"-o {key}: unknown key; the nearest valid key is {nearest(key, known)}"
+            )
         settings[key] = Setting(text, "-o", os.getcwd())
     settings = {key: item for key, item in settings.items() if item.value is not None}
     if "log.file" not in settings and "meta.directory" in settings:
@@ -212,13 +216,20 @@ def load(source: str, overrides: Mapping[str, str]) -> Config:
     _refuse_double_use(config)
     _refuse_crossed_marks(config)
     if config.layout.replicas > 1 and config.layout.ec[1]:
-        key = min(("layout.replicas", "layout.ec"), key=lambda key: config.origins[key] == "default")
-        raise ConfigError(f"{config.origins[key]}: {key}: files are either replicated or coded; set one of both")
+        key = min(
+            ("layout.replicas", "layout.ec"), key=lambda key: config.origins[key] == "default"
+        )
+        raise ConfigError(
+            f"{config.origins[key]}: {key}: files are either replicated or coded; set one of both"
+        )
     return config
 
 
 def _validate(source: str, file: str, settings: dict[str, Setting]) -> Config:
-    tree: dict[str, Any] = {"source": source, "origins": {key: item.origin for key, item in settings.items()}}
+    tree: dict[str, Any] = {
+        "source": source,
+        "origins": {key: item.origin for key, item in settings.items()},
+    }
     for key, item in settings.items():
         *sections, leaf = key.split(".")
         branch = tree
@@ -243,18 +254,27 @@ def _refuse_double_use(config: Config) -> None:
         for path in paths:
             for other, use in used.items():
                 if path == other:
-                    raise ConfigError(f"{config.origins[key]}: {key}: {path} is already used by {use}")
+                    raise ConfigError(
+                        f"{config.origins[key]}: {key}: {path} is already used by {use}"
+                    )
                 inner, outer = (path, other) if len(path) > len(other) else (other, path)
                 if os.path.commonpath([inner, outer]) == outer:
-                    raise ConfigError(f"{config.origins[key]}: {key}: {inner} lies inside {outer}, which is used too")
+                    raise ConfigError(
+                        f"{config.origins[key]}: {key}: {inner} lies inside {outer}, which is used too"
+                    )
             used[path] = key
 
 
 def _refuse_crossed_marks(config: Config) -> None:
     low, high = config.burst.low_water, config.burst.high_water
     if low >= high:
-        key = min(("burst.low_water", "burst.high_water"), key=lambda key: config.origins[key] == "default")
-        raise ConfigError(f"{config.origins[key]}: {key}: low_water {low} is not below high_water {high}")
+        key = min(
+            ("burst.low_water", "burst.high_water"),
+            key=lambda key: config.origins[key] == "default",
+        )
+        raise ConfigError(
+            f"{config.origins[key]}: {key}: low_water {low} is not below high_water {high}"
+        )
 
 
 def _read_file(path: str, known: list[str] | None) -> dict[str, Setting]:
@@ -266,14 +286,19 @@ def _read_file(path: str, known: list[str] | None) -> dict[str, Setting]:
         if root is None:
             return {}
         if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(f"{path}:{root.start_mark.line + 1}: the file must hold keys and values")
+            raise ConfigError(
+                f"{path}:{root.start_mark.line + 1}: the file must hold keys and values"
+            )
         return dict(_walk(loader, root, "", path, known))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date that does not exist
+    except (
+        yaml.YAMLError,
+        ValueError,
+    ) as error:  # ValueError: not UTF-8, or a date that does not exist
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
@@ -299,5 +324,7 @@ def _walk(
             continue
         if known is not None and key not in known:
             names = [*known, *{name.split(".")[0] for name in known}]
-            raise ConfigError(f"{origin}: {key}: unknown key; the nearest valid key is {nearest(key, names)}")
+            raise ConfigError(
+                f"{origin}: {key}: unknown key; the nearest valid key is {nearest(key, names)}"
+            )
         yield key, Setting(value, origin, os.path.dirname(path))

@@ -60,7 +60,9 @@ def _path_of(fd: int) -> str:
     return _paths.get(fd, "") if _hook is not None else ""
 
 
-def open_file(path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> int:
+def open_file(
+    path: str, *, create: bool = False, exclusive: bool = False, write: bool = True
+) -> int:
     """A descriptor for ``path``; with ``create`` the file is made if it is missing (mode 0600)."""
     _before("open_file", path)
     flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC
@@ -321,7 +323,9 @@ def data_ranges(fd: int, offset: int, length: int) -> list[tuple[int, int]]:
                 break
             offset = min(os.lseek(fd, start, os.SEEK_HOLE), end)
         except OSError as error:
-            if error.errno == errno.ENXIO:  # a hole up to the end, or a file that has been cut this very moment
+            if (
+                error.errno == errno.ENXIO
+            ):  # a hole up to the end, or a file that has been cut this very moment
                 break
             raise
         ranges.append((start, offset))

@@ -9,9 +9,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 # f_type in statfs(2): tmpfs, ramfs; and NFS, SMB (3 kinds), FUSE, Ceph, 9P, AFS, Lustre, GPFS, BeeGFS.
 _MEMORY_FILESYSTEMS = (0x01021994, 0x858458F6)
 _NETWORK_FILESYSTEMS = (
-    0x6969, 0x517B, 0xFF534D42, 0xFE534D42, 0x65735546, 0x00C36400, 0x01021997, 0x5346414F, 0x0BD00BD0, 0x47504653,
+    0x6969,
+    0x517B,
+    0xFF534D42,
+    0xFE534D42,
+    0x65735546,
+    0x00C36400,
+    0x01021997,
+    0x5346414F,
+    0x0BD00BD0,
+    0x47504653,
     0x19830326,
-)  # fmt: skip
+)
 
 
 def is_in_memory(path: str) -> bool:

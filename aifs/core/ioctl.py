@@ -42,7 +42,9 @@ class Command:
     @cached_property
     def argument(self) -> struct.Struct:
         """What the caller passes or gets."""
-        return struct.Struct("=" + "".join(count + _CODES[kind] for kind, _, count in _FIELD.findall(self.fields)))
+        return struct.Struct(
+            "=" + "".join(count + _CODES[kind] for kind, _, count in _FIELD.findall(self.fields))
+        )
 
     @property
     def request(self) -> int:
@@ -66,7 +68,10 @@ class Command:
         for kind, name, count in _FIELD.findall(self.fields):
             lines.append(f"\t{_C_TYPES[kind]} {name}{f'[{count}]' if count else ''};")
         macro = {_WRITE: "_IOW", _READ: "_IOR", _WRITE | _READ: "_IOWR"}[self.direction]
-        lines += ["};", f"#define {self.name} {macro}(AIFS_IOC_TYPE, {self.number}, struct {struct_name})"]
+        lines += [
+            "};",
+            f"#define {self.name} {macro}(AIFS_IOC_TYPE, {self.number}, struct {struct_name})",
+        ]
         return "\n".join(lines)
 
 
@@ -75,22 +80,30 @@ AIFS_IOC_VERSION = Command(
 )
 
 AIFS_IOC_DRAIN = Command(
-    "AIFS_IOC_DRAIN", _WRITE, 1, "u32 flags, u32 reserved, u64 timeout_ms",
+    "AIFS_IOC_DRAIN",
+    _WRITE,
+    1,
+    "u32 flags, u32 reserved, u64 timeout_ms",
     "flags and reserved: 0; timeout_ms 0: none. Returns when the bytes of the file, or of all files below the directory, that "
     "have been acknowledged are on the capacity tier; ETIMEDOUT if that takes longer.",
-)  # fmt: skip
+)
 
 AIFS_IOC_REMOVE_TREE = Command(
-    "AIFS_IOC_REMOVE_TREE", _WRITE, 2, "u32 flags, u32 reserved, char name[256]",
+    "AIFS_IOC_REMOVE_TREE",
+    _WRITE,
+    2,
+    "u32 flags, u32 reserved, char name[256]",
     "flags and reserved: 0; name ends with a zero byte. On a directory: removes that directory in it with all that lies below. "
     "Returns at once; space comes back in the background. ENOTDIR, ENOENT, EACCES, EPERM as rmdir(2); EPERM also if the caller "
     "does not own the directory that is to go.",
-)  # fmt: skip
+)
 
 REPLACE, EXCLUSIVE = 1, 2
 
 AIFS_IOC_PUBLISH = Command(
-    "AIFS_IOC_PUBLISH", _WRITE, 3,
+    "AIFS_IOC_PUBLISH",
+    _WRITE,
+    3,
     "u32 flags, u32 content_length, u64 parent, char final[256], char latest[256], char tracker[256], char content[64], "
     "char manifest[256]",
     "On a directory: shows it under its final name, with the pointers beside it, all at once; durable on return. flags: "
@@ -98,21 +111,26 @@ AIFS_IOC_PUBLISH = Command(
     "of the directory that the final name is in. Names end with a zero byte, empty for none: latest (a symlink to final), "
     "tracker (a file with the content), manifest (a file that has to be in the directory). EBUSY: members or files are missing; "
     "EEXIST, ENOTEMPTY: the name is taken.",
-)  # fmt: skip
+)
 
 AGAIN = 1
 
 AIFS_IOC_COMMIT = Command(
-    "AIFS_IOC_COMMIT", _WRITE, 4, "u32 rank, u32 flags, char list[256]",
+    "AIFS_IOC_COMMIT",
+    _WRITE,
+    4,
+    "u32 rank, u32 flags, char list[256]",
     "On a pending directory: all that is unsynced below is durable on return, and the rank has committed. flags: AIFS_AGAIN (it may "
     "have committed before); list: path of a file below that says what the rank has written, ending with a zero byte, or empty. "
     "Unlike setxattr(2) it leaves the directory unlocked meanwhile. EINVAL: not pending, no such rank, or it has committed.",
-)  # fmt: skip
+)
 
 GROUP_EXPLICIT, GROUP_REUSE, GROUP_SAME_SIZE = 1, 2, 4
 
 AIFS_IOC_GROUP_CREATE = Command(
-    "AIFS_IOC_GROUP_CREATE", _WRITE | _READ, 5,
+    "AIFS_IOC_GROUP_CREATE",
+    _WRITE | _READ,
+    5,
     "u32 ranks, u32 flags, u64 chunk, u64 timeout_ms, u64 grace_ms, u64 id, char name[64], char publish[256], "
     "char job[64]",
     "On a directory: begins a group there, as user.aifs.group does; the same once more, while it is open, finds it. flags: "
@@ -120,65 +138,94 @@ AIFS_IOC_GROUP_CREATE = Command(
     "committed, 0 for the usual; grace_ms: how long a dead rank may stay away; job: whose ranks these "
     "are, what another one has left is given up. id is filled in. Strings end with a zero byte. EINVAL: another group is open, or "
     "a job whose ranks live is writing; EBUSY: it is not durable yet.",
-)  # fmt: skip
+)
 
 AIFS_IOC_GROUP_JOIN = Command(
-    "AIFS_IOC_GROUP_JOIN", _WRITE, 6, "u32 rank, u32 flags, u64 id",
+    "AIFS_IOC_GROUP_JOIN",
+    _WRITE,
+    6,
+    "u32 rank, u32 flags, u64 id",
     "The calling process is this rank from now on: if it ends before the rank has committed, the group fails, at once or when its "
     "grace is over. flags: 0; id: 0 for the directory's group. EINVAL: no such rank, a process that lives is it already, or the "
     "group commits by closing; EOPNOTSUPP: the daemon cannot see the process.",
-)  # fmt: skip
+)
 
 AIFS_IOC_GROUP_COMMIT = Command(
-    "AIFS_IOC_GROUP_COMMIT", _WRITE, 7, "u32 rank, u32 flags, u64 id, char file[256]",
+    "AIFS_IOC_GROUP_COMMIT",
+    _WRITE,
+    7,
+    "u32 rank, u32 flags, u64 id, char file[256]",
     "All that is unsynced below the directory is durable in the burst tier on return, and the rank has committed. flags: 0; id: 0 for "
     "the directory's group; file: path of a file below that the rank has written, ending with a zero byte, or empty; its size is "
     "compared if all files have to have one. EINVAL: no such rank, it has committed, the group commits by closing, or the file has "
     "another size than that of the first rank to commit.",
-)  # fmt: skip
+)
 
 GROUP_WAIT_BUFFERED, GROUP_WAIT_DURABLE = 1, 2
 
 AIFS_IOC_GROUP_WAIT = Command(
-    "AIFS_IOC_GROUP_WAIT", _WRITE, 8, "u32 what, u32 flags, u64 id, u64 timeout_ms",
+    "AIFS_IOC_GROUP_WAIT",
+    _WRITE,
+    8,
+    "u32 what, u32 flags, u64 id, u64 timeout_ms",
     "Returns when all ranks have committed and their bytes are durable in the burst tier (AIFS_GROUP_WAIT_BUFFERED) or on the capacity "
     "tier (AIFS_GROUP_WAIT_DURABLE). flags: 0; id: 0 for the directory's group; timeout_ms 0: none. "
     "EINVAL: files have sizes that differ; EOWNERDEAD: a rank died; "
     "ECANCELED; ETIME: the group's own time was over; ETIMEDOUT: timeout_ms were.",
-)  # fmt: skip
+)
 
 AIFS_IOC_GROUP_CANCEL = Command(
-    "AIFS_IOC_GROUP_CANCEL", _WRITE, 9, "u32 flags, u32 reserved, u64 id, char reason[128]",
+    "AIFS_IOC_GROUP_CANCEL",
+    _WRITE,
+    9,
+    "u32 flags, u32 reserved, u64 id, char reason[128]",
     "Ends the group; its files are drained as usual. flags and reserved: 0; id: 0 for the directory's group; reason: what others are "
     "told, ending with a zero byte, or empty.",
-)  # fmt: skip
+)
 
 GROUP_STATES = ("open", "committed", "draining", "durable", "failed", "cancelled", "expired")
 """Of a group; in ``AIFS_IOC_GROUP_QUERY`` they are numbered from 1."""
 
 AIFS_IOC_GROUP_QUERY = Command(
-    "AIFS_IOC_GROUP_QUERY", _WRITE | _READ, 10,
+    "AIFS_IOC_GROUP_QUERY",
+    _WRITE | _READ,
+    10,
     "u64 id, u32 state, u32 ranks, u32 joined, u32 committed, u32 files, i32 dead, u64 bytes, u64 zero_bytes, u64 duplicate_bytes, "
     "u64 found_bytes, u64 distinct_bytes, u64 stored_bytes, u64 created_ns, u64 buffered_ns, u64 durable_ns",
     "Reads what getfattr -n user.aifs.group says in words. id: 0 for the directory's group, is filled in; state: one of AIFS_GROUP_...; "
     "joined, committed: how many ranks; dead: a rank, or -1; times: since the epoch, 0 if not yet.",
-)  # fmt: skip
+)
 
 COMMANDS = {
     command.request: command
     for command in (
-        AIFS_IOC_VERSION, AIFS_IOC_DRAIN, AIFS_IOC_REMOVE_TREE, AIFS_IOC_PUBLISH, AIFS_IOC_COMMIT, AIFS_IOC_GROUP_CREATE,
-        AIFS_IOC_GROUP_JOIN, AIFS_IOC_GROUP_COMMIT, AIFS_IOC_GROUP_WAIT, AIFS_IOC_GROUP_CANCEL, AIFS_IOC_GROUP_QUERY,
+        AIFS_IOC_VERSION,
+        AIFS_IOC_DRAIN,
+        AIFS_IOC_REMOVE_TREE,
+        AIFS_IOC_PUBLISH,
+        AIFS_IOC_COMMIT,
+        AIFS_IOC_GROUP_CREATE,
+        AIFS_IOC_GROUP_JOIN,
+        AIFS_IOC_GROUP_COMMIT,
+        AIFS_IOC_GROUP_WAIT,
+        AIFS_IOC_GROUP_CANCEL,
+        AIFS_IOC_GROUP_QUERY,
     )
-}  # fmt: skip
+}
 
 _CONSTANTS = {
-    "AIFS_IOC_TYPE": TYPE, "AIFS_IOC_VERSION_NUMBER": VERSION, "AIFS_REPLACE": REPLACE, "AIFS_EXCLUSIVE": EXCLUSIVE,
-    "AIFS_AGAIN": AGAIN, "AIFS_GROUP_EXPLICIT": GROUP_EXPLICIT, "AIFS_GROUP_REUSE": GROUP_REUSE,
+    "AIFS_IOC_TYPE": TYPE,
+    "AIFS_IOC_VERSION_NUMBER": VERSION,
+    "AIFS_REPLACE": REPLACE,
+    "AIFS_EXCLUSIVE": EXCLUSIVE,
+    "AIFS_AGAIN": AGAIN,
+    "AIFS_GROUP_EXPLICIT": GROUP_EXPLICIT,
+    "AIFS_GROUP_REUSE": GROUP_REUSE,
     "AIFS_GROUP_SAME_SIZE": GROUP_SAME_SIZE,
-    "AIFS_GROUP_WAIT_BUFFERED": GROUP_WAIT_BUFFERED, "AIFS_GROUP_WAIT_DURABLE": GROUP_WAIT_DURABLE,
+    "AIFS_GROUP_WAIT_BUFFERED": GROUP_WAIT_BUFFERED,
+    "AIFS_GROUP_WAIT_DURABLE": GROUP_WAIT_DURABLE,
     **{f"AIFS_GROUP_{state.upper()}": number for number, state in enumerate(GROUP_STATES, 1)},
-}  # fmt: skip
+}
 
 
 def text(field: bytes) -> bytes:

@@ -68,14 +68,18 @@ def size(minimum: int, maximum: int, multiple: int = 1) -> Kind:
         return size
 
     step = f", a multiple of {multiple}" if multiple > 1 else ""
-    return Kind(f"a size from {format_size(minimum)} to {format_size(maximum)}{step}", parse, format_size)
+    return Kind(
+        f"a size from {format_size(minimum)} to {format_size(maximum)}{step}", parse, format_size
+    )
 
 
 def duration(minimum_s: float, maximum_s: float) -> Kind:
     def parse(value: Any, base: str) -> float:
         return _within(_number(value, parse_duration), minimum_s, maximum_s)
 
-    allowed = f"a duration from {format_duration(minimum_s)} to {format_duration(maximum_s)}, such as 1s"
+    allowed = (
+        f"a duration from {format_duration(minimum_s)} to {format_duration(maximum_s)}, such as 1s"
+    )
     return Kind(allowed, parse, format_duration)
 
 
@@ -169,7 +173,9 @@ def _parse_server(value: Any, base: str) -> ServerPlace:
     if not {"path"} <= set(value) <= {"path", "domain", "bandwidth"}:
         raise ValueError
     bandwidth = size(0, 1 << 60).parse(value.get("bandwidth", 0), base)
-    return ServerPlace(_parse_path(value["path"], base), parse_domain(value.get("domain", "")), bandwidth)
+    return ServerPlace(
+        _parse_path(value["path"], base), parse_domain(value.get("domain", "")), bandwidth
+    )
 
 
 def parse_domain(value: Any) -> str:
@@ -192,13 +198,16 @@ def _format_server(path: str, domain: str, bandwidth: int) -> str:
 
 BOOLEAN = Kind("true or false", _parse_boolean, lambda value: str(value).lower())
 CODED = Kind(
-    "none or DATA+PARITY, such as 4+2, with 2 to 16 and 1 to 8 columns", _parse_coded,
+    "none or DATA+PARITY, such as 4+2, with 2 to 16 and 1 to 8 columns",
+    _parse_coded,
     lambda columns: f"{columns[0]}+{columns[1]}" if columns[1] else "none",
-)  # fmt: skip
+)
 HEDGE = Kind("auto, off, or a duration from 100us to 1min", _parse_hedge, _format_hedge)
 COMPRESS = Kind("none or zstd:LEVEL with a level from 1 to 19", _parse_compress, _format_compress)
 PATH = Kind("a path", _parse_path)
 PATHS = Kind("a list of directories", _parse_paths, ":".join)
 SERVERS = Kind(
-    "a list of directories, not empty; each a path, or {path: PATH, domain: NAME, bandwidth: SIZE}", _parse_servers, _format_servers
+    "a list of directories, not empty; each a path, or {path: PATH, domain: NAME, bandwidth: SIZE}",
+    _parse_servers,
+    _format_servers,
 )

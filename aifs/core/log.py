@@ -32,7 +32,9 @@ def setup(file: str | None, level: str) -> None:
         handler = logging.StreamHandler()
     else:
         os.makedirs(os.path.dirname(file), exist_ok=True)
-        handler = logging.handlers.RotatingFileHandler(file, maxBytes=FILE_BYTES, backupCount=FILES_KEPT)
+        handler = logging.handlers.RotatingFileHandler(
+            file, maxBytes=FILE_BYTES, backupCount=FILES_KEPT
+        )
     handler.setFormatter(logging.Formatter(FORMAT, TIME_FORMAT))
     root = logging.getLogger()
     for old in root.handlers[:]:
@@ -42,11 +44,15 @@ def setup(file: str | None, level: str) -> None:
     root.setLevel(level.upper())
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
-    threading.excepthook = lambda args: _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+    threading.excepthook = lambda args: _log_uncaught(
+        args.exc_type, args.exc_value, args.exc_traceback
+    )
 
 
 def _log_uncaught(kind: Any, value: Any, trace: Any) -> None:
-    logging.getLogger("aifs").critical("an exception that nobody caught", exc_info=(kind, value, trace))
+    logging.getLogger("aifs").critical(
+        "an exception that nobody caught", exc_info=(kind, value, trace)
+    )
 
 
 def dump_stacks(logger: logging.Logger) -> None:

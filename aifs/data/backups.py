@@ -27,7 +27,9 @@ class BackupFiles:
 
     def servers(self) -> frozenset[int]:
         """Ids of the servers that are to stay."""
-        return frozenset(server.id for server in self._servers.capacity() if server.standing == ACTIVE)
+        return frozenset(
+            server.id for server in self._servers.capacity() if server.standing == ACTIVE
+        )
 
     async def put(self, name: str, data: bytes) -> None:
         """Store a file on as many servers as wanted, durably on return; one must take it. Raises NoSpace, Unavailable."""
@@ -69,7 +71,11 @@ class BackupFiles:
         """Remove the files with such names. What cannot be removed stays, and a later call will."""
         for server in self._servers.capacity():
             try:
-                names = [name for name in await self._servers.run(server, sizes, server) if is_useless(name)]
+                names = [
+                    name
+                    for name in await self._servers.run(server, sizes, server)
+                    if is_useless(name)
+                ]
                 await self._servers.run(server, delete, server, names)
             except FsError as error:
                 _log.info("older backups on %s stay for now: %s", server.name, error)
@@ -139,7 +145,11 @@ def list_directory(directory: str) -> dict[str, int]:
     """The files in ``directory``, which may be missing, with their lengths. Raises OSError."""
     try:
         with os.scandir(directory) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False)}
+            return {
+                entry.name: entry.stat().st_size
+                for entry in entries
+                if entry.is_file(follow_symlinks=False)
+            }
     except FileNotFoundError:
         return {}
 

@@ -48,9 +48,13 @@ def read_marker(directory: str) -> Marker:
     try:
         marker = Marker(**json.loads(content))
     except (ValueError, TypeError) as error:
-        raise StoreError(f"{path}: damaged marker; restore it from another copy of the directory") from error
+        raise StoreError(
+            f"{path}: damaged marker; restore it from another copy of the directory"
+        ) from error
     if marker.format != FORMAT:
-        raise StoreError(f"{path}: format {marker.format!r}, but this version knows format {FORMAT} alone")
+        raise StoreError(
+            f"{path}: format {marker.format!r}, but this version knows format {FORMAT} alone"
+        )
     if marker.role not in ROLES or type(marker.id) is not int or type(marker.store) is not str:
         raise StoreError(f"{path}: damaged marker; restore it from another copy of the directory")
     return marker

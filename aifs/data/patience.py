@@ -77,7 +77,17 @@ def in_time(patience: "Patience") -> Iterator[None]:
 class Call:
     """A function that one thread runs, or leaves, if it has been given up before it came to that."""
 
-    __slots__ = ("_args", "_function", "asks_since_s", "given_up", "has_begun", "has_ended", "patience", "queued_s", "what")
+    __slots__ = (
+        "_args",
+        "_function",
+        "asks_since_s",
+        "given_up",
+        "has_begun",
+        "has_ended",
+        "patience",
+        "queued_s",
+        "what",
+    )
 
     def __init__(self, patience: "Patience", function: Callable[..., Any], args: tuple) -> None:
         self.patience, self._function, self._args = patience, function, args
@@ -222,12 +232,16 @@ class Patience:
 async def until_answered(servers: "Iterable[Workers]") -> None:
     """Wait until none of them hangs; not in the background, where that is an error of each call."""
     patiences = [workers.patience for workers in servers]
-    while not is_background() and (hanging := [patience for patience in patiences if patience.hangs]):
+    while not is_background() and (
+        hanging := [patience for patience in patiences if patience.hangs]
+    ):
         await hanging[0].answered.wait()
 
 
 async def outcomes_in_time(
-    calls: "Sequence[tuple[Workers, Callable[..., Any], tuple]]", on_end: Callable[[], None], abandonable: bool
+    calls: "Sequence[tuple[Workers, Callable[..., Any], tuple]]",
+    on_end: Callable[[], None],
+    abandonable: bool,
 ) -> list[Any]:
     """As ``workers.outcomes``, but a call that takes too long is answered with Hanging; what it raised is among the results."""
     results: list[Any] = [None] * len(calls)
@@ -259,7 +273,9 @@ async def outcomes_in_time(
         on_end()
         await trio.lowlevel.cancel_shielded_checkpoint()
     while waiting:
-        due_s = min(workers.patience.due_s(call, workers.answered_s) for workers, call in waiting.values())
+        due_s = min(
+            workers.patience.due_s(call, workers.answered_s) for workers, call in waiting.values()
+        )
         until = trio.current_time() + max(due_s - time.monotonic(), _LEAST_S)
         with trio.CancelScope(deadline=until, shield=not abandonable):
             await answered.wait()

@@ -58,7 +58,11 @@ def role_of(server_id: int) -> str:
 
 def name_of(server_id: int) -> str:
     """For messages."""
-    return f"burst directory {server_id - BURST_FIRST}" if server_id >= BURST_FIRST else f"data server {server_id}"
+    return (
+        f"burst directory {server_id - BURST_FIRST}"
+        if server_id >= BURST_FIRST
+        else f"data server {server_id}"
+    )
 
 
 class DataServer:
@@ -109,7 +113,10 @@ class DataServer:
         self._check_marker()
         try:
             status = os.stat(self.path)
-            self.in_memory, self.is_local = filesystems.is_in_memory(self.path), filesystems.is_local(self.path)
+            self.in_memory, self.is_local = (
+                filesystems.is_in_memory(self.path),
+                filesystems.is_local(self.path),
+            )
         except OSError as error:
             raise StoreError(f"{self.name}: {self.path}: {error.strerror}") from error
         if not read_only and not os.access(self.path, os.W_OK):
@@ -217,7 +224,9 @@ class DataServer:
         except OSError as error:
             if error.errno != errno.EROFS:
                 raise
-            return files.open_file(path, write=False)  # its disk has become read-only: what is there can be rescued
+            return files.open_file(
+                path, write=False
+            )  # its disk has become read-only: what is there can be rescued
 
     def _create(self, key: Key, new: bool) -> int:
         directory = naming.directory_of(self.path, key[1])
@@ -280,7 +289,9 @@ class DataServer:
         return failed
 
     def _unlink(self, key: Key) -> None:
-        with suppress(FileNotFoundError):  # no matter, if the server's directory is there: see _after_removals
+        with suppress(
+            FileNotFoundError
+        ):  # no matter, if the server's directory is there: see _after_removals
             files.unlink(self.object_path(*key))
 
     def _after_removals(self, directory: str) -> None:
@@ -301,7 +312,9 @@ class DataServer:
         begin = time.monotonic()
         count = self.call("read", key, files.read_into, fd, buffer, offset)
         self.latency.observe("read", len(buffer), time.monotonic() - begin)
-        self.read_bytes += count  # whole: threads take turns only where functions are called or loops repeated
+        self.read_bytes += (
+            count  # whole: threads take turns only where functions are called or loops repeated
+        )
         return count
 
     def read_cached(self, fd: int, buffer: memoryview, offset: int) -> bool:
@@ -378,7 +391,11 @@ class DataServer:
         status = self.call("statvfs", self.path, os.statvfs, self.path)
         unit = status.f_frsize
         return Space(
-            status.f_blocks * unit, status.f_bfree * unit, status.f_bavail * unit, status.f_files, status.f_ffree
+            status.f_blocks * unit,
+            status.f_bfree * unit,
+            status.f_bavail * unit,
+            status.f_files,
+            status.f_ffree,
         )
 
     @property

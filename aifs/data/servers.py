@@ -39,9 +39,13 @@ class Servers:
     """
 
     def __init__(
-        self, table: Mapping[int, str], store: str, threads: int = 16, budget: Budget | None = None,
+        self,
+        table: Mapping[int, str],
+        store: str,
+        threads: int = 16,
+        budget: Budget | None = None,
         patience_s: float = FOR_EVER,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``table``: id to absolute path; ``store``: uuid; ``patience_s``: see patience.py. Does no I/O: call ``check_identity``
         next."""
         self.buffers = BufferPool()
@@ -62,9 +66,13 @@ class Servers:
 
     def _new(self, number: int, path: str) -> DataServer:
         if number >= BURST_FIRST:
-            workers = Workers(f"aifs-burst-{number - BURST_FIRST}", self._threads, self._completions)
+            workers = Workers(
+                f"aifs-burst-{number - BURST_FIRST}", self._threads, self._completions
+            )
         else:
-            workers = Workers(f"aifs-data-{number}", self._limit, self._completions, self._patience_s)
+            workers = Workers(
+                f"aifs-data-{number}", self._limit, self._completions, self._patience_s
+            )
         return DataServer(number, path, self._store, workers)
 
     def __getitem__(self, number: int) -> DataServer:
@@ -156,7 +164,9 @@ class Servers:
                 server.identify(read_only)
             except StoreError as error:
                 if server.id not in dispensable:
-                    raise StoreError(f"{error}; unprotected files may have bytes there; {_WITHOUT}") from error
+                    raise StoreError(
+                        f"{error}; unprotected files may have bytes there; {_WITHOUT}"
+                    ) from error
                 server.absent = str(error)
                 _log.warning("the store does without a data server for now: %s", error)
                 continue
@@ -192,7 +202,9 @@ class Servers:
         for server in self.capacity():
             if server.standing != LOST and server.id not in self._looking:
                 self._looking.add(server.id)
-                server.workers.start(lambda _, server=server: self._looked(server), server.look, self.read_only)
+                server.workers.start(
+                    lambda _, server=server: self._looked(server), server.look, self.read_only
+                )
 
     def _looked(self, server: DataServer) -> None:
         self._looking.discard(server.id)
@@ -203,7 +215,9 @@ class Servers:
         """Of these servers the one with the least to do, for work that any may do. Raises Unavailable."""
         known = [self._servers[number] for number in numbers if number in self._servers]
         if not known:
-            raise Unavailable("none of the data servers that are needed is registered in this store")
+            raise Unavailable(
+                "none of the data servers that are needed is registered in this store"
+            )
         return min(known, key=lambda server: (server.hangs, server.workers.outstanding))
 
     # --- calls ---
@@ -226,7 +240,9 @@ class Servers:
 
         async def ask(number: int, server: DataServer) -> None:
             with trio.move_on_after(_SAY_S if server.role == "data" else FOR_EVER):
-                [found[number]] = await gather([(server.workers, _space_or_none, (server,))], abandonable=True)
+                [found[number]] = await gather(
+                    [(server.workers, _space_or_none, (server,))], abandonable=True
+                )
 
         async with trio.open_nursery() as nursery:
             for number, server in enumerate(servers):
@@ -244,7 +260,9 @@ class Servers:
             for server, space in zip(servers, spaces, strict=True)
             if space is not None
         }
-        return Space(*(sum(getattr(space, field) for space in by_device.values()) for field in Space._fields))
+        return Space(
+            *(sum(getattr(space, field) for space in by_device.values()) for field in Space._fields)
+        )
 
     async def status(self) -> list[dict[str, Any]]:
         """For ``aifs status``: role, id in it, path, domain, standing, state, used_bytes, free_bytes (None: unknown),
@@ -268,7 +286,12 @@ class Servers:
         for server in servers:
             left = server.workers.join(until_s if server.role == "data" else FOR_EVER)
             if left:
-                _log.warning("%s (%s) does not answer; %d calls to it are left", server.name, server.path, len(left))
+                _log.warning(
+                    "%s (%s) does not answer; %d calls to it are left",
+                    server.name,
+                    server.path,
+                    len(left),
+                )
             stuck += left
         return stuck
 

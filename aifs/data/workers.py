@@ -101,7 +101,9 @@ class Completions:
 class Workers:
     """Up to ``limit`` threads, started when they are first needed. Used from the trio thread."""
 
-    def __init__(self, name: str, limit: int, completions: Completions, patience_s: float = FOR_EVER) -> None:
+    def __init__(
+        self, name: str, limit: int, completions: Completions, patience_s: float = FOR_EVER
+    ) -> None:
         """``patience_s``: how long a call may run that is made in the background."""
         self.outstanding = 0
         self.patience = Patience(patience_s)
@@ -113,12 +115,16 @@ class Workers:
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def submit(self, batch: _Batch | _Notice | None, place: int, function: Callable[..., Any], args: tuple) -> None:
+    def submit(
+        self, batch: _Batch | _Notice | None, place: int, function: Callable[..., Any], args: tuple
+    ) -> None:
         self.outstanding += 1
         self._queue.put((batch, place, function, args))
         if len(self._threads) < self.outstanding and len(self._threads) < self._allowed:
             self._completions.bind()
-            thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+            thread = threading.Thread(
+                target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True
+            )
             self._threads.append(thread)
             thread.start()
 
@@ -170,7 +176,9 @@ class Workers:
             except BaseException as error:  # noqa: BLE001 (raised again where the call is waited for)
                 result = error
                 if batch is None:
-                    _log.error("%s: a call that nobody waits for failed", self._name, exc_info=error)
+                    _log.error(
+                        "%s: a call that nobody waits for failed", self._name, exc_info=error
+                    )
             if batch is not None:
                 batch.results[place] = result
             self.answered_s = time.monotonic()

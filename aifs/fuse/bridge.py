@@ -30,9 +30,14 @@ DIRECT_IO_ALLOW_MMAP = 1 << 36
 PASSTHROUGH = 1 << 37
 
 WANTED = (
-    PARALLEL_DIROPS | CACHE_SYMLINKS | NO_OPENDIR_SUPPORT | EXPLICIT_INVAL_DATA | HANDLE_KILLPRIV_V2
-    | DIRECT_IO_ALLOW_MMAP | PASSTHROUGH
-)  # fmt: skip
+    PARALLEL_DIROPS
+    | CACHE_SYMLINKS
+    | NO_OPENDIR_SUPPORT
+    | EXPLICIT_INVAL_DATA
+    | HANDLE_KILLPRIV_V2
+    | DIRECT_IO_ALLOW_MMAP
+    | PASSTHROUGH
+)
 
 _CAP_SYS_ADMIN = 21
 
@@ -66,9 +71,13 @@ class Bridge:
         self._kernel = kernel
         if extension is not None:
             wanted = kernel.bridge != "off"
-            extension.configure(on_request if wanted else None, WANTED, kernel.max_background, ioctl.TYPE)
+            extension.configure(
+                on_request if wanted else None, WANTED, kernel.max_background, ioctl.TYPE
+            )
         elif kernel.bridge == "require":
-            raise MountError(f"kernel.bridge is require, but it cannot be loaded: {extension_error}; {NOT_BUILT}")
+            raise MountError(
+                f"kernel.bridge is require, but it cannot be loaded: {extension_error}; {NOT_BUILT}"
+            )
 
     @property
     def in_use(self) -> bool:
@@ -83,7 +92,9 @@ class Bridge:
         """After mounting: raise MountError if a bridge that is required is not in use."""
         if self._kernel.bridge == "require" and not self.in_use:
             why = self._reason()
-            raise MountError(f"kernel.bridge is require, but the bridge cannot be used: {why}; {OLD_LIBFUSE}")
+            raise MountError(
+                f"kernel.bridge is require, but the bridge cannot be used: {why}; {OLD_LIBFUSE}"
+            )
 
     def disconnect(self) -> None:
         """The mount ends. Backing files are the kernel's to close then."""
@@ -111,8 +122,14 @@ class Bridge:
         try:
             extension.reply(unique, number, data)
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENODEV, errno.EBADF):  # nobody waits for it any more
-                _log.error("the kernel refuses an answer: %s", error)  # raised, it would end the mount
+            if error.errno not in (
+                errno.ENOENT,
+                errno.ENODEV,
+                errno.EBADF,
+            ):  # nobody waits for it any more
+                _log.error(
+                    "the kernel refuses an answer: %s", error
+                )  # raised, it would end the mount
 
     def status(self) -> dict[str, object]:
         """For ``aifs status``: what is in use, and how many requests of each opcode the kernel has sent."""
@@ -130,7 +147,9 @@ class Bridge:
         if not extension.negotiated()[1] & PASSTHROUGH:
             return [Missing("passthrough", "the kernel does not offer it", SPEED_COST, OLD_KERNEL)]
         if not may_pass_through():
-            return [Missing("passthrough", "the daemon has no CAP_SYS_ADMIN", SPEED_COST, NO_CAPABILITY)]
+            return [
+                Missing("passthrough", "the daemon has no CAP_SYS_ADMIN", SPEED_COST, NO_CAPABILITY)
+            ]
         return []
 
     def _reason(self) -> str:

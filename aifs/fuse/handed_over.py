@@ -17,17 +17,31 @@ from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.groups.group_text import make_options
 from aifs.vfs.types import Caller
 
-INTERRUPT, IOCTL, FALLOCATE, LSEEK, COPY_FILE_RANGE, SYNCFS, COPY_FILE_RANGE_64 = 36, 39, 43, 46, 47, 50, 53
+INTERRUPT, IOCTL, FALLOCATE, LSEEK, COPY_FILE_RANGE, SYNCFS, COPY_FILE_RANGE_64 = (
+    36,
+    39,
+    43,
+    46,
+    47,
+    50,
+    53,
+)
 
 _UNIQUE = struct.Struct("=Q")
-_IOCTL = struct.Struct("=QIIQII")  # handle, flags, command, argument, in_size, out_size; then the data
+_IOCTL = struct.Struct(
+    "=QIIQII"
+)  # handle, flags, command, argument, in_size, out_size; then the data
 _IOCTL_REPLY = struct.Struct("=iIII")  # result, flags, in_iovs, out_iovs; then the data
 _FALLOCATE = struct.Struct("=QQQII")  # handle, offset, length, mode, padding
 _LSEEK = struct.Struct("=QQII")  # handle, offset, whence, padding
 _OFFSET = struct.Struct("=Q")
-_COPY = struct.Struct("=QQQQQQQ")  # handle in, offset in, inode out, handle out, offset out, length, flags
+_COPY = struct.Struct(
+    "=QQQQQQQ"
+)  # handle in, offset in, inode out, handle out, offset out, length, flags
 _COPIED = struct.Struct("=II")  # bytes, padding
-_COPIED_MAX = 1 << 30  # of one COPY_FILE_RANGE: fits its 32 bits, and keeps an interrupt from waiting long
+_COPIED_MAX = (
+    1 << 30
+)  # of one COPY_FILE_RANGE: fits its 32 bits, and keeps an interrupt from waiting long
 
 
 Handler = Callable[[int, bytes, Caller], Awaitable[bytes]]
@@ -72,7 +86,9 @@ class HandedOver:
             ioctl.AIFS_IOC_GROUP_QUERY: self._query_group,
         }
 
-    def take(self, opcode: int, unique: int, nodeid: int, caller: tuple[int, int, int], body: bytes) -> bool:
+    def take(
+        self, opcode: int, unique: int, nodeid: int, caller: tuple[int, int, int], body: bytes
+    ) -> bool:
         """A request of the kernel. Returns at once, True if it will be answered (INTERRUPT: if it was one of ours)."""
         if opcode == INTERRUPT:
             scope = self._running.get(*_UNIQUE.unpack_from(body))
@@ -81,10 +97,14 @@ class HandedOver:
             return scope is not None
         assert self.nursery is not None
         self._running[unique] = trio.CancelScope()
-        self.nursery.start_soon(self._answer, self._handlers[opcode], unique, nodeid, body, Caller(*caller))
+        self.nursery.start_soon(
+            self._answer, self._handlers[opcode], unique, nodeid, body, Caller(*caller)
+        )
         return True
 
-    async def _answer(self, handler: Handler, unique: int, nodeid: int, body: bytes, caller: Caller) -> None:
+    async def _answer(
+        self, handler: Handler, unique: int, nodeid: int, body: bytes, caller: Caller
+    ) -> None:
         number, data = errno.EINTR, b""
         try:
             with self._running[unique]:
@@ -106,7 +126,9 @@ class HandedOver:
         if command is ioctl.AIFS_IOC_VERSION:
             data = command.argument.pack(ioctl.VERSION)
         else:
-            data = await self._ioctls[command](nodeid, command.unpack(body[_IOCTL.size :][:in_size]), caller)
+            data = await self._ioctls[command](
+                nodeid, command.unpack(body[_IOCTL.size :][:in_size]), caller
+            )
         if len(data) > out_size:
             raise Invalid("no room for the result")
         return _IOCTL_REPLY.pack(0, 0, 0, 0) + data
@@ -129,9 +151,16 @@ class HandedOver:
         if length > len(content):
             raise Invalid("the content is longer than its field")
         what = Publication(
-            ino, parent, ioctl.text(final), bool(flags & ioctl.REPLACE), bool(flags & ioctl.EXCLUSIVE),
-            ioctl.text(latest), ioctl.text(tracker), content[:length], ioctl.text(manifest),
-        )  # fmt: skip
+            ino,
+            parent,
+            ioctl.text(final),
+            bool(flags & ioctl.REPLACE),
+            bool(flags & ioctl.EXCLUSIVE),
+            ioctl.text(latest),
+            ioctl.text(tracker),
+            content[:length],
+            ioctl.text(manifest),
+        )
         await self._fs.publish(what, caller)
         return b""
 
@@ -145,9 +174,17 @@ class HandedOver:
         ranks, flags, chunk, timeout_ms, grace_ms, _, name, publish, job = argument
         _refuse_unknown(flags & ~(ioctl.GROUP_EXPLICIT | ioctl.GROUP_REUSE | ioctl.GROUP_SAME_SIZE))
         options = make_options(
-            ioctl.text(name), ranks, chunk, bool(flags & ioctl.GROUP_EXPLICIT), timeout_ms, grace_ms,
-            bool(flags & ioctl.GROUP_REUSE), ioctl.text(publish), bool(flags & ioctl.GROUP_SAME_SIZE), ioctl.text(job),
-        )  # fmt: skip
+            ioctl.text(name),
+            ranks,
+            chunk,
+            bool(flags & ioctl.GROUP_EXPLICIT),
+            timeout_ms,
+            grace_ms,
+            bool(flags & ioctl.GROUP_REUSE),
+            ioctl.text(publish),
+            bool(flags & ioctl.GROUP_SAME_SIZE),
+            ioctl.text(job),
+        )
         number = await self._fs.begin_group(ino, options, caller)
         return ioctl.AIFS_IOC_GROUP_CREATE.argument.pack(*argument[:5], number, name, publish, job)
 
@@ -175,11 +212,15 @@ class HandedOver:
     async def _cancel_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
         flags, reserved, number, reason = argument
         _refuse_unknown(flags | reserved)
-        await self._fs.cancel_group(ino, number, ioctl.text(reason).decode(errors="replace"), caller)
+        await self._fs.cancel_group(
+            ino, number, ioctl.text(reason).decode(errors="replace"), caller
+        )
         return b""
 
     async def _query_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
-        return ioctl.AIFS_IOC_GROUP_QUERY.argument.pack(*await self._fs.query_group(ino, argument[0]))
+        return ioctl.AIFS_IOC_GROUP_QUERY.argument.pack(
+            *await self._fs.query_group(ino, argument[0])
+        )
 
     @answers
     async def fallocate(self, nodeid: int, body: bytes, caller: Caller) -> bytes:

@@ -12,7 +12,14 @@ from typing import Any, TypeVar
 
 import pyfuse3
 import trio
-from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestContext, SetattrFields
+from pyfuse3 import (
+    EntryAttributes,
+    FileInfo,
+    FUSEError,
+    ReaddirToken,
+    RequestContext,
+    SetattrFields,
+)
 
 from aifs.core.config import KernelConfig
 from aifs.core.errors import FsError, NotFound
@@ -144,7 +151,11 @@ class Operations(pyfuse3.Operations):
     supports_dot_lookup = False
 
     def __init__(
-        self, fs: Filesystem, kernel: KernelConfig, scheduler: Scheduler, kill_privileges: Callable[[], bool]
+        self,
+        fs: Filesystem,
+        kernel: KernelConfig,
+        scheduler: Scheduler,
+        kill_privileges: Callable[[], bool],
     ) -> None:
         super().__init__()
         self._fs = fs
@@ -190,7 +201,9 @@ class Operations(pyfuse3.Operations):
         return self._entry(await self._fs.mknod(parent, name, mode, rdev, ctx))
 
     @answers
-    async def mkdir(self, parent: int, name: bytes, mode: int, ctx: RequestContext) -> EntryAttributes:
+    async def mkdir(
+        self, parent: int, name: bytes, mode: int, ctx: RequestContext
+    ) -> EntryAttributes:
         return self._entry(await self._fs.mkdir(parent, name, mode, ctx))
 
     @answers
@@ -219,7 +232,13 @@ class Operations(pyfuse3.Operations):
 
     @answers
     async def rename(
-        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, ctx: RequestContext
+        self,
+        parent: int,
+        name: bytes,
+        new_parent: int,
+        new_name: bytes,
+        flags: int,
+        ctx: RequestContext,
     ) -> None:
         await self._fs.rename(parent, name, new_parent, new_name, flags)
 
@@ -235,7 +254,12 @@ class Operations(pyfuse3.Operations):
 
     @answers
     async def setattr(
-        self, ino: int, attr: EntryAttributes, fields: SetattrFields, handle: int | None, ctx: RequestContext
+        self,
+        ino: int,
+        attr: EntryAttributes,
+        fields: SetattrFields,
+        handle: int | None,
+        ctx: RequestContext,
     ) -> EntryAttributes:
         asked = changes(attr, fields, self._kill_privileges())
         return self._entry(await self._fs.setattr(ino, asked, ctx, handle))
@@ -261,7 +285,11 @@ class Operations(pyfuse3.Operations):
         stats, reply = await self._fs.statfs(), pyfuse3.StatvfsData()
         reply.f_bsize = reply.f_frsize = stats.block_size
         reply.f_blocks, reply.f_bfree, reply.f_bavail = stats.blocks, stats.free, stats.available
-        reply.f_files, reply.f_ffree, reply.f_favail = stats.files, stats.files_free, stats.files_free
+        reply.f_files, reply.f_ffree, reply.f_favail = (
+            stats.files,
+            stats.files_free,
+            stats.files_free,
+        )
         reply.f_namemax = stats.name_max
         return reply
 

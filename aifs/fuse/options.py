@@ -61,7 +61,9 @@ def parse(
     overrides: dict[str, str] = {}
     for option in (option for item in items for option in item.split(",") if option):
         name, is_setting, value = option.partition("=")
-        if is_setting and (name in config_keys or "." in name and not option.startswith(_FSTAB_PREFIXES)):
+        if is_setting and (
+            name in config_keys or "." in name and not option.startswith(_FSTAB_PREFIXES)
+        ):
             overrides[name] = value
         elif option in _KERNEL:
             kernel.pop(_KERNEL[option], None)
@@ -78,5 +80,7 @@ def parse(
             raise ConfigError(f"mount option {option} is not supported: {_REFUSED[option]}")
         elif not sloppy:
             valid = [*_KERNEL, *_ANSWERED, *_ALWAYS, *_FSTAB, *config_keys]
-            raise ConfigError(f"unknown option {option!r}; the nearest valid one is {nearest(name, valid)}")
+            raise ConfigError(
+                f"unknown option {option!r}; the nearest valid one is {nearest(name, valid)}"
+            )
     return MountOptions(read_only, allow_other, list(kernel)), overrides

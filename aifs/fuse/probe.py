@@ -58,7 +58,9 @@ class Facts:
     """Whether users other than root may let others in."""
 
 
-def probe(config: Config, mountpoint: str | None = None, in_use: Mapping[str, Any] | None = None) -> list[Check]:
+def probe(
+    config: Config, mountpoint: str | None = None, in_use: Mapping[str, Any] | None = None
+) -> list[Check]:
     """The checks for a mount of ``config``; ``in_use``: "bridge" of the status of the mount there."""
     return judge(look(config.burst.directories, mountpoint), config, in_use or {})
 
@@ -69,19 +71,33 @@ def judge(facts: Facts, config: Config, in_use: Mapping[str, Any]) -> list[Check
     checks = [
         _bridge(facts, config.kernel.bridge, in_use.get("in_use")),
         _check(
-            "libfuse", facts.custom_io, None, f"version {facts.libfuse}", bridge.OLD_LIBFUSE,
+            "libfuse",
+            facts.custom_io,
+            None,
+            f"version {facts.libfuse}",
+            bridge.OLD_LIBFUSE,
             "has no fuse_session_custom_io, which the bridge needs",
         ),
         _check(
-            "kernel", _version(facts.kernel) >= PASSTHROUGH_KERNEL, passthrough, f"version {facts.kernel}",
-            bridge.OLD_KERNEL, "has no FUSE passthrough",
+            "kernel",
+            _version(facts.kernel) >= PASSTHROUGH_KERNEL,
+            passthrough,
+            f"version {facts.kernel}",
+            bridge.OLD_KERNEL,
+            "has no FUSE passthrough",
         ),
         _check(
-            "CAP_SYS_ADMIN", facts.admin, passthrough, f"this process {'has' if facts.admin else 'lacks'} it",
-            bridge.NO_CAPABILITY, "which passthrough needs",
+            "CAP_SYS_ADMIN",
+            facts.admin,
+            passthrough,
+            f"this process {'has' if facts.admin else 'lacks'} it",
+            bridge.NO_CAPABILITY,
+            "which passthrough needs",
         ),
-    ]  # fmt: skip
-    checks += [_burst_directory(path, kind, passthrough) for path, kind in facts.filesystems.items()]
+    ]
+    checks += [
+        _burst_directory(path, kind, passthrough) for path, kind in facts.filesystems.items()
+    ]
     if facts.read_ahead is not None:
         right = facts.read_ahead == config.kernel.read_ahead
         fix = "mount as root, or write it to /sys/class/bdi/*/read_ahead_kb of the mount"
@@ -90,19 +106,35 @@ def judge(facts: Facts, config: Config, in_use: Mapping[str, Any]) -> list[Check
         checks.append(_check("read-ahead", right, right, why, fix, wanted))
     checks += [
         _check(
-            "open files", facts.open_files >= OPEN_FILES, None, f"at most {facts.open_files}",
+            "open files",
+            facts.open_files >= OPEN_FILES,
+            None,
+            f"at most {facts.open_files}",
             f"raise the hard limit to {OPEN_FILES} or more (ulimit -Hn; LimitNOFILE= of a systemd unit)",
             "may be too few for many open files on many servers",
         ),
         _check(
-            "file leases", facts.leases, None, f"fs.leases-enable is {facts.leases:d}", "sysctl fs.leases-enable=1",
+            "file leases",
+            facts.leases,
+            None,
+            f"fs.leases-enable is {facts.leases:d}",
+            "sysctl fs.leases-enable=1",
             "so files of the burst tier cannot be drained while the daemon has them open",
         ),
-    ]  # fmt: skip
+    ]
     if not facts.root:
         fix = "add the line user_allow_other to /etc/fuse.conf"
         why = f"user_allow_other is {'set' if facts.allow_other else 'not set'}"
-        checks.append(_check("allow_other", facts.allow_other, None, why, fix, "so other users cannot use the mount"))
+        checks.append(
+            _check(
+                "allow_other",
+                facts.allow_other,
+                None,
+                why,
+                fix,
+                "so other users cannot use the mount",
+            )
+        )
     return checks
 
 
@@ -114,7 +146,9 @@ def _bridge(facts: Facts, chosen: str, in_use: bool | None) -> Check:
     if chosen == "off":
         return Check("bridge", False, in_use, "switched off", "set kernel.bridge to auto")
     if facts.extension_error:
-        return Check("bridge", False, in_use, f"cannot be loaded: {facts.extension_error}", bridge.NOT_BUILT)
+        return Check(
+            "bridge", False, in_use, f"cannot be loaded: {facts.extension_error}", bridge.NOT_BUILT
+        )
     return Check("bridge", True, in_use, "is built")
 
 
@@ -122,7 +156,9 @@ def _burst_directory(path: str, kind: str, in_use: bool | None) -> Check:
     stacked = kind.split(".")[0] in _STACKED
     fix = "put it on a local filesystem, such as ext4, xfs or tmpfs"
     why = f"lies on {kind or 'an unknown filesystem'}"
-    return _check(f"burst directory {path}", not stacked, in_use, why, fix, "which cannot back passthrough")
+    return _check(
+        f"burst directory {path}", not stacked, in_use, why, fix, "which cannot back passthrough"
+    )
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -146,7 +182,8 @@ def look(burst_directories: Iterable[str], mountpoint: str | None) -> Facts:
         read_ahead=None if mountpoint is None else _read_ahead(mountpoint),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1] % (1 << 64),
         leases=_read("/proc/sys/fs/leases-enable").strip() == "1",
-        allow_other=re.search(r"^\s*user_allow_other\s*$", _read("/etc/fuse.conf"), re.MULTILINE) is not None,
+        allow_other=re.search(r"^\s*user_allow_other\s*$", _read("/etc/fuse.conf"), re.MULTILINE)
+        is not None,
     )
 
 
@@ -157,7 +194,9 @@ def filesystem_of(path: str, mountinfo: str) -> str:
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
         point = _MOUNT_ESCAPE.sub(lambda match: chr(int(match[1], 8)), before.split()[4])
-        if os.path.commonpath([path, point]) == point and len(point) >= found[0]:  # a later mount hides an earlier one
+        if (
+            os.path.commonpath([path, point]) == point and len(point) >= found[0]
+        ):  # a later mount hides an earlier one
             found = len(point), after.split()[0]
     return found[1]
 

@@ -51,7 +51,9 @@ def is_error(record: logging.LogRecord) -> bool:
     return not record.getMessage().endswith(f"failed with {_NOBODY_WAITS}")
 
 
-def serve(config: Config, mountpoint: str, options: MountOptions, on_ready: Callable[[], None]) -> None:
+def serve(
+    config: Config, mountpoint: str, options: MountOptions, on_ready: Callable[[], None]
+) -> None:
     """Mount the store on ``mountpoint`` and serve until it is unmounted, or SIGTERM or SIGINT arrives.
 
     Blocks. ``on_ready`` is called once, when the mount answers. On return nothing is mounted, and everything
@@ -66,7 +68,9 @@ def serve(config: Config, mountpoint: str, options: MountOptions, on_ready: Call
         raise first_error(error) from error.__cause__
 
 
-async def _serve(config: Config, mountpoint: str, options: MountOptions, on_ready: Callable[[], None]) -> None:
+async def _serve(
+    config: Config, mountpoint: str, options: MountOptions, on_ready: Callable[[], None]
+) -> None:
     scheduler = requests.install()
     atime = "noatime" not in options.fuse_options
     async with open_filesystem(config, options.read_only, mountpoint, atime) as fs:
@@ -78,7 +82,14 @@ async def _serve(config: Config, mountpoint: str, options: MountOptions, on_read
             async with trio.open_nursery() as nursery:
                 handed_over.nursery = nursery
                 nursery.start_soon(_handle_signals, mountpoint)
-                nursery.start_soon(_announce, fs, bridge, config.kernel.read_ahead, config.burst.passthrough, on_ready)
+                nursery.start_soon(
+                    _announce,
+                    fs,
+                    bridge,
+                    config.kernel.read_ahead,
+                    config.burst.passthrough,
+                    on_ready,
+                )
                 gc.freeze()
                 await pyfuse3.main(READER_TASKS, MAX_TASKS)
                 nursery.cancel_scope.cancel()
@@ -87,7 +98,12 @@ async def _serve(config: Config, mountpoint: str, options: MountOptions, on_read
 
 def mount_arguments(config: Config, options: MountOptions) -> set[str]:
     """The names by which mount(8), df and umount know the mount, and what the user chose."""
-    chosen = {f"fsname={_escaped(config.source)}", "subtype=aifs", "default_permissions", *options.fuse_options}
+    chosen = {
+        f"fsname={_escaped(config.source)}",
+        "subtype=aifs",
+        "default_permissions",
+        *options.fuse_options,
+    }
     if options.read_only:
         chosen.add("ro")
     if options.allow_other:
@@ -101,7 +117,9 @@ def _escaped(value: str) -> str:
 
 
 @contextmanager
-def _mounted(operations: Operations, bridge: Bridge, mountpoint: str, fuse_options: set[str]) -> Iterator[None]:
+def _mounted(
+    operations: Operations, bridge: Bridge, mountpoint: str, fuse_options: set[str]
+) -> Iterator[None]:
     try:
         pyfuse3.init(operations, mountpoint, fuse_options)
     except RuntimeError as error:  # libfuse tells the reason on stderr alone
@@ -118,17 +136,26 @@ async def _announce(
     fs: Filesystem, bridge: Bridge, read_ahead: int, passthrough: bool, on_ready: Callable[[], None]
 ) -> None:
     """Wait for the mount's first answer, set its read-ahead, use what the kernel offers, and say that it serves."""
-    await trio.to_thread.run_sync(_set_read_ahead, fs.mountpoint, read_ahead, abandon_on_cancel=True)
+    await trio.to_thread.run_sync(
+        _set_read_ahead, fs.mountpoint, read_ahead, abandon_on_cancel=True
+    )
     missing = bridge.missing()
     if passthrough and bridge.passes_through:
         fs.handles.passthrough = bridge
         missing += _refused(fs)
     for what, why, cost, _ in missing:
-        log.warning("%s is not in use: %s. The cost: %s. `aifs doctor` tells what to change", what, why, cost)
+        log.warning(
+            "%s is not in use: %s. The cost: %s. `aifs doctor` tells what to change",
+            what,
+            why,
+            cost,
+        )
     if fs.store.config.kernel.bridge == "off":
         missing.append(Missing("the bridge", "kernel.bridge is off", ALL_COST, "set it to auto"))
     elif not passthrough:
-        missing.append(Missing("passthrough", "burst.passthrough is false", SPEED_COST, "set it to true"))
+        missing.append(
+            Missing("passthrough", "burst.passthrough is false", SPEED_COST, "set it to true")
+        )
     fs.edge_status = lambda: {**bridge.status(), "missing": [each._asdict() for each in missing]}
     log.info("serving %s", fs.mountpoint)
     on_ready()
@@ -145,7 +172,9 @@ def _refused(fs: Filesystem) -> list[Missing]:
             files.close_file(fd)
         if error is not None:
             fix = "put it on a local filesystem, such as ext4, xfs or tmpfs"
-            missing.append(Missing(f"passthrough to {server.path}", str(error.strerror), SPEED_COST, fix))
+            missing.append(
+                Missing(f"passthrough to {server.path}", str(error.strerror), SPEED_COST, fix)
+            )
     return missing
 
 
@@ -153,7 +182,9 @@ def _set_read_ahead(mountpoint: str, read_ahead: int) -> None:
     """Blocks until the mount answers: run in a worker thread, or it waits for itself."""
     device = os.stat(mountpoint).st_dev
     try:
-        with open(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb", "w") as file:
+        with open(
+            f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb", "w"
+        ) as file:
             file.write(str(read_ahead >> 10))
     except OSError as error:
         log.info("read-ahead stays at the kernel's default: %s", error)

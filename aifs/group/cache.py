@@ -59,4 +59,7 @@ def _again(plan: Plan, pattern: Pattern) -> Plan | None:
 
 def _bandwidths(pattern: Pattern) -> list[int]:
     nodes = [*pattern.sources, *pattern.destinations]
-    return [*(node.bandwidth for node in nodes), *(bandwidth for _, bandwidth in sorted(pattern.links.items()))]
+    return [
+        *(node.bandwidth for node in nodes),
+        *(bandwidth for _, bandwidth in sorted(pattern.links.items())),
+    ]

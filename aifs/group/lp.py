@@ -46,16 +46,26 @@ class _Program:
             chunks = pattern.classes[kind]
             self._limit(("once", (kind, destination)), column, fixed=chunks.bytes)
             self._limit(("egress", source), column, rate=pattern.sources[source].bandwidth)
-            self._limit(("ingress", destination), column, rate=pattern.destinations[destination].bandwidth)
-            self._limit(("link", (source, destination)), column, rate=self._bandwidth((source, destination)))
+            self._limit(
+                ("ingress", destination), column, rate=pattern.destinations[destination].bandwidth
+            )
+            self._limit(
+                ("link", (source, destination)), column, rate=self._bandwidth((source, destination))
+            )
             self._limit(("memory", source), column, fixed=pattern.sources[source].memory)
-            self._limit(("space", destination), column, fixed=pattern.destinations[destination].space)
+            self._limit(
+                ("space", destination), column, fixed=pattern.destinations[destination].space
+            )
 
     def _bandwidth(self, link: Link) -> int | None:
         return self.pattern.links.get(link)
 
     def _limit(
-        self, name: tuple[str, object], column: int, fixed: int | None = None, rate: int | None = None
+        self,
+        name: tuple[str, object],
+        column: int,
+        fixed: int | None = None,
+        rate: int | None = None,
     ) -> None:
         """Let a column count against the row ``name``: sum <= fixed, or sum - rate * t <= 0; neither: no limit."""
         if fixed is None and rate is None:
@@ -74,18 +84,23 @@ class _Program:
             from scipy.optimize import linprog
             from scipy.sparse import coo_array
         except ImportError:
-            raise Invalid("the solver lp needs scipy: pip install 'aifs[plan]', or use the solver fast") from None
+            raise Invalid(
+                "the solver lp needs scipy: pip install 'aifs[plan]', or use the solver fast"
+            ) from None
         width = len(self.columns) + 1
         rows, columns, values = zip(*self.entries, strict=True)
         above = coo_array((values, (rows, columns)), shape=(len(self.limits), width))
         kinds = [kind for kind, _, _ in self.columns]
         equal = coo_array(
-            ([1.0] * len(kinds), (kinds, range(len(kinds)))), shape=(len(self.pattern.classes), width)
+            ([1.0] * len(kinds), (kinds, range(len(kinds)))),
+            shape=(len(self.pattern.classes), width),
         )
         copies = [self.pattern.replicas * chunks.bytes / _UNIT for chunks in self.pattern.classes]
         goal = [0.0] * (width - 1) + [1.0]
         bounds = [(0.0, None)] * (width - 1) + [(0.0, time_s)]
-        result = linprog(goal, above.tocsr(), self.limits, equal.tocsr(), copies, bounds, method="highs")
+        result = linprog(
+            goal, above.tocsr(), self.limits, equal.tocsr(), copies, bounds, method="highs"
+        )
         if result.status == _INFEASIBLE:
             return None
         if not result.success:

@@ -73,7 +73,13 @@ class Network:
 
     def _block(self, start: int, end: int) -> float:
         """Send a blocking flow along labels that rise, path by path; without recursion, since paths may be long."""
-        level, residual, heads, edges_of, least = self._level, self.residual, self.head, self.edges_of, self._least
+        level, residual, heads, edges_of, least = (
+            self._level,
+            self.residual,
+            self.head,
+            self.edges_of,
+            self._least,
+        )
         tried = [0] * len(edges_of)  # edges of a node that lead nowhere any more
         path: list[int] = []
         node, total = start, 0.0
@@ -107,7 +113,12 @@ class Network:
                 tried[node] += 1
 
     def least_time(
-        self, start: int, end: int, demand: float, time: float, infeasible: Callable[[list[int]], Exception]
+        self,
+        start: int,
+        end: int,
+        demand: float,
+        time: float,
+        infeasible: Callable[[list[int]], Exception],
     ) -> float:
         """The least time, not below ``time``, at which ``demand`` flows; the flow is left in place.
 

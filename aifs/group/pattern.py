@@ -84,21 +84,33 @@ class Pattern:
                 raise Invalid(f"{kind} {name} is given twice")
             for node in nodes:
                 if node.bandwidth <= 0:
-                    raise Invalid(f"{kind} {node.name}: a bandwidth of {node.bandwidth} moves nothing")
+                    raise Invalid(
+                        f"{kind} {node.name}: a bandwidth of {node.bandwidth} moves nothing"
+                    )
         if not 1 <= self.replicas <= len(self.destinations):
-            raise Invalid(f"{self.replicas} replicas need as many destinations, not {len(self.destinations)}")
+            raise Invalid(
+                f"{self.replicas} replicas need as many destinations, not {len(self.destinations)}"
+            )
         for number, chunks in enumerate(self.classes):
             if chunks.size <= 0 or chunks.count <= 0:
-                raise Invalid(f"class {number}: {chunks.count} chunks of {chunks.size} bytes are no chunks")
+                raise Invalid(
+                    f"class {number}: {chunks.count} chunks of {chunks.size} bytes are no chunks"
+                )
             if not chunks.sources or list(chunks.sources) != sorted(set(chunks.sources)):
-                raise Invalid(f"class {number}: its sources must be given once each, in ascending order")
+                raise Invalid(
+                    f"class {number}: its sources must be given once each, in ascending order"
+                )
             if chunks.sources[0] < 0 or chunks.sources[-1] >= len(self.sources):
                 raise Invalid(f"class {number}: there is no such source")
         for (source, destination), bandwidth in self.links.items():
             if not (0 <= source < len(self.sources) and 0 <= destination < len(self.destinations)):
-                raise Invalid(f"link {source} to {destination}: there is no such source or destination")
+                raise Invalid(
+                    f"link {source} to {destination}: there is no such source or destination"
+                )
             if bandwidth <= 0:
-                raise Invalid(f"{self.link_name(source, destination)}: a bandwidth of {bandwidth} moves nothing")
+                raise Invalid(
+                    f"{self.link_name(source, destination)}: a bandwidth of {bandwidth} moves nothing"
+                )
 
     def link_name(self, source: int, destination: int) -> str:
         return f"{self.sources[source].name} to {self.destinations[destination].name}"

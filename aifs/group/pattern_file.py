@@ -51,7 +51,9 @@ def _expand(value: Any, base: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-_NAMES = Kind("a name, a row of names such as host[0-7] or host[0-56:8], or a list of these", _expand)
+_NAMES = Kind(
+    "a name, a row of names such as host[0-7] or host[0-56:8], or a list of these", _expand
+)
 _BANDWIDTH = size(1, 1 << 60)
 _CAP = size(0, 1 << 60)
 
@@ -105,7 +107,9 @@ class _Lines:
         self._loader = yaml.SafeLoader(text)
         root = self._loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(f"{path}: the file must hold keys and values, such as sources and destinations")
+            raise ConfigError(
+                f"{path}: the file must hold keys and values, such as sources and destinations"
+            )
         self.tree = self._walk(root, ())
 
     def _walk(self, node: yaml.Node, place: tuple[str | int, ...]) -> Any:
@@ -129,7 +133,9 @@ class _Lines:
         known = place
         while known not in self.line_of:
             known = known[:-1]
-        key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+        key = "".join(
+            f"[{part}]" if isinstance(part, int) else f".{part}" for part in place
+        ).lstrip(".")
         return ConfigError(f"{self.path}:{self.line_of[known]}: {key}: {message}")
 
 
@@ -174,20 +180,35 @@ def _told(lines: _Lines, error: ValidationError) -> ConfigError:
     first = error.errors()[0]
     place = first["loc"]
     if first["type"] == "extra_forbidden":
-        models = {"sources": _SourceEntry, "destinations": _DestinationEntry, "links": _LinkEntry, "chunks": _ChunksEntry}
+        models = {
+            "sources": _SourceEntry,
+            "destinations": _DestinationEntry,
+            "links": _LinkEntry,
+            "chunks": _ChunksEntry,
+        }
         model = _File if len(place) == 1 else models[str(place[0])]
         valid = [field.alias or name for name, field in model.model_fields.items()]
-        return lines.error(place, f"unknown key; the nearest valid key is {nearest(str(place[-1]), valid)}")
-    message = first["ctx"]["error"] if first["type"] == "value_error" else _MESSAGES.get(first["type"], first["msg"])
+        return lines.error(
+            place, f"unknown key; the nearest valid key is {nearest(str(place[-1]), valid)}"
+        )
+    message = (
+        first["ctx"]["error"]
+        if first["type"] == "value_error"
+        else _MESSAGES.get(first["type"], first["msg"])
+    )
     return lines.error(place, str(message))
 
 
 def _pattern(found: _File, lines: _Lines) -> Pattern:
     sources = tuple(
-        Source(name, entry.bandwidth, entry.memory) for entry in found.sources for name in entry.name
+        Source(name, entry.bandwidth, entry.memory)
+        for entry in found.sources
+        for name in entry.name
     )
     destinations = tuple(
-        Destination(name, entry.bandwidth, entry.space) for entry in found.destinations for name in entry.name
+        Destination(name, entry.bandwidth, entry.space)
+        for entry in found.destinations
+        for name in entry.name
     )
     source_of = {source.name: number for number, source in enumerate(sources)}
     destination_of = {destination.name: number for number, destination in enumerate(destinations)}
@@ -210,7 +231,11 @@ def _pattern(found: _File, lines: _Lines) -> Pattern:
         holders = numbers(entry.sources, source_of, "chunks", number, "sources")
         sharers = entry.sharers or len(holders)
         if len(holders) % sharers:
-            raise lines.error(("chunks", number, "sharers"), f"{sharers} does not divide {len(holders)} sources")
+            raise lines.error(
+                ("chunks", number, "sharers"), f"{sharers} does not divide {len(holders)} sources"
+            )
         for first in range(0, len(holders), sharers):
-            classes.append(ChunkClass(entry.size, entry.count, tuple(sorted(holders[first : first + sharers]))))
+            classes.append(
+                ChunkClass(entry.size, entry.count, tuple(sorted(holders[first : first + sharers])))
+            )
     return Pattern(sources, destinations, tuple(classes), links, found.replicas)

@@ -55,7 +55,9 @@ class Plan:
         """Bytes by pair of source and destination, for those that carry any."""
         loads: dict[Link, int] = defaultdict(int)
         for share in self.shares:
-            loads[share.source, share.destination] += share.count * self.pattern.classes[share.kind].size
+            loads[share.source, share.destination] += (
+                share.count * self.pattern.classes[share.kind].size
+            )
         return dict(loads)
 
     @cached_property
@@ -68,7 +70,10 @@ class Plan:
             taken[destination] += size
         found = [
             Load(role, node.name, size, node.bandwidth, size / node.bandwidth)
-            for role, nodes, sizes in (("source", pattern.sources, sent), ("destination", pattern.destinations, taken))
+            for role, nodes, sizes in (
+                ("source", pattern.sources, sent),
+                ("destination", pattern.destinations, taken),
+            )
             for node, size in zip(nodes, sizes, strict=True)
         ]
         for link, size in sorted(self.link_bytes.items()):
@@ -126,7 +131,9 @@ def problems(pattern: Pattern, shares: Sequence[Share]) -> list[str]:
     for kind, source, destination, count in shares:
         chunks = pattern.classes[kind]
         if source not in chunks.sources or count <= 0:
-            found.append(f"class {kind}: {pattern.sources[source].name} cannot send {count} chunks of it")
+            found.append(
+                f"class {kind}: {pattern.sources[source].name} cannot send {count} chunks of it"
+            )
         copies[kind] += count
         stored[kind, destination] += count
         sent[source] += count * chunks.size
@@ -136,11 +143,17 @@ def problems(pattern: Pattern, shares: Sequence[Share]) -> list[str]:
             found.append(f"class {kind}: {copies[kind]} copies of {chunks.count} chunks")
     for (kind, destination), count in stored.items():
         if count > pattern.classes[kind].count:
-            found.append(f"class {kind}: a chunk is twice on {pattern.destinations[destination].name}")
+            found.append(
+                f"class {kind}: a chunk is twice on {pattern.destinations[destination].name}"
+            )
     for source, size in zip(pattern.sources, sent, strict=True):
         if source.memory is not None and size > source.memory:
-            found.append(f"source {source.name}: {size} bytes are more than its memory of {source.memory}")
+            found.append(
+                f"source {source.name}: {size} bytes are more than its memory of {source.memory}"
+            )
     for destination, size in zip(pattern.destinations, taken, strict=True):
         if destination.space is not None and size > destination.space:
-            found.append(f"destination {destination.name}: {size} bytes are more than its space of {destination.space}")
+            found.append(
+                f"destination {destination.name}: {size} bytes are more than its space of {destination.space}"
+            )
     return found

@@ -46,7 +46,11 @@ def _memory(source: Source) -> float:
 
 def _fastest(pattern: Pattern, *sides: Sequence[Source] | Sequence[Destination]) -> float:
     """The time if all nodes of each side could be busy to the end."""
-    return pattern.replicas * pattern.bytes / min(sum(node.bandwidth for node in side) for side in sides)
+    return (
+        pattern.replicas
+        * pattern.bytes
+        / min(sum(node.bandwidth for node in side) for side in sides)
+    )
 
 
 class _Holders:
@@ -58,7 +62,9 @@ class _Holders:
         for chunks in pattern.classes:
             self.classes[chunks.sources].append(chunks)
 
-    def add_to(self, network: Network, start: int, first: int, first_source: int) -> dict[tuple[int, ...], list[int]]:
+    def add_to(
+        self, network: Network, start: int, first: int, first_source: int
+    ) -> dict[tuple[int, ...], list[int]]:
         """Edges from ``start`` to a node per set of holders, and on to each holder; returns the latter."""
         edges = {}
         for node, (holders, classes) in enumerate(self.classes.items(), first):
@@ -67,10 +73,17 @@ class _Holders:
             edges[holders] = [network.add(node, first_source + holder) for holder in holders]
         return edges
 
-    def queues(self, network: Network, edges: dict[tuple[int, ...], list[int]]) -> dict[tuple[int, ...], "_Line"]:
+    def queues(
+        self, network: Network, edges: dict[tuple[int, ...], list[int]]
+    ) -> dict[tuple[int, ...], "_Line"]:
         """For every set of holders, its bytes cut up among them as they flow."""
         return {
-            holders: _Line([(holder, network.flow(edge)) for holder, edge in zip(holders, numbers, strict=True)])
+            holders: _Line(
+                [
+                    (holder, network.flow(edge))
+                    for holder, edge in zip(holders, numbers, strict=True)
+                ]
+            )
             for holders, numbers in edges.items()
         }
 
@@ -117,7 +130,9 @@ def _joined(pattern: Pattern) -> tuple[list[Part], float]:
         for number, source in enumerate(pattern.sources)
     }
     fastest = _fastest(pattern, pattern.sources)
-    lower = network.least_time(start, end, demand, fastest, lambda cut: _too_small(network, cut, limits, demand))
+    lower = network.least_time(
+        start, end, demand, fastest, lambda cut: _too_small(network, cut, limits, demand)
+    )
     senders = holders.queues(network, edges)
 
     network = Network(2)
@@ -126,7 +141,9 @@ def _joined(pattern: Pattern) -> tuple[list[Part], float]:
         for destination in pattern.destinations
     }
     fastest = _fastest(pattern, pattern.destinations)
-    time = network.least_time(0, 1, demand, fastest, lambda cut: _too_small(network, cut, limits, demand))
+    time = network.least_time(
+        0, 1, demand, fastest, lambda cut: _too_small(network, cut, limits, demand)
+    )
     takers = _Line([(number, network.flow(edge)) for number, edge in enumerate(limits)])
     parts = []
     for _ in range(pattern.replicas):
@@ -155,19 +172,30 @@ def _linked(pattern: Pattern) -> tuple[list[Part], float]:
             held[source] += chunks.bytes
     limits: dict[int, Source | Destination] = {}
     for number, source in enumerate(pattern.sources):
-        limits[network.add(ingress + number, egress + number, source.bandwidth, _memory(source))] = source
+        limits[
+            network.add(ingress + number, egress + number, source.bandwidth, _memory(source))
+        ] = source
     wires = [
         [
-            network.add(egress + source, first_destination + number, pattern.links.get((source, number), math.inf), size)
+            network.add(
+                egress + source,
+                first_destination + number,
+                pattern.links.get((source, number), math.inf),
+                size,
+            )
             for number in range(len(pattern.destinations))
         ]
         for source, size in enumerate(held)
     ]
     for number, destination in enumerate(pattern.destinations):
-        edge = network.add(first_destination + number, end, destination.bandwidth, _room(pattern, destination))
+        edge = network.add(
+            first_destination + number, end, destination.bandwidth, _room(pattern, destination)
+        )
         limits[edge] = destination
     fastest = _fastest(pattern, pattern.sources, pattern.destinations)
-    lower = network.least_time(start, end, demand, fastest, lambda cut: _too_small(network, cut, limits, demand))
+    lower = network.least_time(
+        start, end, demand, fastest, lambda cut: _too_small(network, cut, limits, demand)
+    )
     senders, sent = holders.queues(network, edges), [defaultdict(float) for _ in range(count)]
     for kind, chunks in enumerate(pattern.classes):
         sender, left = senders[chunks.sources], float(chunks.bytes * pattern.replicas)
@@ -179,7 +207,9 @@ def _linked(pattern: Pattern) -> tuple[list[Part], float]:
     parts = []
     for source, kinds in enumerate(sent):
         takers = _Line([(number, network.flow(edge)) for number, edge in enumerate(wires[source])])
-        for _ in range(pattern.replicas):  # copies of a chunk lie far apart, so mostly at distinct destinations
+        for _ in range(
+            pattern.replicas
+        ):  # copies of a chunk lie far apart, so mostly at distinct destinations
             for kind, size in kinds.items():
                 left = size / pattern.replicas
                 while left > 0:
@@ -191,11 +221,24 @@ def _linked(pattern: Pattern) -> tuple[list[Part], float]:
 
 
 def _too_small(
-    network: Network, cut: list[int], limits: dict[int, Source] | dict[int, Destination], demand: int
+    network: Network,
+    cut: list[int],
+    limits: dict[int, Source] | dict[int, Destination],
+    demand: int,
 ) -> NoSpace:
     passed = int(sum(network.cap[edge] for edge in cut))
     nodes = [limits[edge] for edge in cut if edge in limits]
-    capped = [f"memory of {node.name}" for node in nodes if isinstance(node, Source) and node.memory is not None]
-    capped += [f"space of {node.name}" for node in nodes if isinstance(node, Destination) and node.space is not None]
+    capped = [
+        f"memory of {node.name}"
+        for node in nodes
+        if isinstance(node, Source) and node.memory is not None
+    ]
+    capped += [
+        f"space of {node.name}"
+        for node in nodes
+        if isinstance(node, Destination) and node.space is not None
+    ]
     more = f" and {len(capped) - _SHOWN} more" if len(capped) > _SHOWN else ""
-    return NoSpace(f"{', '.join(capped[:_SHOWN])}{more}: only {passed} of {demand} bytes fit at any time")
+    return NoSpace(
+        f"{', '.join(capped[:_SHOWN])}{more}: only {passed} of {demand} bytes fit at any time"
+    )

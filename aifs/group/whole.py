@@ -51,7 +51,9 @@ class _Meter:
         cost = math.exp(min(_TOO_STEEP, sharpness * (total / (self.bandwidth * longest_s) - 1)))
         if self.cap is not math.inf:
             fill = total / self.cap if self.cap else 2.0 * (total > 0)
-            cost += math.exp(min(_TOO_STEEP, sharpness * (fill - 1))) + _OVERFULL * max(0.0, fill - 1)
+            cost += math.exp(min(_TOO_STEEP, sharpness * (fill - 1))) + _OVERFULL * max(
+                0.0, fill - 1
+            )
         return cost
 
 
@@ -96,7 +98,9 @@ class Assignment:
 
     def shares(self) -> tuple[Share, ...]:
         return tuple(
-            Share(kind, *link, count) for kind, counts in enumerate(self.counts) for link, count in sorted(counts.items())
+            Share(kind, *link, count)
+            for kind, counts in enumerate(self.counts)
+            for link, count in sorted(counts.items())
         )
 
     def place(self, parts: Iterable[Part]) -> None:
@@ -120,7 +124,9 @@ class Assignment:
         cut = {link for link, part in wanted.items() if part > self.counts[kind].get(link, 0)}
         while missing > 0:
             cut = {link for link in cut if self._has_room(kind, link[1])}
-            if not cut or missing > chunks.count // 16:  # more than rounding took: constraint 2 was broken
+            if (
+                not cut or missing > chunks.count // 16
+            ):  # more than rounding took: constraint 2 was broken
                 cut = {
                     (source, destination)
                     for source in chunks.sources
@@ -155,12 +161,16 @@ class Assignment:
         """Try one exchange for every class that may matter; how many were made."""
         longest_s = self.time_s
         return sum(
-            self._exchange(kind, sharpness, longest_s) for kind in self._busy(good_s) if self._priced < _PRICED_MAX
+            self._exchange(kind, sharpness, longest_s)
+            for kind in self._busy(good_s)
+            if self._priced < _PRICED_MAX
         )
 
     def _busy(self, good_s: float) -> list[int]:
         """The classes that have chunks where it takes longer than ``good_s``, or where they do not fit."""
-        hot = {id(meter) for meter in self._meters if meter.time_s > good_s or meter.bytes > meter.cap}
+        hot = {
+            id(meter) for meter in self._meters if meter.time_s > good_s or meter.bytes > meter.cap
+        }
         return [
             kind
             for kind, counts in enumerate(self.counts)
@@ -172,19 +182,27 @@ class Assignment:
         chunks, counts = self.pattern.classes[kind], self.counts[kind]
         prices = self._prices(kind, chunks.size, sharpness, longest_s)
         for gone in heapq.nlargest(_TRIED, counts, prices.__getitem__):
-            open_to = (link for link in prices if link[1] == gone[1] or self._has_room(kind, link[1]))
+            open_to = (
+                link for link in prices if link[1] == gone[1] or self._has_room(kind, link[1])
+            )
             for came in heapq.nsmallest(_TRIED, open_to, prices.__getitem__):
                 most = counts[gone]
                 if came[1] != gone[1]:
                     most = min(most, chunks.count - self._stored[kind][came[1]])
-                step = self._step(gone, came, most, chunks.size, sharpness, longest_s) if came != gone else 0
+                step = (
+                    self._step(gone, came, most, chunks.size, sharpness, longest_s)
+                    if came != gone
+                    else 0
+                )
                 if step:
                     self.add(kind, gone, -step)
                     self.add(kind, came, step)
                     return True
         return False
 
-    def _step(self, gone: Link, came: Link, most: int, size: int, sharpness: float, longest_s: float) -> int:
+    def _step(
+        self, gone: Link, came: Link, most: int, size: int, sharpness: float, longest_s: float
+    ) -> int:
         """How many chunks to move from one link to another, up to ``most``; 0: moving any gains nothing."""
         step, best, trial = 0, 1e-12, 1
         while trial <= most:
@@ -195,7 +213,9 @@ class Assignment:
             trial *= 2
         return step
 
-    def _prices(self, kind: int, size: int, sharpness: float, longest_s: float) -> dict[Link, float]:
+    def _prices(
+        self, kind: int, size: int, sharpness: float, longest_s: float
+    ) -> dict[Link, float]:
         """What a chunk costs, over links that a class uses and those between the cheapest ends that it may use:
         the same to come as to go, so that what two links share does not count."""
 
@@ -203,14 +223,18 @@ class Assignment:
             return meter.cost(size, sharpness, longest_s) - meter.cost(-size, sharpness, longest_s)
 
         used = self.counts[kind]
-        egress = {source: price(self._sources[source]) for source in self.pattern.classes[kind].sources}
+        egress = {
+            source: price(self._sources[source]) for source in self.pattern.classes[kind].sources
+        }
         ingress = {number: price(meter) for number, meter in enumerate(self._destinations)}
         senders = heapq.nsmallest(_NEAR, egress, egress.__getitem__)
         takers = heapq.nsmallest(_NEAR, ingress, ingress.__getitem__)
         prices = {}
         for link in dict.fromkeys((*used, *itertools.product(senders, takers))):
             wire = self._links.get(link)
-            prices[link] = egress[link[0]] + ingress[link[1]] + (0.0 if wire is None else price(wire))
+            prices[link] = (
+                egress[link[0]] + ingress[link[1]] + (0.0 if wire is None else price(wire))
+            )
         self._priced += len(prices)
         return prices
 

@@ -73,7 +73,9 @@ class _Odd(Exception):
 
 # --- safetensors -------------------------------------------------------------------------------------
 
-_OFFSETS = re.compile(rb'"data_offsets"\s{0,8}:\s{0,8}\[\s{0,8}(\d{1,18})\s{0,8},\s{0,8}(\d{1,18})\s{0,8}\]')
+_OFFSETS = re.compile(
+    rb'"data_offsets"\s{0,8}:\s{0,8}\[\s{0,8}(\d{1,18})\s{0,8},\s{0,8}(\d{1,18})\s{0,8}\]'
+)
 _OFFSETS_MAX = 128  # bytes that such a match takes at most
 
 
@@ -139,8 +141,24 @@ def _central_entries(read: Read, size: int) -> Iterator[Range]:
         used = 0
         while len(text) - used >= _CENTRAL.size:
             (
-                signature, _, _, _, method, _, _, _, stored, raw, name_length, extra_length, comment_length, _, _, _, header,
-            ) = _CENTRAL.unpack_from(text, used)  # fmt: skip
+                signature,
+                _,
+                _,
+                _,
+                method,
+                _,
+                _,
+                _,
+                stored,
+                raw,
+                name_length,
+                extra_length,
+                comment_length,
+                _,
+                _,
+                _,
+                header,
+            ) = _CENTRAL.unpack_from(text, used)
             after = used + _CENTRAL.size + name_length + extra_length + comment_length
             if signature != b"PK\1\2":
                 raise _Odd

@@ -26,7 +26,9 @@ class Policy(NamedTuple):
     """How new files are stored. Zeros, empty and None mean: as the store does by default."""
 
     unit: int = 0  # stripe unit in bytes
-    count: int = 0  # servers that a file's bytes are striped over, not counting replicas and parity; 0: all
+    count: int = (
+        0  # servers that a file's bytes are striped over, not counting replicas and parity; 0: all
+    )
     servers: tuple[int, ...] = ()  # ids to choose from, ascending; empty: any
     kind: str = ""  # one of KINDS
     compress: int | None = None  # zstd level of interleaved chunks; 0: none
@@ -35,7 +37,9 @@ class Policy(NamedTuple):
     replicas: int = 0  # of each byte; 1: one
     data: int = 0  # columns of coded files
     parity: int = 0  # columns of coded files; 0: they are not coded
-    publish: str = ""  # one of PUBLISHES: where bytes must be before a rename into the directory shows them
+    publish: str = (
+        ""  # one of PUBLISHES: where bytes must be before a rename into the directory shows them
+    )
 
     def redundancy(self, default: Redundancy) -> Redundancy:
         """What protects the files, if ``default`` counts where the policy says nothing."""
@@ -71,7 +75,9 @@ def parse_layout_hint(text: str) -> Policy:
         if not coded[1]:
             values.setdefault("replicas", 1)
         elif "replicas" in values or values.get("count"):
-            raise Invalid("layout: ec says how many servers a file has: 'replicas' and 'count' do not go with it")
+            raise Invalid(
+                "layout: ec says how many servers a file has: 'replicas' and 'count' do not go with it"
+            )
         else:
             values["data"], values["parity"] = coded
     policy = Policy(**values)
@@ -81,7 +87,9 @@ def parse_layout_hint(text: str) -> Policy:
     if policy.servers and least > len(policy.servers):
         raise Invalid(f"layout: {least} servers are needed, but {len(policy.servers)} are listed")
     if policy.servers and policy.count > len(policy.servers):
-        raise Invalid(f"layout: count={policy.count} is more than the {len(policy.servers)} servers that are listed")
+        raise Invalid(
+            f"layout: count={policy.count} is more than the {len(policy.servers)} servers that are listed"
+        )
     return policy
 
 
@@ -111,8 +119,12 @@ def parse_compress(text: str) -> int:
     codec, colon, level = text.partition(":")
     if text == "none":
         return 0
-    if codec != "zstd" or (colon and not (level.isascii() and level.isdigit() and 1 <= int(level) <= 19)):
-        raise Invalid(f"layout: compress={text} is neither 'none' nor 'zstd:LEVEL' with a level from 1 to 19")
+    if codec != "zstd" or (
+        colon and not (level.isascii() and level.isdigit() and 1 <= int(level) <= 19)
+    ):
+        raise Invalid(
+            f"layout: compress={text} is neither 'none' nor 'zstd:LEVEL' with a level from 1 to 19"
+        )
     return int(level) if colon else _ZSTD_LEVEL
 
 

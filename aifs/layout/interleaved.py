@@ -130,7 +130,11 @@ def container_layout(servers: tuple[int, ...], redundancy: Redundancy = PLAIN) -
 
 def redundancy_of(layout: Striped) -> Redundancy:
     """What protects a container that is laid out so."""
-    return Redundancy(layout.replicas, layout.width, layout.parity) if layout.parity else Redundancy(layout.replicas)
+    return (
+        Redundancy(layout.replicas, layout.width, layout.parity)
+        if layout.parity
+        else Redundancy(layout.replicas)
+    )
 
 
 def padded(layout: Striped, length: int) -> int:

@@ -35,7 +35,10 @@ class Candidate(NamedTuple):
 def weight_of(free: int, most: int) -> int:
     """The weight of a server with ``free`` bytes where the emptiest one has ``most``: that of at least half as much is
     the largest, less than an eighth the smallest. So it does not change with every file that is written."""
-    return next((w for w, share in zip(WEIGHTS[::-1], (2, 4, 8), strict=False) if free * share >= most), WEIGHTS[0])
+    return next(
+        (w for w, share in zip(WEIGHTS[::-1], (2, 4, 8), strict=False) if free * share >= most),
+        WEIGHTS[0],
+    )
 
 
 def place(algorithm: int, seed: int, servers: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -53,7 +56,9 @@ def place(algorithm: int, seed: int, servers: tuple[int, ...], count: int) -> tu
     return (ring[start:] + ring[:start])[: count or None]
 
 
-def spread(algorithm: int, seed: int, candidates: Sequence[Candidate], columns: int, replicas: int = 1) -> tuple[int, ...]:
+def spread(
+    algorithm: int, seed: int, candidates: Sequence[Candidate], columns: int, replicas: int = 1
+) -> tuple[int, ...]:
     """Servers for ``columns`` columns (see striped), all different, of ``candidates`` (ascending ids, enough of them).
 
     Algorithm 2: as algorithm 1, but in the ring each server stands as often as its weight says (in lowest terms), and
@@ -79,14 +84,20 @@ def spread(algorithm: int, seed: int, candidates: Sequence[Candidate], columns: 
         group: list[Candidate] = []
         for _ in range(size):
             near = Counter(other.domain for other in group)
-            best = min(following, key=lambda c: (near[c.domain], in_file[c.domain]))  # the first of equals
+            best = min(
+                following, key=lambda c: (near[c.domain], in_file[c.domain])
+            )  # the first of equals
             following.remove(best)
             group.append(best)
             in_file[best.domain] += 1
         groups.append(group)
     if replicas > 1:
         _part(groups)
-    return tuple(group[j].id for j in range(replicas) for group in groups) if replicas > 1 else _ids(groups[0])
+    return (
+        tuple(group[j].id for j in range(replicas) for group in groups)
+        if replicas > 1
+        else _ids(groups[0])
+    )
 
 
 def _ids(candidates: Iterable[Candidate]) -> tuple[int, ...]:
@@ -99,7 +110,9 @@ def _part(groups: list[list[Candidate]]) -> None:
         for place, member in enumerate(group):
             if not _shares(group, place, member):
                 continue
-            exchanges = ((other, i) for other in groups if other is not group for i in range(len(other)))
+            exchanges = (
+                (other, i) for other in groups if other is not group for i in range(len(other))
+            )
             for other, i in exchanges:
                 if not _shares(group, place, other[i]) and not _shares(other, i, member):
                     group[place], other[i] = other[i], member

@@ -61,11 +61,16 @@ def parse_ec(text: str) -> tuple[int, int]:
     if text == "none":
         return 0, 0
     data, plus, parity = text.partition("+")
-    if not (plus and all(part.isascii() and part.isdigit() and len(part) <= 3 for part in (data, parity))):
+    if not (
+        plus
+        and all(part.isascii() and part.isdigit() and len(part) <= 3 for part in (data, parity))
+    ):
         raise Invalid(f"layout: ec={text} is neither 'none' nor DATA+PARITY, as in 'ec=4+2'")
     numbers = int(data), int(parity)
     if not (2 <= numbers[0] <= DATA_MAX and 1 <= numbers[1] <= PARITY_MAX):
-        raise Invalid(f"layout: ec={text}: there may be 2 to {DATA_MAX} data and 1 to {PARITY_MAX} parity columns")
+        raise Invalid(
+            f"layout: ec={text}: there may be 2 to {DATA_MAX} data and 1 to {PARITY_MAX} parity columns"
+        )
     return numbers
 
 
@@ -79,4 +84,6 @@ def check_coded_unit(unit: int, data: int) -> None:
         raise Invalid(f"layout: unit={format_size(unit)}: with ec it has to be a power of two")
     if unit * data > ROW_MAX:
         most = format_size(Redundancy(data=data, parity=1).unit(unit))
-        raise Invalid(f"layout: unit={format_size(unit)}: with {data} data columns it may be {most} at most")
+        raise Invalid(
+            f"layout: unit={format_size(unit)}: with {data} data columns it may be {most} at most"
+        )

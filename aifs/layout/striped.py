@@ -81,7 +81,13 @@ class Striped:
     def spare(self, lost: int) -> int:
         """How many more columns, whichever, may be lost if those of the mask ``lost`` are; negative: bytes are lost."""
         if self.replicas > 1:
-            return min(sum(not lost >> copy & 1 for copy in self.copies(column)) for column in range(self.width)) - 1
+            return (
+                min(
+                    sum(not lost >> copy & 1 for copy in self.copies(column))
+                    for column in range(self.width)
+                )
+                - 1
+            )
         return self.parity - lost.bit_count()
 
     def survives(self, lost: int) -> bool:

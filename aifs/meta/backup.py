@@ -93,9 +93,18 @@ class Segment:
         """Takes some 10 ms per MiB."""
         name = self.name
         head = _HEAD.pack(
-            _MAGIC, _VERSION, name.kind, name.seq is not None, 0, UUID(self.store).bytes, name.after, name.seq or 0, name.part,
-            self.created_ns, len(self.changes),
-        )  # fmt: skip
+            _MAGIC,
+            _VERSION,
+            name.kind,
+            name.seq is not None,
+            0,
+            UUID(self.store).bytes,
+            name.after,
+            name.seq or 0,
+            name.part,
+            self.created_ns,
+            len(self.changes),
+        )
         body = zstandard.ZstdCompressor(_LEVEL).compress(self.changes)
         return b"".join((head, blake3(head + body).digest(), body))
 
@@ -118,7 +127,12 @@ def decode_segment(name: Name, store: str, data: bytes) -> Segment:
         raise Unavailable(f"{name}: a backup of another store, {UUID(bytes=owner)}")
     if Name(kind, after, part, seq if is_last else None) != name:
         raise Unavailable(f"{name}: another segment, that was renamed")
-    return Segment(name, store, created_ns, zstandard.ZstdDecompressor().decompress(body, max_output_size=length))
+    return Segment(
+        name,
+        store,
+        created_ns,
+        zstandard.ZstdDecompressor().decompress(body, max_output_size=length),
+    )
 
 
 class Chain(NamedTuple):

@@ -118,7 +118,9 @@ def decode_extents(record: bytes) -> tuple[int, list[Extent]]:
             else:
                 place, codec, length, raw, offset, digest = _CHUNK.unpack_from(record, at)
                 container, server, _ = shares[place]
-                extents.append(Extent(raw, Location(server, container, offset, length, raw, codec, digest)))
+                extents.append(
+                    Extent(raw, Location(server, container, offset, length, raw, codec, digest))
+                )
                 at += _CHUNK.size
         whole = at == len(record) and version == EXTENTS_FORMAT and 0 < count <= CHUNKS_PER_RECORD
     except (struct.error, IndexError):

@@ -58,7 +58,14 @@ class Container(NamedTuple):
     def encode(self) -> bytes:
         layout, count = self.layout, len(self.layout.servers)
         head = _CONTAINER.pack(
-            CONTAINER_FORMAT, self.length, self.live, self.records, layout.unit, layout.replicas, layout.parity, count
+            CONTAINER_FORMAT,
+            self.length,
+            self.live,
+            self.records,
+            layout.unit,
+            layout.replicas,
+            layout.parity,
+            count,
         )
         return head + struct.pack(f"<{count}H", *layout.servers)
 
@@ -69,8 +76,12 @@ def decode_container(record: bytes) -> Container:
         if record[0] == 1:
             _, server, length, live = _CONTAINER_1.unpack(record)
             return Container(container_layout((server,)), length, live)
-        version, length, live, records, unit, replicas, parity, count = _CONTAINER.unpack_from(record)
-        layout = Striped(unit, struct.unpack(f"<{count}H", record[_CONTAINER.size :]), replicas, parity)
+        version, length, live, records, unit, replicas, parity, count = _CONTAINER.unpack_from(
+            record
+        )
+        layout = Striped(
+            unit, struct.unpack(f"<{count}H", record[_CONTAINER.size :]), replicas, parity
+        )
         if version == CONTAINER_FORMAT and unit and replicas and layout.width > 0:
             return Container(layout, length, live, records)
     except (struct.error, IndexError):
@@ -106,7 +117,10 @@ def put_growth(tx: Transaction, growth: Sequence[Growth]) -> None:
     for container, records, lost in growth:
         record = find_container(tx, container)
         if record is not None:
-            tx.put(keys.container(container), record._replace(records=record.records + records).encode())
+            tx.put(
+                keys.container(container),
+                record._replace(records=record.records + records).encode(),
+            )
             if lost:
                 put_degraded(tx, container, 0, lost)
 
@@ -171,7 +185,9 @@ def move_chunks(tx: Transaction, moves: Sequence[Move], growth: Sequence[Growth]
     by_record: dict[tuple[int, int], list[Move]] = {}
     for move in moves:
         if move.oid:
-            by_record.setdefault((move.oid, move.index - move.index % CHUNKS_PER_RECORD), []).append(move)
+            by_record.setdefault(
+                (move.oid, move.index - move.index % CHUNKS_PER_RECORD), []
+            ).append(move)
     for (oid, first), group in by_record.items():
         record = tx.get(keys.chunk_list(oid, first))
         if record is None:
@@ -253,7 +269,9 @@ def adjust_live(tx: Transaction, container: int, change: int) -> list[int]:
     """Correct the count of live bytes (fsck); [container] if it is garbage now."""
     record = find_container(tx, container)
     if record is not None:
-        tx.put(keys.container(container), record._replace(live=max(record.live + change, 0)).encode())
+        tx.put(
+            keys.container(container), record._replace(live=max(record.live + change, 0)).encode()
+        )
     return _count_out(tx, {container: 0})
 
 

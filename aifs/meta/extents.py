@@ -92,7 +92,9 @@ def resolve(tx: ReadTransaction, extent: Extent) -> Extent:
 
 
 @grows
-def put_extents(tx: Transaction, lists: Mapping[int, Sequence[Extent]], new: Collection[bytes] = ()) -> None:
+def put_extents(
+    tx: Transaction, lists: Mapping[int, Sequence[Extent]], new: Collection[bytes] = ()
+) -> None:
     """Record all extents of some files, by oid; chunks are durable in containers that the table has. Grows the store.
 
     ``new``: digests of the shared chunks that have been appended for this (see shared.take). The caller points the inodes to
@@ -109,9 +111,14 @@ def put_extents(tx: Transaction, lists: Mapping[int, Sequence[Extent]], new: Col
 
 @grows
 def put_loose(
-    tx: Transaction, oid: int, first: int, start: int, extents: Sequence[Extent], new: Collection[bytes] = (),
+    tx: Transaction,
+    oid: int,
+    first: int,
+    start: int,
+    extents: Sequence[Extent],
+    new: Collection[bytes] = (),
     growth: Sequence[Growth] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Record the next part of an extent list that no file names yet: extents from number ``first`` on, a multiple of
     CHUNKS_PER_RECORD, which begin at byte ``start``. See put_extents for the rest. ``growth``: what appending the chunks has
     done to containers; of this only the columns that have failed are recorded, the rest is the caller's to (put_growth).
@@ -136,7 +143,9 @@ def _own(extents: Sequence[Extent]) -> list[Location]:
     return [place for _, place, is_shared in extents if place is not None and not is_shared]
 
 
-def put_list(tx: Transaction, oid: int, extents: Sequence[Extent], first: int = 0, start: int = 0) -> None:
+def put_list(
+    tx: Transaction, oid: int, extents: Sequence[Extent], first: int = 0, start: int = 0
+) -> None:
     """The records of an extent list alone, or those from extent ``first`` on, which begins at byte ``start``; nothing is
     counted."""
     for number in range(0, len(extents), CHUNKS_PER_RECORD):
@@ -145,7 +154,9 @@ def put_list(tx: Transaction, oid: int, extents: Sequence[Extent], first: int = 
         start += sum(extent.length for extent in part)
 
 
-def replace_shared(tx: Transaction, places: Sequence[Location], growth: Sequence[Growth] = ()) -> list[int]:
+def replace_shared(
+    tx: Transaction, places: Sequence[Location], growth: Sequence[Growth] = ()
+) -> list[int]:
     """Good copies of shared chunks that turned out to be bad have been appended: whoever names them gets these; ids of
     containers that are garbage now. One that nobody names any more is left alone."""
     alive, before = [], []

@@ -22,7 +22,11 @@ def load(tx: ReadTransaction, ino: int) -> tuple[Inode, bool, int]:
     """The inode, whether it has a dirty mark, and the mask of columns that must not be read. Raises NotFound."""
     inode = namespace.get_inode(tx, ino)
     protected = isinstance(inode.layout, Striped) and inode.layout.is_protected
-    return inode, tx.get(keys.dirty(ino)) is not None, find_degraded(tx, inode.oid) if protected else 0
+    return (
+        inode,
+        tx.get(keys.dirty(ino)) is not None,
+        find_degraded(tx, inode.oid) if protected else 0,
+    )
 
 
 def put_dirty(tx: Transaction, inode: Inode) -> None:
@@ -145,7 +149,10 @@ class Drained(NamedTuple):
 
 @grows
 def put_drained(
-    tx: Transaction, drained: Sequence[Drained], growth: Sequence[Growth] = (), new: Collection[bytes] = ()
+    tx: Transaction,
+    drained: Sequence[Drained],
+    growth: Sequence[Growth] = (),
+    new: Collection[bytes] = (),
 ) -> list[int]:
     """The durable objects or chunks of ``inode.oid``, or inline bytes, are the files now; the ids of copies that are
     garbage now.
@@ -199,7 +206,11 @@ def put_staged(tx: Transaction, inode: Inode) -> None:
 def find_copy_owners(tx: ReadTransaction, copy_ids: Iterable[int]) -> dict[int, int]:
     """Inode numbers of the files that have these copies, by id of the copy."""
     records = {copy_id: tx.get(keys.burst_copy(copy_id)) for copy_id in copy_ids}
-    return {copy_id: decode_burst(record).ino for copy_id, record in records.items() if record is not None}
+    return {
+        copy_id: decode_burst(record).ino
+        for copy_id, record in records.items()
+        if record is not None
+    }
 
 
 def put_evicted(tx: Transaction, victims: Mapping[int, int]) -> list[int]:
@@ -208,6 +219,11 @@ def put_evicted(tx: Transaction, victims: Mapping[int, int]) -> list[int]:
     garbage = []
     for copy_id, ino in victims.items():
         inode = namespace.find_inode(tx, ino)
-        if inode is not None and inode.copy is not None and inode.copy.id == copy_id and not inode.in_burst:
+        if (
+            inode is not None
+            and inode.copy is not None
+            and inode.copy.id == copy_id
+            and not inode.in_burst
+        ):
             garbage.append(put_without_copy(tx, ino, copy_id))
     return garbage

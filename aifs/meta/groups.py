@@ -80,20 +80,54 @@ class GroupRecord(NamedTuple):
         flags |= _SAME_SIZE * options.same_size | _UNEQUAL * self.unequal | _JOB * bool(options.job)
         state = "committed" if self.state == "draining" else self.state
         head = _GROUP.pack(
-            FORMAT, 1 + STATES.index(state), flags, options.ranks, self.dead, self.uid, self.gid, self.id, options.chunk,
-            options.timeout_ms, options.grace_ms, self.created_ns, self.committed_ns, self.buffered_ns, self.durable_ns,
-        )  # fmt: skip
+            FORMAT,
+            1 + STATES.index(state),
+            flags,
+            options.ranks,
+            self.dead,
+            self.uid,
+            self.gid,
+            self.id,
+            options.chunk,
+            options.timeout_ms,
+            options.grace_ms,
+            self.created_ns,
+            self.committed_ns,
+            self.buffered_ns,
+            self.durable_ns,
+        )
         errors = (self.error.encode()[:_TEXT_MAX], self.publish_error.encode()[:_TEXT_MAX])
         report = self.report if len(self.report) <= _TEXT_MAX else b""
-        texts = [options.name, options.publish, *errors, report, *([options.job] if options.job else [])]
+        texts = [
+            options.name,
+            options.publish,
+            *errors,
+            report,
+            *([options.job] if options.job else []),
+        ]
         return head + b"".join(_LENGTH.pack(len(text)) + text for text in texts)
 
 
 def decode_group(record: bytes) -> GroupRecord:
     """Raises Unavailable for a damaged record."""
     try:
-        (version, state, flags, ranks, dead, uid, gid, number, chunk, timeout_ms, grace_ms, created_ns, committed_ns, buffered_ns,
-         durable_ns) = _GROUP.unpack_from(record)  # fmt: skip
+        (
+            version,
+            state,
+            flags,
+            ranks,
+            dead,
+            uid,
+            gid,
+            number,
+            chunk,
+            timeout_ms,
+            grace_ms,
+            created_ns,
+            committed_ns,
+            buffered_ns,
+            durable_ns,
+        ) = _GROUP.unpack_from(record)
         texts, offset = [], _GROUP.size
         for _ in range(_TEXTS + bool(flags & _JOB)):
             (length,) = _LENGTH.unpack_from(record, offset)
@@ -101,19 +135,44 @@ def decode_group(record: bytes) -> GroupRecord:
             texts.append(record[offset - length : offset])
     except struct.error:
         raise Unavailable("the record of a group is damaged") from None
-    known = version == FORMAT and 1 <= state <= len(STATES) and 0 < ranks <= RANKS_MAX and -1 <= dead < ranks
+    known = (
+        version == FORMAT
+        and 1 <= state <= len(STATES)
+        and 0 < ranks <= RANKS_MAX
+        and -1 <= dead < ranks
+    )
     if not known or offset != len(record) or flags & ~_FLAGS:
         raise Unavailable("the record of a group is damaged, or of a later version")
     name, publish, error, publish_error, report, *job = texts
     options = Options(
-        name, ranks, chunk, bool(flags & _EXPLICIT), timeout_ms, grace_ms, bool(flags & _REUSE), publish,
-        bool(flags & _SAME_SIZE), *job,
-    )  # fmt: skip
+        name,
+        ranks,
+        chunk,
+        bool(flags & _EXPLICIT),
+        timeout_ms,
+        grace_ms,
+        bool(flags & _REUSE),
+        publish,
+        bool(flags & _SAME_SIZE),
+        *job,
+    )
     return GroupRecord(
-        number, options, uid, gid, created_ns, STATES[state - 1], committed_ns, buffered_ns, durable_ns,
-        bool(flags & _PUBLISHED), dead, error.decode(errors="replace"), publish_error.decode(errors="replace"), report,
+        number,
+        options,
+        uid,
+        gid,
+        created_ns,
+        STATES[state - 1],
+        committed_ns,
+        buffered_ns,
+        durable_ns,
+        bool(flags & _PUBLISHED),
+        dead,
+        error.decode(errors="replace"),
+        publish_error.decode(errors="replace"),
+        report,
         bool(flags & _UNEQUAL),
-    )  # fmt: skip
+    )
 
 
 class GroupMember(NamedTuple):
@@ -170,7 +229,9 @@ def put_member(tx: Transaction, ino: int, group_id: int, number: int, member: Gr
 
 
 @grows
-def put_closed(tx: Transaction, ino: int, group_id: int, numbers: Sequence[int], now_ns: int) -> None:
+def put_closed(
+    tx: Transaction, ino: int, group_id: int, numbers: Sequence[int], now_ns: int
+) -> None:
     """Files have been closed, and are durable as they are on record."""
     for number in numbers:
         inode = namespace.find_inode(tx, number)
@@ -185,15 +246,24 @@ def find(tx: ReadTransaction, ino: int) -> GroupRecord | None:
 
 def members(tx: ReadTransaction, ino: int) -> dict[int, GroupMember]:
     """By number."""
-    return {keys.group_number(key): decode_member(value) for key, value in tx.range(*keys.group_members(ino))}
+    return {
+        keys.group_number(key): decode_member(value)
+        for key, value in tx.range(*keys.group_members(ino))
+    }
 
 
-def load_live(tx: ReadTransaction) -> tuple[dict[int, tuple[GroupRecord, dict[int, GroupMember]]], list[int]]:
+def load_live(
+    tx: ReadTransaction,
+) -> tuple[dict[int, tuple[GroupRecord, dict[int, GroupMember]]], list[int]]:
     """All groups that have not ended, by directory, with their members by number; and the directories whose records are
     damaged."""
     found: dict[int, tuple[GroupRecord, dict[int, GroupMember]]] = {}
     damaged: list[int] = []
-    for ino in [keys.number(key) for key, _ in tx.range(*keys.all_of(b"n")) if keys.group_number(key) is None]:
+    for ino in [
+        keys.number(key)
+        for key, _ in tx.range(*keys.all_of(b"n"))
+        if keys.group_number(key) is None
+    ]:
         try:
             record = find(tx, ino)
             if record is not None and record.state in LIVE:
@@ -211,7 +281,9 @@ def directory_of(tx: ReadTransaction, ino: int, tops: frozenset[int]) -> int | N
 
 def directory_with_group(tx: ReadTransaction, ino: int) -> int | None:
     """As ``directory_of``, among all directories that have or had a group."""
-    return next((above for above in _way_up(tx, ino) if tx.get(keys.group(above)) is not None), None)
+    return next(
+        (above for above in _way_up(tx, ino) if tx.get(keys.group(above)) is not None), None
+    )
 
 
 def _way_up(tx: ReadTransaction, ino: int) -> Iterator[int]:

@@ -55,15 +55,21 @@ _SUMMED = struct.Struct("<IQ")
 _CHANGE = struct.Struct("<HI")
 _DELETED = 0xFFFFFFFF
 
-BEFORE_APPEND = faults.declare("meta.journal.before_append", "a transaction has run; nothing is recorded")
-AFTER_APPEND = faults.declare("meta.journal.after_append", "its record is written, not synced, not visible")
+BEFORE_APPEND = faults.declare(
+    "meta.journal.before_append", "a transaction has run; nothing is recorded"
+)
+AFTER_APPEND = faults.declare(
+    "meta.journal.after_append", "its record is written, not synced, not visible"
+)
 
 
 def encode(seq: int, writes: Writes, salt: int) -> bytes:
     """One record."""
     payload = encode_changes(writes)
     length = len(payload)
-    return _RECORD.pack(length, crc32(payload, crc32(_SUMMED.pack(length, seq), salt)), seq) + payload
+    return (
+        _RECORD.pack(length, crc32(payload, crc32(_SUMMED.pack(length, seq), salt)), seq) + payload
+    )
 
 
 def encode_changes(writes: Writes) -> bytes:
@@ -139,14 +145,18 @@ class _Segment:
         try:
             fd = files.open_file(path)
         except FileNotFoundError:
-            raise StoreError(f"{path}: the metadata journal is missing; restore the directory") from None
+            raise StoreError(
+                f"{path}: the metadata journal is missing; restore the directory"
+            ) from None
         try:
             head = files.read_at(fd, _HEADER.size + _CRC.size, 0)
             if len(head) < _HEADER.size + _CRC.size or _CRC.pack(crc32(head[:-4])) != head[-4:]:
                 raise StoreError(f"{path}: not a metadata journal, or its header is damaged")
             magic, version, salt = _HEADER.unpack(head[:-4])
             if magic != _MAGIC or version != _VERSION:
-                raise StoreError(f"{path}: journal format {version}; this AIFS reads format {_VERSION}")
+                raise StoreError(
+                    f"{path}: journal format {version}; this AIFS reads format {_VERSION}"
+                )
         except BaseException:
             files.close_file(fd)
             raise

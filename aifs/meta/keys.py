@@ -55,7 +55,9 @@ _MEMBER = struct.Struct(">cQI").pack
 SUPERBLOCK = b"S"
 COUNTER_IDS = b"cids"  # all ids below it may be in use
 COUNTER_INODES = b"cinodes"  # inodes that exist
-COUNTER_SERVERS = b"cservers"  # data servers that have ever been in the table; so the next one's number
+COUNTER_SERVERS = (
+    b"cservers"  # data servers that have ever been in the table; so the next one's number
+)
 COUNTER_BURST = b"cburst"  # the same, of burst directories
 
 

@@ -27,7 +27,9 @@ _APPLIED = b"applied_seq"
 _SEQ = struct.Struct("<Q")
 
 BEFORE_COMMIT = faults.declare("meta.commit.before", "an LMDB transaction is filled, not committed")
-AFTER_LMDB = faults.declare("meta.commit.after_lmdb", "an LMDB transaction is committed, nothing cut")
+AFTER_LMDB = faults.declare(
+    "meta.commit.after_lmdb", "an LMDB transaction is committed, nothing cut"
+)
 
 
 class Database:
@@ -46,11 +48,18 @@ class Database:
             self._open()
         except DatabaseError as error:
             what = f"cannot open the metadata database: {error}"
-            raise StoreError(f"{directory}: {what}; if it is damaged: aifs meta restore, once it is moved away") from error
+            raise StoreError(
+                f"{directory}: {what}; if it is damaged: aifs meta restore, once it is moved away"
+            ) from error
 
     def _open(self) -> None:
         self._env = lmdb.open(
-            self._directory, map_size=self._map_bytes, max_dbs=2, mode=0o600, lock=False, max_spare_txns=2
+            self._directory,
+            map_size=self._map_bytes,
+            max_dbs=2,
+            mode=0o600,
+            lock=False,
+            max_spare_txns=2,
         )
         try:
             self._extend(self._used_bytes())

@@ -41,10 +41,18 @@ _TRIM_EVERY = 256  # operations; each may map a few times 64 KiB, the kernel's f
 _RECOVERY_GAP = 1 << 32  # more transactions than a journal can hold; see journal.py
 
 BEFORE_SYNC = faults.declare("meta.journal.before_sync", "a barrier is about to sync the journal")
-AFTER_SYNC = faults.declare("meta.journal.after_sync", "the journal is synced; nobody has been told")
-FROZEN = faults.declare("meta.commit.frozen", "the memtable is frozen, new records go to the other segment")
-AFTER_CUT = faults.declare("meta.commit.after_cut", "the frozen memtable is in LMDB and its segment is free")
-REPLAYED = faults.declare("meta.recovery.replayed", "the journal has been read, LMDB is as it was found")
+AFTER_SYNC = faults.declare(
+    "meta.journal.after_sync", "the journal is synced; nobody has been told"
+)
+FROZEN = faults.declare(
+    "meta.commit.frozen", "the memtable is frozen, new records go to the other segment"
+)
+AFTER_CUT = faults.declare(
+    "meta.commit.after_cut", "the frozen memtable is in LMDB and its segment is free"
+)
+REPLAYED = faults.declare(
+    "meta.recovery.replayed", "the journal has been read, LMDB is as it was found"
+)
 
 
 class LmdbEngine(Engine):
@@ -90,11 +98,15 @@ class LmdbEngine(Engine):
         if self._database.applied() is not None:
             return journal.Journal.open(self._directory)
         if journal.Journal.holds_records(self._directory):
-            raise StoreError(f"{self._directory}: data.mdb is missing or new, but the journal holds changes")
+            raise StoreError(
+                f"{self._directory}: data.mdb is missing or new, but the journal holds changes"
+            )
         try:
             return journal.Journal.create(self._directory)
         except OSError as error:
-            raise StoreError(f"{self._directory}: cannot make the metadata journal: {error}") from error
+            raise StoreError(
+                f"{self._directory}: cannot make the metadata journal: {error}"
+            ) from error
 
     def _recover(self) -> int:
         """Bring the journal into LMDB; returns the number of transactions."""
@@ -109,7 +121,9 @@ class LmdbEngine(Engine):
             faults.reach(REPLAYED)
             self._write_frozen_now()
         except (DatabaseError, OSError) as error:
-            raise StoreError(f"{self._directory}: recovery of the metadata fails: {error}") from error
+            raise StoreError(
+                f"{self._directory}: recovery of the metadata fails: {error}"
+            ) from error
         self._drop_frozen()
         if replayed:
             log.info("metadata: %d transactions replayed from the journal", replayed)
@@ -148,7 +162,9 @@ class LmdbEngine(Engine):
 
     def _count_operation(self) -> None:
         self._operations += 1
-        if self._operations % _TRIM_EVERY == 0 and not self._frozen.entries:  # else LMDB may be writing
+        if (
+            self._operations % _TRIM_EVERY == 0 and not self._frozen.entries
+        ):  # else LMDB may be writing
             self._database.trim()
 
     async def barrier(self, seq: int | None = None) -> None:
@@ -157,7 +173,9 @@ class LmdbEngine(Engine):
             if self._failure:
                 raise Unavailable(self._failure)
             if self._syncing is not None:
-                await self._syncing.wait()  # perhaps begun too early for us; then the next one is shared
+                await (
+                    self._syncing.wait()
+                )  # perhaps begun too early for us; then the next one is shared
             else:
                 await self._sync()
 
@@ -238,7 +256,9 @@ class LmdbEngine(Engine):
     async def _in_thread(self, function: Callable[..., None], *args: Any) -> None:
         await trio.to_thread.run_sync(function, *args, limiter=self._threads)
 
-    async def _write_frozen(self, call: Callable[..., Awaitable[None]], give_way: Callable[[], Awaitable[None]]) -> None:
+    async def _write_frozen(
+        self, call: Callable[..., Awaitable[None]], give_way: Callable[[], Awaitable[None]]
+    ) -> None:
         """Commit the frozen memtable and ``_frozen_seq``, the journal being synced that far.
 
         ``call`` runs what blocks. LMDB's pages are filled here, in turn with the scheduler's other tasks: a thread
@@ -246,7 +266,9 @@ class LmdbEngine(Engine):
         Raises DatabaseError or OSError, and may then be called again.
         """
         database = self._database
-        if self._commit_error:  # LMDB takes no more transactions after some errors, such as a failed sync
+        if (
+            self._commit_error
+        ):  # LMDB takes no more transactions after some errors, such as a failed sync
             database.reopen()
         missing = len(self._frozen.entries)
         for chunk in self._frozen.chunks(CHUNK_KEYS):
@@ -276,7 +298,10 @@ class LmdbEngine(Engine):
         """See whether LMDB has room for what may still come. Blocks."""
         short = not self._database.reserve(RESERVE_SEGMENTS * journal.SEGMENT_BYTES)
         if short and not self._short_of_space:
-            log.warning("metadata: the filesystem of %s is full; changes that need space are refused", self._directory)
+            log.warning(
+                "metadata: the filesystem of %s is full; changes that need space are refused",
+                self._directory,
+            )
         elif self._short_of_space and not short:
             log.info("metadata: the filesystem of %s has space again", self._directory)
         self._short_of_space = short
@@ -288,7 +313,11 @@ class LmdbEngine(Engine):
 
     def _set_commit_error(self, reason: str) -> None:
         if reason and reason != self._commit_error:
-            log.warning("metadata: %s takes no changes (%s); the journal keeps them", self._directory, reason)
+            log.warning(
+                "metadata: %s takes no changes (%s); the journal keeps them",
+                self._directory,
+                reason,
+            )
         elif self._commit_error and not reason:
             log.info("metadata: %s takes changes again", self._directory)
         self._commit_error = reason

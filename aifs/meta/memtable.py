@@ -178,4 +178,6 @@ class LeveledTransaction(LeveledView, Transaction):
 
     def range(self, start: bytes, end: bytes, limit: int = 0) -> Iterator[tuple[bytes, bytes]]:
         run = self._run(start, end)
-        return visible(overlay(sorted_range(self.writes, start, end), run) if self.writes else run, limit)
+        return visible(
+            overlay(sorted_range(self.writes, start, end), run) if self.writes else run, limit
+        )

@@ -117,7 +117,9 @@ def load_strays(tx: ReadTransaction) -> list[Stray]:
 # --- the flip ----------------------------------------------------------------------------------------
 
 
-def flip(tx: Transaction, before: ObjectSet, column: int, server: int, lost: int | None = None) -> ObjectSet | None:
+def flip(
+    tx: Transaction, before: ObjectSet, column: int, server: int, lost: int | None = None
+) -> ObjectSet | None:
     """The object of ``column`` is whole and durable on ``server``: from now on it lies there and may be read.
 
     If that is another server than before, what lies on the old one is a stray from now on. None, and nothing is changed,
@@ -157,14 +159,22 @@ def _put_layout(tx: Transaction, objects: ObjectSet) -> None:
 
 @grows
 def put_relaid(
-    tx: Transaction, before: ObjectSet, after: ObjectSet, blocks: int, digests: bytes, lost: int, due: bool
+    tx: Transaction,
+    before: ObjectSet,
+    after: ObjectSet,
+    blocks: int,
+    digests: bytes,
+    lost: int,
+    due: bool,
 ) -> list[int] | None:
     """The durable objects ``after``, but for the columns of the mask ``lost``, replace those ``before``.
 
     ``due``: the file should be protected, and is not. Returns the ids of what is garbage now; None, and nothing is changed,
     if the file is not what it was.
     """
-    if find_objects(tx, before.ino, before.oid) != before or is_changing(tx, before.ino, before.oid):
+    if find_objects(tx, before.ino, before.oid) != before or is_changing(
+        tx, before.ino, before.oid
+    ):
         return None
     inode = namespace.get_inode(tx, before.ino)
     garbage = namespace.discard_layout(tx, inode)
@@ -194,10 +204,14 @@ def due_columns(layout: Striped, degraded: int, staying: Set[int]) -> tuple[int,
     """Columns that are degraded, then those on servers that are not among those where columns may stay."""
     numbers = range(len(layout.servers))
     wrong = tuple(number for number in numbers if degraded >> number & 1)
-    return wrong + tuple(n for n in numbers if layout.servers[n] not in staying and not degraded >> n & 1)
+    return wrong + tuple(
+        n for n in numbers if layout.servers[n] not in staying and not degraded >> n & 1
+    )
 
 
-def scan_degraded(tx: ReadTransaction, start: bytes, end: bytes, limit: int) -> tuple[list[Due], bytes]:
+def scan_degraded(
+    tx: ReadTransaction, start: bytes, end: bytes, limit: int
+) -> tuple[list[Due], bytes]:
     """What a slice of the ``q`` records calls for, and where the next slice starts (empty: there is none).
 
     Records that say nothing (any more) come with ``length`` 0 and no columns.
@@ -244,7 +258,11 @@ def scan_containers(
 
 
 def _scan(
-    tx: ReadTransaction, start: bytes, end: bytes, limit: int, judge: Callable[[bytes, bytes], Due | None]
+    tx: ReadTransaction,
+    start: bytes,
+    end: bytes,
+    limit: int,
+    judge: Callable[[bytes, bytes], Due | None],
 ) -> tuple[list[Due], bytes]:
     found, key, count = [], b"", 0
     for key, value in tx.range(start, end, limit):

@@ -93,7 +93,9 @@ def get_directory(tx: ReadTransaction, ino: int) -> Inode:
     return inode
 
 
-def list_directory(tx: ReadTransaction, ino: int, cookie: int, limit: int) -> list[tuple[bytes, Inode, int]]:
+def list_directory(
+    tx: ReadTransaction, ino: int, cookie: int, limit: int
+) -> list[tuple[bytes, Inode, int]]:
     """Up to ``limit`` entries behind ``cookie`` (0: from the start) as (name, inode, cookie)."""
     start, end = keys.entries_after(ino, cookie)
     found = []
@@ -121,9 +123,24 @@ def create(tx: Transaction, parent: int, name: bytes, inode: Inode) -> Inode:
         if stat.S_ISDIR(mode):
             mode |= stat.S_ISGID
     new = Inode(
-        inode.ino, mode, inode.uid, gid, 2 if stat.S_ISDIR(mode) else 1, inode.rdev, inode.size, 0,
-        inode.ctime_ns, inode.ctime_ns, inode.ctime_ns, parent, 0, directory.policy, None, inode.data, inode.copy,
-    )  # fmt: skip
+        inode.ino,
+        mode,
+        inode.uid,
+        gid,
+        2 if stat.S_ISDIR(mode) else 1,
+        inode.rdev,
+        inode.size,
+        0,
+        inode.ctime_ns,
+        inode.ctime_ns,
+        inode.ctime_ns,
+        parent,
+        0,
+        directory.policy,
+        None,
+        inode.data,
+        inode.copy,
+    )
     put_inode(tx, new)
     if new.copy is not None:
         put_undrained(tx, new, durable=False, now=new.ctime_ns)
@@ -229,9 +246,13 @@ def put_undrained(tx: Transaction, inode: Inode, durable: bool, now: int) -> Non
     tx.put(keys.dirty(inode.ino), b"")
 
 
-def put_copy(tx: Transaction, ino: int, copy: Copy, undrained: bool, durable: bool, now: int) -> None:
+def put_copy(
+    tx: Transaction, ino: int, copy: Copy, undrained: bool, durable: bool, now: int
+) -> None:
     """Record that the inode has this burst copy."""
-    tx.put(keys.burst_copy(copy.id), BurstRecord(ino, copy.server, undrained, durable, now).encode())
+    tx.put(
+        keys.burst_copy(copy.id), BurstRecord(ino, copy.server, undrained, durable, now).encode()
+    )
 
 
 def discard_layout(tx: Transaction, inode: Inode) -> list[int]:
@@ -270,9 +291,15 @@ def drop_checksums(tx: Transaction, oid: int) -> None:
 
 
 def rename(
-    tx: Transaction, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int,
-    cookies: tuple[int, int], now: int,
-) -> tuple[Inode, Inode | None]:  # fmt: skip
+    tx: Transaction,
+    parent: int,
+    name: bytes,
+    new_parent: int,
+    new_name: bytes,
+    flags: int,
+    cookies: tuple[int, int],
+    now: int,
+) -> tuple[Inode, Inode | None]:
     """rename(2) with RENAME_NOREPLACE and RENAME_EXCHANGE.
 
     Returns the moved inode, and the one that the target name led to before: with EXCHANGE it now has the old name,

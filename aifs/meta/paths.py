@@ -5,7 +5,9 @@ from aifs.meta import keys, namespace
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import decode_entry
 
-_LISTED_MAX = 4096  # entries of a directory that are looked through for a name that is not the inode's first
+_LISTED_MAX = (
+    4096  # entries of a directory that are looked through for a name that is not the inode's first
+)
 
 
 def find_path(tx: ReadTransaction, ino: int) -> bytes | None:

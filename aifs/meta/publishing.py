@@ -11,7 +11,15 @@ All little-endian; ``rank`` in the key is 4 bytes, big-endian.
 import struct
 from typing import NamedTuple
 
-from aifs.core.errors import Busy, Exists, Invalid, NoAttribute, NotADirectory, NotFound, Unavailable
+from aifs.core.errors import (
+    Busy,
+    Exists,
+    Invalid,
+    NoAttribute,
+    NotADirectory,
+    NotFound,
+    Unavailable,
+)
 from aifs.meta import keys, namespace, trash
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import Inode, decode_entry
@@ -95,7 +103,9 @@ def get_pending(tx: ReadTransaction, ino: int) -> Pending:
     """Raises Invalid if the directory is not pending (any more)."""
     pending = find_pending(tx, ino)
     if pending is None:
-        raise Invalid("the directory is not pending: it has not been marked, or is published already")
+        raise Invalid(
+            "the directory is not pending: it has not been marked, or is published already"
+        )
     return pending
 
 
@@ -124,7 +134,9 @@ def mark(tx: Transaction, ino: int, pending: Pending) -> None:
     if there is None:
         tx.put(keys.pending(ino), pending.encode())
     elif there._replace(created_ns=0) != pending._replace(created_ns=0):
-        raise Invalid(f"the directory is pending already, with {there.ranks} ranks and step {there.step}")
+        raise Invalid(
+            f"the directory is pending already, with {there.ranks} ranks and step {there.step}"
+        )
 
 
 def abandon(tx: Transaction, ino: int) -> None:
@@ -159,7 +171,9 @@ def require_complete(tx: ReadTransaction, ino: int, pending: Pending) -> None:
     """Raises Busy, which names the ranks, if some have not committed."""
     lacking = missing(pending.ranks, committed(tx, ino))
     if lacking:
-        names = ", ".join(map(str, lacking[:_NAMED_MAX])) + ("" if len(lacking) <= _NAMED_MAX else ", ...")
+        names = ", ".join(map(str, lacking[:_NAMED_MAX])) + (
+            "" if len(lacking) <= _NAMED_MAX else ", ..."
+        )
         raise Busy(f"{len(lacking)} of {pending.ranks} ranks have not committed: {names}")
 
 
@@ -167,9 +181,15 @@ def require_complete(tx: ReadTransaction, ino: int, pending: Pending) -> None:
 
 
 def rename(
-    tx: Transaction, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int,
-    cookies: tuple[int, int], now: int,
-) -> tuple[Inode, Inode | None]:  # fmt: skip
+    tx: Transaction,
+    parent: int,
+    name: bytes,
+    new_parent: int,
+    new_name: bytes,
+    flags: int,
+    cookies: tuple[int, int],
+    now: int,
+) -> tuple[Inode, Inode | None]:
     """namespace.rename, which also publishes a pending directory that it moves. Raises Busy if members are
     missing."""
     inode, other = namespace.rename(tx, parent, name, new_parent, new_name, flags, cookies, now)
@@ -204,7 +224,12 @@ class Publication(NamedTuple):
         pointers = [name for name in (self.latest, self.tracker) if name]
         names = [self.name, *pointers, *([self.manifest] if self.manifest else [])]
         for name in names:
-            if name in (b"", b".", b"..") or b"/" in name or b"\0" in name or len(name) > namespace.NAME_MAX:
+            if (
+                name in (b"", b".", b"..")
+                or b"/" in name
+                or b"\0" in name
+                or len(name) > namespace.NAME_MAX
+            ):
                 raise Invalid(f"publish: {name!r} cannot be the name of a file")
         if len({self.name, *pointers}) != 1 + len(pointers):
             raise Invalid("publish: the final name and those of the pointers must differ")
@@ -243,7 +268,11 @@ def name_of(tx: ReadTransaction, directory: Inode) -> bytes:
 
 @grows
 def publish(
-    tx: Transaction, what: Publication, owner: tuple[int, int], ids: tuple[int, int, int, int], now: int
+    tx: Transaction,
+    what: Publication,
+    owner: tuple[int, int],
+    ids: tuple[int, int, int, int],
+    now: int,
 ) -> Published:
     """Show ``what``, all at once. ``owner``: uid and gid of what is made; ``ids``: fresh numbers.
 
@@ -271,12 +300,25 @@ def publish(
     conclude(tx, inode.ino)
     uid, gid = owner
     if what.latest:
-        link = Inode(ids[2], _SYMLINK, uid, gid, 1, 0, len(what.name), 0, now, now, now, data=what.name)
+        link = Inode(
+            ids[2], _SYMLINK, uid, gid, 1, 0, len(what.name), 0, now, now, now, data=what.name
+        )
         unlinked += _put_pointer(tx, what.parent, what.latest, link, now)
     if what.tracker:
         size = len(what.content)
         file = Inode(
-            ids[3], _FILE_MODE, uid, gid, 1, 0, size, bool(size), now, now, now, data=what.content or None
+            ids[3],
+            _FILE_MODE,
+            uid,
+            gid,
+            1,
+            0,
+            size,
+            bool(size),
+            now,
+            now,
+            now,
+            data=what.content or None,
         )
         unlinked += _put_pointer(tx, what.parent, what.tracker, file, now)
     return Published(inode, old_parent, old_name, unlinked, doomed)

@@ -126,29 +126,74 @@ class Inode:
         if layout is None:
             form = EMPTY if data is None else INLINE
         elif type(layout) is Striped:
-            form, unit, servers, count = STRIPED, layout.unit, _pack_servers(layout.servers), len(layout.servers)
+            form, unit, servers, count = (
+                STRIPED,
+                layout.unit,
+                _pack_servers(layout.servers),
+                len(layout.servers),
+            )
             if layout.is_protected:
-                form, servers = PROTECTED, _PROTECTION.pack(layout.replicas, layout.parity) + servers
+                form, servers = (
+                    PROTECTED,
+                    _PROTECTION.pack(layout.replicas, layout.parity) + servers,
+                )
         else:
             form, unit = VARIABLE if layout.variable else INTERLEAVED, layout.chunk
         head = _INODE.pack(
-            FORMAT, form if copy is None else form | _HAS_COPY, len(policy), count,
-            self.mode, self.uid, self.gid, self.nlink, self.rdev, self.size, self.blocks,
-            self.atime_ns, self.mtime_ns, self.ctime_ns, self.parent, self.oid, unit,
-        )  # fmt: skip
+            FORMAT,
+            form if copy is None else form | _HAS_COPY,
+            len(policy),
+            count,
+            self.mode,
+            self.uid,
+            self.gid,
+            self.nlink,
+            self.rdev,
+            self.size,
+            self.blocks,
+            self.atime_ns,
+            self.mtime_ns,
+            self.ctime_ns,
+            self.parent,
+            self.oid,
+            unit,
+        )
         if form == EMPTY and not policy and copy is None:
             return head
-        return b"".join((head, policy, servers, b"" if copy is None else _COPY.pack(*copy), data or b""))
+        return b"".join(
+            (head, policy, servers, b"" if copy is None else _COPY.pack(*copy), data or b"")
+        )
 
 
 def decode_inode(ino: int, record: bytes) -> Inode:
     """Raises Unavailable for a record that is damaged or of another format."""
     try:
-        (version, form, policy_length, count, mode, uid, gid, nlink, rdev,
-         size, blocks, atime, mtime, ctime, parent, oid, unit) = _INODE.unpack_from(record)  # fmt: skip
+        (
+            version,
+            form,
+            policy_length,
+            count,
+            mode,
+            uid,
+            gid,
+            nlink,
+            rdev,
+            size,
+            blocks,
+            atime,
+            mtime,
+            ctime,
+            parent,
+            oid,
+            unit,
+        ) = _INODE.unpack_from(record)
         if version != FORMAT:
-            raise Unavailable(f"inode {ino} has a record of format {version}; this version reads format {FORMAT}")
-        inode = Inode(ino, mode, uid, gid, nlink, rdev, size, blocks, atime, mtime, ctime, parent, oid)
+            raise Unavailable(
+                f"inode {ino} has a record of format {version}; this version reads format {FORMAT}"
+            )
+        inode = Inode(
+            ino, mode, uid, gid, nlink, rdev, size, blocks, atime, mtime, ctime, parent, oid
+        )
         if form == EMPTY and not policy_length:
             return inode
         offset = _INODE.size
@@ -278,7 +323,10 @@ def encode_policy(policy: Policy) -> bytes:
         kind |= _HAS_REDUNDANCY
         publish = PUBLISHES.index(policy.publish)
         servers = _REDUNDANCY.pack(policy.replicas, policy.data, policy.parity, publish) + servers
-    return _LONG_POLICY.pack(policy.unit, policy.count, kind, compress, tier, policy.expected) + servers
+    return (
+        _LONG_POLICY.pack(policy.unit, policy.count, kind, compress, tier, policy.expected)
+        + servers
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -295,7 +343,17 @@ def decode_policy(record: bytes) -> Policy:
         raise struct.error
     level = None if compress == _COMPRESS_DEFAULT else compress
     servers = _unpack_servers(record[end:])
-    return Policy(unit, count, servers, KINDS[kind], level, TIERS[tier], expected, *redundancy, PUBLISHES[publish])
+    return Policy(
+        unit,
+        count,
+        servers,
+        KINDS[kind],
+        level,
+        TIERS[tier],
+        expected,
+        *redundancy,
+        PUBLISHES[publish],
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -31,12 +31,16 @@ class Uses(NamedTuple):
         return Uses(*(mine + its for mine, its in zip(self, other, strict=True)))
 
 
-def scan_files(tx: ReadTransaction, start: bytes, server: int, gone: Set[int]) -> tuple[Uses, bytes]:
+def scan_files(
+    tx: ReadTransaction, start: bytes, server: int, gone: Set[int]
+) -> tuple[Uses, bytes]:
     """Of a slice of the inodes: striped files. ``gone``: all servers that are to be done without."""
     return _scan(tx, start or b"i", server, gone)
 
 
-def scan_containers(tx: ReadTransaction, start: bytes, server: int, gone: Set[int]) -> tuple[Uses, bytes]:
+def scan_containers(
+    tx: ReadTransaction, start: bytes, server: int, gone: Set[int]
+) -> tuple[Uses, bytes]:
     """Of a slice of the table of containers."""
     return _scan(tx, start or b"t", server, gone)
 
@@ -123,7 +127,9 @@ def _find_readable(tx: ReadTransaction, ino: int) -> Inode | None:
     return None
 
 
-def scan_chunk_lists(tx: ReadTransaction, start: bytes, containers: Set[int]) -> tuple[set[int], bytes]:
+def scan_chunk_lists(
+    tx: ReadTransaction, start: bytes, containers: Set[int]
+) -> tuple[set[int], bytes]:
     """Of a slice of the chunk lists: the oids of files that have chunks in one of these containers."""
     oids, key, count = set(), b"", 0
     for key, value in tx.range(start or b"l", keys.all_of(b"l")[1], SLICE):

@@ -36,7 +36,11 @@ def decode_server(value: bytes) -> ServerRecord:
         kinds = type(record.path), type(record.domain), type(record.successor)
     except (ValueError, TypeError) as error:
         raise Unavailable("a record of the table of servers is damaged") from error
-    if record.state not in SERVER_STATES or kinds[:2] != (str, str) or kinds[2] not in (int, type(None)):
+    if (
+        record.state not in SERVER_STATES
+        or kinds[:2] != (str, str)
+        or kinds[2] not in (int, type(None))
+    ):
         raise Unavailable("a record of the table of servers is damaged")
     return record
 
@@ -54,7 +58,10 @@ def get_server(tx: ReadTransaction, number: int) -> ServerRecord | None:
 def next_number(tx: ReadTransaction, role: str) -> int:
     """The number of the next server of the role; none had it before."""
     counter, first = _counter_of(role)
-    used = (keys.number(key) for key, _ in tx.range(keys.server(first), keys.server(first | BURST_FIRST - 1)))
+    used = (
+        keys.number(key)
+        for key, _ in tx.range(keys.server(first), keys.server(first | BURST_FIRST - 1))
+    )
     return max(first + tx.counter(counter), max(used, default=first - 1) + 1)
 
 

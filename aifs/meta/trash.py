@@ -46,7 +46,9 @@ def decode_doomed(record: bytes) -> Doomed:
     except struct.error:
         raise Unavailable("a record of the trash is damaged") from None
     if version != FORMAT:
-        raise Unavailable(f"a record of the trash has format {version}; this version reads format {FORMAT}")
+        raise Unavailable(
+            f"a record of the trash has format {version}; this version reads format {FORMAT}"
+        )
     return Doomed._make(fields)
 
 

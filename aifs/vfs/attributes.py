@@ -34,7 +34,9 @@ def has_capabilities(tx: Transaction, ino: int) -> bool:
     return tx.get(keys.xattr(ino, CAPABILITIES)) is not None
 
 
-def change_inode(tx: Transaction, ino: int, change: Callable[[Inode, Any], None], argument: Any) -> Inode:
+def change_inode(
+    tx: Transaction, ino: int, change: Callable[[Inode, Any], None], argument: Any
+) -> Inode:
     """Record what ``change(inode, argument)`` makes of the inode."""
     inode = namespace.get_inode(tx, ino)
     change(inode, argument)

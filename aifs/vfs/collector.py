@@ -21,9 +21,15 @@ _ERASED_AT_ONCE = 32  # in one transaction, whose own changes slow down its rang
 _RETRY_S = 10.0
 _BACKLOG_MAX = 1024  # from here on deletions do not wait for others to share a backup with
 
-_ERASED = faults.declare("vfs.collect.erased", "orphans are erased, their objects are on record as garbage")
-_DROPPED = faults.declare("vfs.collect.dropped", "a part of a loose chunk list is dropped, the rest is on record")
-_DELETED = faults.declare("vfs.collect.deleted", "objects are deleted, their garbage records are not")
+_ERASED = faults.declare(
+    "vfs.collect.erased", "orphans are erased, their objects are on record as garbage"
+)
+_DROPPED = faults.declare(
+    "vfs.collect.dropped", "a part of a loose chunk list is dropped, the rest is on record"
+)
+_DELETED = faults.declare(
+    "vfs.collect.deleted", "objects are deleted, their garbage records are not"
+)
 
 
 class _Doomed(NamedTuple):
@@ -83,7 +89,9 @@ class Collector:
             with trio.move_on_at(retry_at if self._retry else float("inf")):
                 await self._work.wait()
             self._work = trio.Event()
-            if trio.current_time() >= retry_at:  # not whenever something else is deleted: there may be many
+            if (
+                trio.current_time() >= retry_at
+            ):  # not whenever something else is deleted: there may be many
                 retry_at = trio.current_time() + _RETRY_S
                 self._garbage += self._retry
                 self._retry = []
@@ -118,7 +126,10 @@ class Collector:
                 try:
                     containers, is_all = await self._engine.transact(chunks.drop_some, oid)
                 except Unavailable as error:
-                    _log.warning("a deleted file's list of chunks cannot be dropped (fsck will name it): %s", error)
+                    _log.warning(
+                        "a deleted file's list of chunks cannot be dropped (fsck will name it): %s",
+                        error,
+                    )
                     break
                 self._garbage += [_Doomed(container, self._engine.seq) for container in containers]
                 faults.reach(_DROPPED)

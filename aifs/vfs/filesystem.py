@@ -74,7 +74,9 @@ class Filesystem(Grouping):
             await self.io.release(file)
         await self._closed(file, written=True)
 
-    async def change_inode(self, ino: int, change: Callable[[Inode, Any], None], argument: Any) -> Inode:
+    async def change_inode(
+        self, ino: int, change: Callable[[Inode, Any], None], argument: Any
+    ) -> Inode:
         """Apply ``change(inode, argument)``, which may raise and must be repeatable, and record the result."""
         self._policies.pop(ino, None)
         file = self.io.open.get(ino)
@@ -86,7 +88,10 @@ class Filesystem(Grouping):
     def _accessed(self, inode: Inode) -> bool:
         """Update atime by the rules of relatime; whether it changed."""
         now = time.time_ns()
-        recent = inode.atime_ns > max(inode.mtime_ns, inode.ctime_ns) and now - inode.atime_ns < _ATIME_INTERVAL_NS
+        recent = (
+            inode.atime_ns > max(inode.mtime_ns, inode.ctime_ns)
+            and now - inode.atime_ns < _ATIME_INTERVAL_NS
+        )
         if recent or not self._atime:
             return False
         inode.atime_ns = now
@@ -179,7 +184,9 @@ class Filesystem(Grouping):
             self.tier.dirty(inode.copy.id, inode.copy.server, inode.size)
         withheld = written and not file.writers and await self.groups.closed(inode)
         if not inode.in_burst:
-            self.drain.gone(inode.ino)  # a tiny file that has become inline: nobody needs to wait for it
+            self.drain.gone(
+                inode.ino
+            )  # a tiny file that has become inline: nobody needs to wait for it
         elif inode.nlink and not file.writers and not withheld:
             self.drain.closed(inode)
 
@@ -222,7 +229,11 @@ class Filesystem(Grouping):
     async def listxattr(self, ino: int, caller: CallerLike = ROOT) -> list[bytes]:
         """Names; those of the trusted namespace are for root alone, as xattr(7) says."""
         names = await self._engine.view(xattrs.names, ino)
-        return names if caller.uid == 0 else [name for name in names if not name.startswith(b"trusted.")]
+        return (
+            names
+            if caller.uid == 0
+            else [name for name in names if not name.startswith(b"trusted.")]
+        )
 
     async def removexattr(self, ino: int, name: bytes, caller: CallerLike = ROOT) -> None:
         if name.startswith(hints.PREFIX):
@@ -250,5 +261,7 @@ class Filesystem(Grouping):
         """Space of the data servers, each device counted once; inodes are limited by space alone."""
         space = await self.store.servers.statfs()
         inodes = await self._engine.view(ReadTransaction.counter, keys.COUNTER_INODES)
-        total, free, room = (size // BLOCK_SIZE for size in (space.total, space.free, space.available))
+        total, free, room = (
+            size // BLOCK_SIZE for size in (space.total, space.free, space.available)
+        )
         return StatFs(BLOCK_SIZE, total, free, room, inodes + room, room, namespace.NAME_MAX)

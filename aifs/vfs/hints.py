@@ -76,7 +76,9 @@ class Host(reports.Host, burst_hints.Host, server_hints.Host, group_hints.Host, 
 
     async def remove_tree(self, parent: int, name: bytes, caller: CallerLike) -> None: ...
 
-    async def change_inode(self, ino: int, change: Callable[[Inode, Any], None], argument: Any) -> Inode: ...
+    async def change_inode(
+        self, ino: int, change: Callable[[Inode, Any], None], argument: Any
+    ) -> Inode: ...
 
 
 async def get(fs: Host, ino: int, name: bytes) -> bytes:
@@ -153,7 +155,9 @@ async def put(fs: Host, ino: int, name: bytes, value: bytes, caller: CallerLike)
         else:
             raise NotPermitted("this hint cannot be set")
     except (Invalid, Busy) as error:
-        _log.info("%s=%r for inode %d is refused: %s", name.decode("utf-8", "replace"), value, ino, error)
+        _log.info(
+            "%s=%r for inode %d is refused: %s", name.decode("utf-8", "replace"), value, ino, error
+        )
         raise
 
 
@@ -161,7 +165,9 @@ async def _back_up(fs: Host, ino: int, value: bytes, caller: CallerLike) -> None
     if ino != keys.ROOT_INO or caller.uid:
         raise NotPermitted("only root may make backups, at the mount's root")
     token, _, directory = os.fsdecode(value).partition(":")
-    fs.backup.request(token, directory)  # not waited for: the kernel locks the directory while it sets an attribute
+    fs.backup.request(
+        token, directory
+    )  # not waited for: the kernel locks the directory while it sets an attribute
 
 
 async def remove(fs: Host, ino: int, name: bytes, caller: CallerLike) -> None:
@@ -190,7 +196,9 @@ async def _set_layout(fs: Host, ino: int, text: str) -> None:
         raise Invalid(f"there is no server {min(unknown)}; the store has {known}")
     least, usable = policy.redundancy(PLAIN).least_servers, len(fs.store.servers.candidates())
     if least > usable:
-        raise Invalid(f"layout: {least} data servers are needed; the store has {usable} for new files")
+        raise Invalid(
+            f"layout: {least} data servers are needed; the store has {usable} for new files"
+        )
     fields = policy._asdict()
     del fields["tier"], fields["expected"], fields["publish"]
     await fs.change_inode(ino, _change_policy_of_new, fields)
@@ -199,7 +207,9 @@ async def _set_layout(fs: Host, ino: int, text: str) -> None:
 async def _set_tier(fs: Host, ino: int, text: str) -> None:
     tier = "" if text == DEFAULT_TIER else text
     if text != DEFAULT_TIER and text not in TIERS[1:]:
-        raise Invalid(f"tier {text!r} is unknown; there are {', '.join(TIERS[1:])} and {DEFAULT_TIER}")
+        raise Invalid(
+            f"tier {text!r} is unknown; there are {', '.join(TIERS[1:])} and {DEFAULT_TIER}"
+        )
     inode = await fs.change_inode(ino, _change_policy, {"tier": tier})
     if inode.copy is not None:
         fs.tier.pinned(inode.copy.id, tier == "pinned")
@@ -207,7 +217,9 @@ async def _set_tier(fs: Host, ino: int, text: str) -> None:
 
 async def _set_publish(fs: Host, ino: int, text: str) -> None:
     if text not in (DEFAULT_PUBLISH, *PUBLISHES[1:]):
-        raise Invalid(f"publish {text!r} is unknown; there are {DEFAULT_PUBLISH}, {', '.join(PUBLISHES[1:])}")
+        raise Invalid(
+            f"publish {text!r} is unknown; there are {DEFAULT_PUBLISH}, {', '.join(PUBLISHES[1:])}"
+        )
     inode = await fs.getattr(ino)
     if not inode.is_dir:
         raise Invalid("it can be set on a directory")

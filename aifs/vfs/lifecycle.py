@@ -23,7 +23,11 @@ _RESTART_S = 10
 
 @asynccontextmanager
 async def open_filesystem(
-    config: Config, read_only: bool = False, mountpoint: str = "", atime: bool = True, adding: str = ""
+    config: Config,
+    read_only: bool = False,
+    mountpoint: str = "",
+    atime: bool = True,
+    adding: str = "",
 ) -> AsyncIterator[Filesystem]:
     """Own the store, recover it, and serve until the block ends; then everything is made durable.
 

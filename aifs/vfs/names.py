@@ -44,7 +44,9 @@ class Names(Parts):
             copy = await self.io.burst.new_copy(await self._policy_of(parent))
         try:
             place = None if copy is None else copy.place
-            inode = await self._create(parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller, copy=place)
+            inode = await self._create(
+                parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller, copy=place
+            )
         except BaseException:
             if copy is not None:
                 self.tier.discard(copy)
@@ -63,11 +65,15 @@ class Names(Parts):
             self._policies[directory] = policy
             return policy
 
-    async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: CallerLike) -> Inode:
+    async def mknod(
+        self, parent: int, name: bytes, mode: int, rdev: int, caller: CallerLike
+    ) -> Inode:
         """A regular file, fifo, socket or device node."""
         if stat.S_IFMT(mode) in (stat.S_IFDIR, stat.S_IFLNK):
             raise Invalid("mknod makes neither directories nor symlinks")
-        return await self._create(parent, name, mode if stat.S_IFMT(mode) else mode | stat.S_IFREG, caller, rdev)
+        return await self._create(
+            parent, name, mode if stat.S_IFMT(mode) else mode | stat.S_IFREG, caller, rdev
+        )
 
     async def mkdir(self, parent: int, name: bytes, mode: int, caller: CallerLike) -> Inode:
         return await self._create(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), caller)
@@ -78,17 +84,27 @@ class Names(Parts):
         return await self._create(parent, name, stat.S_IFLNK | 0o777, caller, data=target)
 
     async def _create(
-        self, parent: int, name: bytes, mode: int, caller: CallerLike, rdev: int = 0, data: bytes | None = None,
+        self,
+        parent: int,
+        name: bytes,
+        mode: int,
+        caller: CallerLike,
+        rdev: int = 0,
+        data: bytes | None = None,
         copy: Copy | None = None,
-    ) -> Inode:  # fmt: skip
+    ) -> Inode:
         now = time.time_ns()
         ino, size = await self.ids.take(), len(data or b"")
-        new = Inode(ino, mode, caller.uid, caller.gid, 1, rdev, size, 0, now, now, now, data=data, copy=copy)
+        new = Inode(
+            ino, mode, caller.uid, caller.gid, 1, rdev, size, 0, now, now, now, data=data, copy=copy
+        )
         return await self._engine.transact(namespace.create, parent, name, new)
 
     async def link(self, ino: int, new_parent: int, new_name: bytes) -> Inode:
         cookie = await self.ids.take()
-        linked = await self._engine.transact(namespace.link, ino, new_parent, new_name, cookie, time.time_ns())
+        linked = await self._engine.transact(
+            namespace.link, ino, new_parent, new_name, cookie, time.time_ns()
+        )
         return self._adopt(linked)
 
     async def unlink(self, parent: int, name: bytes) -> None:

@@ -39,7 +39,13 @@ class Parts:
         self.collector = collector = Collector(engine, servers)
         self.tier = tier = BurstTier(config, servers, ids.take)
         self.containers = containers = Containers(
-            engine, servers, ids, collector, servers.budget, config.layout.container_size, config.data.verify == "read",
+            engine,
+            servers,
+            ids,
+            collector,
+            servers.budget,
+            config.layout.container_size,
+            config.data.verify == "read",
             config.data.min_spare,
         )
         self.io = io = FileIO(config, engine, servers, tier, containers, ids, collector)
@@ -52,23 +58,34 @@ class Parts:
             config, engine, servers, tier, io, ids, collector, containers, self.drain.mover
         )
         members = Members(engine, tier, io, self.writeback, self.drain, group_drain)
-        self.group_course = course = Course(engine, self.drain, members, Report, config.burst.drain_deadline_s)
+        self.group_course = course = Course(
+            engine, self.drain, members, Report, config.burst.drain_deadline_s
+        )
         self.groups = Groups(engine, io, self.writeback, ids, self.drain, members, course)
         self.trash = Trash(engine, io, self.drain, collector)
         self.trash.on_gone = self.groups.gone
         self.retention = Retention(config, engine, io, self.trash)
         self.evictor = Evictor(engine, servers, tier, io, collector)
-        self.compaction = Compaction(engine, servers, containers, collector, config.layout.compact_above)
+        self.compaction = Compaction(
+            engine, servers, containers, collector, config.layout.compact_above
+        )
         self.rebuild = Rebuild(
             config, engine, servers, io, ids, collector, containers, self.compaction, handles
         )
-        self.from_copies = from_copies = FromCopies(engine, servers, io, containers, self.drain, self.evictor)
-        self.scrub = Scrub(config, engine, servers, self.rebuild, from_copies, self.evictor, handles)
+        self.from_copies = from_copies = FromCopies(
+            engine, servers, io, containers, self.drain, self.evictor
+        )
+        self.scrub = Scrub(
+            config, engine, servers, self.rebuild, from_copies, self.evictor, handles
+        )
         self.server_admin = ServerAdmin(store, tier, self.drain, self.evictor, self.rebuild)
         self.server_admin.leave_backups = self.backup.leave_servers
         self.rebuild.rescue, self.rebuild.restore = from_copies.rescue, from_copies.restore_users
         self.server_admin.rescue, self.server_admin.clean_up = from_copies.rescue, self.clean_up
-        self.evictor.restore, self.evictor.wrong_objects = from_copies.restore, self.scrub.wrong_objects
+        self.evictor.restore, self.evictor.wrong_objects = (
+            from_copies.restore,
+            self.scrub.wrong_objects,
+        )
         io.burst.find_needed = self.evictor.find_needed
         from_copies.on_restored = self.scrub.restored
         io.on_damage = containers.files.on_damage = self.rebuild.on_damage
@@ -88,4 +105,12 @@ class Parts:
         if read_only:
             return always
         between_tiers = (self.drain, self.group_course, self.evictor, self.stager)
-        return *always, *between_tiers, self.compaction, self.trash, self.rebuild, self.retention, self.scrub
+        return (
+            *always,
+            *between_tiers,
+            self.compaction,
+            self.trash,
+            self.rebuild,
+            self.retention,
+            self.scrub,
+        )

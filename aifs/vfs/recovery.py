@@ -56,7 +56,9 @@ class Recovered:
             (self.dropped_copies, "cached copies dropped"),
             (self.undrained, "files to drain"),
         ]
-        return ", ".join(f"{count} {what}" for count, what in parts if count) or "nothing to recover"
+        return (
+            ", ".join(f"{count} {what}" for count, what in parts if count) or "nothing to recover"
+        )
 
 
 async def recover(store: Store, tier: BurstTier, collector: Collector) -> Recovered:
@@ -67,7 +69,11 @@ async def recover(store: Store, tier: BurstTier, collector: Collector) -> Recove
     """
     recovered = Recovered(transactions=store.engine.recovered)
     dirty, orphans, garbage = await store.engine.view(_read_in_flight)
-    recovered.unsynced_files, recovered.orphans, recovered.garbage = len(dirty), len(orphans), len(garbage)
+    recovered.unsynced_files, recovered.orphans, recovered.garbage = (
+        len(dirty),
+        len(orphans),
+        len(garbage),
+    )
     for ino in orphans:
         collector.add_orphan(ino)
     for oid in garbage:
@@ -76,7 +82,9 @@ async def recover(store: Store, tier: BurstTier, collector: Collector) -> Recove
     unsettled: dict[int, FsError] = {}
     for start in range(0, len(dirty), 64):
         some = dirty[start : start + 64]
-        await run_all(*(lambda ino=ino: _settle(store, tier, collector, ino, unsettled) for ino in some))
+        await run_all(
+            *(lambda ino=ino: _settle(store, tier, collector, ino, unsettled) for ino in some)
+        )
     if unsettled:
         ino, error = next(iter(unsettled.items()))
         what = "%d files, such as inode %d, could not be settled, the next mount will try again: %s"
@@ -113,12 +121,18 @@ async def _settle_copy(store: Store, tier: BurstTier, collector: Collector, inod
     try:
         await copy.ensure_open()
         status = copy.stat()
-        inode.size, inode.blocks, inode.mtime_ns = status.st_size, status.st_blocks, status.st_mtime_ns
+        inode.size, inode.blocks, inode.mtime_ns = (
+            status.st_size,
+            status.st_blocks,
+            status.st_mtime_ns,
+        )
         await copy.sync()
     except Missing:
         if store.same_boot or await store.engine.view(_is_durable, inode.copy.id):
             raise
-        _log.warning("inode %d was not on stable storage when the power went: it is empty now", inode.ino)
+        _log.warning(
+            "inode %d was not on stable storage when the power went: it is empty now", inode.ino
+        )
         lost, inode.copy, inode.size, inode.blocks = inode.copy, None, 0, 0
         collector.add_garbage(await store.engine.transact(forms.put_inline, inode, lost))
     finally:
@@ -159,7 +173,9 @@ async def _delete_unknown_objects(store: Store) -> int:
     if not store.clean:
         first, end = await last_windows(store.engine)
         found = await list_window(store.servers, first, end)
-        missed = [_Unlisted(server.id, first, end) for server in store.servers.values() if server.absent]
+        missed = [
+            _Unlisted(server.id, first, end) for server in store.servers.values() if server.absent
+        ]
     for window in earlier:
         server = store.servers.find(window.server)
         if server is None or server.standing == LOST:
@@ -176,7 +192,9 @@ async def _delete_unknown_objects(store: Store) -> int:
     for (ino, oid), servers in unknown.items():
         await delete_objects(store.servers, Striped(1 << 20, tuple(servers)), ino, oid)
     if set(earlier) != set(missed):
-        await store.engine.transact(_put_unlisted, set(earlier) - set(missed), set(missed) - set(earlier))
+        await store.engine.transact(
+            _put_unlisted, set(earlier) - set(missed), set(missed) - set(earlier)
+        )
     return sum(map(len, unknown.values()))
 
 
@@ -194,7 +212,10 @@ class _Unlisted(NamedTuple):
 
 def _read_unlisted(tx: ReadTransaction) -> list[_Unlisted]:
     start = keys.job(_UNLISTED)
-    return [_Unlisted(*struct.unpack(">HQQ", key[len(start) :])) for key, _ in tx.range(start, start + b"\xff" * 19)]
+    return [
+        _Unlisted(*struct.unpack(">HQQ", key[len(start) :]))
+        for key, _ in tx.range(start, start + b"\xff" * 19)
+    ]
 
 
 def _put_unlisted(tx: Transaction, done: set[_Unlisted], missed: set[_Unlisted]) -> None:
@@ -227,7 +248,9 @@ class Undrained(NamedTuple):
     size: int
 
 
-async def load_copies(store: Store, tier: BurstTier, collector: Collector, recovered: Recovered) -> list[Undrained]:
+async def load_copies(
+    store: Store, tier: BurstTier, collector: Collector, recovered: Recovered
+) -> list[Undrained]:
     """Tell the tier what it holds; returns what has to be drained.
 
     A cached copy that is not durable counts only while the machine has not been started anew: a power cut may have left
@@ -239,7 +262,11 @@ async def load_copies(store: Store, tier: BurstTier, collector: Collector, recov
     while batch := await store.engine.view(_read_copies, start, end):
         for copy_id, record, inode in batch:
             start = keys.burst_copy(copy_id + 1)
-            if inode is None or inode.copy != (record.server, copy_id) or inode.in_burst != record.undrained:
+            if (
+                inode is None
+                or inode.copy != (record.server, copy_id)
+                or inode.in_burst != record.undrained
+            ):
                 continue  # fsck names it
             server = store.servers.find(record.server)
             if server is None or server.absent:
@@ -253,7 +280,9 @@ async def load_copies(store: Store, tier: BurstTier, collector: Collector, recov
                 tier.clean(copy_id, record.server, inode.size)
                 tier.pinned(copy_id, inode.policy is not None and inode.policy.tier == "pinned")
             else:
-                collector.add_garbage(await store.engine.transact(forms.put_without_copy, record.ino, copy_id))
+                collector.add_garbage(
+                    await store.engine.transact(forms.put_without_copy, record.ino, copy_id)
+                )
                 recovered.dropped_copies += 1
     recovered.undrained = len(undrained)
     return undrained
@@ -279,8 +308,10 @@ class _Sources:
             return False
         if not self._memory:
             self._memory = memoryview(bytearray(COPY_PIECE))
-            _log.warning("the machine was started anew, and data servers lack bytes of files with burst copies that were never "
-                         "synced: these are read and compared with checksums now")  # fmt: skip
+            _log.warning(
+                "the machine was started anew, and data servers lack bytes of files with burst copies that were never "
+                "synced: these are read and compared with checksums now"
+            )
         judgement = await judge_copy(engine, servers, inode, self._memory)
         _log.info("inode %d: its burst copy is %s", inode.ino, judgement.name.lower())
         if judgement is not Judgement.RIGHT:

@@ -33,9 +33,14 @@ from aifs.vfs.tiers.evict import Evictor
 from aifs.vfs.tiers.stage import Stager
 
 _TYPES = {
-    stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink", stat.S_IFIFO: "fifo",
-    stat.S_IFSOCK: "socket", stat.S_IFBLK: "block device", stat.S_IFCHR: "character device",
-}  # fmt: skip
+    stat.S_IFREG: "file",
+    stat.S_IFDIR: "directory",
+    stat.S_IFLNK: "symlink",
+    stat.S_IFIFO: "fifo",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFBLK: "block device",
+    stat.S_IFCHR: "character device",
+}
 
 _RECORDS = 256
 
@@ -93,9 +98,12 @@ async def describe(fs: Host, ino: int) -> dict[str, Any]:
         }
     if isinstance(layout, Striped):
         info["layout"] = {
-            "kind": "striped", "unit": layout.unit, "servers": list(layout.servers), "replicas": layout.replicas,
+            "kind": "striped",
+            "unit": layout.unit,
+            "servers": list(layout.servers),
+            "replicas": layout.replicas,
             "parity": layout.parity,
-        }  # fmt: skip
+        }
         info["parts"] = [
             _part(fs, number, ino, inode.oid, length)
             for index, number in enumerate(layout.servers)
@@ -105,7 +113,9 @@ async def describe(fs: Host, ino: int) -> dict[str, Any]:
         shares = await _shares(fs, inode.oid)
         servers = sorted({server for _, server in shares})
         info["layout"] = {"kind": "interleaved", "chunk": layout.chunk, "servers": servers}
-        info["parts"] = [_part(fs, server, 0, container, size) for (container, server), size in shares.items()]
+        info["parts"] = [
+            _part(fs, server, 0, container, size) for (container, server), size in shares.items()
+        ]
     return info
 
 
@@ -120,7 +130,13 @@ def _form(inode: Inode) -> str:
 def _part(fs: Host, server: int, ino: int, oid: int, length: int) -> dict[str, Any]:
     on = fs.store.servers[server]
     state = on.state if on.standing == ACTIVE else on.standing
-    return {"server": server, "domain": on.domain, "state": state, "path": on.object_path(ino, oid), "bytes": length}
+    return {
+        "server": server,
+        "domain": on.domain,
+        "state": state,
+        "path": on.object_path(ino, oid),
+        "bytes": length,
+    }
 
 
 async def _shares(fs: Host, oid: int) -> Counter[tuple[int, int]]:
@@ -134,7 +150,9 @@ async def _shares(fs: Host, oid: int) -> Counter[tuple[int, int]]:
     return shares
 
 
-def _read_shares(tx: ReadTransaction, start: bytes, end: bytes) -> tuple[list[tuple[int, int, int]], bytes]:
+def _read_shares(
+    tx: ReadTransaction, start: bytes, end: bytes
+) -> tuple[list[tuple[int, int, int]], bytes]:
     records = list(tx.range(start, end, _RECORDS))
     found = [share for _, record in records for share in shares_of(tx, record)]
     return found, records[-1][0] + b"\0" if len(records) == _RECORDS else b""

@@ -34,7 +34,13 @@ from aifs.meta.records import Inode
 from aifs.meta.servers import ServerRecord, put_servers, read_table
 from aifs.vfs.owner import OwnerLock
 from aifs.vfs.servers import directories
-from aifs.vfs.servers.server_table import ServerTable, adopt_domains, id_of, load_servers, require_registered
+from aifs.vfs.servers.server_table import (
+    ServerTable,
+    adopt_domains,
+    id_of,
+    load_servers,
+    require_registered,
+)
 
 FORMAT = 4
 
@@ -107,7 +113,9 @@ def format_store(config: Config, force: bool) -> str:
             directories.mark(path, identity, role, number)
         domains = {place.path: place.domain for place in config.places}
         table = {
-            id_of(role, number): ServerRecord(directories.recorded_path(config, path), domain=domains.get(path, ""))
+            id_of(role, number): ServerRecord(
+                directories.recorded_path(config, path), domain=domains.get(path, "")
+            )
             for role, number, path in roles[1:]
         }
         engine = LmdbEngine(meta)
@@ -128,7 +136,9 @@ def _write_first_records(tx: Transaction, identity: str, table: dict[int, Server
     tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())
     tx.add(keys.COUNTER_IDS, FIRST_FREE_ID)
     tx.add(keys.COUNTER_INODES, 1)
-    root = Inode(ROOT_INO, 0o040755, os.getuid(), os.getgid(), 2, 0, 0, 0, now, now, now, parent=ROOT_INO)
+    root = Inode(
+        ROOT_INO, 0o040755, os.getuid(), os.getgid(), 2, 0, 0, 0, now, now, now, parent=ROOT_INO
+    )
     put_inode(tx, root)
     put_servers(tx, table)
 
@@ -142,8 +152,13 @@ def require_metadata(config: Config) -> None:
     with suppress(FileNotFoundError, NotADirectoryError):
         if stat.S_ISDIR(os.stat(meta).st_mode):
             return
-    if any(os.path.lexists(os.path.join(path, NAME)) for path in (*config.servers, *config.burst.directories)):
-        what = "is missing, but other directories of the store are there; is its filesystem mounted?"
+    if any(
+        os.path.lexists(os.path.join(path, NAME))
+        for path in (*config.servers, *config.burst.directories)
+    ):
+        what = (
+            "is missing, but other directories of the store are there; is its filesystem mounted?"
+        )
         raise StoreError(f"{meta}: {what} If it is lost: aifs meta restore {source}")
     raise StoreError(f"{source}: there is no store; make one with: aifs format {source}")
 
@@ -166,17 +181,29 @@ async def open_store(
         engine = LmdbEngine(meta, config.meta.commit_interval_s)
         superblock, table = await _read_identity(engine, meta)
         if superblock["uuid"] != marker.store:
-            raise StoreError(f"{meta}: the metadata belongs to another store than the directory's marker says")
+            raise StoreError(
+                f"{meta}: the metadata belongs to another store than the directory's marker says"
+            )
         if superblock["format"] in range(1, FORMAT):
             table |= await _upgrade(engine, config, marker.store, superblock["format"])
         elif superblock["format"] != FORMAT:
-            raise StoreError(f"{meta}: the store has format {superblock['format']}; this version knows 1 to {FORMAT}")
-        paths = {number: os.path.join(config.source, record.path) for number, record in table.items()}
+            raise StoreError(
+                f"{meta}: the store has format {superblock['format']}; this version knows 1 to {FORMAT}"
+            )
+        paths = {
+            number: os.path.join(config.source, record.path) for number, record in table.items()
+        }
         if not is_directory_source(config.source):
             require_registered(config, list(paths.values()), adding)
         await adopt_domains(config, engine)
         identity, budget = superblock["uuid"], Budget(config.memory.budget)
-        servers = Servers(paths, identity, threads=config.data.threads, budget=budget, patience_s=config.data.timeout_s or FOR_EVER)
+        servers = Servers(
+            paths,
+            identity,
+            threads=config.data.threads,
+            budget=budget,
+            patience_s=config.data.timeout_s or FOR_EVER,
+        )
         await load_servers(config, engine, servers, read_only)
         same_boot = superblock.get("boot") == files.boot_id()
         rows = ServerTable(config, identity, engine, servers)
@@ -201,10 +228,14 @@ async def _read_identity(engine: Engine, meta: str) -> tuple[dict, dict[int, Ser
     try:
         return await engine.view(read)
     except (ValueError, TypeError, KeyError, Unavailable) as error:
-        raise StoreError(f"{meta}: the store's own records are damaged; restore the directory from a copy") from error
+        raise StoreError(
+            f"{meta}: the store's own records are damaged; restore the directory from a copy"
+        ) from error
 
 
-async def _upgrade(engine: Engine, config: Config, identity: str, before: int) -> dict[int, ServerRecord]:
+async def _upgrade(
+    engine: Engine, config: Config, identity: str, before: int
+) -> dict[int, ServerRecord]:
     """Make a store of an earlier format one of this. Durable on return.
 
     Format 1 made no use of its burst directories: they enter the table; returns their rows, by id. Format
@@ -231,7 +262,12 @@ async def _upgrade(engine: Engine, config: Config, identity: str, before: int) -
 
     await engine.transact(upgrade)
     await engine.barrier()
-    _log.info("the store was upgraded from format %d to %d, with %d burst directories", before, FORMAT, len(rows))
+    _log.info(
+        "the store was upgraded from format %d to %d, with %d burst directories",
+        before,
+        FORMAT,
+        len(rows),
+    )
     return rows
 
 

@@ -28,16 +28,39 @@ Rates = dict[tuple[str, str], list[float]]
 log = Console(stderr=True)
 
 
-@click.command(epilog=f"WORK is one of: {', '.join((*WORKS, *SPECIAL))}. Without any, all are done.")
+@click.command(
+    epilog=f"WORK is one of: {', '.join((*WORKS, *SPECIAL))}. Without any, all are done."
+)
 @click.argument("works", nargs=-1, metavar="[WORK]...", type=click.Choice([*WORKS, *SPECIAL]))
-@click.option("--dir", "directory", help="The medium of data, metadata and baselines; without it a tmpfs.")
-@click.option("--rounds", default=3, show_default=True, help="Each system is measured once in each; medians count.")
-@click.option("--quick", is_flag=True, help="Little work in one round: does it run, roughly how fast.")
-@click.option("--long", is_flag=True, help="Memory over a million files, 20 GiB, a million operations.")
-@click.option("--bare", is_flag=True, help="Let the do-nothing filesystem wait for requests as pyfuse3 does by itself.")
+@click.option(
+    "--dir", "directory", help="The medium of data, metadata and baselines; without it a tmpfs."
+)
+@click.option(
+    "--rounds",
+    default=3,
+    show_default=True,
+    help="Each system is measured once in each; medians count.",
+)
+@click.option(
+    "--quick", is_flag=True, help="Little work in one round: does it run, roughly how fast."
+)
+@click.option(
+    "--long", is_flag=True, help="Memory over a million files, 20 GiB, a million operations."
+)
+@click.option(
+    "--bare",
+    is_flag=True,
+    help="Let the do-nothing filesystem wait for requests as pyfuse3 does by itself.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def bench(
-    works: tuple[str, ...], directory: str | None, rounds: int, quick: bool, long: bool, bare: bool, as_json: bool
+    works: tuple[str, ...],
+    directory: str | None,
+    rounds: int,
+    quick: bool,
+    long: bool,
+    bare: bool,
+    as_json: bool,
 ) -> None:
     """Measure AIFS, a do-nothing pyfuse3 filesystem and a plain directory in turn, and print their ratios.
 
@@ -89,14 +112,18 @@ def _measure(systems: list[System], chosen: tuple[str, ...], size: Size, rounds:
         for course in courses:
             for round_ in range(rounds):
                 for system in systems:
-                    with log.status(f"{course.__name__}, round {round_ + 1} of {rounds}: {system.name}"):
+                    with log.status(
+                        f"{course.__name__}, round {round_ + 1} of {rounds}: {system.name}"
+                    ):
                         for work, found in course(system, size, round_):
                             rates[system.name, work].append(found)
     return rates
 
 
 def _row(work: Work, rates: Rates) -> Row:
-    plain, nothing, aifs = (statistics.median(rates[system, work.name]) for system in ("plain", "nothing", "aifs"))
+    plain, nothing, aifs = (
+        statistics.median(rates[system, work.name]) for system in ("plain", "nothing", "aifs")
+    )
     targets, passed = [], True
     if work.of_nothing is not None:
         targets.append(f">= {work.of_nothing} of do-nothing")
@@ -105,9 +132,15 @@ def _row(work: Work, rates: Rates) -> Row:
         targets.append(f"> {work.of_plain} of plain{f' ({work.peer})' if work.peer else ''}")
         passed &= aifs / plain > work.of_plain
     return Row(
-        work.name, rate(plain, work.unit), nothing / plain, aifs / plain, aifs / nothing,
-        rate(aifs, work.unit), ", ".join(targets), passed,
-    )  # fmt: skip
+        work.name,
+        rate(plain, work.unit),
+        nothing / plain,
+        aifs / plain,
+        aifs / nothing,
+        rate(aifs, work.unit),
+        ", ".join(targets),
+        passed,
+    )
 
 
 if __name__ == "__main__":

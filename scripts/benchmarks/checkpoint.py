@@ -35,7 +35,8 @@ def checkpoint_rows(base: Path, mib: int, rounds: int) -> list[Row]:
     directory.mkdir()
     size = (mib << 20) // TENSORS
     state = {
-        f"layer {number}": torch.randint(0, 255, (size,), dtype=torch.uint8) for number in range(TENSORS)
+        f"layer {number}": torch.randint(0, 255, (size,), dtype=torch.uint8)
+        for number in range(TENSORS)
     }
     path = directory / "state.pt"
     dd = ["dd", "if=/dev/zero", f"of={path}", "bs=1M", f"count={mib}"]
@@ -61,18 +62,36 @@ def checkpoint_rows(base: Path, mib: int, rounds: int) -> list[Row]:
     shutil.rmtree(directory)
     return [
         Row(
-            f"save of {mib} MiB", f"torch.save {rate(rates['torch.save'], 'MiB/s')}", None, to_torch, None,
-            saved, f">= {SAVE_TARGET}", to_torch >= SAVE_TARGET,
+            f"save of {mib} MiB",
+            f"torch.save {rate(rates['torch.save'], 'MiB/s')}",
+            None,
+            to_torch,
+            None,
+            saved,
+            f">= {SAVE_TARGET}",
+            to_torch >= SAVE_TARGET,
         ),
         Row(
-            "the same", f"dd {rate(rates['dd'], 'MiB/s')}", None, to_dd, None, saved, f">= {DD_TARGET}",
+            "the same",
+            f"dd {rate(rates['dd'], 'MiB/s')}",
+            None,
+            to_dd,
+            None,
+            saved,
+            f">= {DD_TARGET}",
             to_dd >= DD_TARGET,
         ),
         Row(
-            f"a checkpoint of {size >> 20} MiB at each iteration", "", None, None, None, f"{slowdown:+.1%}",
-            f"< {SLOWDOWN_TARGET:.0%} slower", slowdown < SLOWDOWN_TARGET,
+            f"a checkpoint of {size >> 20} MiB at each iteration",
+            "",
+            None,
+            None,
+            None,
+            f"{slowdown:+.1%}",
+            f"< {SLOWDOWN_TARGET:.0%} slower",
+            slowdown < SLOWDOWN_TARGET,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _seconds(work: Callable[[], Any]) -> float:

@@ -14,7 +14,11 @@ STREAM_MIB = 2048
 def endurance_rows(base: Path, entries: int, stream_gib: int, operations: int) -> list[Row]:
     """Resident memory after listing ``entries`` files, while streaming, and its growth over ``operations``."""
     with Aifs("endurance", base) as system:
-        return [_listing(system, entries), _streaming(system, stream_gib), _operations(system, operations)]
+        return [
+            _listing(system, entries),
+            _streaming(system, stream_gib),
+            _operations(system, operations),
+        ]
 
 
 def _listing(system: Aifs, entries: int) -> Row:
@@ -42,8 +46,12 @@ def _operations(system: Aifs, operations: int) -> Row:
         for work in ("create", "stat", "rename", "unlink"):
             system.run(work, f"course{course}", count=count)
         sizes.append(system.resident_bytes())
-    return _memory_row(f"memory growth over {operations:,} operations", max(0, sizes[-1] - sizes[0]), GROWTH_LIMIT)
+    return _memory_row(
+        f"memory growth over {operations:,} operations", max(0, sizes[-1] - sizes[0]), GROWTH_LIMIT
+    )
 
 
 def _memory_row(work: str, found: int, limit: int) -> Row:
-    return Row(work, "", None, None, None, f"{found / MIB:.0f} MiB", f"< {limit // MIB} MiB", found < limit)
+    return Row(
+        work, "", None, None, None, f"{found / MIB:.0f} MiB", f"< {limit // MIB} MiB", found < limit
+    )

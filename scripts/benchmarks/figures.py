@@ -19,7 +19,10 @@ from systems import REPOSITORY, medium, touch_memory
 
 NUMBERS = "figures/grouped.json"
 GUIDE = "grouped.md"
-MARKS = ("<!-- numbers: scripts/figures writes what is between these marks -->\n", "<!-- end of the numbers -->\n")
+MARKS = (
+    "<!-- numbers: scripts/figures writes what is between these marks -->\n",
+    "<!-- end of the numbers -->\n",
+)
 WHERE = {"memory": "servers in memory", "network": "servers across a network, one of them slow"}
 READS = {"one": "one file", "shared": "a file each, of shared chunks"}
 
@@ -28,8 +31,12 @@ QUICK, NORMAL = (8, 1), (256, 3)
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="source", type=Path, help="JSON of an earlier run; nothing is measured")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--from", dest="source", type=Path, help="JSON of an earlier run; nothing is measured"
+    )
     parser.add_argument("--quick", action="store_true", help="little work in one round")
     parser.add_argument("--mib", type=int, help=f"of each rank; without it {NORMAL[0]}")
     parser.add_argument("--dir", help="measure below this directory, not on a tmpfs")
@@ -54,7 +61,11 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def machine() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"processors": len(os.sched_getaffinity(0)), "memory": memory, "kernel": platform.release()}
+    return {
+        "processors": len(os.sched_getaffinity(0)),
+        "memory": memory,
+        "kernel": platform.release(),
+    }
 
 
 def with_numbers(guide: str, text: str) -> str:
@@ -109,7 +120,9 @@ def _part(one: dict[str, Any], key: str) -> str:
 
 
 def _alone_s(found: dict[str, Any], what: str) -> float:
-    return next(one["seconds"] for one in found["reads"] if (one["files"], one["readers"]) == (what, 1))
+    return next(
+        one["seconds"] for one in found["reads"] if (one["files"], one["readers"]) == (what, 1)
+    )
 
 
 def _draw_factors(found: dict[str, Any], path: Path) -> None:
@@ -122,7 +135,9 @@ def _draw_factors(found: dict[str, Any], path: Path) -> None:
             (("buffer_s", "in the buffer", "#9ecae1"), ("durable_s", "durable", "#2171b5"))
         ):
             places = [number + 0.38 * (offset - 0.5) for number in range(len(ways))]
-            bars = panel.bar(places, [one[measured] for one in ways], 0.36, label=label, color=colour)
+            bars = panel.bar(
+                places, [one[measured] for one in ways], 0.36, label=label, color=colour
+            )
             panel.bar_label(bars, fmt="%.2g", fontsize=7)
         panel.set_xticks(range(len(ways)), [_label(one["way"]) for one in ways], fontsize=7)
         panel.set_title(where, fontsize=9)
@@ -142,9 +157,20 @@ def _draw_reads(found: dict[str, Any], path: Path) -> None:
     for what, label in READS.items():
         cases = [one for one in found["reads"] if one["files"] == what]
         readers = [one["readers"] for one in cases]
-        panels[0].plot(readers, [one["seconds"] / cases[0]["seconds"] for one in cases], marker="o", label=label)
-        panels[1].plot(readers, [one["fetched_bytes"] / one["bytes"] for one in cases], marker="o", label=label)
-    for panel, title in zip(panels, ("time, to that of one reader", "read from servers, to one file's bytes"), strict=True):
+        panels[0].plot(
+            readers,
+            [one["seconds"] / cases[0]["seconds"] for one in cases],
+            marker="o",
+            label=label,
+        )
+        panels[1].plot(
+            readers, [one["fetched_bytes"] / one["bytes"] for one in cases], marker="o", label=label
+        )
+    for panel, title in zip(
+        panels,
+        ("time, to that of one reader", "read from servers, to one file's bytes"),
+        strict=True,
+    ):
         panel.set_ylim(0, 1.1 * panel.get_ylim()[1])
         panel.set_title(title, fontsize=9)
         panel.set_xlabel("readers", fontsize=8)
@@ -161,7 +187,9 @@ def _pyplot() -> Any:
 
     matplotlib.use("svg")
     # Text stays text, and a figure of the same numbers is the same file.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "aifs", "font.family": "sans-serif"})
+    matplotlib.rcParams.update(
+        {"svg.fonttype": "none", "svg.hashsalt": "aifs", "font.family": "sans-serif"}
+    )
     from matplotlib import pyplot
 
     return pyplot

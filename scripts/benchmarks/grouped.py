@@ -62,7 +62,10 @@ class Ranks:
     def __init__(self, mib: int) -> None:
         self._processes = [
             subprocess.Popen(
-                [sys.executable, HERE / "rank.py", str(mib)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [sys.executable, HERE / "rank.py", str(mib)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
             for _ in range(RANKS)
         ]
@@ -84,7 +87,9 @@ class Ranks:
     def save(self, directory: Path, fast: bool) -> tuple[float, int]:
         """Seconds until the last has saved, and bytes of all files."""
         begin = time.perf_counter()
-        answers = self._order([{"save": str(directory / f"rank{rank}.pt"), "fast": fast} for rank in range(RANKS)])
+        answers = self._order(
+            [{"save": str(directory / f"rank{rank}.pt"), "fast": fast} for rank in range(RANKS)]
+        )
         return time.perf_counter() - begin, sum(answer["bytes"] for answer in answers)
 
     def _order(self, orders: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -103,25 +108,36 @@ class Ranks:
 class GroupAifs(Aifs):
     """AIFS that drains at once. ``bandwidths``: of its servers, in MiB/s. ``blind``: it is told that they are all alike."""
 
-    def __init__(self, name: str, base: Path, bandwidths: Sequence[float] = (), blind: bool = False) -> None:
+    def __init__(
+        self, name: str, base: Path, bandwidths: Sequence[float] = (), blind: bool = False
+    ) -> None:
         super().__init__(name, base)
         self._bandwidths = ",".join(map(str, bandwidths))
         self._blind = blind
         if bandwidths:
-            self.command = [sys.executable, HERE / "slow_servers.py", *self.command[len(self._aifs) :]]
+            self.command = [
+                sys.executable,
+                HERE / "slow_servers.py",
+                *self.command[len(self._aifs) :],
+            ]
         self.command = [*self.command, "-o", OPTIONS]
 
     def __enter__(self) -> "System":
         if self._blind:
             store = self.base / "store"
             store.mkdir(parents=True)
-            servers = (f"  - {{path: {store}/data/{number}, bandwidth: 1GiB}}\n" for number in range(SERVERS))
+            servers = (
+                f"  - {{path: {store}/data/{number}, bandwidth: 1GiB}}\n"
+                for number in range(SERVERS)
+            )
             (store / DIRECTORY_FILE).write_text("servers:\n" + "".join(servers))
         with _environment("SERVER_BANDWIDTHS", self._bandwidths):
             return super().__enter__()
 
     def stored_bytes(self) -> int:
-        return sum(path.stat().st_size for path in (self.base / "store/data").rglob("*") if path.is_file())
+        return sum(
+            path.stat().st_size for path in (self.base / "store/data").rglob("*") if path.is_file()
+        )
 
     def await_durable(self, directory: Path, grouped: bool) -> None:
         if grouped:
@@ -162,7 +178,9 @@ def measure(base: Path, mib: int, rounds: int) -> dict[str, Any]:
         ranks.close()
 
 
-def _factors(base: Path, ranks: Ranks, rounds: int, bandwidths: Sequence[float]) -> list[dict[str, Any]]:
+def _factors(
+    base: Path, ranks: Ranks, rounds: int, bandwidths: Sequence[float]
+) -> list[dict[str, Any]]:
     taken: dict[str, list[dict[str, Any]]] = {way.name: [] for way in WAYS}
     with (
         System("plain", base) as plain,
@@ -173,9 +191,13 @@ def _factors(base: Path, ranks: Ranks, rounds: int, bandwidths: Sequence[float])
         for round_ in range(rounds + 1):
             for way in (*WAYS[round_ % len(WAYS) :], *WAYS[: round_ % len(WAYS)]):
                 ranks.train()
-                touch_memory(base, 2 * RANKS * ranks.mib + ranks.mib)  # or who comes first pays for all
+                touch_memory(
+                    base, 2 * RANKS * ranks.mib + ranks.mib
+                )  # or who comes first pays for all
                 taken[way.name].append(_save(ranks, systems[way.system], way, round_))
-    return [{"way": way, **_medians(found[1:])} for way, found in taken.items()]  # the first round warms up
+    return [
+        {"way": way, **_medians(found[1:])} for way, found in taken.items()
+    ]  # the first round warms up
 
 
 def _save(ranks: Ranks, system: System, way: Way, round_: int) -> dict[str, Any]:
@@ -194,10 +216,15 @@ def _save(ranks: Ranks, system: System, way: Way, round_: int) -> dict[str, Any]
         system.await_durable(directory, way.group is not None)
     found["durable_s"] = time.perf_counter() - begin
     found["cpu_s"] = system.cpu_s() - cpu_s if isinstance(system, GroupAifs) else 0.0
-    found["stored_bytes"] = system.stored_bytes() - before if isinstance(system, GroupAifs) else found["bytes"]
+    found["stored_bytes"] = (
+        system.stored_bytes() - before if isinstance(system, GroupAifs) else found["bytes"]
+    )
     if way.group is not None:
         report = group_of(directory)["plan"]
-        found |= {key: report[key] for key in ("hash_s", "plan_s", "store_s", "hashed_bytes", "compared_bytes")}
+        found |= {
+            key: report[key]
+            for key in ("hash_s", "plan_s", "store_s", "hashed_bytes", "compared_bytes")
+        }
     system.remove(directory.name)
     return found
 
@@ -216,7 +243,11 @@ def _coordination(base: Path, rounds: int) -> dict[str, Any]:
         for round_ in range(2 * rounds + 1):
             directory = aifs.path / str(round_)
             directory.mkdir()
-            os.setxattr(directory, "user.aifs.group", f"name=step,ranks={PLANNED_RANKS},commit=explicit".encode())
+            os.setxattr(
+                directory,
+                "user.aifs.group",
+                f"name=step,ranks={PLANNED_RANKS},commit=explicit".encode(),
+            )
             for rank in range(PLANNED_RANKS):
                 with (directory / f"rank{rank}").open("wb", buffering=0) as file:
                     file.write(os.urandom(100_000))
@@ -231,14 +262,18 @@ def _coordination(base: Path, rounds: int) -> dict[str, Any]:
             cache.plan(again)
             plans.append(time.perf_counter() - begin)
     return {
-        "ranks": PLANNED_RANKS, "commits_s": statistics.median(commits), "plan_s": statistics.median(plans),
-    }  # fmt: skip
+        "ranks": PLANNED_RANKS,
+        "commits_s": statistics.median(commits),
+        "plan_s": statistics.median(plans),
+    }
 
 
 def _reads(base: Path, mib: int, rounds: int) -> list[dict[str, Any]]:
     """Readers of one file, and of a file each that shares its chunks with the others; servers are 1 ms away, and nothing is in
     any cache."""
-    cases = [("one", readers) for readers in READERS] + [("shared", readers) for readers in READERS if readers <= RANKS]
+    cases = [("one", readers) for readers in READERS] + [
+        ("shared", readers) for readers in READERS if readers <= RANKS
+    ]
     taken: dict[tuple[str, int], list[Reading]] = {case: [] for case in cases}
     with ReadAifs("reading", base, distant=True) as aifs:
         for _ in range(rounds):
@@ -249,12 +284,14 @@ def _reads(base: Path, mib: int, rounds: int) -> list[dict[str, Any]]:
                 aifs.remove(what)
     return [
         {
-            "files": what, "readers": readers, "bytes": mib << 20,
+            "files": what,
+            "readers": readers,
+            "bytes": mib << 20,
             "seconds": statistics.median(one.seconds for one in found),
             "fetched_bytes": statistics.median(one.fetched for one in found),
         }
         for (what, readers), found in taken.items()
-    ]  # fmt: skip
+    ]
 
 
 def _write_evicted(aifs: ReadAifs, name: str, mib: int) -> list[Path]:
@@ -291,23 +328,37 @@ def rows(found: dict[str, Any]) -> list[Row]:
     by_way = {one["way"]: one for one in found["memory"]}
     alone, grouped = by_way["+ fast save"], by_way["+ dedup"]
     told = []
-    for key, what, target in (("durable_s", "durable", DURABLE_TARGET), ("buffer_s", "in the buffer", BUFFER_TARGET)):
+    for key, what, target in (
+        ("durable_s", "durable", DURABLE_TARGET),
+        ("buffer_s", "in the buffer", BUFFER_TARGET),
+    ):
         ratio = grouped[key] / alone[key]
         told.append(
             Row(
                 f"grouped save of {RANKS} x {found['mib']} MiB, the same in all: {what}",
-                f"ungrouped {alone[key]:.2f} s", None, None, None,
-                f"{grouped[key]:.2f} s: {ratio:.2f} x", f"<= {target} x", ratio <= target,
+                f"ungrouped {alone[key]:.2f} s",
+                None,
+                None,
+                None,
+                f"{grouped[key]:.2f} s: {ratio:.2f} x",
+                f"<= {target} x",
+                ratio <= target,
             )
-        )  # fmt: skip
+        )
     coordination = found["coordination"]
     total_s = coordination["commits_s"] + coordination["plan_s"]
     told.append(
         Row(
-            f"commits of {coordination['ranks']} ranks, and their plan, cached", "", None, None, None,
-            f"{total_s * 1000:.0f} ms", f"< {COORDINATION_TARGET_S * 1000:.0f} ms", total_s < COORDINATION_TARGET_S,
+            f"commits of {coordination['ranks']} ranks, and their plan, cached",
+            "",
+            None,
+            None,
+            None,
+            f"{total_s * 1000:.0f} ms",
+            f"< {COORDINATION_TARGET_S * 1000:.0f} ms",
+            total_s < COORDINATION_TARGET_S,
         )
-    )  # fmt: skip
+    )
     return told
 
 

@@ -26,7 +26,11 @@ MIB = 1 << 20
 READERS = (1, 2, 4, 8)
 MEMBERS = 4
 TIME_TARGET, BYTES_TARGET = 1.3, 1.05
-LAYOUTS = {"striped": "count=4", "interleaved": "kind=interleaved", "replicated": "count=4,replicas=2"}
+LAYOUTS = {
+    "striped": "count=4",
+    "interleaved": "kind=interleaved",
+    "replicated": "count=4,replicas=2",
+}
 SHARED_LAYOUTS = {"one copy": "replicas=1", "replicas": "replicas=2", "coded": "ec=4+2"}
 WAYS = ("buffered", "apart", "direct", "mapped")
 """``apart``: each reader begins somewhere else, and comes round."""
@@ -79,14 +83,21 @@ class ReadAifs(ServersAifs):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
         fetched, hedged = self.read_bytes()
-        seconds = together([lambda path=path, at=at: WORK[way](path, at / len(paths)) for at, path in enumerate(paths)])
+        seconds = together(
+            [
+                lambda path=path, at=at: WORK[way](path, at / len(paths))
+                for at, path in enumerate(paths)
+            ]
+        )
         fetched_then, hedged_then = self.read_bytes()
         return Reading(seconds, fetched_then - fetched, hedged_then - hedged)
 
     def read_bytes(self) -> tuple[int, int]:
         """From all servers since the mount; and those that were hedged."""
         status = self.status()
-        return sum(server["read_bytes"] for server in status["servers"]), status["cache"]["hedged_bytes"]
+        return sum(server["read_bytes"] for server in status["servers"]), status["cache"][
+            "hedged_bytes"
+        ]
 
 
 def _fill(path: Path, mib: int) -> None:
@@ -108,7 +119,11 @@ def _read(path: Path, first: float, direct: int = 0) -> None:
 
 def _read_mapped(path: Path, first: float) -> None:
     block = bytearray(MIB)
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping, memoryview(mapping) as view:
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping,
+        memoryview(mapping) as view,
+    ):
         for offset in range(0, len(view), MIB):
             part = view[offset : offset + MIB]
             block[: len(part)] = part
@@ -124,7 +139,11 @@ WORK: dict[str, Callable[[Path, float], None]] = {
 
 
 def grouped_read_rows(
-    base: Path, mib: int, rounds: int, ways: Sequence[str] = WAYS[:1], distances: Sequence[bool] = (True,)
+    base: Path,
+    mib: int,
+    rounds: int,
+    ways: Sequence[str] = WAYS[:1],
+    distances: Sequence[bool] = (True,),
 ) -> Iterator[Row]:
     for distant in distances:
         where = "1 ms away" if distant else "in memory"
@@ -134,7 +153,9 @@ def grouped_read_rows(
                 for way in ways:
                     # Memory is its own cache.
                     counts = distant or way != "direct"
-                    yield from _one_file(aifs, layout, mib, rounds, way, f"{layout}, {where}", counts)
+                    yield from _one_file(
+                        aifs, layout, mib, rounds, way, f"{layout}, {where}", counts
+                    )
                 aifs.remove(layout)
         for layout, text in SHARED_LAYOUTS.items():
             for way in ways:
@@ -150,10 +171,19 @@ def _one_file(
             found[readers].append(aifs.read([path] * readers, way))
     alone = statistics.median(one.seconds for one in found[1])
     for readers in READERS:
-        yield _row(f"{readers} read one file ({what}), {way}", mib, found[readers], alone, way in TIMED, counts)
+        yield _row(
+            f"{readers} read one file ({what}), {way}",
+            mib,
+            found[readers],
+            alone,
+            way in TIMED,
+            counts,
+        )
 
 
-def _members(base: Path, distant: bool, layout: str, mib: int, rounds: int, way: str, what: str) -> Row:
+def _members(
+    base: Path, distant: bool, layout: str, mib: int, rounds: int, way: str, what: str
+) -> Row:
     """As many times one reader's bytes go through the kernel, so their time has no target."""
     found: dict[int, list[Reading]] = {1: [], MEMBERS: []}
     for _ in range(rounds):
@@ -169,18 +199,32 @@ def _row(
     work: str, mib: int, found: Sequence[Reading], alone: float, timed: bool, counts: bool
 ) -> Row:
     """``alone``: seconds of one reader. ``timed``, ``counts``: whether time, or what is fetched, has a target."""
-    seconds, most = statistics.median(one.seconds for one in found), max(found, key=lambda one: one.fetched)
+    seconds, most = (
+        statistics.median(one.seconds for one in found),
+        max(found, key=lambda one: one.fetched),
+    )
     fetched = most.fetched / (mib * MIB)
     hedged = f", {most.hedged / (mib * MIB):.2f} x hedged" if most.hedged else ""
     targets = [f"<= {TIME_TARGET} x"] * timed + [f"<= {BYTES_TARGET} x the bytes"] * counts
-    passed = not (timed and seconds > TIME_TARGET * alone) and not (counts and fetched > BYTES_TARGET)
+    passed = not (timed and seconds > TIME_TARGET * alone) and not (
+        counts and fetched > BYTES_TARGET
+    )
     return Row(
-        work, f"one reader {rate(mib / alone, 'MiB/s')}", None, None, None,
-        f"{seconds / alone:.2f} x its time, {fetched:.2f} x the bytes{hedged}", ", ".join(targets), passed,
-    )  # fmt: skip
+        work,
+        f"one reader {rate(mib / alone, 'MiB/s')}",
+        None,
+        None,
+        None,
+        f"{seconds / alone:.2f} x its time, {fetched:.2f} x the bytes{hedged}",
+        ", ".join(targets),
+        passed,
+    )
 
 
 if __name__ == "__main__":
     chosen, size, times = (sys.argv[1:] + [None, "1024", "3"][len(sys.argv) - 1 :])[:3]
     with medium(chosen or None) as place:
-        show(list(grouped_read_rows(place, int(size), int(times), WAYS, (False, True))), as_json=False)
+        show(
+            list(grouped_read_rows(place, int(size), int(times), WAYS, (False, True))),
+            as_json=False,
+        )

@@ -29,8 +29,12 @@ def latency_row(base: Path, mib: int, rounds: int) -> Row:
             setting.write_text(chosen)
     ahead, default, single = (statistics.median(rates) for rates in found.values())
     return Row(
-        "read, 1 ms more per server request", f"default read-ahead {rate(default, 'MiB/s')}", None, None, None,
+        "read, 1 ms more per server request",
+        f"default read-ahead {rate(default, 'MiB/s')}",
+        None,
+        None,
+        None,
         rate(ahead, "MiB/s"),
         f"{ahead / default:.1f} x default read-ahead >= {TARGET:.0f} ({ahead / single:.1f} x single requests of 1 MiB)",
         ahead / default >= TARGET,
-    )  # fmt: skip
+    )

@@ -187,13 +187,24 @@ def checkpoint(jobs: int, mib: int) -> float:
 
 
 NAMES = {
-    "create": create, "stat": stat, "rename": rename, "unlink": unlink, "mkdir": mkdir, "listing": listing,
-    "small-write": small_write, "small-read": small_read,
-}  # fmt: skip
+    "create": create,
+    "stat": stat,
+    "rename": rename,
+    "unlink": unlink,
+    "mkdir": mkdir,
+    "listing": listing,
+    "small-write": small_write,
+    "small-read": small_read,
+}
 STREAMS = {
-    "write": write_file, "write-sync": write_synced, "read": read_file, "read-mmap": read_mapped,
-    "read-single": read_single, "random-write": write_randomly, "random-read": read_randomly,
-}  # fmt: skip
+    "write": write_file,
+    "write-sync": write_synced,
+    "read": read_file,
+    "read-mmap": read_mapped,
+    "read-single": read_single,
+    "random-write": write_randomly,
+    "random-read": read_randomly,
+}
 
 
 def main() -> None:

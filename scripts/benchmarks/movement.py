@@ -49,26 +49,54 @@ def movement_rows(base: Path, mib: int, rounds: int) -> list[Row]:
             _one_round(plain, aifs, mib, note)
     middle = {name: statistics.median(values) for name, values in found.items()}
     return [
-        _row("drain, with checksums", "cp + fsync", middle["cp-sync"], middle["drain"], DRAIN_TARGET),
-        _row("write while draining", "write alone", middle["alone"], middle["meanwhile"], MEANWHILE_TARGET),
-        _row("stage", "cp", middle["cp"], middle["stage"], STAGE_TARGET),
-        _row("first read of a striped file", "plain", middle["plain-read"], middle["first-read"], 0.25),
-        Row(
-            "daemon's processor while writing", "", None, None, None, f"{middle['cpu']:.1%} of one",
-            f"< {CPU_TARGET:.0%}", middle["cpu"] < CPU_TARGET,
+        _row(
+            "drain, with checksums", "cp + fsync", middle["cp-sync"], middle["drain"], DRAIN_TARGET
         ),
-    ]  # fmt: skip
+        _row(
+            "write while draining",
+            "write alone",
+            middle["alone"],
+            middle["meanwhile"],
+            MEANWHILE_TARGET,
+        ),
+        _row("stage", "cp", middle["cp"], middle["stage"], STAGE_TARGET),
+        _row(
+            "first read of a striped file",
+            "plain",
+            middle["plain-read"],
+            middle["first-read"],
+            0.25,
+        ),
+        Row(
+            "daemon's processor while writing",
+            "",
+            None,
+            None,
+            None,
+            f"{middle['cpu']:.1%} of one",
+            f"< {CPU_TARGET:.0%}",
+            middle["cpu"] < CPU_TARGET,
+        ),
+    ]
 
 
 def _row(work: str, against: str, baseline: float, reached: float, target: float) -> Row:
     ratio = reached / baseline
     return Row(
-        work, f"{against} {rate(baseline, 'MiB/s')}", None, ratio, None, rate(reached, "MiB/s"),
-        f">= {target}", ratio >= target,
-    )  # fmt: skip
+        work,
+        f"{against} {rate(baseline, 'MiB/s')}",
+        None,
+        ratio,
+        None,
+        rate(reached, "MiB/s"),
+        f">= {target}",
+        ratio >= target,
+    )
 
 
-def _one_round(plain: System, aifs: PatientAifs, mib: int, note: Callable[[str, float], None]) -> None:
+def _one_round(
+    plain: System, aifs: PatientAifs, mib: int, note: Callable[[str, float], None]
+) -> None:
     total = FILES * mib
     plain.run("write", "from", jobs=FILES, mib=mib)
     plain.run("write", "warm", jobs=FILES, mib=mib)  # the memory that the copies will take

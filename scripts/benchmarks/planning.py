@@ -44,12 +44,18 @@ CASES = [
 def pattern(case: Case) -> Pattern:
     parts = TENSOR * case.stages
     replicas = case.ranks // parts
-    sources = tuple(Source(f"rank{i}", (25 if i % 5 else 18) * 10**9 // 8) for i in range(case.ranks))
-    destinations = tuple(Destination(f"server{i}", (2 + i % 3) * 10**9) for i in range(case.servers))
+    sources = tuple(
+        Source(f"rank{i}", (25 if i % 5 else 18) * 10**9 // 8) for i in range(case.ranks)
+    )
+    destinations = tuple(
+        Destination(f"server{i}", (2 + i % 3) * 10**9) for i in range(case.servers)
+    )
     classes = []
     for part in range(parts):
         stage, slice_ = divmod(part, TENSOR)
-        holders = tuple(slice_ + TENSOR * (replica + replicas * stage) for replica in range(replicas))
+        holders = tuple(
+            slice_ + TENSOR * (replica + replicas * stage) for replica in range(replicas)
+        )
         classes.append(ChunkClass(CHUNK, PARAMETERS * 2 // parts // CHUNK, holders))
         state = max(1, PARAMETERS * 12 // parts // replicas // CHUNK)
         classes += [ChunkClass(CHUNK, state, (holder,)) for holder in holders]
@@ -78,12 +84,19 @@ def main() -> None:
             cache.plan(again)
             cached.append(time.perf_counter() - begin)
         rows.append(
-            {**case._asdict(), "plan_s": statistics.median(times), "cached_s": statistics.median(cached), "gap": found.gap}
+            {
+                **case._asdict(),
+                "plan_s": statistics.median(times),
+                "cached_s": statistics.median(cached),
+                "gap": found.gap,
+            }
         )
     if arguments.json:
         print(json.dumps(rows, indent=2))
         return
-    print(f"{'ranks':>5} {'servers':>7} {'replicas':>8} {'links':>8} {'plan':>10} {'cached':>10} {'target':>7} {'gap':>7}")
+    print(
+        f"{'ranks':>5} {'servers':>7} {'replicas':>8} {'links':>8} {'plan':>10} {'cached':>10} {'target':>7} {'gap':>7}"
+    )
     for row in rows:
         links = f"{row['link'] // 10**6} MB/s" if row["link"] else "none"
         target = f"{row['target_s']:g} s" if row["target_s"] else ""

@@ -18,7 +18,11 @@ from systems import HERE, REPOSITORY, drop_names
 
 SERVERS = 6
 FILES = 4
-POLICIES = {"plain": ("count=0", 1.0, None), "replicas": ("replicas=2", 2.0, 0.8), "coded": ("ec=4+2", 1.5, 0.6)}
+POLICIES = {
+    "plain": ("count=0", 1.0, None),
+    "replicas": ("replicas=2", 2.0, 0.8),
+    "coded": ("ec=4+2", 1.5, 0.6),
+}
 """Layout, bytes on servers per byte of a file, least ratio to the plain drain."""
 
 DEGRADED_TARGET, HEDGED_TARGET, SCRUB_TARGET, REBUILD_TARGET = 0.5, 3.0, 0.7, 0.7
@@ -30,8 +34,19 @@ class ServersAifs(PatientAifs):
     def __init__(self, name: str, base: Path, options: str = "") -> None:
         super().__init__(name, base)
         self._source = self.base / "store"
-        options = "burst.drain_delay=1h,burst.stage_on_read=0,meta.backup_interval=0,scrub.bandwidth=0" + options
-        self.command = [*self._aifs, "mount", "--foreground", self._source, self.path, "-o", options]
+        options = (
+            "burst.drain_delay=1h,burst.stage_on_read=0,meta.backup_interval=0,scrub.bandwidth=0"
+            + options
+        )
+        self.command = [
+            *self._aifs,
+            "mount",
+            "--foreground",
+            self._source,
+            self.path,
+            "-o",
+            options,
+        ]
 
     def __enter__(self) -> "ServersAifs":
         self.base.mkdir(parents=True)
@@ -72,7 +87,9 @@ class ServersAifs(PatientAifs):
 
     def objects(self, numbers: Iterable[int]) -> list[Path]:
         """The objects on some servers."""
-        found = (path for number in numbers for path in (self.server(number) / "objects").rglob("*"))
+        found = (
+            path for number in numbers for path in (self.server(number) / "objects").rglob("*")
+        )
         return sorted(path for path in found if path.is_file())
 
 
@@ -106,30 +123,59 @@ def protection_rows(base: Path, mib: int, rounds: int) -> list[Row]:
             _read_slow(slow, mib, hedge, note)
     middle = {name: statistics.median(values) for name, values in found.items()}
     drains = [
-        _row(f"drain {layout}, bytes on servers", "without", middle["plain"], middle[policy] * factor, target)
+        _row(
+            f"drain {layout}, bytes on servers",
+            "without",
+            middle["plain"],
+            middle[policy] * factor,
+            target,
+        )
         for policy, (layout, factor, target) in POLICIES.items()
         if target is not None
     ]
     times = {name: value * 1000 for name, value in middle.items()}
     return [
         *drains,
-        _row("read ec=4+2, a server lost", "none lost", middle["healthy"], middle["degraded"], DEGRADED_TARGET),
-        _row("scrub", "reading the objects", middle["objects"], middle["scrub"], SCRUB_TARGET),
-        _row("rebuild of a lost server", "cp + fsync", middle["cp"], middle["rebuild"], REBUILD_TARGET),
-        Row(
-            "p99 of 1 MiB reads, a server slow by 200 ms", f"none slow {times['p99-auto']:.1f} ms", None, None, None,
-            f"{times['p99-slow-auto']:.1f} ms (not hedged: {times['p99-slow-off']:.1f} ms)",
-            f"< {HEDGED_TARGET:.0f} x", middle["p99-slow-auto"] < HEDGED_TARGET * middle["p99-auto"],
+        _row(
+            "read ec=4+2, a server lost",
+            "none lost",
+            middle["healthy"],
+            middle["degraded"],
+            DEGRADED_TARGET,
         ),
-    ]  # fmt: skip
+        _row("scrub", "reading the objects", middle["objects"], middle["scrub"], SCRUB_TARGET),
+        _row(
+            "rebuild of a lost server",
+            "cp + fsync",
+            middle["cp"],
+            middle["rebuild"],
+            REBUILD_TARGET,
+        ),
+        Row(
+            "p99 of 1 MiB reads, a server slow by 200 ms",
+            f"none slow {times['p99-auto']:.1f} ms",
+            None,
+            None,
+            None,
+            f"{times['p99-slow-auto']:.1f} ms (not hedged: {times['p99-slow-off']:.1f} ms)",
+            f"< {HEDGED_TARGET:.0f} x",
+            middle["p99-slow-auto"] < HEDGED_TARGET * middle["p99-auto"],
+        ),
+    ]
 
 
 def _row(work: str, against: str, baseline: float, reached: float, target: float) -> Row:
     ratio = reached / baseline
     return Row(
-        work, f"{against} {rate(baseline, 'MiB/s')}", None, ratio, None, rate(reached, "MiB/s"),
-        f">= {target}", ratio >= target,
-    )  # fmt: skip
+        work,
+        f"{against} {rate(baseline, 'MiB/s')}",
+        None,
+        ratio,
+        None,
+        rate(reached, "MiB/s"),
+        f">= {target}",
+        ratio >= target,
+    )
 
 
 def _drain(aifs: ServersAifs, policy: str, layout: str, mib: int, note: Note) -> None:
@@ -174,7 +220,10 @@ def _scrub_and_rebuild(aifs: ServersAifs, note: Note) -> None:
     note("cp", moved / (time.perf_counter() - begin))
     shutil.rmtree(aifs.base / "copy")
     aifs.lose(0)
-    note("rebuild", moved / aifs.command_s("server", "replace", aifs.path, "0", aifs.base / "new", "--wait"))
+    note(
+        "rebuild",
+        moved / aifs.command_s("server", "replace", aifs.path, "0", aifs.base / "new", "--wait"),
+    )
 
 
 def _read_slow(aifs: SlowAifs, mib: int, hedge: str, note: Note) -> None:

@@ -25,7 +25,16 @@ def show(rows: list[Row], as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
-    table = Table("work", "plain", "do-nothing\n/ plain", "AIFS\n/ plain", "AIFS\n/ do-nothing", "AIFS", "target", "")
+    table = Table(
+        "work",
+        "plain",
+        "do-nothing\n/ plain",
+        "AIFS\n/ plain",
+        "AIFS\n/ do-nothing",
+        "AIFS",
+        "target",
+        "",
+    )
     for column in table.columns[1:6]:
         column.justify = "right"
     for row in rows:

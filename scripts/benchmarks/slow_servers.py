@@ -35,7 +35,9 @@ class Links:
         server = int(found[1])
         with self._lock:
             now = time.monotonic()
-            self._free_s[server] = max(now, self._free_s[server]) + len(args[0]) / BANDWIDTHS[server]
+            self._free_s[server] = (
+                max(now, self._free_s[server]) + len(args[0]) / BANDWIDTHS[server]
+            )
             wait_s = self._free_s[server] - now
         time.sleep(wait_s)
 

@@ -37,10 +37,11 @@ class System:
         words = [f"{key}={value}" for key, value in settings.items()]
         done = subprocess.run(
             [sys.executable, HERE / "load.py", work, self.path / directory, *words],
-            check=True, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         return json.loads(done.stdout)
-
 
     def remove(self, directory: str) -> None:
         """Remove what a work has left below ``directory``, and let the medium come to rest."""
@@ -58,10 +59,14 @@ class MountedSystem(System):
     def __enter__(self) -> "System":
         super().__enter__()
         device = self.path.stat().st_dev
-        self.daemon = subprocess.Popen(self.command, cwd=REPOSITORY, stderr=(self.base / "log").open("w"))
+        self.daemon = subprocess.Popen(
+            self.command, cwd=REPOSITORY, stderr=(self.base / "log").open("w")
+        )
         while self.path.stat().st_dev == device:
             if self.daemon.poll() is not None:
-                raise RuntimeError(f"{self.name} does not mount:\n{(self.base / 'log').read_text()}")
+                raise RuntimeError(
+                    f"{self.name} does not mount:\n{(self.base / 'log').read_text()}"
+                )
             time.sleep(0.05)
         return self
 
@@ -72,11 +77,12 @@ class MountedSystem(System):
         self.daemon.wait()
         super().__exit__(*exception)
 
-
     def run(self, work: str, directory: str, **settings: int) -> float:
         processors = os.sched_getaffinity(0)
         alone = work in load.NAMES and len(processors) > 1
-        os.sched_setaffinity(self.daemon.pid, processors - {min(processors)} if alone else processors)
+        os.sched_setaffinity(
+            self.daemon.pid, processors - {min(processors)} if alone else processors
+        )
         return super().run(work, directory, **settings)
 
 
@@ -85,13 +91,20 @@ class Nothing(MountedSystem):
 
     def __init__(self, name: str, base: Path, bare: bool) -> None:
         super().__init__(name, base)
-        self.command = [sys.executable, HERE / "nothing.py", self.path, *(["--bare"] if bare else [])]
+        self.command = [
+            sys.executable,
+            HERE / "nothing.py",
+            self.path,
+            *(["--bare"] if bare else []),
+        ]
 
 
 class Aifs(MountedSystem):
     """AIFS with its default configuration; ``program`` is what stands for the command ``aifs``."""
 
-    def __init__(self, name: str, base: Path, program: Sequence[str | Path] = ("-m", "aifs.cli.main")) -> None:
+    def __init__(
+        self, name: str, base: Path, program: Sequence[str | Path] = ("-m", "aifs.cli.main")
+    ) -> None:
         super().__init__(name, base)
         self._aifs = [sys.executable, *program]
         self.command = [*self._aifs, "mount", "--foreground", self.base / "store", self.path]
@@ -141,7 +154,10 @@ def medium(directory: str | None) -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory(prefix="aifs-bench-", dir=directory) as path:
         if directory is None:
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "huge=always,size=75%", "aifs-bench", path], check=True)
+            subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", "huge=always,size=75%", "aifs-bench", path],
+                check=True,
+            )
         try:
             yield Path(path)
         finally:

@@ -123,9 +123,7 @@ COURSES: dict[Course, tuple[str, ...]] = {
     names: ("create", "stat", "stat-cached", "rename", "unlink", "mkdir"),
     listing: ("readdir",),
     small_files: ("small-write", "small-read"),
-    streams: tuple(
-        name for name in WORKS if name.startswith(("write", "read-", "random"))
-    ),
+    streams: tuple(name for name in WORKS if name.startswith(("write", "read-", "random"))),
     checkpoints: ("checkpoint",),
     striped: tuple(name for name in WORKS if name.startswith("striped")),
 }

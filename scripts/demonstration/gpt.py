@@ -16,7 +16,9 @@ class Block(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
         self.norm_mlp = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, tokens, width) to the same."""
@@ -61,7 +63,12 @@ def trained_state(rank: int, size: int, width: int = 512) -> dict:
     logits = model(text[:, :-1])
     functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
     optimizer.step()
-    return {"rank": rank, "step": 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    return {
+        "rank": rank,
+        "step": 1,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
 
 
 def same(a: object, b: object) -> bool:
@@ -69,7 +76,9 @@ def same(a: object, b: object) -> bool:
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return (
+            isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        )
     if isinstance(a, list | tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
     return a == b

@@ -22,7 +22,9 @@ def say(*words: object) -> None:
 def save(rank: int, size: int, directories: list[str]) -> None:
     state = trained_state(rank, size)
     with open(os.devnull, "wb") as sink:
-        torch.save(state, sink)  # the first save in a process costs more than the others, wherever it goes
+        torch.save(
+            state, sink
+        )  # the first save in a process costs more than the others, wherever it goes
     say("ready")
     for directory in directories:
         sys.stdin.readline()

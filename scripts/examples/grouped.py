@@ -30,11 +30,15 @@ class Replica:
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.rank = dist.get_rank()
-        self.model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256))
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
     def train(self, step: int) -> None:
-        batch = torch.randn(32, 256, generator=torch.Generator().manual_seed(step * RANKS + self.rank))
+        batch = torch.randn(
+            32, 256, generator=torch.Generator().manual_seed(step * RANKS + self.rank)
+        )
         self.optimizer.zero_grad()
         self.model(batch).square().mean().backward()
         for parameter in self.model.parameters():
@@ -42,7 +46,9 @@ class Replica:
         self.optimizer.step()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {f"model.{name}": tensor.detach() for name, tensor in self.model.state_dict().items()}
+        return {
+            f"model.{name}": tensor.detach() for name, tensor in self.model.state_dict().items()
+        }
 
 
 def save_with_a_hint(run: Path, replica: Replica) -> None:
@@ -77,7 +83,9 @@ def save_published(run: Path, replica: Replica) -> None:
     """torch.distributed.checkpoint: the step appears whole or not at all; what has not changed is not stored again."""
     for step in range(1, STEPS + 1):
         replica.train(step)
-        dcp.save(replica.tensors(), storage_writer=AifsWriter(run / f"step-{step}", group="name=step"))
+        dcp.save(
+            replica.tensors(), storage_writer=AifsWriter(run / f"step-{step}", group="name=step")
+        )
     loaded = {name: torch.zeros_like(tensor) for name, tensor in replica.tensors().items()}
     dcp.load(loaded, storage_reader=AifsReader(run))
     check(replica, loaded)
@@ -94,7 +102,9 @@ def check(replica: Replica, loaded: dict[str, Any]) -> None:
 
 def rank_main(rank: int, meeting_point: str, run: Path, ways: list[str]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=RANKS
+    )
     for way in ways:
         if rank == 0:
             (run / way).mkdir(parents=True)
@@ -102,7 +112,10 @@ def rank_main(rank: int, meeting_point: str, run: Path, ways: list[str]) -> None
         WAYS[way](run / way, Replica())
         dist.barrier()
         if rank == 0:
-            print(f"{way}: {RANKS} ranks have saved and loaded {STEPS} steps in {run / way}", flush=True)
+            print(
+                f"{way}: {RANKS} ranks have saved and loaded {STEPS} steps in {run / way}",
+                flush=True,
+            )
     dist.destroy_process_group()
 
 

@@ -24,11 +24,17 @@ class Training:
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.step = 0
-        self.model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
     def state(self) -> dict[str, Any]:
-        return {"step": self.step, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
@@ -87,7 +93,9 @@ def main(run: Path, ways: tuple[str, ...] = WAYS) -> None:
         resumed = Training()
         newest = client.latest(directory)
         assert newest is not None
-        resumed.load(parallel_load(newest) if way == "parallel" else torch.load(newest / "state-0.pt"))
+        resumed.load(
+            parallel_load(newest) if way == "parallel" else torch.load(newest / "state-0.pt")
+        )
         assert resumed.step == STEPS
         print(f"{way}: resumed from {newest}")
     if dist.is_initialized():

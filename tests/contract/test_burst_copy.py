@@ -77,7 +77,12 @@ async def test_it_holds_what_was_written(device, seed):
 async def test_reading_at_and_behind_the_end(device):
     copy = make(device)
     await copy.write(0, b"abc")
-    assert [bytes(await copy.read(offset, 10)) for offset in (0, 2, 3, 99)] == [b"abc", b"c", b"", b""]
+    assert [bytes(await copy.read(offset, 10)) for offset in (0, 2, 3, 99)] == [
+        b"abc",
+        b"c",
+        b"",
+        b"",
+    ]
     copy.close()
 
 
@@ -127,7 +132,12 @@ async def test_a_missing_copy_is_named(device):
 
 async def test_opening_does_no_io_and_closing_twice_is_closing(device):
     copy = reopen(device, 5)
-    assert (copy.server, copy.id, copy.is_open, tuple(copy.place)) == (BURST_FIRST, 5, False, (BURST_FIRST, 5))
+    assert (copy.server, copy.id, copy.is_open, tuple(copy.place)) == (
+        BURST_FIRST,
+        5,
+        False,
+        (BURST_FIRST, 5),
+    )
     copy.close()
     copy.close()
 
@@ -284,7 +294,10 @@ async def test_spare_files_cannot_be_made_on_a_full_device(device, place):
         return 1
 
     spares = Spares(device, take_id)
-    with failing("open_file", str(place / "burst" / "objects"), errno.ENOSPC), pytest.raises(NoSpace):
+    with (
+        failing("open_file", str(place / "burst" / "objects"), errno.ENOSPC),
+        pytest.raises(NoSpace),
+    ):
         await spares.take()
     spares.stop()
     await spares.close()

@@ -73,7 +73,9 @@ async def test_a_sequential_reader_costs_one_request_per_block(servers, layout, 
             length = min(request_size, size - offset)
             assert await objects.read(offset, length, size, True) == data[offset : offset + length]
         await servers.cache.settle()
-    blocks = sum(-(-layout.object_length(index, size) // BLOCK) for index in range(len(layout.servers)))
+    blocks = sum(
+        -(-layout.object_length(index, size) // BLOCK) for index in range(len(layout.servers))
+    )
     assert seen.total <= blocks + 1  # the first small request fetches itself alone
     objects.close()
 
@@ -93,7 +95,9 @@ async def test_many_readers_cost_no_more_than_one(servers, layout):
             for number in range(6):
                 nursery.start_soon(read, number * 1000)
         await servers.cache.settle()
-    blocks = sum(-(-layout.object_length(index, size) // BLOCK) for index in range(len(layout.servers)))
+    blocks = sum(
+        -(-layout.object_length(index, size) // BLOCK) for index in range(len(layout.servers))
+    )
     assert seen.total == blocks
     objects.close()
 
@@ -114,8 +118,13 @@ async def test_random_small_reads_fetch_what_they_ask_for(servers):
 async def test_reads_in_memory_pass_the_cache_by(servers, layout):
     objects, data = await written(servers, layout, 3 * MIB)
     for offset in range(0, 3 * MIB, 128 * KIB):
-        assert await objects.read(offset, 128 * KIB, 3 * MIB, True) == data[offset : offset + 128 * KIB]
-    if any(servers[number].may_inline or servers[number]._can_read_cached for number in layout.servers):
+        assert (
+            await objects.read(offset, 128 * KIB, 3 * MIB, True)
+            == data[offset : offset + 128 * KIB]
+        )
+    if any(
+        servers[number].may_inline or servers[number]._can_read_cached for number in layout.servers
+    ):
         assert servers.cache.status()["misses"] <= 1
     objects.close()
 
@@ -148,7 +157,9 @@ async def test_readers_and_writers(servers, layout):
         nonlocal compared
         offset = start
         for _ in range(60):
-            offset = (offset + 128 * KIB) % size if chance.random() < 0.8 else chance.randrange(size)
+            offset = (
+                (offset + 128 * KIB) % size if chance.random() < 0.8 else chance.randrange(size)
+            )
             length = min(128 * KIB, size - offset)
             expected, strict = bytes(model[offset : offset + length]), not writing
             seen = await objects.read(offset, length, size, strict)

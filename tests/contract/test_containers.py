@@ -35,7 +35,11 @@ async def servers(place):
 
 batches = st.lists(
     st.tuples(
-        st.lists(st.integers(1, 3000) | st.integers(1, 300_000) | st.just(131_072), min_size=1, max_size=8),
+        st.lists(
+            st.integers(1, 3000) | st.integers(1, 300_000) | st.just(131_072),
+            min_size=1,
+            max_size=8,
+        ),
         st.sampled_from([4096, 65536, 1 << 20]),
         st.sampled_from([0, 0, 3]),
         st.booleans(),
@@ -53,7 +57,10 @@ def test_oracle(where, redundancy, batches, verify, data):
     async def use(made: Shelf) -> None:
         expected = {}
         for number, (sizes, chunk, level, variable) in enumerate(batches):
-            batch = {100 * number + place: content(100 * number + place, size) for place, size in enumerate(sizes)}
+            batch = {
+                100 * number + place: content(100 * number + place, size)
+                for place, size in enumerate(sizes)
+            }
             await (made.store_extents if variable else made.store)(batch, chunk, level)
             expected |= batch
         for oid, whole in expected.items():
@@ -62,7 +69,10 @@ def test_oracle(where, redundancy, batches, verify, data):
             assert bytes(await objects.read(0, size, size, True)) == whole
             offset = data.draw(st.integers(0, size - 1))
             length = data.draw(st.integers(1, size - offset))
-            assert bytes(await objects.read(offset, length, size, True)) == whole[offset : offset + length]
+            assert (
+                bytes(await objects.read(offset, length, size, True))
+                == whole[offset : offset + length]
+            )
         for oid in expected:
             for place in made.lists[oid]:
                 if place:
@@ -81,8 +91,12 @@ async def test_containers_are_dense_and_few(servers, tmp_path):
     with shelf(servers, tmp_path) as made:
         size = 100_000
         for batch in range(4):
-            await made.store({batch * 200 + number: content(1, size) for number in range(200)}, 1 << 20)
-        stored = sum(os.path.getsize(servers[s].object_path(0, c)) for c, s in made.server_of.items())
+            await made.store(
+                {batch * 200 + number: content(1, size) for number in range(200)}, 1 << 20
+            )
+        stored = sum(
+            os.path.getsize(servers[s].object_path(0, c)) for c, s in made.server_of.items()
+        )
         chunks = sum(place is not None for file in made.lists.values() for place in file)
         assert chunks * (HEADER_BYTES + size) < stored < chunks * (HEADER_BYTES + size + 100)
         assert len(made.server_of) <= stored // CONTAINER + 2 * len(servers)
@@ -112,9 +126,17 @@ async def test_extents(servers, tmp_path):
             assert await made.content(oid, len(data)) == data
         assert await made.content(3, 200_000) == bytes(200_000)
         places = {extent.place for oid in (1, 2) for extent in made.extents[oid] if extent.shared}
-        own = [extent.place for oid in (1, 2) for extent in made.extents[oid] if extent.place and not extent.shared]
+        own = [
+            extent.place
+            for oid in (1, 2)
+            for extent in made.extents[oid]
+            if extent.place and not extent.shared
+        ]
         zeros = sum(extent.length for extent in made.extents[1] if extent.place is None)
-        assert sum(place.raw for place in places) + sum(place.raw for place in own) // 2 == len(data) - zeros
+        assert (
+            sum(place.raw for place in places) + sum(place.raw for place in own) // 2
+            == len(data) - zeros
+        )
         chunks = sum(HEADER_BYTES + place.stored for place in [*places, *own])
         assert chunks < sum(lengths(made).values()) < chunks + 3 * 500
         for _ in range(2):
@@ -125,7 +147,9 @@ async def test_extents(servers, tmp_path):
             after = await objects.following(hole, len(data), False)
             assert 600_000 < after <= 700_000
             assert await objects.following(after, len(data), True) == len(data)
-            assert await objects.is_hole(hole, after - hole) and not await objects.is_hole(hole - 1, 2)
+            assert await objects.is_hole(hole, after - hole) and not await objects.is_hole(
+                hole - 1, 2
+            )
             assert not await objects.is_hole(hole, after - hole + 1)
         assert await made.objects(3).following(0, 200_000, False) == 200_000
 
@@ -140,7 +164,11 @@ async def test_the_recipe_in_a_container_says_what_a_file_is(servers, tmp_path):
             while some := await scan.following():
                 found += some
         (recipe,) = [chunk for chunk in found if chunk.header.codec == RECIPE]
-        assert (recipe.header.ino, recipe.header.oid, recipe.header.index) == (2, 1, len(made.extents[1]) - 1)
+        assert (recipe.header.ino, recipe.header.oid, recipe.header.index) == (
+            2,
+            1,
+            len(made.extents[1]) - 1,
+        )
         assert recipe.record.path == b"copy1" and recipe.record.size == len(data)
         (place,) = [extent.place for extent in made.extents[1] if not extent.length]
         stored = memoryview(bytearray(HEADER_BYTES + place.stored))
@@ -148,7 +176,9 @@ async def test_the_recipe_in_a_container_says_what_a_file_is(servers, tmp_path):
         told = unpack_recipe(stored[HEADER_BYTES:])
         assert told.extents == [(extent.length, extent.digest) for extent in made.extents[1][:-1]]
         others = [chunk.header for chunk in found if chunk.header.oid == 0]
-        assert others and {(h.ino, h.index, h.chunk, h.raw > 0) for h in others} == {(0, 0, 0, True)}
+        assert others and {(h.ino, h.index, h.chunk, h.raw > 0) for h in others} == {
+            (0, 0, 0, True)
+        }
 
 
 async def test_holes_take_no_space(servers, tmp_path):
@@ -167,7 +197,9 @@ async def test_a_failing_server_leaves_nothing_that_counts(servers, tmp_path, op
         await made.store({1: content(1, 200_000)})
         ends = lengths(made)
         with failing(op, servers[1].path, errno.ENOSPC), pytest.raises(NoSpace):
-            await made.store({10 + number: content(number, 3 << 20) for number in range(8)}, 1 << 20)
+            await made.store(
+                {10 + number: content(number, 3 << 20) for number in range(8)}, 1 << 20
+            )
         if op == "write_at":
             assert sum(lengths(made).values()) == sum(ends.values()), "others may need the room"
         assert await made.content(1, 200_000) == content(1, 200_000)
@@ -176,7 +208,9 @@ async def test_a_failing_server_leaves_nothing_that_counts(servers, tmp_path, op
         for oid, data in batch.items():
             assert await made.content(oid, len(data)) == data
         if op != "sync_file":
-            chunks = sum(HEADER_BYTES + place.stored for oid in batch for place in made.lists[oid] if place)
+            chunks = sum(
+                HEADER_BYTES + place.stored for oid in batch for place in made.lists[oid] if place
+            )
             assert 0 < sum(lengths(made).values()) - sum(ends.values()) - chunks < 300 * 8
 
 
@@ -193,10 +227,14 @@ async def test_after_a_failed_sync_nothing_is_appended_to_the_container(servers,
         assert made.sealed == {failed}
         for number in range(4):
             await made.store({2 + number: content(1, 200_000)})
-        assert failed not in {place.container for file in made.lists.values() for place in file if place}
+        assert failed not in {
+            place.container for file in made.lists.values() for place in file if place
+        }
 
 
-async def test_full_containers_are_sealed_when_the_metadata_takes_it(servers, tmp_path, monkeypatch):
+async def test_full_containers_are_sealed_when_the_metadata_takes_it(
+    servers, tmp_path, monkeypatch
+):
     """What has been recorded in them is; and others that are full at the same time are not forgotten."""
     with shelf(servers, tmp_path) as made:
         made.writer._size = 100_000
@@ -219,7 +257,9 @@ async def test_cancelled_between_stripes(servers, tmp_path):
         await made.store({1: content(1, 200_000)})
         with trio.CancelScope() as scope:
             with armed("data.append.written", scope.cancel):
-                await made.store({10 + number: content(number, 6 << 20) for number in range(8)}, 1 << 20)
+                await made.store(
+                    {10 + number: content(number, 6 << 20) for number in range(8)}, 1 << 20
+                )
         assert scope.cancelled_caught
         assert list(made.lists) == [1]
         await made.store({2: content(2, 9 << 20)}, 1 << 20)
@@ -264,7 +304,12 @@ async def test_goes_on_where_the_records_end(servers, tmp_path):
         again.writer.adopt(made.table[container], container, end)
         for number in range(len(servers)):
             await again.store({2 + number: content(2, 100_000)})
-        after = [place for oid in range(2, 5) for place in again.lists[oid] if place and place.container == container]
+        after = [
+            place
+            for oid in range(2, 5)
+            for place in again.lists[oid]
+            if place and place.container == container
+        ]
         assert end < after[0].offset < end + 300
         assert 0 <= os.path.getsize(path) - after[-1].offset - HEADER_BYTES - after[-1].stored < 10
         assert await again.content(1, 200_000) == content(1, 200_000)
@@ -301,7 +346,9 @@ async def test_damage_is_found_where_it_is_looked_for(servers, tmp_path):
         checking.go_on(made)
         for oid in (1, 2):
             await checking.objects(oid).read(0, 65536, 300_000, True)
-            with pytest.raises(Unavailable, match=f"{servers[places[oid].server].name}: .*chunk at"):
+            with pytest.raises(
+                Unavailable, match=f"{servers[places[oid].server].name}: .*chunk at"
+            ):
                 await checking.objects(oid).read(65536, 100, 300_000, True)
         assert len(await made.objects(2).read(65536, 65536, 300_000, True)) == 65536
         checking.close()

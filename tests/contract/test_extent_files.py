@@ -24,7 +24,11 @@ from aifs.vfs.reports import describe
 from tests.support import modes, shared
 from tests.support.shared import Segment
 
-SETTINGS = modes.WAITING | {"layout.inline_limit": 0, "burst.stage_on_read": 0, "scrub.bandwidth": 0}
+SETTINGS = modes.WAITING | {
+    "layout.inline_limit": 0,
+    "burst.stage_on_read": 0,
+    "scrub.bandwidth": 0,
+}
 KINDS = {"plain": PLAIN, "replicas": Redundancy(2), "coded": Redundancy(1, 2, 1)}
 POOL = [random.Random(number).randbytes(30_000) for number in range(4)]
 
@@ -36,7 +40,9 @@ def source() -> Iterator[Path]:
 
 
 def use(
-    source: Path, work: Callable[[Filesystem], Awaitable[Any]], settings: dict[str, object] | None = None
+    source: Path,
+    work: Callable[[Filesystem], Awaitable[Any]],
+    settings: dict[str, object] | None = None,
 ) -> None:
     """On a new store, which is in order afterwards."""
 
@@ -54,7 +60,9 @@ def segments(seed: int, count: int = 40) -> list[Segment]:
     return shared.random_segments(random.Random(seed), POOL, count)
 
 
-@pytest.mark.parametrize(("level", "verify"), [(0, "off"), (3, "read")], ids=["as they are", "compressed"])
+@pytest.mark.parametrize(
+    ("level", "verify"), [(0, "off"), (3, "read")], ids=["as they are", "compressed"]
+)
 @pytest.mark.parametrize("redundancy", KINDS.values(), ids=KINDS)
 def test_any_range_is_read(source: Path, redundancy: Redundancy, level: int, verify: str) -> None:
     async def work(fs: Filesystem) -> None:
@@ -67,7 +75,9 @@ def test_any_range_is_read(source: Path, redundancy: Redundancy, level: int, ver
             for _ in range(60):
                 offset = rng.randrange(len(data) + 10)
                 length = rng.choice([1, 4096, 131_072, len(data)])
-                assert bytes(await fs.read(handle, offset, length)) == data[offset : offset + length]
+                assert (
+                    bytes(await fs.read(handle, offset, length)) == data[offset : offset + length]
+                )
             await fs.release(handle)
 
     use(source, work, {"data.verify": verify})
@@ -82,10 +92,15 @@ def test_seeking_tells_holes(source: Path) -> None:
         found = [
             await fs.lseek(handle, offset, whence)
             for offset, whence in (
-                (0, os.SEEK_DATA), (0, os.SEEK_HOLE), (500_001, os.SEEK_DATA), (500_001, os.SEEK_HOLE),
-                (560_003, os.SEEK_DATA), (560_010, os.SEEK_HOLE), (660_000, os.SEEK_HOLE),
+                (0, os.SEEK_DATA),
+                (0, os.SEEK_HOLE),
+                (500_001, os.SEEK_DATA),
+                (500_001, os.SEEK_HOLE),
+                (560_003, os.SEEK_DATA),
+                (560_010, os.SEEK_HOLE),
+                (660_000, os.SEEK_HOLE),
             )
-        ]  # fmt: skip
+        ]
         assert found == [500_000, 0, 500_001, 560_000, 560_009, 590_009, 660_000]
         for offset in (590_009, 660_009):
             with pytest.raises(NoSuchAddress):
@@ -96,7 +111,9 @@ def test_seeking_tells_holes(source: Path) -> None:
 
 
 @pytest.mark.parametrize("burst", [{}, modes.OFF], ids=["through the burst tier", "in place"])
-def test_a_file_is_changed_and_others_keep_its_chunks(source: Path, burst: dict[str, object]) -> None:
+def test_a_file_is_changed_and_others_keep_its_chunks(
+    source: Path, burst: dict[str, object]
+) -> None:
     async def work(fs: Filesystem) -> None:
         rows = [*segments(1, 60), Segment(bytes(3 << 20)), *segments(2, 10)]
         inos = await shared.save(fs, ROOT_INO, {b"one": rows, b"two": rows})
@@ -154,7 +171,9 @@ def test_where_it_lies_is_told(source: Path) -> None:
         table = await view(lambda tx: [keys.number(key) for key, _ in tx.range(*keys.all_of(b"t"))])
         inode = await fs.getattr(ino)
         users = {c: (await view(scan_chunk_lists, b"", {c}))[0] for c in table}
-        assert sum(inode.oid in oids for oids in users.values()) == 3  # where the shared, its own chunk and the recipe are
+        assert (
+            sum(inode.oid in oids for oids in users.values()) == 3
+        )  # where the shared, its own chunk and the recipe are
 
     use(source, work)
 
@@ -172,6 +191,8 @@ def test_a_long_list_goes_piece_by_piece(source: Path) -> None:
         other = (await fs.lookup(ROOT_INO, b"other")).ino
         assert await shared.read(fs, other) == shared.bytes_of(rows[:9])
         left = await engine.view(lambda tx: [key for key, _ in tx.range(*keys.all_of(b"l"))])
-        assert len(left) == 1 and not await engine.view(lambda tx: list(tx.range(*keys.all_of(b"y"))))
+        assert len(left) == 1 and not await engine.view(
+            lambda tx: list(tx.range(*keys.all_of(b"y")))
+        )
 
     use(source, work)

@@ -38,7 +38,12 @@ CHUNK = 64 * KIB
 SMALL = Options(chunk=CHUNK)
 REUSE = Options(chunk=CHUNK, reuse=True)
 WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
-KINDS = {"plain": {}, "replicas": modes.REPLICAS, "coded": modes.CODED, "compressed": {"layout.compress": "zstd:1"}}
+KINDS = {
+    "plain": {},
+    "replicas": modes.REPLICAS,
+    "coded": modes.CODED,
+    "compressed": {"layout.compress": "zstd:1"},
+}
 
 mounted = partial(stores.opened, base=WAITING)
 
@@ -46,7 +51,15 @@ mounted = partial(stores.opened, base=WAITING)
 def group_drain(fs: Filesystem) -> GroupDrain:
     store = fs.store
     return GroupDrain(
-        store.config, store.engine, store.servers, fs.tier, fs.io, fs.ids, fs.collector, fs.containers, fs.drain.mover
+        store.config,
+        store.engine,
+        store.servers,
+        fs.tier,
+        fs.io,
+        fs.ids,
+        fs.collector,
+        fs.containers,
+        fs.drain.mover,
     )
 
 
@@ -71,7 +84,11 @@ async def remove(fs: Filesystem, name: bytes, ino: int) -> None:
 
 
 async def store(
-    fs: Filesystem, drain: GroupDrain, inos: Sequence[int], options: Options = SMALL, name: str = "step"
+    fs: Filesystem,
+    drain: GroupDrain,
+    inos: Sequence[int],
+    options: Options = SMALL,
+    name: str = "step",
 ) -> tuple[list[Prepared], Report]:
     report = Report()
     members = [Prepared(ino) for ino in inos]
@@ -197,7 +214,10 @@ async def test_who_opens_a_member_for_writing_has_it_stored_without_it(directory
             await drain.prepare("step", member, SMALL, report)
         once("data.append.synced", lambda: fs.io.open[inos[0]].cancel_drain())
         await drain.store("step", members, SMALL, report)
-        assert outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED, Outcome.DRAINED] and told == members[:1]
+        assert (
+            outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED, Outcome.DRAINED]
+            and told == members[:1]
+        )
         await check_contents(fs, dict(list(contents.items())[1:]))
         assert (await fs.getattr(inos[0])).in_burst
         await rewrite(fs, inos[0], data[1])
@@ -264,20 +284,34 @@ async def test_what_is_equal_in_members_is_hashed_once(directory):
     async with mounted(directory) as fs:
         drain = group_drain(fs)
         whole = random.Random(1).randbytes(6 * CHUNK)
-        parts = [whole, whole[: 3 * CHUNK] + bytes(CHUNK) + whole[4 * CHUNK :], whole[CHUNK:], whole[:-1] + b"x", whole]
+        parts = [
+            whole,
+            whole[: 3 * CHUNK] + bytes(CHUNK) + whole[4 * CHUNK :],
+            whole[CHUNK:],
+            whole[:-1] + b"x",
+            whole,
+        ]
         contents = await write_files(fs, parts)
         members, report = await store(fs, drain, list(contents))
         assert outcomes(members) == [Outcome.DRAINED] * len(parts)
-        assert report.hashed_bytes == (6 + 1 + 5 + 1) * CHUNK  # the first, the zeros, all that is shifted, and a last chunk
+        assert (
+            report.hashed_bytes == (6 + 1 + 5 + 1) * CHUNK
+        )  # the first, the zeros, all that is shifted, and a last chunk
         assert report.hashed_bytes + report.compared_bytes == sum(map(len, parts))
         await check_contents(fs, contents)
 
 
-async def test_one_that_changes_while_others_are_compared_with_it_does_not_spoil_it_for_them(directory, monkeypatch):
+async def test_one_that_changes_while_others_are_compared_with_it_does_not_spoil_it_for_them(
+    directory, monkeypatch
+):
     monkeypatch.setattr(digests, "_PART_MAX", 16 * KIB)
     monkeypatch.setattr(digests, "_NOTHING", memoryview(bytearray(16 * KIB)))
     async with mounted(directory) as fs:
-        drain, data, token = group_drain(fs), random.Random(1).randbytes(4 * CHUNK), trio.lowlevel.current_trio_token()
+        drain, data, token = (
+            group_drain(fs),
+            random.Random(1).randbytes(4 * CHUNK),
+            trio.lowlevel.current_trio_token(),
+        )
         inos = [await write_file(fs, b"%d" % rank, data) for rank in range(3)]
         members, read, changed = [Prepared(ino) for ino in inos], digests.Source.read, []
         for member in members:
@@ -318,7 +352,10 @@ async def test_one_that_cannot_be_read_fails_alone(directory, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(digests.Source, "read", read_failing)
             await drain.store("step", members, SMALL, Report())
-        assert isinstance(members[0].outcome, Unavailable) and outcomes(members[1:]) == [Outcome.DRAINED] * 2
+        assert (
+            isinstance(members[0].outcome, Unavailable)
+            and outcomes(members[1:]) == [Outcome.DRAINED] * 2
+        )
         members, _ = await store(fs, drain, inos[:1])
         assert outcomes(members) == [Outcome.DRAINED]
         await check_contents(fs, dict.fromkeys(inos, data))
@@ -467,7 +504,9 @@ async def test_a_tiny_member_goes_to_its_inode(directory):
     async with mounted(directory) as fs:
         drain = group_drain(fs)
         writer, inode = await fs.create(ROOT_INO, b"tiny", 0o600, os.O_RDWR, ROOT)
-        reader = await fs.open(inode.ino, os.O_RDONLY)  # else it would have gone there when it was closed
+        reader = await fs.open(
+            inode.ino, os.O_RDONLY
+        )  # else it would have gone there when it was closed
         await fs.write(writer.handle, 0, b"tiny")
         await fs.release(writer.handle)
         members, report = await store(fs, drain, [inode.ino, await write_file(fs, b"other", EQUAL)])
@@ -500,7 +539,9 @@ async def test_a_full_server_leaves_the_files_in_the_burst_tier(directory):
         with hooked(), failing("write_at", fs.store.servers[1].path, errno.ENOSPC):
             members, report = await store(fs, drain, list(contents))
         assert all(isinstance(outcome, NoSpace) for outcome in outcomes(members))
-        assert report.bytes == report.distinct_bytes == report.chunks == 0, "the next try counts them"
+        assert report.bytes == report.distinct_bytes == report.chunks == 0, (
+            "the next try counts them"
+        )
         assert not await shared_chunks(fs) and not fs.io.open
         for ino in contents:
             assert (await fs.getattr(ino)).in_burst
@@ -546,7 +587,9 @@ async def test_a_bad_chunk_is_replaced_for_all_before_more_files_lean_on_it(dire
         after = await shared_chunks(fs)
         assert after[spoilt.digest].place != spoilt
         members, report = await store(fs, drain, inos[2:])
-        assert report.verified_chunks == report.replaced_chunks == 0  # the third of them leans on what the second has seen
+        assert (
+            report.verified_chunks == report.replaced_chunks == 0
+        )  # the third of them leans on what the second has seen
         await check_contents(fs, contents)
 
 
@@ -563,7 +606,9 @@ async def test_a_chunk_that_is_protected_too_little_is_stored_anew_for_all(direc
         assert outcomes(members) == [Outcome.DRAINED]
         assert report.replaced_chunks == len(EQUAL) // CHUNK + 1
         for digest, known in (await shared_chunks(fs)).items():
-            layout = (await fs.store.engine.view(chunks.find_container, known.place.container)).layout
+            layout = (
+                await fs.store.engine.view(chunks.find_container, known.place.container)
+            ).layout
             expected = 1 if known.references == 2 and digest not in members[0].cut.digests else 2
             assert redundancy_of(layout) in (Redundancy(expected), Redundancy(2))
         leaned = [k for k in (await shared_chunks(fs)).values() if k.references == 2]
@@ -575,7 +620,9 @@ async def test_members_of_one_group_may_ask_for_different_things(directory):
     async with mounted(directory) as fs:
         drain, data = group_drain(fs), ranks(3)
         policies = [Policy(), Policy(replicas=2), Policy(compress=1)]
-        contents = {await write_file(fs, b"%d" % n, data[n], policies[n]): data[n] for n in range(3)}
+        contents = {
+            await write_file(fs, b"%d" % n, data[n], policies[n]): data[n] for n in range(3)
+        }
         members, report = await store(fs, drain, list(contents))
         assert outcomes(members) == [Outcome.DRAINED] * 3
         assert report.replaced_chunks == 0  # the safest come first
@@ -602,15 +649,21 @@ async def test_the_plan_of_the_last_step_serves_again(directory):
         for step in range(3):
             contents = {}
             for rank in range(2):
-                data = random.Random(step).randbytes(4 * CHUNK) + random.Random(100 + 10 * step + rank).randbytes(CHUNK)
+                data = random.Random(step).randbytes(4 * CHUNK) + random.Random(
+                    100 + 10 * step + rank
+                ).randbytes(CHUNK)
                 contents[await write_file(fs, b"%d-%d" % (step, rank), data)] = data
             _, report = await store(fs, drain, list(contents))
             assert report.plan_cached == (step > 0) and report.planned_s >= report.lower_bound_s > 0
             await check_contents(fs, contents)
 
 
-async def step(fs: Filesystem, drain: GroupDrain, number: int, data: Sequence[bytes], options: Options) -> Report:
-    contents = {await write_file(fs, b"%d-%d" % (rank, number), one): one for rank, one in enumerate(data)}
+async def step(
+    fs: Filesystem, drain: GroupDrain, number: int, data: Sequence[bytes], options: Options
+) -> Report:
+    contents = {
+        await write_file(fs, b"%d-%d" % (rank, number), one): one for rank, one in enumerate(data)
+    }
     members, report = await store(fs, drain, list(contents), options)
     assert outcomes(members) == [Outcome.DRAINED] * len(data)
     await check_contents(fs, contents)
@@ -623,14 +676,20 @@ async def test_copies_are_not_hashed_again_with_the_hint(directory):
         size = 8 * CHUNK
         for number in range(3):
             same = random.Random(number).randbytes(size)
-            data = [same + random.Random(100 + 10 * number + rank).randbytes(CHUNK) for rank in range(4)]
+            data = [
+                same + random.Random(100 + 10 * number + rank).randbytes(CHUNK) for rank in range(4)
+            ]
             report = await step(fs, drain, number, data, REUSE)
             assert report.reused == (number > 0)
             assert report.hashed_bytes == size + 4 * CHUNK
             assert report.compared_bytes == (0 if number else 3 * size)
             assert report.distinct_bytes == size + 4 * CHUNK
-        report = await step(fs, drain, 3, [one + b"x" * CHUNK for one in data], REUSE)  # another shape
-        assert not report.reused and report.hashed_bytes + report.compared_bytes == 4 * (size + 2 * CHUNK)
+        report = await step(
+            fs, drain, 3, [one + b"x" * CHUNK for one in data], REUSE
+        )  # another shape
+        assert not report.reused and report.hashed_bytes + report.compared_bytes == 4 * (
+            size + 2 * CHUNK
+        )
 
 
 async def test_what_was_equal_by_chance_is_not_taken_for_equal(directory):
@@ -643,7 +702,9 @@ async def test_what_was_equal_by_chance_is_not_taken_for_equal(directory):
         report = await step(fs, drain, 1, [same + one for one in different], REUSE)
         assert report.reused and report.hashed_bytes == 5 * 4 * CHUNK  # what was zero is hashed
         await step(fs, drain, 2, [same * 2 for _ in range(4)], REUSE)
-        report = await step(fs, drain, 3, [random.Random(9).randbytes(4 * CHUNK) + one for one in different], REUSE)
+        report = await step(
+            fs, drain, 3, [random.Random(9).randbytes(4 * CHUNK) + one for one in different], REUSE
+        )
         assert report.distinct_bytes == 4 * CHUNK  # each one's own parts are in the store
 
 
@@ -652,7 +713,9 @@ async def test_a_pattern_is_dropped_where_samples_differ_or_zeros_come_back(dire
         drain = group_drain(fs)
         same = random.Random(1).randbytes(8 * CHUNK)
         await step(fs, drain, 0, [same] * 3, REUSE)
-        report = await step(fs, drain, 1, [random.Random(rank).randbytes(8 * CHUNK) for rank in range(3)], REUSE)
+        report = await step(
+            fs, drain, 1, [random.Random(rank).randbytes(8 * CHUNK) for rank in range(3)], REUSE
+        )
         assert not report.reused
         await step(fs, drain, 2, [same] * 3, REUSE)
         report = await step(fs, drain, 3, [bytes(8 * CHUNK)] * 2 + [same], REUSE)
@@ -718,7 +781,10 @@ async def test_members_that_are_stored_apart_are_not_taken_for_copies(directory)
         for number in range(2):
             same = random.Random(number).randbytes(4 * CHUNK)
             policies = [Policy(), Policy(replicas=2)]
-            inos = [await write_file(fs, b"%d-%d" % (rank, number), same, policies[rank]) for rank in range(2)]
+            inos = [
+                await write_file(fs, b"%d-%d" % (rank, number), same, policies[rank])
+                for rank in range(2)
+            ]
             members, report = await store(fs, drain, inos, REUSE)
             assert outcomes(members) == [Outcome.DRAINED] * 2 and not report.reused
             await check_contents(fs, dict.fromkeys(inos, same))
@@ -751,17 +817,25 @@ async def test_a_rebuild_takes_the_copy_of_a_chunk_that_is_protected_best(direct
     """Not the one in the container that was made last."""
     small = Options(chunk=4 * KIB)  # so that containers are not full at once
     data = [random.Random(number).randbytes(3 * small.chunk) for number in range(2)]
-    files = [(b"first", data[0], Policy(replicas=2)), (b"plain", data[1], Policy()), (b"safe", data[1], Policy(replicas=2))]
+    files = [
+        (b"first", data[0], Policy(replicas=2)),
+        (b"plain", data[1], Policy()),
+        (b"safe", data[1], Policy(replicas=2)),
+    ]
     async with mounted(directory, {"layout.count": "1"}) as fs:
         for name, content, policy in files:
-            members, _ = await store(fs, group_drain(fs), [await write_file(fs, name, content, policy)], small)
+            members, _ = await store(
+                fs, group_drain(fs), [await write_file(fs, name, content, policy)], small
+            )
             assert outcomes(members) == [Outcome.DRAINED]
     shutil.rmtree(directory / "meta")
     result = await trio.to_thread.run_sync(rebuild, modes.config_of(directory))
     assert result.ok, result.rows
     async with mounted(directory) as fs:
         for known in (await shared_chunks(fs)).values():
-            layout = (await fs.store.engine.view(chunks.find_container, known.place.container)).layout
+            layout = (
+                await fs.store.engine.view(chunks.find_container, known.place.container)
+            ).layout
             assert redundancy_of(layout) == Redundancy(2)
         for name, content, _ in files:
             assert await read_file(fs, (await fs.lookup(ROOT_INO, name)).ino) == content

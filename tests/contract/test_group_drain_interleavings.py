@@ -44,13 +44,17 @@ class AtStep(trio.abc.Instrument):
 class Step:
     """One group of three files with other policies, which have chunks in common with each other and with files of before."""
 
-    def __init__(self, fs: Filesystem, rng: random.Random, contents: dict[bytes, bytes], pool: list[bytes]) -> None:
+    def __init__(
+        self, fs: Filesystem, rng: random.Random, contents: dict[bytes, bytes], pool: list[bytes]
+    ) -> None:
         self.fs, self.rng, self.contents, self._pool = fs, rng, contents, pool
         self.inos: dict[bytes, int] = {}
         self.scope = trio.CancelScope()
 
     def data(self) -> bytes:
-        return b"".join(self.rng.choices(self._pool, k=6)) + self.rng.randbytes(self.rng.randrange(1, CHUNK))
+        return b"".join(self.rng.choices(self._pool, k=6)) + self.rng.randbytes(
+            self.rng.randrange(1, CHUNK)
+        )
 
     async def write(self, number: int) -> list[Prepared]:
         members = []
@@ -100,7 +104,15 @@ async def lose_sight_of_containers(step: Step, name: bytes, old: bytes) -> None:
     step.fs.containers.files.read_stored = unreadable
 
 
-ACTS = [cancel, break_lease, write_again, delete, delete_what_is_leaned_on, compact, lose_sight_of_containers]
+ACTS = [
+    cancel,
+    break_lease,
+    write_again,
+    delete,
+    delete_what_is_leaned_on,
+    compact,
+    lose_sight_of_containers,
+]
 
 
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)

@@ -27,7 +27,7 @@ from aifs.core.errors import (
     Stale,
     TimedOut,
     Unavailable,
-)  # fmt: skip
+)
 from aifs.meta import keys
 from aifs.meta.kv import Transaction
 from aifs.vfs import Caller, Filesystem
@@ -110,15 +110,29 @@ async def test_files_are_one_write_when_all_have_been_closed(directory: Path) ->
         data = os.urandom(SIZE)
         inos = [await make(fs, top, b"a", data), await make(fs, below, b"b", data)]
         told = await ask(fs, top)
-        assert (told["state"], told["missing_files"], told["file_count"], told["bytes"]) == ("open", 1, 2, 2 * SIZE)
+        assert (told["state"], told["missing_files"], told["file_count"], told["bytes"]) == (
+            "open",
+            1,
+            2,
+            2 * SIZE,
+        )
         assert {file["name"] for file in told["files"]} == {"/step/a", "/step/below/b"}
         assert [await state(fs, ino) for ino in inos] != ["cached", "cached"]
         assert fs.drain.status()["withheld_files"] == 2
         assert (await ask(fs, inos[1]))["id"] == told["id"] == (await ask(fs, below))["id"]
         inos.append(await make(fs, top, b"c", bytes(SIZE)))
         told = await durable(fs, top)
-        assert (told["bytes"], told["duplicate_bytes"], told["zero_bytes"]) == (3 * SIZE, SIZE, SIZE)
-        assert told["times"]["durable"] >= told["times"]["buffered"] >= told["times"]["committed"] >= told["times"]["open"]
+        assert (told["bytes"], told["duplicate_bytes"], told["zero_bytes"]) == (
+            3 * SIZE,
+            SIZE,
+            SIZE,
+        )
+        assert (
+            told["times"]["durable"]
+            >= told["times"]["buffered"]
+            >= told["times"]["committed"]
+            >= told["times"]["open"]
+        )
         assert {file["state"] for file in told["files"]} == {"durable"}
         assert [await state(fs, ino) for ino in inos] == ["cached"] * 3
         assert [await read_file(fs, ino) for ino in inos] == [data, data, bytes(SIZE)]
@@ -136,9 +150,17 @@ async def test_ranks_commit_one_after_the_other(directory: Path) -> None:
         await fs.write(handle, 0, b"l" * SIZE)
         await put(fs, top, "group.commit", "1")
         told = await ask(fs, top)
-        assert told["missing"] == [0] and [rank["state"] for rank in told["members"]] == ["missing", "committed"]
+        assert told["missing"] == [0] and [rank["state"] for rank in told["members"]] == [
+            "missing",
+            "committed",
+        ]
         assert ino not in fs.io.unsynced
-        for wrong, named in (("1", "committed already"), ("2", "0 to 1"), ("-1", "not a rank"), ("", "not a rank")):
+        for wrong, named in (
+            ("1", "committed already"),
+            ("2", "0 to 1"),
+            ("-1", "not a rank"),
+            ("", "not a rank"),
+        ):
             with pytest.raises(Invalid, match=named):
                 await put(fs, top, "group.commit", wrong)
         await put(fs, top, "group.commit", "0")
@@ -177,7 +199,10 @@ async def test_a_file_may_count_while_it_is_open(directory: Path) -> None:
 async def test_tiny_and_empty_files_count(directory: Path) -> None:
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=3")
-        inos = [await make(fs, top, name, data) for name, data in ((b"a", b""), (b"b", b"tiny"), (b"c", b"c" * SIZE))]
+        inos = [
+            await make(fs, top, name, data)
+            for name, data in ((b"a", b""), (b"b", b"tiny"), (b"c", b"c" * SIZE))
+        ]
         await durable(fs, top)
         assert [await read_file(fs, ino) for ino in inos] == [b"", b"tiny", b"c" * SIZE]
 
@@ -232,8 +257,14 @@ async def test_where_there_is_no_group(directory: Path) -> None:
     async with opened(directory) as fs:
         top = await tree(fs, b"top")
         ino = await make(fs, top, b"a", b"a")
-        for call in (ask(fs, top), ask(fs, ino), put(fs, top, "group.commit", "0"), put(fs, ino, "group.commit"),
-                     fs.removexattr(top, b"user.aifs.group"), fs.groups.wait(top, 0, True, 1)):  # fmt: skip
+        for call in (
+            ask(fs, top),
+            ask(fs, ino),
+            put(fs, top, "group.commit", "0"),
+            put(fs, ino, "group.commit"),
+            fs.removexattr(top, b"user.aifs.group"),
+            fs.groups.wait(top, 0, True, 1),
+        ):
             with pytest.raises(NoAttribute):
                 await call
         with pytest.raises(Invalid, match="directory"):
@@ -244,7 +275,9 @@ async def test_where_there_is_no_group(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["remove", "empty"])
-async def test_a_cancelled_group_leaves_its_files_to_the_usual_drain(directory: Path, by: str) -> None:
+async def test_a_cancelled_group_leaves_its_files_to_the_usual_drain(
+    directory: Path, by: str
+) -> None:
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=2")
         ino = await make(fs, top, b"a", b"a" * SIZE)
@@ -264,7 +297,9 @@ async def test_a_cancelled_group_leaves_its_files_to_the_usual_drain(directory: 
                 await put(fs, top, "group", "")
             await failed.wait()
         await drained(fs, ino)
-        assert (await ask(fs, top))["state"] == "cancelled" and await read_file(fs, ino) == b"a" * SIZE
+        assert (await ask(fs, top))["state"] == "cancelled" and await read_file(
+            fs, ino
+        ) == b"a" * SIZE
         await fs.groups.cancel(top)
         await put(fs, top, "group", "name=step,ranks=1")
         assert (await ask(fs, top))["error"] == ""
@@ -384,7 +419,9 @@ async def test_files_belong_by_where_they_are_when_they_are_closed(directory: Pa
         names = {file["name"] for file in (await ask(fs, top))["files"]}
         assert names == {"/step/old", "/step/moved"}
         assert [file["name"] for file in (await ask(fs, inner))["files"]] == ["/step/inner/deep"]
-        assert (await ask(fs, moved.ino))["name"] == "step" and (await ask(fs, inner))["name"] == "inner"
+        assert (await ask(fs, moved.ino))["name"] == "step" and (await ask(fs, inner))[
+            "name"
+        ] == "inner"
         with pytest.raises(NoAttribute):
             await ask(fs, outside)
         for ino in (top, inner):
@@ -509,12 +546,17 @@ async def test_a_drain_that_is_asked_for_does_not_wait_for_the_group(directory: 
         top = await group_in(fs, "ranks=2")
         ino = await make(fs, top, b"a", b"a" * SIZE)
         await fs.wait_drained(ROOT, LIMIT_S)
-        assert await state(fs, ino) == "cached" and (await ask(fs, top))["files"][0]["state"] == "usual"
+        assert (
+            await state(fs, ino) == "cached"
+            and (await ask(fs, top))["files"][0]["state"] == "usual"
+        )
         await make(fs, top, b"b", b"b" * SIZE)
         assert (await durable(fs, top))["bytes"] == SIZE, "of what the group has stored"
 
 
-async def test_pressure_does_not_wait_for_the_group(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pressure_does_not_wait_for_the_group(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=3")
         first = await make(fs, top, b"a", b"a" * SIZE)
@@ -527,7 +569,9 @@ async def test_pressure_does_not_wait_for_the_group(directory: Path, monkeypatch
         assert (await durable(fs, top))["file_count"] == 3
 
 
-async def test_pressure_is_looked_for_again(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pressure_is_looked_for_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though at some time there was nothing that it could have taken."""
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=9")
@@ -539,7 +583,9 @@ async def test_pressure_is_looked_for_again(directory: Path, monkeypatch: pytest
         await fs.groups.cancel(top)
 
 
-async def test_an_unmount_takes_nothing_from_who_is_storing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unmount_takes_nothing_from_who_is_storing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its threads read from descriptors that would be closed, or others' by then."""
     held: list[bool] = []
     storing = trio.Event()
@@ -595,7 +641,9 @@ async def test_what_cannot_be_stored_is_tried_again_and_then_left_to_the_usual_d
 # --- ranks that die -------------------------------------------------------------------------------------
 
 
-async def test_a_rank_that_dies_is_told_to_all_at_once(directory: Path, process: subprocess.Popen) -> None:
+async def test_a_rank_that_dies_is_told_to_all_at_once(
+    directory: Path, process: subprocess.Popen
+) -> None:
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=3,commit=explicit")
         ino = await make(fs, top, b"a", b"a" * SIZE)
@@ -606,12 +654,20 @@ async def test_a_rank_that_dies_is_told_to_all_at_once(directory: Path, process:
         with pytest.raises(NotSupported):
             await fs.join_group(top, 0, 1, Caller(pid=0))
         await put(fs, top, "group.commit", "0")
-        assert [rank["state"] for rank in (await ask(fs, top))["members"]] == ["committed", "missing", "joined"]
+        assert [rank["state"] for rank in (await ask(fs, top))["members"]] == [
+            "committed",
+            "missing",
+            "joined",
+        ]
         process.kill()
         with pytest.raises(MemberDied, match="rank 2 ended before it committed"):
             await fs.groups.wait(top, 0, True, None)
         told = await ask(fs, top)
-        assert (told["state"], told["dead"], told["error"]) == ("failed", 2, "rank 2 ended before it committed")
+        assert (told["state"], told["dead"], told["error"]) == (
+            "failed",
+            2,
+            "rank 2 ended before it committed",
+        )
         with pytest.raises(MemberDied):
             await put(fs, top, "group.commit", "1")
         await drained(fs, ino)
@@ -619,7 +675,9 @@ async def test_a_rank_that_dies_is_told_to_all_at_once(directory: Path, process:
         assert (await ask(fs, top))["dead"] is None
 
 
-async def test_a_rank_comes_back_within_its_grace(directory: Path, process: subprocess.Popen) -> None:
+async def test_a_rank_comes_back_within_its_grace(
+    directory: Path, process: subprocess.Popen
+) -> None:
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=2,commit=explicit,grace=1h")
         await fs.join_group(top, 0, 1, Caller(pid=process.pid))
@@ -635,7 +693,9 @@ async def test_a_rank_comes_back_within_its_grace(directory: Path, process: subp
         await durable(fs, top)
 
 
-async def test_a_rank_that_has_committed_may_end(directory: Path, process: subprocess.Popen) -> None:
+async def test_a_rank_that_has_committed_may_end(
+    directory: Path, process: subprocess.Popen
+) -> None:
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=2,commit=explicit")
         await fs.join_group(top, 0, 1, Caller(pid=process.pid))
@@ -667,7 +727,9 @@ async def test_the_last_commit_publishes_a_pending_directory(directory: Path, by
         assert (await fs.lookup(ROOT, b"final")).ino == top and (await ask(fs, top))["published"]
         with pytest.raises(NoAttribute):
             await ask(fs, top, "pending")
-        assert (await durable(fs, top))["publish_error"] == "" and await read_file(fs, ino) == b"a" * SIZE
+        assert (await durable(fs, top))["publish_error"] == "" and await read_file(
+            fs, ino
+        ) == b"a" * SIZE
 
 
 async def test_closing_files_does_not_publish_a_pending_directory(directory: Path) -> None:
@@ -714,7 +776,9 @@ async def test_who_begins_a_group_must_be_allowed_to_publish(directory: Path) ->
         assert (await durable(fs, top))["published"] is False
 
 
-async def test_a_group_with_other_ranks_than_the_pending_directory_counts_for_itself(directory: Path) -> None:
+async def test_a_group_with_other_ranks_than_the_pending_directory_counts_for_itself(
+    directory: Path,
+) -> None:
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=1,commit=explicit")
         await put(fs, top, "pending", "ranks=2,step=1")
@@ -737,6 +801,7 @@ async def test_an_open_group_goes_on_after_a_mount(directory: Path, commit: str)
         if commit == "explicit":
             await put(fs, top, "group.commit", "1")
         else:
+
             async def is_prepared() -> bool:
                 return (await ask(fs, top))["files"][0]["state"] == "prepared"
 
@@ -745,21 +810,33 @@ async def test_an_open_group_goes_on_after_a_mount(directory: Path, commit: str)
     async with opened(directory) as fs:
         told = await ask(fs, top)
         assert told["id"] == before["id"] and told["state"] == "open" and told["file_count"] == 1
-        assert told["times"]["open"] == before["times"]["open"] and told["missing"] == before["missing"]
+        assert (
+            told["times"]["open"] == before["times"]["open"]
+            and told["missing"] == before["missing"]
+        )
         assert told["missing_files"] == before["missing_files"]
         second = await make(fs, top, b"b", data)
         if commit == "explicit":
             await put(fs, top, "group.commit", "0")
         told = await durable(fs, top)
-        assert told["duplicate_bytes"] == SIZE and [await read_file(fs, ino) for ino in (first, second)] == [data] * 2
+        assert (
+            told["duplicate_bytes"] == SIZE
+            and [await read_file(fs, ino) for ino in (first, second)] == [data] * 2
+        )
         again = await ask(fs, top)
     async with opened(directory) as fs:
         told = await ask(fs, top)
-        assert told["state"] == "durable" and told["duplicate_bytes"] == SIZE and told["times"] == again["times"]
+        assert (
+            told["state"] == "durable"
+            and told["duplicate_bytes"] == SIZE
+            and told["times"] == again["times"]
+        )
         await put(fs, top, "group", "name=step,ranks=2")
 
 
-async def test_a_committed_group_is_drained_by_the_next_mount(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_committed_group_is_drained_by_the_next_mount(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def wait(*_: object) -> None:
         await trio.sleep_forever()
 
@@ -775,7 +852,9 @@ async def test_a_committed_group_is_drained_by_the_next_mount(directory: Path, m
         assert (await durable(fs, top))["duplicate_bytes"] >= SIZE
 
 
-async def test_groups_that_ended_long_ago_are_on_record(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_groups_that_ended_long_ago_are_on_record(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("aifs.vfs.groups.course._ENDED_MAX", 2)
     async with opened(directory) as fs:
         tops = [await group_in(fs, "ranks=1", b"%d" % number) for number in range(6)]

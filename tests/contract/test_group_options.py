@@ -18,7 +18,7 @@ from aifs.core.errors import (
     NoAttribute,
     NotFound,
     Stale,
-)  # fmt: skip
+)
 from aifs.meta.kv import ReadTransaction
 from aifs.vfs import Caller, Filesystem
 from aifs.vfs.groups import course
@@ -55,13 +55,18 @@ async def commit(fs: Filesystem, ino: int, rank: int, file: bytes = b"") -> None
 
 
 @pytest.mark.parametrize("name", [b"1", b"\xff1"])
-async def test_files_that_are_closed_with_other_sizes_fail_the_group(directory: Path, name: bytes) -> None:
+async def test_files_that_are_closed_with_other_sizes_fail_the_group(
+    directory: Path, name: bytes
+) -> None:
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=2,same_size=yes,publish=final")
         inos = [await make(fs, top, b"0", b"a" * SIZE), await make(fs, top, name, b"a" * CUT)]
         told = await in_state(fs, top, "failed")
         shown = name.decode(errors="replace").replace("\ufffd", "?")
-        assert told["error"] == f"/step/{shown} has {CUT} bytes, not the {SIZE} of /step/0" and told["unequal"]
+        assert (
+            told["error"] == f"/step/{shown} has {CUT} bytes, not the {SIZE} of /step/0"
+            and told["unequal"]
+        )
         error = await ended(fs, top)
         assert isinstance(error, Invalid) and str(error) == told["error"]
         await stores.drained(fs, *inos)
@@ -111,9 +116,14 @@ async def test_a_rank_whose_file_has_another_size_is_refused(directory: Path) ->
     """It may write it once more, and commit."""
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=3,same_size=yes,commit=explicit")
-        inos = [await make(fs, top, b"%d" % rank, b"a" * (CUT if rank == 1 else SIZE)) for rank in range(3)]
+        inos = [
+            await make(fs, top, b"%d" % rank, b"a" * (CUT if rank == 1 else SIZE))
+            for rank in range(3)
+        ]
         await commit(fs, top, 2, b"2")
-        with pytest.raises(Invalid, match=f"rank 1: /step/1 has {CUT} bytes, not the {SIZE} of rank 2"):
+        with pytest.raises(
+            Invalid, match=f"rank 1: /step/1 has {CUT} bytes, not the {SIZE} of rank 2"
+        ):
             await put(fs, top, "group.commit", "1 1")
         assert "rank 1: /step/1" in (await ask(fs, top))["refused"]
         with pytest.raises(Invalid, match="rank 0: sub/x is no file"):
@@ -140,7 +150,9 @@ async def test_the_last_commit_finds_files_that_nobody_named(directory: Path) ->
 
 
 @pytest.mark.parametrize("by", ["commit", "group.commit"])
-async def test_a_pending_directory_with_other_sizes_is_not_published(directory: Path, by: str) -> None:
+async def test_a_pending_directory_with_other_sizes_is_not_published(
+    directory: Path, by: str
+) -> None:
     async with opened(directory) as fs:
         await put(fs, ROOT, "publish", "burst")
         top = await group_in(fs, "ranks=2,same_size=yes,commit=explicit", b"final.pending")
@@ -151,7 +163,9 @@ async def test_a_pending_directory_with_other_sizes_is_not_published(directory: 
                 await put(fs, top, by, f"{rank}")
             except Invalid as error:
                 assert by == "group.commit" and rank == 1, error
-        with pytest.raises(Busy, match=f"/final.pending/1 has {CUT} bytes, not the {SIZE} of /final.pending/0"):
+        with pytest.raises(
+            Busy, match=f"/final.pending/1 has {CUT} bytes, not the {SIZE} of /final.pending/0"
+        ):
             await fs.rename(ROOT, b"final.pending", ROOT, b"final")
         assert "/final.pending/1" in (await ask(fs, top, "pending"))["refused"]
         await in_state(fs, top, "failed")
@@ -162,13 +176,17 @@ async def test_a_pending_directory_with_other_sizes_is_not_published(directory: 
 # --- groups of other jobs ----------------------------------------------------------------------------------
 
 
-async def test_what_another_job_has_left_does_not_count(directory: Path, process: subprocess.Popen) -> None:
+async def test_what_another_job_has_left_does_not_count(
+    directory: Path, process: subprocess.Popen
+) -> None:
     rank = Caller(1000, 1000, process.pid)
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=2,commit=explicit,job=1")
         left = (await ask(fs, top))["id"]
         await fs.join_group(top, 0, 0, rank)
-        with pytest.raises(Invalid, match="job 2 cannot begin: job 1 is writing here, and its ranks 0 live"):
+        with pytest.raises(
+            Invalid, match="job 2 cannot begin: job 1 is writing here, and its ranks 0 live"
+        ):
             await put(fs, top, "group", "name=step,ranks=2,commit=explicit,job=2")
         await commit(fs, top, 0)
         await put(fs, top, "group", "name=step,ranks=2,commit=explicit")
@@ -215,10 +233,14 @@ async def test_who_asks_late_is_told_how_its_own_group_ended(directory: Path) ->
         await fs.cancel_group(top, 0, "at last", OWNER)
     async with opened(directory) as fs:
         await put(fs, top, "group", "name=step,ranks=1")
-        assert str(await ended(fs, top, numbers[3])) == "at last", "from the record that it replaced"
+        assert str(await ended(fs, top, numbers[3])) == "at last", (
+            "from the record that it replaced"
+        )
 
 
-async def test_of_many_groups_the_last_are_known(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_many_groups_the_last_are_known(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("aifs.vfs.groups.course._FOLLOWED_MAX", 2)
     async with opened(directory) as fs:
         top, numbers = await tree(fs, b"step"), []

@@ -44,7 +44,9 @@ def compressible(length: int) -> bytes:
 async def servers(tmp_path):
     """Four, of which nothing is in a page cache."""
     with data_servers(tmp_path, 4) as servers, hooked():
-        servers.hedging = Hedging(math.inf)  # a machine that is held up has bytes read twice, rightly
+        servers.hedging = Hedging(
+            math.inf
+        )  # a machine that is held up has bytes read twice, rightly
         yield servers
         await servers.cache.settle()  # what is read ahead holds descriptors
 
@@ -69,7 +71,9 @@ class File:
         return 0, 0, self._extents
 
     async def read(self, offset: int, length: int) -> bytes:
-        return bytes(await self._objects.read(offset, min(length, self.size - offset), self.size, True))
+        return bytes(
+            await self._objects.read(offset, min(length, self.size - offset), self.size, True)
+        )
 
     async def read_all(self, request: int, step: Callable = trio.lowlevel.checkpoint) -> bytes:
         parts = []
@@ -84,11 +88,17 @@ def fetched(servers: Servers) -> int:
 
 
 def stored(extents: Sequence[Extent]) -> int:
-    return sum({extent.place.offset + extent.place.container: extent.place.stored for extent in extents}.values())
+    return sum(
+        {
+            extent.place.offset + extent.place.container: extent.place.stored for extent in extents
+        }.values()
+    )
 
 
 @pytest.mark.parametrize("redundancy", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize(("make", "level"), [(random_bytes, 0), (compressible, 3)], ids=["plain", "packed"])
+@pytest.mark.parametrize(
+    ("make", "level"), [(random_bytes, 0), (compressible, 3)], ids=["plain", "packed"]
+)
 @pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
 async def test_what_files_share_is_fetched_once(servers, tmp_path, redundancy, make, level, verify):
     with shelf(servers, tmp_path, verify, redundancy) as made:
@@ -139,7 +149,10 @@ async def test_a_small_read_does_not_fetch_a_whole_chunk(servers, tmp_path):
         pattern = (await reader(extents[0].place.container, 0))._pattern
         for offset in range(10**9, 10**10, 10**9):
             pattern.observe(offset * offset, 1)
-        assert await File(made, extents).read(3 * MIB, 4096) == random_bytes(4 * MIB)[3 * MIB : 3 * MIB + 4096]
+        assert (
+            await File(made, extents).read(3 * MIB, 4096)
+            == random_bytes(4 * MIB)[3 * MIB : 3 * MIB + 4096]
+        )
         assert fetched(servers) == 4096
 
 
@@ -198,7 +211,13 @@ async def test_chunks_are_kept_within_their_share():
     for number in (1, 2, 3, 4, 4, 3, 5):
         assert bytes(await cache.get(place(number), load)) == bytes([number]) * (64 << 10)
     assert load.asked == [1, 2, 3, 4, 5]
-    assert [cache.find(place(number)) is not None for number in range(5, 0, -1)] == [True, True, True, True, False]
+    assert [cache.find(place(number)) is not None for number in range(5, 0, -1)] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(("lag", "most"), [(60, 1.0), (120, 1.0), (200, 2.0)])
@@ -236,7 +255,9 @@ async def test_chunks_give_way_to_who_needs_memory():
     assert budget.used == 256 << 10
     assert budget.try_reserve(MIB)
     assert all(cache.find(place(number)) is None for number in range(1, 5))
-    view = await cache.get(place(1), load)  # there is no memory for it: it is handed out all the same
+    view = await cache.get(
+        place(1), load
+    )  # there is no memory for it: it is handed out all the same
     assert view[0] == 1 and cache.find(place(1)) is None
     budget.release(MIB)
 
@@ -288,7 +309,9 @@ class Object:
     def __init__(self) -> None:
         self.requests: list[int] = []
 
-    def start(self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int) -> None:
+    def start(
+        self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int
+    ) -> None:
         self.requests.append(offset // self.block)
         tell(len(buffer))
 

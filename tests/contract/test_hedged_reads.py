@@ -112,7 +112,9 @@ async def test_each_byte_of_a_healthy_file_is_asked_for_once(servers, layout, be
 @layouts
 @lags
 @pytest.mark.parametrize("hangs", [1, 1000], ids=["once", "always"])
-async def test_what_a_slow_server_holds_is_told_once_for_all(servers, layout, behind, hangs, monkeypatch):
+async def test_what_a_slow_server_holds_is_told_once_for_all(
+    servers, layout, behind, hangs, monkeypatch
+):
     """Beside the file, some blocks are read: parity, and what the slow server gives in the end after all."""
     monkeypatch.setattr(latency, "_LATE_S", math.inf)
     await stored(servers, layout)
@@ -179,7 +181,9 @@ async def test_what_a_wrong_column_has_told_is_forgotten_with_it(servers, monkey
     layout, slow, parity = Striped(MIB, (0, 1, 2), parity=1), 0, 2
     await stored(servers, layout)
     servers.hedging = Impatient(servers[slow].latency)
-    [object_] = [path for path in Path(servers[parity].path, "objects").rglob("*") if path.is_file()]
+    [object_] = [
+        path for path in Path(servers[parity].path, "objects").rglob("*") if path.is_file()
+    ]
     right = object_.read_bytes()
     object_.write_bytes(bytes(len(right)))
     go_on = threading.Event()

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 import trio
 
-from aifs.core.errors import Busy, FsError, Invalid, NoAttribute, NotPermitted, NotSupported, TimedOut
+from aifs.core.errors import (
+    Busy,
+    FsError,
+    Invalid,
+    NoAttribute,
+    NotPermitted,
+    NotSupported,
+    TimedOut,
+)
 from aifs.vfs import Caller, Filesystem
 from tests.support import modes, stores
 from tests.support.stores import OWNER, ask, get, put, read_file
@@ -43,7 +51,12 @@ async def until_staged(fs: Filesystem, ino: int) -> None:
 async def test_policies_can_be_taken_back(directory: Path) -> None:
     async with opened(directory) as fs:
         top = await tree(fs, b"top")
-        said = {"layout": "unit=8KiB", "tier": "capacity", "expected_size": "1GiB", "publish": "capacity"}
+        said = {
+            "layout": "unit=8KiB",
+            "tier": "capacity",
+            "expected_size": "1GiB",
+            "publish": "capacity",
+        }
         for name, text in said.items():
             await put(fs, top, name, text)
         for name in said:
@@ -82,10 +95,17 @@ async def test_policies_are_inherited_and_keep_each_other(directory: Path) -> No
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tier", ""), ("tier", "fast"), ("expected_size", "much"), ("expected_size", "8EiB"), ("layout", "unit=1"),
-        ("layout", "servers=7"), ("layout", "servers=32768"), ("drain", "now"), ("stage", "1"),
+        ("tier", ""),
+        ("tier", "fast"),
+        ("expected_size", "much"),
+        ("expected_size", "8EiB"),
+        ("layout", "unit=1"),
+        ("layout", "servers=7"),
+        ("layout", "servers=32768"),
+        ("drain", "now"),
+        ("stage", "1"),
     ],
-)  # fmt: skip
+)
 async def test_wrong_values_are_refused(directory: Path, name: str, value: str) -> None:
     async with opened(directory) as fs:
         ino = await make(fs, ROOT, b"file", 0)
@@ -93,7 +113,9 @@ async def test_wrong_values_are_refused(directory: Path, name: str, value: str) 
             await put(fs, ino, name, value)
 
 
-async def test_what_a_file_will_be_laid_out_by_is_settled_once_it_has_bytes(directory: Path) -> None:
+async def test_what_a_file_will_be_laid_out_by_is_settled_once_it_has_bytes(
+    directory: Path,
+) -> None:
     async with opened(directory) as fs:
         ino = await make(fs, ROOT, b"file")
         for name, value in (("layout", "count=1"), ("expected_size", "1MiB")):
@@ -123,9 +145,11 @@ async def test_state_counts_what_lies_where(directory: Path) -> None:
         top = await tree(fs, b"top")
         below = (await fs.mkdir(top, b"below", 0o755, OWNER)).ino
         assert await ask(fs, top, "state") == {
-            "state": "clean", "since_s": None, "bytes": dict.fromkeys(("dirty", "draining", "clean", "cached"), 0),
+            "state": "clean",
+            "since_s": None,
+            "bytes": dict.fromkeys(("dirty", "draining", "clean", "cached"), 0),
             "files": dict.fromkeys(("dirty", "draining", "clean", "cached"), 0),
-        }  # fmt: skip
+        }
         dirty = await make(fs, below, b"dirty")
         await fs.link(dirty, top, b"again")
         await fs.symlink(top, b"link", b"x", OWNER)
@@ -140,7 +164,13 @@ async def test_state_counts_what_lies_where(directory: Path) -> None:
         assert found["files"]["clean"] == 1
         assert sum(found["files"].values()) == 102
         one = await ask(fs, dirty, "state")
-        assert (one["state"], one["open"], one["copy"], one["pinned"], one["staging"]) == ("dirty", False, True, False, False)
+        assert (one["state"], one["open"], one["copy"], one["pinned"], one["staging"]) == (
+            "dirty",
+            False,
+            True,
+            False,
+            False,
+        )
         handle, *_ = await fs.open(dirty, os.O_RDONLY)
         assert (await ask(fs, dirty, "state"))["open"]
         await fs.release(handle)
@@ -159,8 +189,12 @@ async def test_drain_moves_a_tree_and_nothing_else(directory: Path) -> None:
         await put(fs, top, "drain")
         await fs.wait_drained(top)
         assert await ask(fs, top, "drain") == {
-            "files": 0, "bytes": 0, "open_files": 0, "oldest_since_ns": None, "error": ""
-        }  # fmt: skip
+            "files": 0,
+            "bytes": 0,
+            "open_files": 0,
+            "oldest_since_ns": None,
+            "error": "",
+        }
         assert [await state(fs, ino) for ino in inos] == ["cached"] * 10
         assert await state(fs, beside) == "dirty"
         assert await read_file(fs, inos[3]) == b"d" * SIZE

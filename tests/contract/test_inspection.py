@@ -67,7 +67,9 @@ def path_of(servers: Servers, layout: Striped, column: int) -> Path:
 async def inspect(
     servers: Servers, layout: Striped, digests: bytes, size: int = SIZE, lost: int = 0
 ) -> tuple[list[Flaw], list[Loss]]:
-    inspection = Inspection(servers, BudgetedBuffers(Budget(64 * MIB)), layout, INO, OID, size, lost=lost)
+    inspection = Inspection(
+        servers, BudgetedBuffers(Budget(64 * MIB)), layout, INO, OID, size, lost=lost
+    )
     flaws, losses, at = await inspection.excess(), [], 0
     try:
         while at < size:
@@ -87,7 +89,9 @@ def covers(flaws: list[Flaw], column: int, offset: int) -> bool:
 
 @pytest.mark.parametrize("layout", PLAIN + PROTECTED, ids=name)
 @pytest.mark.parametrize("size", [1, 5000, MIB, SIZE])
-def test_nothing_is_found_where_nothing_is_wrong(servers: Servers, layout: Striped, size: int) -> None:
+def test_nothing_is_found_where_nothing_is_wrong(
+    servers: Servers, layout: Striped, size: int
+) -> None:
     async def main() -> None:
         data = await write(servers, layout, size)
         assert await inspect(servers, layout, digests_of(data), size) == ([], [])
@@ -132,14 +136,21 @@ def test_objects_that_are_missing_short_or_long(servers: Servers, layout: Stripe
         for column in (0, len(layout.servers) - 1):
             path = path_of(servers, layout, column)
             kept, length = path.read_bytes(), layout.object_length(column, SIZE)
-            for change, kind in ((None, MISSING), (kept[: length // 3], SHORT), (kept + b"x", LONG)):
+            for change, kind in (
+                (None, MISSING),
+                (kept[: length // 3], SHORT),
+                (kept + b"x", LONG),
+            ):
                 if change is None:
                     path.unlink()
                 else:
                     path.write_bytes(change)
                 flaws, losses = await inspect(servers, layout, digests_of(data))
                 assert losses == []
-                assert {(flaw.column, flaw.kind) for flaw in flaws} <= {(column, kind), (column, SHORT)}
+                assert {(flaw.column, flaw.kind) for flaw in flaws} <= {
+                    (column, kind),
+                    (column, SHORT),
+                }
                 assert (column, kind) in {(flaw.column, flaw.kind) for flaw in flaws}
                 path.write_bytes(kept)
 
@@ -162,7 +173,9 @@ def test_what_cannot_be_read_is_told_by_others(servers: Servers, layout: Striped
 
 
 @pytest.mark.parametrize("layout", PROTECTED, ids=name)
-def test_columns_that_are_known_to_be_lost_are_not_told_about(servers: Servers, layout: Striped) -> None:
+def test_columns_that_are_known_to_be_lost_are_not_told_about(
+    servers: Servers, layout: Striped
+) -> None:
     async def main() -> None:
         data = await write(servers, layout)
         for lost in combinations(range(len(layout.servers)), layout.tolerates):
@@ -200,7 +213,9 @@ def test_what_nobody_can_tell_is_lost_and_named(servers: Servers, layout: Stripe
     trio.run(main)
 
 
-def test_without_checksums_two_replicas_that_differ_are_a_loss_that_is_not_certain(servers: Servers) -> None:
+def test_without_checksums_two_replicas_that_differ_are_a_loss_that_is_not_certain(
+    servers: Servers,
+) -> None:
     layout = Striped(MIB, (0, 1), replicas=2)
 
     async def main() -> None:
@@ -213,6 +228,8 @@ def test_without_checksums_two_replicas_that_differ_are_a_loss_that_is_not_certa
         os.unlink(path_of(servers, layout, 1))
         flaws, losses = await inspect(servers, layout, b"")
         assert not losses
-        assert {flaw.kind for flaw in flaws} == {MISSING, SHORT} or {flaw.kind for flaw in flaws} == {MISSING}
+        assert {flaw.kind for flaw in flaws} == {MISSING, SHORT} or {
+            flaw.kind for flaw in flaws
+        } == {MISSING}
 
     trio.run(main)

@@ -41,7 +41,9 @@ def layout(request):
 
 
 def pattern(length: int, seed: int = 1) -> bytes:
-    return bytes((seed + 7 * index + index // 251) % 256 for index in range(4096)) * (length // 4096 + 1)
+    return bytes((seed + 7 * index + index // 251) % 256 for index in range(4096)) * (
+        length // 4096 + 1
+    )
 
 
 def lengths(servers: Servers, layout: Striped, ino: int = INO, oid: int = OID) -> list[int | None]:
@@ -55,7 +57,9 @@ def exact(layout: Striped, size: int) -> list[int | None]:
 
 # --- random use --------------------------------------------------------------------------------------
 
-offsets = st.integers(0, LARGEST - 1) | st.integers(0, LARGEST // 4096 - 1).map(lambda page: page * 4096)
+offsets = st.integers(0, LARGEST - 1) | st.integers(0, LARGEST // 4096 - 1).map(
+    lambda page: page * 4096
+)
 spans = st.integers(1, 70_000) | st.sampled_from([4096, 65536])
 steps = st.lists(
     st.tuples(st.just("write"), offsets, spans)
@@ -105,7 +109,10 @@ async def use(servers: Servers, layout: Striped, plan: list[tuple[str, int, int]
         if step == "read":
             length = max(0, min(length, len(model) - offset))
             if length:
-                assert await objects.read(offset, length, len(model), settled) == model[offset : offset + length]
+                assert (
+                    await objects.read(offset, length, len(model), settled)
+                    == model[offset : offset + length]
+                )
     if model:
         assert await objects.read(0, len(model), len(model), False) == model
     await objects.settle(len(model))
@@ -122,7 +129,10 @@ async def use(servers: Servers, layout: Striped, plan: list[tuple[str, int, int]
 @settings(max_examples=25, deadline=None)
 @given(plan=steps, layout=st.sampled_from(LAYOUTS))
 def test_like_a_bytearray(parent, threaded, plan, layout):
-    with tempfile.TemporaryDirectory(dir=parent) as directory, data_servers(Path(directory)) as servers:
+    with (
+        tempfile.TemporaryDirectory(dir=parent) as directory,
+        data_servers(Path(directory)) as servers,
+    ):
         if threaded:
             seen = []
             with hooked(lambda op, path: seen.append(op)):
@@ -375,7 +385,9 @@ async def test_a_view_keeps_its_bytes(servers):
     count = 40  # more than the pool holds
     for number in range(count):
         await objects.write(number << 20, bytes([number]) * (1 << 20))
-    views = [await objects.read(number << 20, 1 << 20, count << 20, True) for number in range(count)]
+    views = [
+        await objects.read(number << 20, 1 << 20, count << 20, True) for number in range(count)
+    ]
     for number, view in enumerate(views):
         assert view[0] == view[-1] == number
     objects.close()
@@ -398,7 +410,9 @@ async def test_windows_and_listings(servers, layout):
     assert await list_window(servers, 5, 5) == []
     for number in servers:
         found = list(servers[number].list_objects())
-        assert sorted((number, item.ino, item.oid) for item in found) == [e for e in everywhere if e[0] == number]
+        assert sorted((number, item.ino, item.oid) for item in found) == [
+            e for e in everywhere if e[0] == number
+        ]
         for item in found:
             assert isinstance(item, StoredObject)
             status = os.stat(item.path)

@@ -50,7 +50,9 @@ def is_on_object(kernel: Kernel, ino: int) -> bool:
     return file.backing > 0 and file.on_object
 
 
-async def test_a_reader_is_passed_through_and_sees_at_once_what_a_writer_does_in_place(directory: Path) -> None:
+async def test_a_reader_is_passed_through_and_sees_at_once_what_a_writer_does_in_place(
+    directory: Path,
+) -> None:
     async with mounted(directory) as kernel:
         ino = await make(kernel)
         reader = await kernel.open(ino, os.O_RDONLY)
@@ -80,7 +82,9 @@ async def test_a_reader_is_passed_through_and_sees_at_once_what_a_writer_does_in
 
 
 @pytest.mark.parametrize("way", ["O_TRUNC", "truncate"])
-async def test_a_file_that_is_emptied_keeps_its_object_as_long_as_it_is_read(directory: Path, way: str) -> None:
+async def test_a_file_that_is_emptied_keeps_its_object_as_long_as_it_is_read(
+    directory: Path, way: str
+) -> None:
     async with mounted(directory) as kernel:
         ino = await make(kernel)
         reader = await kernel.open(ino, os.O_RDONLY)
@@ -104,7 +108,9 @@ async def test_a_file_that_is_emptied_keeps_its_object_as_long_as_it_is_read(dir
         await kernel.release(reader)
 
 
-async def test_a_dirty_or_striped_file_is_not_passed_through_nor_one_that_is_written_first(directory: Path) -> None:
+async def test_a_dirty_or_striped_file_is_not_passed_through_nor_one_that_is_written_first(
+    directory: Path,
+) -> None:
     async with mounted(directory, WHOLE | {"burst.stage_for_write": "0"}) as kernel:
         ino = await make(kernel)
         writer = await kernel.open(ino, os.O_RDWR)
@@ -127,7 +133,9 @@ async def test_a_dirty_or_striped_file_is_not_passed_through_nor_one_that_is_wri
         await kernel.release(reader)
 
 
-async def test_an_object_that_is_not_what_the_record_says_is_read_by_the_daemon(directory: Path) -> None:
+async def test_an_object_that_is_not_what_the_record_says_is_read_by_the_daemon(
+    directory: Path,
+) -> None:
     async with mounted(directory) as kernel:
         ino = await make(kernel)
         [path] = (directory / "data").glob("*/objects/*/*/*")
@@ -144,7 +152,9 @@ async def test_staging_gives_no_second_place_to_read_from(directory: Path) -> No
         ino = await make(kernel)
         first = await kernel.open(ino, os.O_RDONLY)
         assert await kernel.stager.stage(ino)
-        second = await kernel.open(ino, os.O_RDONLY)  # the test's kernel checks that it is passed through to the same
+        second = await kernel.open(
+            ino, os.O_RDONLY
+        )  # the test's kernel checks that it is passed through to the same
         assert is_on_object(kernel, ino) and kernel.io.open[ino].copy is not None
         await kernel.release(first)
         await kernel.release(second)
@@ -154,7 +164,9 @@ async def test_staging_gives_no_second_place_to_read_from(directory: Path) -> No
 
 
 @pytest.mark.parametrize("change", ["open", "truncate", "empty"])
-async def test_a_copy_that_was_staged_goes_when_the_object_is_to_change(directory: Path, change: str) -> None:
+async def test_a_copy_that_was_staged_goes_when_the_object_is_to_change(
+    directory: Path, change: str
+) -> None:
     async with mounted(directory) as kernel:
         ino = await make(kernel)
         reader = await kernel.open(ino, os.O_RDONLY)
@@ -189,7 +201,9 @@ async def test_readers_that_come_together_are_all_passed_through(directory: Path
                 await kernel.release(handle)
 
 
-async def test_a_writer_that_comes_before_the_reader_has_been_passed_through(directory: Path) -> None:
+async def test_a_writer_that_comes_before_the_reader_has_been_passed_through(
+    directory: Path,
+) -> None:
     async with mounted(directory) as kernel:
         with hooked():
             ino = await make(kernel)
@@ -228,7 +242,9 @@ async def test_a_server_that_the_kernel_refuses_is_not_tried_again(
         handle, inode = await kernel.create(ROOT, b"burst", 0o644, os.O_RDWR, ME)
         assert kernel.io.open[inode.ino].backing
         await kernel.release(handle)
-    [warning] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    [warning] = [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ]
     assert "data server" in warning
 
 

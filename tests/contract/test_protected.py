@@ -53,7 +53,9 @@ oids = itertools.count(OID)
 
 
 def content(size: int = SIZE) -> bytes:
-    return bytes((7 * index + index // 251) % 256 for index in range(4096)) * (size // 4096) + b"end" * (size % 4096 // 3 + 1)
+    return bytes((7 * index + index // 251) % 256 for index in range(4096)) * (
+        size // 4096
+    ) + b"end" * (size % 4096 // 3 + 1)
 
 
 DATA = content()[:SIZE]
@@ -79,7 +81,9 @@ async def quiet(servers: Servers) -> None:
 
 
 @contextmanager
-def opened(servers: Servers, layout: Striped, oid: int, **options: object) -> Iterator[ProtectedObjects]:
+def opened(
+    servers: Servers, layout: Striped, oid: int, **options: object
+) -> Iterator[ProtectedObjects]:
     objects = ProtectedObjects(servers, layout, INO, oid, **options)
     try:
         yield objects
@@ -89,7 +93,13 @@ def opened(servers: Servers, layout: Striped, oid: int, **options: object) -> It
 
 async def require_all(objects: ProtectedObjects, data: bytes = DATA) -> None:
     assert await objects.read(0, len(data), len(data)) == data
-    for offset, length in [(0, 1), (4000, 5000), (8192, 4096), (len(data) - 5, 5), (30_000, 70_000)]:
+    for offset, length in [
+        (0, 1),
+        (4000, 5000),
+        (8192, 4096),
+        (len(data) - 5, 5),
+        (30_000, 70_000),
+    ]:
         assert await objects.read(offset, length, len(data)) == data[offset : offset + length]
     buffer = bytearray(50_001)
     await objects.read_into(20_000, memoryview(buffer), len(data))
@@ -107,7 +117,9 @@ def path_of(servers: Servers, layout: Striped, oid: int, column: int) -> Path:
 async def test_what_is_written_comes_back(servers: Servers, layout: Striped) -> None:
     oid = await stored(servers, layout)
     for column in range(len(layout.servers)):
-        assert path_of(servers, layout, oid, column).stat().st_size == layout.object_length(column, SIZE)
+        assert path_of(servers, layout, oid, column).stat().st_size == layout.object_length(
+            column, SIZE
+        )
     with opened(servers, layout, oid) as objects:
         await require_all(objects)
         assert objects.blocks() is None and await objects.backing(SIZE) is None
@@ -115,7 +127,11 @@ async def test_what_is_written_comes_back(servers: Servers, layout: Striped) -> 
 
 def losses(layout: Striped) -> list[tuple[int, ...]]:
     columns = range(len(layout.servers))
-    return [lost for count in range(1, layout.tolerates + 1) for lost in itertools.combinations(columns, count)]
+    return [
+        lost
+        for count in range(1, layout.tolerates + 1)
+        for lost in itertools.combinations(columns, count)
+    ]
 
 
 def truncate(path: Path) -> None:
@@ -123,8 +139,10 @@ def truncate(path: Path) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
-    "deleted": os.unlink, "emptied": partial(os.truncate, length=0), "truncated": truncate,
-}  # fmt: skip
+    "deleted": os.unlink,
+    "emptied": partial(os.truncate, length=0),
+    "truncated": truncate,
+}
 
 
 @layouts
@@ -151,7 +169,10 @@ async def test_columns_that_must_not_be_read_are_not(servers: Servers, layout: S
         def refuse(op: str, path: str, paths=paths) -> None:
             assert op not in ("open_file", "read_into") or path not in paths
 
-        with hooked(refuse), opened(servers, layout, oid, lost=sum(1 << column for column in lost)) as objects:
+        with (
+            hooked(refuse),
+            opened(servers, layout, oid, lost=sum(1 << column for column in lost)) as objects,
+        ):
             await require_all(objects)
 
 
@@ -190,7 +211,9 @@ async def test_too_many_lost_columns_are_an_error(servers: Servers, layout: Stri
 @given(st.sampled_from(list(LAYOUTS.values())), st.integers(1, 200_000), st.data())
 def test_random_reads_with_random_losses(layout: Striped, size: int, choice: st.DataObject) -> None:
     lost = choice.draw(st.sampled_from([(), *losses(layout)]))
-    ranges = choice.draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(1, size)), min_size=1, max_size=4))
+    ranges = choice.draw(
+        st.lists(st.tuples(st.integers(0, size - 1), st.integers(1, size)), min_size=1, max_size=4)
+    )
     data = content(size)[:size]
 
     rows = choice.draw(st.integers(1, 3))
@@ -246,7 +269,9 @@ async def test_columns_are_written_one_by_one(servers: Servers) -> None:
 
 @layouts
 @pytest.mark.parametrize("into", [False, True], ids=["cached", "past caches"])
-async def test_a_server_that_hangs_holds_up_nobody(servers: Servers, layout: Striped, into: bool) -> None:
+async def test_a_server_that_hangs_holds_up_nobody(
+    servers: Servers, layout: Striped, into: bool
+) -> None:
     oid = await stored(servers, layout)
     hanging = next(iter(ProtectedObjects(servers, layout, INO, oid)._sources({0})))
     path = str(path_of(servers, layout, oid, hanging))
@@ -268,7 +293,9 @@ async def test_a_server_that_hangs_holds_up_nobody(servers: Servers, layout: Str
                     assert buffer == DATA[:70_000]
                 else:
                     assert await objects.read(0, 70_000, SIZE) == DATA[:70_000]
-            assert hung.is_set() and servers.hedging.count >= 1  # more if the machine has held up others
+            assert (
+                hung.is_set() and servers.hedging.count >= 1
+            )  # more if the machine has held up others
             while not servers[layout.servers[hanging]].latency.is_late:
                 await trio.sleep(0.001)
     finally:
@@ -302,7 +329,8 @@ async def test_holes_stay_holes(servers: Servers, layout: Striped) -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "number"), [("write_at", errno.ENOSPC), ("sync_file", errno.EIO), ("open_file", errno.EACCES)]
+    ("op", "number"),
+    [("write_at", errno.ENOSPC), ("sync_file", errno.EIO), ("open_file", errno.EACCES)],
 )
 @layouts
 async def test_a_drain_goes_on_without_a_column_that_fails(servers, layout, op, number) -> None:
@@ -352,7 +380,14 @@ async def test_columns_that_hold_nothing_of_a_small_file_do_not_count(servers: S
             await objects.settle(5)
             assert await objects.sync(1) == 0
         assert await objects.read(0, 5, 5) == b"small"
-    assert [path_of(servers, layout, oid, c).exists() for c in range(6)] == [True, False, False, False, True, True]
+    assert [path_of(servers, layout, oid, c).exists() for c in range(6)] == [
+        True,
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 async def test_a_server_that_was_removed_is_a_lost_column(servers: Servers) -> None:

@@ -17,7 +17,12 @@ from tests.support.data_servers import data_servers, failing, hooked
 from tests.support.points import armed
 from tests.support.shelf import Shelf, content, shelf
 
-KINDS = {"2": Redundancy(2), "3": Redundancy(3), "2+1": Redundancy(1, 2, 1), "3+2": Redundancy(1, 3, 2)}
+KINDS = {
+    "2": Redundancy(2),
+    "3": Redundancy(3),
+    "2+1": Redundancy(1, 2, 1),
+    "3+2": Redundancy(1, 3, 2),
+}
 SIZES = {1: 300_000, 2: 1000, 3: 700_000, 4: 65536, 5: 1_100_000}
 FILES = {oid: content(oid, size) for oid, size in SIZES.items()}
 
@@ -77,7 +82,10 @@ async def check(made: Shelf, files: dict[int, bytes] = FILES) -> None:
 @pytest.mark.parametrize("harm", [os.unlink, empty, cut, flip])
 async def test_any_servers_may_be_lost(scratch, redundancy, harm):
     verify = harm is flip
-    with enough(scratch, redundancy) as servers, shelf(servers, scratch, verify, redundancy) as made:
+    with (
+        enough(scratch, redundancy) as servers,
+        shelf(servers, scratch, verify, redundancy) as made,
+    ):
         await made.store(FILES, 65536, 3)
         made.writer.close()
         good = {path: path.read_bytes() for server in servers for path in paths_of(made, server)}
@@ -96,7 +104,11 @@ async def test_any_servers_may_be_lost(scratch, redundancy, harm):
 
 @pytest.mark.parametrize("op", ["open_file", "read_into"])
 async def test_servers_that_fail(scratch, redundancy, op):
-    with hooked(), enough(scratch, redundancy) as servers, shelf(servers, scratch, False, redundancy) as made:
+    with (
+        hooked(),
+        enough(scratch, redundancy) as servers,
+        shelf(servers, scratch, False, redundancy) as made,
+    ):
         await made.store(FILES, 65536)
         with failing(op, servers[1].path):
             await check(made)
@@ -124,7 +136,11 @@ async def test_wrong_bytes_are_reported_once_they_are_met(scratch, redundancy, c
 
 
 async def test_degraded_columns_are_not_read(scratch, redundancy):
-    with hooked(), enough(scratch, redundancy) as servers, shelf(servers, scratch, False, redundancy) as made:
+    with (
+        hooked(),
+        enough(scratch, redundancy) as servers,
+        shelf(servers, scratch, False, redundancy) as made,
+    ):
         await made.store(FILES, 65536)
         for path in paths_of(made, 1):
             path.write_bytes(os.urandom(path.stat().st_size))
@@ -140,7 +156,11 @@ async def test_degraded_columns_are_not_read(scratch, redundancy):
 @pytest.mark.parametrize("op", ["open_file", "write_at", "sync_file", "sync_dir"])
 async def test_a_column_that_fails_while_appending(scratch, redundancy, op, number):
     """The bytes are stored; the column is known to lack; nothing more goes to such a container."""
-    with hooked(), enough(scratch, redundancy) as servers, shelf(servers, scratch, False, redundancy) as made:
+    with (
+        hooked(),
+        enough(scratch, redundancy) as servers,
+        shelf(servers, scratch, False, redundancy) as made,
+    ):
         before = {10: content(10, 200_000)}
         await made.store(before, 65536)
         with failing(op, servers[1].path, number) as failed:
@@ -158,7 +178,11 @@ async def test_a_column_that_fails_while_appending(scratch, redundancy, op, numb
 
 async def test_spare_columns_may_be_asked_for(scratch):
     redundancy = KINDS["3+2"]
-    with hooked(), enough(scratch, redundancy) as servers, shelf(servers, scratch, False, redundancy) as made:
+    with (
+        hooked(),
+        enough(scratch, redundancy) as servers,
+        shelf(servers, scratch, False, redundancy) as made,
+    ):
         made.writer._spare = 1
         with failing("write_at", (f"{scratch}/server0", f"{scratch}/server1")):
             with pytest.raises(Unavailable):
@@ -171,7 +195,11 @@ async def test_spare_columns_may_be_asked_for(scratch):
 
 
 async def test_when_too_many_fail_nothing_counts(scratch, redundancy):
-    with hooked(), enough(scratch, redundancy) as servers, shelf(servers, scratch, False, redundancy) as made:
+    with (
+        hooked(),
+        enough(scratch, redundancy) as servers,
+        shelf(servers, scratch, False, redundancy) as made,
+    ):
         await made.store({10: content(10, 200_000)}, 65536)
         ends = dict(made.ends)
         with failing("write_at", f"{scratch}/server", errno.ENOSPC), pytest.raises(NoSpace):
@@ -186,7 +214,9 @@ async def test_cancelled_between_stripes(scratch, redundancy):
         await made.store(FILES, 65536)
         with trio.CancelScope() as scope:
             with armed("data.append.written", scope.cancel):
-                await made.store({10 + number: content(number, 6 << 20) for number in range(4)}, 1 << 20)
+                await made.store(
+                    {10 + number: content(number, 6 << 20) for number in range(4)}, 1 << 20
+                )
         assert scope.cancelled_caught
         big = {20: content(20, 9 << 20)}
         await made.store(big, 1 << 20)
@@ -216,7 +246,10 @@ async def found_in(made: Shelf, container: int) -> list[tuple[Location | None, b
     scan = ContainerScan(made.files, container, made.table[container], made.ends[container])
     found = []
     while some := await scan.following():
-        found += [(container, chunk.offset, chunk.header.oid, chunk.header.index, chunk.record.path) for chunk in some]
+        found += [
+            (container, chunk.offset, chunk.header.oid, chunk.header.index, chunk.record.path)
+            for chunk in some
+        ]
     return found
 
 
@@ -252,7 +285,11 @@ async def test_a_server_that_hangs_holds_nobody_up(scratch, redundancy, verify):
         if op == "read_into" and path.startswith(f"{scratch}/server1"):
             release.wait()
 
-    with hooked(), enough(scratch, redundancy) as servers, shelf(servers, scratch, verify, redundancy) as made:
+    with (
+        hooked(),
+        enough(scratch, redundancy) as servers,
+        shelf(servers, scratch, verify, redundancy) as made,
+    ):
         await made.store(FILES, 65536, 3)
         try:
             with trio.fail_after(60), hooked(hang):

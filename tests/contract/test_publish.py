@@ -27,7 +27,7 @@ from aifs.core.errors import (
     NotFound,
     NotPermitted,
     Unavailable,
-)  # fmt: skip
+)
 from aifs.meta import keys, namespace, publishing
 from aifs.meta.kv import Transaction
 from aifs.meta.publishing import Publication
@@ -50,24 +50,32 @@ ask = partial(stores.ask, name="pending")
 @asynccontextmanager
 async def opened(directory: Path, sound: bool = True) -> AsyncIterator[Filesystem]:
     """The store of the test, in whose root all may write; without ``sound`` the test sees to fsck itself."""
-    async with stores.opened(directory, base=modes.WAITING | {"layout.unit": "4KiB"}, sound=sound) as fs:
+    async with stores.opened(
+        directory, base=modes.WAITING | {"layout.unit": "4KiB"}, sound=sound
+    ) as fs:
         await fs.setattr(ROOT, SetAttr(mode=0o777), ROOT_USER)
         yield fs
 
 
-async def make(fs: Filesystem, parent: int, name: bytes, size: int = SIZE, caller: Caller = OWNER) -> int:
+async def make(
+    fs: Filesystem, parent: int, name: bytes, size: int = SIZE, caller: Caller = OWNER
+) -> int:
     """A closed file."""
     return await stores.write_file(fs, name, bytes([name[0]]) * size, parent, caller)
 
 
-async def tree(fs: Filesystem, name: bytes, parent: int = ROOT, files: int = 2, caller: Caller = OWNER) -> int:
+async def tree(
+    fs: Filesystem, name: bytes, parent: int = ROOT, files: int = 2, caller: Caller = OWNER
+) -> int:
     ino = (await fs.mkdir(parent, name, 0o755, caller)).ino
     for number in range(files):
         await make(fs, ino, b"%d.pt" % number, caller=caller)
     return ino
 
 
-async def pending(fs: Filesystem, name: bytes, ranks: int = 1, parent: int = ROOT, files: int = 2) -> int:
+async def pending(
+    fs: Filesystem, name: bytes, ranks: int = 1, parent: int = ROOT, files: int = 2
+) -> int:
     ino = await tree(fs, name, parent, files)
     await put(fs, ino, "pending", f"ranks={ranks},step=100,job=job 7")
     return ino
@@ -83,7 +91,11 @@ async def names(fs: Filesystem, ino: int = ROOT) -> set[bytes]:
 
 async def marks(fs: Filesystem) -> set[int]:
     """Inodes with a dirty mark."""
-    return set(await fs.store.engine.view(lambda tx: [int.from_bytes(key[1:], "big") for key, _ in tx.range(b"w", b"x")]))
+    return set(
+        await fs.store.engine.view(
+            lambda tx: [int.from_bytes(key[1:], "big") for key, _ in tx.range(b"w", b"x")]
+        )
+    )
 
 
 # --- pending directories -----------------------------------------------------------------------------
@@ -149,27 +161,63 @@ async def test_abandoning_takes_the_mark_and_the_commits(directory: Path, remove
 
 
 NONSENSE = [
-    ("pending", "8"), ("pending", "ranks=0"), ("pending", "ranks=x"), ("pending", "ranks=8193"), ("pending", "step=1"),
-    ("pending", "ranks=1,ranks=2"), ("pending", "ranks=1,size=2"), ("pending", "ranks=1,job=" + "j" * 256),
-    ("commit", ""), ("commit", "x"), ("commit", "{"), ("commit", "[]"), ("commit", "{}"), ("commit", {"rank": "0"}),
-    ("commit", {"rank": True}), ("commit", {"rank": 0, "what": 1}), ("commit", {"rank": 0, "files": {"../x": 1}}),
-    ("commit", {"rank": 0, "files": {"/x": 1}}), ("commit", {"rank": 0, "files": {"x": -1}}),
-    ("commit", {"rank": 0, "files": {"x": "1"}}), ("commit", {"rank": 0, "files": {}, "list": "x"}),
-    ("commit", {"rank": 0, "files": {"0.pt": SIZE + 1}}), ("commit", {"rank": 0, "files": {"none": 1}}),
-    ("commit", {"rank": 0, "list": "none"}), ("publish-as", "final"), ("publish-as", {}), ("publish-as", {"final": ""}),
-    ("publish-as", {"final": ".."}), ("publish-as", {"final": "a", "latest": "a"}), ("publish-as", {"final": 1}),
-    ("publish-as", {"final": "a", "latest": "b/c"}), ("publish-as", {"final": "a", "content": "1"}),
-    ("publish-as", {"final": "a", "replace": True, "exclusive": True}), ("publish-as", {"final": "a" * 256}),
-    ("publish-as", {"final": "a", "manifest": "sub"}), ("keep", "last=0"), ("keep", "most=3"), ("publish", "now"),
-]  # fmt: skip
+    ("pending", "8"),
+    ("pending", "ranks=0"),
+    ("pending", "ranks=x"),
+    ("pending", "ranks=8193"),
+    ("pending", "step=1"),
+    ("pending", "ranks=1,ranks=2"),
+    ("pending", "ranks=1,size=2"),
+    ("pending", "ranks=1,job=" + "j" * 256),
+    ("commit", ""),
+    ("commit", "x"),
+    ("commit", "{"),
+    ("commit", "[]"),
+    ("commit", "{}"),
+    ("commit", {"rank": "0"}),
+    ("commit", {"rank": True}),
+    ("commit", {"rank": 0, "what": 1}),
+    ("commit", {"rank": 0, "files": {"../x": 1}}),
+    ("commit", {"rank": 0, "files": {"/x": 1}}),
+    ("commit", {"rank": 0, "files": {"x": -1}}),
+    ("commit", {"rank": 0, "files": {"x": "1"}}),
+    ("commit", {"rank": 0, "files": {}, "list": "x"}),
+    ("commit", {"rank": 0, "files": {"0.pt": SIZE + 1}}),
+    ("commit", {"rank": 0, "files": {"none": 1}}),
+    ("commit", {"rank": 0, "list": "none"}),
+    ("publish-as", "final"),
+    ("publish-as", {}),
+    ("publish-as", {"final": ""}),
+    ("publish-as", {"final": ".."}),
+    ("publish-as", {"final": "a", "latest": "a"}),
+    ("publish-as", {"final": 1}),
+    ("publish-as", {"final": "a", "latest": "b/c"}),
+    ("publish-as", {"final": "a", "content": "1"}),
+    ("publish-as", {"final": "a", "replace": True, "exclusive": True}),
+    ("publish-as", {"final": "a" * 256}),
+    ("publish-as", {"final": "a", "manifest": "sub"}),
+    ("keep", "last=0"),
+    ("keep", "most=3"),
+    ("publish", "now"),
+]
 
 
 async def test_nonsense_is_refused_and_changes_nothing(directory: Path) -> None:
     async with opened(directory) as fs:
-        fresh, marked, complete = await tree(fs, b"fresh"), await pending(fs, b"marked"), await pending(fs, b"complete")
+        fresh, marked, complete = (
+            await tree(fs, b"fresh"),
+            await pending(fs, b"marked"),
+            await pending(fs, b"complete"),
+        )
         await put(fs, complete, "commit", "0")
         before = await names(fs)
-        inos = {"pending": fresh, "commit": marked, "publish-as": complete, "keep": fresh, "publish": fresh}
+        inos = {
+            "pending": fresh,
+            "commit": marked,
+            "publish-as": complete,
+            "keep": fresh,
+            "publish": fresh,
+        }
         for ino in inos.values():
             if b"sub" not in await names(fs, ino):
                 await fs.mkdir(ino, b"sub", 0o755, OWNER)
@@ -181,7 +229,9 @@ async def test_nonsense_is_refused_and_changes_nothing(directory: Path) -> None:
                 error.add_note(f"{name}={value!r}")
                 raise
         assert await names(fs) == before
-        assert (await ask(fs, marked))["members"] == [] and (await ask(fs, complete))["members"] == [0]
+        assert (await ask(fs, marked))["members"] == [] and (await ask(fs, complete))[
+            "members"
+        ] == [0]
         with pytest.raises(NoAttribute):
             await get(fs, fresh, "pending")
 
@@ -203,7 +253,11 @@ async def test_a_commit_makes_its_files_durable(directory: Path) -> None:
     async with opened(directory) as fs:
         ino = await pending(fs, b"tmp", ranks=3, files=0)
         sub = (await fs.mkdir(ino, b"sub", 0o755, OWNER)).ino
-        mine, others, deep = await make(fs, ino, b"mine"), await make(fs, ino, b"others"), await make(fs, sub, b"deep")
+        mine, others, deep = (
+            await make(fs, ino, b"mine"),
+            await make(fs, ino, b"others"),
+            await make(fs, sub, b"deep"),
+        )
         elsewhere = await make(fs, ROOT, b"elsewhere")
         assert await marks(fs) == {mine, others, deep, elsewhere}
         await put(fs, ino, "commit", {"rank": 0, "files": {"mine": SIZE, "sub/deep": SIZE}})
@@ -215,7 +269,9 @@ async def test_a_commit_makes_its_files_durable(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["missing", "short", "directory"])
-async def test_a_file_that_is_not_what_was_committed_holds_up_the_publish(directory: Path, wrong: str) -> None:
+async def test_a_file_that_is_not_what_was_committed_holds_up_the_publish(
+    directory: Path, wrong: str
+) -> None:
     async with opened(directory) as fs:
         ino = await pending(fs, b"tmp")
         await put(fs, ino, "commit", {"rank": 0, "files": {"0.pt": SIZE, "1.pt": SIZE}})
@@ -227,7 +283,10 @@ async def test_a_file_that_is_not_what_was_committed_holds_up_the_publish(direct
             await fs.unlink(ino, b"1.pt")
         if wrong == "directory":
             await fs.mkdir(ino, b"1.pt", 0o755, OWNER)
-        for publish in (fs.rename(ROOT, b"tmp", ROOT, b"final"), put(fs, ino, "publish-as", {"final": "final"})):
+        for publish in (
+            fs.rename(ROOT, b"tmp", ROOT, b"final"),
+            put(fs, ino, "publish-as", {"final": "final"}),
+        ):
             with pytest.raises(Busy):
                 await publish
             assert "rank 0: '1.pt'" in (await ask(fs, ino))["refused"]
@@ -278,7 +337,10 @@ async def test_what_is_above_a_pending_directory_can_be_moved_and_removed(direct
         await put(fs, above, "keep", "last=1")
         await fs.remove_tree(ROOT, b"moved")
         await fs.trash.empty()
-        assert await fs.store.engine.view(lambda tx: [*tx.range(b"p", b"q"), *tx.range(b"r", b"s")]) == []
+        assert (
+            await fs.store.engine.view(lambda tx: [*tx.range(b"p", b"q"), *tx.range(b"r", b"s")])
+            == []
+        )
 
 
 # --- publishing --------------------------------------------------------------------------------------
@@ -297,9 +359,18 @@ async def test_name_and_pointers_change_together(directory: Path) -> None:
             ino = await pending(fs, b".step.tmp", parent=runs)
             await make(fs, ino, b"manifest", 10)
             await put(fs, ino, "commit", "0")
-            wanted = {"final": f"step-{step}", "latest": "latest", "tracker": TRACKER, "content": str(step), "manifest": "manifest"}
+            wanted = {
+                "final": f"step-{step}",
+                "latest": "latest",
+                "tracker": TRACKER,
+                "content": str(step),
+                "manifest": "manifest",
+            }
             await put(fs, ino, "publish-as", wanted)
-            assert gone == [(runs, name) for name in (b".step.tmp", b"step-%d" % step, b"latest", TRACKER.encode())]
+            assert gone == [
+                (runs, name)
+                for name in (b".step.tmp", b"step-%d" % step, b"latest", TRACKER.encode())
+            ]
             gone.clear()
             assert await fs.readlink((await fs.lookup(runs, b"latest")).ino) == b"step-%d" % step
             tracker = await fs.lookup(runs, TRACKER.encode())
@@ -316,7 +387,12 @@ async def test_an_open_tracker_keeps_its_content(directory: Path) -> None:
             if step == 2:
                 old = (await fs.lookup(ROOT, b"tracker")).ino
                 handle, *_ = await fs.open(old, os.O_RDONLY)
-            await put(fs, ino, "publish-as", {"final": f"{step}", "tracker": "tracker", "content": f"{step}"})
+            await put(
+                fs,
+                ino,
+                "publish-as",
+                {"final": f"{step}", "tracker": "tracker", "content": f"{step}"},
+            )
         assert bytes(await fs.read(handle, 0, 10)) == b"1"
         await fs.release(handle)
         await fs.collector.drain()
@@ -324,7 +400,9 @@ async def test_an_open_tracker_keeps_its_content(directory: Path) -> None:
             await fs.getattr(old)
 
 
-async def test_a_tracker_that_is_opened_while_it_is_replaced_is_removed_later(directory: Path) -> None:
+async def test_a_tracker_that_is_opened_while_it_is_replaced_is_removed_later(
+    directory: Path,
+) -> None:
     """Until the kernel is told, it opens the old one by the name that it knows; that was erased already, and was
     made again when it was closed, for its access time."""
     async with opened(directory) as fs:
@@ -341,7 +419,12 @@ async def test_a_tracker_that_is_opened_while_it_is_replaced_is_removed_later(di
         fs.forget_names = forget_names
         for step in (1, 2):
             ino = await tree(fs, b"tmp")
-            await put(fs, ino, "publish-as", {"final": f"step-{step}", "tracker": TRACKER, "content": f"{step}"})
+            await put(
+                fs,
+                ino,
+                "publish-as",
+                {"final": f"step-{step}", "tracker": TRACKER, "content": f"{step}"},
+            )
             old = old or (await fs.lookup(ROOT, TRACKER.encode())).ino
         await fs.collector.drain()
         assert await fs.read(opened_late[0], 0, 10) == b"1"
@@ -370,15 +453,28 @@ async def test_where_the_final_name_may_be(directory: Path) -> None:
     async with opened(directory) as fs:
         runs, other = await tree(fs, b"runs", files=0), await tree(fs, b"other", files=0)
         await fs.symlink(ROOT, b"link", b"other", OWNER)
-        for final, place in (("a", runs), ("./b", runs), ("../c", ROOT), ("../other/d", other), ("/other/./e", other)):
+        for final, place in (
+            ("a", runs),
+            ("./b", runs),
+            ("../c", ROOT),
+            ("../other/d", other),
+            ("/other/./e", other),
+        ):
             ino = await tree(fs, b"tmp", parent=runs)
             await put(fs, ino, "publish-as", {"final": final}, ROOT_USER)
             assert (await fs.lookup(place, final[-1].encode())).ino == ino
         ino = await tree(fs, b"tmp", parent=runs)
-        for final, error in (("/link/x", NotADirectory), ("none/x", NotFound), ("tmp/x", Invalid), ("../other/d/0.pt/x", NotADirectory)):
+        for final, error in (
+            ("/link/x", NotADirectory),
+            ("none/x", NotFound),
+            ("tmp/x", Invalid),
+            ("../other/d/0.pt/x", NotADirectory),
+        ):
             with pytest.raises(error):
                 await put(fs, ino, "publish-as", {"final": final}, ROOT_USER)
-        await put(fs, ino, "publish-as", {"final": "tmp", "latest": "latest"}, ROOT_USER)  # shown already; the pointer moves
+        await put(
+            fs, ino, "publish-as", {"final": "tmp", "latest": "latest"}, ROOT_USER
+        )  # shown already; the pointer moves
         assert await fs.readlink((await fs.lookup(runs, b"latest")).ino) == b"tmp"
 
 
@@ -397,7 +493,10 @@ async def test_a_name_that_is_taken(directory: Path) -> None:
             await put(fs, new, "publish-as", {"final": "x", "latest": "final"})
         assert await names(fs) == {b"final", b"tmp", b"file"}
         await put(fs, new, "publish-as", {"final": "final", "replace": True, "latest": "file"})
-        assert (await fs.lookup(ROOT, b"final")).ino == new and await names(fs) == {b"final", b"file"}
+        assert (await fs.lookup(ROOT, b"final")).ino == new and await names(fs) == {
+            b"final",
+            b"file",
+        }
         await fs.trash.empty()
         with pytest.raises(NotFound):
             await fs.getattr(old)
@@ -456,7 +555,9 @@ async def chmod(fs: Filesystem, ino: int, mode: int, caller: Caller = OWNER) -> 
 async def test_publishing_needs_what_rename_needs(directory: Path) -> None:
     async with opened(directory) as fs:
         above = (await fs.mkdir(ROOT, b"above", 0o755, OWNER)).ino
-        here, there = [(await fs.mkdir(above, name, 0o755, OWNER)).ino for name in (b"here", b"there")]
+        here, there = [
+            (await fs.mkdir(above, name, 0o755, OWNER)).ino for name in (b"here", b"there")
+        ]
         ino = await tree(fs, b"tmp", parent=here)
         old = await tree(fs, b"old", parent=there, caller=OTHER)
         await fs.symlink(there, b"latest", b"x", OTHER)
@@ -467,7 +568,14 @@ async def test_publishing_needs_what_rename_needs(directory: Path) -> None:
             assert (await fs.lookup(here, b"tmp")).ino == ino
 
         await refused(AccessDenied, OTHER)
-        for one, mode in ((here, 0o555), (there, 0o555), (here, 0o666), (there, 0o666), (ino, 0o555), (above, 0o666)):
+        for one, mode in (
+            (here, 0o555),
+            (there, 0o555),
+            (here, 0o666),
+            (there, 0o666),
+            (ino, 0o555),
+            (above, 0o666),
+        ):
             before = (await fs.getattr(one)).mode
             await chmod(fs, one, mode)
             await refused(AccessDenied)
@@ -549,14 +657,17 @@ class Failing:
 
 
 @pytest.mark.parametrize("how", ["rename", "publish"])
-async def test_a_drain_that_fails_fails_the_publish(directory: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_drain_that_fails_fails_the_publish(
+    directory: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with opened(directory) as fs:
         await put(fs, ROOT, "publish", "capacity", ROOT_USER)
         ino = await tree(fs, b"tmp", files=2)
         publish: Callable = (
-            (lambda: fs.rename(ROOT, b"tmp", ROOT, b"final")) if how == "rename"
+            (lambda: fs.rename(ROOT, b"tmp", ROOT, b"final"))
+            if how == "rename"
             else lambda: put(fs, ino, "publish-as", {"final": "final"}, ROOT_USER)
-        )  # fmt: skip
+        )
         files.set_hook(Failing())
         try:
             with pytest.raises(Unavailable):
@@ -570,7 +681,9 @@ async def test_a_drain_that_fails_fails_the_publish(directory: Path, how: str, c
         assert await names(fs) == {b"final"}
 
 
-async def test_a_file_that_stays_open_fails_the_publish(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_that_stays_open_fails_the_publish(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(waiter, "GRACE_S", 0.05)
     async with opened(directory) as fs:
         await put(fs, ROOT, "publish", "capacity", ROOT_USER)
@@ -679,9 +792,13 @@ async def test_the_policy_survives_a_remount(directory: Path) -> None:
         await settle(fs, runs, {b"4"})
 
 
-async def test_abandoned_pending_directories_are_removed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_abandoned_pending_directories_are_removed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with opened(directory) as fs:
-        dead, alive, open_ = [await pending(fs, name, ranks=2) for name in (b"dead", b"alive", b"open")]
+        dead, alive, open_ = [
+            await pending(fs, name, ranks=2) for name in (b"dead", b"alive", b"open")
+        ]
         plain = await tree(fs, b"plain")
         handle, *_ = await fs.open((await fs.lookup(open_, b"0.pt")).ino, os.O_RDONLY)
         await trio.testing.wait_all_tasks_blocked()  # the look at the beginning of a mount is over
@@ -758,7 +875,13 @@ async def test_a_damaged_checkpoint_neither_goes_nor_lets_others_go(directory: P
 async def test_the_step_is_that_of_the_manifest(directory: Path) -> None:
     async with opened(directory) as fs:
         runs = await tree(fs, b"runs", files=0)
-        for name, step in (("epoch-1", 1000), ("best", 2000), ("epoch-3", 2500), ("epoch-4", 3000), ("epoch-5", 3500)):
+        for name, step in (
+            ("epoch-1", 1000),
+            ("best", 2000),
+            ("epoch-3", 2500),
+            ("epoch-4", 3000),
+            ("epoch-5", 3500),
+        ):
             await saved(fs, runs, name, step)
         assert await kept(fs, runs, "every=1000") == {b"epoch-1", b"best", b"epoch-4", b"epoch-5"}
 
@@ -781,7 +904,9 @@ async def test_what_a_symlink_into_it_leads_to_stays(directory: Path) -> None:
         assert await kept(fs, runs, "last=1") == {b"step-1", b"step-3", b"best.pt"}
 
 
-async def test_a_clock_that_leaps_ahead_makes_nothing_old(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_clock_that_leaps_ahead_makes_nothing_old(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with opened(directory) as fs:
         runs = await tree(fs, b"runs", files=0)
         for step in (1, 2, 3):
@@ -799,7 +924,9 @@ async def test_a_clock_that_leaps_ahead_makes_nothing_old(directory: Path, monke
 
 
 @pytest.mark.parametrize("later", ["nothing", "write", "mapping"])
-async def test_a_file_that_was_synced_before_it_was_closed_is_in_order(directory: Path, later: str) -> None:
+async def test_a_file_that_was_synced_before_it_was_closed_is_in_order(
+    directory: Path, later: str
+) -> None:
     async with opened(directory) as fs, Kernel(fs) as kernel:
         handle, inode = await kernel.create(ROOT, b"file", 0o644, os.O_RDWR, OWNER)
         await kernel.write(handle, 0, b"x" * SIZE)
@@ -824,18 +951,27 @@ async def test_a_file_that_was_synced_before_it_was_closed_is_in_order(directory
 
 async def test_fsck_takes_marks_away_that_cannot_be_true(directory: Path) -> None:
     planted = {
-        keys.pending(99): "stray-record", keys.member(99, 0): "stray-record", keys.retention(99): "stray-record",
+        keys.pending(99): "stray-record",
+        keys.member(99, 0): "stray-record",
+        keys.retention(99): "stray-record",
         keys.pending(5)[:5]: "stray-record",
-    }  # fmt: skip
+    }
     async with opened(directory, sound=False) as fs:
-        good, damaged, file = await pending(fs, b"good", ranks=2), await pending(fs, b"damaged"), await make(fs, ROOT, b"file")
+        good, damaged, file = (
+            await pending(fs, b"good", ranks=2),
+            await pending(fs, b"damaged"),
+            await make(fs, ROOT, b"file"),
+        )
         await put(fs, good, "commit", "1")
         await put(fs, good, "keep", "last=1")
         planted |= {
-            keys.pending(file): "stray-record", keys.retention(file): "stray-record", keys.pending(damaged): "unreadable-record",
-            keys.member(good, 0): "unreadable-record", keys.retention(damaged): "unreadable-record",
+            keys.pending(file): "stray-record",
+            keys.retention(file): "stray-record",
+            keys.pending(damaged): "unreadable-record",
+            keys.member(good, 0): "unreadable-record",
+            keys.retention(damaged): "unreadable-record",
             keys.member(ROOT, 3): "stray-record",
-        }  # fmt: skip
+        }
 
         def plant(tx: Transaction) -> None:
             for key in planted:

@@ -22,7 +22,11 @@ class Source:
     """An object in memory whose server takes its time. Copies at the start and at the end of a request, half each."""
 
     def __init__(
-        self, nursery: trio.Nursery, name: str, data: bytes, delay: Callable[[], float] = lambda: 1.0
+        self,
+        nursery: trio.Nursery,
+        name: str,
+        data: bytes,
+        delay: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.name = name
         self.block = UNIT
@@ -33,11 +37,15 @@ class Source:
         self._nursery = nursery
         self._delay = delay
 
-    def start(self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int) -> None:
+    def start(
+        self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int
+    ) -> None:
         self.requests.append(offset // self.block)
         self._nursery.start_soon(self._serve, tell, buffer, offset)
 
-    async def _serve(self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int) -> None:
+    async def _serve(
+        self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int
+    ) -> None:
         first = bytes(self.data[offset : offset + len(buffer) // 2])
         await trio.sleep(self._delay())
         if self.error is not None:
@@ -164,10 +172,16 @@ async def test_a_hedged_block_is_what_comes_first(autojump_clock, nursery):
             readers.start_soon(hedged, cache, slow, other)
             await trio.sleep(0.6)
             block = cache.peek(slow, 0)
-            assert await block.bytes() == slow.data and trio.current_time() - begin_s == pytest.approx(ended_s)
+            assert (
+                await block.bytes() == slow.data
+                and trio.current_time() - begin_s == pytest.approx(ended_s)
+            )
             assert await cache.fetch(slow, 0, UNIT, UNIT) == slow.data
         status = cache.status()
-        assert status["hedged_bytes"] == status["cached_bytes"] == UNIT and status["fetched_bytes"] == 2 * UNIT
+        assert (
+            status["hedged_bytes"] == status["cached_bytes"] == UNIT
+            and status["fetched_bytes"] == 2 * UNIT
+        )
         del block
         cache.invalidate("a")
         budget.try_reserve(budget.total)  # what is free is given back
@@ -197,7 +211,9 @@ async def test_no_memory_no_hedge(autojump_clock, nursery):
     assert source.requests == [0] and cache.status()["hedged_bytes"] == 0
 
 
-async def test_what_is_invalidated_while_it_loads_is_for_earlier_readers_alone(autojump_clock, nursery):
+async def test_what_is_invalidated_while_it_loads_is_for_earlier_readers_alone(
+    autojump_clock, nursery
+):
     cache, _ = new_cache(4)
     source = Source(nursery, "a", bytes(UNIT))
     early = []
@@ -352,7 +368,9 @@ def test_like_the_object_itself(plan, blocks, seed):
         for number in range(place, min(place + count, len(begun))):
             begun[number] += 1
             await trio.sleep(chance.random())
-            source.data[number * quarter : (number + 1) * quarter] = bytes([begun[number] % 256]) * quarter
+            source.data[number * quarter : (number + 1) * quarter] = (
+                bytes([begun[number] % 256]) * quarter
+            )
         writers -= 1
         if not writers:
             completed[:] = begun
@@ -364,14 +382,17 @@ def test_like_the_object_itself(plan, blocks, seed):
         # Objects that may change are loaded before the first wait, as data/objects/striped.py does it.
         first, last = place // 4, (place + len(oldest) - 1) // 4
         blocks = [
-            cache.find(source, index, UNIT) or cache.start(source, index, total) for index in range(first, last + 1)
+            cache.find(source, index, UNIT) or cache.start(source, index, total)
+            for index in range(first, last + 1)
         ]
         if None in blocks:
             return
         view = memoryview(b"".join([await block.bytes() for block in blocks]))
         view = view[(place - first * 4) * quarter :][: len(oldest) * quarter]
         if first == last:
-            view = (await blocks[0].bytes())[(place - first * 4) * quarter :][: len(oldest) * quarter]
+            view = (await blocks[0].bytes())[(place - first * 4) * quarter :][
+                : len(oldest) * quarter
+            ]
         del blocks
         seen = bytes(view)
         assert len(seen) == len(oldest) * quarter
@@ -381,7 +402,9 @@ def test_like_the_object_itself(plan, blocks, seed):
         await trio.sleep(hold_s)
         assert view == seen
 
-    async def step(source: Source, kind: str, place: int, count: int, when: int, patience: int) -> None:
+    async def step(
+        source: Source, kind: str, place: int, count: int, when: int, patience: int
+    ) -> None:
         await trio.sleep(when + chance.random())
         with trio.move_on_after(patience or 1000):
             if kind == "write":

@@ -19,7 +19,11 @@ from tests.support.data_servers import failing, hooked
 from tests.support.stores import OWNER, overwrite, put, read_file
 
 ROOT = 1
-SHAPE = modes.WAITING | {"layout.unit": "4KiB", "burst.stage_on_read": "0", "layout.inline_limit": "0"}
+SHAPE = modes.WAITING | {
+    "layout.unit": "4KiB",
+    "burst.stage_on_read": "0",
+    "layout.inline_limit": "0",
+}
 DATA = bytes(range(256)) * 300
 
 
@@ -42,11 +46,18 @@ async def drained(fs: Filesystem, ino: int) -> Inode:
     return await fs.getattr(ino)
 
 
-LAYOUTS = {"replicas=2": (4, 2, 0), "replicas=2,count=1": (2, 2, 0), "ec=2+1": (3, 1, 1), "ec=2+2": (4, 1, 2)}
+LAYOUTS = {
+    "replicas=2": (4, 2, 0),
+    "replicas=2,count=1": (2, 2, 0),
+    "ec=2+1": (3, 1, 1),
+    "ec=2+2": (4, 1, 2),
+}
 
 
 @pytest.mark.parametrize(("text", "expected"), LAYOUTS.items())
-async def test_a_policy_is_what_drained_files_get(directory: Path, text: str, expected: tuple) -> None:
+async def test_a_policy_is_what_drained_files_get(
+    directory: Path, text: str, expected: tuple
+) -> None:
     async with opened(directory) as fs:
         ino = await make(fs, await tree(fs, b"d", text))
         layout = (await drained(fs, ino)).layout
@@ -56,7 +67,10 @@ async def test_a_policy_is_what_drained_files_get(directory: Path, text: str, ex
         assert await read_file(fs, ino) == DATA
         told = (await fs.getxattr(ino, b"user.aifs.layout")).decode()
         assert ("ec=" in told) == ("ec=" in text) and ("replicas=" in told) == ("replicas=" in text)
-        assert json.loads(await fs.getxattr(ino, b"user.aifs.info"))["layout"]["parity"] == layout.parity
+        assert (
+            json.loads(await fs.getxattr(ino, b"user.aifs.info"))["layout"]["parity"]
+            == layout.parity
+        )
     async with opened(directory) as fs:
         assert await read_file(fs, ino) == DATA
 
@@ -76,7 +90,9 @@ async def test_too_few_servers_are_refused(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["replicas=2", "ec=2+2"])
-async def test_a_column_that_fails_in_the_drain_is_on_record_and_not_read(directory: Path, text: str) -> None:
+async def test_a_column_that_fails_in_the_drain_is_on_record_and_not_read(
+    directory: Path, text: str
+) -> None:
     async with opened(directory) as fs:
         ino = await make(fs, await tree(fs, b"d", text))
         broken = fs.store.servers[1]
@@ -97,7 +113,9 @@ async def wait_whole(fs: Filesystem, oid: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["replicas=2", "ec=2+1"])
-async def test_a_protected_file_is_changed_in_the_burst_tier_whatever_its_size(directory: Path, text: str) -> None:
+async def test_a_protected_file_is_changed_in_the_burst_tier_whatever_its_size(
+    directory: Path, text: str
+) -> None:
     async with opened(directory, {"burst.stage_for_write": "4KiB"}) as fs:
         ino = await make(fs, await tree(fs, b"d", text))
         await drained(fs, ino)
@@ -110,7 +128,9 @@ async def test_a_protected_file_is_changed_in_the_burst_tier_whatever_its_size(d
 
 
 @pytest.mark.parametrize("text", ["replicas=2", "ec=2+1"])
-async def test_without_room_there_it_is_restriped_and_protected_again(directory: Path, text: str) -> None:
+async def test_without_room_there_it_is_restriped_and_protected_again(
+    directory: Path, text: str
+) -> None:
     async with opened(directory) as fs:
         parent = await tree(fs, b"d", text)
         ino = await make(fs, parent)

@@ -23,8 +23,25 @@ from tests.support.data_servers import STORE, failing, make_server, open_below
 
 MIB = 1 << 20
 PIECE = transfer.PIECE
-SIZES = [0, 1, 4095, 65_536, MIB - 1, MIB, MIB + 1, PIECE, PIECE + 1, 3 * PIECE - 5, 17 * MIB + 4097]
-LAYOUTS = [Striped(4096, (0,)), Striped(65_536, (2, 0, 1)), Striped(MIB, (0, 1, 2)), Striped(5 * MIB, (1, 2))]
+SIZES = [
+    0,
+    1,
+    4095,
+    65_536,
+    MIB - 1,
+    MIB,
+    MIB + 1,
+    PIECE,
+    PIECE + 1,
+    3 * PIECE - 5,
+    17 * MIB + 4097,
+]
+LAYOUTS = [
+    Striped(4096, (0,)),
+    Striped(65_536, (2, 0, 1)),
+    Striped(MIB, (0, 1, 2)),
+    Striped(5 * MIB, (1, 2)),
+]
 
 
 @pytest.fixture
@@ -60,7 +77,9 @@ def never() -> bool:
 
 
 def digests(data: bytes) -> bytes:
-    return b"".join(blake3(data[start : start + MIB]).digest() for start in range(0, len(data), MIB))
+    return b"".join(
+        blake3(data[start : start + MIB]).digest() for start in range(0, len(data), MIB)
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -155,7 +174,9 @@ async def test_a_server_that_fails(servers, op):
             objects.close()
         assert failed
         objects = StripedObjects(servers, Striped(MIB, (0, 1, 2)), 7, 71 + error, new=True)
-        assert await mover.drain_out(copy, size, objects, never) == digests(path_of(copy).read_bytes())
+        assert await mover.drain_out(copy, size, objects, never) == digests(
+            path_of(copy).read_bytes()
+        )
         objects.close()
     copy.close()
 
@@ -190,7 +211,9 @@ async def test_memory_stays_within_the_budget(servers):
         for number in range(4):
             copy = make_copy(servers, number + 1)
             path_of(copy).write_bytes(bytes([number]) * (5 * PIECE))
-            objects = StripedObjects(servers, Striped(MIB, (0, 1, 2)), 7, number, new=True, background="none")
+            objects = StripedObjects(
+                servers, Striped(MIB, (0, 1, 2)), 7, number, new=True, background="none"
+            )
 
             async def drain(copy=copy, objects=objects) -> None:
                 assert await mover.drain_out(copy, 5 * PIECE, objects, never)

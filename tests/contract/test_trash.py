@@ -57,7 +57,9 @@ async def opened(source: Path, read_only: bool = False) -> AsyncIterator[Filesys
             yield fs
 
 
-async def make(fs: Filesystem, parent: int, name: bytes, size: int = 0, caller: Caller = OWNER) -> int:
+async def make(
+    fs: Filesystem, parent: int, name: bytes, size: int = 0, caller: Caller = OWNER
+) -> int:
     (handle, *_), inode = await fs.create(parent, name, 0o644, os.O_RDWR, caller)
     if size:
         await fs.write(handle, 0, b"x" * size)
@@ -65,7 +67,9 @@ async def make(fs: Filesystem, parent: int, name: bytes, size: int = 0, caller: 
     return inode.ino
 
 
-async def make_dir(fs: Filesystem, parent: int, name: bytes, mode: int = 0o755, caller: Caller = OWNER) -> int:
+async def make_dir(
+    fs: Filesystem, parent: int, name: bytes, mode: int = 0o755, caller: Caller = OWNER
+) -> int:
     return (await fs.mkdir(parent, name, mode, caller)).ino
 
 
@@ -88,7 +92,11 @@ async def emptied(fs: Filesystem) -> None:
     """All trees are taken apart, and what they left is collected."""
     await fs.trash.empty()
     await fs.collector.drain()
-    assert fs.trash.status() | {"removed_inodes": 0} == {"trees": 0, "directories": 0, "removed_inodes": 0}
+    assert fs.trash.status() | {"removed_inodes": 0} == {
+        "trees": 0,
+        "directories": 0,
+        "removed_inodes": 0,
+    }
 
 
 async def inodes(fs: Filesystem) -> int:
@@ -99,7 +107,12 @@ def stored(source: Path) -> list[str]:
     """Paths of objects and burst copies, but for what is made ahead."""
     config = modes.config_of(source)
     roots = [*config.servers, *config.burst.directories]
-    return [item.path for root in roots for item in list_all(root) if isinstance(item, StoredObject) and item.length]
+    return [
+        item.path
+        for root in roots
+        for item in list_all(root)
+        if isinstance(item, StoredObject) and item.length
+    ]
 
 
 async def test_a_tree_goes_at_once_and_its_space_later(source: Path) -> None:
@@ -250,7 +263,9 @@ async def test_a_barrier_above_does_not_look_at_the_trash(source: Path) -> None:
         await fs.release(handle)
 
 
-async def test_a_damaged_entry_holds_up_its_directory_alone(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_damaged_entry_holds_up_its_directory_alone(
+    source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with opened(source) as fs:
         top = await make_dir(fs, ROOT, b"top")
         await make(fs, top, b"file")
@@ -297,15 +312,21 @@ async def test_fsck_mends_the_trash(source: Path, damage: str, kind: str) -> Non
             inode.nlink = 2
             await fs.store.engine.transact(put_inode, inode)
     found = (await trio.to_thread.run_sync(check, modes.config_of(source), True)).findings
-    assert kind in {finding.kind for finding in found} and all(finding.repaired for finding in found)
+    assert kind in {finding.kind for finding in found} and all(
+        finding.repaired for finding in found
+    )
     async with opened(source) as fs:
         await emptied(fs)
-        assert await names(fs, ROOT) == {"record": [], "links": [b"lost+found"]}.get(damage, [b"top"])
+        assert await names(fs, ROOT) == {"record": [], "links": [b"lost+found"]}.get(
+            damage, [b"top"]
+        )
         if damage == "links":
             assert await names(fs, top) == [b"file"]
 
 
-async def test_what_cannot_be_deleted_does_not_hold_up_what_can(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_deleted_does_not_hold_up_what_can(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Objects on a server that is away are tried again; other trees do not wait for that, nor make backups of their own."""
     monkeypatch.setattr(vfs_trash, "_BACKLOG_MAX", 3)
     monkeypatch.setattr(vfs_collector, "_BACKLOG_MAX", 3)

@@ -66,7 +66,9 @@ class File:
     def open(self, lost: int = 0) -> VerifiedObjects:
         async def load(number: int) -> tuple[int, bytes]:
             first = number - number % DIGESTS_AT_ONCE
-            return first, self.digests[first * DIGEST_BYTES : (first + DIGESTS_AT_ONCE) * DIGEST_BYTES]
+            return first, self.digests[
+                first * DIGEST_BYTES : (first + DIGESTS_AT_ONCE) * DIGEST_BYTES
+            ]
 
         def on_damage(oid: int, ino: int, column: int) -> None:
             self.damage.append((oid, ino, column))
@@ -98,11 +100,17 @@ def test_reads_are_those_of_the_file(servers: Servers, layout: Striped) -> None:
         objects = file.open()
         for start in range(0, SIZE, 300_000):  # sequential
             length = min(300_000, SIZE - start)
-            assert bytes(await objects.read(start, length, SIZE, True)) == file.data[start : start + length]
+            assert (
+                bytes(await objects.read(start, length, SIZE, True))
+                == file.data[start : start + length]
+            )
         for _ in range(30):
             start = chance.randrange(SIZE)
             length = chance.randint(1, min(2 * MIB, SIZE - start))
-            assert bytes(await objects.read(start, length, SIZE, True)) == file.data[start : start + length]
+            assert (
+                bytes(await objects.read(start, length, SIZE, True))
+                == file.data[start : start + length]
+            )
         buffer = memoryview(bytearray(SIZE))
         await objects.read_into(0, buffer, SIZE)
         assert bytes(buffer) == file.data
@@ -123,7 +131,10 @@ def test_each_mib_is_read_and_checked_once_while_it_is_cached(servers: Servers) 
         objects = file.open()
         with hooked(lambda op, path: reads.append(path) if op == "read_into" else None):
             for start in range(3 * MIB, 4 * MIB, 4096):
-                assert bytes(await objects.read(start, 4096, SIZE, True)) == file.data[start : start + 4096]
+                assert (
+                    bytes(await objects.read(start, 4096, SIZE, True))
+                    == file.data[start : start + 4096]
+                )
             await servers.cache.settle()
         objects.close()
 
@@ -143,7 +154,8 @@ def test_wrong_bytes_are_told_by_others_and_reported(servers: Servers, layout: S
             for start in range(0, SIZE, MIB):
                 length = min(MIB, SIZE - start)
                 assert (
-                    bytes(await objects.read(start, length, SIZE, True)) == file.data[start : start + length]
+                    bytes(await objects.read(start, length, SIZE, True))
+                    == file.data[start : start + length]
                 )
             await servers.cache.settle()
             objects._forget()
@@ -216,7 +228,9 @@ def test_wrong_bytes_that_nobody_can_tell_are_an_error_that_names_them(
     trio.run(main)
 
 
-def test_files_without_checksums_and_files_being_changed_are_read_as_they_are(servers: Servers) -> None:
+def test_files_without_checksums_and_files_being_changed_are_read_as_they_are(
+    servers: Servers,
+) -> None:
     file = File(servers, Striped(MIB, (0, 1)))
 
     async def main() -> None:

@@ -174,7 +174,10 @@ def test_a_power_cut_while_backing_up(scratch: Path, part: int) -> None:
                 await trio.sleep(0.001)
 
     with PowerCut(source) as cut:
-        cut.crash_at(("vfs.backup.base_part", "vfs.backup.shipped", "vfs.backup.base_part")[part], 1 + 3 * part)
+        cut.crash_at(
+            ("vfs.backup.base_part", "vfs.backup.shipped", "vfs.backup.base_part")[part],
+            1 + 3 * part,
+        )
         with pytest.raises(faults.SimulatedCrash):
             trio.run(work, cut)
         cut.materialise(copy, rng)
@@ -194,7 +197,9 @@ def test_deletions_wait_for_a_backup(scratch: Path, monkeypatch: pytest.MonkeyPa
 
     def stored() -> set[int]:
         config = modes.config_of(source)
-        items = [item for root in (*config.servers, *config.burst.directories) for item in list_all(root)]
+        items = [
+            item for root in (*config.servers, *config.burst.directories) for item in list_all(root)
+        ]
         return {item.oid for item in items if isinstance(item, StoredObject) and item.length}
 
     async def run() -> None:
@@ -223,7 +228,11 @@ def test_deletions_wait_for_a_backup(scratch: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("error", "goes_on"), [(NoSpace, True), (Unavailable, False)])
 def test_deletions_where_no_backup_can_be_made(
-    scratch: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: type, goes_on: bool
+    scratch: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: type,
+    goes_on: bool,
 ) -> None:
     monkeypatch.setattr(vfs_backup, "HOLD_S", 0.0)
     source = scratch / "0"
@@ -271,7 +280,9 @@ def test_bases_take_the_place_of_increments(scratch: Path) -> None:
     back_up(modes.config_of(source), "")
     check(modes.config_of(source), repair=False)
     back_up(modes.config_of(source), "")
-    assert not before & set(segments(source)) and "increment-left.new" not in segments(source), "a new base"
+    assert not before & set(segments(source)) and "increment-left.new" not in segments(source), (
+        "a new base"
+    )
 
 
 # --- restore ---
@@ -319,7 +330,12 @@ def test_a_damaged_copy_is_passed_over(source: Path, caplog: pytest.LogCaptureFi
 
 def test_a_lost_increment_ends_the_chain(source: Path) -> None:
     lose_metadata(source)
-    newest = sorted(path for name, copies in segments(source).items() if name.startswith("increment") for path in copies)
+    newest = sorted(
+        path
+        for name, copies in segments(source).items()
+        if name.startswith("increment")
+        for path in copies
+    )
     for path in newest:
         if parse_name(path.name).seq == numbers(source)[2]:
             path.unlink()
@@ -335,7 +351,10 @@ def test_an_older_state_and_a_directory(source: Path, scratch: Path) -> None:
         restore(modes.config_of(source), "", first - 1)
     assert not (source / "meta").exists()
     state = restore(modes.config_of(source), str(scratch / "copy"), None)
-    assert state.seq > second and (state.segments, state.created_ns > 0) == (len(os.listdir(scratch / "copy")), True)
+    assert state.seq > second and (state.segments, state.created_ns > 0) == (
+        len(os.listdir(scratch / "copy")),
+        True,
+    )
     lose_metadata(source)
     restored(source, at=second)
     assert trio.run(names_of, source) == [b"a", b"b"]
@@ -356,11 +375,17 @@ def test_backups_go_on_after_a_restore(source: Path) -> None:
     assert min(numbers(source)) > old
     lose_metadata(source)
     restored(source)
-    assert trio.run(names_of, source) == [b"a", b"lost+found"] or trio.run(names_of, source) == [b"a"]
+    assert trio.run(names_of, source) == [b"a", b"lost+found"] or trio.run(names_of, source) == [
+        b"a"
+    ]
 
 
 def test_a_restore_that_failed_can_be_tried_again(source: Path, scratch: Path) -> None:
-    servers = ", ".join(str(source / "data" / str(number)) for number in range(4) if (source / f"data/{number}").exists())
+    servers = ", ".join(
+        str(source / "data" / str(number))
+        for number in range(4)
+        if (source / f"data/{number}").exists()
+    )
     (scratch / "c.yaml").write_text(f"meta: {{directory: {source}/meta}}\nservers: [{servers}]\n")
     lose_metadata(source)
     with pytest.raises(StoreError, match="was made with a directory as SOURCE"):
@@ -391,7 +416,9 @@ def test_what_is_refused(source: Path, scratch: Path) -> None:
     with pytest.raises(StoreError, match="are of different stores"):
         restore(config, "", None)
     shutil.rmtree(source / "data" / "0")
-    restored_config = config  # a server that is not there does not stand in the way of reading the others
+    restored_config = (
+        config  # a server that is not there does not stand in the way of reading the others
+    )
     restore(restored_config, "", None)
     shutil.move(source / "kept", source / "data" / "0")
     assert trio.run(names_of, source) == [b"a", b"b", b"c"]
@@ -483,7 +510,10 @@ def test_a_server_on_its_way_out_is_not_relied_on(scratch: Path) -> None:
             await fs.backup.ship()
 
     trio.run(run)
-    assert {path.parent.parent.name for copies in segments(source).values() for path in copies} == {"1", "2"}
+    assert {path.parent.parent.name for copies in segments(source).values() for path in copies} == {
+        "1",
+        "2",
+    }
 
 
 def test_a_server_that_is_removed_leaves_a_backup_behind(scratch: Path) -> None:
@@ -539,7 +569,9 @@ def test_backups_that_were_made_after_the_one_that_is_restored_are_done_with(scr
     assert [name for name in trio.run(names_of, source) if name != b"lost+found"] == [b"a", b"e"]
 
 
-def test_what_there_is_no_room_for_leaves_nothing(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_there_is_no_room_for_leaves_nothing(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else every attempt would take some of the room that lacks."""
     source = scratch / "0"
     modes.make_store(source, ON)

@@ -62,7 +62,11 @@ async def test_new_files_go_to_the_servers_when_the_device_is_full(directory: Pa
         refused = []
 
         def refuse(op: str, path: str) -> None:
-            if op == "open_file" and path.startswith(f"{directory}/burst") and not os.path.exists(path):
+            if (
+                op == "open_file"
+                and path.startswith(f"{directory}/burst")
+                and not os.path.exists(path)
+            ):
                 refused.append(path)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -152,7 +156,9 @@ async def test_a_clean_file_can_be_written_while_the_device_is_away(directory: P
 
 
 @pytest.mark.parametrize("replacement", ["nothing", "empty directory"])
-async def test_a_missing_device_is_named_with_what_is_at_stake(directory: Path, replacement: str) -> None:
+async def test_a_missing_device_is_named_with_what_is_at_stake(
+    directory: Path, replacement: str
+) -> None:
     async with mounted(directory) as kernel:
         await drained(kernel, await make(kernel, b"clean"))
         inos = [await make(kernel, b"f%d" % number) for number in range(3)]
@@ -183,9 +189,13 @@ FAULTS = {"read-only": errno.EROFS, "full": errno.ENOSPC, "failing": errno.EIO}
 async def test_a_drain_waits_for_servers_that_cannot_be_written(
     directory: Path, fault: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with mounted(directory, DRAINING | {"layout.kind": kind, "burst.drain_delay": "1h"}) as kernel:
+    async with mounted(
+        directory, DRAINING | {"layout.kind": kind, "burst.drain_delay": "1h"}
+    ) as kernel:
         inos = [await make(kernel, b"f%d" % number) for number in range(5)]
-        with failing(("open_file", "write_at", "truncate", "sync_file"), f"{directory}/data", FAULTS[fault]):
+        with failing(
+            ("open_file", "write_at", "truncate", "sync_file"), f"{directory}/data", FAULTS[fault]
+        ):
             kernel.drain.request(inos)
             while not kernel.drain.status()["failing_files"]:
                 await trio.sleep(0.01)

@@ -111,7 +111,10 @@ STRIDES = pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mar
 def test_a_save(tmp_path: Path, stride: int) -> None:
     outcomes = set()
     runs = sweep(
-        tmp_path, lambda run: save(run / "step-2", "new"), lambda run: save(run / "step-1", "old"), stride
+        tmp_path,
+        lambda run: save(run / "step-2", "new"),
+        lambda run: save(run / "step-1", "old"),
+        stride,
     )
     for _, run in runs:
         names = check(run)
@@ -175,7 +178,9 @@ def test_a_removal(tmp_path: Path, stride: int) -> None:
 
 
 def _rank(run: Path, rank: int, timeout_s: float) -> None:
-    with client.checkpoint(run / "step-2", ranks=2, rank=rank, tracker="tracker", timeout_s=timeout_s) as tmp:
+    with client.checkpoint(
+        run / "step-2", ranks=2, rank=rank, tracker="tracker", timeout_s=timeout_s
+    ) as tmp:
         os.makedirs(tmp / "sub", exist_ok=True)
         for part in (0, 1) if rank == 0 else (2,):
             (tmp / "sub" / f"part-{part}").write_text("new")

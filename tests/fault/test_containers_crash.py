@@ -26,7 +26,14 @@ from aifs.data.containers.scan import ContainerScan
 from aifs.data.objects.striped import delete_objects, list_window
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
-from aifs.layout.interleaved import HEADER_BYTES, Extent, Growth, Interleaved, container_layout, named
+from aifs.layout.interleaved import (
+    HEADER_BYTES,
+    Extent,
+    Growth,
+    Interleaved,
+    container_layout,
+    named,
+)
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, extents, journal, keys, lmdb_database, namespace, shared
@@ -101,18 +108,24 @@ class Mounted:
         self.ids = IdAllocator(engine)
         self.collector = Collector(engine, servers)
         size = CONTAINER if not redundancy.parity else 3 * ROW
-        self.containers = Containers(engine, servers, self.ids, self.collector, servers.budget, size, True)
+        self.containers = Containers(
+            engine, servers, self.ids, self.collector, servers.budget, size, True
+        )
         self.compaction = Compaction(engine, servers, self.containers, self.collector, 0.3)
 
     async def recover(self) -> None:
         for kind in (b"g", b"y"):
             start, end = keys.all_of(kind)
-            for key, _ in await self.engine.view(lambda tx, start=start, end=end: list(tx.range(start, end))):
+            for key, _ in await self.engine.view(
+                lambda tx, start=start, end=end: list(tx.range(start, end))
+            ):
                 self.collector.add_garbage(keys.number(key))
         first, end = await vfs_ids.last_windows(self.engine)
         for server, ino, oid in await list_window(self.servers, first, end):
             known = await self.engine.view(
-                lambda tx, oid=oid: chunks.find_container(tx, oid) or tx.get(keys.garbage(oid)) is not None
+                lambda tx, oid=oid: (
+                    chunks.find_container(tx, oid) or tx.get(keys.garbage(oid)) is not None
+                )
             )
             if not known:
                 await delete_objects(self.servers, Striped(1, (server,)), ino, oid)
@@ -170,7 +183,9 @@ class Mounted:
                     if inos[number] % 4 == 0:  # as long ones are
                         await self.containers.list_extents(oid, whole[number], digests, growth)
                         whole[number] = []
-                await self.engine.transact(put_extent_lists, inos, oids, contents, whole, growth, digests)
+                await self.engine.transact(
+                    put_extent_lists, inos, oids, contents, whole, growth, digests
+                )
         return inos
 
     async def delete(self, ino: int) -> None:
@@ -193,7 +208,9 @@ class Mounted:
                 stored.add(item.oid)
                 if item.oid in table:
                     layout, length = table[item.oid].layout, table[item.oid].length
-                    assert item.length >= layout.object_length(layout.servers.index(server.id), length)
+                    assert item.length >= layout.object_length(
+                        layout.servers.index(server.id), length
+                    )
                 else:
                     assert item.oid in garbage, "an object that nobody knows"
         assert {container for container, record in table.items() if record.live} <= stored
@@ -219,18 +236,39 @@ class Copies:
             os.close(fd)
 
 
-def put_files(tx: Transaction, sources: list[Source], lists: list[chunks.Chunks], growth: list[Growth]) -> None:
+def put_files(
+    tx: Transaction, sources: list[Source], lists: list[chunks.Chunks], growth: list[Growth]
+) -> None:
     for source, places in zip(sources, lists, strict=True):
         chunks.put_chunks(tx, source.oid, places)
-        inode = Inode(source.ino, 0o100644, 0, 0, 1, 0, source.size, 0, 0, 0, 0, oid=source.oid, layout=source.layout)
+        inode = Inode(
+            source.ino,
+            0o100644,
+            0,
+            0,
+            1,
+            0,
+            source.size,
+            0,
+            0,
+            0,
+            0,
+            oid=source.oid,
+            layout=source.layout,
+        )
         namespace.put_inode(tx, inode)
     chunks.put_growth(tx, growth)
 
 
 def put_extent_lists(
-    tx: Transaction, inos: list[int], oids: list[int], contents: list[bytes], lists: list[list[Extent]],
-    growth: list[Growth], new: frozenset[bytes],
-) -> None:  # fmt: skip
+    tx: Transaction,
+    inos: list[int],
+    oids: list[int],
+    contents: list[bytes],
+    lists: list[list[Extent]],
+    growth: list[Growth],
+    new: frozenset[bytes],
+) -> None:
     extents.put_extents(tx, dict(zip(oids, lists, strict=True)), new)
     for ino, oid, content in zip(inos, oids, contents, strict=True):
         extents.put_named(tx, oid)
@@ -256,7 +294,10 @@ def listed(tx: ReadTransaction) -> set[int]:
 
 
 def accounts(tx: ReadTransaction) -> tuple[dict[int, chunks.Container], dict[int, int], set[int]]:
-    table = {keys.number(key): chunks.decode_container(value) for key, value in tx.range(*keys.all_of(b"t"))}
+    table = {
+        keys.number(key): chunks.decode_container(value)
+        for key, value in tx.range(*keys.all_of(b"t"))
+    }
     live: dict[int, int] = {}
     named = Counter()
     places = []
@@ -301,9 +342,13 @@ def content(rng: random.Random) -> bytes:
 
 
 async def work(
-    directory: Path, seed: int, expected: dict[int, bytes], doubtful: dict[int, bytes], cut: PowerCut,
+    directory: Path,
+    seed: int,
+    expected: dict[int, bytes],
+    doubtful: dict[int, bytes],
+    cut: PowerCut,
     redundancy: Redundancy,
-) -> None:  # fmt: skip
+) -> None:
     """Store, delete and compact until a crash. ``expected``: durable; ``doubtful``: may be there or not."""
     rng = random.Random(seed)
     copies = Copies(directory.parent)
@@ -318,7 +363,10 @@ async def work(
                 elif step == "delete" and expected | doubtful:
                     ino = rng.choice(sorted(expected | doubtful))
                     doubtful[ino] = expected.pop(ino, None) or doubtful[ino]
-                    if await mount.engine.view(lambda tx, ino=ino: tx.get(keys.inode(ino))) is not None:
+                    if (
+                        await mount.engine.view(lambda tx, ino=ino: tx.get(keys.inode(ino)))
+                        is not None
+                    ):
                         await mount.delete(ino)
                 elif step == "compact":
                     await mount.compaction.compact()
@@ -336,7 +384,9 @@ async def work(
 
 @pytest.mark.parametrize("redundancy", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("point", POINTS)
-def test_power_cuts(root: Path, point: str, redundancy: Redundancy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_power_cuts(
+    root: Path, point: str, redundancy: Redundancy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chunks, "DROPPED_AT_ONCE", 0)  # as if all lists were long
     reached, (seeds, wanted) = 0, (12, 6) if redundancy == PLAIN else (6, 3)
     expected: dict[int, bytes] = {}
@@ -359,11 +409,15 @@ def test_power_cuts(root: Path, point: str, redundancy: Redundancy, monkeypatch:
     assert reached >= wanted, "the point was hardly ever reached"
 
 
-async def found_after(directory: Path, required: dict[int, bytes], allowed: dict[int, bytes]) -> dict[int, bytes]:
+async def found_after(
+    directory: Path, required: dict[int, bytes], allowed: dict[int, bytes]
+) -> dict[int, bytes]:
     async with mounted(directory) as mount:
         await mount.collector.drain()
         assert not await mount.engine.view(lambda tx: list(tx.range(*keys.all_of(b"y"))))
-        assert await mount.engine.view(listed) == {inode.oid for inode in await mount.engine.view(inodes)}
+        assert await mount.engine.view(listed) == {
+            inode.oid for inode in await mount.engine.view(inodes)
+        }
         found = await mount.contents()
         assert required.items() <= found.items(), f"lost: {required.keys() - found.keys()}"
         assert found.items() <= allowed.items(), "bytes that were never written"
@@ -389,7 +443,10 @@ async def test_compaction_gives_space_back(root: Path) -> None:
             if ino % 5:
                 del kept[ino]
                 await mount.delete(ino)
-        readers = {inode.ino: mount.containers.objects_of(inode) for inode in await mount.engine.view(inodes)}
+        readers = {
+            inode.ino: mount.containers.objects_of(inode)
+            for inode in await mount.engine.view(inodes)
+        }
         for ino, objects in readers.items():
             assert bytes(await objects.read(0, 30_000, 30_000, True)) == kept[ino]
         await mount.compaction.compact()
@@ -397,7 +454,9 @@ async def test_compaction_gives_space_back(root: Path) -> None:
         assert stored_bytes(mount.servers) < 0.5 * full
         assert await mount.contents() == kept
         for ino, objects in readers.items():
-            assert bytes(await objects.read(0, 30_000, 30_000, True)) == kept[ino], "read by the old places"
+            assert bytes(await objects.read(0, 30_000, 30_000, True)) == kept[ino], (
+                "read by the old places"
+            )
         sizes = []
         for _ in range(5):
             await mount.compaction.compact()
@@ -421,12 +480,19 @@ async def test_compaction_moves_shared_chunks_once(root: Path) -> None:
         for first in range(0, 30, 6):
             inos += await mount.share(batch[first : first + 6], copies)
         kept = dict(zip(inos, batch, strict=True))
-        before = await mount.engine.view(shared.find_all_shared, [digest_of(chunk) for chunk in common])
-        assert len(before) == 4 and sum(known.references for known in before.values()) in range(60, 90)
+        before = await mount.engine.view(
+            shared.find_all_shared, [digest_of(chunk) for chunk in common]
+        )
+        assert len(before) == 4 and sum(known.references for known in before.values()) in range(
+            60, 90
+        )
         for ino in inos[:-5]:
             del kept[ino]
             await mount.delete(ino)
-        readers = {inode.ino: mount.containers.objects_of(inode) for inode in await mount.engine.view(inodes)}
+        readers = {
+            inode.ino: mount.containers.objects_of(inode)
+            for inode in await mount.engine.view(inodes)
+        }
         size = len(batch[0])
         for ino, objects in readers.items():
             assert bytes(await objects.read(0, size, size, True)) == kept[ino]
@@ -439,7 +505,9 @@ async def test_compaction_moves_shared_chunks_once(root: Path) -> None:
         assert any(before[digest].place != known.place for digest, known in after.items())
         assert await mount.contents() == kept
         for ino, objects in readers.items():
-            assert bytes(await objects.read(0, size, size, True)) == kept[ino], "read by the old places"
+            assert bytes(await objects.read(0, size, size, True)) == kept[ino], (
+                "read by the old places"
+            )
         for container in {known.place.container for known in after.values()}:
             assert await mount.compaction.evacuate(container)
             assert await mount.engine.view(chunks.find_container, container) is None
@@ -484,7 +552,10 @@ async def test_a_bad_chunk_is_replaced_for_all_who_name_it(root: Path) -> None:
     async with mounted(root / "0") as mount:
         batch = [b"common" * 2000] * 4
         kept = dict(zip(await mount.share(batch, copies), batch, strict=True))
-        readers = {inode.ino: mount.containers.objects_of(inode) for inode in await mount.engine.view(inodes)}
+        readers = {
+            inode.ino: mount.containers.objects_of(inode)
+            for inode in await mount.engine.view(inodes)
+        }
         digest = digest_of(batch[0])
         known = await mount.engine.view(shared.find_shared, digest)
         for objects in readers.values():
@@ -498,10 +569,14 @@ async def test_a_bad_chunk_is_replaced_for_all_who_name_it(root: Path) -> None:
         slots = mount.containers.slots(mount.redundancy)
         async with mount.containers.append_pieces([piece], slots) as (places, growth):
             await mount.engine.transact(extents.replace_shared, places, growth)
-        assert (await mount.engine.view(shared.find_shared, digest)).references == known.references > 1
+        assert (
+            (await mount.engine.view(shared.find_shared, digest)).references == known.references > 1
+        )
         assert await mount.contents() == kept
         for ino, objects in readers.items():
-            assert bytes(await objects.read(0, 12000, 12000, True)) == kept[ino], "read by the old places"
+            assert bytes(await objects.read(0, 12000, 12000, True)) == kept[ino], (
+                "read by the old places"
+            )
     copies.close()
 
 
@@ -515,23 +590,31 @@ async def test_a_long_list_is_recorded_and_dropped_piece_by_piece(
         inos = await mount.share(batch, copies)
         assert await mount.contents() == dict(zip(inos, batch, strict=True))
         long = [ino for ino in inos if ino % 16 == 0]
-        listed = await mount.engine.view(lambda tx: [key for key, _ in tx.range(*keys.all_of(b"l"))])
+        listed = await mount.engine.view(
+            lambda tx: [key for key, _ in tx.range(*keys.all_of(b"l"))]
+        )
         records = Counter(keys.chunk_list_parts(key)[0] for key in listed)
         assert max(records.values()) == 3
         for ino in inos:
             await mount.delete(ino)
-        loose = await mount.engine.view(lambda tx: [keys.number(key) for key, _ in tx.range(*keys.all_of(b"y"))])
+        loose = await mount.engine.view(
+            lambda tx: [keys.number(key) for key, _ in tx.range(*keys.all_of(b"y"))]
+        )
         assert len(loose) == len(long) == 2
         await mount.contents()  # what they name is alive until then
         await seal_all(mount)
         await mount.collector.drain()
         for kind in (b"y", b"l", b"h", b"t"):
-            assert not await mount.engine.view(lambda tx, kind=kind: list(tx.range(*keys.all_of(kind))))
+            assert not await mount.engine.view(
+                lambda tx, kind=kind: list(tx.range(*keys.all_of(kind)))
+            )
         assert stored_bytes(mount.servers) == 0
     copies.close()
 
 
-async def test_a_file_deleted_while_its_chunks_move(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_deleted_while_its_chunks_move(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copies = Copies(root)
     async with mounted(root / "0") as mount:
         batch = [bytes([number]) * 30_000 for number in range(20)]
@@ -558,7 +641,9 @@ async def test_a_file_deleted_while_its_chunks_move(root: Path, monkeypatch: pyt
     copies.close()
 
 
-async def test_a_damaged_chunk_stays_where_it_is(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_damaged_chunk_stays_where_it_is(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     copies = Copies(root)
     async with mounted(root / "0") as mount:
         inos = await mount.store([os.urandom(50_000) for _ in range(20)], copies)
@@ -572,7 +657,9 @@ async def test_a_damaged_chunk_stays_where_it_is(root: Path, caplog: pytest.LogC
             file.write(b"damage")
         await seal_all(mount)
         await mount.compaction.compact()
-        assert f"container {place.container} is not compacted: data server {server.id}" in caplog.text
+        assert (
+            f"container {place.container} is not compacted: data server {server.id}" in caplog.text
+        )
         caplog.clear()
         await mount.compaction.compact()
         assert not caplog.text, "it is said once"

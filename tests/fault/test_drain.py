@@ -29,7 +29,9 @@ KINDS = [{}, modes.INTERLEAVED]
 WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
 
 
-async def write_file(fs: Filesystem, name: bytes, data: bytes, close: bool = True) -> tuple[int, int]:
+async def write_file(
+    fs: Filesystem, name: bytes, data: bytes, close: bool = True
+) -> tuple[int, int]:
     """Inode number and handle."""
     opened, inode = await fs.create(ROOT_INO, name, 0o600, os.O_RDWR, ROOT)
     await write_pieces(fs, opened.handle, data)
@@ -67,7 +69,11 @@ async def test_a_drained_file_is_the_same_from_either_tier_and_after_a_remount(d
         assert len(fs.drain._queue) == 0 and not await numbers(fs, b"w")
         for name, data in contents.items():
             inode = await fs.getattr(inos[name])
-            assert not inode.in_burst and inode.size == len(data) and inode.mtime_ns == before[name].mtime_ns
+            assert (
+                not inode.in_burst
+                and inode.size == len(data)
+                and inode.mtime_ns == before[name].mtime_ns
+            )
             large = len(data) > 2048
             expected = Interleaved if kind else Striped
             assert isinstance(inode.layout, expected) if large else inode.layout is None
@@ -95,7 +101,9 @@ async def test_checksums_are_recorded(directory):
         oid = (await fs.getattr(ino)).oid
         records = await fs.store.engine.view(lambda tx: dict(tx.range(*keys.all_checksums(oid))))
         parts = [data[start : start + (1 << 20)] for start in range(0, len(data), 1 << 20)]
-        assert records == {keys.checksums(oid, 0): b"".join(blake3(part).digest() for part in parts)}
+        assert records == {
+            keys.checksums(oid, 0): b"".join(blake3(part).digest() for part in parts)
+        }
 
 
 async def test_holes_stay_holes(directory):
@@ -160,14 +168,18 @@ async def test_a_change_cancels_the_drain_without_a_trace(directory, kind, chang
             await fs.collector.drain()
             assert objects_in(fs) == await numbers(fs, b"b") == await numbers(fs, b"g") == []
             return
-        expected = {"write": data[:5] + b"other" + data[10:], "truncate": data[:7], "open": data}[change]
+        expected = {"write": data[:5] + b"other" + data[10:], "truncate": data[:7], "open": data}[
+            change
+        ]
         inode = await fs.getattr(ino)
         assert not inode.in_burst and await read_file(fs, ino) == expected
         await fs.collector.drain()
         assert not await numbers(fs, b"g")
         layout = inode.layout
         assert len(objects_in(fs)) == (
-            sum(layout.object_length(n, inode.size) > 0 for n in range(4)) if isinstance(layout, Striped) else 0
+            sum(layout.object_length(n, inode.size) > 0 for n in range(4))
+            if isinstance(layout, Striped)
+            else 0
         )
 
 
@@ -389,8 +401,11 @@ async def test_a_crash_while_staging_or_evicting_leaks_nothing(directory, point)
 
 async def test_a_crowded_tier_evicts_the_least_recently_used(directory):
     settings = modes.ON | {
-        "burst.capacity": "5MiB", "burst.high_water": "0.9", "burst.low_water": "0.5", "burst.reserve": "0",
-    }  # fmt: skip
+        "burst.capacity": "5MiB",
+        "burst.high_water": "0.9",
+        "burst.low_water": "0.5",
+        "burst.reserve": "0",
+    }
     async with mounted(directory, settings) as fs:
         inos, entered = [], []
         for n in range(12):

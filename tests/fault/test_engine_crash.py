@@ -25,7 +25,9 @@ from aifs.meta.lmdb_engine import LmdbEngine
 from tests.support.powercut import PowerCut
 
 ROOT = Path(__file__).resolve().parents[2]
-POINTS = sorted(name for name in faults.POINTS if name.startswith(("meta.journal.", "meta.commit.")))
+POINTS = sorted(
+    name for name in faults.POINTS if name.startswith(("meta.journal.", "meta.commit."))
+)
 OPENING_POINTS = [lmdb_engine.REPLAYED, lmdb_database.BEFORE_COMMIT, lmdb_database.AFTER_LMDB]
 
 
@@ -50,7 +52,10 @@ def change(tx, number):
     """Transaction ``number`` of the history; ``tx`` is a Transaction or a Model."""
     rng = random.Random(number)
     for _ in range(rng.randint(1, 4)):
-        tx.put(b"k%02d" % rng.randrange(60), b"%d." % number + bytes([number % 256]) * rng.randrange(150))
+        tx.put(
+            b"k%02d" % rng.randrange(60),
+            b"%d." % number + bytes([number % 256]) * rng.randrange(150),
+        )
     if rng.random() < 0.5:
         tx.delete(b"k%02d" % rng.randrange(60))
     tx.put(b"n", b"%d" % number)
@@ -445,7 +450,10 @@ def test_a_full_disk(small_disk, caplog, monkeypatch):
     count += 1
     trio.run(engine.transact, add, count - 1)
     engine.close()
-    assert [record.levelname for record in caplog.records if record.levelno > 20] == ["WARNING", "WARNING"]
+    assert [record.levelname for record in caplog.records if record.levelno > 20] == [
+        "WARNING",
+        "WARNING",
+    ]
     assert "changes that need space are refused" in caplog.text
     assert "takes no changes" in caplog.text
 

@@ -43,7 +43,11 @@ POINTS = sorted(
     for name in faults.POINTS
     if name.startswith(("vfs.", "burst.", "data.", "meta.")) and not name.startswith(ELSEWHERE)
 )
-SETTINGS = {"layout.unit": str(UNIT), "meta.commit_interval": "10ms", "data.writeback_interval": "100ms"}
+SETTINGS = {
+    "layout.unit": str(UNIT),
+    "meta.commit_interval": "10ms",
+    "data.writeback_interval": "100ms",
+}
 MODES = {
     "off": modes.OFF,
     "on": modes.ON | {"meta.backup_interval": "50ms"},
@@ -166,7 +170,11 @@ async def require_no_leak(directory: Path) -> None:
     store = await open_store(config_of(directory))
     try:
         needed, allowed = await store.engine.view(_objects)
-        found = [(server.id, thing) for server in store.servers.values() for thing in list_all(server.path)]
+        found = [
+            (server.id, thing)
+            for server in store.servers.values()
+            for thing in list_all(server.path)
+        ]
     finally:
         store.close()
     assert all(isinstance(thing, StoredObject) for _, thing in found), found
@@ -262,7 +270,9 @@ def test_the_sweep_knows_every_point() -> None:
 
 
 @CASES
-def test_a_power_cut_leaves_what_was_durable(scratch: Path, store: Path, point: str, mode: str) -> None:
+def test_a_power_cut_leaves_what_was_durable(
+    scratch: Path, store: Path, point: str, mode: str
+) -> None:
     sweep_power(scratch, mode, point, seed=0)
 
 
@@ -410,7 +420,9 @@ async def work_through(
                         ledger.check(tree, killed=True)
                         ledger = Ledger.of(tree)
                         await fs.sync()
-                    except FsError as again:  # a journal that could not be synced takes nothing more
+                    except (
+                        FsError
+                    ) as again:  # a journal that could not be synced takes nothing more
                         errors.append(again.errno)
                         break
                     churn = Churn(kernel, ledger, rng, lambda: None)
@@ -437,7 +449,9 @@ def sweep_fault(directory: Path, error: int, seed: int, scrubs_clean: bool = Fal
 ERRORS = pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
 
 
-def sweep_faults(scratch: Path, mode: str, error: int, seeds: range, scrubs_clean: bool = False) -> None:
+def sweep_faults(
+    scratch: Path, mode: str, error: int, seeds: range, scrubs_clean: bool = False
+) -> None:
     failed = set()
     for seed in seeds:
         directory = scratch / str(seed)

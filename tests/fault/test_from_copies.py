@@ -30,9 +30,12 @@ from tests.support.powercut import PowerCut, is_crash
 
 MIB = 1 << 20
 SETTINGS = {
-    "burst.drain_delay": "0s", "burst.throttle_max": "0s", "burst.stage_on_read": "0", "layout.unit": "64KiB",
+    "burst.drain_delay": "0s",
+    "burst.throttle_max": "0s",
+    "burst.stage_on_read": "0",
+    "layout.unit": "64KiB",
     "scrub.bandwidth": "0",
-}  # fmt: skip
+}
 POLICIES = {
     "plain": b"count=2",
     "mirror": b"count=1,replicas=2",
@@ -53,7 +56,13 @@ def long(*values: object) -> Any:
 
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 some_policies = pytest.mark.parametrize(
-    "policy", ["plain", "coded", "chunks", *(long(name) for name in ("mirror", "chunks-mirror", "chunks-coded"))]
+    "policy",
+    [
+        "plain",
+        "coded",
+        "chunks",
+        *(long(name) for name in ("mirror", "chunks-mirror", "chunks-coded")),
+    ],
 )
 
 
@@ -74,7 +83,9 @@ class Files:
 
     def config(self) -> Config:
         config = config_of(self.directory)
-        return config.model_copy(update={"data": config.data.model_copy(update={"missing": "allow"})})
+        return config.model_copy(
+            update={"data": config.data.model_copy(update={"missing": "allow"})}
+        )
 
     def use(self, work: Callable[[Filesystem], Awaitable[Any]]) -> Any:
         async def run() -> Any:
@@ -90,7 +101,9 @@ class Files:
         chance = random.Random(7)
         for number, size in enumerate(SIZES):
             data = chance.randbytes(size)
-            (handle, *_), inode = await fs.create(keys.ROOT_INO, b"file-%d" % number, 0o644, os.O_RDWR, ROOT)
+            (handle, *_), inode = await fs.create(
+                keys.ROOT_INO, b"file-%d" % number, 0o644, os.O_RDWR, ROOT
+            )
             await fs.write(handle, 0, data)
             if synced:
                 await fs.fsync(handle)
@@ -126,8 +139,15 @@ class Files:
         """Of each object set, one object more than it can do without, the same bytes in all of them."""
         paths = []
         for ino, oid, layout in await self.layouts(fs):
-            columns = (0, *range(layout.width, len(layout.servers)), *range(1, layout.width))  # a small file lacks the latter
-            found = [Path(fs.store.servers[layout.servers[column]].object_path(ino, oid)) for column in columns]
+            columns = (
+                0,
+                *range(layout.width, len(layout.servers)),
+                *range(1, layout.width),
+            )  # a small file lacks the latter
+            found = [
+                Path(fs.store.servers[layout.servers[column]].object_path(ino, oid))
+                for column in columns
+            ]
             paths += [path for path in found if path.exists()][: self.tolerates + 1]
         return paths
 
@@ -166,7 +186,9 @@ async def scrub(fs: Filesystem, repair: bool = True) -> dict[str, Any]:
 
 
 async def order(fs: Filesystem, what: str, **fields: object) -> None:
-    await fs.setxattr(keys.ROOT_INO, f"user.aifs.server-{what}".encode(), json.dumps(fields).encode(), caller=ROOT)
+    await fs.setxattr(
+        keys.ROOT_INO, f"user.aifs.server-{what}".encode(), json.dumps(fields).encode(), caller=ROOT
+    )
 
 
 async def described(fs: Filesystem) -> dict[str, Any]:
@@ -230,14 +252,20 @@ def test_a_scrub_restores_what_nothing_else_tells(files: Files, policy: str, how
         assert told["evict"]["restored_files"] == len(SIZES)
         await files.settled(fs)
         status = await scrub(fs)
-        assert (status["from_copies"], status["flaws"], status["wrong"]) == (0, 0, [])  # nor is anything left in containers
+        assert (status["from_copies"], status["flaws"], status["wrong"]) == (
+            0,
+            0,
+            [],
+        )  # nor is anything left in containers
 
     files.use(work)
     files.assert_sound()
 
 
 @pytest.mark.parametrize("policy", ["plain", "chunks"])
-def test_without_leave_to_repair_the_copy_stays(files: Files, policy: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_leave_to_repair_the_copy_stays(
+    files: Files, policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def work(fs: Filesystem) -> None:
         await files.write(fs)
         spoil(await files.objects_beyond_help(fs), "wrong")
@@ -254,7 +282,9 @@ def test_without_leave_to_repair_the_copy_stays(files: Files, policy: str, caplo
     caplog.clear()
 
 
-def test_a_copy_that_is_wrong_itself_is_no_source(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copy_that_is_wrong_itself_is_no_source(
+    files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
     async def work(fs: Filesystem) -> None:
         await files.write(fs)
         spoil(await files.objects_beyond_help(fs), "missing")
@@ -296,7 +326,9 @@ def test_without_checksums_a_copy_as_long_as_the_file_is_trusted(
         status = await scrub(fs)
         if size is None:
             assert (status["from_copies"], status["wrong"]) == (len(SIZES), [])
-            assert sum("trusted: there are no checksums" in line for line in caplog.messages) == len(SIZES)
+            assert sum(
+                "trusted: there are no checksums" in line for line in caplog.messages
+            ) == len(SIZES)
         else:
             assert (status["from_copies"], len(status["wrong"])) == (0, len(SIZES))
             for path, data in hidden.items():
@@ -352,7 +384,9 @@ def test_what_a_scrub_has_found_is_known_until_it_is_verified(
 
     async def mend(fs: Filesystem) -> None:
         assert await needy(files, fs) == files.contents.keys()
-        assert not await fs.from_copies.restore_users(0, 1 << 40)  # of a container that nobody needs
+        assert not await fs.from_copies.restore_users(
+            0, 1 << 40
+        )  # of a container that nobody needs
         assert (await scrub(fs))["wrong"] == []
         await files.settled(fs)
 
@@ -363,7 +397,9 @@ def test_what_a_scrub_has_found_is_known_until_it_is_verified(
     caplog.clear()
 
 
-def test_a_scrub_that_is_stopped_leaves_no_file_half_restored(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scrub_that_is_stopped_leaves_no_file_half_restored(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody writes to a copy before it is durable that it is the file (B6)."""
 
     async def work(fs: Filesystem) -> None:
@@ -410,7 +446,9 @@ def test_who_reads_or_writes_it_meanwhile_notices_nothing(files: Files) -> None:
         spoil(await files.objects_beyond_help(fs), "missing")
         readers = {ino: (await fs.open(ino, os.O_RDONLY)).handle for ino in files.contents}
         changed = max(files.contents)
-        writer = (await fs.open(changed, os.O_RDWR)).handle  # so it has left the data servers already
+        writer = (
+            await fs.open(changed, os.O_RDWR)
+        ).handle  # so it has left the data servers already
         await fs.write(writer, 3, b"new")
         files.contents[changed] = files.contents[changed][:3] + b"new" + files.contents[changed][6:]
         assert (await scrub(fs))["wrong"] == []
@@ -429,7 +467,13 @@ def test_who_reads_or_writes_it_meanwhile_notices_nothing(files: Files) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "how"),
-    [("plain", "remove"), ("coded", "remove"), ("chunks", "remove"), ("plain", "replace"), ("chunks-coded", "replace")]
+    [
+        ("plain", "remove"),
+        ("coded", "remove"),
+        ("chunks", "remove"),
+        ("plain", "replace"),
+        ("chunks-coded", "replace"),
+    ]
     + [long(name, "remove") for name in ("mirror", "chunks-mirror", "chunks-coded")]
     + [long(name, "replace") for name in ("mirror", "coded", "chunks", "chunks-mirror")],
 )
@@ -507,7 +551,9 @@ def test_a_server_with_wrong_bytes_is_left_all_the_same(
     caplog.clear()
 
 
-def test_only_files_without_copies_are_lost_with_a_server(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_files_without_copies_are_lost_with_a_server(
+    files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
     async def write(fs: Filesystem) -> int:
         await files.write(fs)
         _, _, layout = (await files.layouts(fs))[-1]
@@ -516,10 +562,16 @@ def test_only_files_without_copies_are_lost_with_a_server(files: Files, caplog: 
 
     async def lose(fs: Filesystem) -> None:
         ino = max(files.contents)
-        assert await removed(fs, id=gone, lost=True) == f"1 file would be lost with data server {gone}"
-        assert (await removed(fs, id=gone, lost=True, lose_files=True)).startswith("1 file cannot be read without")
+        assert (
+            await removed(fs, id=gone, lost=True) == f"1 file would be lost with data server {gone}"
+        )
+        assert (await removed(fs, id=gone, lost=True, lose_files=True)).startswith(
+            "1 file cannot be read without"
+        )
         status = await scrub(fs)
-        assert {entry["inode"] for entry in status["wrong"]} == {ino}  # a lost server says that nothing is there
+        assert {entry["inode"] for entry in status["wrong"]} == {
+            ino
+        }  # a lost server says that nothing is there
         await fs.unlink(keys.ROOT_INO, b"file-%d" % (len(SIZES) - 1))
         fs.forget([ino])
         del files.contents[ino]
@@ -606,7 +658,10 @@ def test_a_copy_that_cannot_be_synced_is_not_given_up_if_it_is_needed(
         needed, other = max(files.contents), min(files.contents)
         fs.scrub._state.untold = [(await fs.getattr(needed)).oid]
 
-        broken_ids, sync = {(await fs.getattr(ino)).copy.id for ino in (needed, other)}, BurstCopy.sync
+        broken_ids, sync = (
+            {(await fs.getattr(ino)).copy.id for ino in (needed, other)},
+            BurstCopy.sync,
+        )
 
         async def fail(copy: BurstCopy) -> None:
             if copy.id in broken_ids:
@@ -629,7 +684,9 @@ def test_a_copy_that_cannot_be_synced_is_not_given_up_if_it_is_needed(
 
 
 @pytest.mark.parametrize("policy", ["plain", "coded"])
-def test_copies_stay_while_servers_fail(files: Files, policy: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_copies_stay_while_servers_fail(
+    files: Files, policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def work(fs: Filesystem) -> None:
         await files.write(fs)
         server = fs.store.servers[(await files.layouts(fs))[-1][2].servers[0]]
@@ -643,7 +700,9 @@ def test_copies_stay_while_servers_fail(files: Files, policy: str, caplog: pytes
     caplog.clear()
 
 
-def test_when_room_is_needed_others_are_dropped_first(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+def test_when_room_is_needed_others_are_dropped_first(
+    files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
     """The automatic eviction passes over copies that are needed, wherever they are in the order."""
 
     async def work(fs: Filesystem) -> None:
@@ -691,10 +750,15 @@ def test_a_copy_that_was_never_synced_is_judged_after_a_power_cut_if_it_is_neede
     async def write(fs: Filesystem) -> list[int]:
         await files.write(fs, synced=False)
         _, whole, spoilt = sorted(files.contents)
-        paths = {ino: Path(fs.store.servers[layout.servers[0]].object_path(ino, oid)) for ino, oid, layout in await files.layouts(fs)}
+        paths = {
+            ino: Path(fs.store.servers[layout.servers[0]].object_path(ino, oid))
+            for ino, oid, layout in await files.layouts(fs)
+        }
         del paths[whole]
         copy = (await fs.getattr(spoilt)).copy
-        spoil([*paths.values(), Path(fs.store.servers[copy.server].object_path(0, copy.id))], "wrong")
+        spoil(
+            [*paths.values(), Path(fs.store.servers[copy.server].object_path(0, copy.id))], "wrong"
+        )
         await scrub(fs, repair=False)
         return sorted(files.contents)
 
@@ -706,7 +770,10 @@ def test_a_copy_that_was_never_synced_is_judged_after_a_power_cut_if_it_is_neede
         await files.compare(fs)
 
     async def mend(fs: Filesystem) -> None:
-        assert [(await fs.getattr(ino)).copy is not None for ino in files.contents] == [True, False]  # known by now
+        assert [(await fs.getattr(ino)).copy is not None for ino in files.contents] == [
+            True,
+            False,
+        ]  # known by now
         assert (await scrub(fs))["wrong"] == []
         await files.settled(fs)
 
@@ -719,7 +786,10 @@ def test_a_copy_that_was_never_synced_is_judged_after_a_power_cut_if_it_is_neede
 
 
 @pytest.mark.parametrize("policy", ["plain", long("chunks-coded")])
-@pytest.mark.parametrize("point", ["vfs.burst.entered", "vfs.burst.synced", long("vfs.drain.copied"), "vfs.drain.flipped"])
+@pytest.mark.parametrize(
+    "point",
+    ["vfs.burst.entered", "vfs.burst.synced", long("vfs.drain.copied"), "vfs.drain.flipped"],
+)
 @pytest.mark.parametrize("power", [long(False), True], ids=["killed", "power"])
 def test_a_crash_while_files_are_restored_loses_none(
     files: Files, policy: str, point: str, power: bool, caplog: pytest.LogCaptureFixture

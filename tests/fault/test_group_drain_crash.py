@@ -53,14 +53,24 @@ async def read_file(fs: Filesystem, name: bytes) -> bytes:
         await fs.release(opened.handle)
 
 
-async def work(directory: Path, rng: random.Random, durable: dict[bytes, bytes], rounds: int) -> None:
+async def work(
+    directory: Path, rng: random.Random, durable: dict[bytes, bytes], rounds: int
+) -> None:
     """Groups whose members share chunks with each other, and with those of other groups and other protection; some
     files are deleted. ``durable``: what must be there, whatever happens."""
     pool = [rng.randbytes(CHUNK) for _ in range(6)] + [bytes(CHUNK)]
     async with open_filesystem(config_of(directory)) as fs:
         store = fs.store
         drain = GroupDrain(
-            store.config, store.engine, store.servers, fs.tier, fs.io, fs.ids, fs.collector, fs.containers, fs.drain.mover
+            store.config,
+            store.engine,
+            store.servers,
+            fs.tier,
+            fs.io,
+            fs.ids,
+            fs.collector,
+            fs.containers,
+            fs.drain.mover,
         )
         for number in range(rounds):
             members = []
@@ -68,7 +78,9 @@ async def work(directory: Path, rng: random.Random, durable: dict[bytes, bytes],
                 pool[:3] = [rng.randbytes(CHUNK) for _ in range(3)]
             for rank in range(3):
                 name = b"%d-%d" % (number, rank)
-                data = b"".join([*pool[:3], *rng.choices(pool, k=3)]) + rng.randbytes(rng.randrange(1, 2 * CHUNK))
+                data = b"".join([*pool[:3], *rng.choices(pool, k=3)]) + rng.randbytes(
+                    rng.randrange(1, 2 * CHUNK)
+                )
                 policy = rng.choice(PROTECTED) if number % 2 else Policy()
                 members.append(Prepared(await write_durably(fs, name, data, policy)))
                 durable[name] = data

@@ -13,11 +13,15 @@ from aifs.core import files
 from tests.fault.test_client_crash import OPERATIONS_MAX, Killer
 from tests.support.group_ranks import WAIT_S, Rank, outcomes, start
 
-UNHEARD_S = 3.0  # until the other gives up; one that died before it was heard of is missed only then
+UNHEARD_S = (
+    3.0  # until the other gives up; one that died before it was heard of is missed only then
+)
 NAMES = {"rank0", "rank1", ".aifs-manifest.json"}
 
 
-def save(rank: int, process: Rank, place: Path, timeout_s: float, victim: int = -1, at: int = 0) -> str:
+def save(
+    rank: int, process: Rank, place: Path, timeout_s: float, victim: int = -1, at: int = 0
+) -> str:
     if rank == victim:
         files.set_hook(Killer(at))
     group = Group("step", rank, 2, directory=place / "new", publish="final", timeout_s=timeout_s)
@@ -40,7 +44,9 @@ def test_a_rank_is_killed(tmp_path: Path, victim: int, stride: int) -> None:
             assert outcomes(start([1, 0], save, place, WAIT_S)) == ["saved"] * 2
             assert {entry.name for entry in place.iterdir()} == {"final"}
         assert {entry.name for entry in (place / "final").iterdir()} == NAMES
-        assert all((place / "final" / f"rank{rank}").read_bytes() == b"content" * 1000 for rank in range(2))
+        assert all(
+            (place / "final" / f"rank{rank}").read_bytes() == b"content" * 1000 for rank in range(2)
+        )
         if both[victim] == "saved":
             return
     raise AssertionError(f"more than {OPERATIONS_MAX} operations")

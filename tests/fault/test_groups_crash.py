@@ -34,10 +34,18 @@ MODES = {
     "replicas": modes.ON | modes.REPLICAS,
     "coded": modes.ON | modes.CODED,
 }
-OWN = sorted(name for name in faults.POINTS if name.startswith("vfs.group.") and name != "vfs.group.replaced")
+OWN = sorted(
+    name for name in faults.POINTS if name.startswith("vfs.group.") and name != "vfs.group.replaced"
+)
 """The points of groups; ``replaced`` needs a bad chunk (test_group_drain)."""
 
-OTHERS = ["vfs.drain.flipped", "vfs.burst.synced", "vfs.publish.durable", "vfs.publish.shown", "data.append.written"]
+OTHERS = [
+    "vfs.drain.flipped",
+    "vfs.burst.synced",
+    "vfs.publish.durable",
+    "vfs.publish.shown",
+    "data.append.written",
+]
 POINTS = OWN + [name for name in OTHERS if name in faults.POINTS]
 ROUNDS = 12
 SEEDS_MAX = 40
@@ -52,7 +60,10 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 def content(rng: random.Random) -> bytes:
     """Blocks of which many are equal, or zeros."""
     count = rng.randint(1, 4)
-    blocks = [bytes([kind]) * BLOCK if (kind := rng.randrange(5)) < 4 else rng.randbytes(BLOCK) for _ in range(count)]
+    blocks = [
+        bytes([kind]) * BLOCK if (kind := rng.randrange(5)) < 4 else rng.randbytes(BLOCK)
+        for _ in range(count)
+    ]
     return b"".join(blocks)[: rng.choice([10, BLOCK, count * BLOCK - 100, count * BLOCK])]
 
 
@@ -78,7 +89,9 @@ class Job:
         explicit, publish = rng.random() < 0.6, rng.random() < 0.5
         ino = (await fs.mkdir(ROOT, step.encode(), 0o755, CALLER)).ino
         text = f"name=step,ranks={ranks},dedup=64KiB,commit={'explicit' if explicit else 'close'}"
-        await fs.setxattr(ino, b"user.aifs.group", (text + (f",publish=final-{step}" if publish else "")).encode())
+        await fs.setxattr(
+            ino, b"user.aifs.group", (text + (f",publish=final-{step}" if publish else "")).encode()
+        )
         files, promised = self.written.setdefault(step, {}), self.promised.setdefault(step, set())
         for rank in range(ranks):
             for part in range(rng.randint(1, 2) if explicit else 1):
@@ -134,7 +147,9 @@ async def compare(job: Job, fs: Kernel) -> None:
         for name in wanted:
             inode = await fs.lookup(top, name.encode())
             handle = await fs.open(inode.ino, os.O_RDONLY)
-            assert bytes(await fs.read(handle, 0, 1 << 20)) == files[name], f"{step}/{name} is not what was committed"
+            assert bytes(await fs.read(handle, 0, 1 << 20)) == files[name], (
+                f"{step}/{name} is not what was committed"
+            )
             await fs.release(handle)
 
 
@@ -145,6 +160,7 @@ def crash(directory: Path, mode: str, point: str | None, rng: random.Random) -> 
     make_store(store, SETTINGS | MODES[mode])
     killed = rng.random() < 0.4  # the daemon alone: all that it has written is there
     with Cut(store, killed) as cut:
+
         def stop() -> None:
             if cut.crashed:
                 raise faults.SimulatedCrash("in the background")
@@ -171,7 +187,9 @@ def crash(directory: Path, mode: str, point: str | None, rng: random.Random) -> 
 
 
 @pytest.mark.parametrize(("number", "point"), list(enumerate(POINTS)))
-def test_a_crash_at_a_fault_point_of_a_group_loses_nothing(scratch: Path, number: int, point: str) -> None:
+def test_a_crash_at_a_fault_point_of_a_group_loses_nothing(
+    scratch: Path, number: int, point: str
+) -> None:
     for seed in range(SEEDS_MAX):
         mode = list(MODES)[(number + seed) % len(MODES)]
         if crash(scratch / str(seed), mode, point, random.Random(f"{point} {seed}")) and seed >= 2:

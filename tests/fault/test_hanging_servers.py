@@ -33,8 +33,11 @@ from tests.support.hanging import ALL, WAIT_S, answered, hanging, until
 from tests.support.stores import drained, moved_out, overwrite, read_file, write_file
 
 SETTINGS = modes.ON | {
-    "data.timeout": "100ms", "layout.inline_limit": 0, "burst.stage_on_read": 0, "burst.stage_for_write": 0,
-}  # fmt: skip
+    "data.timeout": "100ms",
+    "layout.inline_limit": 0,
+    "burst.stage_on_read": 0,
+    "burst.stage_for_write": 0,
+}
 MODES = {
     "plain": {},
     "replicas": modes.REPLICAS,
@@ -59,11 +62,17 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @asynccontextmanager
 async def opened(
-    directory: Path, mode: str, settings: dict[str, object] | None = None, sound: bool = True, servers: int = SERVERS
+    directory: Path,
+    mode: str,
+    settings: dict[str, object] | None = None,
+    sound: bool = True,
+    servers: int = SERVERS,
 ) -> AsyncIterator[Filesystem]:
     """``sound``: the server answers when this ends. However slow the machine is, the others do not seem to hang."""
     settings = MODES[mode] | (settings or {})
-    async with stores.opened(directory, settings, base=SETTINGS, servers=servers, sound=sound) as fs:
+    async with stores.opened(
+        directory, settings, base=SETTINGS, servers=servers, sound=sound
+    ) as fs:
         for each in fs.store.servers.capacity():
             if each.id != BAD:
                 each.workers.patience._configured_s = patience.FOR_EVER
@@ -108,13 +117,21 @@ def cases() -> Iterator[object]:
     chosen = {("coded", "sync_file"), ("interleaved", "write_at"), ("plain", "set_label")}
     for mode in MODES:
         yield pytest.param(mode, ALL, id=f"{mode}-all")
-        for op in ("open_file", "write_at", "sync_file", "sync_dir", "set_label"):  # nothing is cut there
+        for op in (
+            "open_file",
+            "write_at",
+            "sync_file",
+            "sync_dir",
+            "set_label",
+        ):  # nothing is cut there
             marks = [] if (mode, op) in chosen else pytest.mark.long
             yield pytest.param(mode, (op,), id=f"{mode}-{op}", marks=marks)
 
 
 @pytest.mark.parametrize(("mode", "ops"), list(cases()))
-async def test_others_go_on_and_what_lands_late_harms_nobody(directory: Path, mode: str, ops: tuple[str, ...]) -> None:
+async def test_others_go_on_and_what_lands_late_harms_nobody(
+    directory: Path, mode: str, ops: tuple[str, ...]
+) -> None:
     async with opened(directory, mode) as fs:
         before = await write_some(fs, b"before")
         await moved_out(fs, *before)
@@ -124,11 +141,16 @@ async def test_others_go_on_and_what_lands_late_harms_nobody(directory: Path, mo
             contents: dict[int, bytes] = {}
             number = 0
             while not server(fs).hangs:  # until one has met it
-                contents |= (some := await write_some(fs, b"first %d" % number, b"second %d" % number))
+                contents |= (
+                    some := await write_some(fs, b"first %d" % number, b"second %d" % number)
+                )
                 number += 1
                 await drained(fs, *some)
             assert server(fs).state == "failing"
-            assert re.search(r"^data server 1 \(.*\): \w+ .* has not ended within 0\.\d s$", server(fs).last_error)
+            assert re.search(
+                r"^data server 1 \(.*\): \w+ .* has not ended within 0\.\d s$",
+                server(fs).last_error,
+            )
             assert BAD not in fs.store.servers.usable()
             # Nobody waits for it again, and nothing is asked of it.
             held = list(hang.held)
@@ -160,7 +182,9 @@ async def test_others_go_on_and_what_lands_late_harms_nobody(directory: Path, mo
 
 
 @pytest.mark.parametrize("op", ["write_at", "truncate", *longer("sync_file", "start_writing")])
-async def test_a_container_that_something_may_land_in_is_not_appended_to(directory: Path, op: str) -> None:
+async def test_a_container_that_something_may_land_in_is_not_appended_to(
+    directory: Path, op: str
+) -> None:
     async with opened(directory, "interleaved") as fs:
         contents = await write_some(fs, *(b"old %d" % n for n in range(12)), size=SMALL)
         await drained(fs, *contents)
@@ -178,13 +202,17 @@ async def test_a_container_that_something_may_land_in_is_not_appended_to(directo
                 number += 1
                 await drained(fs, *some)
             caught = {int(path.rpartition("/")[2].partition(".")[0], 16) for _, path in hang.held}
-            contents |= (some := await write_some(fs, *(b"later %d" % n for n in range(8)), size=SMALL))
+            contents |= (
+                some := await write_some(fs, *(b"later %d" % n for n in range(8)), size=SMALL)
+            )
             await drained(fs, *some)
             touched: set[str] = set()
             hang.release()
         await answered(fs, BAD)
         with hooked(lambda op, path: touched.add(path) if op in ("write_at", "truncate") else None):
-            contents |= (some := await write_some(fs, *(b"last %d" % n for n in range(12)), size=SMALL))
+            contents |= (
+                some := await write_some(fs, *(b"last %d" % n for n in range(12)), size=SMALL)
+            )
             await drained(fs, *some)
         assert touched.isdisjoint(server(fs).object_path(0, container) for container in caught)
         assert caught.isdisjoint(await fs.store.engine.view(open_on_bad))
@@ -195,7 +223,9 @@ async def test_a_container_that_something_may_land_in_is_not_appended_to(directo
 
 def open_on_bad(tx) -> set[int]:
     """Containers there that may be appended to."""
-    return {oid for oid, record in chunks.open_containers(tx).items() if record.layout.servers == (BAD,)}
+    return {
+        oid for oid, record in chunks.open_containers(tx).items() if record.layout.servers == (BAD,)
+    }
 
 
 # --- groups -----------------------------------------------------------------------------------------------
@@ -210,8 +240,16 @@ async def test_groups_are_stored_by_others(directory: Path, mode: str) -> None:
             while not server(fs).hangs or number < 3:
                 top = (await fs.mkdir(stores.ROOT_INO, b"%d" % number, 0o755, stores.ROOT)).ino
                 await fs.setxattr(top, b"user.aifs.group", b"name=step,ranks=2,dedup=128KiB")
-                ranks = [await write_file(fs, b"%d" % rank, data_of(b"%d.%d" % (number, rank), 300_000), top) for rank in (0, 1)]
-                contents |= {ino: data_of(b"%d.%d" % (number, rank), 300_000) for rank, ino in enumerate(ranks)}
+                ranks = [
+                    await write_file(
+                        fs, b"%d" % rank, data_of(b"%d.%d" % (number, rank), 300_000), top
+                    )
+                    for rank in (0, 1)
+                ]
+                contents |= {
+                    ino: data_of(b"%d.%d" % (number, rank), 300_000)
+                    for rank, ino in enumerate(ranks)
+                }
                 await fs.drain.wait(ranks)
                 number += 1
             hang.release()
@@ -262,7 +300,13 @@ async def test_a_column_that_is_made_anew_in_its_place(directory: Path, op: str)
 
 
 @pytest.mark.parametrize(
-    "mode", ["plain", "coded", "interleaved", *longer("replicas", "interleaved-replicas", "interleaved-coded")]
+    "mode",
+    [
+        "plain",
+        "coded",
+        "interleaved",
+        *longer("replicas", "interleaved-replicas", "interleaved-coded"),
+    ],
 )
 async def test_nobody_waits_for_its_bytes_in_the_background(
     directory: Path, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -284,7 +328,12 @@ async def test_nobody_waits_for_its_bytes_in_the_background(
             await fs.rebuild.news()
             for ino in contents:
                 fs.stager.request(ino)
-            await until(lambda: not fs.stager.status()["active_files"] and not fs.stager.status()["waiting_files"])
+            await until(
+                lambda: (
+                    not fs.stager.status()["active_files"]
+                    and not fs.stager.status()["waiting_files"]
+                )
+            )
             assert hang.held
             hang.release()
         await answered(fs, BAD)
@@ -297,7 +346,11 @@ async def test_nobody_waits_for_its_bytes_in_the_background(
 @pytest.mark.parametrize("op", ["truncate", "sync_file"])
 async def test_what_a_program_writes_comes_after_what_lands_late(directory: Path, op: str) -> None:
     """The settling of a closed file is given up, and would cut what is written after it."""
-    settings = modes.OFF | {"data.writeback_interval": "100ms", "meta.commit_interval": "10ms", "layout.count": 1}
+    settings = modes.OFF | {
+        "data.writeback_interval": "100ms",
+        "meta.commit_interval": "10ms",
+        "layout.count": 1,
+    }
     async with opened(directory, "plain", settings) as fs:
         ino = await write_file(fs, b"file", b"x" * 50_000)
         while (await fs.getattr(ino)).layout.servers != (BAD,):
@@ -334,7 +387,9 @@ async def test_what_a_program_writes_comes_after_what_lands_late(directory: Path
 async def test_who_waits_for_a_call_that_hangs_hangs_too(directory: Path) -> None:
     """Objects of a server are opened and removed in turn."""
     async with opened(directory, "plain") as fs:
-        each = [Columns(fs.store.servers, Striped(4096, (BAD,)), 7, OID + number) for number in (0, 16)]
+        each = [
+            Columns(fs.store.servers, Striped(4096, (BAD,)), 7, OID + number) for number in (0, 16)
+        ]
 
         async def write(columns: Columns) -> None:
             with patience.background(), pytest.raises(Unavailable):
@@ -400,8 +455,12 @@ async def test_a_close_does_not_wait_for_ever(directory: Path) -> None:
     async with opened(directory, "plain", settings) as fs:
         with hanging(server(fs).path, ("truncate",)):
             inos = []
-            for number in range(SERVERS):  # on each of them the first unit of one, which are holes then
-                (handle, *_), inode = await fs.create(stores.ROOT_INO, b"%d" % number, 0o600, os.O_RDWR, stores.ROOT)
+            for number in range(
+                SERVERS
+            ):  # on each of them the first unit of one, which are holes then
+                (handle, *_), inode = await fs.create(
+                    stores.ROOT_INO, b"%d" % number, 0o600, os.O_RDWR, stores.ROOT
+                )
                 await fs.write(handle, 12 * 4096, b"x" * 4096)
                 await fs.release(handle)
                 inos.append(inode.ino)
@@ -410,7 +469,10 @@ async def test_a_close_does_not_wait_for_ever(directory: Path) -> None:
         for ino in inos:
             assert await read_file(fs, ino) == bytes(12 * 4096) + b"x" * 4096
             await overwrite(fs, ino, 4096, b"y" * 4096)
-            assert await read_file(fs, ino) == bytes(4096) + b"y" * 4096 + bytes(10 * 4096) + b"x" * 4096
+            assert (
+                await read_file(fs, ino)
+                == bytes(4096) + b"y" * 4096 + bytes(10 * 4096) + b"x" * 4096
+            )
 
 
 # --- backups ----------------------------------------------------------------------------------------------
@@ -439,14 +501,20 @@ async def test_backups_go_to_other_servers(directory: Path) -> None:
         await fs.mkdir(stores.ROOT_INO, b"after", 0o700, stores.ROOT)
         await fs.backup.ship()
         names = set().union(*(backups.sizes(server(fs, number)) for number in range(SERVERS)))
-        assert newest(filter(None, map(parse_name, names))).seq == fs.backup.status()["sequence"] > shipped
+        assert (
+            newest(filter(None, map(parse_name, names))).seq
+            == fs.backup.status()["sequence"]
+            > shipped
+        )
 
 
 # --- the end ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["plain", "replicas", "interleaved"])
-async def test_a_mount_ends_though_a_server_hangs(directory: Path, mode: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_mount_ends_though_a_server_hangs(
+    directory: Path, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """In order: what lies there is drained, or stays where it is. Nobody gets the store before all has landed."""
     contents = {}
     with hanging(str(directory / "data" / str(BAD))) as hang:
@@ -477,14 +545,20 @@ async def test_a_mount_ends_though_a_server_hangs(directory: Path, mode: str, ca
 
 
 async def test_a_mount_ends_though_what_is_written_there_cannot_be_synced(directory: Path) -> None:
-    settings = modes.OFF | {"data.writeback_interval": "1h", "layout.count": 1, "data.timeout": "100ms"}
+    settings = modes.OFF | {
+        "data.writeback_interval": "1h",
+        "layout.count": 1,
+        "data.timeout": "100ms",
+    }
     async with opened(directory, "plain", settings) as fs:
         for number in range(9):
             await write_file(fs, b"%d" % number, b"x" * 50_000)
     with hanging(str(directory / "data" / str(BAD)), ("sync_file",)), pytest.raises(Unavailable):
         async with opened(directory, "plain", sound=False) as fs:
             for number in range(9):
-                await overwrite(fs, (await fs.lookup(stores.ROOT_INO, b"%d" % number)).ino, 0, b"y" * 50_000)
+                await overwrite(
+                    fs, (await fs.lookup(stores.ROOT_INO, b"%d" % number)).ino, 0, b"y" * 50_000
+                )
     while True:
         try:
             async with opened(directory, "plain") as fs:
@@ -499,12 +573,16 @@ async def test_a_mount_ends_though_what_is_written_there_cannot_be_synced(direct
 # --- what is asked of the whole ---------------------------------------------------------------------------
 
 
-async def test_space_is_told_though_a_server_does_not_say_it(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_space_is_told_though_a_server_does_not_say_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with opened(directory, "replicas") as fs:
         whole_space = await fs.statfs()
         go = threading.Event()
         space = DataServer.space
-        monkeypatch.setattr(DataServer, "space", lambda it: (it.id != BAD or go.wait(60)) and space(it))
+        monkeypatch.setattr(
+            DataServer, "space", lambda it: (it.id != BAD or go.wait(60)) and space(it)
+        )
         monkeypatch.setattr("aifs.data.servers._SAY_S", 0.05)
         try:
             assert (await fs.statfs()).blocks == whole_space.blocks

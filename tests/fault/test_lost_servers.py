@@ -25,7 +25,10 @@ POLICIES = {
     "replicas=3": ({"layout.replicas": 3, "layout.count": 1}, 2),
     "ec=2+1": ({"layout.ec": "2+1"}, 1),
     "ec=3+2": ({"layout.ec": "3+2"}, 2),
-    "containers, replicas=2": ({"layout.kind": "interleaved", "layout.replicas": 2, "layout.count": 1}, 1),
+    "containers, replicas=2": (
+        {"layout.kind": "interleaved", "layout.replicas": 2, "layout.count": 1},
+        1,
+    ),
     "containers, ec=3+2": ({"layout.kind": "interleaved", "layout.ec": "3+2"}, 2),
 }
 
@@ -64,14 +67,19 @@ def restore_old_state(server: str, snapshot: Path) -> None:
 
 
 LOSSES: dict[str, Callable[[str, Path], None]] = {
-    "removed": remove_objects, "emptied": empty_objects, "cut": cut_objects, "flipped": flip_bits,
+    "removed": remove_objects,
+    "emptied": empty_objects,
+    "cut": cut_objects,
+    "flipped": flip_bits,
     "stale": restore_old_state,
-}  # fmt: skip
+}
 
 
 async def fill(scratch: Path, settings: dict[str, object]) -> tuple[Config, dict[str, int]]:
     """A store with files of two times, and a snapshot of its servers between them."""
-    config = await make(scratch, settings | {"data.verify": "read", "scrub.interval": "0"}, servers=SERVERS)
+    config = await make(
+        scratch, settings | {"data.verify": "read", "scrub.interval": "0"}, servers=SERVERS
+    )
     async with served(config) as fs:
         sizes = await write_files(fs, "old")
     for server in config.servers:
@@ -84,7 +92,9 @@ async def fill(scratch: Path, settings: dict[str, object]) -> tuple[Config, dict
 async def survive(scratch: Path, policy: str, kind: str, lost: tuple[int, ...]) -> None:
     settings, _ = POLICIES[policy]
     config, sizes = await fill(scratch, settings)
-    holding = [server for server in config.servers if objects_of(server)]  # few containers lie on few servers
+    holding = [
+        server for server in config.servers if objects_of(server)
+    ]  # few containers lie on few servers
     for server in {holding[number % len(holding)] for number in lost}:
         LOSSES[kind](server, scratch / "snapshot")
     async with served(config) as fs:
@@ -110,7 +120,9 @@ def cases(chosen: Callable[[int], bool]) -> list[tuple[str, str, tuple[int, ...]
 
 
 @pytest.mark.parametrize(("policy", "kind", "lost"), cases(lambda number: number % 13 == 0))
-async def test_lost_servers_are_made_up_for(scratch: Path, policy: str, kind: str, lost: tuple[int, ...]) -> None:
+async def test_lost_servers_are_made_up_for(
+    scratch: Path, policy: str, kind: str, lost: tuple[int, ...]
+) -> None:
     await survive(scratch, policy, kind, lost)
 
 

@@ -26,17 +26,25 @@ from tests.support.stores import drained, numbers, read_file, write_file
 
 SERVERS = 4
 SETTINGS = {
-    "layout.kind": "interleaved", "layout.compact_above": "0.3", "burst.drain_delay": "1h", "burst.throttle_max": "0s",
-    "burst.stage_on_read": 0, "meta.backup_interval": 0,
-}  # fmt: skip
+    "layout.kind": "interleaved",
+    "layout.compact_above": "0.3",
+    "burst.drain_delay": "1h",
+    "burst.throttle_max": "0s",
+    "burst.stage_on_read": 0,
+    "meta.backup_interval": 0,
+}
 REDUNDANT = {"replicas": {"layout.replicas": 2}, "ec": {"layout.ec": "2+1"}}
 SIZES = [3000, 100_000, 1 << 20, (3 << 20) + 5000]
 
 redundant = pytest.mark.parametrize("kind", REDUNDANT)
 
 
-def mounted(directory: Path, kind: str, sound: bool = True) -> AbstractAsyncContextManager[Filesystem]:
-    return stores.opened(directory, REDUNDANT.get(kind, {}), base=SETTINGS, servers=SERVERS, sound=sound)
+def mounted(
+    directory: Path, kind: str, sound: bool = True
+) -> AbstractAsyncContextManager[Filesystem]:
+    return stores.opened(
+        directory, REDUNDANT.get(kind, {}), base=SETTINGS, servers=SERVERS, sound=sound
+    )
 
 
 async def findings(directory: Path, repair: bool = False) -> list[str]:
@@ -64,12 +72,18 @@ async def expect(fs: Filesystem, files: dict[int, bytes]) -> None:
 
 def some(seed: int, count: int = 12) -> dict[bytes, bytes]:
     rng = random.Random(seed)
-    return {f"{seed}.{number}".encode(): rng.randbytes(rng.choice(SIZES)) for number in range(count)}
+    return {
+        f"{seed}.{number}".encode(): rng.randbytes(rng.choice(SIZES)) for number in range(count)
+    }
 
 
 async def table(fs: Filesystem) -> dict[int, chunks.Container]:
     view = fs.store.engine.view
-    return await view(lambda tx: {keys.number(k): chunks.decode_container(v) for k, v in tx.range(*keys.all_of(b"t"))})
+    return await view(
+        lambda tx: {
+            keys.number(k): chunks.decode_container(v) for k, v in tx.range(*keys.all_of(b"t"))
+        }
+    )
 
 
 @redundant
@@ -111,7 +125,11 @@ async def test_fsck_names_what_is_lost(directory, kind):
         for path in (directory / "data" / str(server) / "objects").rglob("*.0"):
             path.unlink()
     kinds = await findings(directory)
-    assert {"missing-container", "lost-chunk"} <= set(kinds) <= {"missing-container", "lost-chunk", "degraded"}
+    assert (
+        {"missing-container", "lost-chunk"}
+        <= set(kinds)
+        <= {"missing-container", "lost-chunk", "degraded"}
+    )
 
 
 @redundant
@@ -161,7 +179,9 @@ async def test_compaction_of_protected_containers(directory, kind):
         await fs.compaction.compact()
         await fs.collector.drain()
         after = await table(fs)
-        assert sum(record.length for record in after.values()) < 0.6 * sum(record.length for record in before.values())
+        assert sum(record.length for record in after.values()) < 0.6 * sum(
+            record.length for record in before.values()
+        )
         assert all(record.layout.is_protected for record in after.values())
         await expect(fs, {ino: files[ino] for ino in keep})
         await fs.compaction.compact()
@@ -175,7 +195,9 @@ async def test_compaction_reads_around_a_lost_server(directory, kind):
         keep = set(sorted(files)[::6])
         await leave_only(fs, files, keep)
         before = await table(fs)
-        worth = {container for container, record in before.items() if record.live < 0.5 * record.length}
+        worth = {
+            container for container, record in before.items() if record.live < 0.5 * record.length
+        }
         shutil.rmtree(directory / "data" / "2" / "objects")
         fs.containers.files.close_idle()
         for container, record in before.items():
@@ -209,7 +231,11 @@ async def test_draining_servers_get_nothing_and_keep_no_open_container(directory
         assert all(1 not in record.layout.servers for record in opened.values())
         known = await table(fs)
         files |= await write_files(fs, some(2))
-        new = {container: record for container, record in (await table(fs)).items() if container not in known}
+        new = {
+            container: record
+            for container, record in (await table(fs)).items()
+            if container not in known
+        }
         assert all(1 not in record.layout.servers for record in new.values())
         fs.store.servers[1].standing = "active"
         await expect(fs, files)
@@ -262,7 +288,11 @@ async def test_containers_say_whose_chunks_they_hold(directory, kind):
 async def test_fsck_marks_columns_on_a_server_that_is_no_more(directory, kind):
     async with mounted(directory, kind, sound=False) as fs:
         files = await write_files(fs, some(1))
-        on_it = [container for container, record in (await table(fs)).items() if 1 in record.layout.servers]
+        on_it = [
+            container
+            for container, record in (await table(fs)).items()
+            if 1 in record.layout.servers
+        ]
         await fs.store.engine.transact(servers.remove_server, 1)
     assert await findings(directory) == ["unknown-server"] * len(on_it)
     assert await findings(directory, repair=True) == []

@@ -27,7 +27,11 @@ from tests.support.modes import config_of, make_store
 from tests.support.powercut import Cut, is_crash, make_sizes_small
 
 ROOT, CALLER = 1, Caller()
-SETTINGS = {"layout.unit": "4096", "meta.commit_interval": "10ms", "data.writeback_interval": "100ms"}
+SETTINGS = {
+    "layout.unit": "4096",
+    "meta.commit_interval": "10ms",
+    "data.writeback_interval": "100ms",
+}
 MODES = {
     "off": modes.OFF,
     "on": modes.ON,
@@ -35,8 +39,16 @@ MODES = {
     "daemon": modes.TINY | modes.BY_DAEMON,
     "interleaved": modes.TINY | modes.INTERLEAVED | {"layout.inline_limit": "0"},
 }
-POINTS = ["vfs.publish.durable", "vfs.publish.shown", "vfs.trash.removed", "vfs.trash.emptied", "vfs.burst.synced"]
-POINTS += sorted(name for name in faults.POINTS if name.startswith(("meta.", "vfs.drain.", "vfs.collect.")))
+POINTS = [
+    "vfs.publish.durable",
+    "vfs.publish.shown",
+    "vfs.trash.removed",
+    "vfs.trash.emptied",
+    "vfs.burst.synced",
+]
+POINTS += sorted(
+    name for name in faults.POINTS if name.startswith(("meta.", "vfs.drain.", "vfs.collect."))
+)
 LATEST, TRACKER, PENDING = b"latest", b"tracker", b"tmp"
 SIZES = (0, 10, 3000, 5000, 20_000, 70_000)
 
@@ -99,7 +111,9 @@ class Saver:
         else:
             name = step if old is None else old
             self.coming = State(self.seen.checkpoints | {name: tree}, name, step)
-            await fs.publish(Publication(ino, ROOT, name, old is not None, False, LATEST, TRACKER, step), CALLER)
+            await fs.publish(
+                Publication(ino, ROOT, name, old is not None, False, LATEST, TRACKER, step), CALLER
+            )
 
     async def _write(self, fs: Kernel, top: int) -> Tree:
         rng = self.rng
@@ -109,11 +123,15 @@ class Saver:
             above = rng.choice(list(directories))
             path = above + b"%d" % number
             if rng.random() < 0.25:
-                directories[path + b"/"] = (await fs.mkdir(directories[above], b"%d" % number, 0o755, CALLER)).ino
+                directories[path + b"/"] = (
+                    await fs.mkdir(directories[above], b"%d" % number, 0o755, CALLER)
+                ).ino
                 tree[path] = None
                 continue
             data = bytes([rng.randint(1, 255)]) * rng.choice(SIZES)
-            handle, _ = await fs.create(directories[above], b"%d" % number, 0o644, os.O_RDWR, CALLER)
+            handle, _ = await fs.create(
+                directories[above], b"%d" % number, 0o644, os.O_RDWR, CALLER
+            )
             middle = rng.randint(0, len(data))
             await fs.write(handle, middle, data[middle:])
             await fs.write(handle, 0, data[:middle])
@@ -121,7 +139,12 @@ class Saver:
                 await fs.fsync(handle)
             if rng.random() < 0.2:
                 data = data[: rng.randint(0, len(data))]
-                await fs.setattr((await fs.lookup(directories[above], b"%d" % number)).ino, SetAttr(size=len(data)), CALLER, handle)
+                await fs.setattr(
+                    (await fs.lookup(directories[above], b"%d" % number)).ino,
+                    SetAttr(size=len(data)),
+                    CALLER,
+                    handle,
+                )
             await fs.release(handle)
             tree[path] = len(data), crc32(data)
         return tree
@@ -212,7 +235,9 @@ def sweep(scratch: Path, mode: str, point: str | None, seed: int) -> int:
             if not killed:
                 cut.materialise(copy, rng)
         found = look(copy)
-        assert found in (saver.seen, saver.coming), f"{found}\nis neither {saver.seen}\nnor {saver.coming}"
+        assert found in (saver.seen, saver.coming), (
+            f"{found}\nis neither {saver.seen}\nnor {saver.coming}"
+        )
         caught += cut.crashed and saver.seen != saver.coming
         directory, state = copy, found
     return caught
@@ -232,7 +257,9 @@ def test_a_power_cut_at_any_moment_leaves_the_old_or_the_new(scratch: Path, mode
 
 
 @pytest.mark.parametrize(("number", "point"), list(enumerate(POINTS)))
-def test_a_power_cut_at_a_fault_point_leaves_the_old_or_the_new(scratch: Path, number: int, point: str) -> None:
+def test_a_power_cut_at_a_fault_point_leaves_the_old_or_the_new(
+    scratch: Path, number: int, point: str
+) -> None:
     mode = list(MODES)[1 + number % (len(MODES) - 1)]
     sweep(scratch, mode, point, 0)
 

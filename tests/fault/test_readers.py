@@ -19,7 +19,10 @@ MODES = {
     "striped": modes.TINY,
     "interleaved": modes.TINY | modes.INTERLEAVED,
     "daemon": modes.TINY | modes.BY_DAEMON,
-    "verified": modes.TINY | modes.BY_DAEMON | modes.INTERLEAVED | {"data.verify": "read", "layout.compress": "zstd:1"},
+    "verified": modes.TINY
+    | modes.BY_DAEMON
+    | modes.INTERLEAVED
+    | {"data.verify": "read", "layout.compress": "zstd:1"},
 }
 
 
@@ -64,7 +67,9 @@ class Story:
             handle = await self.kernel.open(self.inos[number], os.O_RDWR)
             self.begun[number] = version
             for offset in range(0, SIZE, PIECE):
-                await self.kernel.write(handle, offset, bytes([version]) * min(PIECE, SIZE - offset))
+                await self.kernel.write(
+                    handle, offset, bytes([version]) * min(PIECE, SIZE - offset)
+                )
                 await trio.lowlevel.checkpoint()
             self.written[number] = version
             await self.kernel.release(handle)
@@ -80,7 +85,9 @@ class Story:
                 least = self.written[number]
                 data = bytes(await self.kernel.read(handle, offset, PIECE))
                 assert len(data) == min(PIECE, SIZE - offset)
-                assert len(set(data)) == 1, f"file {number} at {offset} is torn: {sorted(set(data))}"
+                assert len(set(data)) == 1, (
+                    f"file {number} at {offset} is torn: {sorted(set(data))}"
+                )
                 assert least <= data[0] <= self.begun[number], (
                     f"file {number} at {offset} is of version {data[0]}; {least} had been written"
                 )
@@ -123,5 +130,7 @@ async def test_no_reader_sees_torn_or_stale_bytes(directory: Path, mode: str) ->
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(2, 12))
 @pytest.mark.parametrize("mode", MODES)
-async def test_no_reader_ever_sees_torn_or_stale_bytes(directory: Path, mode: str, seed: int) -> None:
+async def test_no_reader_ever_sees_torn_or_stale_bytes(
+    directory: Path, mode: str, seed: int
+) -> None:
     await tell(directory, mode, seed, seconds=10.0)

@@ -28,18 +28,29 @@ from tests.support.stores import drained, moved_out, numbers, read_file, require
 SERVERS = 7
 UNIT = 4096
 SETTINGS = {
-    "layout.unit": UNIT, "layout.count": 2, "burst.drain_delay": "0s", "burst.throttle_max": "0s", "burst.stage_on_read": 0,
-    "burst.stage_for_write": 0, "meta.backup_interval": 0,
-}  # fmt: skip
+    "layout.unit": UNIT,
+    "layout.count": 2,
+    "burst.drain_delay": "0s",
+    "burst.throttle_max": "0s",
+    "burst.stage_on_read": 0,
+    "burst.stage_for_write": 0,
+    "meta.backup_interval": 0,
+}
 REDUNDANT = {
-    "2+1": {"layout.ec": "2+1"}, "3+2": {"layout.ec": "3+2"}, "2x2": {"layout.replicas": 2},
+    "2+1": {"layout.ec": "2+1"},
+    "3+2": {"layout.ec": "3+2"},
+    "2x2": {"layout.replicas": 2},
     "1x3": {"layout.replicas": 3, "layout.count": 1},
-}  # fmt: skip
+}
 SIZES = [3000, UNIT, 40 * UNIT + 17, (2 << 20) + 5000]
 
 redundant = pytest.mark.parametrize("kind", REDUNDANT)
 mostly_long = pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in ("2+1", "2x2") else pytest.mark.long) for kind in REDUNDANT]
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in ("2+1", "2x2") else pytest.mark.long)
+        for kind in REDUNDANT
+    ],
 )
 
 mounted = partial(stores.opened, base=SETTINGS, servers=SERVERS)
@@ -130,7 +141,11 @@ async def test_columns_that_were_lost_are_made_anew(directory, kind, spoil):
         for ino, layout in (await files.layouts(fs)).items():
             oid = (await fs.getattr(ino)).oid
             for column in range(len(layout.servers)):
-                before = (await object_path(fs, ino, column)).read_bytes() if layout.object_length(column, 1) else None
+                before = (
+                    (await object_path(fs, ino, column)).read_bytes()
+                    if layout.object_length(column, 1)
+                    else None
+                )
                 doomed = [column]
                 if layout.tolerates > 1:
                     doomed.append((column + 1) % len(layout.servers))
@@ -181,7 +196,9 @@ async def test_wrong_bytes_are_not_spread(directory):
             if now[garbled] != before[garbled]:  # parity that nobody had to read
                 assert await fs.rebuild.request((await fs.getattr(ino)).oid, ino, [garbled])
                 await whole(fs)
-            assert [(await object_path(fs, ino, column)).read_bytes() for column in range(5)] == before
+            assert [
+                (await object_path(fs, ino, column)).read_bytes() for column in range(5)
+            ] == before
         await files.check(fs)
 
 
@@ -225,7 +242,9 @@ async def test_a_server_that_is_drained_holds_nothing_afterwards(directory, kind
         assert not await numbers(fs, b"m") and not await numbers(fs, b"q")
         await files.check(fs)
         for layout in (await files.layouts(fs)).values():
-            assert not {0, 3} & set(layout.servers) and len(set(layout.servers)) == len(layout.servers)
+            assert not {0, 3} & set(layout.servers) and len(set(layout.servers)) == len(
+                layout.servers
+            )
         await files.write(fs, SIZES * 2)
         assert objects_on(fs, 0) == []
     async with mounted(directory) as fs:
@@ -259,7 +278,9 @@ async def test_a_server_that_takes_nothing_is_passed_over(directory, kind, numbe
         inode = await fs.getattr(ino)
         (await object_path(fs, ino, 0)).unlink()
         server = fs.store.servers[inode.layout.servers[0]]
-        with failing(("create", "open", "write_at", "make_dir", "truncate", "sync_file"), server.path, number) as failed:
+        with failing(
+            ("create", "open", "write_at", "make_dir", "truncate", "sync_file"), server.path, number
+        ) as failed:
             assert await fs.rebuild.request(inode.oid, ino, [0])
             await whole(fs)
         assert failed
@@ -315,7 +336,9 @@ async def paused_move(fs: Filesystem, number: int, act: Callable[[], Awaitable[N
 
 
 @pytest.mark.parametrize("kind", ["plain", "2+1", pytest.param("2x2", marks=pytest.mark.long)])
-@pytest.mark.parametrize("what", ["unlink", "rewrite", "append", "truncate", "rename", "read", "evict"])
+@pytest.mark.parametrize(
+    "what", ["unlink", "rewrite", "append", "truncate", "rename", "read", "evict"]
+)
 async def test_files_change_while_they_move(directory, kind, what):
     files = Files()
     async with mounted(directory, REDUNDANT.get(kind, {})) as fs:
@@ -331,7 +354,9 @@ async def test_files_change_while_they_move(directory, kind, what):
                 elif what == "evict":
                     await fs.stager.stage(ino)
                 elif what != "unlink":
-                    opened = await fs.open(ino, os.O_RDWR | (os.O_TRUNC if what == "rewrite" else 0))
+                    opened = await fs.open(
+                        ino, os.O_RDWR | (os.O_TRUNC if what == "rewrite" else 0)
+                    )
                     if what == "truncate":
                         await fs._truncate(ino, 5 * UNIT + 3)
                         files.contents[ino] = data[: 5 * UNIT + 3]
@@ -377,7 +402,9 @@ async def test_open_files_are_read_from_their_new_places(directory):
 
 async def test_moves_are_throttled_and_make_way(directory):
     files = Files()
-    async with mounted(directory, REDUNDANT["2x2"] | {"rebuild.bandwidth": "1MiB", "rebuild.workers": 2}) as fs:
+    async with mounted(
+        directory, REDUNDANT["2x2"] | {"rebuild.bandwidth": "1MiB", "rebuild.workers": 2}
+    ) as fs:
         await files.write(fs, [UNIT * 3] * 4)
         taken: list[int] = []
         take = fs.rebuild._limiter.take
@@ -393,7 +420,11 @@ async def test_moves_are_throttled_and_make_way(directory):
         await whole(fs)
         status = fs.rebuild.status()
         assert sum(taken) >= status["moved_bytes"] > 0
-        assert status["bandwidth"] == 1 << 20 and status["left_objects"] == 0 and status["servers"][1] == (0, 0)
+        assert (
+            status["bandwidth"] == 1 << 20
+            and status["left_objects"] == 0
+            and status["servers"][1] == (0, 0)
+        )
 
 
 # --- protection that is due --------------------------------------------------------------------------------
@@ -402,7 +433,9 @@ async def test_moves_are_throttled_and_make_way(directory):
 @redundant
 async def test_files_that_were_written_in_place_are_protected_later(directory, kind):
     files = Files()
-    async with mounted(directory, REDUNDANT[kind] | {"burst.directories": [], "burst.capacity": 0}) as fs:
+    async with mounted(
+        directory, REDUNDANT[kind] | {"burst.directories": [], "burst.capacity": 0}
+    ) as fs:
         for number, size in enumerate(SIZES):
             data = random.Random(number).randbytes(size)
             opened, inode = await fs.create(ROOT_INO, b"%d" % number, 0o600, os.O_RDWR, ROOT)
@@ -516,7 +549,9 @@ async def test_columns_of_containers_are_made_anew(directory, kind, spoil):
 async def containers_of(directory: Path, kind: str, sizes: list[int], sound: bool = True):
     """A filesystem with files in containers alone; it, the files, and the paths of the columns of each container."""
     files = Files()
-    async with mounted(directory, REDUNDANT[kind] | {"layout.kind": "interleaved"}, sound=sound) as fs:
+    async with mounted(
+        directory, REDUNDANT[kind] | {"layout.kind": "interleaved"}, sound=sound
+    ) as fs:
         await interleaved(fs, files, sizes)
         for ino in files.contents:
             await fs.evictor.evict(ino)
@@ -524,7 +559,9 @@ async def containers_of(directory: Path, kind: str, sizes: list[int], sound: boo
         for container in await numbers(fs, b"t"):
             layout = (await fs.store.engine.view(moves.find_objects, 0, container)).layout
             servers = fs.store.servers
-            paths[container] = [Path(servers[number].object_path(0, container)) for number in layout.servers]
+            paths[container] = [
+                Path(servers[number].object_path(0, container)) for number in layout.servers
+            ]
         yield fs, files, paths
 
 
@@ -574,10 +611,16 @@ async def test_what_no_file_needs_does_not_hold_up_the_rebuild(directory):
         for container, columns in paths.items():
             before = columns[0].read_bytes()
             places = await fs.store.engine.view(
-                lambda tx: [p for k, v in tx.range(*keys.all_of(b"l")) for p in chunks.decode_chunks(v)]
+                lambda tx: [
+                    p for k, v in tx.range(*keys.all_of(b"l")) for p in chunks.decode_chunks(v)
+                ]
             )
             place = sorted(p.offset for p in places if p.container == container)[1]
-            [ino] = [i for i in files.contents if before[place + 8 : place + 16] == i.to_bytes(8, "little")]
+            [ino] = [
+                i
+                for i in files.contents
+                if before[place + 8 : place + 16] == i.to_bytes(8, "little")
+            ]
             await fs.unlink(ROOT_INO, b"%d" % list(files.contents).index(ino))
             fs.forget([ino])
             await fs.collector.drain()
@@ -598,14 +641,19 @@ async def test_a_wrong_replica_of_a_container_is_not_moved(directory):
         for container, columns in paths.items():
             flip(columns[0], len(right[container]) // 2)
         for container in paths:
-            number = (await fs.store.engine.view(moves.find_objects, 0, container)).layout.servers[0]
+            number = (await fs.store.engine.view(moves.find_objects, 0, container)).layout.servers[
+                0
+            ]
             await change(fs, number, DRAINING)
             await left(fs, number)
             await fs.store.table.change(number, "active")
         for container in paths:
             layout = (await fs.store.engine.view(moves.find_objects, 0, container)).layout
             for number in layout.servers:
-                assert Path(fs.store.servers[number].object_path(0, container)).read_bytes() == right[container]
+                assert (
+                    Path(fs.store.servers[number].object_path(0, container)).read_bytes()
+                    == right[container]
+                )
         await files.check(fs)
 
 
@@ -619,6 +667,8 @@ async def test_a_successor_takes_over(directory):
         fs.store.servers.classify(2, DRAINING, "", number)
         fs.rebuild.look()
         await left(fs, 2)
-        after = {ino for ino, layout in (await files.layouts(fs)).items() if number in layout.servers}
+        after = {
+            ino for ino, layout in (await files.layouts(fs)).items() if number in layout.servers
+        }
         assert held and held == after
         await files.check(fs)

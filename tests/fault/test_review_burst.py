@@ -29,7 +29,9 @@ async def is_marked(fs: Filesystem, ino: int) -> bool:
     return await fs.store.engine.view(lambda tx: tx.get(keys.dirty(ino)) is not None)
 
 
-async def test_who_waits_for_a_drain_goes_on_when_the_file_becomes_inline_at_its_close(directory: Path) -> None:
+async def test_who_waits_for_a_drain_goes_on_when_the_file_becomes_inline_at_its_close(
+    directory: Path,
+) -> None:
     async with mounted(directory, WAITING) as fs:
         ino, handle = await write_file(fs, b"f", b"tiny", close=False)
         async with trio.open_nursery() as nursery:
@@ -55,7 +57,9 @@ async def test_a_writer_whose_open_meets_a_sync_leaves_a_mark(directory: Path) -
             async with trio.open_nursery() as nursery:
                 with holding("sync_file", lambda path: "/meta/" in path) as syncing:
                     nursery.start_soon(open_it)
-                    await syncing.arrived.wait()  # the copy is the file again, and this is not durable yet
+                    await (
+                        syncing.arrived.wait()
+                    )  # the copy is the file again, and this is not durable yet
                     nursery.start_soon(fs.writeback.sync_inode, ino)
                     await trio.testing.wait_all_tasks_blocked(0.05)
             assert await is_marked(fs, ino)
@@ -79,7 +83,9 @@ async def test_sync_covers_a_file_that_is_opened_meanwhile(directory: Path) -> N
             await fs.release(handle)
 
 
-async def test_a_mapping_that_outlives_its_handle_keeps_the_mark_of_one_file_among_many(directory: Path) -> None:
+async def test_a_mapping_that_outlives_its_handle_keeps_the_mark_of_one_file_among_many(
+    directory: Path,
+) -> None:
     async with mounted(directory, WAITING) as fs, Kernel(fs) as kernel:
         handle, inode = await kernel.create(ROOT_INO, b"mapped", 0o600, os.O_RDWR, ROOT)
         await kernel.write(handle, 0, b"x" * 8192)
@@ -118,7 +124,9 @@ async def test_a_file_that_is_deleted_after_its_drain_failed_does_not_count_as_f
         assert fs.drain.status()["failing_files"] == 0
 
 
-async def test_a_damaged_record_of_a_container_does_not_keep_the_store_from_being_mounted(directory: Path) -> None:
+async def test_a_damaged_record_of_a_container_does_not_keep_the_store_from_being_mounted(
+    directory: Path,
+) -> None:
     settings = WAITING | modes.INTERLEAVED
     async with mounted(directory, settings, sound=False) as fs:
         ino, _ = await write_file(fs, b"f", b"x" * 10_000)
@@ -149,7 +157,9 @@ async def test_an_open_that_fails_at_its_end_leaves_a_file_that_is_drained(direc
                 await trio.sleep(0.01)
 
 
-async def test_a_tiny_file_that_the_full_metadata_store_cannot_take_stays_in_the_burst_tier(directory: Path) -> None:
+async def test_a_tiny_file_that_the_full_metadata_store_cannot_take_stays_in_the_burst_tier(
+    directory: Path,
+) -> None:
     async with mounted(directory, WAITING) as fs:
         ino, handle = await write_file(fs, b"f", b"tiny", close=False)
         fs.store.engine._short_of_space = True
@@ -162,7 +172,9 @@ async def test_a_tiny_file_that_the_full_metadata_store_cannot_take_stays_in_the
         assert await read_file(fs, ino) == b"tiny"
 
 
-async def test_a_chmod_of_an_open_file_that_is_refused_is_neither_seen_nor_saved_later(directory: Path) -> None:
+async def test_a_chmod_of_an_open_file_that_is_refused_is_neither_seen_nor_saved_later(
+    directory: Path,
+) -> None:
     with hooked():  # descriptors have paths
         async with mounted(directory, WAITING) as fs:
             ino, handle = await write_file(fs, b"f", b"x" * 10_000, close=False)
@@ -176,7 +188,9 @@ async def test_a_chmod_of_an_open_file_that_is_refused_is_neither_seen_nor_saved
         assert (await fs.getattr(ino)).mode == mode
 
 
-async def test_setuid_that_a_write_took_stays_away_though_that_cannot_be_recorded(directory: Path) -> None:
+async def test_setuid_that_a_write_took_stays_away_though_that_cannot_be_recorded(
+    directory: Path,
+) -> None:
     with hooked():
         async with mounted(directory, WAITING) as fs, Kernel(fs) as kernel:
             handle, inode = await kernel.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)

@@ -48,7 +48,9 @@ async def test_a_file_that_was_passed_through_for_a_moment_while_it_moved_is_mov
             nonlocal pieces
             await trio.lowlevel.checkpoint()
             pieces += 1
-            fs.io.open[ino].on_object = pieces == 5  # as a program does that opens it and closes it again
+            fs.io.open[ino].on_object = (
+                pieces == 5
+            )  # as a program does that opens it and closes it again
 
         fs.rebuild._mover._make_way = make_way
         number = (await fs.getattr(ino)).layout.servers[0]
@@ -58,7 +60,9 @@ async def test_a_file_that_was_passed_through_for_a_moment_while_it_moved_is_mov
 
 
 @pytest.mark.parametrize("kind", ["1x3", "2+1"])
-async def test_an_object_that_has_been_cut_is_not_taken_for_a_hole_when_its_file_is_restriped(directory, kind):
+async def test_an_object_that_has_been_cut_is_not_taken_for_a_hole_when_its_file_is_restriped(
+    directory, kind
+):
     async with mounted(directory, REDUNDANT[kind] | {"layout.count": 1}) as fs:
         data = random.Random(1).randbytes(UNIT if kind == "2+1" else 40 * UNIT)
         ino = await write_file(fs, b"f", data)
@@ -103,7 +107,9 @@ async def test_what_was_cached_of_a_column_that_was_wrong_is_not_read_once_it_is
         source = fs.store.servers[inode.layout.servers[0]]
         name = object_name(source, (ino, inode.oid))
         cache = fs.store.servers.cache
-        block = cache.start(ObjectSource(source, (ino, inode.oid), lambda buffer, offset: len(buffer)), 0, MIB)
+        block = cache.start(
+            ObjectSource(source, (ino, inode.oid), lambda buffer, offset: len(buffer)), 0, MIB
+        )
         await block.bytes()
         assert cache._objects[name]
         assert await fs.rebuild.request(inode.oid, ino, [0])
@@ -183,7 +189,9 @@ async def test_who_holds_the_gate_of_a_file_alone_finds_its_objects_where_they_w
         await files.check(fs)
 
 
-async def test_a_column_that_is_remade_when_its_file_has_just_been_emptied_does_not_stay(directory, monkeypatch):
+async def test_a_column_that_is_remade_when_its_file_has_just_been_emptied_does_not_stay(
+    directory, monkeypatch
+):
     """The collector had deleted the objects already, and nobody else knew of the one that was made again."""
     waiting, go_on = trio.Event(), trio.Event()
     following = ColumnSource.following
@@ -215,7 +223,9 @@ def object_path_of(fs, inode, column: int) -> Path:
 
 
 @pytest.mark.parametrize("who", ["reader", "writer"])
-async def test_bytes_that_were_read_while_the_column_was_found_to_be_wrong_do_not_count(directory, monkeypatch, who):
+async def test_bytes_that_were_read_while_the_column_was_found_to_be_wrong_do_not_count(
+    directory, monkeypatch, who
+):
     """The rebuild in its place may have begun: what is there is neither the old nor the new."""
     files = Files()
     async with mounted(directory, REDUNDANT["1x3"]) as fs:

@@ -19,7 +19,12 @@ from tests.support import stores
 from tests.support.data_servers import failing, hooked
 
 ROOT, ME, UNIT = 1, Caller(), 4096
-SETTINGS = {"layout.unit": "4KiB", "burst.directories": "", "meta.commit_interval": "1h", "data.writeback_interval": "1h"}
+SETTINGS = {
+    "layout.unit": "4KiB",
+    "burst.directories": "",
+    "meta.commit_interval": "1h",
+    "data.writeback_interval": "1h",
+}
 
 
 @asynccontextmanager
@@ -93,14 +98,18 @@ async def test_fsync_does_not_take_the_mark_of_a_write_that_is_under_way(directo
                         await trio.lowlevel.checkpoint()
                     assert await is_marked(fs, ino)
         synced: list[str] = []
-        with hooked(lambda op, path: synced.append(path) if op == "sync_file" and is_object(path) else None):
+        with hooked(
+            lambda op, path: synced.append(path) if op == "sync_file" and is_object(path) else None
+        ):
             await fs.fsync(handle)
         assert synced, "the bytes of the second write were never synced"
         assert not await is_marked(fs, ino)
         await fs.release(handle)
 
 
-async def test_fsync_does_not_take_the_mark_of_a_truncation_that_is_under_way(directory: Path) -> None:
+async def test_fsync_does_not_take_the_mark_of_a_truncation_that_is_under_way(
+    directory: Path,
+) -> None:
     async with opened(directory) as fs:
         handle, ino = await make(fs, b"f", 2 * UNIT)
         async with trio.open_nursery() as nursery:
@@ -128,7 +137,9 @@ async def test_a_write_that_had_to_wait_looks_again_at_what_it_waited_for(direct
             await gate.enter_alone()
             nursery.start_soon(fs.write, handle, 0, b"c" * UNIT)
             await trio.testing.wait_all_tasks_blocked()
-            await fs.io.capacity._discard(fs.io.open[ino])  # what a truncation to zero does behind the gate
+            await fs.io.capacity._discard(
+                fs.io.open[ino]
+            )  # what a truncation to zero does behind the gate
             gate.leave_alone()
         assert bytes(await fs.read(handle, 0, 3 * UNIT)) == b"c" * UNIT
         assert await is_marked(fs, ino)
@@ -184,7 +195,9 @@ async def test_two_servers_that_are_added_at_once_get_numbers_of_their_own(direc
         async with trio.open_nursery() as nursery:
             for path in paths:
                 nursery.start_soon(fs.setxattr, ROOT, b"user.aifs.server-add", os.fsencode(path))
-        assert {fs.store.servers[count + place].path for place in (0, 1)} == {str(path) for path in paths}
+        assert {fs.store.servers[count + place].path for place in (0, 1)} == {
+            str(path) for path in paths
+        }
     async with opened(directory) as fs:
         assert len(fs.store.servers.capacity()) == count + 2
 
@@ -207,7 +220,16 @@ async def test_the_kernel_is_told_when_the_count_of_blocks_becomes_exact(directo
 
 @pytest.mark.parametrize("synced", [True, False])
 @pytest.mark.parametrize(
-    ("size", "refused"), [(100, 0), (100, 50), (100, 200), (0, 100), (2 * UNIT, UNIT), (2 * UNIT, 3 * UNIT), (2 * UNIT, 0)]
+    ("size", "refused"),
+    [
+        (100, 0),
+        (100, 50),
+        (100, 200),
+        (0, 100),
+        (2 * UNIT, UNIT),
+        (2 * UNIT, 3 * UNIT),
+        (2 * UNIT, 0),
+    ],
 )
 async def test_a_truncation_that_is_refused_is_neither_seen_nor_saved_later(
     directory: Path, size: int, refused: int, synced: bool

@@ -35,9 +35,13 @@ SERVERS = 5
 UNIT = 4096
 OWNER = Caller()
 SETTINGS = modes.ON | {
-    "layout.unit": UNIT, "layout.inline_limit": 0, "burst.drain_delay": "1h", "meta.backup_interval": 0,
-    "burst.stage_on_read": 0, "layout.compact_above": 0.99,
-}  # fmt: skip
+    "layout.unit": UNIT,
+    "layout.inline_limit": 0,
+    "burst.drain_delay": "1h",
+    "meta.backup_interval": 0,
+    "burst.stage_on_read": 0,
+    "layout.compact_above": 0.99,
+}
 KINDS = {
     "plain": {},
     "replicas": {"layout.replicas": 2, "layout.count": 2},
@@ -52,7 +56,9 @@ PROTECTED = [kind for kind in KINDS if "replicas" in kind or "coded" in kind]
 
 def mostly_long(kinds: Iterable[str], *by_default: str) -> pytest.MarkDecorator:
     """These kinds, most of them in long runs alone."""
-    marked = [pytest.param(kind, marks=[] if kind in by_default else pytest.mark.long) for kind in kinds]
+    marked = [
+        pytest.param(kind, marks=[] if kind in by_default else pytest.mark.long) for kind in kinds
+    ]
     return pytest.mark.parametrize("kind", marked)
 
 
@@ -114,9 +120,13 @@ async def grow(fs: Filesystem, rng: random.Random, count: int = 12) -> list[int]
         if rng.random() < 0.2:
             parent, path = rng.choice(directories)
             name = b"dir-%d" % number
-            directories.append(((await fs.mkdir(parent, name, 0o755, OWNER)).ino, path + b"/" + name))
+            directories.append(
+                ((await fs.mkdir(parent, name, 0o755, OWNER)).ino, path + b"/" + name)
+            )
         parent, path = rng.choice(directories)
-        size = rng.choice([1, 100, UNIT, UNIT + 1, 5 * UNIT + 17, 12 * UNIT, rng.randrange(1, 300_000)])
+        size = rng.choice(
+            [1, 100, UNIT, UNIT + 1, 5 * UNIT + 17, 12 * UNIT, rng.randrange(1, 300_000)]
+        )
         ino = await write(
             fs, parent, b"file-%d" % number, rng.randbytes(size), rng.choice([0o600, 0o644, 0o755])
         )
@@ -179,13 +189,19 @@ def salvaged(source: Path, **options: object) -> Result:
     result = rebuild(modes.config_of(source), **options)
     unused = result.counts["unused_objects"] + result.counts["unused_copies"]
     found = check(modes.config_of(source), repair=False, deep=True).findings
-    assert [finding for finding in found if finding.kind not in ("orphan-object", "foreign-file")] == []
+    assert [
+        finding for finding in found if finding.kind not in ("orphan-object", "foreign-file")
+    ] == []
     assert sum(finding.kind == "orphan-object" for finding in found) == unused
     return result
 
 
 def objects_of(source: Path, server: int) -> list[StoredObject]:
-    return [found for found in list_all(str(source / f"data/{server}")) if isinstance(found, StoredObject)]
+    return [
+        found
+        for found in list_all(str(source / f"data/{server}"))
+        if isinstance(found, StoredObject)
+    ]
 
 
 # --- any tree ---
@@ -199,7 +215,9 @@ def test_a_tree_comes_back_without_its_metadata(source: Path, kind: str) -> None
     assert result.ok, result.rows
     assert use(source, read_all) == before
     assert not [
-        finding for finding in check(modes.config_of(source), repair=False).findings if finding.repaired
+        finding
+        for finding in check(modes.config_of(source), repair=False).findings
+        if finding.repaired
     ]
 
 
@@ -266,7 +284,9 @@ def test_wrong_bytes_of_plain_files_are_named(source: Path) -> None:
     assert [row.state for row in result.rows] == ["doubtful"]
     after = use(source, read_all)
     assert after.keys() == before.keys()
-    assert [path for path in after if after[path][0] != before[path][0]] == [result.rows[0].where.encode()]
+    assert [path for path in after if after[path][0] != before[path][0]] == [
+        result.rows[0].where.encode()
+    ]
 
 
 def test_damaged_labels_are_told_by_those_of_other_objects(source: Path) -> None:
@@ -290,9 +310,9 @@ def test_garbage_in_the_directories_is_left_alone(source: Path, kind: str) -> No
     inside = Path(objects_of(source, 0)[0].path).parent
     (inside / "0000.tmp").write_text("?")
     (inside / f"{0xFFFFFF << 16:016x}.7").write_text("in the wrong directory")
-    (inside / (inside.parent.name and Path(objects_of(source, 0)[0].path).name[:14] + "ff.0")).write_bytes(
-        b"\0" * 5000
-    )
+    (
+        inside / (inside.parent.name and Path(objects_of(source, 0)[0].path).name[:14] + "ff.0")
+    ).write_bytes(b"\0" * 5000)
     result = salvaged(source)
     assert result.counts["foreign_files"] == 3
     assert use(source, read_all) == before
@@ -351,8 +371,10 @@ def test_what_was_not_drained_stays_in_the_burst_tier(source: Path, kind: str) -
     [nameless] = [path for path in after if path.startswith(b"/lost+found/copy-")]
     assert after.pop(nameless) == (contents[4], 0o600)
     assert after == {
-        b"/cached": (contents[0], 0o640), b"/rewritten": (contents[2], 0o640), b"/synced": (contents[3], 0o604),
-    }  # fmt: skip
+        b"/cached": (contents[0], 0o640),
+        b"/rewritten": (contents[2], 0o640),
+        b"/synced": (contents[3], 0o604),
+    }
     assert result.counts["undrained"] == 3
     assert result.counts["unused_copies"] == 0, "what was cached is a cache again"
 
@@ -360,7 +382,9 @@ def test_what_was_not_drained_stays_in_the_burst_tier(source: Path, kind: str) -
 def test_files_in_place_come_back_though_nobody_synced_them(source: Path) -> None:
     make(source, KINDS["in place"])
     rng = random.Random(2)
-    contents = {b"/file-%d" % number: rng.randbytes(rng.randrange(1, 100_000)) for number in range(80)}
+    contents = {
+        b"/file-%d" % number: rng.randbytes(rng.randrange(1, 100_000)) for number in range(80)
+    }
 
     async def work(fs: Filesystem) -> None:
         for path, data in contents.items():
@@ -383,7 +407,8 @@ def test_what_is_newer_than_the_backup_is_merged(source: Path, kind: str) -> Non
     make(source, KINDS[kind] | {"meta.backup_interval": "1h"})
     rng = random.Random(3)
     contents = {
-        name: rng.randbytes(20_000) for name in (b"old", b"rewritten", b"new", b"undrained", b"taken")
+        name: rng.randbytes(20_000)
+        for name in (b"old", b"rewritten", b"new", b"undrained", b"taken")
     }
 
     async def work(fs: Filesystem) -> None:
@@ -427,9 +452,11 @@ def test_what_is_newer_than_the_backup_is_merged(source: Path, kind: str) -> Non
     rewritten = after.pop(b"/rewritten")
     assert rewritten[:20_000] == contents[b"rewritten"]
     assert after == {
-        b"/old": contents[b"old"], b"/taken": contents[b"taken"], b"/dir/new": contents[b"new"],
+        b"/old": contents[b"old"],
+        b"/taken": contents[b"taken"],
+        b"/dir/new": contents[b"new"],
         b"/dir/undrained": contents[b"undrained"],
-    }  # fmt: skip
+    }
     again = merge(modes.config_of(source), True, lambda what, done, total: None)
     assert (again.counts["added"], again.counts["newer"]) == (0, 0)
 
@@ -445,7 +472,10 @@ async def share(fs: Filesystem, redundancy: Redundancy, rng: random.Random) -> N
     pool = [rng.randbytes(rng.randrange(1, 40_000)) for _ in range(12)]
     for step in range(3):
         directory = (await fs.mkdir(ROOT_INO, b"step-%d" % step, 0o755, OWNER)).ino
-        files = {b"rank-%d" % rank: shared.random_segments(rng, pool, rng.randrange(1, 90)) for rank in range(3)}
+        files = {
+            b"rank-%d" % rank: shared.random_segments(rng, pool, rng.randrange(1, 90))
+            for rank in range(3)
+        }
         await shared.save(fs, directory, files, redundancy, level=3 * (step % 2))
         await settle(fs, [await write(fs, directory, b"plain", rng.randbytes(70_000))])
     await fs.remove_tree(ROOT_INO, b"step-0")
@@ -457,7 +487,9 @@ async def share(fs: Filesystem, redundancy: Redundancy, rng: random.Random) -> N
 
 
 def fill_shared(source: Path, redundancy: Redundancy) -> Tree:
-    protection: dict[str, object] = {"layout.ec": "2+1"} if redundancy.parity else {"layout.replicas": redundancy.replicas}
+    protection: dict[str, object] = (
+        {"layout.ec": "2+1"} if redundancy.parity else {"layout.replicas": redundancy.replicas}
+    )
     make(source, protection | {"layout.compact_above": 0.05})
 
     async def work(fs: Filesystem) -> Tree:
@@ -482,7 +514,11 @@ def test_files_that_share_chunks_come_back(source: Path, redundancy: Redundancy)
 def test_a_file_without_a_shared_chunk_is_named_and_left_out(source: Path) -> None:
     rng = random.Random(5)
     lost, common = shared.Segment(rng.randbytes(9_000)), shared.Segment(rng.randbytes(9_000))
-    files = {b"both": [common, lost], b"one": [lost, shared.Segment(bytes(50))], b"other": [common, common]}
+    files = {
+        b"both": [common, lost],
+        b"one": [lost, shared.Segment(bytes(50))],
+        b"other": [common, common],
+    }
     make(source, {})
     use(source, lambda fs: shared.save(fs, ROOT_INO, files))
     digest = digest_of(lost.data)
@@ -494,8 +530,13 @@ def test_a_file_without_a_shared_chunk_is_named_and_left_out(source: Path) -> No
             Path(found.path).write_bytes(data[:at] + b"x" + data[at + 1 :])
     lose_metadata(source)
     result = rebuild(modes.config_of(source))
-    assert sorted(row.where for row in result.rows if row.state == "incomplete") == ["/both", "/one"]
-    assert {path: data for path, (data, *_) in use(source, read_all).items()} == {b"/other": 2 * common.data}
+    assert sorted(row.where for row in result.rows if row.state == "incomplete") == [
+        "/both",
+        "/one",
+    ]
+    assert {path: data for path, (data, *_) in use(source, read_all).items()} == {
+        b"/other": 2 * common.data
+    }
 
 
 def test_a_copy_of_a_file_that_shares_chunks_is_its_cache_again(source: Path) -> None:
@@ -617,7 +658,9 @@ def test_servers_without_labels_fail_nothing(source: Path) -> None:
     assert {row.state for row in result.rows} == {"doubtful"}
     after = use(source, read_all)
     assert all(path.startswith(b"/lost+found/") for path in after)
-    assert sorted(data for data, *_ in after.values()) == sorted(data for data, *_ in before.values())
+    assert sorted(data for data, *_ in after.values()) == sorted(
+        data for data, *_ in before.values()
+    )
 
 
 def test_an_interleaved_file_knows_its_chunks(source: Path) -> None:
@@ -635,10 +678,14 @@ def test_an_interleaved_file_knows_its_chunks(source: Path) -> None:
 # --- the command ---
 
 
-def test_the_command_tells_what_came_of_it(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_tells_what_came_of_it(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fill(source, KINDS["plain"] | {"layout.count": 5})
     lose_metadata(source)
-    victim = max(objects_of(source, 1), key=lambda found: found.length * (found.allocated > 1 << 18))
+    victim = max(
+        objects_of(source, 1), key=lambda found: found.length * (found.allocated > 1 << 18)
+    )
     os.unlink(victim.path)
     assert main(["fsck", str(source), "--rebuild-from-servers", "--json"]) == 4
     said = json.loads(capsys.readouterr().out)
@@ -655,7 +702,11 @@ def test_the_command_tells_what_came_of_it(source: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(
     "options",
-    [["--force"], ["--rebuild-from-servers", "--deep"], ["--rebuild-from-servers", "--merge", "--force"]],
+    [
+        ["--force"],
+        ["--rebuild-from-servers", "--deep"],
+        ["--rebuild-from-servers", "--merge", "--force"],
+    ],
 )
 def test_options_that_make_no_sense(source: Path, options: list[str]) -> None:
     assert main(["fsck", str(source), *options]) == 2

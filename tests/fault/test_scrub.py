@@ -102,12 +102,18 @@ class Files:
                 if isinstance(inode.layout, Striped):
                     for column, server in enumerate(inode.layout.servers):
                         path = fs.store.servers[server].object_path(ino, inode.oid)
-                        found[path] = directory, path, inode.layout.object_length(column, inode.size)
+                        found[path] = (
+                            directory,
+                            path,
+                            inode.layout.object_length(column, inode.size),
+                        )
                 elif inode.layout is not None:
                     for first in range(0, inode.layout.count(inode.size), 64):
                         _, places = await fs.store.engine.view(chunks.get_chunks, inode.oid, first)
                         for place in places:
-                            record = await fs.store.engine.view(chunks.find_container, place.container)
+                            record = await fs.store.engine.view(
+                                chunks.find_container, place.container
+                            )
                             for column, server in enumerate(record.layout.servers):
                                 path = fs.store.servers[server].object_path(0, place.container)
                                 length = record.layout.object_length(column, record.length)
@@ -121,7 +127,9 @@ async def staged(fs: Filesystem, ino: int) -> None:
     """The file has a copy in the burst tier."""
     await fs.setxattr(ino, b"user.aifs.stage", b"")
     with trio.fail_after(60):
-        while (await fs.store.engine.view(namespace.get_inode, ino)).copy is None or fs.stager.is_staging(ino):
+        while (
+            await fs.store.engine.view(namespace.get_inode, ino)
+        ).copy is None or fs.stager.is_staging(ino):
             await trio.sleep(0.01)
 
 
@@ -148,7 +156,9 @@ def test_nothing_is_found_where_nothing_is_wrong(store: Config) -> None:
     assert_sound(store)
 
 
-def test_what_is_wrong_only_once_is_not_wrong(store: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_only_once_is_not_wrong(
+    store: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bytes, or lengths, that were read while something changed, which looks afterwards as it did before."""
     files, spoilt = Files(), set()
     read_now = Columns.read_now
@@ -185,7 +195,9 @@ def test_every_flip_is_found_and_repaired(store: Config) -> None:
         before = {path: Path(path).read_bytes()[:length] for _, path, length in objects}
         for _ in range(3):
             one_each = {}
-            for item in objects:  # one object of each file or container, so that the others can tell
+            for (
+                item
+            ) in objects:  # one object of each file or container, so that the others can tell
                 one_each.setdefault(os.path.basename(item[1]), []).append(item)
             planted = 0
             for candidates in one_each.values():
@@ -220,7 +232,10 @@ def test_without_leave_to_repair_files_are_named_and_left(store: Config) -> None
         before = [Path(path).read_bytes() for path in hit]
         status = await scrub(fs, repair=False)
         assert (status["flaws"], status["repaired"]) == (2, 0)
-        assert sorted(item["paths"] for item in status["wrong"]) == [["/coded/file-0"], ["/mirror/file-0"]]
+        assert sorted(item["paths"] for item in status["wrong"]) == [
+            ["/coded/file-0"],
+            ["/mirror/file-0"],
+        ]
         assert not any(item["for_good"] for item in status["wrong"])
         assert [Path(path).read_bytes() for path in hit] == before
         assert (await scrub(fs))["repaired"] == 2
@@ -235,7 +250,9 @@ def test_objects_that_are_missing_short_or_long_are_mended(store: Config) -> Non
     async def work(fs: Filesystem) -> None:
         await files.write(fs, PROTECTED)
         objects = await files.objects(fs)
-        one_each = {os.path.basename(path): (directory, path, length) for directory, path, length in objects}
+        one_each = {
+            os.path.basename(path): (directory, path, length) for directory, path, length in objects
+        }
         for number, (_, path, length) in enumerate(one_each.values()):
             if number % 3 == 0:
                 os.unlink(path)
@@ -253,7 +270,9 @@ def test_objects_that_are_missing_short_or_long_are_mended(store: Config) -> Non
     assert_sound(store)
 
 
-def test_what_is_lost_is_named_with_all_its_names(store: Config, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_lost_is_named_with_all_its_names(
+    store: Config, caplog: pytest.LogCaptureFixture
+) -> None:
     files = Files()
 
     async def work(fs: Filesystem) -> None:
@@ -264,7 +283,9 @@ def test_what_is_lost_is_named_with_all_its_names(store: Config, caplog: pytest.
         ino = files.inos[b"chunks", b"file-3"]
         oid = (await fs.getattr(ino)).oid
         place = (await fs.store.engine.view(chunks.get_chunks, oid, 0))[1][0]
-        flip(fs.store.servers[place.server].object_path(0, place.container), place.offset + 20)  # its header
+        flip(
+            fs.store.servers[place.server].object_path(0, place.container), place.offset + 20
+        )  # its header
         status = await scrub(fs)
         assert status["flaws"] == 0
         told = {frozenset(item["paths"]): item for item in status["wrong"]}
@@ -295,7 +316,9 @@ def test_a_flip_in_a_file_that_is_deleted_is_no_error(store: Config) -> None:
     async def work(fs: Filesystem) -> None:
         await files.write(fs, [b"plain", b"chunks"])
         ino = files.inos[b"chunks", b"file-3"]
-        place = (await fs.store.engine.view(chunks.get_chunks, (await fs.getattr(ino)).oid, 0))[1][0]
+        place = (await fs.store.engine.view(chunks.get_chunks, (await fs.getattr(ino)).oid, 0))[1][
+            0
+        ]
         flip(fs.store.servers[place.server].object_path(0, place.container), place.offset + 2000)
         parent = await fs.lookup(ROOT, b"chunks")
         await fs.unlink(parent.ino, b"file-3")
@@ -383,7 +406,10 @@ def test_scrubs_while_files_are_written_find_nothing(store: Config) -> None:
                     await fs.unlink(*place)
                     fs.forget([names.pop(place)])
                 elif place in names:
-                    offset, data = chance.randrange(200_000), chance.randbytes(chance.randrange(1, 150_000))
+                    offset, data = (
+                        chance.randrange(200_000),
+                        chance.randbytes(chance.randrange(1, 150_000)),
+                    )
                     await overwrite(fs, names[place], offset, data)
                 else:
                     parent, name = place
@@ -492,7 +518,15 @@ def test_what_is_lost_below_long_paths_fits_the_record(store: Config) -> None:
     """A scrub that cannot be recorded would never end."""
 
     async def work(fs: Filesystem) -> None:
-        lost = {"paths": ["/" + "n" * 1500] * 2, "inode": 5, "object": 5, "start": 0, "end": 1, "servers": [0], "reason": "r"}
+        lost = {
+            "paths": ["/" + "n" * 1500] * 2,
+            "inode": 5,
+            "object": 5,
+            "start": 0,
+            "end": 1,
+            "servers": [0],
+            "reason": "r",
+        }
         state = scrub_state.State(wrong=[lost | {"for_good": True}] * scrub_state.WRONG_MAX)
         await scrub_state.save(fs.store.engine, state)
         assert len(state.wrong) == scrub_state.WRONG_MAX

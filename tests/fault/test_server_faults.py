@@ -60,7 +60,10 @@ async def test_a_failing_server_concerns_what_lies_on_it_alone(servers, caplog):
     await objects.write(0, b"a" * 16384)
     with failing(("read_into", "write_at"), servers[1].path) as failed:
         for _ in range(3):
-            with pytest.raises(Unavailable, match=f"^data server 1 .*: write {servers[1].object_path(INO, OID)}: .*Errno 5"):
+            with pytest.raises(
+                Unavailable,
+                match=f"^data server 1 .*: write {servers[1].object_path(INO, OID)}: .*Errno 5",
+            ):
                 await objects.write(0, b"b" * 16384)
             with pytest.raises(Unavailable, match="^data server 1 .*: read "):
                 await objects.read(4096, 100, 16384, True)
@@ -79,14 +82,18 @@ async def test_a_failing_server_concerns_what_lies_on_it_alone(servers, caplog):
     assert servers[1].state == "ok"
     assert servers.usable() == (0, 1, 2, 3)
     assert len(messages(caplog, logging.WARNING)) == 1
-    assert re.fullmatch(r"data server 1 \(.*\) is failing: .*", messages(caplog, logging.WARNING)[0])
+    assert re.fullmatch(
+        r"data server 1 \(.*\) is failing: .*", messages(caplog, logging.WARNING)[0]
+    )
     assert re.fullmatch(r"data server 1 \(.*\) works again", messages(caplog, logging.INFO)[0])
     await servers.cache.settle()  # what is read ahead holds descriptors
     objects.close()
     other.close()
 
 
-@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, NoSpace), (errno.EDQUOT, QuotaExceeded)])
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.ENOSPC, NoSpace), (errno.EDQUOT, QuotaExceeded)]
+)
 async def test_a_full_server_is_not_a_failing_one(servers, number, kind):
     objects = new_objects(servers)
     await objects.write(0, b"a" * 16384)
@@ -110,7 +117,9 @@ async def test_after_a_failed_write_the_objects_can_be_settled(servers):
     with failing("write_at", servers[3].path, errno.ENOSPC), pytest.raises(NoSpace):
         await objects.write(16384, b"b" * 16384)
     await objects.settle(16384)
-    assert [os.path.getsize(server.object_path(INO, OID)) for server in servers.values()] == [4096] * 4
+    assert [os.path.getsize(server.object_path(INO, OID)) for server in servers.values()] == [
+        4096
+    ] * 4
     assert await objects.read(0, 16384, 16384, True) == b"a" * 16384
     objects.close()
 
@@ -161,7 +170,9 @@ async def test_a_server_that_is_not_registered(servers):
     with pytest.raises(Unavailable, match="^data server 8 is not registered"):
         new_objects(servers, Striped(4096, (0, 8)))
     assert servers.find(8) is None
-    assert await delete_batch(servers, {OID: (INO, Striped(4096, (0, 8)))}) == {}  # what lies there is nobody's concern
+    assert (
+        await delete_batch(servers, {OID: (INO, Striped(4096, (0, 8)))}) == {}
+    )  # what lies there is nobody's concern
 
 
 # --- directories that vanish ---------------------------------------------------------------------------
@@ -421,7 +432,10 @@ def test_one_directory_may_not_serve_twice(tmp_path):
     table = make_table(tmp_path, 2)
     (tmp_path / "alias").symlink_to(table[0])
     servers = Servers(table | {2: f"{tmp_path}/alias"}, STORE)
-    with pytest.raises(StoreError, match=f"^data server 2: .*/alias is the directory of data server 0 .{table[0]}. too"):
+    with pytest.raises(
+        StoreError,
+        match=f"^data server 2: .*/alias is the directory of data server 0 .{table[0]}. too",
+    ):
         servers.check_identity()
 
 

@@ -32,19 +32,30 @@ from tests.support.stores import moved_out, read_file, require_sound, served
 
 UNIT = 4096
 SETTINGS = {
-    "layout.unit": UNIT, "layout.inline_limit": 0, "burst.drain_delay": "0s", "burst.throttle_max": "0s",
-    "burst.stage_on_read": 0, "meta.backup_interval": "0",
-}  # fmt: skip
-KINDS = {"plain": {"layout.count": 2}, "wide": {}, "replicas": {"layout.replicas": 2, "layout.count": 2}, "coded": {"layout.ec": "2+1"},
-         "containers": {"layout.kind": "interleaved"},
-         "coded containers": {"layout.kind": "interleaved", "layout.ec": "2+1"}}  # fmt: skip
+    "layout.unit": UNIT,
+    "layout.inline_limit": 0,
+    "burst.drain_delay": "0s",
+    "burst.throttle_max": "0s",
+    "burst.stage_on_read": 0,
+    "meta.backup_interval": "0",
+}
+KINDS = {
+    "plain": {"layout.count": 2},
+    "wide": {},
+    "replicas": {"layout.replicas": 2, "layout.count": 2},
+    "coded": {"layout.ec": "2+1"},
+    "containers": {"layout.kind": "interleaved"},
+    "coded containers": {"layout.kind": "interleaved", "layout.ec": "2+1"},
+}
 SIZES = (UNIT, 9 * UNIT + 17, 200_000)
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 protected = pytest.mark.parametrize("kind", ["replicas", "coded", "coded containers"])
 
 
-async def make(scratch: Path, settings: dict[str, object], servers: int = 5, burst: int = 1) -> Config:
+async def make(
+    scratch: Path, settings: dict[str, object], servers: int = 5, burst: int = 1
+) -> Config:
     """A store beside which there is room for other directories."""
     source, directories = scratch / "store", [f"burst/{number}" for number in range(burst)]
     settings = SETTINGS | {"burst.directories": directories} | settings
@@ -73,7 +84,9 @@ async def write_files(fs: Filesystem, prefix: str = "f") -> dict[str, int]:
 
 
 async def require(fs: Filesystem, name: str, size: int) -> None:
-    assert await read_file(fs, (await fs.lookup(ROOT_INO, name.encode())).ino) == bytes_of(name, size), name
+    assert await read_file(fs, (await fs.lookup(ROOT_INO, name.encode())).ino) == bytes_of(
+        name, size
+    ), name
 
 
 async def require_all(fs: Filesystem, sizes: dict[str, int]) -> None:
@@ -100,7 +113,9 @@ async def described(fs: Filesystem) -> dict:
 
 
 async def row(fs: Filesystem, number: int, role: str = "data") -> dict:
-    return next(s for s in (await described(fs))["servers"] if (s["role"], s["id"]) == (role, number))
+    return next(
+        s for s in (await described(fs))["servers"] if (s["role"], s["id"]) == (role, number)
+    )
 
 
 async def until_empty(fs: Filesystem, number: int, role: str = "data") -> None:
@@ -147,10 +162,14 @@ async def test_a_server_is_drained_and_removed(scratch: Path, kind: str) -> None
         await require_all(fs, sizes)
         assert os.listdir(config.servers[1]) == []
         assert 1 not in fs.store.servers
-        assert await fs.store.engine.view(lambda tx: (tx.get(keys.server(1)), tx.get(keys.unprotected(1)))) == (None, None)
+        assert await fs.store.engine.view(
+            lambda tx: (tx.get(keys.server(1)), tx.get(keys.unprotected(1)))
+        ) == (None, None)
         with pytest.raises(Invalid, match="^there is no data server 1 in this store"):
             await order(fs, "drain", id=1)
-        await order(fs, "add", path=config.servers[1], domain="rack-z")  # it is an empty directory now
+        await order(
+            fs, "add", path=config.servers[1], domain="rack-z"
+        )  # it is an empty directory now
         assert (await row(fs, 5))["domain"] == "rack-z"  # under a new number
     await require_sound(config)
     async with served(config) as fs:
@@ -189,12 +208,16 @@ async def test_the_last_server_in_use_stays(scratch: Path) -> None:
     config = await make(scratch, {}, servers=2)
     async with served(config) as fs:
         await order(fs, "drain", id=0)
-        with pytest.raises(Invalid, match="^there is no other data server in use than 1: add one first"):
+        with pytest.raises(
+            Invalid, match="^there is no other data server in use than 1: add one first"
+        ):
             await order(fs, "drain", id=1)
 
 
 @every_kind
-async def test_a_server_that_works_is_replaced_by_moving_what_it_has(scratch: Path, kind: str) -> None:
+async def test_a_server_that_works_is_replaced_by_moving_what_it_has(
+    scratch: Path, kind: str
+) -> None:
     config = await make(scratch, KINDS[kind])
     async with served(config) as fs:
         sizes = await write_files(fs)
@@ -215,7 +238,9 @@ async def test_a_server_that_goes_while_it_is_in_use_is_lost_when_it_is_replaced
     config = await make(scratch, KINDS["coded"])
     async with served(config) as fs:
         sizes = await write_files(fs)
-        await fs.store.engine.transact(mark_unprotected, range(5))  # there have been plain files once
+        await fs.store.engine.transact(
+            mark_unprotected, range(5)
+        )  # there have been plain files once
         os.rename(config.servers[3], scratch / "gone")
         await order(fs, "replace", id=3, path=f"{scratch}/new")
         assert (await row(fs, 3))["standing"] == "lost"
@@ -302,12 +327,16 @@ async def test_a_missing_server_with_protected_bytes_alone_is_done_without(
 
 
 @every_kind
-async def test_a_lost_server_is_removed_and_says_first_what_goes_with_it(scratch: Path, kind: str) -> None:
+async def test_a_lost_server_is_removed_and_says_first_what_goes_with_it(
+    scratch: Path, kind: str
+) -> None:
     config = await make(scratch, KINDS[kind])
     async with served(config) as fs:
         sizes = await write_files(fs)
         dead = max(range(5), key=lambda number: len(objects_in(Path(config.servers[number]))))
-        with pytest.raises(Busy, match=f"^data server {dead} is there: drain it instead, so that nothing is lost"):
+        with pytest.raises(
+            Busy, match=f"^data server {dead} is there: drain it instead, so that nothing is lost"
+        ):
             await order(fs, "remove", id=dead, lost=True)
     stale = scratch / "stale"
     os.rename(config.servers[dead], stale)
@@ -316,10 +345,15 @@ async def test_a_lost_server_is_removed_and_says_first_what_goes_with_it(scratch
         outcome = await removed(fs, id=dead, lost=True)
         assert bool(gone) == (kind in ("plain", "wide", "containers"))
         if gone:
-            assert outcome == {"reason": f"{len(gone)} files would be lost with data server {dead}", "passing": False}
+            assert outcome == {
+                "reason": f"{len(gone)} files would be lost with data server {dead}",
+                "passing": False,
+            }
             assert (await row(fs, dead))["standing"] == "active"
             outcome = await removed(fs, id=dead, lost=True, lose_files=True)
-            assert outcome["reason"].startswith(f"{len(gone)} files cannot be read without data server {dead}")
+            assert outcome["reason"].startswith(
+                f"{len(gone)} files cannot be read without data server {dead}"
+            )
             assert (await row(fs, dead))["standing"] == "lost"
             for name in gone:
                 ino = (await fs.lookup(ROOT_INO, name.encode())).ino
@@ -333,7 +367,9 @@ async def test_a_lost_server_is_removed_and_says_first_what_goes_with_it(scratch
         assert not outcome["reason"]
         await require_all(fs, sizes)
         os.rename(stale, config.servers[dead])
-        with pytest.raises(Invalid, match=f"holds what data server {dead} of this store had, which is stale"):
+        with pytest.raises(
+            Invalid, match=f"holds what data server {dead} of this store had, which is stale"
+        ):
             await order(fs, "add", path=config.servers[dead])
     await require_sound(config)
 
@@ -369,7 +405,9 @@ async def test_a_burst_directory_is_emptied_and_removed(scratch: Path) -> None:
             await order(fs, "remove", id=0, role="burst")
         await order(fs, "drain", id=0, role="burst")
         sizes["later"] = 50_000
-        assert (await fs.getattr(await write_file(fs, "later", 50_000))).copy.server == BURST_FIRST + 1
+        assert (
+            await fs.getattr(await write_file(fs, "later", 50_000))
+        ).copy.server == BURST_FIRST + 1
         await until_empty(fs, 0, "burst")
         while (outcome := await removed(fs, id=0, role="burst"))["passing"]:
             await trio.sleep(0.01)
@@ -409,12 +447,20 @@ async def test_orders_that_make_no_sense_are_refused(scratch: Path) -> None:
     config = await make(scratch, {})
     async with served(config) as fs:
         for what, fields in [
-            ("drain", {"id": 77}), ("drain", {"id": -1}), ("drain", {"id": "1"}), ("drain", {}), ("drain", {"id": 1, "role": "x"}),
-            ("drain", {"id": BURST_FIRST}), ("replace", {"id": 1, "path": "relative"}), ("remove", {"id": 9}),
-            ("replace", {"id": 1, "path": config.servers[2]}), ("add", {"path": "/x", "domain": "a\nb"}),
-            ("add", {"path": config.servers[0]}), ("remove", {"id": 0, "role": "burst", "lost": True}),
+            ("drain", {"id": 77}),
+            ("drain", {"id": -1}),
+            ("drain", {"id": "1"}),
+            ("drain", {}),
+            ("drain", {"id": 1, "role": "x"}),
+            ("drain", {"id": BURST_FIRST}),
+            ("replace", {"id": 1, "path": "relative"}),
+            ("remove", {"id": 9}),
+            ("replace", {"id": 1, "path": config.servers[2]}),
+            ("add", {"path": "/x", "domain": "a\nb"}),
+            ("add", {"path": config.servers[0]}),
+            ("remove", {"id": 0, "role": "burst", "lost": True}),
             ("replace", {"id": 1, "path": config.meta.directory}),
-        ]:  # fmt: skip
+        ]:
             with pytest.raises(Invalid):
                 await order(fs, what, **fields)
         for value in (b"", b"[]", b"{", b"\xff", b"null"):
@@ -482,7 +528,11 @@ async def test_a_directory_that_takes_its_time_does_not_hold_up_the_mount(scratc
     config = await make(scratch, {})
     new, thread = scratch / "new", []
     async with served(config) as fs:
-        with hooked(lambda op, path: thread.append(threading.get_ident()) if path.startswith(str(new)) else None):
+        with hooked(
+            lambda op, path: (
+                thread.append(threading.get_ident()) if path.startswith(str(new)) else None
+            )
+        ):
             await order(fs, "add", path=str(new))
         assert thread and threading.get_ident() not in thread
         with pytest.raises(Invalid, match="below: is not a directory"):

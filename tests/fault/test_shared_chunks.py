@@ -29,12 +29,17 @@ from tests.support.shared import Segment
 ME = Caller()
 LIVES = 8
 SETTINGS = modes.WAITING | {
-    "layout.compact_above": 0.05, "layout.inline_limit": 0, "burst.stage_on_read": 0, "scrub.bandwidth": 0,
-}  # fmt: skip
+    "layout.compact_above": 0.05,
+    "layout.inline_limit": 0,
+    "burst.stage_on_read": 0,
+    "scrub.bandwidth": 0,
+}
 REDUNDANCIES = {"plain": PLAIN, "replicas": Redundancy(2), "coded": Redundancy(1, 2, 1)}
 PROTECTED = [name for name in REDUNDANCIES if name != "plain"]
 by_redundancy = pytest.mark.parametrize("redundancy", REDUNDANCIES.values(), ids=REDUNDANCIES)
-by_protection = pytest.mark.parametrize("redundancy", [REDUNDANCIES[name] for name in PROTECTED], ids=PROTECTED)
+by_protection = pytest.mark.parametrize(
+    "redundancy", [REDUNDANCIES[name] for name in PROTECTED], ids=PROTECTED
+)
 
 
 @pytest.fixture
@@ -78,8 +83,16 @@ class Work:
     async def live(self, fs: Filesystem, count: int = 4) -> None:
         await self.compare(fs)
         works = [
-            self.save, self.save, self.save_again, self.rewrite, self.unlink, self.link, self.remove, self.retain, self.compact,
-        ]  # fmt: skip
+            self.save,
+            self.save,
+            self.save_again,
+            self.rewrite,
+            self.unlink,
+            self.link,
+            self.remove,
+            self.retain,
+            self.compact,
+        ]
         for _ in range(count):
             await self._rng.choice(works)(fs)
         if self._rng.random() < 0.5:
@@ -102,7 +115,9 @@ class Work:
         directory = (await fs.mkdir(ROOT_INO, b"step-%d" % self._steps, 0o755, ME)).ino
         self._directories[directory] = b"step-%d" % self._steps
         files = {b"rank-%d" % rank: self._segments() for rank in range(self._rng.randrange(1, 4))}
-        inos = await shared.save(fs, directory, files, self._redundancy, level=self._rng.choice([0, 3]))
+        inos = await shared.save(
+            fs, directory, files, self._redundancy, level=self._rng.choice([0, 3])
+        )
         for name, ino in inos.items():
             self.names[directory, name], self.contents[ino] = ino, shared.bytes_of(files[name])
 
@@ -211,7 +226,9 @@ def test_references_are_right_after_any_work(source: Path, redundancy: Redundanc
 @pytest.mark.long
 @by_redundancy
 @pytest.mark.parametrize("seed", range(30))
-def test_references_are_right_after_much_work(source: Path, redundancy: Redundancy, seed: int) -> None:
+def test_references_are_right_after_much_work(
+    source: Path, redundancy: Redundancy, seed: int
+) -> None:
     go_through(source, redundancy, seed, 20)
 
 
@@ -268,7 +285,10 @@ class Pair:
         """Of the container that the common chunk lies in, by column."""
         found = await fs.store.engine.view(shared_records.find_shared, digest_of(self.common.data))
         record = await fs.store.engine.view(chunks.find_container, found.place.container)
-        return [Path(fs.store.servers[number].object_path(0, found.place.container)) for number in record.layout.servers]
+        return [
+            Path(fs.store.servers[number].object_path(0, found.place.container))
+            for number in record.layout.servers
+        ]
 
 
 def spoil(path: Path, data: bytes) -> int:
@@ -307,14 +327,21 @@ def test_what_a_plain_chunk_has_lost_is_named_for_all_its_users(
 
     status = use(source, work)
     wrong = {(*entry["paths"], entry["start"], entry["end"]) for entry in status["wrong"]}
-    assert wrong == {("/first", 0, SIZE), ("/second", 7000, 7000 + SIZE), ("/second", 7010 + SIZE, 7010 + 2 * SIZE)}
+    assert wrong == {
+        ("/first", 0, SIZE),
+        ("/second", 7000, 7000 + SIZE),
+        ("/second", 7010 + SIZE, 7010 + 2 * SIZE),
+    }
     assert {(finding.kind, finding.where) for finding in findings(source)} == {
-        ("wrong-checksum", "/first"), ("wrong-checksum", "/second"),
-    }  # fmt: skip
+        ("wrong-checksum", "/first"),
+        ("wrong-checksum", "/second"),
+    }
     caplog.clear()
 
 
-def test_a_lost_recipe_is_named_and_costs_no_bytes(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_recipe_is_named_and_costs_no_bytes(
+    source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     make(source, {"data.verify": "read"})
     pair = Pair()
 
@@ -350,7 +377,9 @@ def test_a_protected_chunk_is_repaired_for_all_its_users(
         if by == "read":
             await pair.compare(fs)
         status = await scrub(fs)  # a read may not have met the wrong replica
-        assert status["wrong"] == [] and (by == "read" or status["repaired"] == status["flaws"] == 1)
+        assert status["wrong"] == [] and (
+            by == "read" or status["repaired"] == status["flaws"] == 1
+        )
         await pair.compare(fs)
 
     use(source, work)

@@ -28,11 +28,19 @@ SHAPES = {
     "waiting": modes.WAITING | SMALL | NO_INLINE,
     "tiny": modes.TINY | SMALL | EAGER,
     "tiny-daemon": modes.TINY | modes.BY_DAEMON | SMALL | NO_INLINE,
-    "waiting-interleaved": modes.WAITING | modes.INTERLEAVED | NO_INLINE | {"layout.compress": "zstd:3"},
+    "waiting-interleaved": modes.WAITING
+    | modes.INTERLEAVED
+    | NO_INLINE
+    | {"layout.compress": "zstd:3"},
     "tiny-interleaved": modes.TINY | modes.INTERLEAVED | SMALL | NO_INLINE | EAGER,
     "tiny-replicas": modes.TINY | modes.REPLICAS | SMALL | NO_INLINE | EAGER,
     "tiny-coded": modes.TINY | modes.CODED | SMALL | NO_INLINE | EAGER,
-    "tiny-interleaved-coded": modes.TINY | modes.INTERLEAVED | modes.CODED | SMALL | NO_INLINE | EAGER,
+    "tiny-interleaved-coded": modes.TINY
+    | modes.INTERLEAVED
+    | modes.CODED
+    | SMALL
+    | NO_INLINE
+    | EAGER,
     "tiny-whole": modes.TINY | SMALL | NO_INLINE | {"layout.count": "1"},
 }
 
@@ -70,7 +78,9 @@ def _check(writer: int, config: Config) -> None:
     lives.send(writer, (check(config, repair=False).findings, False))
 
 
-def _require_agreement(scratch: Path, shape: dict[str, str], seed: int, length: int = LENGTH) -> None:
+def _require_agreement(
+    scratch: Path, shape: dict[str, str], seed: int, length: int = LENGTH
+) -> None:
     ops = model_ops.generate(seed, length)
     try:
         kills = _run(scratch, shape, ops)

@@ -61,7 +61,11 @@ def shared() -> Iterator[Mounted]:
         pytest.param(((), True), id="bridge"),
         pytest.param((("kernel.bridge=off",), True), id="plain"),
         pytest.param(((), False), id="no-burst", marks=pytest.mark.long),
-        pytest.param((("layout.kind=interleaved", "burst.drain_delay=0s"), True), id="interleaved", marks=pytest.mark.long),
+        pytest.param(
+            (("layout.kind=interleaved", "burst.drain_delay=0s"), True),
+            id="interleaved",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def module_mount(request: pytest.FixtureRequest) -> Iterator[Mounted]:

@@ -110,7 +110,9 @@ def test_the_version_can_be_asked_of_files_and_directories(module_mount: Mounted
     (module_mount.path / "versioned").touch()
     for path in (module_mount.path, module_mount.path / "versioned"):
         fd = os.open(path, os.O_RDONLY)
-        assert fcntl.ioctl(fd, ioctl.AIFS_IOC_VERSION.request, bytes(4)) == struct.pack("=I", ioctl.VERSION)
+        assert fcntl.ioctl(fd, ioctl.AIFS_IOC_VERSION.request, bytes(4)) == struct.pack(
+            "=I", ioctl.VERSION
+        )
         os.close(fd)
 
 
@@ -167,7 +169,9 @@ def test_the_daemon_sees_no_byte_of_a_file_that_is_passed_through(module_mount: 
 # --- extended attributes that the bridge answers ---
 
 
-def test_file_capabilities_are_seen_after_the_bridge_has_answered_that_there_are_none(module_mount: Mounted) -> None:
+def test_file_capabilities_are_seen_after_the_bridge_has_answered_that_there_are_none(
+    module_mount: Mounted,
+) -> None:
     path = module_mount.path / "program"
     path.write_bytes(b"first")
     with path.open("ab") as file:
@@ -221,7 +225,9 @@ def directory(module_mount: Mounted, request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def test_a_listing_is_cached_until_something_changes(module_mount: Mounted, directory: Path) -> None:
+def test_a_listing_is_cached_until_something_changes(
+    module_mount: Mounted, directory: Path
+) -> None:
     names = set(os.listdir(directory))
     with requests(module_mount) as asked:
         assert set(os.listdir(directory)) == names and len(names) == 600
@@ -320,7 +326,9 @@ def test_two_at_once_remove_a_tree(directory: Path) -> None:
     for number in range(5):
         (directory / f"sub{number}").mkdir()
         (directory / f"sub{number}" / "file").touch()
-    removing = [subprocess.Popen(["rm", "-rf", directory], stderr=subprocess.PIPE) for _ in range(2)]
+    removing = [
+        subprocess.Popen(["rm", "-rf", directory], stderr=subprocess.PIPE) for _ in range(2)
+    ]
     said = [process.communicate(timeout=60)[1] for process in removing]
     assert said == [b"", b""] and not directory.exists()
 

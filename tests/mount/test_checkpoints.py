@@ -75,16 +75,26 @@ def test_the_commands(mounted: Mounted) -> None:
         assert done.returncode == 8 and "1" in done.stderr and len(done.stderr.splitlines()) == 1
         os.setxattr(tmp, "user.aifs.commit", b"1")
         said = aifs(
-            "publish", tmp, run / f"step-{step}", "--ranks", "2", "--latest", "latest", "--tracker", "it"
+            "publish",
+            tmp,
+            run / f"step-{step}",
+            "--ranks",
+            "2",
+            "--latest",
+            "latest",
+            "--tracker",
+            "it",
         ).stdout
         assert said == f"published {run}/step-{step}: 2 files, 9.77 KiB\n"
     (run / "tmp").mkdir()
     os.setxattr(run / "tmp", "user.aifs.pending", b"ranks=4,step=9")
     listed = json.loads(aifs("checkpoints", "ls", run, "--json", "--pending").stdout)
     assert [(Path(one["path"]).name, one["state"], one["step"]) for one in listed] == [
-        ("step-1", "complete", 1), ("step-2", "complete", 2), ("step-3", "complete", 3),
+        ("step-1", "complete", 1),
+        ("step-2", "complete", 2),
+        ("step-3", "complete", 3),
         ("tmp", "pending", 9),
-    ]  # fmt: skip
+    ]
     assert listed[-1]["problem"] == "4 of 4 ranks have not committed"
     assert aifs("checkpoints", "latest", run).stdout == f"{run}/step-3\n"
     assert aifs("checkpoints", "verify", "--all", run).stdout.count("as they were saved") == 3
@@ -103,7 +113,8 @@ def test_a_damaged_file_is_named(mounted: Mounted) -> None:
     done = aifs("checkpoints", "verify", mounted.path / "step-1", check=False)
     assert done.returncode == 1
     assert (
-        done.stderr == f"aifs: {mounted.path}/step-1: sub/model.pt: its bytes are not those that were saved\n"
+        done.stderr
+        == f"aifs: {mounted.path}/step-1: sub/model.pt: its bytes are not those that were saved\n"
     )
 
 
@@ -145,4 +156,6 @@ def test_of_publishers_that_race_for_a_name_one_wins(mounted: Mounted) -> None:
 
 def start(program: str, *words: object) -> subprocess.Popen:
     command = [sys.executable, "-c", textwrap.dedent(program), *map(str, words)]
-    return subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return subprocess.Popen(
+        command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )

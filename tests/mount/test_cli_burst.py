@@ -40,14 +40,18 @@ def test_files_go_down_and_up_again(mount_store: Callable[..., Mounted]) -> None
     assert state(tree)["files"]["clean"] == 4
     assert (tree / "3").read_bytes() == b"3" * SIZE
     assert aifs("warm", tree, "--limit", "8MiB").stdout.startswith("staged 2 files, 6.00 MiB; ")
-    assert re.search(r"^ +2 +6.00 MiB +2 +6.00 MiB +", aifs("warm", "--check", tree).stdout, re.MULTILINE)
+    assert re.search(
+        r"^ +2 +6.00 MiB +2 +6.00 MiB +", aifs("warm", "--check", tree).stdout, re.MULTILINE
+    )
     assert aifs("pin", tree).stdout == "pinned; staged 2 files, 6.00 MiB; there already: 2\n"
     done = aifs("evict", tree, check=False)
     assert (done.returncode, done.stdout) == (1, "evicted 0 files, 0 B\n")
     assert done.stderr == "aifs: 4 files not evicted: pinned; aifs unpin lets go\n"
     aifs("unpin", tree)
     assert aifs("evict", tree).stdout == "evicted 4 files, 12.0 MiB\n"
-    assert [(tree / str(number)).read_bytes() for number in range(4)] == [b"%d" % number * SIZE for number in range(4)]
+    assert [(tree / str(number)).read_bytes() for number in range(4)] == [
+        b"%d" % number * SIZE for number in range(4)
+    ]
 
 
 def test_umount_says_what_stays_undrained(mount_store: Callable[..., Mounted]) -> None:
@@ -68,14 +72,18 @@ def test_umount_says_what_stays_undrained(mount_store: Callable[..., Mounted]) -
     assert (store.path / "more/1").read_bytes() == b"1" * SIZE
 
 
-def test_what_is_still_open_is_waited_for_until_the_time_out_or_an_interrupt(mounted: Mounted) -> None:
+def test_what_is_still_open_is_waited_for_until_the_time_out_or_an_interrupt(
+    mounted: Mounted,
+) -> None:
     path = mounted.path / "file"
     with open(path, "wb") as file:
         file.write(b"x" * SIZE)
         file.flush()
         done = aifs("drain", path, "--timeout", "300ms", check=False)
         assert done.returncode == 7
-        assert done.stderr.startswith("aifs: not drained after 300ms: 1 file (3.00 MiB, 1 open for writing); ")
+        assert done.stderr.startswith(
+            "aifs: not drained after 300ms: 1 file (3.00 MiB, 1 open for writing); "
+        )
         command = [sys.executable, "-m", "aifs.cli.main", "drain", path]
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as waiting:
             while not is_asleep(waiting.pid):
@@ -83,7 +91,10 @@ def test_what_is_still_open_is_waited_for_until_the_time_out_or_an_interrupt(mou
             waiting.send_signal(signal.SIGINT)
             _, said = waiting.communicate(timeout=TIMEOUT_S)
         assert waiting.returncode == 130
-        assert said.strip() == "aifs: draining goes on in the background; left: 1 file (3.00 MiB, 1 open for writing)"
+        assert (
+            said.strip()
+            == "aifs: draining goes on in the background; left: 1 file (3.00 MiB, 1 open for writing)"
+        )
     assert aifs("drain", path).returncode == 0
     assert state(path)["state"] == "cached"
 
@@ -97,9 +108,15 @@ def test_status_shows_the_burst_tier_and_the_drain(mount_store: Callable[..., Mo
     store = mount_store(WAITING)
     make(store.path / "tree", 2)
     shown = aifs("status", store.path).stdout
-    assert re.search(r"^drain +2 files \(6.00 MiB\) undrained for up to \d+ s; 0 active", shown, re.MULTILINE)
+    assert re.search(
+        r"^drain +2 files \(6.00 MiB\) undrained for up to \d+ s; 0 active", shown, re.MULTILINE
+    )
     assert re.search(r"^throttle +none$", shown, re.MULTILINE)
-    assert re.search(rf"^ +0 +ok +6.00 MiB +0 B .*{re.escape(str(store.source))}/burst +are admitted", shown, re.MULTILINE)
+    assert re.search(
+        rf"^ +0 +ok +6.00 MiB +0 B .*{re.escape(str(store.source))}/burst +are admitted",
+        shown,
+        re.MULTILINE,
+    )
     aifs("drain", store.path)
     shown = aifs("status", store.path).stdout
     assert re.search(r"^drain +all is on the capacity tier; 2 files drained", shown, re.MULTILINE)

@@ -77,8 +77,12 @@ def place(scratch: Path) -> Iterator[Place]:
             aifs("umount", made.path)
         aifs("fsck", made.source)
         if made.log.exists():
-            said = re.findall(r"^.* (?:WARNING|ERROR|CRITICAL) .*$", made.log.read_text(), re.MULTILINE)
-            assert not [line for line in said if not (made.expected and re.search(made.expected, line))]
+            said = re.findall(
+                r"^.* (?:WARNING|ERROR|CRITICAL) .*$", made.log.read_text(), re.MULTILINE
+            )
+            assert not [
+                line for line in said if not (made.expected and re.search(made.expected, line))
+            ]
     finally:
         while made.mounts():
             subprocess.run(["umount", "-i", "-l", made.path], check=True)
@@ -192,10 +196,16 @@ def test_a_second_mount_is_refused_with_its_owner_named(place: Place) -> None:
     place.mount()
     other = place.directory / "other"
     other.mkdir()
-    assert refused("mount", place.source, place.path) == (6, f"{place.path}: an AIFS is mounted here already")
+    assert refused("mount", place.source, place.path) == (
+        6,
+        f"{place.path}: an AIFS is mounted here already",
+    )
     code, said = refused("mount", place.source, other)
     assert code == 5
-    assert f"pid {place.status()['pid']} on host {socket.gethostname()}, mounted at {place.path}" in said
+    assert (
+        f"pid {place.status()['pid']} on host {socket.gethostname()}, mounted at {place.path}"
+        in said
+    )
 
 
 def test_what_cannot_be_mounted_on_is_refused(place: Place) -> None:
@@ -216,7 +226,10 @@ def test_a_server_that_nothing_needs_is_done_without_and_named(place: Place) -> 
     server.rename(place.source / "moved")
     place.expected = "does without a data server"
     done = aifs("mount", place.source, place.path)
-    assert done.stderr.startswith("aifs: warning: mounted without it: data server 2: ") and str(server) in done.stderr
+    assert (
+        done.stderr.startswith("aifs: warning: mounted without it: data server 2: ")
+        and str(server) in done.stderr
+    )
     aifs("umount", place.path)
     (place.source / "moved").rename(server)
 
@@ -236,7 +249,9 @@ def test_a_daemon_that_cannot_start_says_why(place: Place) -> None:
 
 
 def test_a_mount_that_the_kernel_refuses_says_why(place: Place) -> None:
-    command = f'mount --bind /dev/null /dev/fuse && exec {sys.executable} -m aifs.cli.main mount "$@"'
+    command = (
+        f'mount --bind /dev/null /dev/fuse && exec {sys.executable} -m aifs.cli.main mount "$@"'
+    )
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", command, "sh", place.source, place.path],
         check=False,
@@ -313,10 +328,14 @@ def test_umount_says_if_the_store_could_not_be_closed_in_order(place: Place) -> 
     place.mount()
     server = place.source / "data" / "1"
     away = server.rename(server.with_suffix(".away"))
-    with contextlib.suppress(OSError):  # what matters is that the server keeps it from being finished
+    with contextlib.suppress(
+        OSError
+    ):  # what matters is that the server keeps it from being finished
         os.truncate(place.path / "file", 100)
     code, said = refused("umount", place.path)
-    assert code == 6 and said.startswith(f"{place.path}: unmounted, but ") and str(place.log) in said
+    assert (
+        code == 6 and said.startswith(f"{place.path}: unmounted, but ") and str(place.log) in said
+    )
     assert place.mounts() == []
     assert "ERROR aifs.cli.daemon: the daemon stops: data server 1" in place.log.read_text()
     place.log.unlink()
@@ -339,7 +358,9 @@ def test_info_tells_the_type_of_everything(place: Place) -> None:
         assert info["inode"] == os.lstat(place.path / name).st_ino
         types[name] = info["type"]
         shown = dict(
-            line.split(maxsplit=1) for line in aifs("info", place.path / name).stdout.splitlines() if line
+            line.split(maxsplit=1)
+            for line in aifs("info", place.path / name).stdout.splitlines()
+            if line
         )
         assert shown["type"] == info["type"]
     assert types == {
@@ -356,14 +377,19 @@ def test_status_is_shown_as_a_table(place: Place) -> None:
     place.mount()
     shown = aifs("status", place.path).stdout
     for server in place.status()["servers"]:
-        assert re.search(rf"^ *{server['id']} +(active +)?ok .*{re.escape(server['path'])}", shown, re.MULTILINE)
+        assert re.search(
+            rf"^ *{server['id']} +(active +)?ok .*{re.escape(server['path'])}", shown, re.MULTILINE
+        )
 
 
 def test_a_server_is_added_while_mounted(place: Place) -> None:
     disk = place.directory / "disk"
     disk.mkdir()
     place.mount()
-    assert aifs("server", "add", place.source, disk).stdout == f"added {disk} to the store, as data server 4\n"
+    assert (
+        aifs("server", "add", place.source, disk).stdout
+        == f"added {disk} to the store, as data server 4\n"
+    )
     assert [server["path"] for server in place.status()["servers"]][4:] == [str(disk)]
     (place.path / "file").write_bytes(bytes(6 << 20))
     aifs("drain", place.path / "file")
@@ -371,7 +397,9 @@ def test_a_server_is_added_while_mounted(place: Place) -> None:
     full = place.directory / "full"
     (full / "x").mkdir(parents=True)
     code, said = refused("server", "add", place.source, full)
-    assert code == 4 and said.startswith(f"refused by the mount at {place.path}: {full}: holds 'x', which is not a store's")
+    assert code == 4 and said.startswith(
+        f"refused by the mount at {place.path}: {full}: holds 'x', which is not a store's"
+    )
 
 
 def test_fsck_of_a_mounted_store_is_refused(place: Place) -> None:

@@ -10,8 +10,12 @@ from tests.support.mounts import Mounted, aifs
 DATA = os.urandom(3 << 20)
 
 
-def test_servers_come_and_go_below_a_mount(mount_store: Callable[..., Mounted], scratch: Path) -> None:
-    store = mount_store("layout.unit=64KiB", "layout.count=2", "burst.drain_delay=0s", "meta.backup_interval=0")
+def test_servers_come_and_go_below_a_mount(
+    mount_store: Callable[..., Mounted], scratch: Path
+) -> None:
+    store = mount_store(
+        "layout.unit=64KiB", "layout.count=2", "burst.drain_delay=0s", "meta.backup_interval=0"
+    )
     path = store.path
     (path / "plain").write_bytes(DATA)
     (path / "safe").mkdir()
@@ -19,10 +23,16 @@ def test_servers_come_and_go_below_a_mount(mount_store: Callable[..., Mounted], 
     (path / "safe" / "file").write_bytes(DATA)
     aifs("drain", path)
     new = scratch / "new"
-    assert aifs("server", "add", "--domain", "rack-b", path, new).stdout == f"added {new} to the store, as data server 4\n"
+    assert (
+        aifs("server", "add", "--domain", "rack-b", path, new).stdout
+        == f"added {new} to the store, as data server 4\n"
+    )
     refusal = aifs("server", "remove", store.source, 0, check=False)
     assert refusal.returncode == 4
-    assert refusal.stderr == f"aifs: refused by the mount at {path}: data server 0 is in use: drain it first\n"
+    assert (
+        refusal.stderr
+        == f"aifs: refused by the mount at {path}: data server 0 is in use: drain it first\n"
+    )
     with open(path / "plain", "rb") as reader:
         assert reader.read(1000) == DATA[:1000]
         done = aifs("server", "drain", path, 0, "--wait", "--timeout", "30s").stdout
@@ -33,8 +43,12 @@ def test_servers_come_and_go_below_a_mount(mount_store: Callable[..., Mounted], 
     assert removed == "data server 0 is removed from the store\n"
     status = json.loads(aifs("server", "status", path, "--json").stdout)
     assert [(server["role"], server["id"]) for server in status["servers"]] == [
-        ("data", 1), ("data", 2), ("data", 3), ("data", 4), ("burst", 0),
-    ]  # fmt: skip
+        ("data", 1),
+        ("data", 2),
+        ("data", 3),
+        ("data", 4),
+        ("burst", 0),
+    ]
     assert "rack-b" in aifs("server", "status", store.source).stdout
     store.remount()
     assert (path / "plain").read_bytes() == (path / "safe" / "file").read_bytes() == DATA

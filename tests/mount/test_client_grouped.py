@@ -63,7 +63,9 @@ def test_another_number_of_ranks(mount: Mounted) -> None:
         pass
 
 
-def test_what_a_killed_job_had_committed_is_not_taken_for_the_next_ones(mount: Mounted, tmp_path: Path) -> None:
+def test_what_a_killed_job_had_committed_is_not_taken_for_the_next_ones(
+    mount: Mounted, tmp_path: Path
+) -> None:
     """One of its ranks had committed before the others came."""
     pytest.importorskip("torch", reason="torch is not installed (the demo extra)")
     place = mount.path / "again"
@@ -97,9 +99,13 @@ def left(mount: Mounted, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     return place
 
 
-def test_nobody_guesses_whose_commits_these_are(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_guesses_whose_commits_these_are(
+    left: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(coordination, "REFUSED_AFTER_S", 0.0)
-    with pytest.raises(InvalidGroup, match=f"setfattr -x user.aifs.group {left}/new; .* job=") as caught:
+    with pytest.raises(
+        InvalidGroup, match=f"setfattr -x user.aifs.group {left}/new; .* job="
+    ) as caught:
         join(0, left)
     assert caught.value.rank == 0
     os.removexattr(left / "new", "user.aifs.group")
@@ -181,7 +187,9 @@ def test_ranks_that_have_said_whose_they_are_may_be_gone(left: Path) -> None:
 
 def test_a_mount_of_another_version(mount: Mounted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ioctl, "VERSION", ioctl.VERSION + 1)
-    with pytest.raises(GroupError, match="mounted by another version of AIFS .*; unmount, and mount anew"):
+    with pytest.raises(
+        GroupError, match="mounted by another version of AIFS .*; unmount, and mount anew"
+    ):
         join(0, mount.path)
 
 
@@ -193,7 +201,10 @@ def test_what_is_durable_is_on_the_servers_once(mount: Mounted) -> None:
     assert (told["state"], told["bytes"]) == ("durable", WORLD * len(content(0)))
     for rank in range(WORLD):
         assert (
-            json.loads(os.getxattr(place / "new" / f"rank{rank}", "user.aifs.state"))["bytes"]["dirty"] == 0
+            json.loads(os.getxattr(place / "new" / f"rank{rank}", "user.aifs.state"))["bytes"][
+                "dirty"
+            ]
+            == 0
         )
     saved = putfile(place / "alone", content(0))
     saved.durable.result(WAIT_S)
@@ -207,7 +218,9 @@ def test_what_is_durable_is_on_the_servers_once(mount: Mounted) -> None:
         pytest.param((), False, id="no-burst", marks=pytest.mark.long),
     ],
 )
-def test_other_mounts(mount_store: Callable[..., Mounted], options: tuple[str, ...], burst: bool) -> None:
+def test_other_mounts(
+    mount_store: Callable[..., Mounted], options: tuple[str, ...], burst: bool
+) -> None:
     """Without the bridge a death is noticed by nobody; all else is the same."""
     store, contract = mount_store(*options, burst=burst), GroupContract()
     for number, test in enumerate(
@@ -245,7 +258,10 @@ def test_a_rank_that_gives_up_says_why_however_soon_it_hears_of_the_end(
 
 @pytest.mark.parametrize(
     "phase",
-    [pytest.param(one, marks=() if one in ("joined", "written") else pytest.mark.long) for one in PHASES],
+    [
+        pytest.param(one, marks=() if one in ("joined", "written") else pytest.mark.long)
+        for one in PHASES
+    ],
 )
 def test_the_daemon_is_killed(mounted: Mounted, phase: str) -> None:
     """No rank is told what is not so, and the job can be run again."""

@@ -50,7 +50,9 @@ def _tree_difference(expected: dict[bytes, tuple], found: dict[bytes, tuple]) ->
 def _require_agreement(mountpoint: Path, reference: Path, ops: list[Op]) -> None:
     difference = _disagreement(mountpoint, reference, ops)
     if difference:
-        shortest = shrink(ops, lambda candidate: _disagreement(mountpoint, reference, candidate) is not None)
+        shortest = shrink(
+            ops, lambda candidate: _disagreement(mountpoint, reference, candidate) is not None
+        )
         difference = _disagreement(mountpoint, reference, shortest) or difference
         pytest.fail(f"{difference}\n{len(shortest)} operations:\n{listing(shortest)}")
 
@@ -63,14 +65,30 @@ def reference(scratch: Path) -> Path:
     return directory
 
 
-_TINY = ("burst.capacity=256KiB", "burst.high_water=0.5", "burst.low_water=0.2", "burst.reserve=0",
-         "burst.drain_delay=0s", "burst.throttle_max=1ms")  # fmt: skip
+_TINY = (
+    "burst.capacity=256KiB",
+    "burst.high_water=0.5",
+    "burst.low_water=0.2",
+    "burst.reserve=0",
+    "burst.drain_delay=0s",
+    "burst.throttle_max=1ms",
+)
 SHAPES = {
     "defaults": (),
     "no-burst": ("layout.unit=4KiB", "layout.count=3"),
-    "no-bridge": ("kernel.bridge=off", "layout.unit=16KiB", "layout.inline_limit=0", "burst.drain_delay=0s"),
+    "no-bridge": (
+        "kernel.bridge=off",
+        "layout.unit=16KiB",
+        "layout.inline_limit=0",
+        "burst.drain_delay=0s",
+    ),
     "drained": ("layout.unit=4KiB", "layout.inline_limit=0", "burst.drain_delay=0s"),
-    "tiny": (*_TINY, "layout.unit=4KiB", "meta.commit_interval=10ms", "data.writeback_interval=100ms"),
+    "tiny": (
+        *_TINY,
+        "layout.unit=4KiB",
+        "meta.commit_interval=10ms",
+        "data.writeback_interval=100ms",
+    ),
     "tiny-interleaved": (*_TINY, "layout.kind=interleaved", "layout.inline_limit=0"),
 }
 

@@ -28,7 +28,9 @@ def docs(tmp_path: Path) -> Path:
 
 def figures(*words: str | Path) -> None:
     command = [sys.executable, ROOT / "scripts/benchmarks/figures.py", *words]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=MEASURING_MAX_S)
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=MEASURING_MAX_S
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -62,7 +64,11 @@ def test_a_small_run_makes_the_guide_anew(docs: Path) -> None:
 def test_the_guide_quotes_the_example() -> None:
     example = (ROOT / "scripts/examples/grouped.py").read_text()
     guide = (DOCS / "grouped.md").read_text().partition("## Three ways")[2].partition("\n## ")[0]
-    quoted = [block for block in re.findall(r"^```python\n(.*?)^```", guide, re.DOTALL | re.MULTILINE) if "replica" in block]
+    quoted = [
+        block
+        for block in re.findall(r"^```python\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)
+        if "replica" in block
+    ]
     assert len(quoted) >= 4
     for block in quoted:
         lines = [line.strip() for line in block.splitlines()]

@@ -76,7 +76,8 @@ class Thrasher:
         """Offset and length, within ``limit`` bytes, near borders as often as not."""
         offset = self._place(limit)
         length = min(
-            self._rng.choice((10, 2 * PAGE, self._unit, 3 * self._unit + 5, self._largest)), limit - offset
+            self._rng.choice((10, 2 * PAGE, self._unit, 3 * self._unit + 5, self._largest)),
+            limit - offset,
         )
         offset = offset // step * step
         length = max(step, self._rng.randint(0, max(0, length)) // step * step)
@@ -96,7 +97,9 @@ class Thrasher:
     def _compare(self, offset: int, found: bytes, length: int) -> None:
         expected = self.expected[offset : offset + length]
         if found != expected:
-            first = next((i for i, pair in enumerate(zip(found, expected)) if pair[0] != pair[1]), -1)
+            first = next(
+                (i for i, pair in enumerate(zip(found, expected)) if pair[0] != pair[1]), -1
+            )
             raise AssertionError(
                 f"{len(found)} bytes read for {len(expected)}; the first difference is at {offset + first}; {self.history}"
             )
@@ -159,7 +162,9 @@ class Thrasher:
             offset, length = self._range(len(self.expected))
             length = min(length, len(self.expected) - offset)
             start = offset // PAGE * PAGE
-            with mmap.mmap(self._fd, offset + length - start, prot=mmap.PROT_READ, offset=start) as view:
+            with mmap.mmap(
+                self._fd, offset + length - start, prot=mmap.PROT_READ, offset=start
+            ) as view:
                 self._compare(offset, view[offset - start :], length)
 
     def map_write(self) -> None:
@@ -246,14 +251,23 @@ def test_thrash_one_file(mounted: Mounted, unit: int, largest: int) -> None:
 
 
 def test_thrash_one_file_without_inline_bytes(mount_store: MountStore) -> None:
-    _thrash(mount_store("layout.inline_limit=0", "layout.count=2"), 4096, 60_000, seed=5, rounds=2, count=400)
+    _thrash(
+        mount_store("layout.inline_limit=0", "layout.count=2"),
+        4096,
+        60_000,
+        seed=5,
+        rounds=2,
+        count=400,
+    )
 
 
 def test_kill_loses_no_byte_that_was_written(mounted: Mounted) -> None:
     """Neither closed nor synced: a write that has returned survives the daemon's death."""
     os.setxattr(mounted.path, "user.aifs.layout", b"unit=4KiB")
     rng = random.Random(6)
-    expected: dict[Path, bytearray] = {mounted.path / f"file{number}": bytearray() for number in range(8)}
+    expected: dict[Path, bytearray] = {
+        mounted.path / f"file{number}": bytearray() for number in range(8)
+    }
     for _ in range(3):
         fds = {path: os.open(path, os.O_RDWR | os.O_CREAT) for path in expected}
         for _ in range(150):
@@ -265,7 +279,10 @@ def test_kill_loses_no_byte_that_was_written(mounted: Mounted) -> None:
                 del held[size:]
                 held.extend(bytes(size - len(held)))
             else:
-                offset, data = rng.randrange(40_000), payload(rng.randrange(1 << 30), rng.randint(1, 20_000))
+                offset, data = (
+                    rng.randrange(40_000),
+                    payload(rng.randrange(1 << 30), rng.randint(1, 20_000)),
+                )
                 os.pwrite(fds[path], data, offset)
                 held.extend(bytes(max(0, offset - len(held))))
                 held[offset : offset + len(data)] = data

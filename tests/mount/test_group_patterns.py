@@ -32,7 +32,9 @@ def on_servers(store: Mounted) -> int:
     return sum(path.stat().st_size for path in (store.source / "data").rglob("*") if path.is_file())
 
 
-def save_step(store: Mounted, name: str, states: Sequence[gpt.State], form: str, options: str = "") -> int:
+def save_step(
+    store: Mounted, name: str, states: Sequence[gpt.State], form: str, options: str = ""
+) -> int:
     """All ranks save into a directory of their own as one grouped write; the bytes that this has put on the servers."""
     before = on_servers(store)
     directory = store.path / name
@@ -50,17 +52,27 @@ def save_step(store: Mounted, name: str, states: Sequence[gpt.State], form: str,
 
 def require_distinct(stored: int, expected: int, files: int) -> None:
     slack = OF_BYTES * expected + PER_FILE * files
-    assert expected - slack <= stored <= expected + slack, f"{stored} bytes on servers, {expected} distinct"
+    assert expected - slack <= stored <= expected + slack, (
+        f"{stored} bytes on servers, {expected} distinct"
+    )
 
 
 # ZeRO-2 saves what ZeRO-1 does: once is enough.
 @pytest.mark.parametrize(
-    ("way", "form"), [(way, form) for way in gpt.WAYS for form in ("pt", "safetensors") if (way, form) != ("dp-zero2", "pt")]
+    ("way", "form"),
+    [
+        (way, form)
+        for way in gpt.WAYS
+        for form in ("pt", "safetensors")
+        if (way, form) != ("dp-zero2", "pt")
+    ],
 )
 def test_the_servers_get_the_distinct_bytes(store: Mounted, way: str, form: str) -> None:
     training = gpt.Training(seed=[*gpt.WAYS].index(way) * 2 + (form == "pt"))
     before: list[gpt.State] = []
-    for step in range(2):  # step 0: moments are zero, which costs nothing, and equal, which must not stick
+    for step in range(
+        2
+    ):  # step 0: moments are zero, which costs nothing, and equal, which must not stick
         states = gpt.WAYS[way](training, RANKS)
         expected = gpt.new_bytes(states, before)
         stored = save_step(store, f"{way}-{form}@{step}", states, form)
@@ -109,7 +121,9 @@ def test_what_is_told_of_a_group_adds_up(store: Mounted) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("way", gpt.WAYS)
 def test_eight_ranks_of_a_larger_model(store: Mounted, way: str) -> None:
-    training = gpt.Training(gpt.Size(vocabulary=4096, width=256, blocks=8), seed=400 + [*gpt.WAYS].index(way))
+    training = gpt.Training(
+        gpt.Size(vocabulary=4096, width=256, blocks=8), seed=400 + [*gpt.WAYS].index(way)
+    )
     before: list[gpt.State] = []
     for step in range(3):
         states = gpt.WAYS[way](training, 8)

@@ -31,7 +31,11 @@ WAYS = {"together": (0, False), "apart": (0, True), "past the page cache": (os.O
 @cache
 def content_of(name: str) -> bytes:
     """Half of it can be compressed."""
-    return random.Random(name).randbytes(SIZE // 2) + bytes(range(1, 256)) * (SIZE // 510) + bytes(SIZE // 2 % 255)
+    return (
+        random.Random(name).randbytes(SIZE // 2)
+        + bytes(range(1, 256)) * (SIZE // 510)
+        + bytes(SIZE // 2 % 255)
+    )
 
 
 READ = """
@@ -58,14 +62,19 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mounted]:
         yield store
 
 
-def read_at_once(store: Mounted, paths: Sequence[Path], content: bytes, flags: int = 0, apart: bool = False) -> float:
+def read_at_once(
+    store: Mounted, paths: Sequence[Path], content: bytes, flags: int = 0, apart: bool = False
+) -> float:
     """Processes begin to read these at the same time. How often the servers are asked for each byte of a file."""
     evict(store, set(paths))
     before = asked(store)
     firsts = [number * (SIZE // len(paths) // MIB * MIB) * apart for number in range(len(paths))]
     readers = [
         subprocess.Popen(
-            [sys.executable, "-c", READ, path, str(flags), str(first)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", READ, path, str(flags), str(first)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for path, first in zip(paths, firsts, strict=True)
     ]
@@ -128,13 +137,18 @@ def test_readers_of_one_file(store: Mounted, layout: str) -> None:
         path.write_bytes(content_of("one file"))
     aifs("drain", directory)
     for path, (flags, apart) in zip(paths, WAYS.values(), strict=True):
-        assert 0 < read_at_once(store, [path] * READERS, content_of("one file"), flags, apart) < MOST
+        assert (
+            0 < read_at_once(store, [path] * READERS, content_of("one file"), flags, apart) < MOST
+        )
 
 
 @pytest.mark.parametrize(
-    ("layout", "name", "flags"), [("replicas=1", "a", 0), ("ec=2+1", "b", os.O_DIRECT), ("compress=zstd:1", "c", 0)]
+    ("layout", "name", "flags"),
+    [("replicas=1", "a", 0), ("ec=2+1", "b", os.O_DIRECT), ("compress=zstd:1", "c", 0)],
 )
-def test_readers_of_files_that_share_their_chunks(store: Mounted, layout: str, name: str, flags: int) -> None:
+def test_readers_of_files_that_share_their_chunks(
+    store: Mounted, layout: str, name: str, flags: int
+) -> None:
     directory = make(store, f"shared {layout}", layout)
     begin(directory, f"name=read,ranks={READERS}")
     paths = [directory / f"rank{number}" for number in range(READERS)]

@@ -17,9 +17,13 @@ RUNNING_MAX_S = 250
 
 def run_example(run: Path) -> None:
     command = [sys.executable, ROOT / "scripts/examples/grouped.py", run]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=RUNNING_MAX_S)
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=RUNNING_MAX_S
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines() == [f"{way}: 4 ranks have saved and loaded 2 steps in {run / way}" for way in WAYS]
+    assert done.stdout.splitlines() == [
+        f"{way}: 4 ranks have saved and loaded 2 steps in {run / way}" for way in WAYS
+    ]
 
 
 def test_on_a_mount_equal_bytes_are_stored_once(mounted: Mounted) -> None:

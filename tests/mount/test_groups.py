@@ -55,8 +55,26 @@ def call(path: Path, command: ioctl.Command, *fields: object) -> tuple:
     return command.argument.unpack(argument)
 
 
-def create(path: Path, ranks: int, flags: int = ioctl.GROUP_EXPLICIT, grace_ms: int = 0, timeout_ms: int = 0) -> int:
-    fields = call(path, ioctl.AIFS_IOC_GROUP_CREATE, ranks, flags, 0, timeout_ms, grace_ms, 0, b"step", b"", b"")
+def create(
+    path: Path,
+    ranks: int,
+    flags: int = ioctl.GROUP_EXPLICIT,
+    grace_ms: int = 0,
+    timeout_ms: int = 0,
+) -> int:
+    fields = call(
+        path,
+        ioctl.AIFS_IOC_GROUP_CREATE,
+        ranks,
+        flags,
+        0,
+        timeout_ms,
+        grace_ms,
+        0,
+        b"step",
+        b"",
+        b"",
+    )
     return fields[5]
 
 
@@ -68,7 +86,9 @@ def commit(path: Path, rank: int, number: int = 0) -> None:
     call(path, ioctl.AIFS_IOC_GROUP_COMMIT, rank, 0, number, b"")
 
 
-def wait(path: Path, what: int = ioctl.GROUP_WAIT_DURABLE, number: int = 0, timeout_ms: int = LIMIT_MS) -> None:
+def wait(
+    path: Path, what: int = ioctl.GROUP_WAIT_DURABLE, number: int = 0, timeout_ms: int = LIMIT_MS
+) -> None:
     call(path, ioctl.AIFS_IOC_GROUP_WAIT, what, 0, number, timeout_ms)
 
 
@@ -92,7 +112,9 @@ def other_process(code: str, *args: object) -> Iterator[subprocess.Popen]:
     text = "import sys; from tests.mount.test_groups import *; top = Path(sys.argv[1])\n" + code
     command = [sys.executable, "-c", text, *map(str, args)]
     root = Path(__file__).parents[2]
-    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
             yield process
@@ -119,14 +141,20 @@ def test_a_shell_is_enough(mounted: Mounted) -> None:
         getfattr --only-values -n user.aifs.group other | grep -q '"state": "cancelled"'
         if setfattr -n user.aifs.group -v 'ranks=2' other 2>/dev/null; then exit 7; fi
     """
-    done = subprocess.run(["bash", "-c", script], check=False, capture_output=True, text=True, timeout=2 * LIMIT_S)
+    done = subprocess.run(
+        ["bash", "-c", script], check=False, capture_output=True, text=True, timeout=2 * LIMIT_S
+    )
     assert done.returncode == 0, done.stderr
     told = tell(mounted.path / "step-1")
-    assert told["published"] and told["duplicate_bytes"] == 3 * SIZE and told["distinct_bytes"] == SIZE
+    assert (
+        told["published"] and told["duplicate_bytes"] == 3 * SIZE and told["distinct_bytes"] == SIZE
+    )
     assert json.loads(aifs("status", "--json", mounted.path).stdout)["groups"]["durable"] == 1
     assert "1 durable; " in aifs("status", mounted.path).stdout
     shown = aifs("group", "show", mounted.path / "step-1" / "0.pt").stdout
-    assert all(text in shown for text in ("step, 4 ranks", "step-1: done", "durable", "/step-1/3.pt")), shown
+    assert all(
+        text in shown for text in ("step, 4 ranks", "step-1: done", "durable", "/step-1/3.pt")
+    ), shown
     none = aifs("group", "show", mounted.path, check=False)
     assert none.returncode == 1 and "has no group" in none.stderr and none.stderr.count("\n") == 1
 
@@ -154,14 +182,23 @@ def test_ranks_use_ioctls(top: Path) -> None:
         (top / f"{rank}.tmp").write_bytes(data)
         (top / f"{rank}.tmp").rename(top / f"{rank}.pt")
         told = query(top, number)
-        assert (told["id"], told["ranks"], told["committed"], told["joined"]) == (number, 2, rank, rank + 1)
+        assert (told["id"], told["ranks"], told["committed"], told["joined"]) == (
+            number,
+            2,
+            rank,
+            rank + 1,
+        )
         assert told["dead"] == -1 and told["durable_ns"] == 0
         commit(top, rank, number)
     wait(top, ioctl.GROUP_WAIT_BUFFERED, number)
     wait(top, number=number)
     told = query(top)
     assert told["state"] == 1 + ioctl.GROUP_STATES.index("durable") and told["files"] == 2
-    assert told["bytes"] == 2 * SIZE and told["duplicate_bytes"] == SIZE and told["durable_ns"] >= told["buffered_ns"] > 0
+    assert (
+        told["bytes"] == 2 * SIZE
+        and told["duplicate_bytes"] == SIZE
+        and told["durable_ns"] >= told["buffered_ns"] > 0
+    )
     assert [(top / f"{rank}.pt").read_bytes() for rank in (0, 1)] == [data] * 2
     assert errno_of(wait, top, number=number + 1) == errno.ESTALE
 
@@ -178,26 +215,39 @@ def test_mistakes_are_refused_and_named(top: Path) -> None:
     assert errno_of(join, top, 2) == errno.EINVAL and "no rank 2" in tell(top)["refused"]
     with other_process(f"join(top, 0); {READY}", top) as other:
         assert errno_of(join, top, 0) == errno.EINVAL
-        assert tell(top)["refused"] == f"rank 0 has been joined by process {other.pid}, which is alive"
+        assert (
+            tell(top)["refused"] == f"rank 0 has been joined by process {other.pid}, which is alive"
+        )
         commit(top, 0)  # on behalf of the other process
     assert errno_of(commit, top, 0) == errno.EINVAL and "committed already" in tell(top)["refused"]
     assert errno_of(wait, top, timeout_ms=1) == errno.ETIMEDOUT
     assert errno_of(wait, top, 7) == errno.EINVAL
     call(top, ioctl.AIFS_IOC_GROUP_CANCEL, 0, 0, 0, b"disk full")
-    assert errno_of(commit, top, 1) == errno_of(wait, top) == errno.ECANCELED and tell(top)["error"] == "disk full"
+    assert (
+        errno_of(commit, top, 1) == errno_of(wait, top) == errno.ECANCELED
+        and tell(top)["error"] == "disk full"
+    )
     create(top, 1, flags=0)
     assert errno_of(join, top, 0) == errno_of(commit, top, 0) == errno.EINVAL
     call(top, ioctl.AIFS_IOC_GROUP_CANCEL, 0, 0, 0, b"")
     create(top, 1, timeout_ms=1)
-    assert errno_of(wait, top) == errno.ETIME and tell(top)["missing"] == [] and "0" in tell(top)["error"]
+    assert (
+        errno_of(wait, top) == errno.ETIME
+        and tell(top)["missing"] == []
+        and "0" in tell(top)["error"]
+    )
 
 
 @needs_bridge
 def test_others_may_look_only(top: Path) -> None:
     os.chmod(top, 0o755)
     create(top, 1)
-    for forbidden in (lambda: create(top, 1), lambda: commit(top, 0), lambda: join(top, 0),
-                      lambda: call(top, ioctl.AIFS_IOC_GROUP_CANCEL, 0, 0, 0, b"")):  # fmt: skip
+    for forbidden in (
+        lambda: create(top, 1),
+        lambda: commit(top, 0),
+        lambda: join(top, 0),
+        lambda: call(top, ioctl.AIFS_IOC_GROUP_CANCEL, 0, 0, 0, b""),
+    ):
         assert errno_of(in_process, forbidden, ALICE) == errno.EACCES
     assert in_process(lambda: query(top)["state"], ALICE) == 1
     call(top, ioctl.AIFS_IOC_GROUP_CANCEL, 0, 0, 0, b"")
@@ -235,7 +285,11 @@ int main(int argc, char **argv)
 }
 """)
     headers = Path(ioctl.__file__).parents[1] / "fuse"
-    subprocess.run(["cc", "-Wall", "-Werror", f"-I{headers}", source, "-o", program], check=True, timeout=LIMIT_S)
+    subprocess.run(
+        ["cc", "-Wall", "-Werror", f"-I{headers}", source, "-o", program],
+        check=True,
+        timeout=LIMIT_S,
+    )
     (top / "file").write_bytes(b"x" * SIZE)
     assert subprocess.run([program, top], check=False, timeout=LIMIT_S).returncode == 0
     assert tell(top)["name"] == "from c"
@@ -248,14 +302,20 @@ int main(int argc, char **argv)
 @pytest.mark.parametrize("phase", ["joined", "writing", "written"])
 def test_the_others_are_told_at_once_of_a_rank_that_dies(top: Path, phase: str) -> None:
     number = create(top, 3)
-    write = {"joined": "", "writing": "f = open(top / '1', 'wb'); f.write(b'x' * 500_000); f.flush()",
-             "written": "(top / '1').write_bytes(b'x' * 500_000)"}[phase]  # fmt: skip
+    write = {
+        "joined": "",
+        "writing": "f = open(top / '1', 'wb'); f.write(b'x' * 500_000); f.flush()",
+        "written": "(top / '1').write_bytes(b'x' * 500_000)",
+    }[phase]
     found: list[int] = []
     with other_process(f"join(top, 1)\n{write}\n{READY}", top) as other:
         join(top, 0)
         (top / "0").write_bytes(b"0" * SIZE)
         commit(top, 0)
-        waiting = [threading.Thread(target=lambda: found.append(errno_of(wait, top, number=number))) for _ in range(2)]
+        waiting = [
+            threading.Thread(target=lambda: found.append(errno_of(wait, top, number=number)))
+            for _ in range(2)
+        ]
         for thread in waiting:
             thread.start()
         other.kill()
@@ -263,7 +323,11 @@ def test_the_others_are_told_at_once_of_a_rank_that_dies(top: Path, phase: str) 
             thread.join(LIMIT_S)
     assert found == [errno.EOWNERDEAD] * 2
     told = tell(top)
-    assert (told["state"], told["error"], told["dead"]) == ("failed", "rank 1 ended before it committed", 1)
+    assert (told["state"], told["error"], told["dead"]) == (
+        "failed",
+        "rank 1 ended before it committed",
+        1,
+    )
     assert errno_of(commit, top, 2) == errno.EOWNERDEAD
     again = create(top, 3)
     assert again != number
@@ -324,9 +388,17 @@ def test_a_group_outlives_its_mount(mounted: Mounted, end: str) -> None:
     else:
         mounted.remount()
     told = tell(top)
-    assert (told["id"], told["state"], told["missing"], told["file_count"]) == (number, "open", [1], 1)
+    assert (told["id"], told["state"], told["missing"], told["file_count"]) == (
+        number,
+        "open",
+        [1],
+        1,
+    )
     join(top, 1)
     (top / "1").write_bytes(data)
     commit(top, 1, number)
     wait(top, number=number)
-    assert tell(top)["duplicate_bytes"] == SIZE and (top / "0").read_bytes() == (top / "1").read_bytes() == data
+    assert (
+        tell(top)["duplicate_bytes"] == SIZE
+        and (top / "0").read_bytes() == (top / "1").read_bytes() == data
+    )

@@ -84,14 +84,20 @@ class Manifest:
         )
         for name, path in found_files.items():
             data = path.read_bytes()
-            wanted = [b"".join(content(first, n) for n in range(parts)) for first, parts in
-                      (one.files[name] for one in matching)]  # fmt: skip
+            wanted = [
+                b"".join(content(first, n) for n in range(parts))
+                for first, parts in (one.files[name] for one in matching)
+            ]
             if self.in_flight[:2] == ("append", name):
                 first, parts = self.files[name]
                 whole = wanted[0] + content(first, parts)
-                assert data == whole[: len(data)] and len(data) >= len(wanted[0]), f"{name}: a torn append"
+                assert data == whole[: len(data)] and len(data) >= len(wanted[0]), (
+                    f"{name}: a torn append"
+                )
             else:
-                assert hashlib.sha256(data).digest() in {hashlib.sha256(one).digest() for one in wanted}, name
+                assert hashlib.sha256(data).digest() in {
+                    hashlib.sha256(one).digest() for one in wanted
+                }, name
 
 
 def _walk(top: Path) -> tuple[set[str], dict[str, Path]]:
@@ -147,7 +153,9 @@ def client(top: str, manifest: str, seed: str) -> None:
         kind = rng.choice(
             ("create", "create", "append", "append", "fsync", "rename", "mkdir", "unlink", "rmdir")
         )
-        new = "/".join(filter(None, (rng.choice(["", *sorted(known.directories)]), f"n{life}-{number}")))
+        new = "/".join(
+            filter(None, (rng.choice(["", *sorted(known.directories)]), f"n{life}-{number}"))
+        )
         if kind == "mkdir" and len(known.directories) < 6:
             do(kind, f"d{life}-{number}")
         elif kind == "rmdir" and empty:
@@ -201,7 +209,8 @@ class Load:
         """Returns how many operations were acknowledged before the daemon died."""
         before = [self._read(number).count for number in range(CLIENTS)]
         goals = [
-            count + random.Random(f"{seed} {n}").randint(LINES_MIN, 200) for n, count in enumerate(before)
+            count + random.Random(f"{seed} {n}").randint(LINES_MIN, 200)
+            for n, count in enumerate(before)
         ]
         clients = [self._start(number, f"{seed} {number}") for number in range(CLIENTS)]
         try:
@@ -209,7 +218,9 @@ class Load:
                 self._await_lines(clients[number], number, goal)
             self._store.kill_only()
             for process in clients:
-                assert process.wait(TIMEOUT_S) == 0, "a client met an error while the daemon was alive"
+                assert process.wait(TIMEOUT_S) == 0, (
+                    "a client met an error while the daemon was alive"
+                )
         finally:
             for process in clients:
                 process.kill()

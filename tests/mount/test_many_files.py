@@ -34,7 +34,10 @@ def _fill_and_empty(store: Mounted, count: int) -> None:
     os.chdir(directory)
     try:
         assert sorted(os.listdir()) == names
-        assert all(os.stat(name).st_size == (0 if number % 100 else 11) for number, name in enumerate(names))
+        assert all(
+            os.stat(name).st_size == (0 if number % 100 else 11)
+            for number, name in enumerate(names)
+        )
         for number in range(0, count, 2):
             os.rename(names[number], f"renamed-{number:06}")
         assert os.path.exists("renamed-000000") and not os.path.exists("file-000000")
@@ -71,7 +74,9 @@ def test_two_stores_at_once(mount_store: MountStore) -> None:
             problems.append(problem)
             raise
 
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(stores, (b"x", b"y"), strict=True)]
+    threads = [
+        threading.Thread(target=work, args=pair) for pair in zip(stores, (b"x", b"y"), strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -87,7 +92,9 @@ def test_two_stores_at_once(mount_store: MountStore) -> None:
 
 
 def _all_hold(directory: Path, letter: bytes) -> bool:
-    return all(path.read_bytes() == letter * (int(path.name[4:]) * 50) for path in directory.iterdir())
+    return all(
+        path.read_bytes() == letter * (int(path.name[4:]) * 50) for path in directory.iterdir()
+    )
 
 
 def test_several_processes_in_one_directory(mounted: Mounted) -> None:

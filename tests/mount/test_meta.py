@@ -34,9 +34,13 @@ def test_a_lost_metadata_directory_comes_back(mounted: Mounted, tmp_path: Path) 
     shutil.rmtree(meta)
     aifs("meta", "restore", mounted.source, "--from", tmp_path / "copy")
     mounted.mount()
-    assert (mounted.path / "file").read_bytes() == content and (mounted.path / "later").read_bytes() == b"later"
+    assert (mounted.path / "file").read_bytes() == content and (
+        mounted.path / "later"
+    ).read_bytes() == b"later"
     mounted.unmount()
-    assert len(json.loads(aifs("meta", "list", mounted.source, "--json").stdout)) == 1, "closing makes a backup, too"
+    assert len(json.loads(aifs("meta", "list", mounted.source, "--json").stdout)) == 1, (
+        "closing makes a backup, too"
+    )
     # What the first restored mount did not know of (the file "later", copies made ahead) has been kept, and is moved aside.
     assert aifs("fsck", "--repair", mounted.source, check=False).returncode == 1
 
@@ -46,7 +50,9 @@ def test_nothing_is_restored_under_a_daemon_that_goes_on(mounted: Mounted, tmp_p
     (mounted.path / "file").write_bytes(b"here")
     aifs("meta", "backup", mounted.path)
     meta = mounted.source / "meta"
-    mounted.expected.append("takes no changes .*the journal keeps them")  # if a commit falls into this moment
+    mounted.expected.append(
+        "takes no changes .*the journal keeps them"
+    )  # if a commit falls into this moment
     shutil.move(meta, tmp_path / "meta")
     refused = aifs("meta", "restore", mounted.source, check=False)
     assert refused.returncode and "is mounted here" in refused.stderr and not meta.exists()

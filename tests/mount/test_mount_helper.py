@@ -39,11 +39,24 @@ class System:
         self.path.mkdir()
         aifs("format", self.source)
         self.command = directory / "aifs"
-        self.command.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m aifs.cli.main "$@"\n')
+        self.command.write_text(
+            f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m aifs.cli.main "$@"\n'
+        )
         self.command.chmod(0o755)
         sbin = os.path.realpath("/sbin")
         self._holder = subprocess.Popen(
-            ["unshare", "--mount", "--propagation", "private", "sh", "-c", _SETUP, "sh", directory, sbin],
+            [
+                "unshare",
+                "--mount",
+                "--propagation",
+                "private",
+                "sh",
+                "-c",
+                _SETUP,
+                "sh",
+                directory,
+                sbin,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -63,7 +76,9 @@ class System:
             raise AssertionError(f"{command}: exit {done.returncode}\n{done.stdout}{done.stderr}")
         return done
 
-    def install(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def install(
+        self, *arguments: str | Path, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
         return self.run(INSTALL, "--aifs", self.command, *arguments, check=check)
 
     def mounts(self) -> list[list[str]]:
@@ -124,7 +139,9 @@ def own_system(tmp_path: Path) -> Iterator[System]:
         yield made
 
 
-def test_the_namespace_does_not_keep_mounts_of_other_tests_alive(mounted: Mounted, own_system: System) -> None:
+def test_the_namespace_does_not_keep_mounts_of_other_tests_alive(
+    mounted: Mounted, own_system: System
+) -> None:
     mounted.unmount()
     assert not own_system.mounts()
 
@@ -212,7 +229,10 @@ def test_uninstall_leaves_nothing(own_system: System) -> None:
     assert sorted(path.name for path in sbin.iterdir()) == ["mount.fuse", "mount.fuse3"]
     assert not unit.exists()
     assert (
-        own_system.run("mount", "-t", "aifs", own_system.source, own_system.path, check=False).returncode != 0
+        own_system.run(
+            "mount", "-t", "aifs", own_system.source, own_system.path, check=False
+        ).returncode
+        != 0
     )
 
 
@@ -222,7 +242,10 @@ def test_a_helper_of_somebody_else_is_left_alone(own_system: System) -> None:
     for action in ((), ("--uninstall",)):
         refused = own_system.install(*action, check=False)
         assert refused.returncode == 1
-        assert refused.stderr == "install-mount-helper: /sbin/mount.aifs is not ours; remove it first\n"
+        assert (
+            refused.stderr
+            == "install-mount-helper: /sbin/mount.aifs is not ours; remove it first\n"
+        )
     assert helper.read_text() == "#!/bin/sh\n"
 
 
@@ -231,7 +254,9 @@ def test_the_systemd_unit_is_valid(scratch: Path) -> None:
     command = scratch / "aifs"
     command.write_text("#!/bin/sh\n")
     command.chmod(0o755)
-    subprocess.run([INSTALL, "--prefix", scratch, "--aifs", command], check=True, capture_output=True)
+    subprocess.run(
+        [INSTALL, "--prefix", scratch, "--aifs", command], check=True, capture_output=True
+    )
     template = scratch / "etc" / "systemd" / "system" / "aifs@.service"
     instance = template.with_name("aifs@test.service")
     template.rename(instance)

@@ -87,18 +87,26 @@ def test_the_daemon_is_not_needed_for_reading(store: Mounted, path: Path) -> Non
     before = reads(store)
     with path.open("rb", buffering=0) as file:
         with mmap.mmap(file.fileno(), SIZE, prot=mmap.PROT_READ) as mapped, stopped(store):
-            assert os.pread(file.fileno(), SIZE + 1, 0) == CONTENT  # no other call: that might ask for attributes
+            assert (
+                os.pread(file.fileno(), SIZE + 1, 0) == CONTENT
+            )  # no other call: that might ask for attributes
             assert mapped[:] == CONTENT
     assert reads(store) == before
 
 
 def test_a_reader_sees_what_another_process_writes(store: Mounted, path: Path) -> None:
-    with path.open("rb", buffering=0) as file, mmap.mmap(file.fileno(), SIZE, prot=mmap.PROT_READ) as mapped:
+    with (
+        path.open("rb", buffering=0) as file,
+        mmap.mmap(file.fileno(), SIZE, prot=mmap.PROT_READ) as mapped,
+    ):
         before = reads(store)
         elsewhere("open(path, 'ab').write(b'appended')", path)
         expected = CONTENT + b"appended"
         assert file.read(2 * SIZE) == expected and os.fstat(file.fileno()).st_size == len(expected)
-        elsewhere("file = open(path, 'r+b'); file.seek(4096); file.write(b'over'); os.fsync(file.fileno())", path)
+        elsewhere(
+            "file = open(path, 'r+b'); file.seek(4096); file.write(b'over'); os.fsync(file.fileno())",
+            path,
+        )
         expected = expected[:4096] + b"over" + expected[4100:]
         assert mapped[:] == expected[:SIZE]
         elsewhere("os.truncate(path, 2_000_000)", path)
@@ -124,7 +132,9 @@ def test_a_writer_reads_what_it_writes_and_may_map_it(store: Mounted, path: Path
             mapped[200:206] = b"mapped"
             mapped.flush()
             os.fsync(writer.fileno())
-            assert os.pread(writer.fileno(), 6, 200) == os.pread(reader.fileno(), 6, 200) == b"mapped"
+            assert (
+                os.pread(writer.fileno(), 6, 200) == os.pread(reader.fileno(), 6, 200) == b"mapped"
+            )
             os.pwrite(writer.fileno(), b"later", 300)
             assert mapped[300:305] == b"later"
         os.ftruncate(writer.fileno(), 1000)
@@ -133,10 +143,14 @@ def test_a_writer_reads_what_it_writes_and_may_map_it(store: Mounted, path: Path
         assert os.pread(reader.fileno(), SIZE, 1000) == bytes(4000)
         expected = os.pread(reader.fileno(), SIZE, 0)
     until_closed(store)
-    assert path.read_bytes() == expected and expected[200:206] == b"mapped" and len(expected) == 5000
+    assert (
+        path.read_bytes() == expected and expected[200:206] == b"mapped" and len(expected) == 5000
+    )
 
 
-def test_a_second_reader_of_a_file_that_is_written_first_and_the_other_way_round(store: Mounted, path: Path) -> None:
+def test_a_second_reader_of_a_file_that_is_written_first_and_the_other_way_round(
+    store: Mounted, path: Path
+) -> None:
     with path.open("r+b", buffering=0) as writer, path.open("rb", buffering=0) as reader:
         os.pwrite(writer.fileno(), b"cached", 0)
         assert os.pread(reader.fileno(), 6, 0) == b"cached"
@@ -150,7 +164,9 @@ def test_a_second_reader_of_a_file_that_is_written_first_and_the_other_way_round
         with path.open("rb", buffering=0) as other:
             assert other.read(6) == b"direct" and reads(store) == before
     until_closed(store)
-    assert path.read_bytes() == b"direct" + CONTENT[6:]  # still dirty: through the daemon, from no old page
+    assert (
+        path.read_bytes() == b"direct" + CONTENT[6:]
+    )  # still dirty: through the daemon, from no old page
     assert reads(store) > before
 
 
@@ -159,7 +175,9 @@ def test_names_may_change_and_go(store: Mounted, path: Path) -> None:
         moved = path.with_name("moved")
         elsewhere("os.rename(path, sys.argv[2])", path, moved)
         assert os.pread(file.fileno(), SIZE, 0) == CONTENT
-        elsewhere("os.link(path, path + 2 * '+'); os.unlink(path); os.unlink(path + 2 * '+')", moved)
+        elsewhere(
+            "os.link(path, path + 2 * '+'); os.unlink(path); os.unlink(path + 2 * '+')", moved
+        )
         moved.write_bytes(b"another file")
         assert os.pread(file.fileno(), SIZE, 0) == CONTENT and os.fstat(file.fileno()).st_nlink == 0
 

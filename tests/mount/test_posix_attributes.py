@@ -27,7 +27,11 @@ def test_umask(here: Path) -> None:
         os.mknod("fifo", stat.S_IFIFO | 0o666)
     finally:
         os.umask(before)
-    assert [stat.S_IMODE(os.stat(name).st_mode) for name in ("file", "dir", "fifo")] == [0o750, 0o750, 0o640]
+    assert [stat.S_IMODE(os.stat(name).st_mode) for name in ("file", "dir", "fifo")] == [
+        0o750,
+        0o750,
+        0o640,
+    ]
 
 
 def test_setuid_and_setgid_are_cleared_by_writing(here: Path) -> None:
@@ -71,7 +75,12 @@ def test_setgid_directories_hand_down_their_group(here: Path) -> None:
     os.chown("shared", 0, 1234)
     os.chmod("shared", 0o2777)
     in_process(
-        lambda: (os.mkdir("shared/dir"), open("shared/file", "x").close(), os.mkfifo("shared/fifo")), NOBODY
+        lambda: (
+            os.mkdir("shared/dir"),
+            open("shared/file", "x").close(),
+            os.mkfifo("shared/fifo"),
+        ),
+        NOBODY,
     )
     assert {os.stat(f"shared/{name}").st_gid for name in ("dir", "file", "fifo")} == {1234}
     assert os.stat("shared/dir").st_mode & stat.S_ISGID
@@ -241,6 +250,12 @@ def test_limits_of_extended_attributes(file: Path) -> None:
     assert _libc.listxattr(b"file", buffer, 3) == -1
     assert ctypes.get_errno() == errno.ERANGE
     numbers = range(1000)
-    failed = [number for number in numbers if errno_of(os.setxattr, "file", f"user.{number:0200}", b"") != 0]
-    assert failed == [] or errno_of(os.setxattr, "file", f"user.{failed[0]:0200}", b"") == errno.ENOSPC
+    failed = [
+        number
+        for number in numbers
+        if errno_of(os.setxattr, "file", f"user.{number:0200}", b"") != 0
+    ]
+    assert (
+        failed == [] or errno_of(os.setxattr, "file", f"user.{failed[0]:0200}", b"") == errno.ENOSPC
+    )
     assert len(os.listxattr("file")) == 2 + len(numbers) - len(failed)

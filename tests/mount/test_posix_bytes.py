@@ -184,7 +184,10 @@ def test_a_program_runs_from_the_mount(here: Path) -> None:
     script = Path("script")
     script.write_text("#!/bin/sh\necho $1\n")
     script.chmod(0o755)
-    assert subprocess.run([script.absolute(), "word"], check=True, capture_output=True).stdout == b"word\n"
+    assert (
+        subprocess.run([script.absolute(), "word"], check=True, capture_output=True).stdout
+        == b"word\n"
+    )
 
 
 # --- locks ----------------------------------------------------------------------------------------

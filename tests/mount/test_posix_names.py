@@ -218,7 +218,9 @@ def test_readdir_while_the_directory_changes(here: Path) -> None:
     seen = [name for name in seen if name not in ("", ".", "..")]
     assert stay <= set(seen)
     assert len(seen) == len(set(seen))
-    assert set(os.listdir()) == stay | {name for name in os.listdir() if name.startswith(("new", "renamed"))}
+    assert set(os.listdir()) == stay | {
+        name for name in os.listdir() if name.startswith(("new", "renamed"))
+    }
     assert len(os.listdir()) == 1200
 
 
@@ -310,14 +312,20 @@ def test_an_unlinked_open_file_is_reached_by_proc(here: Path) -> None:
 
 def test_space_of_deleted_files_comes_back(here: Path, module_mount: Mounted) -> None:
     def sizes() -> dict[Path, int]:
-        return {path: path.stat().st_size for path in module_mount.source.glob("**/objects/**/*") if path.is_file()}
+        return {
+            path: path.stat().st_size
+            for path in module_mount.source.glob("**/objects/**/*")
+            if path.is_file()
+        }
 
     before = sizes()
     with open("large", "xb") as stream:
         stream.write(b"x" * 8_000_000)
         os.fsync(stream.fileno())
         made = {path: size for path, size in sizes().items() if before.get(path) != size}
-    objects = [path for path, size in made.items() if size == 8_000_000] or made  # one in the burst tier, or several
+    objects = [
+        path for path, size in made.items() if size == 8_000_000
+    ] or made  # one in the burst tier, or several
     assert sum(made[path] for path in objects) == 8_000_000
     os.unlink("large")
     os.chdir("/")

@@ -15,7 +15,9 @@ from tests.support.mounts import Mounted
 TIMEOUT_S = 120
 
 
-def run(*command: str | Path, cwd: Path | None = None, check: bool = True, **environment: str) -> str:
+def run(
+    *command: str | Path, cwd: Path | None = None, check: bool = True, **environment: str
+) -> str:
     """The program's output; a failure fails the test with all that the program said."""
     done = subprocess.run(
         list(map(str, command)),
@@ -54,8 +56,14 @@ def fingerprint(directory: Path) -> dict[str, tuple]:
         }
         links = info.st_nlink if not path.is_dir() else 0
         found[str(path.relative_to(directory))] = (
-            info.st_mode, info.st_uid, info.st_gid, info.st_mtime_ns, links, content, xattrs,
-        )  # fmt: skip
+            info.st_mode,
+            info.st_uid,
+            info.st_gid,
+            info.st_mtime_ns,
+            links,
+            content,
+            xattrs,
+        )
     return found
 
 
@@ -166,7 +174,9 @@ def test_sqlite_survives_kill(mounted: Mounted, journal: str) -> None:
             mounted.mount()
         base = sqlite3.connect(path)
         assert base.execute("pragma integrity_check").fetchall() == [("ok",)]
-        counts = [count for (count,) in base.execute("select count(*) from t group by number").fetchall()]
+        counts = [
+            count for (count,) in base.execute("select count(*) from t group by number").fetchall()
+        ]
         assert len(counts) > acknowledged
         assert all(count % 10 == 0 for count in counts)
         base.execute("delete from t")
@@ -319,7 +329,17 @@ def test_pip_install_to_the_mount(mounted: Mounted, scratch: Path) -> None:
     )
     target = mounted.path / "site"
     options = ("--no-index", "--no-build-isolation", "--no-deps", "--disable-pip-version-check")
-    run(sys.executable, "-m", "pip", "install", *options, "--target", target, package, TMPDIR=str(scratch))
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        *options,
+        "--target",
+        target,
+        package,
+        TMPDIR=str(scratch),
+    )
     mounted.remount()
     assert run(
         sys.executable, "-c", "import tiny; print(tiny.WORD, tiny.__file__)", PYTHONPATH=str(target)

@@ -27,7 +27,9 @@ def make_tree(path: Path, files: int = 3) -> Path:
 
 
 def set_hint(path: Path, name: str, value: object) -> None:
-    os.setxattr(path, f"user.aifs.{name}", (value if isinstance(value, str) else json.dumps(value)).encode())
+    os.setxattr(
+        path, f"user.aifs.{name}", (value if isinstance(value, str) else json.dumps(value)).encode()
+    )
 
 
 def pending(path: Path) -> dict:
@@ -38,7 +40,9 @@ def call(path: Path, command: ioctl.Command, *fields: object) -> None:
     """An ioctl of a directory. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.ioctl(fd, command.request, bytearray(command.argument.pack(*fields)))  # bytes would be limited to 1 KiB
+        fcntl.ioctl(
+            fd, command.request, bytearray(command.argument.pack(*fields))
+        )  # bytes would be limited to 1 KiB
     finally:
         os.close(fd)
 
@@ -96,8 +100,14 @@ def test_the_kernel_forgets_what_it_has_cached(runs: Path) -> None:
             require_step(runs, f"step-{step - 1}", step - 1)
         publish(tmp, final, step)
         require_step(runs, final.name, step)
-        assert not tmp.exists() and runs.stat().st_mtime_ns > before[0] and "tmp" not in os.listdir(runs)
-        with os.fdopen(os.open("0.pt", os.O_RDONLY, dir_fd=inside), "rb") as file:  # who was below it stays there
+        assert (
+            not tmp.exists()
+            and runs.stat().st_mtime_ns > before[0]
+            and "tmp" not in os.listdir(runs)
+        )
+        with os.fdopen(
+            os.open("0.pt", os.O_RDONLY, dir_fd=inside), "rb"
+        ) as file:  # who was below it stays there
             assert file.read() == b"\1" * 70_000
         os.close(inside)
     assert runs.stat().st_nlink == 2 + 3
@@ -131,8 +141,15 @@ def test_members_commit_by_ioctl(runs: Path) -> None:
     assert pending(tmp)["members"] == [1]
     with pytest.raises(OSError) as caught:
         publish(tmp, runs / "final", 1)
-    assert caught.value.errno == errno.EBUSY and "ranks have not committed: 0" in pending(tmp)["refused"]
-    for fields, number in (((1, 0, b""), errno.EINVAL), ((2, 0, b""), errno.EINVAL), ((0, 0, b"none"), errno.EINVAL)):
+    assert (
+        caught.value.errno == errno.EBUSY
+        and "ranks have not committed: 0" in pending(tmp)["refused"]
+    )
+    for fields, number in (
+        ((1, 0, b""), errno.EINVAL),
+        ((2, 0, b""), errno.EINVAL),
+        ((0, 0, b"none"), errno.EINVAL),
+    ):
         with pytest.raises(OSError) as caught:
             call(tmp, ioctl.AIFS_IOC_COMMIT, *fields)
         assert caught.value.errno == number
@@ -151,10 +168,12 @@ def test_who_may(runs: Path) -> None:
     for path in (runs, tmp, *tmp.rglob("*")):
         os.chown(path, ALICE, ALICE)
     for refused in (
-        lambda: publish(tmp, runs / "final", 1), lambda: call(tmp, ioctl.AIFS_IOC_COMMIT, 0, 0, b""),
-        lambda: set_hint(tmp, "pending", "ranks=1"), lambda: set_hint(tmp, "publish-as", {"final": "final"}),
+        lambda: publish(tmp, runs / "final", 1),
+        lambda: call(tmp, ioctl.AIFS_IOC_COMMIT, 0, 0, b""),
+        lambda: set_hint(tmp, "pending", "ranks=1"),
+        lambda: set_hint(tmp, "publish-as", {"final": "final"}),
         lambda: set_hint(runs, "keep", "last=1"),
-    ):  # fmt: skip
+    ):
         assert errno_of(lambda refused=refused: in_process(refused, BOB)) == errno.EACCES
     in_process(lambda: set_hint(tmp, "pending", "ranks=1"), ALICE)
     in_process(lambda: set_hint(tmp, "commit", "0"), ALICE)

@@ -22,20 +22,28 @@ SHORTER = {
 
 def commands() -> list[str]:
     """The lines of all shell blocks."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
     return [line for block in blocks for line in block.splitlines()]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--dir", "missing"), "missing: there is no such directory"), (("--size", "1EB"), "the demo needs"),
-        (("--size", "1MB"), "the smallest model takes"), (("--size", "big"), "invalid size value: 'big'"),
+        (("--dir", "missing"), "missing: there is no such directory"),
+        (("--size", "1EB"), "the demo needs"),
+        (("--size", "1MB"), "the smallest model takes"),
+        (("--size", "big"), "invalid size value: 'big'"),
     ],
-)  # fmt: skip
-def test_the_demo_says_at_once_what_it_lacks(scratch: Path, arguments: tuple[str, str], said: str) -> None:
+)
+def test_the_demo_says_at_once_what_it_lacks(
+    scratch: Path, arguments: tuple[str, str], said: str
+) -> None:
     command = [sys.executable, ROOT / "scripts/demo.py", *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=scratch, timeout=TIMEOUT_S)
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=scratch, timeout=TIMEOUT_S
+    )
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
 
@@ -43,16 +51,28 @@ def test_the_demo_says_at_once_what_it_lacks(scratch: Path, arguments: tuple[str
 def test_every_command_works(scratch: Path) -> None:
     if find_spec("torch") is None:
         pytest.skip("scripts/demo needs torch, which is not installed")
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TMPDIR": str(scratch)}
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "TMPDIR": str(scratch),
+    }
     lines = commands()
     assert len(lines) > 15
     try:
         for line in lines:
-            command = SHORTER.get(line, line).replace("/srv/", f"{scratch}/srv-").replace("/mnt/", f"{scratch}/mnt-")
+            command = (
+                SHORTER.get(line, line)
+                .replace("/srv/", f"{scratch}/srv-")
+                .replace("/mnt/", f"{scratch}/mnt-")
+            )
             done = subprocess.run(
-                ["bash", "-c", command], check=False, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=TIMEOUT_S
+                ["bash", "-c", command],
+                check=False,
+                capture_output=True,
+                text=True,
+                cwd=ROOT,
+                env=environment,
+                timeout=TIMEOUT_S,
             )
             assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     finally:
         subprocess.run(["umount", "-l", f"{scratch}/mnt-aifs"], check=False, capture_output=True)
-

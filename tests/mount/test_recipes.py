@@ -113,21 +113,31 @@ def run(directory: Path, script: str, *args: Path) -> None:
     path.write_text(script)
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     more = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "PATH": tools, "TORCH_EXTENSIONS_DIR": str(directory),
-    }  # fmt: skip
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "PATH": tools,
+        "TORCH_EXTENSIONS_DIR": str(directory),
+    }
     found = subprocess.run(
-        [sys.executable, "-W", "ignore", path, *args], env=os.environ | more, capture_output=True, text=True,
-        timeout=4 * TIMEOUT_S, check=False,
-    )  # fmt: skip
+        [sys.executable, "-W", "ignore", path, *args],
+        env=os.environ | more,
+        capture_output=True,
+        text=True,
+        timeout=4 * TIMEOUT_S,
+        check=False,
+    )
     assert found.returncode == 0, found.stdout + found.stderr
 
 
 def test_lightning(mounted: Mounted, tmp_path: Path) -> None:
     need("lightning")
-    recipe = re.search(r"```python\n(  class AifsIO.*?)  ```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
+    recipe = re.search(
+        r"```python\n(  class AifsIO.*?)  ```", (ROOT / "docs/training.md").read_text(), re.DOTALL
+    )
     lines = [line.removeprefix("  ") for line in recipe[1].splitlines()]
     run(tmp_path, LIGHTNING.format(recipe="\n".join(lines)), mounted.path / "run")
-    assert sorted(os.listdir(mounted.path / "run")) == [f"epoch={number}.ckpt" for number in range(3)]
+    assert sorted(os.listdir(mounted.path / "run")) == [
+        f"epoch={number}.ckpt" for number in range(3)
+    ]
 
 
 def test_megatron(mounted: Mounted, tmp_path: Path) -> None:

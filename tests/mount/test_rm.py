@@ -45,11 +45,15 @@ def test_trees_and_files_go(mount_store, options: tuple[str, ...]) -> None:
     make_tree(top, 20, 20)
     other.write_bytes(b"x")
     before = used_inodes(mounted.path)
-    assert len(os.listdir(mounted.path)) == 2 and len(list(top.rglob("*"))) == 420  # the kernel knows it all
+    assert (
+        len(os.listdir(mounted.path)) == 2 and len(list(top.rglob("*"))) == 420
+    )  # the kernel knows it all
     with open(top / "d3" / "f1", "r+b") as file:
         inside = os.open(top / "d4", os.O_RDONLY | os.O_DIRECTORY)
         aifs("rm", "-r", top, other)
-        assert not top.exists() and not (top / "d3" / "f1").exists() and os.listdir(mounted.path) == []
+        assert (
+            not top.exists() and not (top / "d3" / "f1").exists() and os.listdir(mounted.path) == []
+        )
         top.mkdir()  # the name is free
         top.rmdir()
         wait_until_empty(mounted.path)
@@ -78,7 +82,9 @@ def test_what_is_refused(mounted: Mounted, tmp_path: Path) -> None:
         (("-r", mounted.path / "missing", file), "No such file"),
     ):
         done = aifs("rm", *arguments, check=False)
-        assert done.returncode == 1 and reason in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert done.returncode == 1 and reason in done.stderr and done.stderr.count("\n") == 1, (
+            done.stderr
+        )
     assert tree.is_dir() and (tmp_path / "plain").is_dir() and not file.exists()
 
 
@@ -89,7 +95,13 @@ ALICE, BOB, TEAM = 1000, 1001, 4242
     ("parent", "owner", "caller", "groups", "answer"),
     [
         ((0o777, 0), ALICE, ALICE, (), 0),
-        ((0o777, 0), ALICE, BOB, (), errno.EPERM),  # it may hold what rmdir(2) would not let Bob remove
+        (
+            (0o777, 0),
+            ALICE,
+            BOB,
+            (),
+            errno.EPERM,
+        ),  # it may hold what rmdir(2) would not let Bob remove
         ((0o755, 0), ALICE, ALICE, (), errno.EACCES),
         ((0o700, ALICE), BOB, ALICE, (), errno.EPERM),
         ((0o1777, 0), ALICE, ALICE, (), 0),
@@ -98,11 +110,16 @@ ALICE, BOB, TEAM = 1000, 1001, 4242
         ((0o775, 0), ALICE, ALICE, (TEAM,), 0),
         ((0o757, 0), ALICE, ALICE, (TEAM,), errno.EACCES),
     ],
-)  # fmt: skip
+)
 def test_users_remove_their_own(
-    module_mount: Mounted, tmp_path: Path, parent: tuple[int, int], owner: int, caller: int, groups: tuple[int, ...],
+    module_mount: Mounted,
+    tmp_path: Path,
+    parent: tuple[int, int],
+    owner: int,
+    caller: int,
+    groups: tuple[int, ...],
     answer: int,
-) -> None:  # fmt: skip
+) -> None:
     here = module_mount.path / tmp_path.name
     (here / "tree").mkdir(parents=True)
     (here / "tree" / "of-root").touch()
@@ -110,6 +127,11 @@ def test_users_remove_their_own(
     here.chmod(parent[0])
     os.chown(here / "tree", owner, owner)
     if parent[0] & stat.S_ISVTX and "kernel.bridge=off" in module_mount.options:
-        answer = errno.EPERM  # in sticky directories the kernel lets nobody but the owner set extended attributes
-    assert in_process(lambda: errno_of(_remove_tree, str(here), "tree"), caller, groups=groups) == answer
+        answer = (
+            errno.EPERM
+        )  # in sticky directories the kernel lets nobody but the owner set extended attributes
+    assert (
+        in_process(lambda: errno_of(_remove_tree, str(here), "tree"), caller, groups=groups)
+        == answer
+    )
     assert (here / "tree").exists() == bool(answer)

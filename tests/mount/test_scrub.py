@@ -33,7 +33,12 @@ def test_flips_are_repaired_or_named(mount_store: Callable[..., Mounted]) -> Non
     flip(objects[0], 5)
     flip(objects[1], 2 << 20)
     found = json.loads(aifs("scrub", store.path, "--wait", "--json").stdout)
-    assert (found["flaws"], found["repaired"], found["wrong"], found["running"]) == (2, 2, [], False)
+    assert (found["flaws"], found["repaired"], found["wrong"], found["running"]) == (
+        2,
+        2,
+        [],
+        False,
+    )
     assert [Path(path).read_bytes() for path in objects] == [content] * 2
 
     _, objects = make(store, "plain", "count=1,unit=1MiB")
@@ -44,7 +49,9 @@ def test_flips_are_repaired_or_named(mount_store: Callable[..., Mounted]) -> Non
     assert "1 range of files wrong" in aifs("status", store.path).stdout
     store.unmount()
     assert aifs("scrub", store.source, "--status", check=False).returncode == 1
-    assert json.loads(aifs("scrub", store.source, "--json", check=False).stdout)["wrong_ranges"] == 1
+    assert (
+        json.loads(aifs("scrub", store.source, "--json", check=False).stdout)["wrong_ranges"] == 1
+    )
     flip(objects[0], 1 << 20)
     assert "0: 0 repaired" in aifs("scrub", store.source).stdout
 

@@ -12,7 +12,9 @@ from tests.support.mounts import Mounted, aifs
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_unmounts_in_order_and_keeps_pages_that_mmap_left_dirty(mounted: Mounted, number: int) -> None:
+def test_a_signal_unmounts_in_order_and_keeps_pages_that_mmap_left_dirty(
+    mounted: Mounted, number: int
+) -> None:
     path = mounted.path / "mapped"
     path.write_bytes(bytes(1 << 20))
     with path.open("r+b") as file:

@@ -78,6 +78,10 @@ def test_another_process_reads_what_was_saved(mounted: Mounted, state: dict) -> 
     torch.save(state, path)
     program = "import sys, torch; print(float(torch.load(sys.argv[1])['large'].sum()))"
     done = subprocess.run(
-        [sys.executable, "-c", program, path], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", program, path],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     assert float(done.stdout) == float(state["large"].sum())

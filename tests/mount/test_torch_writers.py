@@ -42,7 +42,11 @@ def write_fast(path: Path, pieces: list[bytes]) -> None:
 
 
 def test_direct_writes_with_a_buffered_tail(mounted: Mounted) -> None:
-    pieces = [os.urandom((3 << 20) + 8 * ALIGNMENT), os.urandom(ALIGNMENT), os.urandom((1 << 20) + 77)]
+    pieces = [
+        os.urandom((3 << 20) + 8 * ALIGNMENT),
+        os.urandom(ALIGNMENT),
+        os.urandom((1 << 20) + 77),
+    ]
     path = mounted.path / "state.pt"
     write_fast(path, pieces)
     assert path.read_bytes() == b"".join(pieces)
@@ -66,6 +70,10 @@ def test_the_client_saves_on_a_mount(mounted: Mounted) -> None:
     mounted.kill()
     mounted.mount()
     for path in ("buffered", "direct", "latest/model.pt", "step-0/state-0.pt", "step-1/state-0.pt"):
-        found = parallel_load(mounted.path / "latest") if "model" in path else torch.load(mounted.path / path)
+        found = (
+            parallel_load(mounted.path / "latest")
+            if "model" in path
+            else torch.load(mounted.path / path)
+        )
         assert torch.equal(found["a"], state["a"]) and torch.equal(found["b"], state["b"])
     assert client.verify(mounted.path / "step-1") == []

@@ -31,12 +31,16 @@ class Replica:
         torch.set_num_threads(1)
         torch.manual_seed(rank)
         self.rank, self.step = rank, 0
-        self.model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.ReLU(), torch.nn.Linear(48, 8))
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(64, 48), torch.nn.ReLU(), torch.nn.Linear(48, 8)
+        )
         self.optimizer = torch.optim.Adam(self.model.parameters())
 
     def train(self) -> None:
         self.step += 1
-        batch = torch.randn(16, 64, generator=torch.Generator().manual_seed(self.step * RANKS + self.rank))
+        batch = torch.randn(
+            16, 64, generator=torch.Generator().manual_seed(self.step * RANKS + self.rank)
+        )
         self.optimizer.zero_grad()
         self.model(batch).square().mean().backward()
         self.optimizer.step()
@@ -76,16 +80,25 @@ def rank_main(run: Path, rank: int, goal: int, say: Any) -> None:
         while replica.step < goal:
             replica.train()
             with (
-                suppress(FileExistsError),  # it was about to be published when this rank was started anew
+                suppress(
+                    FileExistsError
+                ),  # it was about to be published when this rank was started anew
                 client.checkpoint(
-                    run / f"step-{replica.step}", ranks=RANKS, rank=rank, tracker="tracker", keep="last=3",
+                    run / f"step-{replica.step}",
+                    ranks=RANKS,
+                    rank=rank,
+                    tracker="tracker",
+                    keep="last=3",
                     timeout_s=TIMEOUT_S,
                 ) as tmp,
-            ):  # fmt: skip
+            ):
                 replica.save(tmp / f"shard-{rank}.pt")
             say.put(("saved", rank, replica.step, ""))
     except BaseException as error:
-        if getattr(error, "errno", None) in (errno.ENOTCONN, errno.ECONNABORTED):  # the daemon is gone
+        if getattr(error, "errno", None) in (
+            errno.ENOTCONN,
+            errno.ECONNABORTED,
+        ):  # the daemon is gone
             os._exit(1)
         sys.excepthook(*sys.exc_info())
         os._exit(2)
@@ -112,7 +125,9 @@ class Job:
             assert client.verify(newest) == []
         for rank in ranks:
             reader, writer = FORK.Pipe(duplex=False)
-            process = FORK.Process(target=rank_main, args=(self.run, rank, self.goal, Sender(writer)))
+            process = FORK.Process(
+                target=rank_main, args=(self.run, rank, self.goal, Sender(writer))
+            )
             process.start()
             writer.close()
             self.processes[rank], self._pipes[rank] = process, reader
@@ -134,11 +149,16 @@ class Job:
     def await_moment(self, rng: random.Random) -> None:
         """Until some moment of some save: one of its files shows, or it has ended before we have seen it."""
         step, rank = self.saved + rng.randint(1, 3), rng.randrange(RANKS)
-        name = rng.choice((
-            f".step-{step}.pending", f".step-{step}.pending/shard-{rank}.pt",
-            f".step-{step}.ranks/rank.{rank}",
-            f".step-{step}.ranks/plan", f".step-{step}.pending/.aifs-commit.{rank}.json", f"step-{step}",
-        ))  # fmt: skip
+        name = rng.choice(
+            (
+                f".step-{step}.pending",
+                f".step-{step}.pending/shard-{rank}.pt",
+                f".step-{step}.ranks/rank.{rank}",
+                f".step-{step}.ranks/plan",
+                f".step-{step}.pending/.aifs-commit.{rank}.json",
+                f"step-{step}",
+            )
+        )
         while self.saved < min(step, self.goal) and not (self.run / name).exists():
             self.listen()
             ended = {
@@ -216,9 +236,9 @@ def train_and_kill(store: Mounted, rounds: int, seed: int) -> None:
     finally:
         job.kill(*job.processes)
     assert job.saved == job.goal
-    assert os.readlink(run / "latest") == f"step-{job.goal}" and (run / "tracker").read_text() == str(
-        job.goal
-    )
+    assert os.readlink(run / "latest") == f"step-{job.goal}" and (
+        run / "tracker"
+    ).read_text() == str(job.goal)
     assert client.verify(run / "latest") == []
 
 

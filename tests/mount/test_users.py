@@ -90,7 +90,9 @@ def test_modes_of_files(here: Path, mode: int, uid: int, groups: tuple[int, ...]
         (0o777, 0, 0, 0),
     ],
 )
-def test_modes_of_directories(here: Path, mode: int, list_it: int, pass_through: int, change_it: int) -> None:
+def test_modes_of_directories(
+    here: Path, mode: int, list_it: int, pass_through: int, change_it: int
+) -> None:
     directory = here / "dir"
     directory.mkdir()
     owned(directory / "file", BOB, BOB, 0o644)
@@ -196,7 +198,10 @@ def test_extended_attributes_of_others(here: Path) -> None:
 
 
 def test_device_nodes_are_for_root(here: Path) -> None:
-    assert attempt(ALICE, lambda: os.mknod(here / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))) == EPERM
+    assert (
+        attempt(ALICE, lambda: os.mknod(here / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3)))
+        == EPERM
+    )
     assert attempt(ALICE, lambda: os.mkfifo(here / "fifo")) == 0
     assert attempt(0, lambda: os.mknod(here / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))) == 0
 
@@ -239,6 +244,8 @@ def test_setuid_programs(here: Path) -> None:
     owned(program, ALICE, ALICE, 0o4755)
 
     def run() -> str:
-        return subprocess.run([program, "-u"], check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            [program, "-u"], check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     assert in_process(run, BOB) == str(ALICE)

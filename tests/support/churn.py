@@ -26,12 +26,40 @@ NAMES_MAX = 25
 WAIT_S = 60  # for what must happen; a test that waits so long fails
 
 WEIGHTS = {
-    "create": 12, "write": 30, "append": 10, "truncate": 14, "truncate_open": 4, "fsync": 8, "rename": 6,
-    "replace": 4, "exchange": 2, "unlink": 6, "unlink_open": 4, "mkdir": 4, "rmdir": 3, "symlink": 2, "link": 3,
-    "chmod": 4, "setxattr": 4, "removexattr": 2, "open": 8, "close": 10, "sync": 2, "fsyncdir": 4,
-    "write_during_fsync": 4, "drain": 7, "evict": 7, "stage": 10, "compact": 3, "settle_all": 1,
-    "remove_tree": 2, "scrub": 2, "rebuild": 3, "leave": 3, "group": 5,
-}  # fmt: skip
+    "create": 12,
+    "write": 30,
+    "append": 10,
+    "truncate": 14,
+    "truncate_open": 4,
+    "fsync": 8,
+    "rename": 6,
+    "replace": 4,
+    "exchange": 2,
+    "unlink": 6,
+    "unlink_open": 4,
+    "mkdir": 4,
+    "rmdir": 3,
+    "symlink": 2,
+    "link": 3,
+    "chmod": 4,
+    "setxattr": 4,
+    "removexattr": 2,
+    "open": 8,
+    "close": 10,
+    "sync": 2,
+    "fsyncdir": 4,
+    "write_during_fsync": 4,
+    "drain": 7,
+    "evict": 7,
+    "stage": 10,
+    "compact": 3,
+    "settle_all": 1,
+    "remove_tree": 2,
+    "scrub": 2,
+    "rebuild": 3,
+    "leave": 3,
+    "group": 5,
+}
 
 
 class Churn:
@@ -147,7 +175,9 @@ class Churn:
         if path and len(self.ledger.now) < NAMES_MAX:
             new = self._new_path()
             entry = self.ledger.now[path]
-            await self._change(self.ledger.now | {new: entry}, self.fs.link, entry.ino, *self._place(new))
+            await self._change(
+                self.ledger.now | {new: entry}, self.fs.link, entry.ino, *self._place(new)
+            )
 
     async def _remove(self, operation: Callable[..., Any], path: bytes) -> None:
         entry = self.ledger.now[path]
@@ -167,7 +197,9 @@ class Churn:
 
     async def _unlink_open(self) -> None:
         open_now = set(self._handles.values())
-        paths = [path for path in self._paths(stat.S_IFREG) if self.ledger.now[path].ino in open_now]
+        paths = [
+            path for path in self._paths(stat.S_IFREG) if self.ledger.now[path].ino in open_now
+        ]
         if paths:
             await self._remove(self.fs.unlink, self.rng.choice(paths))
 
@@ -181,9 +213,13 @@ class Churn:
         if path is None:
             return
         now = self.ledger.now
-        below = {other: entry for other, entry in now.items() if (other + b"/").startswith(path + b"/")}
+        below = {
+            other: entry for other, entry in now.items() if (other + b"/").startswith(path + b"/")
+        }
         elsewhere = {entry.ino for other, entry in now.items() if other not in below}
-        if not any(entry.ino in elsewhere for entry in below.values()):  # those would lose a link some time later
+        if not any(
+            entry.ino in elsewhere for entry in below.values()
+        ):  # those would lose a link some time later
             state = {other: entry for other, entry in now.items() if other not in below}
             await self._change(state, self.fs.remove_tree, *self._place(path))
 
@@ -207,8 +243,11 @@ class Churn:
             await self._publish(path, other, now | {path: now[other], other: now[path]}, EXCHANGE)
 
     async def _move(self, path: bytes, new: bytes) -> None:
-        state = {new + p[len(path) :] if (p + b"/").startswith(path + b"/") else p: e
-                 for p, e in self.ledger.now.items() if p != new}  # fmt: skip
+        state = {
+            new + p[len(path) :] if (p + b"/").startswith(path + b"/") else p: e
+            for p, e in self.ledger.now.items()
+            if p != new
+        }
         await self._publish(path, new, state)
 
     async def _publish(self, path: bytes, new: bytes, state: State, flags: int = 0) -> None:
@@ -221,7 +260,9 @@ class Churn:
             if entry.ino in self.ledger.versions and (other + b"/").startswith(top + b"/")
         }
         self._note(self.ledger.promise, len(self.ledger.states), below)
-        await self._change(state, self._rename_silently, *self._place(path), *self._place(new), flags)
+        await self._change(
+            state, self._rename_silently, *self._place(path), *self._place(new), flags
+        )
         self._note(self.ledger.barrier)
 
     async def _rename_silently(self, *args: Any) -> None:
@@ -229,7 +270,9 @@ class Churn:
 
     # --- attributes ---
 
-    async def _set(self, path: bytes, entry: Entry, operation: Callable[..., Any], *args: Any) -> None:
+    async def _set(
+        self, path: bytes, entry: Entry, operation: Callable[..., Any], *args: Any
+    ) -> None:
         ino = entry.ino
         state = {p: entry if e.ino == ino else e for p, e in self.ledger.now.items()}
         await self._change(state, operation, ino, *args)
@@ -239,7 +282,9 @@ class Churn:
         if path:
             entry = self.ledger.now[path]
             mode = stat.S_IFMT(entry.mode) | self.rng.choice((0o600, 0o640, 0o700, 0o755))
-            await self._set(path, entry._replace(mode=mode), self.fs.setattr, SetAttr(mode=mode), CALLER)
+            await self._set(
+                path, entry._replace(mode=mode), self.fs.setattr, SetAttr(mode=mode), CALLER
+            )
 
     async def _setxattr(self) -> None:
         path = self._choose(stat.S_IFREG)
@@ -295,7 +340,9 @@ class Churn:
         new = old[:offset].ljust(offset, b"\0") + data + old[offset + len(data) :]
         await self._alter(ino, new, self.fs.write, handle, offset, data)
 
-    async def _alter(self, ino: int, content: bytes, operation: Callable[..., Any], *args: Any) -> None:
+    async def _alter(
+        self, ino: int, content: bytes, operation: Callable[..., Any], *args: Any
+    ) -> None:
         self._note(self.ledger.begin_write, ino, content)
         await operation(*args)
         self._note(self.ledger.done_write, ino)
@@ -304,7 +351,9 @@ class Churn:
         handle = await self._handle()
         if handle is not None:
             size = self.ledger.size(self._handles[handle])
-            offset = self.rng.choice((0, self.rng.randint(0, size), self.rng.randint(0, size + 9000)))
+            offset = self.rng.choice(
+                (0, self.rng.randint(0, size), self.rng.randint(0, size + 9000))
+            )
             await self._write_to(handle, offset, self._bytes())
             await self._done_with(handle)
 
@@ -319,7 +368,9 @@ class Churn:
         if ino is None:
             return
         content = self.ledger.content(ino)
-        size = self.rng.choice((0, self.rng.randint(0, len(content)), self.rng.randint(0, SIZE_MAX)))
+        size = self.rng.choice(
+            (0, self.rng.randint(0, len(content)), self.rng.randint(0, SIZE_MAX))
+        )
         handle = next((handle for handle, opened in self._handles.items() if opened == ino), None)
         new = content[:size].ljust(size, b"\0")
         await self._alter(ino, new, self.fs.setattr, ino, SetAttr(size=size), CALLER, handle)
@@ -344,7 +395,11 @@ class Churn:
 
     async def _group(self) -> None:
         """Some files get equal parts, and are stored together as far as nobody else has drained them already."""
-        paths = [path for path in self._paths(stat.S_IFREG) if self.ledger.now[path].ino not in self._handles.values()]
+        paths = [
+            path
+            for path in self._paths(stat.S_IFREG)
+            if self.ledger.now[path].ino not in self._handles.values()
+        ]
         inos = {self.ledger.now[path].ino for path in self.rng.sample(paths, min(3, len(paths)))}
         data = b"".join(bytes([self.rng.randint(1, 3)]) * UNIT for _ in range(3))
         members = [Prepared(ino) for ino in sorted(inos)]
@@ -439,7 +494,9 @@ class Churn:
         if handle is not None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._sync_file, handle)
-                nursery.start_soon(self._write_to, handle, self.rng.randint(0, 2 * UNIT), self._bytes())
+                nursery.start_soon(
+                    self._write_to, handle, self.rng.randint(0, 2 * UNIT), self._bytes()
+                )
 
     async def _sync(self) -> None:
         await self.fs.sync()

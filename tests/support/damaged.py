@@ -98,7 +98,9 @@ class DamagedStore:
             await self.write(fs, path, os.urandom(size))
         await fs.setxattr(self.ino["/fast"], b"user.aifs.tier", b"burst")
         await self.write(fs, "/fast/new", os.urandom(3 * UNIT + 7))
-        await self._interleave(fs, {"/a/chunks": os.urandom(3 * CHUNK + 5), "/z/chunk": os.urandom(100)})
+        await self._interleave(
+            fs, {"/a/chunks": os.urandom(3 * CHUNK + 5), "/z/chunk": os.urandom(100)}
+        )
         await self._share(fs)
 
     async def _interleave(self, fs: Filesystem, contents: dict[str, bytes]) -> None:
@@ -131,11 +133,15 @@ class DamagedStore:
         }
         for path in contents:
             self.ino[path] = (await fs.mknod(*self._place(path), 0o100644, 0, NOBODY)).ino
-        await shared.store(fs, {self.ino[path]: rows for path, rows in contents.items()}, servers=(2,))
+        await shared.store(
+            fs, {self.ino[path]: rows for path, rows in contents.items()}, servers=(2,)
+        )
 
     def _add_copies(self) -> None:
         """Burst copies of files on the capacity tier, and checksums, as a drain leaves them."""
-        contents = self.use(lambda fs: self._read_all(fs, ("/fast/cached", "/fast/tiny", "/z/moved")))
+        contents = self.use(
+            lambda fs: self._read_all(fs, ("/fast/cached", "/fast/tiny", "/z/moved"))
+        )
 
         for path in ("/fast/cached", "/fast/tiny"):
             self.add_copy(path, contents[path])
@@ -209,7 +215,9 @@ class DamagedStore:
     def change_copy_record(self, path: str, **changes: Any) -> None:
         """Set fields of the record of the file's burst copy."""
         key = keys.burst_copy(self.inode(path).copy.id)
-        self.transact(lambda tx: tx.put(key, decode_burst(tx.get(key))._replace(**changes).encode()))
+        self.transact(
+            lambda tx: tx.put(key, decode_burst(tx.get(key))._replace(**changes).encode())
+        )
 
     def put(self, key: bytes, value: bytes) -> None:
         self.transact(lambda tx: tx.put(key, value))
@@ -258,7 +266,9 @@ class DamagedStore:
         """Number and path of the container that the first chunk of /a/chunks lies in."""
         oid = self.inode("/a/chunks").oid
         place = self.transact(lambda tx: chunks.get_chunks(tx, oid, 0)[1][0])
-        return place.container, Path(object_path(self.config.servers[place.server], 0, place.container))
+        return place.container, Path(
+            object_path(self.config.servers[place.server], 0, place.container)
+        )
 
     def shared_container(self) -> tuple[int, Path]:
         """Number and path of the container that all shared chunks lie in, beside the recipe of /z/other."""

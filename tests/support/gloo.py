@@ -36,12 +36,16 @@ def run_ranks(body: Callable[[int, Path], None], directory: Path, ranks: int) ->
     return problems
 
 
-def _main(body: Callable[[int, Path], None], rank: int, ranks: int, directory: Path, say: Any) -> None:
+def _main(
+    body: Callable[[int, Path], None], rank: int, ranks: int, directory: Path, say: Any
+) -> None:
     problem = ""
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks
+        )
         body(rank, directory)
     except BaseException:  # noqa: BLE001 (told to the parent)
         problem = traceback.format_exc()

@@ -74,15 +74,23 @@ class Training:
         torch.manual_seed(seed)
         self.size, self.seed, self.step = size or Size(), seed, 0
         self.model = Gpt(self.size).bfloat16()
-        fixed = ("tokens.", "positions.", *(f"blocks.{number}." for number in range(frozen))) if frozen else ()
+        fixed = (
+            ("tokens.", "positions.", *(f"blocks.{number}." for number in range(frozen)))
+            if frozen
+            else ()
+        )
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad = not name.startswith(fixed)
-        trained = [(name, p.detach()) for name, p in self.model.named_parameters() if p.requires_grad]
+        trained = [
+            (name, p.detach()) for name, p in self.model.named_parameters() if p.requires_grad
+        ]
         self.master = {name: p.float() for name, p in trained}
         self.exp_avg = {name: torch.zeros_like(p) for name, p in self.master.items()}
         self.exp_avg_sq = {name: torch.zeros_like(p) for name, p in self.master.items()}
 
-    def train(self, rate: float = 1e-3, beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8) -> None:
+    def train(
+        self, rate: float = 1e-3, beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8
+    ) -> None:
         """One step of Adam (Kingma and Ba, 2015). The batch has every token, so no gradient is all zero."""
         self.step += 1
         order = torch.randperm(
@@ -94,7 +102,11 @@ class Training:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is None:
                 continue
-            gradient, first, second = parameter.grad.float(), self.exp_avg[name], self.exp_avg_sq[name]
+            gradient, first, second = (
+                parameter.grad.float(),
+                self.exp_avg[name],
+                self.exp_avg_sq[name],
+            )
             first.lerp_(gradient, 1 - beta1)
             second.lerp_(gradient.square(), 1 - beta2)
             scale = (second / (1 - beta2**self.step)).sqrt_().add_(eps)
@@ -107,7 +119,9 @@ class Training:
 
     def optimizer(self) -> State:
         kinds = {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        return {f"{kind}/{name}": tensor for kind, of in kinds.items() for name, tensor in of.items()}
+        return {
+            f"{kind}/{name}": tensor for kind, of in kinds.items() for name, tensor in of.items()
+        }
 
 
 def data_parallel(training: Training, ranks: int) -> list[State]:
@@ -135,8 +149,14 @@ def tensor_pipeline(training: Training, ranks: int) -> list[State]:
     state, states = training.parameters() | training.optimizer(), []
     for rank in range(ranks):
         stage, part = (rank // 2) % 2, rank % 2
-        held = {name: tensor for name, tensor in state.items() if stage in _stages(name, training.size.blocks)}
-        states.append(_own({name: _tensor_part(name, tensor, part) for name, tensor in held.items()}))
+        held = {
+            name: tensor
+            for name, tensor in state.items()
+            if stage in _stages(name, training.size.blocks)
+        }
+        states.append(
+            _own({name: _tensor_part(name, tensor, part) for name, tensor in held.items()})
+        )
     return states
 
 
@@ -151,14 +171,18 @@ WAYS: dict[str, Callable[[Training, int], list[State]]] = {
 
 
 def _own(state: State) -> State:
-    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
+    return {
+        name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()
+    }
 
 
 def _flat_parts(state: State, ranks: int) -> list[State]:
     """Each kind of tensor flattened to one, cut into ``ranks`` equal parts."""
     parts: list[State] = [{} for _ in range(ranks)]
     for kind in dict.fromkeys(name.partition("/")[0] for name in state):
-        flat = torch.cat([tensor.flatten() for name, tensor in state.items() if name.startswith(f"{kind}/")])
+        flat = torch.cat(
+            [tensor.flatten() for name, tensor in state.items() if name.startswith(f"{kind}/")]
+        )
         for part, piece in zip(parts, flat.tensor_split(ranks), strict=True):
             part[f"{kind}/flat"] = piece.clone()
     return parts
@@ -193,7 +217,9 @@ def distinct(states: Iterable[Mapping[str, Tensor]]) -> dict[bytes, int]:
     return found
 
 
-def new_bytes(states: Iterable[Mapping[str, Tensor]], before: Iterable[Mapping[str, Tensor]] = ()) -> int:
+def new_bytes(
+    states: Iterable[Mapping[str, Tensor]], before: Iterable[Mapping[str, Tensor]] = ()
+) -> int:
     """Bytes of the distinct tensors of ``states`` that are neither zero nor in ``before``."""
     known = distinct(before)
     return sum(size for digest, size in distinct(states).items() if digest not in known)
@@ -222,5 +248,6 @@ def load(path: Path) -> State:
 def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
     """Same names, types, shapes and bytes."""
     return left.keys() == right.keys() and all(
-        tensor.dtype == right[name].dtype and torch.equal(tensor, right[name]) for name, tensor in left.items()
+        tensor.dtype == right[name].dtype and torch.equal(tensor, right[name])
+        for name, tensor in left.items()
     )

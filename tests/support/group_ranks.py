@@ -115,7 +115,9 @@ def content(rank: int) -> bytes:
 
 
 def join(rank: int, place: Path, **options: Any) -> Group:
-    return Group("step", rank, WORLD, **{"directory": place / "new", "timeout_s": WAIT_S, **options})
+    return Group(
+        "step", rank, WORLD, **{"directory": place / "new", "timeout_s": WAIT_S, **options}
+    )
 
 
 def save(rank: int, process: Rank, place: Path, options: dict[str, Any]) -> str:
@@ -209,7 +211,10 @@ def save_by_torch(rank: int, process: Rank, place: Path, store: str) -> str:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=GLOO_WORLD)
-    mine = {"weight": torch.full((300, 200), rank, dtype=torch.bfloat16), "shared": torch.arange(100_000)}
+    mine = {
+        "weight": torch.full((300, 200), rank, dtype=torch.bfloat16),
+        "shared": torch.arange(100_000),
+    }
     with Group.from_torch(name="step", directory=place / "new", publish="final") as group:
         group_putfile(f"{rank}.safetensors", mine, group, {"rank": str(rank)})
     found = group_getfile(f"{rank}.safetensors", group)
@@ -295,7 +300,9 @@ class GroupContract:
         dying.kill()
         dying.end()
         leader.go_on()
-        assert outcomes([leader, *start([1, 3], save, place, {"publish": "final"})]) == ["saved"] * 3
+        assert (
+            outcomes([leader, *start([1, 3], save, place, {"publish": "final"})]) == ["saved"] * 3
+        )
         check_files(place / "final")
 
     def test_a_rank_that_never_comes_is_named(self, place: Path) -> None:
@@ -370,7 +377,8 @@ class GroupContract:
         (process,) = start([0], save_in_phases, place, {})
         bring_to(process, phase)
         with pytest.raises(
-            ValueError, match=r"step: rank 0 has (been joined by .*process.* is alive|committed already)"
+            ValueError,
+            match=r"step: rank 0 has (been joined by .*process.* is alive|committed already)",
         ):
             join(0, place)
         process.kill()
@@ -412,7 +420,9 @@ class GroupContract:
             saved.durable.result(WAIT_S)
         for name, message, _ in outcomes(rest):
             assert name in ("GroupError", "InvalidGroup") and re.search(wrong, message)
-        assert not (place / "final").exists() and (place / "new" / "rank0").read_bytes() == content(0)
+        assert not (place / "final").exists() and (place / "new" / "rank0").read_bytes() == content(
+            0
+        )
         await_closed(place)
         assert outcomes(start(range(WORLD), save, place, options)) == ["saved"] * WORLD
         check_files(place / "final")
@@ -445,7 +455,9 @@ class GroupContract:
         assert outcomes(again) == ["saved"] * WORLD
         check_files(place / "final")
 
-    def test_ranks_of_two_jobs_are_no_group(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_ranks_of_two_jobs_are_no_group(
+        self, place: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(coordination, "REFUSED_AFTER_S", 0.0)
         first = join(0, place, job="first")
         with pytest.raises(InvalidGroup, match="job '?second'?.* job '?first'?"):
@@ -462,7 +474,9 @@ class GroupContract:
 
     def test_ranks_that_say_whose_they_are_may_come_one_after_the_other(self, place: Path) -> None:
         def commit(rank: int, process: Rank, job: str) -> None:
-            group_putfile(f"rank{rank}", content(rank), join(rank, place, job=job)).buffered.result(WAIT_S)
+            group_putfile(f"rank{rank}", content(rank), join(rank, place, job=job)).buffered.result(
+                WAIT_S
+            )
 
         for job in ("first", "first", "second"):
             for rank in range(WORLD - 1):

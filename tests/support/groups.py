@@ -24,6 +24,10 @@ def wait_durable(directory: Path) -> None:
     fd = os.open(directory, os.O_RDONLY)
     try:
         command = ioctl.AIFS_IOC_GROUP_WAIT
-        fcntl.ioctl(fd, command.request, command.argument.pack(ioctl.GROUP_WAIT_DURABLE, 0, 0, WAIT_MAX_S * 1000))
+        fcntl.ioctl(
+            fd,
+            command.request,
+            command.argument.pack(ioctl.GROUP_WAIT_DURABLE, 0, 0, WAIT_MAX_S * 1000),
+        )
     finally:
         os.close(fd)

@@ -17,8 +17,11 @@ from aifs.vfs.types import Opened
 
 _NOT_DIRECT = (None, None)
 _ERRORS = {
-    errno.EBADF: BadHandle, errno.ENOSPC: NoSpace, errno.EFBIG: FileTooLarge, errno.EIO: Unavailable,
-}  # fmt: skip
+    errno.EBADF: BadHandle,
+    errno.ENOSPC: NoSpace,
+    errno.EFBIG: FileTooLarge,
+    errno.EIO: Unavailable,
+}
 
 
 class Kernel:
@@ -32,7 +35,9 @@ class Kernel:
         self._fs = fs
         self._backing: dict[int, str] = {}  # backing id -> path
         self._next = 1
-        self._direct: dict[int, tuple[int, int]] = {}  # handle -> descriptor of the burst copy, access mode
+        self._direct: dict[
+            int, tuple[int, int]
+        ] = {}  # handle -> descriptor of the burst copy, access mode
         self._opened: dict[int, dict[int, int]] = {}  # ino -> handle -> backing id
         self._inos: dict[int, int] = {}  # handle -> ino
         self.direct_bytes = 0
@@ -67,20 +72,27 @@ class Kernel:
     async def open(self, ino: int, flags: int) -> int:
         return await self._add(ino, await self._fs.open(ino, flags), flags)
 
-    async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Any) -> tuple[int, Any]:
+    async def create(
+        self, parent: int, name: bytes, mode: int, flags: int, caller: Any
+    ) -> tuple[int, Any]:
         opened, inode = await self._fs.create(parent, name, mode, flags, caller)
         return await self._add(inode.ino, opened, flags), inode
 
     async def _add(self, ino: int, opened: Opened, flags: int) -> int:
         handle, backing, direct = opened
         others = self._opened.setdefault(ino, {})
-        assert set(others.values()) <= {backing}, f"inode {ino} is open in two ways: {others} and {backing}"
+        assert set(others.values()) <= {backing}, (
+            f"inode {ino} is open in two ways: {others} and {backing}"
+        )
         others[handle] = backing
         self._inos[handle] = ino
         if backing and not direct:
             access = flags & os.O_ACCMODE
             try:
-                self._direct[handle] = _attempt(_open_backing, self._backing[backing], access), access
+                self._direct[handle] = (
+                    _attempt(_open_backing, self._backing[backing], access),
+                    access,
+                )
             except FsError:
                 await self.release(handle)
                 raise
@@ -120,7 +132,9 @@ class Kernel:
 
 
 def _open_backing(path: str, access: int) -> int:
-    os.close(os.open(path, access | os.O_NONBLOCK))  # EWOULDBLOCK: the filesystem has kept its lease
+    os.close(
+        os.open(path, access | os.O_NONBLOCK)
+    )  # EWOULDBLOCK: the filesystem has kept its lease
     return files.open_file(path, write=access != os.O_RDONLY)
 
 
@@ -132,5 +146,3 @@ def _attempt(function: Any, *args: Any) -> Any:
         if kind is None:
             raise
         raise kind(str(error)) from None
-
-

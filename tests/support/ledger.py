@@ -39,9 +39,15 @@ class Ledger:
     acknowledged: int = 0  # index of a state
     durable: int = 0  # the same
     versions: dict[int, list[bytes]] = field(default_factory=dict)  # of regular files
-    written: dict[int, int] = field(default_factory=dict)  # index of the version that was acknowledged last
-    floors: list[tuple[int, dict[int, int]]] = field(default_factory=list)  # (state, versions from there on)
-    trace: list[tuple] = field(default_factory=list)  # all of it in order, for whoever looks into a failure
+    written: dict[int, int] = field(
+        default_factory=dict
+    )  # index of the version that was acknowledged last
+    floors: list[tuple[int, dict[int, int]]] = field(
+        default_factory=list
+    )  # (state, versions from there on)
+    trace: list[tuple] = field(
+        default_factory=list
+    )  # all of it in order, for whoever looks into a failure
 
     @classmethod
     def of(cls, tree: dict[bytes, Found]) -> "Ledger":
@@ -74,7 +80,9 @@ class Ledger:
         self.acknowledged = len(self.states) - 1
         if ino is not None:
             state = self.states[-1]
-            self.states[-1] = {p: e._replace(ino=ino) if e.ino is None else e for p, e in state.items()}
+            self.states[-1] = {
+                p: e._replace(ino=ino) if e.ino is None else e for p, e in state.items()
+            }
 
     def add_file(self, ino: int, content: bytes = b"") -> None:
         self.versions[ino], self.written[ino] = [content], 0
@@ -85,7 +93,9 @@ class Ledger:
     def done_write(self, ino: int) -> None:
         self.written[ino] = len(self.versions[ino]) - 1
 
-    def promise(self, state: int, files: Iterable[int], written: dict[int, int] | None = None) -> None:
+    def promise(
+        self, state: int, files: Iterable[int], written: dict[int, int] | None = None
+    ) -> None:
         """If the tree is at ``state`` or later, ``files`` have at least the versions acknowledged by now."""
         written = written or self.written
         self.floors.append((state, {ino: written[ino] for ino in files}))
@@ -108,7 +118,9 @@ class Ledger:
         """
         found = {path: one.entry for path, one in tree.items()}
         first = self.acknowledged if killed else self.durable
-        index = next((n for n in range(first, len(self.states)) if _agree(self.states[n], found)), None)
+        index = next(
+            (n for n in range(first, len(self.states)) if _agree(self.states[n], found)), None
+        )
         assert index is not None, _explain(self.states[first], found, len(self.states) - first)
         least = dict(self.written) if killed else {}
         for state, versions in self.floors:
@@ -125,7 +137,8 @@ def _agree(state: State, found: State) -> bool:
     if state.keys() != found.keys():
         return False
     return all(
-        entry == found[path]._replace(ino=entry.ino and found[path].ino) for path, entry in state.items()
+        entry == found[path]._replace(ino=entry.ino and found[path].ino)
+        for path, entry in state.items()
     )
 
 
@@ -142,8 +155,12 @@ def _check_content(path: bytes, content: bytes, versions: list[bytes], any_size:
         return
     sizes = {len(version) for version in versions}
     between = any_size and min(sizes) < len(content) < max(sizes)
-    assert between or len(content) in sizes, f"{path!r} has {len(content)} bytes, not one of {sorted(sizes)}"
-    assert len(versions) > 1, f"{path!r} is durable but differs: {_first_difference(content, versions[0])}"
+    assert between or len(content) in sizes, (
+        f"{path!r} has {len(content)} bytes, not one of {sorted(sizes)}"
+    )
+    assert len(versions) > 1, (
+        f"{path!r} is durable but differs: {_first_difference(content, versions[0])}"
+    )
     shortest = min(sizes)
     for place, byte in enumerate(content):
         allowed = [version[place] for version in versions if place < len(version)]

@@ -70,7 +70,9 @@ def in_child(function: Callable, *args: Any) -> Any:
     found = pickle.loads(answer)
     if isinstance(found, str):
         raise Mismatch(found)
-    assert os.WIFSIGNALED(status) == found[-1], "a process was not killed when it should have been, or was"
+    assert os.WIFSIGNALED(status) == found[-1], (
+        "a process was not killed when it should have been, or was"
+    )
     return found
 
 

@@ -45,7 +45,9 @@ class Life:
         kind, *args = op
         await getattr(self, "_" + kind)(*args)
 
-    async def both(self, method: str, real_args: tuple, oracle_args: tuple) -> tuple[Any, Any] | None:
+    async def both(
+        self, method: str, real_args: tuple, oracle_args: tuple
+    ) -> tuple[Any, Any] | None:
         """Call the method of both. The two results, or None where both failed with the same errno."""
         self.oracle.clock = clock = Stamp(time.time_ns() - _CLOCK_TICK_NS, _END_OF_TIME)
         expected, expected_error = _attempt(getattr(self.oracle, method), oracle_args)
@@ -79,7 +81,9 @@ class Life:
     def same(self, real: Any, inode: OracleInode) -> None:
         """The real inode has the attributes that it must have."""
         where = f"inode {real.ino} (the oracle's {inode.ino})"
-        assert self.numbers.setdefault(inode.ino, real.ino) == real.ino, f"{where} has changed its number"
+        assert self.numbers.setdefault(inode.ino, real.ino) == real.ino, (
+            f"{where} has changed its number"
+        )
         # A write that is passed through takes setuid and setgid away, whoever writes.
         kept = ~0o6000 if stat.S_ISREG(inode.mode) else ~0
         wanted = (inode.mode & kept, inode.uid, inode.gid, inode.nlink, inode.rdev)
@@ -113,7 +117,9 @@ class Life:
     async def _mkdir(self, path: tuple[bytes, ...], mode: int, caller: tuple[int, int]) -> None:
         await self._make("mkdir", path, mode, Caller(*caller))
 
-    async def _mknod(self, path: tuple[bytes, ...], mode: int, device: int, caller: tuple[int, int]) -> None:
+    async def _mknod(
+        self, path: tuple[bytes, ...], mode: int, device: int, caller: tuple[int, int]
+    ) -> None:
         rdev = device if stat.S_IFMT(mode) in (stat.S_IFCHR, stat.S_IFBLK) else 0
         await self._make("mknod", path, mode, rdev, Caller(*caller))
 
@@ -145,7 +151,9 @@ class Life:
     async def _rmdir(self, path: tuple[bytes, ...]) -> None:
         await self._remove("rmdir", path)
 
-    async def _rename(self, source: tuple[bytes, ...], target: tuple[bytes, ...], flags: int) -> None:
+    async def _rename(
+        self, source: tuple[bytes, ...], target: tuple[bytes, ...], flags: int
+    ) -> None:
         old, new = self.resolve(source), self.resolve(target)
         real = (self.numbers[old[0].ino], old[1], self.numbers[new[0].ino], new[1], flags)
         await self.both("rename", real, (old[0].ino, old[1], new[0].ino, new[1], flags))
@@ -187,7 +195,9 @@ class Life:
         if inode and not stat.S_ISLNK(inode.mode):
             await self._setattr(inode, SetAttr(mode=stat.S_IFMT(inode.mode) | mode))
 
-    async def _chown(self, target: tuple[bytes, ...] | int, uid: int | None, gid: int | None) -> None:
+    async def _chown(
+        self, target: tuple[bytes, ...] | int, uid: int | None, gid: int | None
+    ) -> None:
         inode = self.target(target)
         mode = None
         if inode and stat.S_ISREG(inode.mode) and inode.mode & 0o6000:
@@ -212,7 +222,9 @@ class Life:
         if inode:
             results = await self.both(method, (self.numbers[inode.ino], *args), (inode.ino, *args))
             if results:
-                assert results[0] == results[1], f"{method} of inode {inode.ino}: {_difference(*results)}"
+                assert results[0] == results[1], (
+                    f"{method} of inode {inode.ino}: {_difference(*results)}"
+                )
             await self._check(inode)
 
     async def _setxattr(
@@ -249,7 +261,9 @@ class Life:
         if not flags & os.O_EXCL and name in directory.names:
             return await self._open(slot, path, flags)  # what the kernel makes of it
         args = (name, mode, flags | os.O_CREAT, Caller(*caller))
-        results = await self.both("create", (self.numbers[directory.ino], *args), (directory.ino, *args))
+        results = await self.both(
+            "create", (self.numbers[directory.ino], *args), (directory.ino, *args)
+        )
         if results:
             (real_handle, real), (handle, inode) = results
             self.same(real, inode)
@@ -305,11 +319,15 @@ class Life:
         await self._on_handle("fallocate", slot, mode, offset, length)
         await self._getattr_(slot)
 
-    async def _copy_file_range(self, slot: int, offset: int, to_slot: int, to: int, length: int) -> None:
+    async def _copy_file_range(
+        self, slot: int, offset: int, to_slot: int, to: int, length: int
+    ) -> None:
         if slot in self._slots and to_slot in self._slots:
             (real, handle), (to_real, to_handle) = self._slots[slot], self._slots[to_slot]
             results = await self.both(
-                "copy_file_range", (real, offset, to_real, to, length), (handle, offset, to_handle, to, length)
+                "copy_file_range",
+                (real, offset, to_real, to, length),
+                (handle, offset, to_handle, to, length),
             )
             assert not results or results[0] == results[1], f"copy_file_range: {results}"
             await self._getattr_(to_slot)
@@ -327,7 +345,9 @@ class Life:
             found = max(offset, inode.size)
         assert offset <= found <= max(inode.size, offset), f"lseek({offset}, {whence}) is {found}"
         zeros = (offset, found) if whence == os.SEEK_DATA else (found, found + 1)
-        assert not inode.content.any_data(*zeros), f"lseek({offset}, {whence}) is {found}, but there is data"
+        assert not inode.content.any_data(*zeros), (
+            f"lseek({offset}, {whence}) is {found}, but there is data"
+        )
 
     async def _map(self, slot: int, length: int) -> None:
         await self._unmap(slot)
@@ -375,16 +395,22 @@ class Life:
             with trio.fail_after(_WAIT_S):
                 await self.fs.drain.wait(numbers)
         except trio.TooSlowError:
-            raise AssertionError(f"inodes {numbers} are not drained: {self.fs.drain.status()}") from None
+            raise AssertionError(
+                f"inodes {numbers} are not drained: {self.fs.drain.status()}"
+            ) from None
         for number in numbers:
-            assert not (await self.fs.getattr(number)).in_burst, f"inode {number} is still in the burst tier"
+            assert not (await self.fs.getattr(number)).in_burst, (
+                f"inode {number} is still in the burst tier"
+            )
 
     async def _evict(self, path: tuple[bytes, ...]) -> None:
         inode = self.target(path)
         if inode and stat.S_ISREG(inode.mode):
             number = self.numbers[inode.ino]
             if await self.fs.evictor.evict(number):
-                assert (await self.fs.getattr(number)).copy is None, f"inode {number} has kept its copy"
+                assert (await self.fs.getattr(number)).copy is None, (
+                    f"inode {number} has kept its copy"
+                )
             await self._check(inode)
 
     async def _stage(self, path: tuple[bytes, ...]) -> None:
@@ -392,7 +418,9 @@ class Life:
         if inode and stat.S_ISREG(inode.mode):
             number = self.numbers[inode.ino]
             if await self.fs.stager.stage(number):
-                assert (await self.fs.getattr(number)).copy is not None, f"inode {number} has no copy"
+                assert (await self.fs.getattr(number)).copy is not None, (
+                    f"inode {number} has no copy"
+                )
             await self._check(inode)
 
     async def _compact(self) -> None:
@@ -408,7 +436,13 @@ class Life:
             self._maps.pop(slot)[0].close()
 
     async def _parallel(
-        self, slot: int, seed: int, length: int, offset: int, reads: tuple[tuple, ...], sync_slot: int
+        self,
+        slot: int,
+        seed: int,
+        length: int,
+        offset: int,
+        reads: tuple[tuple, ...],
+        sync_slot: int,
     ) -> None:
         """One write at the same time as an fsync, and reads of bytes that it does not change."""
         written, offset = self.target(slot), self._place(slot, offset)
@@ -481,7 +515,9 @@ class Life:
     async def _many_names(self, path: tuple[bytes, ...], count: int, remove: bool) -> None:
         for number in range(count):
             name = (*path[:-1], b"m%d" % number)
-            await (self._unlink(name) if remove else self._mknod(name, stat.S_IFREG | 0o644, 0, (0, 0)))
+            await (
+                self._unlink(name) if remove else self._mknod(name, stat.S_IFREG | 0o644, 0, (0, 0))
+            )
 
     async def _statfs(self) -> None:
         found = await self.fs.statfs()
@@ -524,11 +560,16 @@ class Life:
         self.oracle.clock = Stamp(time.time_ns(), _END_OF_TIME)
         self.oracle.touch_atime(inode)
         handle = await self.fs.open(self.numbers[inode.ino], os.O_RDONLY)
-        places = {page * PAGE for page in inode.content.pages} | {0, max(0, inode.size - 1) // PAGE * PAGE}
+        places = {page * PAGE for page in inode.content.pages} | {
+            0,
+            max(0, inode.size - 1) // PAGE * PAGE,
+        }
         for offset in sorted(places):
             found = bytes(await self.fs.read(handle, offset, PAGE))
             expected = inode.content.read(offset, PAGE)
-            assert found == expected, f"inode {inode.ino} at {offset}: {_difference(found, expected)}"
+            assert found == expected, (
+                f"inode {inode.ino} at {offset}: {_difference(found, expected)}"
+            )
         await self.fs.release(handle)
 
 
@@ -542,7 +583,8 @@ def _attempt(function: Callable, args: tuple) -> tuple[Any, str | None]:
 def _difference(found: Any, expected: Any) -> str:
     if not isinstance(found, bytes) or len(found) != len(expected):
         describe = [
-            f"{len(value)} bytes" if isinstance(value, bytes) else repr(value) for value in (found, expected)
+            f"{len(value)} bytes" if isinstance(value, bytes) else repr(value)
+            for value in (found, expected)
         ]
         return f"{describe[0]} for {describe[1]}"
     first = next(place for place in range(len(found)) if found[place] != expected[place])

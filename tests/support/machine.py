@@ -29,7 +29,11 @@ def renameat2(source: bytes, target: bytes, flags: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-_BYTES_BUT_NO_PATH = {"symlink": 1, "setxattr": 3, "fsetxattr": 3}  # operation -> position of the argument
+_BYTES_BUT_NO_PATH = {
+    "symlink": 1,
+    "setxattr": 3,
+    "fsetxattr": 3,
+}  # operation -> position of the argument
 _NO_DESCRIPTOR = 1 << 20
 
 
@@ -44,7 +48,9 @@ class Machine:
         self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
         self._slots: dict[int, int] = {}
         self._maps: dict[int, mmap.mmap] = {}
-        self._timed = True  # until a mapping is kept: writing to memory moves times whenever it is noticed
+        self._timed = (
+            True  # until a mapping is kept: writing to memory moves times whenever it is noticed
+        )
         self._memory = os.open("/proc/self/mem", os.O_RDWR)
 
     def __enter__(self) -> Self:
@@ -217,7 +223,9 @@ class Machine:
     def _fchown(self, slot: int, uid: int, gid: int) -> None:
         os.fchown(self._fd(slot), uid, gid)
 
-    def _utime(self, path: bytes, times_ns: tuple[int, int] | None, follow: bool) -> dict[str, int] | bool:
+    def _utime(
+        self, path: bytes, times_ns: tuple[int, int] | None, follow: bool
+    ) -> dict[str, int] | bool:
         if times_ns:
             os.utime(path, ns=times_ns, follow_symlinks=follow)
             return _times(os.stat(path, follow_symlinks=follow))
@@ -246,13 +254,16 @@ class Machine:
     def _listdir(self, path: bytes) -> list[tuple[bytes, int]]:
         with os.scandir(path) as entries:
             return sorted(
-                (entry.name, stat.S_IFMT(entry.stat(follow_symlinks=False).st_mode)) for entry in entries
+                (entry.name, stat.S_IFMT(entry.stat(follow_symlinks=False).st_mode))
+                for entry in entries
             )
 
     def _access(self, path: bytes, mode: int) -> bool:
         return os.access(path, mode, effective_ids=True)
 
-    def _map(self, slot: int, length: int, offset: int, protection: int) -> tuple[mmap.mmap, int] | None:
+    def _map(
+        self, slot: int, length: int, offset: int, protection: int
+    ) -> tuple[mmap.mmap, int] | None:
         """A shared mapping of the whole range, or None where a page of it lies beyond the end of the file."""
         fd = self._fd(slot)
         info = os.fstat(fd)
@@ -325,7 +336,9 @@ class Machine:
         return passed <= 0 or not readable or not os.pread(fd, passed, offset).strip(b"\0")
 
     def _direct_write(self, path: bytes, seed: int, length: int, offset: int) -> int:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644)
+        fd = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644
+        )
         try:
             with mmap.mmap(-1, length) as aligned:
                 aligned[:] = payload(seed, length)
@@ -342,7 +355,9 @@ class Machine:
         finally:
             os.close(fd)
 
-    def _copy_range(self, source: int, target: int, length: int, source_at: int, target_at: int) -> int:
+    def _copy_range(
+        self, source: int, target: int, length: int, source_at: int, target_at: int
+    ) -> int:
         return os.copy_file_range(self._fd(source), self._fd(target), length, source_at, target_at)
 
 
@@ -396,12 +411,27 @@ def _attributes(target: bytes | int) -> dict[str, int] | None:
         info = os.fstat(target) if isinstance(target, int) else os.lstat(target)
     except OSError:
         return None
-    return {**_public(info), "ino": info.st_ino, "mtime_ns": info.st_mtime_ns, "ctime_ns": info.st_ctime_ns}
+    return {
+        **_public(info),
+        "ino": info.st_ino,
+        "mtime_ns": info.st_mtime_ns,
+        "ctime_ns": info.st_ctime_ns,
+    }
 
 
 _PRIVILEGES = stat.S_ISUID | stat.S_ISGID
 _COMPARED = ("mode", "nlink", "uid", "gid", "size", "rdev")
-_UNTIMED = ("map_write", "map_read", "copy_range", "open", "open_plain", "fallocate", "keep_map", "poke", "drop_map")
+_UNTIMED = (
+    "map_write",
+    "map_read",
+    "copy_range",
+    "open",
+    "open_plain",
+    "fallocate",
+    "keep_map",
+    "poke",
+    "drop_map",
+)
 _CLOCK_TICK_NS = 20_000_000
 _RECENT_NS = 60 * 10**9
 
@@ -417,15 +447,21 @@ def _changes(op: Op, before: dict, after: dict, started_ns: int, timed: bool) ->
             found[key] = None
             continue
         found[key] = {name: value for name, value in new.items() if name in _COMPARED}
-        assert new["ctime_ns"] <= time.time_ns() + _CLOCK_TICK_NS, f"{key!r} changed in the future by {op!r}"
+        assert new["ctime_ns"] <= time.time_ns() + _CLOCK_TICK_NS, (
+            f"{key!r} changed in the future by {op!r}"
+        )
         old = known.get(new["ino"])
         same_size = kind in ("truncate", "ftruncate") and old and old.get("size") == new.get("size")
-        fifo = stat.S_ISFIFO(new["mode"])  # the kernel alone carries its bytes, and tells FUSE nothing
+        fifo = stat.S_ISFIFO(
+            new["mode"]
+        )  # the kernel alone carries its bytes, and tells FUSE nothing
         # Cutting a file to the size that it has may touch its times or not, and the kernel's "now" has coarse ticks.
         if old is None or kind in _UNTIMED or same_size or fifo or sets_now or not timed:
             continue
         for name in ("mtime_ns", "ctime_ns"):
             found[key][name] = "moved" if new[name] != old[name] else "kept"
         if found[key]["ctime_ns"] == "moved":
-            assert new["ctime_ns"] >= started_ns - _CLOCK_TICK_NS, f"{key!r} got an old ctime by {op!r}"
+            assert new["ctime_ns"] >= started_ns - _CLOCK_TICK_NS, (
+                f"{key!r} got an old ctime by {op!r}"
+            )
     return found

@@ -72,7 +72,9 @@ def create(rng: random.Random) -> Op:
 
 @_ops.add(5)
 def open(rng: random.Random) -> Op:
-    flags = rng.choice((os.O_RDONLY, os.O_RDWR, os.O_RDWR, os.O_RDWR | os.O_TRUNC, os.O_WRONLY | os.O_APPEND))
+    flags = rng.choice(
+        (os.O_RDONLY, os.O_RDWR, os.O_RDWR, os.O_RDWR | os.O_TRUNC, os.O_WRONLY | os.O_APPEND)
+    )
     return _slot(rng), _path(rng), flags
 
 
@@ -222,7 +224,11 @@ def rename_noreplace(rng: random.Random) -> Op:
 
 @_ops.add(5)
 def rename_exchange(rng: random.Random) -> Op:
-    return _path(rng), _path(rng), rng.choice((EXCHANGE, EXCHANGE, EXCHANGE, EXCHANGE | NOREPLACE, 8))
+    return (
+        _path(rng),
+        _path(rng),
+        rng.choice((EXCHANGE, EXCHANGE, EXCHANGE, EXCHANGE | NOREPLACE, 8)),
+    )
 
 
 @_ops.add(5)
@@ -243,7 +249,12 @@ def readlink(rng: random.Random) -> Op:
 @_ops.add(3)
 def mknod(rng: random.Random) -> Op:
     kind = rng.choice((stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFREG, stat.S_IFCHR, stat.S_IFBLK))
-    return _path(rng), kind | 0o640, os.makedev(rng.randrange(300), rng.randrange(70000)), _caller(rng)
+    return (
+        _path(rng),
+        kind | 0o640,
+        os.makedev(rng.randrange(300), rng.randrange(70000)),
+        _caller(rng),
+    )
 
 
 @_ops.add(4)

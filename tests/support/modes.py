@@ -50,4 +50,3 @@ def config_of(directory: Path) -> Config:
     config = load(str(directory), {})
     layout = config.layout.model_copy(update={"container_size": CONTAINER_SIZE})
     return config.model_copy(update={"layout": layout})
-

@@ -22,9 +22,13 @@ _PROBLEM = re.compile(r" (WARNING|ERROR|CRITICAL) ")
 def aifs(*args: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Run the command ``aifs`` with ``args``; with ``check`` a failure fails the test with what it said."""
     command = [sys.executable, "-m", "aifs.cli.main", *map(str, args)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT_S)
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT_S
+    )
     if check and done.returncode:
-        raise AssertionError(f"aifs {' '.join(map(str, args))}: exit {done.returncode}\n{done.stdout}{done.stderr}")
+        raise AssertionError(
+            f"aifs {' '.join(map(str, args))}: exit {done.returncode}\n{done.stdout}{done.stderr}"
+        )
     return done
 
 
@@ -65,7 +69,9 @@ class Mounted:
     def kill(self) -> None:
         """kill -9 of the daemon; the dead mount is removed."""
         self.kill_only()
-        subprocess.run(["umount", "-l", self.path], check=True, capture_output=True, timeout=TIMEOUT_S)
+        subprocess.run(
+            ["umount", "-l", self.path], check=True, capture_output=True, timeout=TIMEOUT_S
+        )
 
     def kill_only(self) -> None:
         """kill -9 of the daemon; its mount stays behind."""
@@ -82,7 +88,9 @@ class Mounted:
 
     def wait_for_end(self) -> None:
         """Until the daemon has ended."""
-        assert select.select([self._ended], [], [], TIMEOUT_S)[0], f"the daemon does not end: {self._doing()}"
+        assert select.select([self._ended], [], [], TIMEOUT_S)[0], (
+            f"the daemon does not end: {self._doing()}"
+        )
         os.close(self._ended)
         self._ended = -1
 
@@ -106,7 +114,9 @@ class Mounted:
         """The log holds no warning or error that the test did not expect."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         problems = [line for line in lines if _PROBLEM.search(line) or line.startswith("Traceback")]
-        unexpected = [line for line in problems if not any(re.search(one, line) for one in self.expected)]
+        unexpected = [
+            line for line in problems if not any(re.search(one, line) for one in self.expected)
+        ]
         assert not unexpected, "unexpected in the log:\n" + "\n".join(unexpected)
 
     def abandon(self) -> None:
@@ -115,7 +125,9 @@ class Mounted:
             with suppress(ProcessLookupError):
                 self.signal(signal.SIGKILL)
             self.wait_for_end()
-        subprocess.run(["umount", "-l", self.path], check=False, capture_output=True, timeout=TIMEOUT_S)
+        subprocess.run(
+            ["umount", "-l", self.path], check=False, capture_output=True, timeout=TIMEOUT_S
+        )
 
 
 @contextmanager

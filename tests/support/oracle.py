@@ -134,7 +134,9 @@ class Oracle:
         root.parent = root
 
     def _new(self, mode: int, uid: int, gid: int, rdev: int = 0) -> OracleInode:
-        inode = OracleInode(self._next_ino, mode, uid, gid, rdev, self.clock, self.clock, self.clock)
+        inode = OracleInode(
+            self._next_ino, mode, uid, gid, rdev, self.clock, self.clock, self.clock
+        )
         inode.nlink = 2 if inode.is_dir else 1
         self.inodes[inode.ino] = inode
         self._next_ino += 1
@@ -243,7 +245,9 @@ class Oracle:
             raise errors.NotEmpty
         self._unlinked(self._detach(self.inodes[parent], name))
 
-    def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int) -> None:
+    def rename(
+        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int
+    ) -> None:
         moved = self._find(parent, name)
         if flags not in (0, NOREPLACE, EXCHANGE):
             raise errors.Invalid
@@ -355,7 +359,9 @@ class Oracle:
         inode.handles += 1
         return self._next_handle
 
-    def create(self, parent: int, name: bytes, mode: int, flags: int, caller) -> tuple[int, OracleInode]:
+    def create(
+        self, parent: int, name: bytes, mode: int, flags: int, caller
+    ) -> tuple[int, OracleInode]:
         inode = self._make(parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller)
         return self._handle(inode, flags), inode
 
@@ -407,7 +413,11 @@ class Oracle:
         if self._access[source] == os.O_WRONLY or self._access[target] == os.O_RDONLY:
             raise errors.BadHandle
         data = self.read(source, offset, length)
-        if self.handles[source] is self.handles[target] and offset < to + len(data) and to < offset + len(data):
+        if (
+            self.handles[source] is self.handles[target]
+            and offset < to + len(data)
+            and to < offset + len(data)
+        ):
             raise errors.Invalid
         return self.write(target, to, data)
 
@@ -435,7 +445,9 @@ class Oracle:
     def opendir(self, ino: int) -> int:
         directory = self._directory(ino)
         self._next_handle += 1
-        self.dir_handles[self._next_handle] = DirHandle(directory, set(directory.names), set(directory.names))
+        self.dir_handles[self._next_handle] = DirHandle(
+            directory, set(directory.names), set(directory.names)
+        )
         directory.handles += 1
         return self._next_handle
 
@@ -446,7 +458,9 @@ class Oracle:
 
     def forgettable(self) -> list[int]:
         """Inodes that have neither a name nor a handle."""
-        return [inode.ino for inode in self.inodes.values() if inode.nlink == 0 and not inode.handles]
+        return [
+            inode.ino for inode in self.inodes.values() if inode.nlink == 0 and not inode.handles
+        ]
 
     def forget(self, inos: list[int]) -> None:
         for ino in inos:

@@ -25,7 +25,15 @@ def _path(rng: random.Random) -> bytes:
 
 def _odd_path(rng: random.Random) -> bytes:
     base = _path(rng)
-    odd = (base + b"/.", base + b"/..", base + b"/", b".", b"n" * 255, b"n" * 256, base + b"/a/a/a/a")
+    odd = (
+        base + b"/.",
+        base + b"/..",
+        base + b"/",
+        b".",
+        b"n" * 255,
+        b"n" * 256,
+        base + b"/a/a/a/a",
+    )
     return rng.choice(odd) if rng.random() < 0.04 else base
 
 
@@ -63,7 +71,15 @@ def _ns(rng: random.Random) -> int:
 
 def _xattr(rng: random.Random) -> str:
     return rng.choice(
-        ("user.a", "user.b", "trusted.a", "security.a", "user." + "n" * 250, "user." + "n" * 251, "bogus.a")
+        (
+            "user.a",
+            "user.b",
+            "trusted.a",
+            "security.a",
+            "user." + "n" * 250,
+            "user." + "n" * 251,
+            "bogus.a",
+        )
     )
 
 
@@ -187,7 +203,11 @@ def link(rng: random.Random) -> Op:
 @_ops.add(5)
 def symlink(rng: random.Random) -> Op:
     """The target is repeated; it never leads upwards, so that nothing outside is reached."""
-    return rng.choice((_path(rng), _path(rng), b"nowhere/at all")), rng.choice((1, 1, 1, 200)), _odd_path(rng)
+    return (
+        rng.choice((_path(rng), _path(rng), b"nowhere/at all")),
+        rng.choice((1, 1, 1, 200)),
+        _odd_path(rng),
+    )
 
 
 @_ops.add(3)
@@ -237,7 +257,12 @@ def futime(rng: random.Random) -> Op:
 
 @_ops.add(5)
 def setxattr(rng: random.Random) -> Op:
-    return _odd_path(rng), _xattr(rng), _value(rng), rng.choice((0, 0, os.XATTR_CREATE, os.XATTR_REPLACE))
+    return (
+        _odd_path(rng),
+        _xattr(rng),
+        _value(rng),
+        rng.choice((0, 0, os.XATTR_CREATE, os.XATTR_REPLACE)),
+    )
 
 
 @_ops.add(1)
@@ -307,12 +332,19 @@ def open_plain(rng: random.Random) -> Op:
 
 @_bridged.add(10)
 def fill(rng: random.Random) -> Op:
-    return _slot(rng), rng.randrange(1 << 30), rng.randrange(20000, 100_000), PAGE * rng.randrange(4)
+    return (
+        _slot(rng),
+        rng.randrange(1 << 30),
+        rng.randrange(20000, 100_000),
+        PAGE * rng.randrange(4),
+    )
 
 
 @_bridged.add(8)
 def fallocate(rng: random.Random) -> Op:
-    mode = rng.choice((0, KEEP_SIZE, PUNCH_HOLE | KEEP_SIZE, ZERO_RANGE, ZERO_RANGE | KEEP_SIZE, PUNCH_HOLE))
+    mode = rng.choice(
+        (0, KEEP_SIZE, PUNCH_HOLE | KEEP_SIZE, ZERO_RANGE, ZERO_RANGE | KEEP_SIZE, PUNCH_HOLE)
+    )
     return _slot(rng), mode, _offset(rng), _length(rng)
 
 
@@ -343,4 +375,6 @@ def generate(seed: int, length: int, users: bool = True, bridged: bool = False) 
     """
     rng = random.Random(~seed)
     ops = (_bridged if bridged else _ops).sequence(seed, length)
-    return [("as_user", rng.choice(USERS), op) if users and rng.random() < 0.15 else op for op in ops]
+    return [
+        ("as_user", rng.choice(USERS), op) if users and rng.random() < 0.15 else op for op in ops
+    ]

@@ -66,7 +66,9 @@ class _File:
         truncations = [number for number, change in enumerate(kept) if isinstance(change, int)]
         since_truncation = truncations[-1] + 1 if truncations else 0
         if rng.random() < 0.5:
-            kept[since_truncation:] = [change for change in kept[since_truncation:] if rng.random() < 0.5]
+            kept[since_truncation:] = [
+                change for change in kept[since_truncation:] if rng.random() < 0.5
+            ]
         if len(kept) > since_truncation and rng.random() < 0.5:
             offset, data = kept[-1]
             kept[-1] = (offset, data[: rng.randrange(len(data) + 1)])

@@ -47,12 +47,18 @@ def random_segments(rng: random.Random, pool: Sequence[bytes], count: int) -> li
         elif kind < 0.8:
             segments.append(Segment(bytes(rng.randrange(1, 100_000))))
         else:
-            segments.append(Segment(rng.randbytes(rng.randrange(1, 20_000)), is_shared=rng.random() < 0.3))
+            segments.append(
+                Segment(rng.randbytes(rng.randrange(1, 20_000)), is_shared=rng.random() < 0.3)
+            )
     return segments
 
 
 async def save(
-    fs: Filesystem, directory: int, files: Mapping[bytes, Sequence[Segment]], redundancy: Redundancy = PLAIN, level: int = 0
+    fs: Filesystem,
+    directory: int,
+    files: Mapping[bytes, Sequence[Segment]],
+    redundancy: Redundancy = PLAIN,
+    level: int = 0,
 ) -> dict[bytes, int]:
     """Make these files, by name; their inode numbers."""
     inos = {name: (await fs.mknod(directory, name, 0o100644, 0, ME)).ino for name in files}
@@ -61,9 +67,12 @@ async def save(
 
 
 async def store(
-    fs: Filesystem, contents: Mapping[int, Sequence[Segment]], redundancy: Redundancy = PLAIN, level: int = 0,
+    fs: Filesystem,
+    contents: Mapping[int, Sequence[Segment]],
+    redundancy: Redundancy = PLAIN,
+    level: int = 0,
     servers: Sequence[int] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Give files, which nobody has open and which have no burst copy, these bytes, as a grouped drain of them all does.
     ``servers``: where new chunks may go (none: anywhere)."""
     fd = os.memfd_create("segments")
@@ -76,13 +85,22 @@ async def store(
 
 
 async def _store(
-    fs: Filesystem, contents: Mapping[int, Sequence[Segment]], fd: int, slots: Sequence[Striped], level: int
+    fs: Filesystem,
+    contents: Mapping[int, Sequence[Segment]],
+    fd: int,
+    slots: Sequence[Striped],
+    level: int,
 ) -> bool:
     engine = fs.store.engine
-    digests = {digest_of(s.data) for segments in contents.values() for s in segments if not s.is_zeros}
+    digests = {
+        digest_of(s.data) for segments in contents.values() for s in segments if not s.is_zeros
+    }
     found = await engine.view(shared.find_all_shared, digests)
     oids = {ino: await fs.ids.take() for ino in contents}
-    chunk = max((len(s.data) for segments in contents.values() for s in segments if not s.is_zeros), default=1)
+    chunk = max(
+        (len(s.data) for segments in contents.values() for s in segments if not s.is_zeros),
+        default=1,
+    )
     to_store: list[HashedPiece] = []
     lists: dict[int, list[Extent | int]] = {}  # a number: of the piece
     new: dict[bytes, int] = {}
@@ -98,14 +116,20 @@ async def _store(
             elif segment.is_shared and digest in new:
                 rows.append(new[digest])
             else:
-                own = {} if segment.is_shared else {"oid": oids[ino], "index": len(rows), "chunk": chunk}
+                own = (
+                    {}
+                    if segment.is_shared
+                    else {"oid": oids[ino], "index": len(rows), "chunk": chunk}
+                )
                 if segment.is_shared:
                     new[digest] = len(to_store)
                 rows.append(len(to_store))
                 to_store.append(HashedPiece(fd, ino, at, length, digest, level, **own))
             at += length
     async with fs.containers.append_pieces(to_store, slots) as (places, growth):
-        whole = {ino: [_extent(row, to_store, places) for row in rows] for ino, rows in lists.items()}
+        whole = {
+            ino: [_extent(row, to_store, places) for row in rows] for ino, rows in lists.items()
+        }
         inodes = [replace(await fs.getattr(ino), mtime_ns=time.time_ns()) for ino in contents]
         records = await engine.view(path_hints.describe, inodes)
         layout = Interleaved(chunk, variable=True)
@@ -131,23 +155,34 @@ async def _store(
             return True
 
 
-def _extent(row: Extent | int, to_store: Sequence[HashedPiece], places: Sequence[Location]) -> Extent:
+def _extent(
+    row: Extent | int, to_store: Sequence[HashedPiece], places: Sequence[Location]
+) -> Extent:
     if isinstance(row, Extent):
         return row
     return Extent(to_store[row].length, places[row], shared=not to_store[row].oid)
 
 
 def _record(
-    tx: Transaction, layout: Interleaved, oids: Mapping[int, int], mtimes: Mapping[int, int],
-    lists: Mapping[int, Sequence[Extent]], new: frozenset[bytes], growth: Sequence[Growth],
-) -> list[int]:  # fmt: skip
+    tx: Transaction,
+    layout: Interleaved,
+    oids: Mapping[int, int],
+    mtimes: Mapping[int, int],
+    lists: Mapping[int, Sequence[Extent]],
+    new: frozenset[bytes],
+    growth: Sequence[Growth],
+) -> list[int]:
     garbage: list[int] = []
     extents.put_extents(tx, {oids[ino]: rows for ino, rows in lists.items()}, new)
     for ino, rows in lists.items():
         inode = namespace.get_inode(tx, ino)
         garbage += namespace.discard_layout(tx, inode)
         inode.mtime_ns = mtimes[ino]
-        inode.layout, inode.oid, inode.size = layout, oids[ino], sum(extent.length for extent in rows)
+        inode.layout, inode.oid, inode.size = (
+            layout,
+            oids[ino],
+            sum(extent.length for extent in rows),
+        )
         namespace.put_inode(tx, inode)
     chunks.put_growth(tx, growth)
     return garbage

@@ -45,7 +45,11 @@ class Shelf:
     """Writer, reader, and a catalogue in memory. ``lists``: chunks by oid, those of the file's own."""
 
     def __init__(
-        self, servers: Servers, directory: Path, verify: bool = False, redundancy: Redundancy = PLAIN
+        self,
+        servers: Servers,
+        directory: Path,
+        verify: bool = False,
+        redundancy: Redundancy = PLAIN,
     ) -> None:
         self.servers = servers
         self.directory = directory
@@ -67,7 +71,12 @@ class Shelf:
 
     def go_on(self, other: "Shelf") -> None:
         """With all that is known there."""
-        self.lists, self.layouts, self.table, self.ends = other.lists, other.layouts, other.table, other.ends
+        self.lists, self.layouts, self.table, self.ends = (
+            other.lists,
+            other.layouts,
+            other.table,
+            other.ends,
+        )
         self.lost, self._ids = other.lost, other._ids
 
     @property
@@ -79,7 +88,9 @@ class Shelf:
         await trio.lowlevel.checkpoint()
         if container not in self.table:
             return None
-        return Entry(self.table[container], self.ends.get(container, 0), self.lost.get(container, 0))
+        return Entry(
+            self.table[container], self.ends.get(container, 0), self.lost.get(container, 0)
+        )
 
     async def new(self, layout: Striped) -> int:
         await trio.lowlevel.checkpoint()
@@ -116,13 +127,17 @@ class Shelf:
                     file.truncate(len(content))
                 fd = os.open(path, os.O_RDONLY)
                 record = FileRecord(0, 0, 0, 0o100644, 1, 2, 3, 0, 0, b"copy%d" % oid)
-                sources.append(Source(oid + 1, oid, len(content), fd, Interleaved(chunk), level, record))
+                sources.append(
+                    Source(oid + 1, oid, len(content), fd, Interleaved(chunk), level, record)
+                )
             yield sources
         finally:
             for source in sources:
                 os.close(source.fd)
 
-    async def store(self, contents: dict[int, bytes], chunk: int = 65536, level: int = 0, keep: bool = True) -> list:
+    async def store(
+        self, contents: dict[int, bytes], chunk: int = 65536, level: int = 0, keep: bool = True
+    ) -> list:
         with self.sources(contents, chunk, level) as sources:
             cut = [pieces.cut(source) for source in sources]
             whole = [piece for file in cut for piece in file if piece is not None]
@@ -136,7 +151,9 @@ class Shelf:
                         self.lists[source.oid], self.layouts[source.oid] = chunks, source.layout
             return places
 
-    async def store_extents(self, contents: dict[int, bytes], chunk: int = 65536, level: int = 0) -> None:
+    async def store_extents(
+        self, contents: dict[int, bytes], chunk: int = 65536, level: int = 0
+    ) -> None:
         """The same as extent lists: cut at borders that differ from file to file, with zeros left out, and equal chunks stored
         once, but for each fifth, which is the file's own."""
         layout = Interleaved(chunk, True)
@@ -160,7 +177,9 @@ class Shelf:
                         some[-1] = some[-1]._replace(shared=not own[0])
                     start = end
                 lists[source.oid] = some
-            new = {key: piece for key, piece in wanted.items() if key[1] or key[0] not in self.shared}
+            new = {
+                key: piece for key, piece in wanted.items() if key[1] or key[0] not in self.shared
+            }
             async with self.writer.append(list(new.values()), self.slots) as (places, growth):
                 self.record(places, growth)
                 found = dict(zip(new, places, strict=True))
@@ -177,7 +196,8 @@ class Shelf:
                     self.layouts[source.oid] = layout
                     self.extents[source.oid] = pieces.with_recipes(placed, places)
                     self.lists[source.oid] = [
-                        None if extent.shared else extent.place for extent in self.extents[source.oid]
+                        None if extent.shared else extent.place
+                        for extent in self.extents[source.oid]
                     ]
 
     def objects(self, oid: int) -> ChunkedObjects:

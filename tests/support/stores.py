@@ -32,9 +32,13 @@ async def served(config: Config, read_only: bool = False) -> AsyncIterator[Files
 
 @asynccontextmanager
 async def opened(
-    directory: Path, settings: Mapping[str, object] = MappingProxyType({}), *,
-    base: Mapping[str, object] = modes.ON, servers: int = 0, sound: bool = True,
-) -> AsyncIterator[Filesystem]:  # fmt: skip
+    directory: Path,
+    settings: Mapping[str, object] = MappingProxyType({}),
+    *,
+    base: Mapping[str, object] = modes.ON,
+    servers: int = 0,
+    sound: bool = True,
+) -> AsyncIterator[Filesystem]:
     """The filesystem of the store in ``directory``, which is made where it is missing: with a suite's settings ``base``
     and a test's own. When it is closed its garbage has been collected, and with ``sound`` fsck finds nothing."""
     if not directory.exists():
@@ -133,7 +137,9 @@ async def ask(fs: Filesystem, ino: int, name: str) -> dict:
     return json.loads(await get(fs, ino, name))
 
 
-async def put(fs: Filesystem, ino: int, name: str, value: object = "", caller: Caller = OWNER) -> None:
+async def put(
+    fs: Filesystem, ino: int, name: str, value: object = "", caller: Caller = OWNER
+) -> None:
     """Give a hint; what is no text is given as JSON."""
     text = value if isinstance(value, str) else json.dumps(value)
     await fs.setxattr(ino, f"user.aifs.{name}".encode(), text.encode(), caller=caller)

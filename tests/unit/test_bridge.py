@@ -74,11 +74,16 @@ def test_ioctl_numbers_are_those_of_linux() -> None:
 async def test_the_version_is_answered() -> None:
     body = ioctl_body(ioctl.AIFS_IOC_VERSION.request, b"", 4)
     number, data = await answer_to(FakeFilesystem(), handed_over.IOCTL, body)
-    assert (number, data) == (0, struct.pack("=iIII", 0, 0, 0, 0) + struct.pack("=I", ioctl.VERSION))
+    assert (number, data) == (
+        0,
+        struct.pack("=iIII", 0, 0, 0, 0) + struct.pack("=I", ioctl.VERSION),
+    )
 
 
 @pytest.mark.parametrize(("timeout_ms", "timeout_s"), [(0, None), (1500, 1.5)])
-async def test_drain_waits_for_the_inode_that_it_is_called_on(timeout_ms: int, timeout_s: float | None) -> None:
+async def test_drain_waits_for_the_inode_that_it_is_called_on(
+    timeout_ms: int, timeout_s: float | None
+) -> None:
     fs = FakeFilesystem(0)
     body = ioctl_body(ioctl.AIFS_IOC_DRAIN.request, struct.pack("=IIQ", 0, 0, timeout_ms))
     assert (await answer_to(fs, handed_over.IOCTL, body))[0] == 0
@@ -87,31 +92,47 @@ async def test_drain_waits_for_the_inode_that_it_is_called_on(timeout_ms: int, t
 
 async def test_a_tree_is_removed_for_the_caller() -> None:
     fs, command = FakeFilesystem(0), ioctl.AIFS_IOC_REMOVE_TREE
-    assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, command.argument.pack(0, 0, b"x/"))))[0] == 0
+    assert (
+        await answer_to(
+            fs, handed_over.IOCTL, ioctl_body(command.request, command.argument.pack(0, 0, b"x/"))
+        )
+    )[0] == 0
     assert fs.calls == [("remove_tree", (7, b"x/", Caller(*CALLER)))]
     endless = command.argument.pack(0, 0, b"x" * 256)
-    assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, endless)))[0] == errno.EINVAL
+    assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, endless)))[
+        0
+    ] == errno.EINVAL
 
 
 async def test_publish_takes_all_of_its_fields() -> None:
     fs, command = FakeFilesystem(0), ioctl.AIFS_IOC_PUBLISH
     fields = [ioctl.REPLACE, 3, 1 << 40, b"final", b"latest", b"tracker", b"100junk", b""]
-    assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, command.argument.pack(*fields))))[0] == 0
+    assert (
+        await answer_to(
+            fs, handed_over.IOCTL, ioctl_body(command.request, command.argument.pack(*fields))
+        )
+    )[0] == 0
     what = Publication(7, 1 << 40, b"final", True, False, b"latest", b"tracker", b"100")
     assert fs.calls == [("publish", (what, Caller(*CALLER)))]
     for place, wrong in ((0, 4), (1, 65), (3, b"x" * 256)):
         argument = command.argument.pack(*fields[:place], wrong, *fields[place + 1 :])
-        assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, argument)))[0] == errno.EINVAL
+        assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, argument)))[
+            0
+        ] == errno.EINVAL
 
 
 async def test_a_rank_commits() -> None:
     fs, command = FakeFilesystem(0), ioctl.AIFS_IOC_COMMIT
     for flags in (0, ioctl.AGAIN):
         argument = command.argument.pack(3, flags, b".list")
-        assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, argument)))[0] == 0
+        assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, argument)))[
+            0
+        ] == 0
         assert fs.calls.pop() == ("commit", (7, 3, b".list", bool(flags), Caller(*CALLER)))
     argument = command.argument.pack(3, 2, b"")
-    assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, argument)))[0] == errno.EINVAL
+    assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, argument)))[
+        0
+    ] == errno.EINVAL
 
 
 @pytest.mark.parametrize(
@@ -134,7 +155,9 @@ async def test_unknown_ioctls_and_wrong_sizes_are_refused(body: bytes, number: i
 
 @given(st.integers(0, (1 << 32) - 1), st.binary(max_size=64), st.integers(0, 64))
 def test_any_ioctl_gets_an_answer(request: int, data: bytes, out_size: int) -> None:
-    number, _ = trio.run(answer_to, FakeFilesystem(0), handed_over.IOCTL, ioctl_body(request, data, out_size))
+    number, _ = trio.run(
+        answer_to, FakeFilesystem(0), handed_over.IOCTL, ioctl_body(request, data, out_size)
+    )
     assert number in (0, errno.ENOTTY, errno.EINVAL)
 
 
@@ -145,25 +168,39 @@ def test_any_ioctl_gets_an_answer(request: int, data: bytes, out_size: int) -> N
     ("opcode", "body", "answer", "call", "data"),
     [
         (
-            handed_over.FALLOCATE, struct.pack("=QQQII", 5, 1 << 40, 3, 1, 0), 0,
-            ("fallocate", (5, 1, 1 << 40, 3)), b"",
+            handed_over.FALLOCATE,
+            struct.pack("=QQQII", 5, 1 << 40, 3, 1, 0),
+            0,
+            ("fallocate", (5, 1, 1 << 40, 3)),
+            b"",
         ),
         (
-            handed_over.LSEEK, struct.pack("=QQII", 5, 10, 4, 0), 1 << 50,
-            ("lseek", (5, 10, 4)), struct.pack("=Q", 1 << 50),
+            handed_over.LSEEK,
+            struct.pack("=QQII", 5, 10, 4, 0),
+            1 << 50,
+            ("lseek", (5, 10, 4)),
+            struct.pack("=Q", 1 << 50),
         ),
         (
-            handed_over.COPY_FILE_RANGE, struct.pack("=7Q", 5, 10, 8, 6, 20, 1 << 60, 0), 77,
-            ("copy_file_range", (5, 10, 6, 20, 1 << 30)), struct.pack("=II", 77, 0),
+            handed_over.COPY_FILE_RANGE,
+            struct.pack("=7Q", 5, 10, 8, 6, 20, 1 << 60, 0),
+            77,
+            ("copy_file_range", (5, 10, 6, 20, 1 << 30)),
+            struct.pack("=II", 77, 0),
         ),
         (
-            handed_over.COPY_FILE_RANGE_64, struct.pack("=7Q", 5, 10, 8, 6, 20, 30, 0), 30,
-            ("copy_file_range", (5, 10, 6, 20, 30)), struct.pack("=Q", 30),
+            handed_over.COPY_FILE_RANGE_64,
+            struct.pack("=7Q", 5, 10, 8, 6, 20, 30, 0),
+            30,
+            ("copy_file_range", (5, 10, 6, 20, 30)),
+            struct.pack("=Q", 30),
         ),
         (handed_over.SYNCFS, bytes(8), 0, ("sync", ()), b""),
     ],
-)  # fmt: skip
-async def test_each_request_becomes_one_call(opcode: int, body: bytes, answer: Any, call: Any, data: bytes) -> None:
+)
+async def test_each_request_becomes_one_call(
+    opcode: int, body: bytes, answer: Any, call: Any, data: bytes
+) -> None:
     fs = FakeFilesystem(answer)
     assert await answer_to(fs, opcode, body) == (0, data)
     assert fs.calls == [call]
@@ -171,15 +208,27 @@ async def test_each_request_becomes_one_call(opcode: int, body: bytes, answer: A
 
 async def test_copies_with_flags_are_refused() -> None:
     body = struct.pack("=7Q", 5, 10, 8, 6, 20, 30, 1)
-    assert await answer_to(FakeFilesystem(0), handed_over.COPY_FILE_RANGE, body) == (errno.EINVAL, b"")
+    assert await answer_to(FakeFilesystem(0), handed_over.COPY_FILE_RANGE, body) == (
+        errno.EINVAL,
+        b"",
+    )
 
 
 async def test_errors_pass_the_choke_point(caplog: pytest.LogCaptureFixture) -> None:
     body = struct.pack("=QQII", 5, 10, 4, 0)
-    assert await answer_to(FakeFilesystem(NotFound()), handed_over.LSEEK, body) == (errno.ENOENT, b"")
-    assert await answer_to(FakeFilesystem(TimedOut()), handed_over.LSEEK, body) == (errno.ETIMEDOUT, b"")
+    assert await answer_to(FakeFilesystem(NotFound()), handed_over.LSEEK, body) == (
+        errno.ENOENT,
+        b"",
+    )
+    assert await answer_to(FakeFilesystem(TimedOut()), handed_over.LSEEK, body) == (
+        errno.ETIMEDOUT,
+        b"",
+    )
     assert not caplog.records
-    assert await answer_to(FakeFilesystem(ZeroDivisionError()), handed_over.LSEEK, body) == (errno.EIO, b"")
+    assert await answer_to(FakeFilesystem(ZeroDivisionError()), handed_over.LSEEK, body) == (
+        errno.EIO,
+        b"",
+    )
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
 
@@ -194,7 +243,9 @@ async def test_an_interrupt_cancels_its_request_alone() -> None:
         for unique in (2, 4):
             assert requests.take(handed_over.LSEEK, unique, 7, CALLER, body)
         assert not requests.take(handed_over.INTERRUPT, 0, 0, CALLER, struct.pack("=Q", 6))
-        assert requests.take(handed_over.INTERRUPT, 0, 0, CALLER, struct.pack("=Q", 4))  # before it has begun
+        assert requests.take(
+            handed_over.INTERRUPT, 0, 0, CALLER, struct.pack("=Q", 4)
+        )  # before it has begun
         await trio.testing.wait_all_tasks_blocked()
         assert replies == [(4, errno.EINTR, b"")]
         assert requests.take(handed_over.INTERRUPT, 0, 0, CALLER, struct.pack("=Q", 2))
@@ -215,7 +266,11 @@ async def test_requests_that_still_wait_when_the_mount_ends_are_answered() -> No
 
 
 def test_errors_of_ioctls_have_their_errno() -> None:
-    assert (NoSuchIoctl.errno, TimedOut.errno, Invalid.errno) == (errno.ENOTTY, errno.ETIMEDOUT, errno.EINVAL)
+    assert (NoSuchIoctl.errno, TimedOut.errno, Invalid.errno) == (
+        errno.ENOTTY,
+        errno.ETIMEDOUT,
+        errno.EINVAL,
+    )
 
 
 # --- what is missing ---
@@ -246,7 +301,9 @@ def nothing(*args: Any) -> bool:
     return False
 
 
-def missing(monkeypatch: pytest.MonkeyPatch, extension: Any, admin: bool = True, chosen: str = "auto") -> list[str]:
+def missing(
+    monkeypatch: pytest.MonkeyPatch, extension: Any, admin: bool = True, chosen: str = "auto"
+) -> list[str]:
     monkeypatch.setattr(bridge, "extension", extension)
     monkeypatch.setattr(bridge, "extension_error", "" if extension else "no such module")
     monkeypatch.setattr(bridge, "may_pass_through", lambda: admin)
@@ -262,7 +319,9 @@ def test_everything_in_use_is_not_worth_a_word(monkeypatch: pytest.MonkeyPatch) 
 def test_one_line_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing(monkeypatch, None) == ["the bridge"]
     assert missing(monkeypatch, FakeExtension(connected=False)) == ["the bridge"]
-    assert missing(monkeypatch, FakeExtension(granted=bridge.WANTED & ~bridge.PASSTHROUGH)) == ["passthrough"]
+    assert missing(monkeypatch, FakeExtension(granted=bridge.WANTED & ~bridge.PASSTHROUGH)) == [
+        "passthrough"
+    ]
     assert missing(monkeypatch, FakeExtension(), admin=False) == ["passthrough"]
 
 
@@ -272,7 +331,9 @@ def test_what_was_switched_off_is_not_missing(monkeypatch: pytest.MonkeyPatch) -
     assert extension.configured[0] is None
 
 
-def test_a_required_bridge_that_cannot_be_used_refuses_the_mount(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_required_bridge_that_cannot_be_used_refuses_the_mount(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(bridge, "extension", None)
     monkeypatch.setattr(bridge, "extension_error", "no such module")
     with pytest.raises(MountError, match="no such module"):
@@ -284,7 +345,8 @@ def test_a_required_bridge_that_cannot_be_used_refuses_the_mount(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("mask", "may"), [("000001ffffffffff", True), ("0000000000200000", True), ("00000000a80425fb", False)]
+    ("mask", "may"),
+    [("000001ffffffffff", True), ("0000000000200000", True), ("00000000a80425fb", False)],
 )
 def test_the_capability_is_read_from_the_effective_set(mask: str, may: bool) -> None:
     assert bridge.may_pass_through(f"Name:\tx\nCapPrm:\tffff\nCapEff:\t{mask}\n") is may
@@ -292,7 +354,9 @@ def test_the_capability_is_read_from_the_effective_set(mask: str, may: bool) -> 
 
 # --- the doctor's checks ---
 
-WELL = probe.Facts("6.18.44-x", "3.16.2", True, "", True, True, {"/nvme": "ext4"}, 4 << 20, 1 << 20, True, False)
+WELL = probe.Facts(
+    "6.18.44-x", "3.16.2", True, "", True, True, {"/nvme": "ext4"}, 4 << 20, 1 << 20, True, False
+)
 CONFIG: Any = SimpleNamespace(kernel=SimpleNamespace(bridge="auto", read_ahead=4 << 20))
 IN_USE = {"in_use": True, "passthrough": True}
 
@@ -341,7 +405,10 @@ def test_the_filesystem_of_a_directory_is_found() -> None:
         "23 21 0:6 / /burst rw - overlay none rw\n"
         "24 21 0:7 / /burst rw - xfs /dev/sdb rw\n"
     )
-    found = [probe.filesystem_of(path, mounts) for path in ("/x/y", "/burst one/d", "/burst/d", "/burster", "/burst")]
+    found = [
+        probe.filesystem_of(path, mounts)
+        for path in ("/x/y", "/burst one/d", "/burst/d", "/burster", "/burst")
+    ]
     assert found == ["ext4", "tmpfs", "xfs", "ext4", "xfs"]
     assert probe.filesystem_of("/x", "") == ""
 

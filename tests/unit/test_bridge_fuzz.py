@@ -25,7 +25,9 @@ def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_no_message_makes_it_read_or_write_out_of_bounds(fuzz: Path, seed: int) -> None:
-    done = subprocess.run([fuzz, "300000", str(seed)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [fuzz, "300000", str(seed)], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 50_000  # most requests were well-formed enough to be looked at
 

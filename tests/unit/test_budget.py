@@ -20,7 +20,13 @@ async def test_what_fits_does_not_wait():
         assert budget.used == budget.peak == 100
         budget.release(40)
     assert budget.used == 0
-    assert budget.status() == {"total_bytes": 100, "used_bytes": 0, "peak_bytes": 100, "waiting": 0, "waits": 0}
+    assert budget.status() == {
+        "total_bytes": 100,
+        "used_bytes": 0,
+        "peak_bytes": 100,
+        "waiting": 0,
+        "waits": 0,
+    }
 
 
 async def test_more_than_all_is_refused():
@@ -151,7 +157,9 @@ async def test_a_buffer_counts_until_its_last_view_has_gone():
     assert budget.peak == 8192
 
 
-uses = st.tuples(st.integers(0, 20), st.integers(1, 100), st.integers(0, 20), st.booleans())  # as of ``use`` below
+uses = st.tuples(
+    st.integers(0, 20), st.integers(1, 100), st.integers(0, 20), st.booleans()
+)  # as of ``use`` below
 
 
 @settings(deadline=None)

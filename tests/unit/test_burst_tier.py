@@ -176,7 +176,9 @@ async def test_a_device_that_becomes_full_is_said_so_once(caplog):
         await tier.look()
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert [level for level, _ in said] == ["WARNING", "INFO"]
-    assert said[0][1].startswith("burst directory 0 (/burst/0) is full: writers of files that are open there get ENOSPC")
+    assert said[0][1].startswith(
+        "burst directory 0 (/burst/0) is full: writers of files that are open there get ENOSPC"
+    )
     assert said[1][1] == "burst directory 0 (/burst/0) is no longer full"
 
 
@@ -320,7 +322,9 @@ async def test_the_background_task_ends_when_told(autojump_clock):
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["begun", "dirty", "clean", "gone", "opened", "closed", "touch", "pin", "unpin"]),
+        st.sampled_from(
+            ["begun", "dirty", "clean", "gone", "opened", "closed", "touch", "pin", "unpin"]
+        ),
         st.integers(0, 7),
         st.integers(0, 1),
         st.integers(0, 100),
@@ -330,7 +334,9 @@ EVENTS = st.lists(
 
 
 @given(EVENTS, st.integers(0, 300))
-@example(events=[("clean", 1, 0, 0), ("clean", 0, 0, 0), ("unpin", 1, 0, 0)], wanted=0)  # one that was not pinned
+@example(
+    events=[("clean", 1, 0, 0), ("clean", 0, 0, 0), ("unpin", 1, 0, 0)], wanted=0
+)  # one that was not pinned
 @settings(max_examples=300)
 def test_the_ledger_agrees_with_a_naive_one(events, wanted):
     ledger = Ledger()
@@ -345,7 +351,12 @@ def test_the_ledger_agrees_with_a_naive_one(events, wanted):
         order.append(copy_id)
 
     def evictable(copy_id: int) -> bool:
-        return copy_id in copies and not copies[copy_id][2] and not opens.get(copy_id) and copy_id not in pinned
+        return (
+            copy_id in copies
+            and not copies[copy_id][2]
+            and not opens.get(copy_id)
+            and copy_id not in pinned
+        )
 
     for what, copy_id, server, length in events:
         before = evictable(copy_id)
@@ -384,8 +395,12 @@ def test_the_ledger_agrees_with_a_naive_one(events, wanted):
         assert totals.dirty == sum(length for _, length, dirty in mine.values() if dirty)
         assert totals.dirty_copies == sum(dirty for _, _, dirty in mine.values())
         assert totals.clean == sum(length for _, length, dirty in mine.values() if not dirty)
-        assert totals.pinned == sum(length for copy_id, (_, length, _) in mine.items() if copy_id in pinned)
-        assert totals.writers == sum(dirty and bool(opens.get(copy_id)) for copy_id, (_, _, dirty) in mine.items())
+        assert totals.pinned == sum(
+            length for copy_id, (_, length, _) in mine.items() if copy_id in pinned
+        )
+        assert totals.writers == sum(
+            dirty and bool(opens.get(copy_id)) for copy_id, (_, _, dirty) in mine.items()
+        )
         candidates = [copy_id for copy_id in order if copy_id in mine and evictable(copy_id)]
         assert list(totals.oldest_first) == candidates
         assert totals.evictable == sum(mine[copy_id][1] for copy_id in candidates)

@@ -31,14 +31,22 @@ def stored(data: bytes, level: int) -> tuple[Header, bytes]:
     return header, bytes(memory[: HEADER_BYTES + header.stored])
 
 
-contents = st.binary(min_size=1, max_size=3000) | st.binary(min_size=1, max_size=5).map(lambda part: part * 700)
+contents = st.binary(min_size=1, max_size=3000) | st.binary(min_size=1, max_size=5).map(
+    lambda part: part * 700
+)
 
 
 @given(contents, st.integers(0, 5))
 def test_round_trip(data, level):
     header, record = stored(data, level)
     assert chunk_codec.unpack_header(record) == header
-    assert (header.ino, header.oid, header.index, header.chunk, header.raw) == (1, 2, 3, 4096, len(data))
+    assert (header.ino, header.oid, header.index, header.chunk, header.raw) == (
+        1,
+        2,
+        3,
+        4096,
+        len(data),
+    )
     assert header.digest == blake3(data).digest()
     assert len(record) <= HEADER_BYTES + len(data)
     assert (header.codec == ZSTD) == (header.stored < len(data))
@@ -60,13 +68,20 @@ def test_golden_header():
 
 numbers = [st.integers(0, (1 << bits) - 1) for bits in (64, 64, 64, 32, 32, 32)]
 file_records = st.builds(
-    FileRecord, *numbers, st.integers(-(1 << 63), (1 << 63) - 1), st.integers(0, 1 << 22), st.integers(0, 1 << 32 - 1),
+    FileRecord,
+    *numbers,
+    st.integers(-(1 << 63), (1 << 63) - 1),
+    st.integers(0, 1 << 22),
+    st.integers(0, 1 << 32 - 1),
     st.binary(max_size=HINT_MAX),
-)  # fmt: skip
+)
 layouts = st.builds(
-    Striped, st.integers(1, 1 << 30), st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=32).map(tuple),
-    st.integers(1, 8), st.integers(0, 8),
-)  # fmt: skip
+    Striped,
+    st.integers(1, 1 << 30),
+    st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=32).map(tuple),
+    st.integers(1, 8),
+    st.integers(0, 8),
+)
 
 
 @given(st.integers(1, 1 << 60), layouts, st.lists(file_records, max_size=20), st.data())
@@ -75,8 +90,14 @@ def test_records_of_files(container, layout, records, data):
     header, body = chunk_codec.unpack_header(packed), packed[HEADER_BYTES:]
     assert (header.ino, header.oid, header.codec) == (0, container, RECORDS)
     assert header.stored == header.raw == len(body)
-    assert len(packed) == chunk_codec.records_space(layout, records) <= RECORDS_HEAD + RECORD_MAX * len(records)
-    assert header.digest == chunk_codec.digest_of(chunk_codec.decode(memoryview(body), RECORDS, len(body)))
+    assert (
+        len(packed)
+        == chunk_codec.records_space(layout, records)
+        <= RECORDS_HEAD + RECORD_MAX * len(records)
+    )
+    assert header.digest == chunk_codec.digest_of(
+        chunk_codec.decode(memoryview(body), RECORDS, len(body))
+    )
     assert chunk_codec.unpack_records(body) == (layout, records)
     cut = data.draw(st.integers(0, len(body) - 1))
     try:
@@ -87,7 +108,9 @@ def test_records_of_files(container, layout, records, data):
 
 
 def test_golden_records():
-    record = FileRecord(7, 8, (1 << 63) - 1, 0o100644, 1000, 100, 1735689600000000000, 1 << 20, 2, b"a/b/c")
+    record = FileRecord(
+        7, 8, (1 << 63) - 1, 0o100644, 1000, 100, 1735689600000000000, 1 << 20, 2, b"a/b/c"
+    )
     layout = Striped(65536, (5, 1, 3), 1, 1)
     body = chunk_codec.pack_records(9, layout, [record])[HEADER_BYTES:]
     assert body.hex() == GOLDEN_RECORDS

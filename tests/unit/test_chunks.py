@@ -16,13 +16,20 @@ from aifs.meta.servers import ServerRecord, find_unprotected, put_server
 
 GOLDEN_LIST = (
     "0103010500000000000000070000000000000002008502000000000000"
-    "000103000000e80300000a00000000000000" + "01" * 32 + "0000ea010000ea0100005700000000000000" + "02" * 32
+    "000103000000e80300000a00000000000000"
+    + "01" * 32
+    + "0000ea010000ea0100005700000000000000"
+    + "02" * 32
 )
 GOLDEN_CONTAINER_1 = "01020000100000000000000300000000000000"
 GOLDEN_CONTAINER = "0200100000000000000300000000000000070000000000000000000100010103050001000300"
 
 PLAIN = container_layout((1,))
-LAYOUTS = (PLAIN, container_layout((2, 1), Redundancy(2)), container_layout((0, 1, 2), Redundancy(1, 2, 1)))
+LAYOUTS = (
+    PLAIN,
+    container_layout((2, 1), Redundancy(2)),
+    container_layout((0, 1, 2), Redundancy(1, 2, 1)),
+)
 
 locations = st.builds(
     Location,
@@ -58,15 +65,23 @@ def test_golden_records():
     assert chunks.decode_container(bytes.fromhex(GOLDEN_CONTAINER)) == coded
     old = Container(container_layout((2,)), 0x1000, 3)
     assert chunks.decode_container(bytes.fromhex(GOLDEN_CONTAINER_1)) == old
-    for damaged in (GOLDEN_CONTAINER[:-2], GOLDEN_CONTAINER_1[:-2], "03" + GOLDEN_CONTAINER[2:], "", GOLDEN_CONTAINER[:70]):
+    for damaged in (
+        GOLDEN_CONTAINER[:-2],
+        GOLDEN_CONTAINER_1[:-2],
+        "03" + GOLDEN_CONTAINER[2:],
+        "",
+        GOLDEN_CONTAINER[:70],
+    ):
         with pytest.raises(Unavailable):
             chunks.decode_container(bytes.fromhex(damaged))
 
 
 @given(
-    st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=32).map(tuple), st.integers(1, 8), st.integers(0, 8),
+    st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=32).map(tuple),
+    st.integers(1, 8),
+    st.integers(0, 8),
     *[st.integers(0, (1 << 64) - 1)] * 3,
-)  # fmt: skip
+)
 def test_container_round_trip(servers, replicas, parity, length, live, records):
     layout = Striped(65536, servers, replicas, parity)
     record = Container(layout, length, live, records)
@@ -91,7 +106,12 @@ class Table:
         self.garbage: set[int] = set()
 
     def live(self, container: int) -> int:
-        places = [place for file in self.files.values() for place in file if place and place.container == container]
+        places = [
+            place
+            for file in self.files.values()
+            for place in file
+            if place and place.container == container
+        ]
         return sum(HEADER_BYTES + place.stored for place in places)
 
     def place(self, number: int, size: int) -> Location | None:
@@ -117,7 +137,9 @@ class Table:
             file = [self.place(number + index, size + index) for index in range(size % 150 + 1)]
             await transact(chunks.put_chunks, number, file)
             self.files[number] = file
-            growth = [Growth(c, size % 90, size % 2) for c in {place.container for place in file if place}]
+            growth = [
+                Growth(c, size % 90, size % 2) for c in {place.container for place in file if place}
+            ]
             await transact(chunks.put_growth, growth)
             for container, records, lost in growth:
                 self.records[container] = self.records.get(container, 0) + records
@@ -158,7 +180,9 @@ class Table:
                 assert chunks.find_readable(tx, container) == (record, self.lost.get(container, 0))
                 assert record.live or container in self.open, "nothing keeps a dead container"
         assert set(chunks.open_containers(tx)) == self.open
-        assert len(list(tx.range(*keys.all_of(b"l")))) == sum(-(-len(file) // 64) for file in self.files.values())
+        assert len(list(tx.range(*keys.all_of(b"l")))) == sum(
+            -(-len(file) // 64) for file in self.files.values()
+        )
         for oid, file in self.files.items():
             for index in range(0, len(file), 50):
                 first, found = chunks.get_chunks(tx, oid, index)
@@ -169,7 +193,10 @@ class Table:
 @settings(deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["new", "seal", "put", "put", "drop", "move"]), st.integers(1, 10_000)), max_size=25
+        st.tuples(
+            st.sampled_from(["new", "seal", "put", "put", "drop", "move"]), st.integers(1, 10_000)
+        ),
+        max_size=25,
     )
 )
 async def test_counts(plan):

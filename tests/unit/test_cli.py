@@ -37,17 +37,37 @@ def test_help_documents_every_exit_code(capsys: pytest.CaptureFixture[str]) -> N
     assert code == 0
     raised = {kind.exit_code for kind in vars(errors).values() if hasattr(kind, "exit_code")}
     assert "..." not in out.partition("Commands:")[2], "a summary is cut off: short_help"
-    assert raised <= {int(line.split()[0]) for line in out.splitlines() if line.strip()[:1].isdigit()}
+    assert raised <= {
+        int(line.split()[0]) for line in out.splitlines() if line.strip()[:1].isdigit()
+    }
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        "format", "mount", "umount", "status", "info", "doctor", "drain", "warm", "evict", "pin", "unpin", "fsck", "config",
-        "server status", "server add", "server drain", "server replace", "server remove",
+        "format",
+        "mount",
+        "umount",
+        "status",
+        "info",
+        "doctor",
+        "drain",
+        "warm",
+        "evict",
+        "pin",
+        "unpin",
+        "fsck",
+        "config",
+        "server status",
+        "server add",
+        "server drain",
+        "server replace",
+        "server remove",
     ],
 )
-def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_every_command_has_help_with_an_example(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     code, out, _ = run(capsys, *command.split(), "--help")
     assert code == 0
     assert "Example" in out and f"aifs {command} /" in out
@@ -70,7 +90,14 @@ def test_wrong_usage_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["format", ""], ["mount", "", "/m"], ["mount", "/s", ""], ["umount", ""], ["server", "add", "/s", ""]]
+    "arguments",
+    [
+        ["format", ""],
+        ["mount", "", "/m"],
+        ["mount", "/s", ""],
+        ["umount", ""],
+        ["server", "add", "/s", ""],
+    ],
 )
 def test_an_empty_path_does_not_mean_the_current_directory(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
@@ -89,9 +116,13 @@ def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 # --- config ------------------------------------------------------------------------------------------
 
 
-def test_config_shows_values_and_origins(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_config_shows_values_and_origins(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "aifs.yaml").write_text("layout:\n  count: 2\n")
-    code, out, _ = run(capsys, "config", tmp_path, "-o", "layout.unit=4MiB,ro", "-o", "log.level=debug")
+    code, out, _ = run(
+        capsys, "config", tmp_path, "-o", "layout.unit=4MiB,ro", "-o", "log.level=debug"
+    )
     assert code == 0
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()}
     assert rows["layout.unit"] == ["4MiB", "-o"]
@@ -106,7 +137,9 @@ def test_config_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert list(json.loads(out)) == config.known_keys()
 
 
-def test_a_wrong_configuration_exits_with_3(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_wrong_configuration_exits_with_3(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     code, said = refused(capsys, "config", tmp_path, "-o", "layout.unti=1")
     assert code == 3
     assert said == "-o layout.unti: unknown key; the nearest valid key is layout.unit"
@@ -130,7 +163,9 @@ def test_others_start_from_nothing() -> None:
 
 
 def test_the_last_of_contradicting_options_wins() -> None:
-    options, _ = parse(["ro,nodev,exec,noatime", "rw,dev,noexec,sync,async,atime,noallow_other"], KEYS, True)
+    options, _ = parse(
+        ["ro,nodev,exec,noatime", "rw,dev,noexec,sync,async,atime,noallow_other"], KEYS, True
+    )
     assert not options.read_only and not options.allow_other
     assert sorted(options.fuse_options) == ["async", "dev", "noexec", "suid"]
 
@@ -143,7 +178,10 @@ def test_options_and_keys_may_be_mixed() -> None:
 
 
 def test_what_is_meant_for_fstab_is_ignored() -> None:
-    items = ["auto,noauto,user,users,nofail,_netdev", "x-systemd.requires=/a.b,comment=c,user=me,relatime"]
+    items = [
+        "auto,noauto,user,users,nofail,_netdev",
+        "x-systemd.requires=/a.b,comment=c,user=me,relatime",
+    ]
     assert parse([*items, "default_permissions"], KEYS, False) == parse([], KEYS, False)
 
 
@@ -179,25 +217,36 @@ def test_mount_without_a_store(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert not source.exists()
 
 
-def test_a_store_that_has_lost_its_metadata_is_not_made_anew(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_store_that_has_lost_its_metadata_is_not_made_anew(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     source = tmp_path / "store"
     assert run(capsys, "format", source)[0] == 0
     (source / "meta").rename(source / "elsewhere")
     for command in (["mount", source, tmp_path], ["fsck", source], ["server", "status", source]):
         code, said = refused(capsys, *command)
         assert code == (8 if command[0] == "fsck" else 4)
-        assert said.startswith(f"{source}/meta: is missing, but") and said.endswith(f"aifs meta restore {source}")
+        assert said.startswith(f"{source}/meta: is missing, but") and said.endswith(
+            f"aifs meta restore {source}"
+        )
 
 
-def test_a_store_that_may_not_be_seen(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_may_not_be_seen(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stat(path: str) -> os.stat_result:
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
     monkeypatch.setattr("aifs.vfs.store.os.stat", stat)
-    assert refused(capsys, "mount", tmp_path, tmp_path) == (1, f"{tmp_path}/meta: Permission denied")
+    assert refused(capsys, "mount", tmp_path, tmp_path) == (
+        1,
+        f"{tmp_path}/meta: Permission denied",
+    )
 
 
-def test_umount_and_status_want_an_aifs_mount(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_umount_and_status_want_an_aifs_mount(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     for command in ("umount", "status"):
         assert refused(capsys, command, tmp_path) == (
             6,
@@ -214,14 +263,23 @@ def test_status_of_a_path_below_a_mount_names_the_mount(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "m/d").mkdir(parents=True)
-    monkeypatch.setattr(mounts, "all_mounts", lambda: [mounts.Mount(1, "/", "ext4"), mounts.Mount(2, f"{tmp_path}/m", "fuse.aifs")])
+    monkeypatch.setattr(
+        mounts,
+        "all_mounts",
+        lambda: [mounts.Mount(1, "/", "ext4"), mounts.Mount(2, f"{tmp_path}/m", "fuse.aifs")],
+    )
     said = f"{tmp_path}/m/d: no AIFS is mounted here; it is below the mount {tmp_path}/m"
     assert refused(capsys, "status", tmp_path / "m/d") == (6, said)
 
 
-def test_info_wants_a_path_in_an_aifs_mount(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_info_wants_a_path_in_an_aifs_mount(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert refused(capsys, "info", tmp_path) == (6, f"{tmp_path}: does not lie in an AIFS mount")
-    assert refused(capsys, "info", tmp_path / "x") == (1, f"{tmp_path}/x: No such file or directory")
+    assert refused(capsys, "info", tmp_path / "x") == (
+        1,
+        f"{tmp_path}/x: No such file or directory",
+    )
 
 
 def test_mountinfo_is_decoded() -> None:
@@ -233,8 +291,9 @@ def test_a_file_name_that_is_no_text_is_printed_as_it_is(
     capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:
     assert main(["info", os.fsdecode(os.fsencode(tmp_path) + b"/\xff")]) == 1
-    assert capsysbinary.readouterr().err == b"aifs: %b/\xff: No such file or directory\n" % os.fsencode(
-        tmp_path
+    assert (
+        capsysbinary.readouterr().err
+        == b"aifs: %b/\xff: No such file or directory\n" % os.fsencode(tmp_path)
     )
 
 
@@ -244,7 +303,9 @@ def test_a_file_name_that_is_no_text_is_printed_as_it_is(
 def test_format_makes_a_store_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     source = tmp_path / "store"
     code, out, _ = run(capsys, "format", source)
-    facts = dict(line.split(maxsplit=1) for line in out.splitlines() if not line.startswith("server"))
+    facts = dict(
+        line.split(maxsplit=1) for line in out.splitlines() if not line.startswith("server")
+    )
     assert code == 0
     assert json.loads((source / "data/3/.aifs").read_text())["store"] == facts["uuid"]
     code, said = refused(capsys, "format", source)
@@ -259,7 +320,11 @@ def test_a_server_is_added_to_a_store_that_is_not_mounted(
     source, disk = tmp_path / "store", tmp_path / "disk"
     run(capsys, "format", source)
     disk.mkdir()
-    assert run(capsys, "server", "add", source, disk) == (0, f"added {disk} to the store, as data server 4\n", "")
+    assert run(capsys, "server", "add", source, disk) == (
+        0,
+        f"added {disk} to the store, as data server 4\n",
+        "",
+    )
     code, said = refused(capsys, "server", "add", source, disk)
     assert code == 4 and said.startswith(f"{disk}: ")
     burst = tmp_path / "burst"
@@ -295,7 +360,11 @@ def fsck_finds(monkeypatch: pytest.MonkeyPatch):
     ("repaired", "expected"), [((), 0), ((True, True), 1), ((True, False), 4), ((False,), 4)]
 )
 def test_fsck_exits_as_fsck_8(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, fsck_finds, repaired: tuple[bool, ...], expected: int
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    fsck_finds,
+    repaired: tuple[bool, ...],
+    expected: int,
 ) -> None:
     fsck_finds(*repaired)
     code, out, _ = run(capsys, "fsck", tmp_path)
@@ -323,5 +392,7 @@ def test_the_mount_of_another_user_is_named_as_such(monkeypatch: pytest.MonkeyPa
     said = "fusermount3: entry for /mnt/s not found in /etc/mtab"
     monkeypatch.setattr(mounts, "_run", lambda *command: SimpleNamespace(returncode=1, stderr=said))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(errors.MountError, match="^/mnt/s: was mounted by another user; only that user or root"):
+    with pytest.raises(
+        errors.MountError, match="^/mnt/s: was mounted by another user; only that user or root"
+    ):
         mounts.unmount("/mnt/s")

@@ -47,21 +47,37 @@ class Played:
         if name == hints.DRAIN:
             dirty = [item for item in files if self.states[item] == "dirty"]
             oldest = self.since_ns if dirty else None
-            sizes, writers = sum(map(os.path.getsize, dirty)), sum(item in self.opened for item in dirty)
+            sizes, writers = (
+                sum(map(os.path.getsize, dirty)),
+                sum(item in self.opened for item in dirty),
+            )
             return {
-                "files": len(dirty), "bytes": sizes, "open_files": writers, "oldest_since_ns": oldest, "error": self.error
-            }  # fmt: skip
+                "files": len(dirty),
+                "bytes": sizes,
+                "open_files": writers,
+                "oldest_since_ns": oldest,
+                "error": self.error,
+            }
         assert name == hints.STATE
-        sizes, counts = (dict.fromkeys(("dirty", "draining", "clean", "cached"), 0) for _ in range(2))
+        sizes, counts = (
+            dict.fromkeys(("dirty", "draining", "clean", "cached"), 0) for _ in range(2)
+        )
         for item in files:
             counts[self.states[item]] += 1
             sizes[self.states[item]] += os.path.getsize(item)
-        answer = {"state": next((s for s in counts if counts[s]), "clean"), "bytes": sizes, "files": counts}
+        answer = {
+            "state": next((s for s in counts if counts[s]), "clean"),
+            "bytes": sizes,
+            "files": counts,
+        }
         copy = answer["state"] != "clean"
         return answer | {
-            "copy": copy, "open": path in self.opened, "pinned": path in self.pinned, "staging": path in self.staging,
+            "copy": copy,
+            "open": path in self.opened,
+            "pinned": path in self.pinned,
+            "staging": path in self.staging,
             "needed": path in self.needed,
-        }  # fmt: skip
+        }
 
     def put(self, path: str, name: str, value: str = "") -> None:
         state = self.states.get(path)
@@ -85,7 +101,11 @@ class Played:
             if os.path.getsize(path) <= self.room:
                 self.room -= os.path.getsize(path)
                 self.states[path] = "cached"
-        waiting = [path for path, state in self.states.items() if state == "dirty" and path not in self.opened]
+        waiting = [
+            path
+            for path, state in self.states.items()
+            if state == "dirty" and path not in self.opened
+        ]
         for path in waiting[:1] if self.draining else []:
             self.states[path] = "cached"
 
@@ -115,7 +135,9 @@ def test_a_mount_that_cannot_tell_what_is_undrained_is_unmounted_all_the_same(mo
 
 
 def test_a_dead_daemon_is_named() -> None:
-    said = output.describe_error(OSError(errno.ENOTCONN, "Transport endpoint is not connected", "/mnt/s/x"))
+    said = output.describe_error(
+        OSError(errno.ENOTCONN, "Transport endpoint is not connected", "/mnt/s/x")
+    )
     assert said == "/mnt/s/x: the daemon of this mount is gone; mount the store here again"
 
 
@@ -170,7 +192,10 @@ def test_drain_says_once_that_a_server_fails(capsys, mount: Played) -> None:
         mount.file(f"tree/{name}", "dirty")
     mount.error = "data server 2: Input/output error"
     code, _, err = run(capsys, "drain", mount.root)
-    assert (code, err) == (0, "aifs: draining is tried again and again: data server 2: Input/output error\n")
+    assert (code, err) == (
+        0,
+        "aifs: draining is tried again and again: data server 2: Input/output error\n",
+    )
 
 
 # --- warm --------------------------------------------------------------------------------------------
@@ -182,7 +207,11 @@ def test_warm_stages_several_at_a_time(capsys, mount: Played, monkeypatch) -> No
         mount.file(f"tree/{number % 3}/{number}", "clean" if number % 5 else "cached")
     mount.file("tree/dirty", "dirty")
     (mount.root / "tree/link").symlink_to("dirty")
-    assert run(capsys, "warm", mount.root / "tree") == (0, "staged 24 files, 24.0 MiB; there already: 7\n", "")
+    assert run(capsys, "warm", mount.root / "tree") == (
+        0,
+        "staged 24 files, 24.0 MiB; there already: 7\n",
+        "",
+    )
     assert mount.most_staging == 8
     assert mount.read(str(mount.root), hints.STATE)["files"]["clean"] == 0
 
@@ -313,7 +342,12 @@ def test_doctor_looks_at_this_machine(capsys, tmp_path: Path) -> None:
 
 def burst_status(**changes: object) -> dict:
     device = {"id": 0, "path": "/b", "refuses": ""}
-    return {"devices": [device], "throttled_writers": 0, "pause_s": 0.0, "drain_bytes_per_s": 5 * MIB} | changes
+    return {
+        "devices": [device],
+        "throttled_writers": 0,
+        "pause_s": 0.0,
+        "drain_bytes_per_s": 5 * MIB,
+    } | changes
 
 
 def test_doctor_names_servers_that_cannot_label_objects() -> None:
@@ -327,16 +361,23 @@ def test_doctor_names_a_burst_tier_that_slows_down() -> None:
     full = {"id": 0, "path": "/b", "refuses": "above the high mark"}
     checks = burst_checks(burst_status(devices=[full], pause_s=0.1))
     assert [(check["name"], check["why"]) for check in checks] == [
-        ("room in /b", "above the high mark"), ("draining", "new files have to wait for it"),
-    ]  # fmt: skip
+        ("room in /b", "above the high mark"),
+        ("draining", "new files have to wait for it"),
+    ]
     assert not any(check["ok"] for check in checks) and all(check["fix"] for check in checks)
-    assert [check["why"] for check in burst_checks(burst_status(devices=[]))] == ["the store has none"]
+    assert [check["why"] for check in burst_checks(burst_status(devices=[]))] == [
+        "the store has none"
+    ]
 
 
 def test_doctor_names_what_keeps_files_from_being_drained() -> None:
     assert drain_checks(drain_status()) == []
     [check] = drain_checks(drain_status(failing_files=2, last_error="data server 0 is full"))
-    assert check["name"] == "draining of 2 files" and check["why"] == "data server 0 is full" and check["fix"]
+    assert (
+        check["name"] == "draining of 2 files"
+        and check["why"] == "data server 0 is full"
+        and check["fix"]
+    )
 
 
 def test_what_is_left_is_said_in_a_line() -> None:
@@ -346,9 +387,17 @@ def test_what_is_left_is_said_in_a_line() -> None:
 
 def drain_status(**changes: object) -> dict:
     return {
-        "files": 0, "bytes": 0, "active_files": 0, "held_files": 0, "withheld_files": 0, "failing_files": 0, "oldest_age_s": 0.0,
-        "late": False, "drained_files": 7, "last_error": "",
-    } | changes  # fmt: skip
+        "files": 0,
+        "bytes": 0,
+        "active_files": 0,
+        "held_files": 0,
+        "withheld_files": 0,
+        "failing_files": 0,
+        "oldest_age_s": 0.0,
+        "late": False,
+        "drained_files": 7,
+        "last_error": "",
+    } | changes
 
 
 def test_status_says_why_new_files_wait() -> None:
@@ -356,16 +405,34 @@ def test_status_says_why_new_files_wait() -> None:
         "bridge": {"in_use": True, "passthrough": False, "requests": {}},
         "burst": burst_status(throttled_writers=2, pause_s=0.05),
         "drain": drain_status(),
-        "memory": {"total_bytes": 4 * MIB, "used_bytes": MIB, "peak_bytes": MIB, "waiting": 0, "waits": 0},
+        "memory": {
+            "total_bytes": 4 * MIB,
+            "used_bytes": MIB,
+            "peak_bytes": MIB,
+            "waiting": 0,
+            "waits": 0,
+        },
         "cache": {"cached_bytes": 0, "hits": 1, "misses": 2, "read_ahead_bytes": 3},
         "scrub": {"begun_s": 0},
-        "groups": {"open": 1, "committed": 0, "durable": 2, "stored_bytes": MIB, "saved_bytes": 3 * MIB},
+        "groups": {
+            "open": 1,
+            "committed": 0,
+            "durable": 2,
+            "stored_bytes": MIB,
+            "saved_bytes": 3 * MIB,
+        },
         "trash": {"trees": 1, "directories": 3, "removed_inodes": 7},
         "backup": {
-            "interval_s": 300.0, "sequence": 77, "time_s": None, "base_bytes": MIB, "increment_bytes": 0, "changed_bytes": 0,
-            "waiting_deletions": 1, "last_error": "told to",
+            "interval_s": 300.0,
+            "sequence": 77,
+            "time_s": None,
+            "base_bytes": MIB,
+            "increment_bytes": 0,
+            "changed_bytes": 0,
+            "waiting_deletions": 1,
+            "last_error": "told to",
         },
-    }  # fmt: skip
+    }
     lines = dict(summaries(status))
     assert lines["drain"] == "all is on the capacity tier; 7 files drained since the mount"
     assert lines["bridge"] == "in use, without passthrough"
@@ -377,9 +444,15 @@ def test_status_says_why_new_files_wait() -> None:
     )
     assert lines["memory"] == "1.00 MiB of 4.00 MiB, peak 1.00 MiB, 0 waiting"
     status["drain"] = drain_status(
-        files=3, bytes=3 * MIB, active_files=1, held_files=1, failing_files=1, oldest_age_s=400.2, late=True,
+        files=3,
+        bytes=3 * MIB,
+        active_files=1,
+        held_files=1,
+        failing_files=1,
+        oldest_age_s=400.2,
+        late=True,
         last_error="data server 2: no space",
-    )  # fmt: skip
+    )
     assert dict(summaries(status))["drain"] == (
         "3 files (3.00 MiB) undrained for up to 400 s; 1 active, 5.00 MiB/s; 1 open for writing; "
         "beyond burst.drain_deadline; 1 to be tried again after: data server 2: no space"

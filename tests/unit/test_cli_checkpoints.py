@@ -15,7 +15,15 @@ def run(tmp_path: Path) -> Path:
     for step in (1, 2):
         write(tmp_path / "tmp")
         assert (
-            main(["publish", str(tmp_path / "tmp"), str(tmp_path / f"step-{step}"), "--latest", "latest"])
+            main(
+                [
+                    "publish",
+                    str(tmp_path / "tmp"),
+                    str(tmp_path / f"step-{step}"),
+                    "--latest",
+                    "latest",
+                ]
+            )
             == 0
         )
     return tmp_path
@@ -32,7 +40,9 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return (captured.out + captured.err).splitlines()
 
 
-def test_publish_says_what_it_did_or_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_publish_says_what_it_did_or_why_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tmp, final = str(tmp_path / "tmp"), str(tmp_path / "best")
     write(tmp_path / "tmp")
     assert main(["publish", tmp, final, "--ranks", "2"]) == 8
@@ -44,12 +54,14 @@ def test_publish_says_what_it_did_or_why_not(tmp_path: Path, capsys: pytest.Capt
     assert main(["publish", tmp, final, "--replace"]) == 0
     assert main(["publish", "", final]) == 2
     assert said(capsys) == [
-        f"published {final}: 2 files, 2.00 KiB", f"published {final}: 2 files, 2.00 KiB",
+        f"published {final}: 2 files, 2.00 KiB",
+        f"published {final}: 2 files, 2.00 KiB",
         f"aifs: {tmp}: ranks 0, 1 did not commit",
         f"aifs: {final}: its step is not known, so the tracker file it cannot hold it",
-        f"aifs: {tmp}: there is no such directory", f"aifs: {final}: a checkpoint of this name is there already",
+        f"aifs: {tmp}: there is no such directory",
+        f"aifs: {final}: a checkpoint of this name is there already",
         "aifs: Invalid value for 'TMP': it is empty; was a variable not set?",
-    ]  # fmt: skip
+    ]
     assert (tmp_path / "it").read_text() == "7"
 
 
@@ -61,22 +73,31 @@ def test_ls_as_a_table_and_as_json(run: Path, capsys: pytest.CaptureFixture[str]
     head, *rows = said(capsys)
     assert head.split() == ["checkpoint", "step", "published", "size", "files", "state", "problem"]
     assert [(row.split()[0], row.split()[-4:]) for row in rows] == [
-        ("step-1", ["damaged", "shard-0:", "is", "missing"]), ("step-2", ["2.00", "KiB", "2", "complete"]),
-    ]  # fmt: skip
+        ("step-1", ["damaged", "shard-0:", "is", "missing"]),
+        ("step-2", ["2.00", "KiB", "2", "complete"]),
+    ]
     assert main(["checkpoints", "ls", str(run), "--json", "--pending"]) == 0
     found = json.loads("\n".join(said(capsys)))
     assert [one["state"] for one in found] == ["damaged", "complete", "pending"]
     assert found[1] == {
-        "path": str(run / "step-2"), "state": "complete", "step": 2, "time": found[1]["time"], "bytes": 2048,
-        "files": 2, "problem": "",
-    }  # fmt: skip
+        "path": str(run / "step-2"),
+        "state": "complete",
+        "step": 2,
+        "time": found[1]["time"],
+        "bytes": 2048,
+        "files": 2,
+        "problem": "",
+    }
 
 
 def test_latest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["checkpoints", "latest", str(run)]) == 0
     assert main(["checkpoints", "latest", str(run / "step-1")]) == 1
-    assert said(capsys) == [str(run / "step-2"), f"aifs: {run}/step-1: there is no complete checkpoint here"]
+    assert said(capsys) == [
+        str(run / "step-2"),
+        f"aifs: {run}/step-1: there is no complete checkpoint here",
+    ]
 
 
 def test_verify_names_the_bad_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +113,9 @@ def test_verify_names_the_bad_file(run: Path, capsys: pytest.CaptureFixture[str]
         "aifs: not verified, since they have no manifest: 1",
     ]
     assert main(["checkpoints", "verify", str(run / "by-hand-3")]) == 8
-    assert said(capsys) == [f"aifs: {run}/by-hand-3: has no manifest, so nothing says what belongs to it"]
+    assert said(capsys) == [
+        f"aifs: {run}/by-hand-3: has no manifest, so nothing says what belongs to it"
+    ]
 
 
 def test_rm_removes_checkpoints_alone_and_asks(
@@ -115,6 +138,9 @@ def test_keep_prints_what_goes(run: Path, capsys: pytest.CaptureFixture[str]) ->
         assert main(["checkpoints", "keep", str(run), "--last", "1", *words]) == 0
         assert said(capsys) == [str(run / "step-1")]
         assert len(list(run.glob("step-*"))) == left
-    assert main(["checkpoints", "keep", str(run), "--bytes", "1TiB", "--age", "7d", "--every", "10"]) == 0
+    assert (
+        main(["checkpoints", "keep", str(run), "--bytes", "1TiB", "--age", "7d", "--every", "10"])
+        == 0
+    )
     assert said(capsys) == []
     assert main(["checkpoints", "keep", str(run)]) == 2

@@ -26,7 +26,9 @@ def source() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="aifs-cli-", dir="/dev/shm") as parent:
         source = Path(parent, "store")
         source.mkdir()
-        (source / "aifs.yaml").write_text("layout: {unit: 4KiB, count: 1}\nburst: {directories: [burst]}\n")
+        (source / "aifs.yaml").write_text(
+            "layout: {unit: 4KiB, count: 1}\nburst: {directories: [burst]}\n"
+        )
         assert main(["format", str(source)]) == 0
         trio.run(fill, source)
         yield source
@@ -34,7 +36,11 @@ def source() -> Iterator[Path]:
 
 async def fill(source: Path) -> None:
     async with open_filesystem(configuration.load(str(source), {})) as fs:
-        for name, layout in ((b"a", b"replicas=2"), (b"b", b"replicas=2"), (b"plain", b"servers=0")):
+        for name, layout in (
+            (b"a", b"replicas=2"),
+            (b"b", b"replicas=2"),
+            (b"plain", b"servers=0"),
+        ):
             opened, inode = await fs.create(ROOT_INO, name, 0o644, os.O_RDWR, ROOT)
             await fs.setxattr(inode.ino, b"user.aifs.layout", layout)
             await fs.write(opened.handle, 0, DATA)
@@ -70,23 +76,42 @@ def test_the_life_of_a_server(capsys: pytest.CaptureFixture[str], source: Path) 
     code, out, _ = run(capsys, "server", "add", "--domain", "rack-b", source, new)
     assert (code, out) == (0, f"added {new} to the store, as data server 4\n")
     code, out, _ = run(capsys, "server", "status", source)
-    assert code == 0 and out.split("\n")[0].split() == "server standing state domain used free left path last error".split()
-    assert [line.split()[:4] for line in out.splitlines()[5:7]] == [["4", "active", "ok", "rack-b"], ["burst", "0", "active", "ok"]]
+    assert (
+        code == 0
+        and out.split("\n")[0].split()
+        == "server standing state domain used free left path last error".split()
+    )
+    assert [line.split()[:4] for line in out.splitlines()[5:7]] == [
+        ["4", "active", "ok", "rack-b"],
+        ["burst", "0", "active", "ok"],
+    ]
     advice = "drain it first"
     assert refused(capsys, "server", "remove", source, 1) == f"data server 1 is in use: {advice}"
     code, out, _ = run(capsys, "server", "drain", source, 1)
-    assert (code, out) == (0, f"data server 1 is empty; take it out with: aifs server remove {source} 1\n")
+    assert (code, out) == (
+        0,
+        f"data server 1 is empty; take it out with: aifs server remove {source} 1\n",
+    )
     state = json.loads(run(capsys, "server", "status", "--json", source)[1])
-    assert (state["servers"][1]["standing"], state["servers"][1]["left"]) == ("draining", {"objects": 0, "bytes": 0})
+    assert (state["servers"][1]["standing"], state["servers"][1]["left"]) == (
+        "draining",
+        {"objects": 0, "bytes": 0},
+    )
     assert run(capsys, "server", "drain", "--undo", source, 1)[1] == "data server 1 is used again\n"
     assert run(capsys, "server", "drain", source, 1)[0] == 0
-    assert run(capsys, "server", "remove", source, 1)[:2] == (0, "data server 1 is removed from the store\n")
-    assert refused(capsys, "server", "drain", source, 1) == "there is no data server 1 in this store"
+    assert run(capsys, "server", "remove", source, 1)[:2] == (
+        0,
+        "data server 1 is removed from the store\n",
+    )
+    assert (
+        refused(capsys, "server", "drain", source, 1) == "there is no data server 1 in this store"
+    )
     newer = source.parent / "newer"
     code, out, _ = run(capsys, "server", "replace", source, 0, newer)
     assert (code, out) == (
-        0, f"data server 5 has taken over; take the old one out with: aifs server remove {source} 0\n"
-    )  # fmt: skip
+        0,
+        f"data server 5 has taken over; take the old one out with: aifs server remove {source} 0\n",
+    )
     assert run(capsys, "server", "remove", source, 0)[0] == 0
     assert trio.run(read, source) == [DATA] * 3
     assert run(capsys, "fsck", "--deep", source)[0] == 0
@@ -96,15 +121,29 @@ def test_a_server_that_is_gone(capsys: pytest.CaptureFixture[str], source: Path)
     shutil.rmtree(source / "data" / "0")
     shutil.rmtree(source / "burst")  # with the copies
     state = json.loads(run(capsys, "server", "status", "--json", source)[1])
-    assert [server["state"] for server in state["servers"]] == ["absent", "ok", "ok", "ok", "absent"]
+    assert [server["state"] for server in state["servers"]] == [
+        "absent",
+        "ok",
+        "ok",
+        "ok",
+        "absent",
+    ]
     remove = ("server", "remove", "--lost", source, 0)
     confirmation = "--force-lose-files 'lose the files of data server 0'"
     advice = f"put it back, or give them up with: {confirmation}"
-    assert refused_after_warnings(capsys, *remove) == f"1 file would be lost with data server 0; {advice}"
+    assert (
+        refused_after_warnings(capsys, *remove)
+        == f"1 file would be lost with data server 0; {advice}"
+    )
     said = refused(capsys, *remove, "--force-lose-files", "yes", code=2)
     assert said == f"to confirm, give {confirmation}"
-    said = refused_after_warnings(capsys, *remove, "--force-lose-files", "lose the files of data server 0")
-    assert said == "1 file cannot be read without data server 0, which is lost: delete what is lost first; aifs fsck names it"
+    said = refused_after_warnings(
+        capsys, *remove, "--force-lose-files", "lose the files of data server 0"
+    )
+    assert (
+        said
+        == "1 file cannot be read without data server 0, which is lost: delete what is lost first; aifs fsck names it"
+    )
     state = json.loads(run(capsys, "server", "status", "--json", source)[1])
     assert state["servers"][0]["standing"] == "lost"
 
@@ -121,8 +160,14 @@ def refused_after_warnings(capsys: pytest.CaptureFixture[str], *arguments: objec
     [
         ({"standing": "active", "left": None, "successor": None}, ""),
         ({"standing": "draining", "left": None, "successor": None}, "being counted"),
-        ({"standing": "draining", "left": {"objects": 0, "bytes": 0}, "successor": None}, "nothing"),
-        ({"standing": "lost", "left": {"objects": 2, "bytes": 3 << 20}, "successor": 7}, "2 objects (3.00 MiB), to 7"),
+        (
+            {"standing": "draining", "left": {"objects": 0, "bytes": 0}, "successor": None},
+            "nothing",
+        ),
+        (
+            {"standing": "lost", "left": {"objects": 2, "bytes": 3 << 20}, "successor": 7},
+            "2 objects (3.00 MiB), to 7",
+        ),
     ],
 )
 def test_what_is_left_in_words(server: dict, text: str) -> None:
@@ -130,6 +175,8 @@ def test_what_is_left_in_words(server: dict, text: str) -> None:
 
 
 def test_nonsense_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert refused(capsys, "server", "status", tmp_path / "none").startswith(f"{tmp_path}/none: there is no store")
+    assert refused(capsys, "server", "status", tmp_path / "none").startswith(
+        f"{tmp_path}/none: there is no store"
+    )
     assert "Invalid value for 'ID'" in refused(capsys, "server", "drain", tmp_path, "x", code=2)
     assert "Missing argument" in refused(capsys, "server", "replace", tmp_path, 1, code=2)

@@ -17,9 +17,15 @@ from aifs.client.manifest import Digest, Manifest
 from aifs.core import trees
 from tests.support.checkpoints import names, save
 
-NAMES = st.binary(min_size=1, max_size=9).filter(lambda name: not set(name) & set(b"\0/")).map(os.fsdecode)
+NAMES = (
+    st.binary(min_size=1, max_size=9)
+    .filter(lambda name: not set(name) & set(b"\0/"))
+    .map(os.fsdecode)
+)
 DIGESTS = st.builds(Digest, st.integers(0, 1 << 60), st.sampled_from(["", "ab" * 32]))
-PATHS = st.lists(NAMES.filter(lambda name: name not in (".", "..")), min_size=1, max_size=3).map("/".join)
+PATHS = st.lists(NAMES.filter(lambda name: name not in (".", "..")), min_size=1, max_size=3).map(
+    "/".join
+)
 
 
 # --- the manifest ---------------------------------------------------------------------------------------
@@ -96,7 +102,9 @@ def test_names_that_are_no_utf8(tmp_path: Path) -> None:
         (tmp / odd).write_text("x")
     assert client.verify(tmp_path / f"{odd}-1") == []
     (tmp_path / f"{odd}-1" / odd).write_text("y")
-    assert client.verify(tmp_path / f"{odd}-1") == [f"{odd}: its bytes are not those that were saved"]
+    assert client.verify(tmp_path / f"{odd}-1") == [
+        f"{odd}: its bytes are not those that were saved"
+    ]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -150,7 +158,10 @@ def test_nonsense_is_told(tmp_path: Path, options: dict, said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         save(tmp_path / "best", **options)
     assert names(tmp_path) == set()
-    with pytest.raises(CheckpointError, match="holds no file"), client.checkpoint(tmp_path / "best"):
+    with (
+        pytest.raises(CheckpointError, match="holds no file"),
+        client.checkpoint(tmp_path / "best"),
+    ):
         pass
     with (
         pytest.raises(ValueError, match="rank 2 of 2"),
@@ -273,14 +284,19 @@ def test_of_publishers_that_race_for_a_name_one_wins(tmp_path: Path) -> None:
         directory = tmp_path / str(round_)
         directory.mkdir()
         barrier, results = context.Barrier(4), context.SimpleQueue()
-        racers = [context.Process(target=_race, args=(barrier, str(directory), n, results)) for n in range(4)]
+        racers = [
+            context.Process(target=_race, args=(barrier, str(directory), n, results))
+            for n in range(4)
+        ]
         for racer in racers:
             racer.start()
         for racer in racers:
             racer.join()
         outcome = sorted(results.get() for _ in racers)
         assert outcome[:3] == [-1, -1, -1] and outcome[3] >= 0
-        assert {path.read_text() for path in (directory / "step-1").glob("part-*")} == {str(outcome[3])}
+        assert {path.read_text() for path in (directory / "step-1").glob("part-*")} == {
+            str(outcome[3])
+        }
         assert client.verify(directory / "latest") == []
 
 
@@ -300,9 +316,12 @@ def test_the_list_tells_what_state_each_is_in(tmp_path: Path) -> None:
     (tmp_path / ".step-500.pending").mkdir()
     found = client.list_checkpoints(tmp_path)
     assert [(one.path.name, one.state) for one in found] == [
-        ("iter_0000050", "no manifest"), ("step-300", "complete"), ("step-100", "damaged"),
-        ("step-200", "damaged"), ("step-400", "complete"),
-    ]  # fmt: skip
+        ("iter_0000050", "no manifest"),
+        ("step-300", "complete"),
+        ("step-100", "damaged"),
+        ("step-200", "damaged"),
+        ("step-400", "complete"),
+    ]
     assert found[0].size == 3 and found[0].step == 50
     assert found[2].problem == "config.json: is missing" and "cannot be read" in found[3].problem
     assert client.latest(tmp_path) == tmp_path / "step-400"
@@ -332,9 +351,11 @@ def test_verify_names_every_bad_file(tmp_path: Path) -> None:
     (path / "extra").write_text("not of it")
     read = []
     assert client.verify(path, read.append) == [
-        "b: its bytes are not those that were saved", "c: is missing", "d: is no regular file",
+        "b: its bytes are not those that were saved",
+        "c: is missing",
+        "d: is no regular file",
         "e: has 0 bytes, not 5242880",
-    ]  # fmt: skip
+    ]
     assert sum(read) == 3 * (5 << 20)
     (path / manifest.NAME).unlink()
     with pytest.raises(CheckpointError, match="has no manifest"):
@@ -358,7 +379,9 @@ def test_a_removal_takes_what_a_crashed_one_has_left(tmp_path: Path) -> None:
         os.utime(tmp_path / f".{name}.ranks", (1, 1))
     (tmp_path / ".step-6.pending").mkdir()
     client.remove(tmp_path / "step-1")
-    assert not (tmp_path / ".step-5.ranks").exists() and (tmp_path / ".step-6.ranks/attempt").exists()
+    assert (
+        not (tmp_path / ".step-5.ranks").exists() and (tmp_path / ".step-6.ranks/attempt").exists()
+    )
     assert {name for name in names(tmp_path) if "step-6" not in name} == {
         "step-2",
         "latest",
@@ -397,6 +420,9 @@ def test_what_is_a_checkpoint(tmp_path: Path) -> None:
     for name in ("step-7", "logs", ".step-8.pending"):
         (tmp_path / name).mkdir()
     (tmp_path / "file-7").touch()
-    found = {name for name in ("best", "step-7", "logs", ".step-8.pending", "file-7", "latest", "none")
-             if catalog.is_checkpoint(tmp_path / name)}  # fmt: skip
+    found = {
+        name
+        for name in ("best", "step-7", "logs", ".step-8.pending", "file-7", "latest", "none")
+        if catalog.is_checkpoint(tmp_path / name)
+    }
     assert found == {"best", "step-7", ".step-8.pending"}

@@ -96,7 +96,9 @@ def counted() -> list[int]:
 def read_by_all(directory: Path, **options: Any) -> int:
     """Reads in all ways; how many bytes all ranks have read."""
     found, arrived = counted(), []
-    data = read(directory / "file", order=ORDER, arrived=lambda *part: arrived.append(part), **options)
+    data = read(
+        directory / "file", order=ORDER, arrived=lambda *part: arrived.append(part), **options
+    )
     assert data == CONTENT
     assert arrived == list(pieces(SIZE, ORDER, PIECE))
     return sum_of_all(sum(found))
@@ -138,10 +140,14 @@ def two_hosts(rank: int, directory: Path) -> None:
         assert read_by_all(directory, speeds=speeds) == SIZE
     target, seen = bytearray(SIZE), []
     data = read(
-        directory / "file", into=target, arrived=lambda begin, end: seen.append(target[begin:end] == CONTENT[begin:end])
+        directory / "file",
+        into=target,
+        arrived=lambda begin, end: seen.append(target[begin:end] == CONTENT[begin:end]),
     )
     assert data == CONTENT == target
-    assert seen == [True] * len(list(pieces(SIZE, (), PIECE)))  # it is in ``into`` when that is said
+    assert seen == [True] * len(
+        list(pieces(SIZE, (), PIECE))
+    )  # it is in ``into`` when that is said
     data = read(directory / "file")
     data[:4] = b"mine" if rank == 1 else b"1234"  # nobody else sees it
     dist.barrier()
@@ -156,7 +162,9 @@ def fail(*args: Any, **options: Any) -> Any:
 
 def several_files(rank: int, directory: Path) -> None:
     found, paths, identity = counted(), [], "the same"
-    for number, (begin, end) in enumerate([(0, 1), (1, 1), (1, 150_001), (150_001, 150_002), (150_002, SIZE)]):
+    for number, (begin, end) in enumerate(
+        [(0, 1), (1, 1), (1, 150_001), (150_001, 150_002), (150_002, SIZE)]
+    ):
         paths.append(directory / f"part {rank} {number}" / f"part{number}")
         paths[-1].parent.mkdir()
         paths[-1].write_bytes(CONTENT[begin:end])
@@ -213,8 +221,14 @@ def failures(rank: int, directory: Path) -> None:
             files.read_into = lambda *args, reads=reads: next(reads)(*args)
         expect("file: rank 2: Input/output error", 2, speeds=speeds)
         files.read_into = read_into
-    expect("rank 1: the buffer has 5 bytes, the file 300001", 1, into=bytearray(5 if rank == 1 else SIZE))
-    gather_files.os.fstat = lambda fd, fstat=os.fstat: os.stat(directory / "empty") if rank == 2 else fstat(fd)
+    expect(
+        "rank 1: the buffer has 5 bytes, the file 300001",
+        1,
+        into=bytearray(5 if rank == 1 else SIZE),
+    )
+    gather_files.os.fstat = lambda fd, fstat=os.fstat: (
+        os.stat(directory / "empty") if rank == 2 else fstat(fd)
+    )
     expect("rank 2 finds 0 bytes, rank 0 300001", 2)
     gather_files.os.fstat = lambda fd: os.stat(fd)
     assert read(path) == CONTENT  # the group is as good as before
@@ -264,7 +278,11 @@ def test_a_rank_that_ends_is_named_to_the_others(way, file, tmp_path):
 
 def parts(rank: int, directory: Path) -> None:
     target = directory / "step-1"
-    state = {"a": torch.arange(100_003), "b": torch.full((7, 70), 0.1, dtype=torch.bfloat16), "step": 5}
+    state = {
+        "a": torch.arange(100_003),
+        "b": torch.full((7, 70), 0.1, dtype=torch.bfloat16),
+        "step": 5,
+    }
     parallel_save(state, target)
     size, found = sum(path.stat().st_size for path in target.glob("state.pt.*")), counted()
     for ranks_each in (1, 2):
@@ -286,7 +304,9 @@ def parts(rank: int, directory: Path) -> None:
     if rank == 2:
         (directory / "mine").mkdir()
         for path in target.iterdir():
-            (directory / "mine" / path.name).write_bytes(path.read_bytes() + b" " * path.name.endswith("json"))
+            (directory / "mine" / path.name).write_bytes(
+                path.read_bytes() + b" " * path.name.endswith("json")
+            )
     with pytest.raises(GatherError, match="rank 2 finds other files than rank 0"):
         parallel_load(directory / "mine" if rank == 2 else target)
     watch._ANSWER_S = 2.0

@@ -75,7 +75,9 @@ def test_a_header_says_where_each_tensor_lies(
 ) -> None:
     header = tensor_file.encode(tensors, metadata)
     assert len(header.data) % ALIGNMENT == 0
-    entries, told = tensor_file.decode(memoryview(header.data + bytes(header.size - len(header.data))))
+    entries, told = tensor_file.decode(
+        memoryview(header.data + bytes(header.size - len(header.data)))
+    )
     assert {name: (entry.dtype, list(entry.shape)) for name, entry in entries.items()} == tensors
     assert told == metadata
     position = len(header.data)
@@ -116,7 +118,9 @@ def test_a_damaged_header_is_refused(entry: Any) -> None:
         tensor_file.decode(memoryview(struct.pack("<Q", len(text)) + text + bytes(8)))
 
 
-@pytest.mark.parametrize("text", ['{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", '{"__metadata__": 5}', "[]"])
+@pytest.mark.parametrize(
+    "text", ['{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", '{"__metadata__": 5}', "[]"]
+)
 def test_a_header_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(Damaged, match="damaged"):
         tensor_file.decode(memoryview(struct.pack("<Q", len(text)) + text.encode()))
@@ -134,10 +138,14 @@ def test_a_type_that_is_not_known_is_named() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"content", b"", bytearray(b"content"), memoryview(b"content")[2:],
-        memoryview(bytearray(8)).cast("I"), memoryview(bytes(0)).cast("I"),
+        b"content",
+        b"",
+        bytearray(b"content"),
+        memoryview(b"content")[2:],
+        memoryview(bytearray(8)).cast("I"),
+        memoryview(bytes(0)).cast("I"),
     ],
-)  # fmt: skip
+)
 def test_a_buffer_is_the_file(tmp_path: Path, data: Any) -> None:
     saved = putfile(tmp_path / "sub" / "x", data)
     saved.durable.result(WAIT_S)
@@ -148,16 +156,23 @@ def test_a_buffer_is_the_file(tmp_path: Path, data: Any) -> None:
 
 def test_arrays(tmp_path: Path) -> None:
     arrays = {
-        "plain": numpy.arange(12.0).reshape(3, 4), "strided": numpy.arange(40, dtype="i2")[::3],
-        "transposed": numpy.arange(6, dtype="u1").reshape(2, 3).T, "big": numpy.arange(5, dtype=">f4"),
-        "flag": numpy.array([True, False]), "scalar": numpy.float32(2.5), "rank 0": numpy.array(7),
-        "empty": numpy.empty((0, 3)), "complex": numpy.ones(3, "c8"),
-    }  # fmt: skip
+        "plain": numpy.arange(12.0).reshape(3, 4),
+        "strided": numpy.arange(40, dtype="i2")[::3],
+        "transposed": numpy.arange(6, dtype="u1").reshape(2, 3).T,
+        "big": numpy.arange(5, dtype=">f4"),
+        "flag": numpy.array([True, False]),
+        "scalar": numpy.float32(2.5),
+        "rank 0": numpy.array(7),
+        "empty": numpy.empty((0, 3)),
+        "complex": numpy.ones(3, "c8"),
+    }
     putfile(tmp_path / "x", arrays, {"step": "7"}).durable.result(WAIT_S)
     found = getfile(tmp_path / "x")
     assert found.metadata == {"step": "7"}
     for name, array in found.to_arrays().items():
-        assert array.shape == arrays[name].shape and array.dtype == arrays[name].dtype.newbyteorder("<")
+        assert array.shape == arrays[name].shape and array.dtype == arrays[name].dtype.newbyteorder(
+            "<"
+        )
         assert numpy.array_equal(array, arrays[name])
     found.to_array("plain")[0, 0] = 99  # a private mapping
     assert getfile(tmp_path / "x").to_array("plain")[0, 0] == 0
@@ -170,15 +185,18 @@ def test_arrays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        ("text", TypeError, "str: is neither"), (None, TypeError, "NoneType: is neither"),
-        ({"a": 1.5}, TypeError, "a: float is no tensor"), ({"a": {}}, TypeError, "a: dict is no tensor"),
-        ({1: numpy.ones(1)}, TypeError, "1: names"), ({"a": numpy.array(["x"])}, TypeError, "a: "),
+        ("text", TypeError, "str: is neither"),
+        (None, TypeError, "NoneType: is neither"),
+        ({"a": 1.5}, TypeError, "a: float is no tensor"),
+        ({"a": {}}, TypeError, "a: dict is no tensor"),
+        ({1: numpy.ones(1)}, TypeError, "1: names"),
+        ({"a": numpy.array(["x"])}, TypeError, "a: "),
         ({"\ud800": numpy.ones(1)}, ValueError, "UTF-8"),
         ({"a": numpy.ones(1, "c16")}, TypeError, "a: .*complex128"),
         ({"__metadata__": numpy.ones(1)}, ValueError, "__metadata__"),
         (memoryview(bytes(8))[::2], ValueError, "one after the other"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_saved_is_refused_at_once(
     tmp_path: Path, data: Any, error: type[Exception], message: str
 ) -> None:
@@ -199,7 +217,9 @@ def test_a_put_that_fails_says_so_twice(tmp_path: Path) -> None:
     for future in (saved.buffered, saved.durable):
         with pytest.raises(IsADirectoryError):
             future.result(WAIT_S)
-    assert list((tmp_path / "x").iterdir()) == [] and [entry.name for entry in tmp_path.iterdir()] == ["x"]
+    assert list((tmp_path / "x").iterdir()) == [] and [
+        entry.name for entry in tmp_path.iterdir()
+    ] == ["x"]
 
 
 def test_what_a_killed_put_has_left_goes(tmp_path: Path) -> None:
@@ -220,7 +240,9 @@ def test_a_put_leaves_alone_what_others_are_writing(tmp_path: Path) -> None:
 
 def test_puts_of_one_path_follow_each_other(tmp_path: Path) -> None:
     for turn in range(20):
-        saved = [putfile(tmp_path / "x", bytes([turn, size]) * size * 10_000) for size in (100, 1, 20, 2)]
+        saved = [
+            putfile(tmp_path / "x", bytes([turn, size]) * size * 10_000) for size in (100, 1, 20, 2)
+        ]
         for one in saved:
             one.durable.result(WAIT_S)
         assert (tmp_path / "x").read_bytes() == bytes([turn, 2]) * 20_000
@@ -308,13 +330,25 @@ def test_a_future_cannot_be_cancelled() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 4}, "rank 4 of 4"), ({"rank": -1}, "rank -1 of 4"), ({"world": 0}, "rank 0 of 0"),
-        ({"name": ""}, "name"), ({"name": "a/b"}, "name"), ({"name": "a,b"}, "name"),
-        ({"dedup": "4 apples"}, "not a size"), ({"dedup": "1KiB"}, "64KiB"), ({"publish": "../x"}, "no name"),
-        ({"publish": ".."}, "no name"), ({"files_per_rank": 0}, "one file"), ({"timeout_s": 0}, "positive"),
-        ({"job": "a,b"}, "no comma"), ({"job": 64 * "a"}, "63"), ({"grace_s": -1}, "positive"), ({"timeout_s": math.nan}, "positive"), ({"timeout_s": math.inf}, "positive"),
+        ({"rank": 4}, "rank 4 of 4"),
+        ({"rank": -1}, "rank -1 of 4"),
+        ({"world": 0}, "rank 0 of 0"),
+        ({"name": ""}, "name"),
+        ({"name": "a/b"}, "name"),
+        ({"name": "a,b"}, "name"),
+        ({"dedup": "4 apples"}, "not a size"),
+        ({"dedup": "1KiB"}, "64KiB"),
+        ({"publish": "../x"}, "no name"),
+        ({"publish": ".."}, "no name"),
+        ({"files_per_rank": 0}, "one file"),
+        ({"timeout_s": 0}, "positive"),
+        ({"job": "a,b"}, "no comma"),
+        ({"job": 64 * "a"}, "63"),
+        ({"grace_s": -1}, "positive"),
+        ({"timeout_s": math.nan}, "positive"),
+        ({"timeout_s": math.inf}, "positive"),
     ],
-)  # fmt: skip
+)
 def test_bad_groups(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     given = {"name": "step", "rank": 0, "world": WORLD, "directory": tmp_path / "new", **options}
     with pytest.raises(InvalidGroup, match=message):
@@ -430,7 +464,9 @@ def test_what_a_killed_rank_left_is_not_published(tmp_path: Path) -> None:
     assert client.verify(tmp_path / "step-7") == []
 
 
-def test_a_group_is_not_taken_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_is_not_taken_for_the_one_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 0 is in the next group of this name and directory before rank 1 has seen how the last one ended."""
     may_look, is_waiting = threading.Event(), threading.Event()
     may_look.set()
@@ -470,7 +506,11 @@ def test_a_leader_that_is_about_to_begin_is_not_taken_for_that_of_the_last_run(
         os._exit(0)
 
     start([0], leave)[0].end()
-    has_read, may_go_on, read = threading.Event(), threading.Event(), plain_group.PlainGroup._read_marks
+    has_read, may_go_on, read = (
+        threading.Event(),
+        threading.Event(),
+        plain_group.PlainGroup._read_marks,
+    )
 
     def read_and_wait(self: Any) -> Any:
         marks = read(self)
@@ -494,7 +534,10 @@ def test_a_leader_that_is_about_to_begin_is_not_taken_for_that_of_the_last_run(
 def test_published_groups_overlap(tmp_path: Path) -> None:
     """The next step begins before the last one is durable."""
     groups = [
-        [Group("step", rank, 2, directory=tmp_path / f"{step}.tmp", publish=str(step)) for rank in range(2)]
+        [
+            Group("step", rank, 2, directory=tmp_path / f"{step}.tmp", publish=str(step))
+            for rank in range(2)
+        ]
         for step in range(2)
     ]
     for rank in range(2):
@@ -522,7 +565,9 @@ def test_what_a_rank_has_put_it_reads(tmp_path: Path) -> None:
     group.durable.result(WAIT_S)
 
 
-def test_a_directory_that_is_removed_as_the_group_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_is_removed_as_the_group_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def close(self: Any) -> None:
         self._file.let_go()
         shutil.rmtree(self._place)
@@ -537,7 +582,9 @@ def test_ranks_that_end_when_they_have_committed(tmp_path: Path) -> None:
     """Nobody is left to wait for the others: the last one publishes."""
 
     def commit(rank: int, process: Any) -> None:
-        group = Group("step", rank, 2, directory=tmp_path / "new", publish="final", timeout_s=WAIT_S)
+        group = Group(
+            "step", rank, 2, directory=tmp_path / "new", publish="final", timeout_s=WAIT_S
+        )
         while not group.identity:
             pass
         process.reach("joined")
@@ -549,7 +596,11 @@ def test_ranks_that_end_when_they_have_committed(tmp_path: Path) -> None:
     for process in ranks:
         process.go_on()
         process.outcome()
-    assert {entry.name for entry in (tmp_path / "final").iterdir()} == {"0", "1", ".aifs-manifest.json"}
+    assert {entry.name for entry in (tmp_path / "final").iterdir()} == {
+        "0",
+        "1",
+        ".aifs-manifest.json",
+    }
 
 
 ENDS = """
@@ -571,10 +622,14 @@ threading.Thread(target=wait).start()
 
 def test_who_waits_while_the_process_ends_is_told(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ENDS, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "ended\n"
-            group_putfile("1", b"content", Group("step", 1, 2, directory=tmp_path)).durable.result(WAIT_S)
+            group_putfile("1", b"content", Group("step", 1, 2, directory=tmp_path)).durable.result(
+                WAIT_S
+            )
             assert process.communicate(timeout=WAIT_S)[0] == "durable\n"
         finally:
             process.kill()

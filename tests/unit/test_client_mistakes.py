@@ -88,10 +88,15 @@ def test_a_directory_that_may_not_be_read_does_not_hide_the_checkpoints(shared: 
         (shared / name).mkdir(0o700)
     assert in_process(lambda: client.latest(shared), uid=1000) == shared / "step-1"
     found = in_process(lambda: client.list_checkpoints(shared), uid=1000)
-    assert {one.path.name: one.state for one in found} == {"step-1": "complete", "step-2": "damaged"}
+    assert {one.path.name: one.state for one in found} == {
+        "step-1": "complete",
+        "step-2": "damaged",
+    }
 
 
-def test_what_cannot_be_removed_does_not_fail_the_save(shared: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_removed_does_not_fail_the_save(
+    shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write(shared / "step-1")
     os.chmod(shared, 0o1777)  # sticky: root's directory is root's to remove
     with caplog.at_level(logging.WARNING):
@@ -125,7 +130,15 @@ def test_attributes_that_somebody_has_set_elsewhere_say_nothing(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "change", [{"time": "now"}, {"time": None}, {"time": 1e999}, {"step": "one"}, {"step": [1]}, {"files": []}]
+    "change",
+    [
+        {"time": "now"},
+        {"time": None},
+        {"time": 1e999},
+        {"step": "one"},
+        {"step": [1]},
+        {"files": []},
+    ],
 )
 def test_a_manifest_of_nonsense_is_a_damaged_one(change: dict[str, object], tmp_path: Path) -> None:
     save(tmp_path / "step-1")
@@ -139,7 +152,10 @@ def test_a_manifest_of_nonsense_is_a_damaged_one(change: dict[str, object], tmp_
 
 
 def test_a_directory_that_has_taken_the_place_of_ours_is_not_published(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="another process"), client.checkpoint(tmp_path / "step-1") as tmp:
+    with (
+        pytest.raises(CheckpointError, match="another process"),
+        client.checkpoint(tmp_path / "step-1") as tmp,
+    ):
         (tmp / "model.pt").write_text("ours")
         tmp.rename(tmp_path / "ours")
         write(tmp, "half of another's")

@@ -37,7 +37,9 @@ class Job:
         return self.pool.submit(run)
 
     def writes(self, rank: int, content: str = "") -> Callable[[Path], None]:
-        return lambda tmp: (tmp / f"shard-{rank}").write_text(content or f"content of {rank}") and None
+        return lambda tmp: (
+            (tmp / f"shard-{rank}").write_text(content or f"content of {rank}") and None
+        )
 
     def check(self, content: str = "content of {}") -> None:
         names = {f"shard-{rank}" for rank in range(self.ranks)}
@@ -55,8 +57,12 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path / "run" / "step-7", 4)
 
 
-@given(st.dictionaries(st.text(max_size=4), st.integers(0, 1 << 40), max_size=30), st.integers(1, 9))
-def test_each_file_falls_to_one_rank_and_none_has_too_much(sizes: dict[str, int], ranks: int) -> None:
+@given(
+    st.dictionaries(st.text(max_size=4), st.integers(0, 1 << 40), max_size=30), st.integers(1, 9)
+)
+def test_each_file_falls_to_one_rank_and_none_has_too_much(
+    sizes: dict[str, int], ranks: int
+) -> None:
     shares = [share(sizes, ranks, rank) for rank in range(ranks)]
     assert sorted(name for mine in shares for name in mine) == sorted(sizes)
     loads = [sum(sizes[name] for name in mine) for mine in shares]
@@ -113,7 +119,9 @@ def _crashed(job: Job, state: str, committed: bool = False) -> None:
 
 @pytest.mark.parametrize("state", ["written", "committed", "again", "failed"])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
-def test_what_a_crashed_job_has_left_does_not_get_in(job: Job, state: str, order: tuple[int, ...]) -> None:
+def test_what_a_crashed_job_has_left_does_not_get_in(
+    job: Job, state: str, order: tuple[int, ...]
+) -> None:
     _crashed(job, state, committed=state == "committed")
     for one in [job.start(rank, job.writes(rank)) for rank in order]:
         one.result(WAIT_S)
@@ -152,7 +160,9 @@ def _raise(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_a_rank_that_died_may_come_again(job: Job, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_died_may_come_again(
+    job: Job, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _die_after_writing(job, rank, monkeypatch)
     order = [number for number in range(job.ranks) if number != rank]
     done = [job.start(number, job.writes(number)) for number in order]
@@ -260,7 +270,9 @@ def test_ranks_that_disagree_on_their_number_are_told(job: Job) -> None:
 
 def test_a_replacement_by_many_ranks(job: Job) -> None:
     for content in ("one", "two"):
-        done = [job.start(rank, job.writes(rank, content), replace=True) for rank in range(job.ranks)]
+        done = [
+            job.start(rank, job.writes(rank, content), replace=True) for rank in range(job.ranks)
+        ]
         for one in done:
             one.result(WAIT_S)
         job.check(content)

@@ -46,10 +46,25 @@ from aifs.client.torch import (
 from tests.support import gloo
 
 RANKS = 4
-DTYPES = [getattr(torch, name) for name in (
-    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16",
-    "int8", "uint8", "bool", "complex64", "complex128",
-)]  # fmt: skip
+DTYPES = [
+    getattr(torch, name)
+    for name in (
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "bool",
+        "complex64",
+        "complex128",
+    )
+]
 
 
 def state() -> dict[str, Any]:
@@ -57,12 +72,23 @@ def state() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     base = torch.randn(60, 50, generator=generator)
     return {
-        "dtypes": {str(dtype): (torch.randn(3, 5, generator=generator) * 3).to(dtype) for dtype in DTYPES},
-        "base": base, "view": base[5:9], "transposed": base.t(), "strided": base[::7, ::3],
-        "empty": torch.empty(0), "empty rows": torch.empty(3, 0), "scalar": torch.tensor(1.5),
-        "parameter": torch.nn.Parameter(torch.ones(2)), "expanded": torch.ones(1).expand(4),
-        "large": torch.randn(300_000, generator=generator), "step": 17, "text": "ä", "none": None,
-    }  # fmt: skip
+        "dtypes": {
+            str(dtype): (torch.randn(3, 5, generator=generator) * 3).to(dtype) for dtype in DTYPES
+        },
+        "base": base,
+        "view": base[5:9],
+        "transposed": base.t(),
+        "strided": base[::7, ::3],
+        "empty": torch.empty(0),
+        "empty rows": torch.empty(3, 0),
+        "scalar": torch.tensor(1.5),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "expanded": torch.ones(1).expand(4),
+        "large": torch.randn(300_000, generator=generator),
+        "step": 17,
+        "text": "ä",
+        "none": None,
+    }
 
 
 def same(left: Any, right: Any) -> bool:
@@ -95,7 +121,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("method", [sinks.BUFFERED, sinks.DIRECT])
 @pytest.mark.parametrize("name", ["model.pt", "noext", "a.b.c"])
 @pytest.mark.parametrize("crc", [True, False])
-def test_save_writes_the_file_of_torch_save(tmp_path: Path, method: str, name: str, crc: bool) -> None:
+def test_save_writes_the_file_of_torch_save(
+    tmp_path: Path, method: str, name: str, crc: bool
+) -> None:
     (tmp_path / "torch").mkdir()
     torch.serialization.set_crc32_options(crc)
     try:
@@ -124,10 +152,14 @@ def test_shared_storages_are_written_once(tmp_path: Path) -> None:
 def test_more_records_than_16_bits_count() -> None:
     image = archive.Image("x", b"pickle", (1,) * 66_000, "0" * 20)
     stream = Written()
-    archive.write_archive(image, ([memoryview(b"%d" % (number % 10))] for number in range(66_000)), stream)
+    archive.write_archive(
+        image, ([memoryview(b"%d" % (number % 10))] for number in range(66_000)), stream
+    )
     with zipfile.ZipFile(stream) as found:
         assert len(found.infolist()) == 66_006
-        assert found.read("x/data/65999") == b"9" and found.getinfo("x/data/65999").CRC == zlib.crc32(b"9")
+        assert found.read("x/data/65999") == b"9" and found.getinfo(
+            "x/data/65999"
+        ).CRC == zlib.crc32(b"9")
 
 
 class Written(io.BytesIO):
@@ -178,7 +210,8 @@ def test_sizes_and_offsets_beyond_32_bits() -> None:
 @settings(max_examples=12, deadline=None)
 @given(
     st.lists(
-        st.integers(0, 3 * sinks.ALIGNMENT) | st.sampled_from([sinks.BUFFER, sinks.BUFFER + 1, 1 << 20]),
+        st.integers(0, 3 * sinks.ALIGNMENT)
+        | st.sampled_from([sinks.BUFFER, sinks.BUFFER + 1, 1 << 20]),
         max_size=6,
     )
 )
@@ -220,13 +253,18 @@ def test_a_full_device(small: Path, method: str) -> None:
     assert names(small) == {"x.pt"} and (small / "x.pt").read_text() == "old"
 
 
-def test_the_probe_is_remembered(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_is_remembered(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measured = []
     monkeypatch.setattr(filesystems, "is_in_memory", lambda path: False)
     monkeypatch.setattr(probe, "SIZE", 1 << 16)
     measure = probe._measure
     monkeypatch.setattr(probe, "_measure", lambda path: measured.append(path) or measure(path))
-    ask = lambda: probe.writing_method(str(tmp_path), 1 << 20)
+
+    def ask() -> str:
+        return probe.writing_method(str(tmp_path), 1 << 20)
+
     assert probe.writing_method(str(tmp_path), 1) == sinks.BUFFERED and not measured
     first = ask()
     assert json.loads((cache / "aifs" / "writing.json").read_text()) == {
@@ -269,7 +307,9 @@ def test_pipelined_saves_what_the_state_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of Python 3.11")
-def test_the_helper_imports_nothing_from_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_helper_imports_nothing_from_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "isal.py").write_text("open('imported', 'w')")
     monkeypatch.chdir(tmp_path)
     with PipelinedCheckpointer("step-{step}") as checkpointer:
@@ -293,7 +333,8 @@ def test_pipelined_says_what_failed(tmp_path: Path, small: Path) -> None:
         helper.process.kill()
         helper.process.wait()
         with pytest.raises(
-            CheckpointError, match=r"step-3: was not saved: the helper process has ended \(exit code -9\)"
+            CheckpointError,
+            match=r"step-3: was not saved: the helper process has ended \(exit code -9\)",
         ):
             checkpointer.save({"a": torch.ones(1 << 20)}, 3)
             checkpointer.wait(durable=True)
@@ -307,14 +348,18 @@ def test_pipelined_says_what_failed(tmp_path: Path, small: Path) -> None:
     assert names(small) == set()
 
 
-@pytest.mark.parametrize("size", [0, 1, pipelined.CHUNK, 2 * pipelined.CHUNK, 2 * pipelined.CHUNK + 65])
+@pytest.mark.parametrize(
+    "size", [0, 1, pipelined.CHUNK, 2 * pipelined.CHUNK, 2 * pipelined.CHUNK + 65]
+)
 def test_pipelined_saves_states_of_every_size(tmp_path: Path, size: int) -> None:
     saved = torch.full((size,), 7, dtype=torch.uint8)
     with PipelinedCheckpointer(tmp_path / "step-{step}", latest=None) as checkpointer:
         for step in range(2):
             checkpointer.save([saved], step)
     for step in range(2):
-        assert torch.equal(torch.load(tmp_path / f"step-{step}" / "state-0.pt", mmap=True)[0], saved)
+        assert torch.equal(
+            torch.load(tmp_path / f"step-{step}" / "state-0.pt", mmap=True)[0], saved
+        )
 
 
 def test_the_end_of_the_training_process_ends_the_helper(tmp_path: Path) -> None:
@@ -424,7 +469,9 @@ def test_a_named_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_dcp_shows_nothing_of_a_save_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dcp_shows_nothing_of_a_save_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine = {"a": torch.ones(10), "b": "text"}
     finish = AifsWriter.finish
     monkeypatch.setattr(AifsWriter, "finish", lambda *args, **named: _refuse())
@@ -436,7 +483,10 @@ def test_dcp_shows_nothing_of_a_save_that_failed(tmp_path: Path, monkeypatch: py
     dcp.save(mine, storage_writer=writer, no_dist=True)
     mine["a"] += 1
     dcp.save(mine, checkpoint_id=tmp_path / "step-2", storage_writer=writer, no_dist=True)
-    assert names(tmp_path) == {"step-2", "latest", "tracker"} and (tmp_path / "tracker").read_text() == "2"
+    assert (
+        names(tmp_path) == {"step-2", "latest", "tracker"}
+        and (tmp_path / "tracker").read_text() == "2"
+    )
     assert client.verify(tmp_path / "step-2") == []
     found = {"a": torch.zeros(10), "b": ""}
     dcp.load(found, storage_reader=AifsReader(tmp_path), no_dist=True)
@@ -487,8 +537,12 @@ def test_safetensors_files_are_those_of_the_package(tmp_path: Path) -> None:
     tensors = {f"{dtype}": torch.ones(5).to(dtype) for dtype in DTYPES if not dtype.is_complex}
     save_safetensors(tensors, tmp_path / "ours", {"a": "b"})
     package.save_file(tensors, tmp_path / "theirs", {"a": "b"})
-    assert all(same(one, tensors[name]) for name, one in package.load_file(tmp_path / "ours").items())
-    assert all(same(one, tensors[name]) for name, one in load_safetensors(tmp_path / "theirs").items())
+    assert all(
+        same(one, tensors[name]) for name, one in package.load_file(tmp_path / "ours").items()
+    )
+    assert all(
+        same(one, tensors[name]) for name, one in load_safetensors(tmp_path / "theirs").items()
+    )
 
 
 def test_the_example_of_the_guide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,9 @@ def rows(draw: some.DrawFn) -> tuple[int, int, list[bytes]]:
 
 @settings(deadline=None, max_examples=60)
 @given(rows(), some.data())
-def test_any_columns_as_many_as_there_are_of_data_tell_the_others(row: tuple, choice: some.DataObject) -> None:
+def test_any_columns_as_many_as_there_are_of_data_tell_the_others(
+    row: tuple, choice: some.DataObject
+) -> None:
     data, parity, units = row
     code, length = choice.draw(some.sampled_from(KINDS))(data, parity), len(units[0])
     columns = units + encoded(code, units, parity)

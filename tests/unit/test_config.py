@@ -61,7 +61,8 @@ def test_the_file_in_a_directory_source_overrides_its_defaults(tmp_path: Path) -
 
 def test_a_yaml_source_names_its_places_relative_to_itself(tmp_path: Path) -> None:
     source = write(
-        tmp_path / "c.yaml", "meta: {directory: meta/}\nservers: [a, ../b]\nburst: {directories: [c]}\n"
+        tmp_path / "c.yaml",
+        "meta: {directory: meta/}\nservers: [a, ../b]\nburst: {directories: [c]}\n",
     )
     loaded = config.load(source, {})
     assert loaded.meta.directory == f"{tmp_path}/meta"
@@ -70,12 +71,15 @@ def test_a_yaml_source_names_its_places_relative_to_itself(tmp_path: Path) -> No
     assert loaded.log.file == f"{tmp_path}/meta.log"
 
 
-def test_overrides_win_and_their_paths_start_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overrides_win_and_their_paths_start_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = write(tmp_path / "c.yaml", MINIMAL + "layout: {unit: 2MiB}\n")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     loaded = config.load(
-        source, {"layout.unit": "4MiB", "servers": "x:/y", "log.file": "log", "burst.capacity": "64MiB"}
+        source,
+        {"layout.unit": "4MiB", "servers": "x:/y", "log.file": "log", "burst.capacity": "64MiB"},
     )
     assert loaded.layout.unit == 4 << 20
     assert loaded.servers == (f"{tmp_path}/here/x", "/y")
@@ -87,9 +91,9 @@ def test_overrides_win_and_their_paths_start_here(tmp_path: Path, monkeypatch: p
 def test_settings_can_be_written_back(tmp_path: Path) -> None:
     loaded = config.load(str(tmp_path), {"data.writeback_interval": "90s"})
     settings = {key: value for key, value, _ in loaded.settings()}
-    assert config.load(str(tmp_path), settings).model_dump(exclude={"origins"}) == loaded.model_dump(
+    assert config.load(str(tmp_path), settings).model_dump(
         exclude={"origins"}
-    )
+    ) == loaded.model_dump(exclude={"origins"})
 
 
 def test_keys_without_a_value_keep_their_default(tmp_path: Path) -> None:
@@ -115,7 +119,9 @@ def test_every_key_has_a_comment() -> None:
 
 def test_the_defaults_can_be_used_as_a_source(tmp_path: Path) -> None:
     text = Path(config.DEFAULTS_FILE).read_text()
-    text = text.replace("directory: null", "directory: meta").replace("servers: null", "servers: [s]")
+    text = text.replace("directory: null", "directory: meta").replace(
+        "servers: null", "servers: [s]"
+    )
     loaded = config.load(write(tmp_path / "c.yaml", text), {})
     assert loaded.data.threads == yaml.safe_load(text)["data"]["threads"]
 
@@ -126,10 +132,18 @@ def test_the_defaults_can_be_used_as_a_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "expected"),
     [
-        ("layout:\n  unti: 1MiB\n", 5, "layout.unti: unknown key; the nearest valid key is layout.unit"),
+        (
+            "layout:\n  unti: 1MiB\n",
+            5,
+            "layout.unti: unknown key; the nearest valid key is layout.unit",
+        ),
         ("layot:\n  unit: 1MiB\n", 4, "layot: unknown key; the nearest valid key is layout"),
         ("stripe_unit: 1\n", 4, "stripe_unit: unknown key; the nearest valid key is "),
-        ("layout:\n  unit: 3 apples\n", 5, "layout.unit: '3 apples' is not a size from 4KiB to 1GiB"),
+        (
+            "layout:\n  unit: 3 apples\n",
+            5,
+            "layout.unit: '3 apples' is not a size from 4KiB to 1GiB",
+        ),
         (
             "layout:\n  unit: 5000\n",
             5,
@@ -146,10 +160,18 @@ def test_the_defaults_can_be_used_as_a_source(tmp_path: Path) -> None:
             5,
             "data.writeback_interval: 'soon' is not a duration from 100ms",
         ),
-        ("kernel:\n  attr_timeout: -1\n", 5, "kernel.attr_timeout: -1 is not a duration from 0s to 365d"),
+        (
+            "kernel:\n  attr_timeout: -1\n",
+            5,
+            "kernel.attr_timeout: -1 is not a duration from 0s to 365d",
+        ),
         ("log:\n  level: loud\n", 5, "log.level: 'loud' is not one of debug, info, warning, error"),
         ("log:\n  file: 7\n", 5, "log.file: 7 is not a path"),
-        ("layout: 5\n", 4, "layout: is a section that holds layout.unit, layout.count, layout.inline_limit"),
+        (
+            "layout: 5\n",
+            4,
+            "layout: is a section that holds layout.unit, layout.count, layout.inline_limit",
+        ),
         ("burst:\n  directories: /b/\n  directories: /c\n", 6, "burst.directories: given twice"),
         ("burst:\n  directories: [/s0]\n", 5, "burst.directories: /s0 is already used by servers"),
         ("layout: [\n", 5, "not valid YAML: "),
@@ -174,13 +196,22 @@ def test_a_mistake_is_one_line_with_file_line_and_key(
         ("", ": meta.directory is missing: a YAML source must set it"),
         ("meta: {directory: /m}\n", ": servers is missing: a YAML source must set it"),
         ("meta: {directory: /m}\nservers: []\n", ":2: servers: [] is not a list of directories"),
-        ("meta: {directory: /m}\nservers: [/a, 5]\n", ":2: servers: ['/a', 5] is not a list of directories"),
-        ("meta: {directory: /m}\nservers: [/a, /a/]\n", ":2: servers: /a is already used by servers"),
+        (
+            "meta: {directory: /m}\nservers: [/a, 5]\n",
+            ":2: servers: ['/a', 5] is not a list of directories",
+        ),
+        (
+            "meta: {directory: /m}\nservers: [/a, /a/]\n",
+            ":2: servers: /a is already used by servers",
+        ),
         (
             "meta: {directory: /m}\nservers: [/a/b, /a]\n",
             ":2: servers: /a/b lies inside /a, which is used too",
         ),
-        ("meta: {directory: /m}\nservers: [/m/s]\n", ":2: servers: /m/s lies inside /m, which is used too"),
+        (
+            "meta: {directory: /m}\nservers: [/m/s]\n",
+            ":2: servers: /m/s lies inside /m, which is used too",
+        ),
         ("- a\n", ":1: the file must hold keys and values"),
         ("log: {level: 2024-99-99}\n", ": not valid YAML: month must be in 1..12"),
     ],
@@ -233,7 +264,9 @@ def test_values_mean_the_same_in_a_file_and_on_the_command_line(
     section, name = key.split(".")
     for text in texts:
         given = config.load(str(tmp_path), {key: text})
-        filed = config.load(write(tmp_path / "c.yaml", f"{MINIMAL}{section}:\n  {name}: {text}\n"), {})
+        filed = config.load(
+            write(tmp_path / "c.yaml", f"{MINIMAL}{section}:\n  {name}: {text}\n"), {}
+        )
         for loaded in (given, filed):
             branch = getattr(loaded, section)
             assert getattr(branch, name, getattr(branch, f"{name}_s", None)) == value
@@ -258,7 +291,9 @@ def test_values_mean_the_same_in_a_file_and_on_the_command_line(
         ("memory.budget", "1MiB", "a size from 64MiB to 16TiB"),
     ],
 )
-def test_a_value_out_of_range_is_told_what_is_allowed(tmp_path: Path, key: str, text: str, allowed: str) -> None:
+def test_a_value_out_of_range_is_told_what_is_allowed(
+    tmp_path: Path, key: str, text: str, allowed: str
+) -> None:
     assert refusal(str(tmp_path), {key: text}) == f"-o: {key}: {text!r} is not {allowed}"
 
 
@@ -266,7 +301,10 @@ def test_the_low_mark_is_below_the_high_one(tmp_path: Path) -> None:
     message = refusal(str(tmp_path), {"burst.low_water": "0.85"})
     assert message == "-o: burst.low_water: low_water 0.85 is not below high_water 0.8"
     source = write(tmp_path / "c.yaml", MINIMAL + "burst:\n  high_water: 0.5\n")
-    assert refusal(source) == f"{source}:5: burst.high_water: low_water 0.6 is not below high_water 0.5"
+    assert (
+        refusal(source)
+        == f"{source}:5: burst.high_water: low_water 0.6 is not below high_water 0.5"
+    )
 
 
 # --- data servers and their failure domains ----------------------------------------------------------
@@ -282,15 +320,28 @@ def test_servers_may_have_failure_domains(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", ["{domain: a}", "{path: /s, rack: a}", "{path: /s, bandwidth: fast}", "{path: /s, domain: 3}", "{path: /s, domain: [a]}", "{path: ''}", '{path: /s, domain: "a\\nb"}']
+    "entry",
+    [
+        "{domain: a}",
+        "{path: /s, rack: a}",
+        "{path: /s, bandwidth: fast}",
+        "{path: /s, domain: 3}",
+        "{path: /s, domain: [a]}",
+        "{path: ''}",
+        '{path: /s, domain: "a\\nb"}',
+    ],
 )
 def test_a_wrong_server_is_refused(tmp_path: Path, entry: str) -> None:
     file = write(tmp_path / "c.yaml", f"meta: {{directory: /m}}\nservers:\n  - {entry}\n")
     message = refusal(file)
     assert message.startswith(f"{file}:2: servers: ")
-    assert message.endswith(" is not a list of directories, not empty; each a path, or {path: PATH, domain: NAME, bandwidth: SIZE}")
+    assert message.endswith(
+        " is not a list of directories, not empty; each a path, or {path: PATH, domain: NAME, bandwidth: SIZE}"
+    )
 
 
 def test_the_example_with_racks_is_valid() -> None:
     loaded = config.load(str(Path(__file__).parents[2] / "config" / "racks.yaml"), {})
-    assert [place.domain for place in loaded.places] == ["rack-a"] * 4 + ["rack-b"] * 4 + ["rack-c"] * 4
+    assert [place.domain for place in loaded.places] == ["rack-a"] * 4 + ["rack-b"] * 4 + [
+        "rack-c"
+    ] * 4

@@ -46,7 +46,9 @@ def test_what_is_withheld_waits_for_whoever_drains_it():
     assert inos(queue.take(3.0)) == [1]
     queue.hold(1, 3.0)
     assert not queue.withhold(1, 20, 4.0), "somebody waits for it"
-    assert queue.withhold(2, 5, 4.0) and queue.drained(2) and not queue.drained(2) and 2 not in queue
+    assert (
+        queue.withhold(2, 5, 4.0) and queue.drained(2) and not queue.drained(2) and 2 not in queue
+    )
 
 
 def test_what_is_being_drained_is_withheld_afterwards():
@@ -123,7 +125,12 @@ class Machine(RuleBasedStateMachine):
         self.taken: dict[int, bool] = {}  # and whether it was closed since
 
     def _new(self, ino: int, size: int, ready: float, rank: Rank = Rank.USUAL) -> None:
-        self.sizes[ino], self.since[ino], self.rank[ino], self.ready[ino] = size, self.now, rank, ready
+        self.sizes[ino], self.since[ino], self.rank[ino], self.ready[ino] = (
+            size,
+            self.now,
+            rank,
+            ready,
+        )
 
     def _delay_s(self, ino: int) -> float:
         urgent = self.rank[ino] is Rank.REQUESTED or self.now - self.since[ino] > DEADLINE_S
@@ -205,7 +212,9 @@ class Machine(RuleBasedStateMachine):
         assert queue.oldest_age(self.now) == self.now - min(self.since.values(), default=self.now)
         free = {ino: at for ino, at in self.ready.items() if ino not in self.taken}
         assert queue.held == sum(at == float("inf") for at in free.values())
-        assert queue.ready_in(self.now) == max(min(free.values(), default=float("inf")) - self.now, 0.0)
+        assert queue.ready_in(self.now) == max(
+            min(free.values(), default=float("inf")) - self.now, 0.0
+        )
 
 
 TestMachine = Machine.TestCase

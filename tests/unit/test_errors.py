@@ -37,7 +37,9 @@ def test_the_tree_has_two_branches() -> None:
 def test_every_error_of_the_system_is_mapped(number: int) -> None:
     error = from_oserror(OSError(number, "what happened", "/some/file"), "server 3")
     assert type(error) is PASSED_ON.get(number, Unavailable)
-    assert error.errno == (number if number in PASSED_ON and number != errno.ENFILE else type(error).errno)
+    assert error.errno == (
+        number if number in PASSED_ON and number != errno.ENFILE else type(error).errno
+    )
     assert "server 3" in str(error) and "/some/file" in str(error)
 
 

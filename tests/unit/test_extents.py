@@ -37,10 +37,13 @@ from aifs.meta.servers import ServerRecord, put_server
 from aifs.meta.shared import Shared
 
 GOLDEN_LIST = (
-    "0203010010000000000000" "0700000000000000" "0200" "3602000000000000"
-    "ff0000000000010000" "fe00004000" + "02" * 32
-    + "0001ea010000e80300005700000000000000" + "01" * 32
-)  # fmt: skip
+    "0203010010000000000000"
+    "0700000000000000"
+    "0200"
+    "3602000000000000"
+    "ff0000000000010000"
+    "fe00004000" + "02" * 32 + "0001ea010000e80300005700000000000000" + "01" * 32
+)
 GOLDEN_SHARED = "01070000000000000057000000000000000a00000064000000010300000000000000"
 GOLDEN_RECIPE = "01020000000000000009000000000000000000000000010080e803000000000000" + "01" * 32
 
@@ -72,7 +75,13 @@ def test_list_round_trip(start, some):
     for place in filter(None, decode_chunks(record)):
         live[place.container] += HEADER_BYTES + place.stored
     assert {container: length for container, _, length in decode_shares(record)} == live
-    for damaged in (record[:-1], record + b"\0", b"\3" + record[1:], b"", record[:1] + b"\0" + record[2:]):
+    for damaged in (
+        record[:-1],
+        record + b"\0",
+        b"\3" + record[1:],
+        b"",
+        record[:1] + b"\0" + record[2:],
+    ):
         with pytest.raises(Unavailable):
             decode_extents(damaged)
 
@@ -124,8 +133,13 @@ def test_recipes_of_a_long_list_are_several():
     made = pieces.recipes(3, 4, Interleaved(4 << 20, True), some, record)
     assert [piece.index for piece in made] == [count, count + 1]
     told = [unpack_recipe(piece.body) for piece in made]
-    assert [(recipe.first, recipe.count) for recipe in told] == [(0, count), (RECIPE_EXTENTS, count)]
-    assert [*told[0].extents, *told[1].extents] == [(extent.length, extent.digest) for extent in some]
+    assert [(recipe.first, recipe.count) for recipe in told] == [
+        (0, count),
+        (RECIPE_EXTENTS, count),
+    ]
+    assert [*told[0].extents, *told[1].extents] == [
+        (extent.length, extent.digest) for extent in some
+    ]
     size = 10 * (count - 2) + 29
     assert {piece.record for piece in made} == {
         record._replace(ino=3, oid=4, size=size, chunk=4 << 20, count=3)
@@ -197,7 +211,9 @@ class Files:
         return Location(1, container, offset, size, size, 0, digest)
 
     def known(self) -> Counter[bytes]:
-        return Counter(extent.digest for file in self.files.values() for extent in file if extent.shared)
+        return Counter(
+            extent.digest for file in self.files.values() for extent in file if extent.shared
+        )
 
     async def step(self, number: int, kind: str, size: int) -> None:
         transact = self.engine.transact
@@ -252,8 +268,12 @@ class Files:
             self.garbage.update(await transact(chunks.move_chunks, moves))
         elif kind == "replace":
             unknown = self.place(number, b"\xff" * 32)
-            replaced = {digest: self.place(number, digest) for digest in self.places if digest[0] % 2}
-            self.garbage.update(await transact(extents.replace_shared, [unknown, *replaced.values()]))
+            replaced = {
+                digest: self.place(number, digest) for digest in self.places if digest[0] % 2
+            }
+            self.garbage.update(
+                await transact(extents.replace_shared, [unknown, *replaced.values()])
+            )
             self.places |= replaced
 
     def check(self, tx) -> None:
@@ -277,9 +297,14 @@ class Files:
             else:
                 assert not live[container]
         for place in alive:
-            assert place.offset + HEADER_BYTES + place.stored <= chunks.find_container(tx, place.container).length
+            assert (
+                place.offset + HEADER_BYTES + place.stored
+                <= chunks.find_container(tx, place.container).length
+            )
         for oid, file in self.files.items():
-            start, first, some = extents.get_extents(tx, oid, sum(extent.length for extent in file) // 2)
+            start, first, some = extents.get_extents(
+                tx, oid, sum(extent.length for extent in file) // 2
+            )
             assert some and start == sum(extent.length for extent in file[:first])
             for was, now in zip(file[first:], some, strict=False):
                 place = self.places[was.digest]._replace(server=0) if was.shared else was.place
@@ -328,7 +353,9 @@ async def test_a_chunk_that_has_gone_spoils_the_flip_and_nothing_else():
     place = Location(1, 7, 0, 9, 9, 0, b"\1" * 32)
     good = Drained(inode(20), Copy(0, 120), True, extents=[Extent(9, place, True)])
     stale = Drained(inode(21), Copy(0, 121), True, extents=[named(9, b"\2" * 32)])
-    found = stale._replace(extents=[Extent(9, place._replace(digest=b"\2" * 32), True)])  # where it once was
+    found = stale._replace(
+        extents=[Extent(9, place._replace(digest=b"\2" * 32), True)]
+    )  # where it once was
     before = await engine.view(lambda tx: list(tx.range(b"a", b"z")))
     for spoilt in (stale, found):
         with pytest.raises(Stale):
@@ -340,7 +367,9 @@ async def test_a_chunk_that_has_gone_spoils_the_flip_and_nothing_else():
     assert await engine.transact(forms.put_drained, [good, again], [], {b"\1" * 32}) == [120, 121]
     record = await engine.view(shared.find_shared, b"\1" * 32)
     assert record == Shared(place._replace(server=0), 2)
-    assert await engine.view(shared.find_all_shared, [b"\1" * 32, b"\2" * 32]) == {b"\1" * 32: record}
+    assert await engine.view(shared.find_all_shared, [b"\1" * 32, b"\2" * 32]) == {
+        b"\1" * 32: record
+    }
     assert (await engine.view(chunks.find_container, 7)).live == HEADER_BYTES + 9
 
 
@@ -350,8 +379,12 @@ async def test_a_long_list_is_loose_until_a_file_has_it():
     place = Location(1, 7, 0, 9, 9, 0, b"\1" * 32)
     some = [Extent(9, place, True)] * CHUNKS_PER_RECORD
     for first in (0, CHUNKS_PER_RECORD):
-        await engine.transact(extents.put_loose, 1, first, 9 * first, some, {place.digest}, [Growth(7, 5, 2)])
-    await engine.transact(extents.put_loose, 1, 2 * CHUNKS_PER_RECORD, 18 * CHUNKS_PER_RECORD, [Extent(1)])
+        await engine.transact(
+            extents.put_loose, 1, first, 9 * first, some, {place.digest}, [Growth(7, 5, 2)]
+        )
+    await engine.transact(
+        extents.put_loose, 1, 2 * CHUNKS_PER_RECORD, 18 * CHUNKS_PER_RECORD, [Extent(1)]
+    )
     assert (await engine.view(shared.find_shared, place.digest)).references == 2 * CHUNKS_PER_RECORD
     container, lost = await engine.view(chunks.find_readable, 7)
     assert (container.live, container.records, lost) == (HEADER_BYTES + 9, 0, 2)
@@ -360,7 +393,9 @@ async def test_a_long_list_is_loose_until_a_file_has_it():
     with pytest.raises(Stale):
         await engine.transact(extents.put_loose, 2, 0, 0, [named(9, b"\2" * 32)])
     assert await engine.view(lambda tx: tx.get(keys.loose(2))) is None
-    inode = Inode(20, 0o100644, 0, 0, 1, 0, 9, 0, 0, 0, 0, oid=1, layout=Interleaved(4096, variable=True))
+    inode = Inode(
+        20, 0o100644, 0, 0, 1, 0, 9, 0, 0, 0, 0, oid=1, layout=Interleaved(4096, variable=True)
+    )
     await engine.transact(forms.put_drained, [Drained(inode, Copy(0, 120), True)], [])
     assert await engine.view(lambda tx: tx.get(keys.loose(1))) is None
     await engine.transact(chunks.seal_container, 7)

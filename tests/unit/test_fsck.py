@@ -358,7 +358,10 @@ def loop(store: DamagedStore) -> None:
 def bad_name(store: DamagedStore) -> None:
     store.remove_name("/inline")
     ino = store.ino["/inline"]
-    store.put(keys.dentry(ROOT, b"x/y"), store.dentry("/nothing")._replace(ino=ino, cookie=COOKIE).encode())
+    store.put(
+        keys.dentry(ROOT, b"x/y"),
+        store.dentry("/nothing")._replace(ino=ino, cookie=COOKIE).encode(),
+    )
     store.put(keys.entry(ROOT, COOKIE), encode_entry(ino, FILE, b"x/y"))
 
 
@@ -488,9 +491,14 @@ def unreadable_record_of_no_copy(store: DamagedStore) -> None:
     store.put(keys.burst_copy(4000), b"?")
 
 
-@mended(("stray-record", "record of burst copy 4000"), ("stray-record", "record of burst copy 4001"))
+@mended(
+    ("stray-record", "record of burst copy 4000"), ("stray-record", "record of burst copy 4001")
+)
 def records_of_no_copy(store: DamagedStore) -> None:
-    store.put(keys.burst_copy(4000), BurstRecord(store.ino["/inline"], BURST_FIRST, True, True, 1).encode())
+    store.put(
+        keys.burst_copy(4000),
+        BurstRecord(store.ino["/inline"], BURST_FIRST, True, True, 1).encode(),
+    )
     store.put(keys.burst_copy(4001), BurstRecord(4711, BURST_FIRST, False, True, 1).encode())
 
 
@@ -567,7 +575,9 @@ def wrong_count_of_live_bytes(store: DamagedStore) -> None:
 
 COMMON_CHUNK = f"shared chunk {chunk_codec.digest_of(COMMON.data).hex()[:16]}"
 UNKNOWN = chunk_codec.digest_of(b"unknown")
-GROUP = GroupRecord(7, groups.Options(b"step", 2, 1 << 20, False, 1000, 0, False, b""), 0, 0, 1, state="durable")
+GROUP = GroupRecord(
+    7, groups.Options(b"step", 2, 1 << 20, False, 1000, 0, False, b""), 0, 0, 1, state="durable"
+)
 UNKNOWN_CHUNK = f"shared chunk {UNKNOWN.hex()[:16]}"
 
 
@@ -661,7 +671,9 @@ def test_damage_is_named_and_mended(store: DamagedStore, damage: Damage) -> None
     assert store.found() == []
 
 
-def _moved(store: DamagedStore, tree: dict[str, int], moves: dict[str, str | None]) -> dict[str, int]:
+def _moved(
+    store: DamagedStore, tree: dict[str, int], moves: dict[str, str | None]
+) -> dict[str, int]:
     moved = {}
     for path, ino in tree.items():
         for old, new in moves.items():
@@ -726,7 +738,9 @@ def layout_with_an_unknown_server(store: DamagedStore) -> None:
 @stays(("shared-objects", "/z/moved"))
 def two_files_with_one_object_id(store: DamagedStore) -> None:
     for number in range(4):
-        for path in Path(store.config.servers[number]).glob(f"objects/*/*/*.{store.ino['/z/moved']:x}"):
+        for path in Path(store.config.servers[number]).glob(
+            f"objects/*/*/*.{store.ino['/z/moved']:x}"
+        ):
             path.rename(path.with_name(f"{store.ino['/a/striped']:016x}.{store.ino['/z/moved']:x}"))
     store.delete(keys.checksums(store.inode("/z/moved").oid, 0))
     store.change("/z/moved", oid=store.ino["/a/striped"])
@@ -842,7 +856,9 @@ def test_what_cannot_be_mended_is_named_and_left_alone(store: DamagedStore, dama
 # --- objects -----------------------------------------------------------------------------------------
 
 
-def test_a_missing_object_is_named_with_the_lost_bytes_and_stays_missing(store: DamagedStore) -> None:
+def test_a_missing_object_is_named_with_the_lost_bytes_and_stays_missing(
+    store: DamagedStore,
+) -> None:
     server, path = store.object("/a/striped", 2)
     path.unlink()
     for repair in (False, True, False):
@@ -851,7 +867,9 @@ def test_a_missing_object_is_named_with_the_lost_bytes_and_stays_missing(store: 
         assert (finding.kind, finding.where) == ("missing-object", "/a/striped")
         assert not finding.repaired and not report.ok
         assert f"data server {server}:" in finding.detail and str(path) in finding.detail
-        assert finding.detail.endswith(f"lost: {2 * UNIT + 5} bytes between {2 * UNIT} and {10 * UNIT + 4}")
+        assert finding.detail.endswith(
+            f"lost: {2 * UNIT + 5} bytes between {2 * UNIT} and {10 * UNIT + 4}"
+        )
     assert not path.exists()
 
     async def read(fs: Filesystem) -> None:
@@ -869,7 +887,11 @@ def test_a_short_object_is_named_with_the_lost_bytes(store: DamagedStore) -> Non
     os.truncate(path, UNIT + 10)
     for repair in (False, True):
         (finding,) = store.check(repair).findings
-        assert (finding.kind, finding.where, finding.repaired) == ("short-object", "/a/striped", False)
+        assert (finding.kind, finding.where, finding.repaired) == (
+            "short-object",
+            "/a/striped",
+            False,
+        )
         assert f"data server {server}: {path} has {UNIT + 10} of {2 * UNIT} bytes" in finding.detail
         assert finding.detail.endswith(f"lost: bytes {7 * UNIT + 10} to {8 * UNIT - 1}")
     assert path.stat().st_size == UNIT + 10
@@ -896,7 +918,9 @@ def test_a_longer_object_is_no_damage(store: DamagedStore) -> None:
     _, path = store.object("/a/b/short", 0)
     os.truncate(path, 3 * UNIT)
     beyond = store.inode("/a/b/short").layout.servers[1]
-    other = Path(store.config.servers[beyond], path.relative_to(store.config.servers[_owner(store, path)]))
+    other = Path(
+        store.config.servers[beyond], path.relative_to(store.config.servers[_owner(store, path)])
+    )
     other.parent.mkdir(parents=True, exist_ok=True)
     other.write_bytes(b"an append that a power cut undid")
     assert store.found(repair=True) == []
@@ -904,10 +928,14 @@ def test_a_longer_object_is_no_damage(store: DamagedStore) -> None:
 
 
 def _owner(store: DamagedStore, path: Path) -> int:
-    return next(number for number, root in enumerate(store.config.servers) if path.is_relative_to(root))
+    return next(
+        number for number, root in enumerate(store.config.servers) if path.is_relative_to(root)
+    )
 
 
-def test_a_file_with_a_dirty_mark_may_lack_objects_until_recovery_has_settled_it(store: DamagedStore) -> None:
+def test_a_file_with_a_dirty_mark_may_lack_objects_until_recovery_has_settled_it(
+    store: DamagedStore,
+) -> None:
     _, path = store.object("/a/striped", 1)
     os.truncate(path, 7)
     store.put(keys.dirty(store.ino["/a/striped"]), b"")
@@ -919,11 +947,15 @@ def test_a_file_with_a_dirty_mark_may_lack_objects_until_recovery_has_settled_it
 @pytest.mark.parametrize("ino", [4000, "inline", "other oid", "other server"])
 def test_an_orphan_object_is_moved_aside(store: DamagedStore, ino: int | str) -> None:
     root = Path(store.config.servers[2])
-    name = f"{4000:016x}.{ino if isinstance(ino, str) else 4000:x}" if ino == 4000 else {
-        "inline": f"{4000:016x}.{store.ino['/inline']:x}",
-        "other oid": f"{4000:016x}.{store.ino['/a/striped']:x}",
-        "other server": f"{4000:016x}.{store.ino['/z/moved']:x}",
-    }[str(ino)]  # fmt: skip
+    name = (
+        f"{4000:016x}.{ino if isinstance(ino, str) else 4000:x}"
+        if ino == 4000
+        else {
+            "inline": f"{4000:016x}.{store.ino['/inline']:x}",
+            "other oid": f"{4000:016x}.{store.ino['/a/striped']:x}",
+            "other server": f"{4000:016x}.{store.ino['/z/moved']:x}",
+        }[str(ino)]
+    )
     if ino == "other server":
         store.change("/z/moved", oid=store.ino["/z/moved"])
         layout = store.inode("/z/moved").layout
@@ -990,8 +1022,15 @@ def test_a_missing_burst_copy_is_named_with_the_lost_bytes(store: DamagedStore) 
     path.unlink()
     for repair in (False, True):
         (finding,) = store.check(repair).findings
-        assert (finding.kind, finding.where, finding.repaired) == ("missing-object", "/fast/new", False)
-        assert finding.detail == f"burst directory 0: {path} is missing; lost: bytes 0 to {3 * UNIT + 6}"
+        assert (finding.kind, finding.where, finding.repaired) == (
+            "missing-object",
+            "/fast/new",
+            False,
+        )
+        assert (
+            finding.detail
+            == f"burst directory 0: {path} is missing; lost: bytes 0 to {3 * UNIT + 6}"
+        )
 
 
 def test_a_short_burst_copy_is_named_with_the_lost_bytes(store: DamagedStore) -> None:
@@ -999,7 +1038,11 @@ def test_a_short_burst_copy_is_named_with_the_lost_bytes(store: DamagedStore) ->
     os.truncate(path, UNIT)
     for repair in (False, True):
         (finding,) = store.check(repair).findings
-        assert (finding.kind, finding.where, finding.repaired) == ("short-object", "/fast/new", False)
+        assert (finding.kind, finding.where, finding.repaired) == (
+            "short-object",
+            "/fast/new",
+            False,
+        )
         lost = f"lost: bytes {UNIT} to {3 * UNIT + 6}"
         assert finding.detail.endswith(f"has {UNIT} of {3 * UNIT + 7} bytes; {lost}")
     assert path.stat().st_size == UNIT
@@ -1056,14 +1099,20 @@ def test_the_copy_of_a_record_that_nobody_refers_to_is_moved_aside(store: Damage
     report = store.check(repair=True)
     unreadable = ("unreadable-record", f"record of burst copy {COPY_ID + 1}")
     assert _kinds(report) == [("orphan-object", str(path)), unreadable]
-    assert report.ok and (Path(store.config.burst.directories[0]) / "lost+found" / path.name).exists()
+    assert (
+        report.ok and (Path(store.config.burst.directories[0]) / "lost+found" / path.name).exists()
+    )
     assert store.found() == []
 
 
-def test_a_burst_directory_that_is_missing_is_named_with_what_is_at_stake(store: DamagedStore) -> None:
+def test_a_burst_directory_that_is_missing_is_named_with_what_is_at_stake(
+    store: DamagedStore,
+) -> None:
     burst = Path(store.config.burst.directories[0])
     burst.rename(burst.with_name("away"))
-    with pytest.raises(StoreError, match="burst directory 0.*1 files have their newest bytes there alone"):
+    with pytest.raises(
+        StoreError, match="burst directory 0.*1 files have their newest bytes there alone"
+    ):
         store.check()
 
 
@@ -1072,8 +1121,14 @@ def test_a_missing_container_is_named_with_the_files_that_lost_bytes(store: Dama
     path.unlink()
     for repair in (False, True):
         report = store.check(repair)
-        expected = [("lost-chunk", "/a/chunks"), ("lost-chunk", "/z/chunk"), ("missing-container", str(path))]
-        assert _kinds(report) == expected and not any(finding.repaired for finding in report.findings)
+        expected = [
+            ("lost-chunk", "/a/chunks"),
+            ("lost-chunk", "/z/chunk"),
+            ("missing-container", str(path)),
+        ]
+        assert _kinds(report) == expected and not any(
+            finding.repaired for finding in report.findings
+        )
 
 
 def test_a_short_container_is_named_with_the_files_that_lost_bytes(store: DamagedStore) -> None:
@@ -1084,7 +1139,9 @@ def test_a_short_container_is_named_with_the_files_that_lost_bytes(store: Damage
 
 
 @pytest.mark.parametrize("record", [None, b"?"])
-def test_a_container_that_files_name_is_never_moved(store: DamagedStore, record: bytes | None) -> None:
+def test_a_container_that_files_name_is_never_moved(
+    store: DamagedStore, record: bytes | None
+) -> None:
     number, path = store.container()
     if record is None:
         store.delete(keys.container(number), keys.open_container(number))
@@ -1103,7 +1160,9 @@ def test_what_is_left_of_a_loose_list_counts_until_it_is_dropped(
     oid, other = store.inode("/a/first").oid, 4000
 
     def loosen(tx: Transaction) -> None:
-        first, last = (tx.get(keys.chunk_list(oid, number)) for number in (0, 2 * CHUNKS_PER_RECORD))
+        first, last = (
+            tx.get(keys.chunk_list(oid, number)) for number in (0, 2 * CHUNKS_PER_RECORD)
+        )
         tx.put(keys.chunk_list(other, 0), first)
         tx.put(keys.chunk_list(other, 2 * CHUNKS_PER_RECORD), last)
         tx.put(keys.loose(other), b"")
@@ -1140,11 +1199,15 @@ def test_all_bytes_are_what_was_stored(store: DamagedStore) -> None:
     report = check(store.config, False, lambda *call: calls.append(call), deep=True)
     assert report.findings == []
     records = [value for key, value in store.records().items() if key[:1] == b"t"]
-    size = store.inode("/z/moved").size + sum(chunks.decode_container(record).length for record in records)
+    size = store.inode("/z/moved").size + sum(
+        chunks.decode_container(record).length for record in records
+    )
     assert [call for call in calls if call[0] == "bytes"][-1] == ("bytes", size, size)
 
 
-def test_changed_bytes_of_striped_files_are_found_by_a_deep_check_alone(store: DamagedStore) -> None:
+def test_changed_bytes_of_striped_files_are_found_by_a_deep_check_alone(
+    store: DamagedStore,
+) -> None:
     server, path = store.object("/z/moved", 1)
     _spoil(path, 5)
     assert store.found() == []
@@ -1160,7 +1223,9 @@ def test_each_wrong_mib_of_a_large_file_is_told(store: DamagedStore) -> None:
     data = bytes(range(256)) * (20 * mib // 256) + b"end"
     store.use(lambda fs: store.write(fs, "/a/large", data))
     parts = [data[start : start + mib] for start in range(0, len(data), mib)]
-    store.put(keys.checksums(store.inode("/a/large").oid, 0), b"".join(map(chunk_codec.digest_of, parts)))
+    store.put(
+        keys.checksums(store.inode("/a/large").oid, 0), b"".join(map(chunk_codec.digest_of, parts))
+    )
     assert store.check(deep=True).findings == []
     for index, number in ((0, 3), (1, 4), (0, 9)):
         _spoil(store.object("/a/large", index)[1], number * mib // 2)  # two servers
@@ -1186,7 +1251,9 @@ def test_changed_bytes_of_chunks_are_found(store: DamagedStore) -> None:
     assert finding.detail == f"bytes {CHUNK} to {3 * CHUNK - 1}, on data server {places[1].server}"
 
 
-def test_changed_bytes_of_a_shared_chunk_are_read_once_and_all_its_users_are_named(store: DamagedStore) -> None:
+def test_changed_bytes_of_a_shared_chunk_are_read_once_and_all_its_users_are_named(
+    store: DamagedStore,
+) -> None:
     _, path = store.shared_container()
     place = _common(store).place
     _spoil(path, place.offset + HEADER_BYTES + 1)
@@ -1240,7 +1307,9 @@ def test_a_cached_copy_is_kept_where_the_data_servers_lack_bytes(store: DamagedS
     store.add_copy("/z/moved", store.read("/z/moved"))
     _spoil(store.object("/z/moved", 1)[1], 5)
     (finding,) = store.check(repair=True, deep=True).findings
-    assert finding.kind == "wrong-checksum" and finding.detail.endswith(f"whole: {store.copy('/z/moved')}")
+    assert finding.kind == "wrong-checksum" and finding.detail.endswith(
+        f"whole: {store.copy('/z/moved')}"
+    )
     _spoil(store.copy("/z/moved"), 10)
     report = store.check(repair=True, deep=True)
     assert _kinds(report) == [("bad-cache", "/z/moved"), ("wrong-checksum", "/z/moved")]
@@ -1257,7 +1326,9 @@ def test_what_drains_and_stages_leave_is_in_order(tmp_path: Path, kind: str) -> 
         async with open_filesystem(config) as fs:
             inos = []
             for number, size in enumerate((0, 100, 50_000, (3 << 20) + 1)):
-                (handle, *_), inode = await fs.create(ROOT, b"%d" % number, 0o644, os.O_RDWR, NOBODY)
+                (handle, *_), inode = await fs.create(
+                    ROOT, b"%d" % number, 0o644, os.O_RDWR, NOBODY
+                )
                 await fs.write(handle, 0, os.urandom(size))
                 await fs.release(handle)
                 inos.append(inode.ino)
@@ -1309,7 +1380,11 @@ def test_a_healthy_store_has_no_findings_and_is_counted(store: DamagedStore) -> 
 
 def _lengths(inode: Inode) -> list[int]:
     layout = inode.layout if isinstance(inode.layout, Striped) else None
-    return [layout.object_length(index, inode.size) for index in range(len(layout.servers))] if layout else []
+    return (
+        [layout.object_length(index, inode.size) for index in range(len(layout.servers))]
+        if layout
+        else []
+    )
 
 
 def test_a_store_whose_daemon_was_killed_is_recovered_first(store: DamagedStore) -> None:
@@ -1344,7 +1419,11 @@ def test_recovery_that_fails_is_named(store: DamagedStore, monkeypatch: pytest.M
     _, path = store.object("/a/striped", 1)
     path.unlink()
     (finding,) = store.check(repair=True).findings
-    assert (finding.kind, finding.detail, finding.repaired) == ("unrecovered", "the disk is on fire", False)
+    assert (finding.kind, finding.detail, finding.repaired) == (
+        "unrecovered",
+        "the disk is on fire",
+        False,
+    )
 
 
 def test_a_new_store_has_no_findings(tmp_path: Path) -> None:
@@ -1424,7 +1503,9 @@ def test_paths_are_printable(store: DamagedStore) -> None:
     assert finding.where == "/new\\nline \\xff é"
 
 
-def test_a_store_that_recovery_would_damage_is_not_recovered_without_repair(store: DamagedStore) -> None:
+def test_a_store_that_recovery_would_damage_is_not_recovered_without_repair(
+    store: DamagedStore,
+) -> None:
     """The orphan record would have the collector erase a file that has a name."""
     store.put(keys.orphan(store.ino["/inline"]), b"")
     store.put(keys.dirty(store.ino["/a/striped"]), b"")
@@ -1453,7 +1534,13 @@ def test_a_wrong_server_directory_is_refused(store: DamagedStore) -> None:
 
 def test_every_kind_of_finding_is_tested() -> None:
     tested = {kind for damage in (*MENDED.values(), *STAYS.values()) for kind, _ in damage.found}
-    by_themselves = {"missing-object", "short-object", "orphan-object", "unlistable-server", "unrecovered"}
+    by_themselves = {
+        "missing-object",
+        "short-object",
+        "orphan-object",
+        "unlistable-server",
+        "unrecovered",
+    }
     by_themselves |= {"degraded", "lost-chunk", "missing-container", "short-container"}
     by_themselves |= {"unreadable-bytes", "wrong-checksum", "wrong-references"}
     assert tested | by_themselves == set(KINDS)

@@ -23,7 +23,9 @@ from aifs.fuse.session import mount_arguments
 from aifs.meta.records import Inode
 from aifs.vfs.types import Opened, StatFs
 
-KERNEL = SimpleNamespace(entry_timeout_s=10.0, attr_timeout_s=20.0, negative_timeout_s=30.0, read_ahead=0)
+KERNEL = SimpleNamespace(
+    entry_timeout_s=10.0, attr_timeout_s=20.0, negative_timeout_s=30.0, read_ahead=0
+)
 TIMES = ("atime", "mtime", "ctime")
 CALLER = SimpleNamespace(uid=1, gid=2, pid=3, umask=0o22)
 
@@ -86,7 +88,9 @@ async def test_filesystem_errors_are_answered_with_their_errno() -> None:
     assert caught.value.errno == errno.ENOTEMPTY
 
 
-async def test_bugs_are_answered_with_eio_and_logged_with_their_stack(caplog: pytest.LogCaptureFixture) -> None:
+async def test_bugs_are_answered_with_eio_and_logged_with_their_stack(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ops, _ = edge(ZeroDivisionError("a bug"))
     with pytest.raises(pyfuse3.FUSEError) as caught:
         await ops.getattr(1, CALLER)
@@ -131,7 +135,19 @@ async def test_all_attributes_and_timeouts_reach_the_kernel() -> None:
     ops, _ = edge(inode())
     entry = await ops.getattr(7, CALLER)
     found = inode()
-    for field in ("mode", "uid", "gid", "nlink", "rdev", "size", "blocks", "ino", "atime_ns", "mtime_ns", "ctime_ns"):
+    for field in (
+        "mode",
+        "uid",
+        "gid",
+        "nlink",
+        "rdev",
+        "size",
+        "blocks",
+        "ino",
+        "atime_ns",
+        "mtime_ns",
+        "ctime_ns",
+    ):
         assert getattr(entry, f"st_{field}") == getattr(found, field)
     assert (entry.entry_timeout, entry.attr_timeout) == (10.0, 20.0)
 
@@ -160,7 +176,9 @@ async def test_what_a_request_owes_to_set_id_bits_is_passed_on(owed: bool) -> No
     await ops.open(7, os.O_WRONLY, CALLER)
     await ops.write(3, 10, b"bytes")
     fs.answer = inode()
-    fields = SimpleNamespace(**{f"update_{name}": False for name in ("mode", "uid", "gid", "size", *TIMES)})
+    fields = SimpleNamespace(
+        **{f"update_{name}": False for name in ("mode", "uid", "gid", "size", *TIMES)}
+    )
     await ops.setattr(7, pyfuse3.EntryAttributes(), fields, None, CALLER)
     (_, opened), (_, written), (_, set_to) = fs.calls
     assert (opened, written) == ((7, os.O_WRONLY, owed), (3, 10, b"bytes", owed))
@@ -197,7 +215,14 @@ async def test_forgotten_inodes_are_passed_on_without_counts() -> None:
 def test_options_name_source_and_type_and_survive_commas() -> None:
     config = SimpleNamespace(source="/a,b\\c")
     options = mount_arguments(config, MountOptions(True, True, ["nodev"]))  # type: ignore[arg-type]
-    assert options == {"fsname=/a\\,b\\\\c", "subtype=aifs", "default_permissions", "nodev", "ro", "allow_other"}
+    assert options == {
+        "fsname=/a\\,b\\\\c",
+        "subtype=aifs",
+        "default_permissions",
+        "nodev",
+        "ro",
+        "allow_other",
+    }
 
 
 # --- listings ---
@@ -222,14 +247,18 @@ class Reply:
         self.room = room
         self.got: list[tuple[bytes, int, int]] = []
 
-    def __call__(self, token: object, name: bytes, entry: pyfuse3.EntryAttributes, next_id: int) -> bool:
+    def __call__(
+        self, token: object, name: bytes, entry: pyfuse3.EntryAttributes, next_id: int
+    ) -> bool:
         if len(self.got) == self.room:
             return False
         self.got.append((name, entry.st_ino, next_id))
         return True
 
 
-async def _read(ops: Operations, handle: int, cookie: int, room: int) -> list[tuple[bytes, int, int]]:
+async def _read(
+    ops: Operations, handle: int, cookie: int, room: int
+) -> list[tuple[bytes, int, int]]:
     reply = Reply(room)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pyfuse3, "readdir_reply", reply)
@@ -337,7 +366,9 @@ async def test_what_is_readable_is_read_without_a_turn_for_others() -> None:
                 coroutine.send(None)
             except StopIteration:
                 break
-            raise AssertionError(f"suspended with {before} runnable tasks though a request is there")
+            raise AssertionError(
+                f"suspended with {before} runnable tasks though a request is there"
+            )
         scheduler.waiting_requests = 1  # now somebody else needs the turn
         with trio.CancelScope() as scope:
             scope.cancel()
@@ -399,7 +430,11 @@ def test_every_filesystem_error_has_an_errno_that_the_kernel_takes() -> None:
     assert all(0 < kind.errno < 512 for kind in kinds)
 
 
-@pytest.mark.parametrize(("reason", "kept"), [("No such file or directory", False), ("Invalid argument", True)])
+@pytest.mark.parametrize(
+    ("reason", "kept"), [("No such file or directory", False), ("Invalid argument", True)]
+)
 def test_a_reply_that_nobody_waits_for_is_no_error_in_the_log(reason: str, kept: bool) -> None:
-    record = logging.LogRecord("pyfuse3", logging.ERROR, "", 0, "fuse_read(): failed with %s", (reason,), None)
+    record = logging.LogRecord(
+        "pyfuse3", logging.ERROR, "", 0, "fuse_read(): failed with %s", (reason,), None
+    )
     assert session.is_error(record) is kept

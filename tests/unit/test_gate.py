@@ -15,7 +15,9 @@ async def test_many_enter_together() -> None:
     gate.leave_shared()
 
 
-async def test_one_alone_waits_for_those_inside_and_keeps_out_the_rest(nursery: trio.Nursery) -> None:
+async def test_one_alone_waits_for_those_inside_and_keeps_out_the_rest(
+    nursery: trio.Nursery,
+) -> None:
     gate, events = Gate(), []
     await gate.enter_shared()
     await gate.enter_shared()
@@ -90,7 +92,9 @@ async def test_who_gives_up_lets_the_others_in(nursery: trio.Nursery) -> None:
         await gate.enter_alone()
 
 
-async def test_who_gives_up_while_waiting_to_share_leaves_nothing_behind(nursery: trio.Nursery) -> None:
+async def test_who_gives_up_while_waiting_to_share_leaves_nothing_behind(
+    nursery: trio.Nursery,
+) -> None:
     gate, scope = Gate(), trio.CancelScope()
     await gate.enter_alone()
 

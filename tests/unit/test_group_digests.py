@@ -61,15 +61,21 @@ def likenesses(draw: st.DrawFn) -> list[bytes]:
     """Chunks of one length that share beginnings, parts and ends."""
     parts = draw(st.integers(0, 5))
     rest = draw(st.integers(1, PART))
-    one = st.sampled_from([bytes(PART), b"a" * PART, b"a" * (PART - 1) + b"b", b"b" + b"a" * (PART - 1)])
-    chunk = st.lists(one, min_size=parts + 1, max_size=parts + 1).map(lambda some: b"".join(some)[: parts * PART + rest])
+    one = st.sampled_from(
+        [bytes(PART), b"a" * PART, b"a" * (PART - 1) + b"b", b"b" + b"a" * (PART - 1)]
+    )
+    chunk = st.lists(one, min_size=parts + 1, max_size=parts + 1).map(
+        lambda some: b"".join(some)[: parts * PART + rest]
+    )
     return draw(st.lists(chunk, min_size=1, max_size=6))
 
 
 @given(likenesses(), st.data())
 def test_digests_are_those_of_each_alone(contents: list[bytes], data: st.DataObject) -> None:
     shifts = [data.draw(st.integers(0, 3)) for _ in contents]
-    device = Device([b"x" * shift + content for shift, content in zip(shifts, contents, strict=True)])
+    device = Device(
+        [b"x" * shift + content for shift, content in zip(shifts, contents, strict=True)]
+    )
     found = digest(len(contents[0]), list(zip(sources(device), shifts, strict=True)))
     assert found.digests == [alone(content) for content in contents]
     assert len(set(device.reads)) == len(device.reads)  # every byte is read once
@@ -108,7 +114,9 @@ def test_one_that_changes_meanwhile_does_not_spoil_it_for_the_others() -> None:
     device = Changing([content] * 3)
     found = digest(len(content), [(source, 0) for source in sources(device)]).digests
     assert found[1:] == [alone(content)] * 2
-    assert found[0] == alone(content[: 2 * PART] + b"x" * 2 * PART)  # of what was read, whatever that is worth
+    assert found[0] == alone(
+        content[: 2 * PART] + b"x" * 2 * PART
+    )  # of what was read, whatever that is worth
 
 
 def test_holes_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +127,7 @@ def test_holes_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device([bytes(PART), b"a" * PART])
     places = [(source, 0) for source in sources(device, sparse=True)]
     assert [found.digests for found in digest_all([(PART, places), (PART // 2, places[:1])])] == [
-        [ZEROS, alone(b"a" * PART)], [ZEROS],
-    ]  # fmt: skip
+        [ZEROS, alone(b"a" * PART)],
+        [ZEROS],
+    ]
     assert device.reads == [(1, 0)]

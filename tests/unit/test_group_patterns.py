@@ -40,7 +40,11 @@ def test_a_file_becomes_a_pattern() -> None:
     assert pattern_file.parse("f", GOOD) == Pattern(
         tuple(Source(f"host{i}", 10**9, 1 << 30) for i in range(4)),
         (Destination("server", 2 * 10**9), Destination("other", 10**9, 10**12)),
-        (ChunkClass(4 << 20, 10, (0, 3)), ChunkClass(4 << 20, 10, (1, 2)), ChunkClass(1 << 20, 5, (1,))),
+        (
+            ChunkClass(4 << 20, 10, (0, 3)),
+            ChunkClass(4 << 20, 10, (1, 2)),
+            ChunkClass(1 << 20, 5, (1,)),
+        ),
         {(1, 0): 10**8, (1, 1): 10**8, (3, 0): 10**8, (3, 1): 5 * 10**7},
     )
 
@@ -48,19 +52,47 @@ def test_a_file_becomes_a_pattern() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("bandwidth: 2GB", "bandwidth: fast", "f:4: destinations[0].bandwidth: 'fast' is not a size from 1"),
-        ("memory:", "memroy:", "f:2: sources[0].memroy: unknown key; the nearest valid key is memory"),
+        (
+            "bandwidth: 2GB",
+            "bandwidth: fast",
+            "f:4: destinations[0].bandwidth: 'fast' is not a size from 1",
+        ),
+        (
+            "memory:",
+            "memroy:",
+            "f:2: sources[0].memroy: unknown key; the nearest valid key is memory",
+        ),
         ("chunks:", "chunk:", "f:1: chunks: is missing"),
         ("    bandwidth: 1GB\n", "", "f:5: destinations[1].bandwidth: is missing"),
-        ("from: host3", "from: host4", "f:10: links[1].from: there is no host4; the nearest name is host3"),
+        (
+            "from: host3",
+            "from: host4",
+            "f:10: links[1].from: there is no host4; the nearest name is host3",
+        ),
         ("sharers: 2", "sharers: 3", "f:12: chunks[0].sharers: 3 does not divide 4 sources"),
-        ('"host[0-3]"', '"host[3-0]"', "f:2: sources[0].name: 'host[3-0]' is not a name, a row of names"),
-        ("destinations:", "  - {name: host0, bandwidth: 1}\ndestinations:", "f: source host0 is given twice"),
+        (
+            '"host[0-3]"',
+            '"host[3-0]"',
+            "f:2: sources[0].name: 'host[3-0]' is not a name, a row of names",
+        ),
+        (
+            "destinations:",
+            "  - {name: host0, bandwidth: 1}\ndestinations:",
+            "f: source host0 is given twice",
+        ),
         ("count: 10", "count: 0", "f:12: chunks[0].count: 0 is not a whole number from 1"),
         ("count: 10,", "count: 10, count: 9,", "f:12: chunks[0].count: given twice"),
-        ("sources:\n  -", "replicas: 3\nsources:\n  -", "f: 3 replicas need as many destinations, not 2"),
+        (
+            "sources:\n  -",
+            "replicas: 3\nsources:\n  -",
+            "f: 3 replicas need as many destinations, not 2",
+        ),
         ("links:\n", "links: all\nchunk_s:\n", "f:8: links: must be a list of entries"),
-        ("  - {size: 1MiB", "  - nothing\n  - {size: 1MiB", "f:13: chunks[1]: must be an entry of keys and values"),
+        (
+            "  - {size: 1MiB",
+            "  - nothing\n  - {size: 1MiB",
+            "f:13: chunks[1]: must be an entry of keys and values",
+        ),
         ("{size: 1MiB", "{size: 1MiB]", "f:13: not valid YAML"),
     ],
 )
@@ -88,7 +120,10 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 def grown(pattern: Pattern, factor: float) -> Pattern:
     return replace(
-        pattern, sources=tuple(replace(node, bandwidth=int(node.bandwidth * factor)) for node in pattern.sources)
+        pattern,
+        sources=tuple(
+            replace(node, bandwidth=int(node.bandwidth * factor)) for node in pattern.sources
+        ),
     )
 
 
@@ -120,7 +155,10 @@ def test_a_plan_is_made_anew_when_it_may_not_do() -> None:
         replace(pattern, links={}),
         replace(pattern, replicas=2),
         replace(pattern, classes=fewer_duplicates),
-        replace(pattern, destinations=(pattern.destinations[0], replace(pattern.destinations[1], space=0))),
+        replace(
+            pattern,
+            destinations=(pattern.destinations[0], replace(pattern.destinations[1], space=0)),
+        ),
     ):
         cache = PlanCache()
         cache.plan(pattern)
@@ -170,7 +208,9 @@ def test_many_links_are_cut_short(capsys: pytest.CaptureFixture[str]) -> None:
     assert "links that are less busy (--json shows all)" in capsys.readouterr().out
 
 
-def test_the_picture_is_whole_and_refers_to_nothing_outside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_picture_is_whole_and_refers_to_nothing_outside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "plan.svg"
     assert main(["group", "plan", str(CONFIG / "group-links.yaml"), "--svg", str(out)]) == 0
     svg = out.read_text()
@@ -182,7 +222,10 @@ def test_the_picture_is_whole_and_refers_to_nothing_outside(tmp_path: Path, caps
 def test_both_solvers_plan_alike(capsys: pytest.CaptureFixture[str]) -> None:
     found = {}
     for solver in planner.SOLVERS:
-        assert main(["group", "plan", str(CONFIG / "group-links.yaml"), "--json", "--solver", solver]) == 0
+        assert (
+            main(["group", "plan", str(CONFIG / "group-links.yaml"), "--json", "--solver", solver])
+            == 0
+        )
         found[solver] = json.loads(capsys.readouterr().out)
     assert found["fast"]["time_s"] == pytest.approx(found["lp"]["time_s"], rel=0.01)
 

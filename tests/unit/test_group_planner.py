@@ -19,18 +19,25 @@ MB, MIB = 10**6, 1 << 20
 
 
 @st.composite
-def patterns(draw: st.DrawFn, nodes: int = 5, chunks: tuple[int, int] = (100, 2000), caps: bool = True) -> Pattern:
+def patterns(
+    draw: st.DrawFn, nodes: int = 5, chunks: tuple[int, int] = (100, 2000), caps: bool = True
+) -> Pattern:
     """Any pattern; counts are such that a chunk is a small part of what a node moves."""
     bandwidth = st.integers(100, 1000).map(lambda number: number * MB)
     sources, destinations = draw(st.integers(1, nodes)), draw(st.integers(1, nodes))
     replicas = draw(st.integers(1, min(3, destinations)))
-    holders = st.sets(st.integers(0, sources - 1), min_size=1).map(lambda found: tuple(sorted(found)))
+    holders = st.sets(st.integers(0, sources - 1), min_size=1).map(
+        lambda found: tuple(sorted(found))
+    )
     classes = draw(
         st.lists(
-            st.builds(ChunkClass, st.sampled_from((MIB // 4, MIB, 4 * MIB)), st.integers(*chunks), holders),
-            min_size=1, max_size=6,
+            st.builds(
+                ChunkClass, st.sampled_from((MIB // 4, MIB, 4 * MIB)), st.integers(*chunks), holders
+            ),
+            min_size=1,
+            max_size=6,
         )
-    )  # fmt: skip
+    )
     copies = replicas * sum(kind.bytes for kind in classes)
 
     def cap(nodes: int) -> st.SearchStrategy[int | None]:
@@ -40,7 +47,10 @@ def patterns(draw: st.DrawFn, nodes: int = 5, chunks: tuple[int, int] = (100, 20
     pairs = list(itertools.product(range(sources), range(destinations)))
     return Pattern(
         tuple(Source(f"s{i}", draw(bandwidth), draw(cap(sources))) for i in range(sources)),
-        tuple(Destination(f"d{i}", draw(bandwidth), draw(cap(destinations))) for i in range(destinations)),
+        tuple(
+            Destination(f"d{i}", draw(bandwidth), draw(cap(destinations)))
+            for i in range(destinations)
+        ),
         tuple(classes),
         draw(st.dictionaries(st.sampled_from(pairs), bandwidth)),
         replicas,
@@ -50,7 +60,9 @@ def patterns(draw: st.DrawFn, nodes: int = 5, chunks: tuple[int, int] = (100, 20
 def chunk_s(pattern: Pattern) -> float:
     """How long the largest chunk takes over the slowest part: no rounding can be blamed for more."""
     slowest = min(
-        *(node.bandwidth for node in (*pattern.sources, *pattern.destinations)), *pattern.links.values(), 1 << 60
+        *(node.bandwidth for node in (*pattern.sources, *pattern.destinations)),
+        *pattern.links.values(),
+        1 << 60,
     )
     return max(kind.size for kind in pattern.classes) / slowest
 
@@ -89,7 +101,9 @@ def test_the_fast_planner_is_within_two_percent_of_the_linear_program(pattern: P
 
 @settings(max_examples=20, deadline=None)
 @given(patterns(), st.booleans())
-def test_the_lower_bound_is_exact_without_links_or_without_replicas(pattern: Pattern, linked: bool) -> None:
+def test_the_lower_bound_is_exact_without_links_or_without_replicas(
+    pattern: Pattern, linked: bool
+) -> None:
     pattern = replace(pattern, replicas=1) if linked else replace(pattern, links={})
     try:
         _, optimum_s = lp.solve(pattern)
@@ -118,7 +132,10 @@ def best_whole(pattern: Pattern) -> float:
                 taken[destination] += size
                 carried[source, destination] += size
         times = [size / pattern.sources[source].bandwidth for source, size in sent.items()]
-        times += [size / pattern.destinations[destination].bandwidth for destination, size in taken.items()]
+        times += [
+            size / pattern.destinations[destination].bandwidth
+            for destination, size in taken.items()
+        ]
         times += [carried[link] / bandwidth for link, bandwidth in pattern.links.items()]
         best = min(best, max(times))
     return best
@@ -138,7 +155,11 @@ def test_tiny_plans_against_brute_force(seed: int) -> None:
         tuple(Source(f"s{i}", bandwidth()) for i in range(sources)),
         tuple(Destination(f"d{i}", bandwidth()) for i in range(destinations)),
         tuple(
-            ChunkClass(size * MB, rng.randint(1, 2), tuple(sorted(rng.sample(range(sources), rng.randint(1, sources)))))
+            ChunkClass(
+                size * MB,
+                rng.randint(1, 2),
+                tuple(sorted(rng.sample(range(sources), rng.randint(1, sources)))),
+            )
             for size in (1, 2)
         ),
         {(rng.randrange(sources), rng.randrange(destinations)): MB} if rng.random() < 0.5 else {},
@@ -162,7 +183,9 @@ def ranks(number: int, servers: int, replicas: int) -> list[Pattern]:
     sources = tuple(Source(f"rank{i}", 3000 * MB) for i in range(number))
     destinations = tuple(Destination(f"server{i}", (1 + i % 2) * 1000 * MB) for i in range(servers))
     quarter = number // 4
-    shared = [ChunkClass(4 * MIB, 300, tuple(range(first, number, quarter))) for first in range(quarter)]
+    shared = [
+        ChunkClass(4 * MIB, 300, tuple(range(first, number, quarter))) for first in range(quarter)
+    ]
     own = [ChunkClass(4 * MIB, 400, (rank,)) for rank in range(number)]
     plain = Pattern(sources, destinations, (*shared, *own), {}, replicas)
     links = {(source, server): 150 * MB for source in range(number) for server in range(servers)}
@@ -189,7 +212,10 @@ def test_a_ring_of_holders_is_evened_out_over_its_whole_length() -> None:
     pattern = Pattern(
         tuple(Source(f"s{i}", MB) for i in range(number)),
         (Destination("d", 1 << 40),),
-        (*(ChunkClass(1000, 100, (i, i + 1)) for i in range(number - 1)), ChunkClass(1000, 100, (0,))),
+        (
+            *(ChunkClass(1000, 100, (i, i + 1)) for i in range(number - 1)),
+            ChunkClass(1000, 100, (0,)),
+        ),
     )
     plan = planner.plan(pattern)
     check(plan)
@@ -215,7 +241,8 @@ def test_bytes_of_links_add_up() -> None:
     for role, at in (("source", 0), ("destination", 1)):
         loads = [load.bytes for load in plan.loads if load.role == role]
         assert loads == [
-            sum(size for link, size in plan.link_bytes.items() if link[at] == node) for node in range(len(loads))
+            sum(size for link, size in plan.link_bytes.items() if link[at] == node)
+            for node in range(len(loads))
         ]
 
 
@@ -227,15 +254,23 @@ def test_nothing_to_write_takes_no_time() -> None:
 
 
 def test_what_does_not_fit_is_named() -> None:
-    pattern = Pattern((Source("s", MB),), (Destination("d", MB, 50), Destination("e", MB, 30)), (ChunkClass(10, 9, (0,)),))
+    pattern = Pattern(
+        (Source("s", MB),),
+        (Destination("d", MB, 50), Destination("e", MB, 30)),
+        (ChunkClass(10, 9, (0,)),),
+    )
     with pytest.raises(NoSpace, match="space of d, space of e: only 80 of 90 bytes"):
         planner.plan(pattern)
     with pytest.raises(NoSpace):
         planner.plan(pattern, "lp")
     with pytest.raises(NoSpace, match="memory of s"):
-        planner.plan(replace(pattern, sources=(Source("s", MB, 89),), destinations=(Destination("d", MB),)))
+        planner.plan(
+            replace(pattern, sources=(Source("s", MB, 89),), destinations=(Destination("d", MB),))
+        )
     with pytest.raises(NoSpace, match="whole chunks do not fit"):
-        planner.plan(replace(pattern, destinations=(Destination("d", MB, 55), Destination("e", MB, 35))))
+        planner.plan(
+            replace(pattern, destinations=(Destination("d", MB, 55), Destination("e", MB, 35)))
+        )
 
 
 def test_caps_are_obeyed_where_they_cost_time() -> None:
@@ -253,7 +288,10 @@ def test_caps_are_obeyed_where_they_cost_time() -> None:
     ("change", "message"),
     [
         ({"sources": ()}, "at least one source"),
-        ({"destinations": (Destination("d", 1), Destination("d", 1))}, "destination d is given twice"),
+        (
+            {"destinations": (Destination("d", 1), Destination("d", 1))},
+            "destination d is given twice",
+        ),
         ({"sources": (Source("s", 0),)}, "source s: a bandwidth of 0"),
         ({"replicas": 2}, "2 replicas need as many destinations, not 1"),
         ({"classes": (ChunkClass(0, 1, (0,)),)}, "class 0: 1 chunks of 0 bytes"),

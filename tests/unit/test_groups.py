@@ -21,7 +21,11 @@ from aifs.vfs.groups.state import FileState, Group, describe_ranks
 KIB, MIB = 1 << 10, 1 << 20
 SECOND_NS = 10**9
 
-NAMES = st.text(st.characters(codec="ascii", exclude_characters=",\0", categories=("L", "N", "P")), min_size=1, max_size=63)
+NAMES = st.text(
+    st.characters(codec="ascii", exclude_characters=",\0", categories=("L", "N", "P")),
+    min_size=1,
+    max_size=63,
+)
 OPTIONS = st.builds(
     Options,
     name=NAMES.map(str.encode),
@@ -31,7 +35,8 @@ OPTIONS = st.builds(
     timeout_ms=st.integers(1, 1 << 40),
     grace_ms=st.integers(0, 1 << 40),
     reuse=st.booleans(),
-    publish=NAMES.filter(lambda name: "/" not in name and name not in (".", "..")).map(str.encode) | st.just(b""),
+    publish=NAMES.filter(lambda name: "/" not in name and name not in (".", "..")).map(str.encode)
+    | st.just(b""),
     same_size=st.booleans(),
     job=NAMES.map(str.encode) | st.just(b""),
 )
@@ -42,18 +47,31 @@ TIMES = st.integers(0, 1 << 62)
 def records(draw: st.DrawFn) -> GroupRecord:
     options = draw(OPTIONS)
     return GroupRecord(
-        draw(TIMES), options, draw(st.integers(0, 1 << 31)), draw(st.integers(0, 1 << 31)), draw(TIMES),
-        draw(st.sampled_from([state for state in groups.STATES if state != "draining"])), draw(TIMES), draw(TIMES), draw(TIMES),
-        draw(st.booleans()), draw(st.integers(-1, options.ranks - 1)), draw(st.text(max_size=50)), draw(st.text(max_size=50)),
-        draw(st.binary(max_size=100)), draw(st.booleans()),
-    )  # fmt: skip
+        draw(TIMES),
+        options,
+        draw(st.integers(0, 1 << 31)),
+        draw(st.integers(0, 1 << 31)),
+        draw(TIMES),
+        draw(st.sampled_from([state for state in groups.STATES if state != "draining"])),
+        draw(TIMES),
+        draw(TIMES),
+        draw(TIMES),
+        draw(st.booleans()),
+        draw(st.integers(-1, options.ranks - 1)),
+        draw(st.text(max_size=50)),
+        draw(st.text(max_size=50)),
+        draw(st.binary(max_size=100)),
+        draw(st.booleans()),
+    )
 
 
 # --- texts -------------------------------------------------------------------------------------------------
 
 
 def test_what_is_left_out_is_the_usual() -> None:
-    assert parse_group("name=step,ranks=8") == Options(b"step", 8, CHUNK_MAX, False, 600_000, 0, False, b"")
+    assert parse_group("name=step,ranks=8") == Options(
+        b"step", 8, CHUNK_MAX, False, 600_000, 0, False, b""
+    )
 
 
 def test_everything_can_be_said() -> None:
@@ -118,15 +136,38 @@ def test_the_format_of_records_stays() -> None:
     options = Options(b"step", 8, 4 * MIB, True, 600_000, 1000, True, b"final")
     record = GroupRecord(77, options, 1000, 100, 5, "failed", 6, 7, 8, True, 3, "why", "", b"{}")
     assert record.encode().hex() == (
-        "01" "05" "0700" "08000000" "03000000" "e8030000" "64000000" "4d00000000000000" "0000400000000000"
-        "c027090000000000" "e803000000000000" "0500000000000000" "0600000000000000" "0700000000000000" "0800000000000000"
-        "0400" "73746570" "0500" "66696e616c" "0300" "776879" "0000" "0200" "7b7d"
-    )  # fmt: skip
+        "01"
+        "05"
+        "0700"
+        "08000000"
+        "03000000"
+        "e8030000"
+        "64000000"
+        "4d00000000000000"
+        "0000400000000000"
+        "c027090000000000"
+        "e803000000000000"
+        "0500000000000000"
+        "0600000000000000"
+        "0700000000000000"
+        "0800000000000000"
+        "0400"
+        "73746570"
+        "0500"
+        "66696e616c"
+        "0300"
+        "776879"
+        "0000"
+        "0200"
+        "7b7d"
+    )
     sized = options._replace(same_size=True, job=b"17")
     assert record._replace(options=sized, unequal=True).encode().hex() == (
-        record.encode().hex().replace("01050700", "01053f00") + "0200" "3137"
+        record.encode().hex().replace("01050700", "01053f00") + "02003137"
     )
-    assert GroupMember(1, 2, 3).encode().hex() == "01" "0100000000000000" "0200000000000000" "0300000000000000"
+    assert (
+        GroupMember(1, 2, 3).encode().hex() == "01010000000000000002000000000000000300000000000000"
+    )
 
 
 def test_a_group_that_is_drained_is_on_record_as_committed() -> None:
@@ -220,7 +261,11 @@ def test_a_rank_that_dies_ends_the_group_at_once() -> None:
     assert group.overdue(1001.0) is None
     group.left(1, 100, 1001.0)
     end(group, 1001.0)
-    assert (group.state, group.record.dead, group.record.error) == ("failed", 1, "rank 1 ended before it committed")
+    assert (group.state, group.record.dead, group.record.error) == (
+        "failed",
+        1,
+        "rank 1 ended before it committed",
+    )
     assert [rank["state"] for rank in describe_ranks(group, 9)] == ["missing", "dead", "missing"]
     with pytest.raises(MemberDied, match="rank 1 ended before it committed"):
         group.require_success()
@@ -314,13 +359,32 @@ def test_the_header_is_what_is_generated() -> None:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_c_computes_the_same_numbers(tmp_path: Path) -> None:
-    lines = [f'printf("%u %zu\\n", (unsigned){name}, sizeof(struct {name.lower().replace("_ioc_", "_")}));' for name in names()]
+    lines = [
+        f'printf("%u %zu\\n", (unsigned){name}, sizeof(struct {name.lower().replace("_ioc_", "_")}));'
+        for name in names()
+    ]
     source = tmp_path / "numbers.c"
-    source.write_text('#include <stdio.h>\n#include "aifs_ioctl.h"\nint main(void) {\n' + "\n".join(lines) + "\nreturn 0;\n}\n")
+    source.write_text(
+        '#include <stdio.h>\n#include "aifs_ioctl.h"\nint main(void) {\n'
+        + "\n".join(lines)
+        + "\nreturn 0;\n}\n"
+    )
     program = tmp_path / "numbers"
-    command = ["cc", "-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{HEADER.parent}", source, "-o", program]
+    command = [
+        "cc",
+        "-std=c11",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        f"-I{HEADER.parent}",
+        source,
+        "-o",
+        program,
+    ]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-    printed = subprocess.run([program], check=True, capture_output=True, text=True, timeout=10).stdout
+    printed = subprocess.run(
+        [program], check=True, capture_output=True, text=True, timeout=10
+    ).stdout
     expected = [f"{command.request} {command.argument.size}" for command in ioctl.COMMANDS.values()]
     assert printed.split("\n")[:-1] == expected
 

@@ -24,7 +24,9 @@ sizes = st.lists(st.integers(1, CHUNK_MAX + HEADER_BYTES) | st.integers(1, 200_0
 @given(sizes, st.integers(1, 7), st.integers(0, 1 << 40))
 def test_deal(sizes, slots, start):
     stripes = deal(sizes, slots, start)
-    assert [i for stripe in stripes for i in range(stripe.first, stripe.end)] == list(range(len(sizes)))
+    assert [i for stripe in stripes for i in range(stripe.first, stripe.end)] == list(
+        range(len(sizes))
+    )
     for number, stripe in enumerate(stripes):
         assert stripe.slot == (start + number) % slots
         filled = RECORDS_HEAD + sum(sizes[stripe.first : stripe.end])
@@ -36,8 +38,15 @@ def test_deal(sizes, slots, start):
 
 def test_a_stripe_holds_four_whole_chunks_and_many_small_ones():
     whole = CHUNK + HEADER_BYTES + RECORD_MAX
-    assert [(stripe.slot, stripe.end) for stripe in deal([whole] * 9, 2, 1)] == [(1, 4), (0, 8), (1, 9)]
-    assert len(deal([100_000 + HEADER_BYTES + RECORD_MAX] * 100_000, 4, 0)) < 100_000 * 100_400 / STRIPE * 1.03
+    assert [(stripe.slot, stripe.end) for stripe in deal([whole] * 9, 2, 1)] == [
+        (1, 4),
+        (0, 8),
+        (1, 9),
+    ]
+    assert (
+        len(deal([100_000 + HEADER_BYTES + RECORD_MAX] * 100_000, 4, 0))
+        < 100_000 * 100_400 / STRIPE * 1.03
+    )
 
 
 @given(st.integers(0, 1 << 50), st.integers(2, 16), st.integers(1, 8))
@@ -62,6 +71,9 @@ def test_others_grow_by_bytes(length, replicas):
 def test_chunks_cover_the_file(size, chunk):
     layout = Interleaved(chunk)
     count = layout.count(size)
-    assert layout.length(0, size) + (count - 2) * chunk + layout.length(count - 1, size) == size or count == 1
+    assert (
+        layout.length(0, size) + (count - 2) * chunk + layout.length(count - 1, size) == size
+        or count == 1
+    )
     assert 0 < layout.length(count - 1, size) <= chunk
     assert layout.count(0) == 0

@@ -36,10 +36,8 @@ def replayed(directory, applied=0):
 def test_golden_record():
     record = encode(7, {b"key": b"value", b"gone": None}, SALT)
     assert record.hex() == (
-        "18000000" "3f1bd78f" "0700000000000000"
-        "0300" "05000000" "6b6579" "76616c7565"
-        "0400" "ffffffff" "676f6e65"
-    )  # fmt: skip
+        "180000003f1bd78f07000000000000000300050000006b657976616c75650400ffffffff676f6e65"
+    )
 
 
 def test_golden_segment_header(tmp_path, monkeypatch):
@@ -47,7 +45,7 @@ def test_golden_segment_header(tmp_path, monkeypatch):
     Journal.create(str(tmp_path)).close()
     for name in ("journal.0", "journal.1"):
         content = (tmp_path / name).read_bytes()
-        assert content[:20].hex() == "414946536a726e6c" "01000000" "01020304" "b3aa9f97"  # fmt: skip
+        assert content[:20].hex() == "414946536a726e6c0100000001020304b3aa9f97"
         assert content[20:] == bytes(journal.SEGMENT_BYTES - 20)
 
 
@@ -55,7 +53,9 @@ def test_golden_segment_header(tmp_path, monkeypatch):
 def test_decode_returns_what_was_encoded_up_to_the_end(batches, first, tail):
     records = [encode(seq, batch, SALT) for seq, batch in enumerate(batches, first)]
     data = bytes(FIRST_RECORD) + b"".join(records) + tail
-    assert [(seq, changes(payload)) for seq, payload in decode(data, SALT)] == list(enumerate(batches, first))
+    assert [(seq, changes(payload)) for seq, payload in decode(data, SALT)] == list(
+        enumerate(batches, first)
+    )
 
 
 @given(st.data())

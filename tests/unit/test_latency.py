@@ -30,7 +30,10 @@ def test_delays_are_bounded_and_follow_the_slowest_server() -> None:
     assert Hedging().delay_s([fast], 4096) == 0.01
     assert 0.1 < Hedging().delay_s([fast, slow], 4096) < 0.5
     assert Hedging().delay_s([Latency()], 4096) == 0.1
-    assert Hedging(0.25).delay_s([fast], 4096) == 0.25 and Hedging(math.inf).delay_s([fast], 4096) == math.inf
+    assert (
+        Hedging(0.25).delay_s([fast], 4096) == 0.25
+        and Hedging(math.inf).delay_s([fast], 4096) == math.inf
+    )
 
 
 def test_few_reads_are_hedged_early() -> None:

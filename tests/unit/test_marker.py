@@ -52,9 +52,13 @@ def test_a_damaged_marker_is_refused_by_name(tmp_path, content, complaint):
 
 
 def test_missing_directories_and_markers_are_told_apart(tmp_path):
-    with pytest.raises(StoreError, match=f"^{re.escape(str(tmp_path))}: not a directory of a store"):
+    with pytest.raises(
+        StoreError, match=f"^{re.escape(str(tmp_path))}: not a directory of a store"
+    ):
         read_marker(str(tmp_path))
-    with pytest.raises(StoreError, match=f"^{re.escape(str(tmp_path))}/gone: there is no such directory"):
+    with pytest.raises(
+        StoreError, match=f"^{re.escape(str(tmp_path))}/gone: there is no such directory"
+    ):
         read_marker(f"{tmp_path}/gone")
     (tmp_path / ".aifs").mkdir()
     with pytest.raises(StoreError, match="cannot be read: Is a directory"):

@@ -37,4 +37,6 @@ def test_the_upper_run_wins(upper, lower):
 @given(TABLES, st.integers(0, 5))
 def test_visible_drops_tombstones_before_it_counts(table, limit):
     expected = [(key, value) for key, value in sorted(table.items()) if value is not None]
-    assert list(visible(iter(sorted(table.items())), limit)) == (expected[:limit] if limit else expected)
+    assert list(visible(iter(sorted(table.items())), limit)) == (
+        expected[:limit] if limit else expected
+    )

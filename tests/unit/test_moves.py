@@ -24,11 +24,15 @@ INO, OID, SIZE = 77, 900, 50_000
 PLAIN = Striped(4096, (0, 1, 2))
 MIRRORED = Striped(4096, (0, 1, 2, 3), 2)
 CODED = Striped(4096, (0, 1, 2, 3, 4), 1, 2)
-LAYOUTS = pytest.mark.parametrize("layout", [PLAIN, MIRRORED, CODED], ids=["plain", "mirrored", "coded"])
+LAYOUTS = pytest.mark.parametrize(
+    "layout", [PLAIN, MIRRORED, CODED], ids=["plain", "mirrored", "coded"]
+)
 
 
 def inode_with(layout: Striped, **changes: object) -> Inode:
-    return Inode(INO, stat.S_IFREG | 0o600, 0, 0, 1, 0, SIZE, 8, 1, 2, 3, oid=OID, layout=layout, **changes)
+    return Inode(
+        INO, stat.S_IFREG | 0o600, 0, 0, 1, 0, SIZE, 8, 1, 2, 3, oid=OID, layout=layout, **changes
+    )
 
 
 async def engine_with(layout: Striped) -> MemoryEngine:
@@ -62,7 +66,9 @@ async def test_damage_is_noted_as_far_as_the_bytes_survive(layout):
         known = await engine.view(degraded.find_degraded, OID)
         noted = await engine.transact(moves.put_damaged, OID, INO, 1 << column)
         assert noted == layout.survives(known | 1 << column)
-        assert await engine.view(degraded.find_degraded, OID) == (known | 1 << column if noted else known)
+        assert await engine.view(degraded.find_degraded, OID) == (
+            known | 1 << column if noted else known
+        )
         assert not await engine.transact(moves.put_damaged, OID, INO, 1 << column), "no news"
     for oid, ino, mask in ((OID + 1, INO, 1), (OID, INO + 1, 1), (OID, INO, 1 << 31), (OID, 0, 1)):
         assert not await engine.transact(moves.put_damaged, oid, ino, mask)
@@ -76,7 +82,10 @@ async def test_marks_go_with_the_objects():
     await engine.transact(forms.put_emptied, inode_with(CODED))
     assert not await engine.view(degraded.is_marked, OID)
     await engine.transact(degraded.put_degraded, OID, INO, 0)
-    assert await engine.view(degraded.is_marked, OID) and await engine.view(degraded.find_degraded, OID) == 0
+    assert (
+        await engine.view(degraded.is_marked, OID)
+        and await engine.view(degraded.find_degraded, OID) == 0
+    )
 
 
 # --- strays and flips ---
@@ -121,7 +130,11 @@ async def test_a_flip_is_refused_where_something_has_changed(change):
         elif change == "dirty":
             tx.put(keys.dirty(INO), b"")
         else:
-            changes = {"rewritten": {"oid": OID + 1}, "moved": {"layout": PLAIN.moved(0, 5)}, "grown": {"size": SIZE + 1}}
+            changes = {
+                "rewritten": {"oid": OID + 1},
+                "moved": {"layout": PLAIN.moved(0, 5)},
+                "grown": {"size": SIZE + 1},
+            }
             namespace.put_inode(tx, replace(inode_with(PLAIN), **changes[change]))
 
     await engine.transact(act)
@@ -174,8 +187,14 @@ async def test_what_is_due_is_found_in_slices(layout):
     assert [(due.ino, due.oid, due.columns, due.length) for due in found] == [
         (INO, OID, (1,), layout.object_length(1, SIZE))
     ]
-    assert await engine.view(moves.scan_files, following, keys.all_of(b"i")[1], 1, staying) == ([], b"")
-    assert await engine.view(moves.scan_files, *keys.all_of(b"i"), 9, frozenset(range(10))) == ([], b"")
+    assert await engine.view(moves.scan_files, following, keys.all_of(b"i")[1], 1, staying) == (
+        [],
+        b"",
+    )
+    assert await engine.view(moves.scan_files, *keys.all_of(b"i"), 9, frozenset(range(10))) == (
+        [],
+        b"",
+    )
     await engine.transact(degraded.put_degraded, OID, INO, 0b101)
     await engine.transact(degraded.put_degraded, OID + 5, INO, 1)
     found, following = await engine.view(moves.scan_degraded, *keys.all_of(b"q"), 9)
@@ -191,12 +210,15 @@ def test_degraded_columns_come_first():
 layouts = st.sampled_from([PLAIN, MIRRORED, CODED])
 candidate_sets = st.lists(
     st.builds(Candidate, st.integers(0, 12), st.sampled_from("abcdef"), st.sampled_from(WEIGHTS)),
-    max_size=10, unique_by=lambda candidate: candidate.id,
-)  # fmt: skip
+    max_size=10,
+    unique_by=lambda candidate: candidate.id,
+)
 
 
 @given(layouts, candidate_sets, st.integers(0, 1 << 40), st.data())
-def test_a_target_is_the_best_of_those_that_the_layout_does_not_name(layout, candidates, seed, data):
+def test_a_target_is_the_best_of_those_that_the_layout_does_not_name(
+    layout, candidates, seed, data
+):
     column = data.draw(st.integers(0, len(layout.servers) - 1))
     domains = {number: data.draw(st.sampled_from("abcdef")) for number in layout.servers}
     domains |= {candidate.id: candidate.domain for candidate in candidates}
@@ -207,15 +229,23 @@ def test_a_target_is_the_best_of_those_that_the_layout_does_not_name(layout, can
         return
     [target] = [candidate for candidate in free if candidate.id == chosen]
     others = [domains[server] for number, server in enumerate(layout.servers) if number != column]
-    copies = [domains[layout.servers[number]] for number in layout.copies(column) if number != column]
+    copies = [
+        domains[layout.servers[number]] for number in layout.copies(column) if number != column
+    ]
 
     def clashes(candidate):
         return copies.count(candidate.domain), others.count(candidate.domain)
 
     assert clashes(target) == min(map(clashes, free))
     assert target.weight == max(c.weight for c in free if clashes(c) == clashes(target))
-    assert choose_target(seed, layout, column, candidates, domains, preferred=free[-1].id) == free[-1].id
-    assert choose_target(seed, layout, column, candidates, domains, preferred=layout.servers[0]) == chosen
+    assert (
+        choose_target(seed, layout, column, candidates, domains, preferred=free[-1].id)
+        == free[-1].id
+    )
+    assert (
+        choose_target(seed, layout, column, candidates, domains, preferred=layout.servers[0])
+        == chosen
+    )
 
 
 def test_columns_that_move_are_spread():

@@ -27,14 +27,26 @@ def striped(unit: int, servers: list[int], replicas: int, parity: int) -> Stripe
 
 
 layouts = st.builds(
-    striped, st.integers(1, (1 << 32) - 1), st.lists(st.integers(0, 65535), min_size=1, max_size=32, unique=True),
-    st.integers(1, 8), st.integers(0, 8),
-)  # fmt: skip
+    striped,
+    st.integers(1, (1 << 32) - 1),
+    st.lists(st.integers(0, 65535), min_size=1, max_size=32, unique=True),
+    st.integers(1, 8),
+    st.integers(0, 8),
+)
 u64, u32 = st.integers(0, (1 << 64) - 1), st.integers(0, (1 << 32) - 1)
 labels = st.builds(
-    Label, u64, u64, layouts, u64, u32, u32, u32, st.integers(-(1 << 63), (1 << 63) - 1),
-    st.just(b"") | st.binary(min_size=32, max_size=32), st.binary(max_size=HINT_MAX),
-)  # fmt: skip
+    Label,
+    u64,
+    u64,
+    layouts,
+    u64,
+    u32,
+    u32,
+    u32,
+    st.integers(-(1 << 63), (1 << 63) - 1),
+    st.just(b"") | st.binary(min_size=32, max_size=32),
+    st.binary(max_size=HINT_MAX),
+)
 
 
 @given(labels, st.uuids(), st.data())
@@ -84,7 +96,12 @@ def test_labels_of_burst_copies(label: Label, store: uuid.UUID, copy_id: int) ->
     assert len(value) <= 60
     found = object_label.decode_copy(value, str(store), copy_id)
     assert label.path.endswith(found.path)
-    assert (found.ino, found.mode, found.uid, found.gid) == (label.ino, label.mode, label.uid, label.gid)
+    assert (found.ino, found.mode, found.uid, found.gid) == (
+        label.ino,
+        label.mode,
+        label.uid,
+        label.gid,
+    )
     with pytest.raises(ValueError, match="label"):
         object_label.decode_copy(value, str(store), copy_id ^ 1)
     with pytest.raises(ValueError, match="label"):
@@ -92,5 +109,7 @@ def test_labels_of_burst_copies(label: Label, store: uuid.UUID, copy_id: int) ->
 
 
 def test_golden_of_burst_copies() -> None:
-    value = object_label.encode_copy(Label(7, 8, None, mode=0o100644, uid=1000, gid=100, path=b"/a/b"), STORE)
+    value = object_label.encode_copy(
+        Label(7, 8, None, mode=0o100644, uid=1000, gid=100, path=b"/a/b"), STORE
+    )
     assert value[:-4].hex() == "b1a4810000e8030000640000000700000000000000" + b"/a/b".hex()

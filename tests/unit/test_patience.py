@@ -66,7 +66,11 @@ async def test_a_call_is_given_up_and_others_count(server):
     with patience.background():
         first, second = await outcomes([server.call(server.ask, 1), other.call(other.answer, 2)])
     assert isinstance(first, Hanging)
-    assert str(first) == "server 7 (/seven): ask /seven/1 has not ended within 0.05 s" == server.health.last_error
+    assert (
+        str(first)
+        == "server 7 (/seven): ask /seven/1 has not ended within 0.05 s"
+        == server.health.last_error
+    )
     assert second == 2
     assert server.workers.patience.hangs
     assert not other.workers.patience.hangs
@@ -125,7 +129,10 @@ async def test_who_waits_for_several_waits_until_none_of_them_hangs(server):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wait)
         await trio.testing.wait_all_tasks_blocked()
-        with patience.background(), pytest.raises(Hanging):  # the one that has been looked at already
+        with (
+            patience.background(),
+            pytest.raises(Hanging),
+        ):  # the one that has been looked at already
             await gather([server.call(server.ask, 1)])
         await other.answers()
         await trio.testing.wait_all_tasks_blocked()
@@ -172,7 +179,9 @@ def test_when_a_call_is_due(monkeypatch):
     its = Patience(30)
     call = Call(its, lambda: None, ())
     assert its.due_s(call, 0.0) == 1030
-    assert its.due_s(call, 1020.0) == 1050  # it waits for a thread, and the server does something meanwhile
+    assert (
+        its.due_s(call, 1020.0) == 1050
+    )  # it waits for a thread, and the server does something meanwhile
     assert its.begin(call)
     now = 1100.0
     assert its.due_s(call, 0.0) == 1130  # it computes
@@ -195,7 +204,9 @@ async def test_errors_and_cancellation(server):
         with pytest.raises(KeyError, match="as it was"):
             await gather([server.call(fail, 0)])
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(lambda: gather([server.call(server.ask, 1)], lambda: ended.append(1), True))
+            nursery.start_soon(
+                lambda: gather([server.call(server.ask, 1)], lambda: ended.append(1), True)
+            )
             await until(lambda: server.asked)
             nursery.cancel_scope.cancel()
         assert not ended

@@ -24,7 +24,9 @@ class Reader:
 
     def read(self, offset: int, length: int) -> list[tuple[int, int]]:
         self.requests += 1
-        self.foreseen += any(begin <= offset and offset + length <= begin + size for begin, size in self._joined())
+        self.foreseen += any(
+            begin <= offset and offset + length <= begin + size for begin, size in self._joined()
+        )
         ranges = self.pattern.observe(offset, length)
         assert all(begin >= 0 and size > 0 for begin, size in ranges)
         self.announced += ranges
@@ -50,12 +52,17 @@ def test_a_sequential_reader_is_foreseen(start, length, count):
         assert all(begin + size <= end + WINDOW_MAX for begin, size in reader.announced)
     assert reader.foreseen == count - 2
     # Nothing is announced twice, nor with gaps.
-    assert all(one[0] + one[1] == other[0] for one, other in zip(reader.announced, reader.announced[1:], strict=False))
+    assert all(
+        one[0] + one[1] == other[0]
+        for one, other in zip(reader.announced, reader.announced[1:], strict=False)
+    )
 
 
 def test_the_window_grows_as_it_is_read():
     reader = Reader()
-    sizes = [size for number in range(1000) for _, size in reader.read(number * 128 * KIB, 128 * KIB)]
+    sizes = [
+        size for number in range(1000) for _, size in reader.read(number * 128 * KIB, 128 * KIB)
+    ]
     assert sizes[0] == WINDOW_MIN
     assert all(size <= WINDOW_MAX for size in sizes)
     assert sizes[1] < sizes[2] < sizes[3] < sizes[4]
@@ -69,7 +76,11 @@ def test_the_limit_is_kept():
             assert begin + size <= (number + 1 + 3) * MIB
 
 
-@given(st.integers(-50, 50).filter(lambda steps: abs(steps) > 1 or steps == -1), st.integers(4, 40), lengths)
+@given(
+    st.integers(-50, 50).filter(lambda steps: abs(steps) > 1 or steps == -1),
+    st.integers(4, 40),
+    lengths,
+)
 def test_a_strided_reader_is_foreseen(steps, count, length):
     distance = steps * 3 * length
     start = max(0, -distance * count)
@@ -82,12 +93,20 @@ def test_a_strided_reader_is_foreseen(steps, count, length):
     assert len(set(reader.announced)) == len(reader.announced)
 
 
-@given(st.integers(2, STREAMS // 2), st.integers(0, 1000), st.sampled_from([4 * KIB, 128 * KIB, MIB]), st.booleans())
+@given(
+    st.integers(2, STREAMS // 2),
+    st.integers(0, 1000),
+    st.sampled_from([4 * KIB, 128 * KIB, MIB]),
+    st.booleans(),
+)
 def test_interleaved_streams_are_told_apart(streams, seed, length, even):
     chance = random.Random(seed)
     reader = Reader()
     # Evenly spaced ones, each a part of a file, may look like a strided one where they begin.
-    position = [number << 33 if even else (number * number << 33) + number * 12_288 for number in range(streams)]
+    position = [
+        number << 33 if even else (number * number << 33) + number * 12_288
+        for number in range(streams)
+    ]
     turns = [number for number in range(streams) for _ in range(30)]
     chance.shuffle(turns)
     for stream in turns:

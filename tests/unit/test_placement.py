@@ -65,7 +65,9 @@ def spreads(draw):
     """Candidates, width and replicas."""
     ids = draw(st.sets(st.integers(0, 0x7FFF), min_size=1, max_size=14))
     domains = st.sampled_from("abcdef"[: draw(st.integers(1, 6))])
-    candidates = [Candidate(number, draw(domains), draw(st.sampled_from(WEIGHTS))) for number in sorted(ids)]
+    candidates = [
+        Candidate(number, draw(domains), draw(st.sampled_from(WEIGHTS))) for number in sorted(ids)
+    ]
     replicas = draw(st.integers(1, min(3, len(ids))))
     return candidates, draw(st.integers(1, len(ids) // replicas)), replicas
 
@@ -81,7 +83,9 @@ def test_a_spread_is_distinct_servers_in_domains_as_different_as_can_be(seed, ca
     if replicas == 1:
         # No domain has more columns than it must: none could give one up to a domain with room that has two fewer.
         used = Counter(domain[server] for server in chosen)
-        assert all(used[low] == sizes[low] or used[high] - used[low] < 2 for high in used for low in sizes)
+        assert all(
+            used[low] == sizes[low] or used[high] - used[low] < 2 for high in used for low in sizes
+        )
     elif min(sizes.values()) * len(sizes) >= width * replicas and len(sizes) >= replicas:
         for column in range(width):
             assert len({domain[server] for server in chosen[column::width]}) == replicas
@@ -99,7 +103,9 @@ def test_servers_that_are_alike_get_the_same():
     assert used == dict.fromkeys(range(4), 200)
 
 
-@pytest.mark.parametrize(("free", "weight"), [(100, 8), (50, 8), (49, 4), (25, 4), (24, 2), (13, 2), (12, 1), (0, 1)])
+@pytest.mark.parametrize(
+    ("free", "weight"), [(100, 8), (50, 8), (49, 4), (25, 4), (24, 2), (13, 2), (12, 1), (0, 1)]
+)
 def test_weights_change_by_large_steps(free, weight):
     assert weight_of(free, 100) == weight
 
@@ -111,7 +117,9 @@ def test_a_spread_needs_servers():
 
 @given(
     seed=st.integers(0, 2**64 - 1),
-    servers=st.sets(st.integers(0, 0xFFFF), min_size=1, max_size=20).map(lambda ids: tuple(sorted(ids))),
+    servers=st.sets(st.integers(0, 0xFFFF), min_size=1, max_size=20).map(
+        lambda ids: tuple(sorted(ids))
+    ),
     count=st.integers(0, 25),
 )
 def test_a_place_is_distinct_registered_servers(seed, servers, count):
@@ -126,7 +134,9 @@ def test_load_is_even_in_each_block_of_files(count):
     for block in range(5):
         places = [place(1, seed, TEN, count) for seed in range(10 * block, 10 * block + 10)]
         assert Counter(chosen[0] for chosen in places) == Counter(TEN)
-        assert Counter(server for chosen in places for server in chosen) == Counter({n: count or 10 for n in TEN})
+        assert Counter(server for chosen in places for server in chosen) == Counter(
+            {n: count or 10 for n in TEN}
+        )
 
 
 def test_every_other_file_still_meets_all_servers_evenly():
@@ -172,7 +182,16 @@ def test_hints_are_written_as_they_are_read(unit, count, servers, kind, compress
     assume(not servers or len(servers) >= redundancy[0])
     if redundancy[2]:
         unit, count, servers = 65536, 0, ()
-    policy = Policy(unit, min(count, len(servers)) if servers else count, servers, kind, compress, "", 0, *redundancy)
+    policy = Policy(
+        unit,
+        min(count, len(servers)) if servers else count,
+        servers,
+        kind,
+        compress,
+        "",
+        0,
+        *redundancy,
+    )
     assert parse_layout_hint(format_layout_hint(policy)) == policy
 
 

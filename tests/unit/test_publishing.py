@@ -15,12 +15,22 @@ ROOT, DIRECTORY = keys.ROOT_INO, 0o40755
 numbers = st.integers(0, 1 << 62)
 
 
-@given(st.builds(Pending, st.integers(1, publishing.RANKS_MAX), st.none() | numbers, numbers, st.binary(max_size=255)))
+@given(
+    st.builds(
+        Pending,
+        st.integers(1, publishing.RANKS_MAX),
+        st.none() | numbers,
+        numbers,
+        st.binary(max_size=255),
+    )
+)
 def test_a_mark_is_read_back(mark: Pending) -> None:
     assert publishing.decode_pending(mark.encode()) == mark
 
 
-files = st.lists(st.tuples(st.binary(min_size=1, max_size=300), numbers | st.just(ANY_SIZE)), max_size=5).map(tuple)
+files = st.lists(
+    st.tuples(st.binary(min_size=1, max_size=300), numbers | st.just(ANY_SIZE)), max_size=5
+).map(tuple)
 
 
 @given(st.builds(Member, numbers, files))
@@ -38,27 +48,41 @@ def test_damage_is_told(record: bytes) -> None:
 
 
 def test_the_records_stay_as_they_are() -> None:
-    assert Pending(8, 100, 5, b"j").encode().hex() == "01" "08000000" "6400000000000000" "0500000000000000" "6a"
-    assert Pending(1, None, 0).encode().hex() == "01" "01000000" "ffffffffffffffff" "0000000000000000"
-    assert Member(5, ((b"ab", 3),)).encode().hex() == "01" "0500000000000000" "0300000000000000" "0200" "6162"
-    assert keys.pending(5).hex() == "70" "0000000000000005" and keys.member(5, 3).hex() == "70" "0000000000000005" "00000003"
-    assert keys.retention(5).hex() == "72" "0000000000000005"
+    assert Pending(8, 100, 5, b"j").encode().hex() == "0108000000640000000000000005000000000000006a"
+    assert Pending(1, None, 0).encode().hex() == "0101000000ffffffffffffffff0000000000000000"
+    assert Member(5, ((b"ab", 3),)).encode().hex() == "010500000000000000030000000000000002006162"
+    assert (
+        keys.pending(5).hex() == "700000000000000005"
+        and keys.member(5, 3).hex() == "70000000000000000500000003"
+    )
+    assert keys.retention(5).hex() == "720000000000000005"
     assert keys.pending_rank(keys.pending(5)) is None and keys.pending_rank(keys.member(5, 3)) == 3
 
 
 def test_member_keys_belong_to_one_directory() -> None:
     first, end = keys.members(5)
-    assert keys.pending(5) < first <= keys.member(5, 0) < keys.member(5, publishing.RANKS_MAX) < end == keys.pending(6)
+    assert (
+        keys.pending(5)
+        < first
+        <= keys.member(5, 0)
+        < keys.member(5, publishing.RANKS_MAX)
+        < end
+        == keys.pending(6)
+    )
 
 
 @pytest.fixture
 async def engine() -> MemoryEngine:
     engine = MemoryEngine()
-    await engine.transact(namespace.put_inode, Inode(ROOT, DIRECTORY, 0, 0, 2, 0, 0, 0, 0, 0, 0, ROOT))
+    await engine.transact(
+        namespace.put_inode, Inode(ROOT, DIRECTORY, 0, 0, 2, 0, 0, 0, 0, 0, 0, ROOT)
+    )
     return engine
 
 
-async def mkdir(engine: MemoryEngine, parent: int, name: bytes, ino: int, mode: int = DIRECTORY) -> int:
+async def mkdir(
+    engine: MemoryEngine, parent: int, name: bytes, ino: int, mode: int = DIRECTORY
+) -> int:
     new = Inode(ino, mode, 0, 0, 1, 0, 0, 0, 0, 0, 0)
     await engine.transact(namespace.create, parent, name, new)
     return ino
@@ -69,7 +93,9 @@ async def test_a_message_names_some_of_the_ranks(engine: MemoryEngine) -> None:
     await engine.transact(publishing.mark, 2, Pending(100, None, 0))
     for rank in (0, 2):
         await engine.transact(publishing.commit, 2, rank, Member(0), False)
-    with pytest.raises(Busy, match=r"98 of 100 ranks have not committed: 1, 3, 4, 5, 6, 7, 8, 9, \.\.\."):
+    with pytest.raises(
+        Busy, match=r"98 of 100 ranks have not committed: 1, 3, 4, 5, 6, 7, 8, 9, \.\.\."
+    ):
         await engine.transact(publishing.conclude, 2)
 
 
@@ -80,8 +106,11 @@ async def test_a_refused_publication_changes_nothing(engine: MemoryEngine) -> No
     for what in (
         Publication(2, ROOT, b"final", latest=b"latest", tracker=b"tracker"),
         Publication(2, ROOT, b"final", manifest=b"manifest"),
-        Publication(2, 2, b"final"), Publication(9, ROOT, b"final"), Publication(ROOT, ROOT, b"final"), Publication(2, 9, b"x"),
-    ):  # fmt: skip
+        Publication(2, 2, b"final"),
+        Publication(9, ROOT, b"final"),
+        Publication(ROOT, ROOT, b"final"),
+        Publication(2, 9, b"x"),
+    ):
         with pytest.raises((Busy, NotFound, Invalid)):
             await engine.transact(publishing.publish, what, (0, 0), (10, 11, 12, 13), 5)
         assert await engine.view(lambda tx: list(tx.range(b"", b"\xff"))) == before
@@ -110,9 +139,17 @@ async def test_below_is_told_alike_with_and_without_memory(engine: MemoryEngine)
         known: dict[int, bool] = {}
         for ino in (6, 4, 3, 2, 5, 7, 99, ROOT):
             one, other = [
-                await engine.view(lambda tx, known=memory: barrier.is_below(tx, ino, top, known)) for memory in (None, known)  # noqa: B023
+                await engine.view(lambda tx, known=memory: barrier.is_below(tx, ino, top, known))
+                for memory in (None, known)
             ]
             assert one == other
-    assert await engine.view(lambda tx: [barrier.is_below(tx, ino, 2) for ino in (2, 3, 6, 5, 7, 99)]) == [
-        True, True, True, False, True, False,
-    ]  # fmt: skip
+    assert await engine.view(
+        lambda tx: [barrier.is_below(tx, ino, 2) for ino in (2, 3, 6, 5, 7, 99)]
+    ) == [
+        True,
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]

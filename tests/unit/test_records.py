@@ -19,24 +19,55 @@ SERVERS = some.lists(U16, max_size=20).map(tuple)
 SOME_SERVERS = some.lists(U16, min_size=1, max_size=255).map(tuple)
 NAMES = some.binary(min_size=1, max_size=255)
 POLICIES = some.builds(
-    Policy, U32, U8, SERVERS, some.sampled_from(KINDS), some.none() | some.integers(0, 19), some.sampled_from(TIERS), U64,
-    U8, U8, U8, some.sampled_from(PUBLISHES),
-)  # fmt: skip
+    Policy,
+    U32,
+    U8,
+    SERVERS,
+    some.sampled_from(KINDS),
+    some.none() | some.integers(0, 19),
+    some.sampled_from(TIERS),
+    U64,
+    U8,
+    U8,
+    U8,
+    some.sampled_from(PUBLISHES),
+)
 PLAIN_LAYOUTS = some.builds(Striped, U32, SOME_SERVERS, some.just(1), some.just(0))
 
 
 @some.composite
 def protected_layouts(draw: some.DrawFn) -> Striped:
-    replicas, parity, width = draw(some.sampled_from([(2, 0), (3, 0), (1, 1), (1, 4)])) + (draw(some.integers(1, 9)),)
+    replicas, parity, width = draw(some.sampled_from([(2, 0), (3, 0), (1, 1), (1, 4)])) + (
+        draw(some.integers(1, 9)),
+    )
     columns = width * replicas + parity
-    return Striped(draw(U32), tuple(draw(some.lists(U16, min_size=columns, max_size=columns))), replicas, parity)
+    return Striped(
+        draw(U32),
+        tuple(draw(some.lists(U16, min_size=columns, max_size=columns))),
+        replicas,
+        parity,
+    )
 
 
 LAYOUTS = PLAIN_LAYOUTS | protected_layouts()
 INODES = some.builds(
-    Inode, U64, U32, U32, U32, U32, U32, U64, U64, I64, I64, I64, U64, U64, some.none() | POLICIES,
+    Inode,
+    U64,
+    U32,
+    U32,
+    U32,
+    U32,
+    U32,
+    U64,
+    U64,
+    I64,
+    I64,
+    I64,
+    U64,
+    U64,
+    some.none() | POLICIES,
     copy=some.none() | some.builds(Copy, U16, U64),
-)  # fmt: skip
+)
 
 HEAD = (
     "{form}"  # format, form, policy length, number of servers
@@ -62,10 +93,17 @@ GOLDEN = [
         an_inode(policy=Policy(8192, 2, (1, 513)), layout=Striped(4096, (1,))),
         HEAD.format(form="01020901") + "00100000" + "00200000" + "02" + "01000102" + "0100",
     ),
-    (an_inode(copy=Copy(0x8001, 0x102)), HEAD.format(form="01800000") + "00000000" + "0180" + "0201000000000000"),
+    (
+        an_inode(copy=Copy(0x8001, 0x102)),
+        HEAD.format(form="01800000") + "00000000" + "0180" + "0201000000000000",
+    ),
     (
         an_inode(data=b"123456789", copy=Copy(0x8001, 0x102)),
-        HEAD.format(form="01810000") + "00000000" + "0180" + "0201000000000000" + b"123456789".hex(),
+        HEAD.format(form="01810000")
+        + "00000000"
+        + "0180"
+        + "0201000000000000"
+        + b"123456789".hex(),
     ),
     (
         an_inode(layout=Striped(1 << 20, (3,)), copy=Copy(0x8001, 0x102)),
@@ -74,16 +112,43 @@ GOLDEN = [
     (an_inode(layout=Interleaved(1 << 20)), HEAD.format(form="01030000") + "00001000"),
     (
         an_inode(layout=Striped(1 << 16, (3, 0, 258), parity=1), copy=Copy(0x8001, 0x102)),
-        HEAD.format(form="01840003") + "00000100" + "0101" + "030000000201" + "0180" + "0201000000000000",
+        HEAD.format(form="01840003")
+        + "00000100"
+        + "0101"
+        + "030000000201"
+        + "0180"
+        + "0201000000000000",
     ),
     (
         an_inode(policy=Policy(8192, replicas=2), layout=Striped(1 << 16, (3, 258), replicas=2)),
-        HEAD.format(form="01041402") + "00000100" + "0020000000" + "80ff00" + "0000000000000000" + "02000000" + "0200" + "03000201",
+        HEAD.format(form="01041402")
+        + "00000100"
+        + "0020000000"
+        + "80ff00"
+        + "0000000000000000"
+        + "02000000"
+        + "0200"
+        + "03000201",
     ),
 ]
 
 
-@pytest.mark.parametrize(("inode", "golden"), GOLDEN, ids=["empty", "inline", "striped", "policy", "burst", "inline cached", "striped cached", "interleaved", "coded", "replicated"])
+@pytest.mark.parametrize(
+    ("inode", "golden"),
+    GOLDEN,
+    ids=[
+        "empty",
+        "inline",
+        "striped",
+        "policy",
+        "burst",
+        "inline cached",
+        "striped cached",
+        "interleaved",
+        "coded",
+        "replicated",
+    ],
+)
 def test_golden_inodes(inode: Inode, golden: str) -> None:
     assert inode.encode().hex() == golden
     assert records.decode_inode(7, bytes.fromhex(golden)) == inode
@@ -91,23 +156,38 @@ def test_golden_inodes(inode: Inode, golden: str) -> None:
 
 def test_other_golden_records() -> None:
     assert Dentry(0x0102, 0x03, 4).encode().hex() == "0201000000000000" + "0300000000000000" + "04"
-    assert records.encode_entry(0x0102, 8, b"name").hex() == "0201000000000000" + "08" + b"name".hex()
+    assert (
+        records.encode_entry(0x0102, 8, b"name").hex() == "0201000000000000" + "08" + b"name".hex()
+    )
     garbage = Garbage(9, Striped(4096, (1, 256)))
     assert garbage.encode().hex() == "0900000000000000" + "00100000" + "01000001"
     assert records.encode_policy(Policy(4096, 3, (2,))).hex() == "00100000" + "03" + "0200"
     policy = Policy(4096, 3, (2,), "interleaved", 5, "pinned", 0x102)
-    assert records.encode_policy(policy).hex() == "00100000" + "03" + "02" + "05" + "03" + "0201000000000000" + "0200"
+    assert (
+        records.encode_policy(policy).hex()
+        == "00100000" + "03" + "02" + "05" + "03" + "0201000000000000" + "0200"
+    )
     policy = Policy(4096, 0, (2,), data=4, parity=2)
-    assert records.encode_policy(policy).hex() == "00100000" + "00" + "80" + "ff" + "00" + "0000000000000000" + "00040200" + "0200"
+    assert (
+        records.encode_policy(policy).hex()
+        == "00100000" + "00" + "80" + "ff" + "00" + "0000000000000000" + "00040200" + "0200"
+    )
     policy = Policy(publish="capacity")
-    assert records.encode_policy(policy).hex() == "00000000" + "00" + "80" + "ff" + "00" + "0000000000000000" + "00000001"
+    assert (
+        records.encode_policy(policy).hex()
+        == "00000000" + "00" + "80" + "ff" + "00" + "0000000000000000" + "00000001"
+    )
     assert Degraded(0x102, 0x80000001).encode().hex() == "0201000000000000" + "01000080"
     copy = BurstRecord(0x102, 0x8001, undrained=True, durable=False, since_ns=3)
     assert copy.encode().hex() == "0201000000000000" + "0180" + "01" + "0300000000000000"
 
 
 def test_golden_keys() -> None:
-    assert keys.SUPERBLOCK == b"S" and keys.COUNTER_IDS == b"cids" and keys.COUNTER_INODES == b"cinodes"
+    assert (
+        keys.SUPERBLOCK == b"S"
+        and keys.COUNTER_IDS == b"cids"
+        and keys.COUNTER_INODES == b"cinodes"
+    )
     number = bytes.fromhex("0000000000000102")
     assert keys.inode(0x102) == b"i" + number
     assert keys.dentry(0x102, b"name") == b"d" + number + b"name"
@@ -116,7 +196,10 @@ def test_golden_keys() -> None:
     assert [key(0x102)[:1] for key in (keys.dirty, keys.orphan, keys.garbage)] == [b"w", b"o", b"g"]
     assert keys.server(0x102) == b"s\1\2"
     assert keys.burst_copy(0x102) == b"b" + number
-    assert keys.degraded(0x102) == b"q" + number and keys.stray(0x102, 0x304) == b"m" + number + b"\3\4"
+    assert (
+        keys.degraded(0x102) == b"q" + number
+        and keys.stray(0x102, 0x304) == b"m" + number + b"\3\4"
+    )
     assert keys.unprotected(0x102) == b"u\1\2" and keys.job(b"scrub") == b"jscrub"
     assert keys.trash(0x102) == b"z" + number and keys.pending(0x102) == b"p" + number
     assert keys.checksums(1, 0x102) == b"k" + bytes(7) + b"\1" + number
@@ -155,7 +238,9 @@ def test_keys_of_strays_come_apart(oid: int, server: int) -> None:
 
 
 @given(U64, U16, some.booleans(), some.booleans(), I64)
-def test_burst_records_come_back(ino: int, server: int, undrained: bool, durable: bool, since_ns: int) -> None:
+def test_burst_records_come_back(
+    ino: int, server: int, undrained: bool, durable: bool, since_ns: int
+) -> None:
     record = BurstRecord(ino, server, undrained, durable, since_ns)
     assert records.decode_burst(record.encode()) == record
 
@@ -198,7 +283,10 @@ def test_a_record_of_another_format_is_refused() -> None:
         records.decode_inode(7, record)
 
 
-@pytest.mark.parametrize("decode", [records.decode_dentry, records.decode_entry, records.decode_garbage, records.decode_degraded])
+@pytest.mark.parametrize(
+    "decode",
+    [records.decode_dentry, records.decode_entry, records.decode_garbage, records.decode_degraded],
+)
 def test_a_damaged_record_is_refused(decode: object) -> None:
     with pytest.raises(Unavailable, match="damaged"):
         decode(b"\1\2\3")

@@ -10,7 +10,11 @@ DAY_NS = 86400 * 10**9
 NOW = 1000 * DAY_NS
 
 keeps = st.builds(
-    Keep, st.integers(0, 5), st.integers(0, 1000), st.sampled_from([0.0, 1.5, 3600.0, 86400.0 * 7]), st.integers(0, 10**6)
+    Keep,
+    st.integers(0, 5),
+    st.integers(0, 1000),
+    st.sampled_from([0.0, 1.5, 3600.0, 86400.0 * 7]),
+    st.integers(0, 10**6),
 )
 checkpoints = st.lists(
     st.builds(
@@ -29,7 +33,13 @@ checkpoints = st.lists(
 
 
 def at(day: int, step: int | None = None, size: int = 1, **how: bool) -> Checkpoint:
-    return Checkpoint(b"%d" % (day if step is None else step), day if step is None else step, NOW - 100 * DAY_NS + day * DAY_NS, size, **how)
+    return Checkpoint(
+        b"%d" % (day if step is None else step),
+        day if step is None else step,
+        NOW - 100 * DAY_NS + day * DAY_NS,
+        size,
+        **how,
+    )
 
 
 def steps(going: list[Checkpoint]) -> list[int | None]:
@@ -45,14 +55,29 @@ def test_a_policy_is_read_back(keep: Keep) -> None:
 
 
 def test_the_documented_example() -> None:
-    assert parse_keep("last=3,every=1000, age = 7d ,bytes=2TiB") == Keep(3, 1000, 7 * 86400.0, 2 << 40)
+    assert parse_keep("last=3,every=1000, age = 7d ,bytes=2TiB") == Keep(
+        3, 1000, 7 * 86400.0, 2 << 40
+    )
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "last", "last=", "last=0", "last=-1", "last=1.5", "last=1,last=2", "most=3", "age=soon", "bytes=0", "every=²", "last=9" * 9,
-     "last=" + "9" * 19],
-)  # fmt: skip
+    [
+        "",
+        "last",
+        "last=",
+        "last=0",
+        "last=-1",
+        "last=1.5",
+        "last=1,last=2",
+        "most=3",
+        "age=soon",
+        "bytes=0",
+        "every=²",
+        "last=9" * 9,
+        "last=" + "9" * 19,
+    ],
+)
 def test_nonsense_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="."):
         parse_keep(text)
@@ -60,9 +85,20 @@ def test_nonsense_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "step"),
-    [(b"step-100", 100), (b"global_step7", 7), (b"0000100", 100), (b"100", 100), (b"a1b2", 2), (b"step-", None), (b"", None),
-     (b"1.tmp", None), (b"x\n5", 5), (b"9" * 18, 10**18 - 1), (b"9" * 19, 10**18 - 1)],
-)  # fmt: skip
+    [
+        (b"step-100", 100),
+        (b"global_step7", 7),
+        (b"0000100", 100),
+        (b"100", 100),
+        (b"a1b2", 2),
+        (b"step-", None),
+        (b"", None),
+        (b"1.tmp", None),
+        (b"x\n5", 5),
+        (b"9" * 18, 10**18 - 1),
+        (b"9" * 19, 10**18 - 1),
+    ],
+)
 def test_the_step_is_the_number_at_the_end(name: bytes, step: int | None) -> None:
     if len(name) == 19:
         assert step_of(name) in (None, step)
@@ -99,7 +135,9 @@ def test_what_never_goes(ones: list[Checkpoint], keep: Keep) -> None:
     assert all(one.complete and not one.in_use for one in going)
     complete = [one for one in ones if one.complete]
     if complete:
-        newest = max(complete, key=lambda one: (one.time_ns, -1 if one.step is None else one.step, one.name))
+        newest = max(
+            complete, key=lambda one: (one.time_ns, -1 if one.step is None else one.step, one.name)
+        )
         assert newest not in going
     left = [one for one in ones if one not in going]
     assert decide(left, keep, NOW) == []

@@ -20,7 +20,9 @@ def paths(*files: Saved) -> dict[int, bytes]:
     return {one.saved.ino: one.path for one in named}
 
 
-names = st.sampled_from([b"a", b"b", b"?", b"", b".", b"..", b"a\0", b"n" * 255, b"n" * 256, b"lost+found"])
+names = st.sampled_from(
+    [b"a", b"b", b"?", b"", b".", b"..", b"a\0", b"n" * 255, b"n" * 256, b"lost+found"]
+)
 hints = st.lists(names, max_size=4).map(b"/".join) | st.lists(names, max_size=4).map(
     lambda parts: b"/" + b"/".join(parts)
 )
@@ -45,14 +47,21 @@ def test_any_hints_make_a_tree(given_hints: list[tuple[bytes, int]]) -> None:
 
 def test_the_newest_has_the_name() -> None:
     assert paths(saved(5, b"/a/b", 1), saved(6, b"/a/b", 2), saved(7, b"/a", 3)) == {
-        5: b"/a/b.5", 6: b"/a/b", 7: b"/a.7",
-    }  # fmt: skip
+        5: b"/a/b.5",
+        6: b"/a/b",
+        7: b"/a.7",
+    }
 
 
 def test_what_has_no_name_is_found_in_lost_and_found() -> None:
-    assert paths(saved(5, b""), saved(6, b"f/dir/file"), saved(7, b"/dir/?"), saved(8, b"/?/x")) == {
-        5: b"/lost+found/5", 6: b"/lost+found/dir/file", 7: b"/dir/7", 8: b"/?/x",
-    }  # fmt: skip
+    assert paths(
+        saved(5, b""), saved(6, b"f/dir/file"), saved(7, b"/dir/?"), saved(8, b"/?/x")
+    ) == {
+        5: b"/lost+found/5",
+        6: b"/lost+found/dir/file",
+        7: b"/dir/7",
+        8: b"/?/x",
+    }
 
 
 def part(server: int, column: int, layout: Striped) -> Part:

@@ -21,7 +21,10 @@ from tests.support.data_servers import STORE, data_servers, failing, hooked, mak
 
 def test_a_record_is_as_documented() -> None:
     record = ServerRecord("data/3", DRAINING, "rack-a", 7)
-    assert record.encode() == b'{"path": "data/3", "state": "draining", "domain": "rack-a", "successor": 7}'
+    assert (
+        record.encode()
+        == b'{"path": "data/3", "state": "draining", "domain": "rack-a", "successor": 7}'
+    )
     assert decode_server(record.encode()) == record
 
 
@@ -30,9 +33,19 @@ def test_records_of_earlier_formats_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [b"", b"[]", b"{}", b'{"path": 1}', b'{"path": "a", "state": "x"}', b'{"path": "a", "successor": "1"}',
-              b'{"path": "a", "extra": 1}', b'{"path": "a", "domain": null}', b'{"path": "a", "state": []}'],
-)  # fmt: skip
+    "value",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"path": 1}',
+        b'{"path": "a", "state": "x"}',
+        b'{"path": "a", "successor": "1"}',
+        b'{"path": "a", "extra": 1}',
+        b'{"path": "a", "domain": null}',
+        b'{"path": "a", "state": []}',
+    ],
+)
 def test_a_damaged_record_is_told(value: bytes) -> None:
     with pytest.raises(Unavailable, match="table of servers is damaged"):
         decode_server(value)
@@ -45,7 +58,9 @@ async def test_numbers_are_never_used_again() -> None:
         return servers.next_number(tx, "data"), servers.next_number(tx, "burst")
 
     assert await engine.view(look) == (0, BURST_FIRST)
-    await engine.transact(servers.put_servers, {number: ServerRecord("x") for number in (0, 1, BURST_FIRST)})
+    await engine.transact(
+        servers.put_servers, {number: ServerRecord("x") for number in (0, 1, BURST_FIRST)}
+    )
     assert await engine.view(look) == (2, BURST_FIRST + 1)
     await engine.transact(servers.remove_server, 1)
     await engine.transact(servers.remove_server, BURST_FIRST)
@@ -98,8 +113,14 @@ async def test_an_absent_server_is_left_alone_until_it_is_back(tmp_path: Path, c
             assert [server.state for server in servers.values()] == ["ok", "absent", "ok"]
             assert servers.usable() == (0, 2)
             touched.clear()
-            for call in (servers[1].space, servers[1].sync_all, lambda: servers[1].open_object((5, 6), create=True)):
-                with pytest.raises(Unavailable, match=r"^data server 1 \(.*\) is absent: .*no such directory"):
+            for call in (
+                servers[1].space,
+                servers[1].sync_all,
+                lambda: servers[1].open_object((5, 6), create=True),
+            ):
+                with pytest.raises(
+                    Unavailable, match=r"^data server 1 \(.*\) is absent: .*no such directory"
+                ):
                     call()
             assert touched == []
             await servers.sync_all()
@@ -122,7 +143,11 @@ async def test_candidates_have_domains_and_weights_by_free_space(tmp_path: Path)
         servers.classify(3, LOST, "", None)
         for number, free in ((0, 800), (1, 90), (4, 500)):
             servers[number].seen = Space(1000, free, free, 10, 10)
-        assert servers.candidates() == ((0, "server 0", WEIGHTS[3]), (1, "rack-a", WEIGHTS[0]), (4, "server 4", WEIGHTS[3]))
+        assert servers.candidates() == (
+            (0, "server 0", WEIGHTS[3]),
+            (1, "rack-a", WEIGHTS[0]),
+            (4, "server 4", WEIGHTS[3]),
+        )
         assert servers.prefer == {2: 4}
         with pytest.raises(Unavailable, match="is absent: it is lost"):
             servers[3].space()

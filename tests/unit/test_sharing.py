@@ -16,7 +16,9 @@ from aifs.vfs.groups import reuse, sharing
 from aifs.vfs.groups.bandwidths import Bandwidths
 from aifs.vfs.groups.sharing import Cut, Holder
 
-members_of = st.lists(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 3)), max_size=8), min_size=1, max_size=5)
+members_of = st.lists(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(1, 3)), max_size=8), min_size=1, max_size=5
+)
 
 
 def cut_of(chunks: list[tuple[int, int]]) -> Cut:
@@ -55,7 +57,9 @@ def test_every_chunk_is_sent_once_by_a_holder(chunks, count):
     devices = [number % 2 for number in range(len(cuts))]
     slots = [container_layout((number,)) for number in range(count)]
     sources = {device: 1000 * (device + 1) for device in set(devices)}
-    question = sharing.ask(needs, devices, sources, slots, {number: (500, None) for number in range(count)})
+    question = sharing.ask(
+        needs, devices, sources, slots, {number: (500, None) for number in range(count)}
+    )
     assigned = sharing.answer(question, planner.plan(question.pattern), sources)
     assert set(assigned) == set(needs)
     for digest, (slot, device) in assigned.items():
@@ -78,9 +82,13 @@ def test_slots_of_several_servers():
     coded = container_layout((0, 1, 2), Redundancy(1, 2, 1))
     twice = [container_layout((0, 1), Redundancy(2)), container_layout((1, 2), Redundancy(2))]
     servers = {0: (100, 1000), 1: (60, 500), 2: (100, 1000)}
-    one = sharing.ask({b"a": sharing.Need(1, [Holder(0, 0)])}, [9], {9: 5}, [coded], servers).pattern.destinations[0]
+    one = sharing.ask(
+        {b"a": sharing.Need(1, [Holder(0, 0)])}, [9], {9: 5}, [coded], servers
+    ).pattern.destinations[0]
     assert (one.bandwidth, one.space) == (120, 1000)
-    both = sharing.ask({b"a": sharing.Need(1, [Holder(0, 0)])}, [9], {9: 5}, twice, servers).pattern.destinations
+    both = sharing.ask(
+        {b"a": sharing.Need(1, [Holder(0, 0)])}, [9], {9: 5}, twice, servers
+    ).pattern.destinations
     assert [(slot.bandwidth, slot.space) for slot in both] == [(30, 250), (30, 250)]
 
 
@@ -88,7 +96,9 @@ def test_what_a_container_is_good_enough_for():
     plain, replicas = container_layout((0,)), container_layout((0, 1), Redundancy(2))
     coded = container_layout((0, 1, 2, 3), Redundancy(1, 2, 2))
     assert sharing.protects(plain, PLAIN) and not sharing.protects(plain, Redundancy(2))
-    assert sharing.protects(replicas, Redundancy(1, 4, 1)) and not sharing.protects(replicas, Redundancy(3))
+    assert sharing.protects(replicas, Redundancy(1, 4, 1)) and not sharing.protects(
+        replicas, Redundancy(3)
+    )
     assert sharing.protects(coded, Redundancy(3)) and not sharing.protects(coded, Redundancy(4))
     assert sharing.is_allowed(replicas, ()) and sharing.is_allowed(replicas, (0, 1, 2))
     assert not sharing.is_allowed(replicas, (1, 2))
@@ -98,13 +108,22 @@ def test_what_a_container_is_good_enough_for():
 
 
 def test_copies_are_equal_across_members_alone():
-    cuts = [cut_of(chunks) for chunks in ([(1, 0), (2, 0), (0, 9), (3, 0), (3, 0)], [(0, 9), (1, 0), (2, 0), (3, 0)], [(2, 0), (4, 0)])]
+    cuts = [
+        cut_of(chunks)
+        for chunks in (
+            [(1, 0), (2, 0), (0, 9), (3, 0), (3, 0)],
+            [(0, 9), (1, 0), (2, 0), (3, 0)],
+            [(2, 0), (4, 0)],
+        )
+    ]
     assert reuse.copies(cuts) == {(1, 1): (0, 0), (1, 2): (0, 1), (2, 0): (0, 1)}
 
 
 def test_a_pattern_serves_members_of_the_same_shapes_in_any_order():
     cuts = [cut_of([(1, 0), (2, 0)]), cut_of([(1, 0), (3, 0)])]
-    shapes = [reuse.shape_of(sum(cut.ranges[-1]), cut.ranges, b"rank%d" % n) for n, cut in enumerate(cuts)]
+    shapes = [
+        reuse.shape_of(sum(cut.ranges[-1]), cut.ranges, b"rank%d" % n) for n, cut in enumerate(cuts)
+    ]
     patterns = reuse.Patterns()
     assert not patterns.knows("step") and not patterns.find("step", shapes)
     patterns.put("step", reuse.pattern_of(shapes, cuts))
@@ -187,8 +206,12 @@ class _Servers(dict):
 
 def test_bandwidths_are_configured_or_measured(tmp_path):
     file = tmp_path / "c.yaml"
-    file.write_text("meta: {directory: m}\nservers:\n  - {path: s0, bandwidth: 1MiB}\n  - s1\n  - s2\n  - s3\n")
-    servers = _Servers({n: _Server(n, f"{tmp_path}/s{n}") for n in range(4)} | {0x8000: _Server(0x8000, "b", 700)})
+    file.write_text(
+        "meta: {directory: m}\nservers:\n  - {path: s0, bandwidth: 1MiB}\n  - s1\n  - s2\n  - s3\n"
+    )
+    servers = _Servers(
+        {n: _Server(n, f"{tmp_path}/s{n}") for n in range(4)} | {0x8000: _Server(0x8000, "b", 700)}
+    )
     found = Bandwidths(config.load(str(file), {}), servers)
     assert found.of_servers()[0] == 1 << 20 and len(set(list(found.of_servers().values())[1:])) == 1
     assert found.of_burst([0x8000]) == {0x8000: 700}

@@ -49,7 +49,9 @@ def add_server(config: Config, directory: str, role: str = "data") -> int:
 
 
 def table_of(config: Config) -> dict[int, str]:
-    return opened(config, lambda store: {server.id: server.path for server in store.servers.values()})
+    return opened(
+        config, lambda store: {server.id: server.path for server in store.servers.values()}
+    )
 
 
 def change(config: Config, update: Callable[[Transaction], None]) -> None:
@@ -71,7 +73,9 @@ def make_format_1(tx: Transaction) -> None:
 
 def write_yaml(tmp_path: Path, burst: str) -> str:
     path = tmp_path / "c.yaml"
-    path.write_text(f"meta: {{directory: meta}}\nservers: [s0, s1]\nburst: {{directories: [{burst}]}}\n")
+    path.write_text(
+        f"meta: {{directory: meta}}\nservers: [s0, s1]\nburst: {{directories: [{burst}]}}\n"
+    )
     return str(path)
 
 
@@ -80,7 +84,9 @@ def test_burst_directories_are_registered_beside_data_servers(tmp_path: Path) ->
     table = table_of(config)
     assert list(table) == [0, 1, 2, 3, BURST_FIRST]
     assert table[BURST_FIRST] == f"{tmp_path}/store/burst"
-    kinds = opened(config, lambda store: [(server.name, server.role) for server in store.servers.burst()])
+    kinds = opened(
+        config, lambda store: [(server.name, server.role) for server in store.servers.burst()]
+    )
     assert kinds == [("burst directory 0", "burst")]
     assert opened(config, lambda store: store.servers.usable()) == (0, 1, 2, 3)
 
@@ -88,10 +94,14 @@ def test_burst_directories_are_registered_beside_data_servers(tmp_path: Path) ->
 def test_a_store_can_be_moved_with_its_burst_directory(tmp_path: Path) -> None:
     make_store(tmp_path / "old")
     (tmp_path / "old").rename(tmp_path / "new")
-    assert table_of(configuration.load(f"{tmp_path}/new", {}))[BURST_FIRST] == f"{tmp_path}/new/burst"
+    assert (
+        table_of(configuration.load(f"{tmp_path}/new", {}))[BURST_FIRST] == f"{tmp_path}/new/burst"
+    )
 
 
-def test_a_store_of_format_1_is_upgraded_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_of_format_1_is_upgraded_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "aifs.vfs.store")
     config = make_store(tmp_path / "store")
     change(config, make_format_1)
@@ -113,10 +123,15 @@ def test_a_store_of_format_3_is_upgraded_where_it_is(tmp_path: Path) -> None:
 
     assert list(table_of(config)) == [0, 1, 2, 3, BURST_FIRST]
     change(config, look)
-    assert marks == {"u": [], "format": FORMAT}  # a store of format 3 knows where unprotected bytes lie
+    assert marks == {
+        "u": [],
+        "format": FORMAT,
+    }  # a store of format 3 knows where unprotected bytes lie
 
 
-def test_what_is_not_the_stores_is_not_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_the_stores_is_not_taken_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = make_store(tmp_path / "store")
     change(config, make_format_1)
     make_store(tmp_path / "other")
@@ -125,13 +140,17 @@ def test_what_is_not_the_stores_is_not_taken_over(tmp_path: Path, caplog: pytest
     assert list(table_of(config)) == [0, 1, 2, 3]
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1
-    assert warnings[0].startswith(f"a burst directory is not used: {tmp_path}/store/burst: its marker says burst of")
+    assert warnings[0].startswith(
+        f"a burst directory is not used: {tmp_path}/store/burst: its marker says burst of"
+    )
 
 
 def test_a_store_of_a_later_format_is_refused(tmp_path: Path) -> None:
     config = make_store(tmp_path / "store")
     change(config, lambda tx: superblock(tx, format=FORMAT + 1))
-    with pytest.raises(StoreError, match=f"has format {FORMAT + 1}; this version knows 1 to {FORMAT}"):
+    with pytest.raises(
+        StoreError, match=f"has format {FORMAT + 1}; this version knows 1 to {FORMAT}"
+    ):
         opened(config)
 
 
@@ -155,7 +174,9 @@ def test_a_missing_burst_directory_with_cached_copies_alone_is_done_without(
     (tmp_path / "store" / "burst").rename(tmp_path / "elsewhere")
     opened(config)
     assert "only cached copies lie there, so the store does without it" in caplog.text
-    assert add_server(config, f"{tmp_path}/b1", "burst") == BURST_FIRST + 1  # the missing one keeps its number
+    assert (
+        add_server(config, f"{tmp_path}/b1", "burst") == BURST_FIRST + 1
+    )  # the missing one keeps its number
 
 
 def test_a_missing_burst_directory_is_named_with_what_is_at_stake(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 from aifs.layout.striped import Striped
 
 layouts = st.builds(
-    Striped, unit=st.integers(1, 9), servers=st.integers(1, 5).map(lambda count: tuple(range(count)))
+    Striped,
+    unit=st.integers(1, 9),
+    servers=st.integers(1, 5).map(lambda count: tuple(range(count))),
 )
 
 
@@ -80,7 +82,11 @@ def test_other_columns_are_as_long_as_what_they_stand_for(layout, size):
         if layout.data_column(column) is not None and length:
             smallest = layout.size_from(column, length)
             assert smallest <= size
-            assert layout.object_length(column, smallest) == length > layout.object_length(column, smallest - 1)
+            assert (
+                layout.object_length(column, smallest)
+                == length
+                > layout.object_length(column, smallest - 1)
+            )
 
 
 @given(layout=protected_layouts(), lost=st.integers(0, 0xFFFF))
@@ -101,4 +107,6 @@ def test_what_survives(layout, lost):
 def test_a_column_moves():
     assert Striped(8, (3, 1, 2), parity=1).moved(1, 7) == Striped(8, (3, 7, 2), parity=1)
     assert Striped(8, (0, 1, 2, 3), replicas=2).copies(3) == (1, 3)
-    assert Striped(8, (0, 1)).copies(1) == (1,) and Striped(8, (0, 1, 2), parity=1).copies(2) == (2,)
+    assert Striped(8, (0, 1)).copies(1) == (1,) and Striped(8, (0, 1, 2), parity=1).copies(2) == (
+        2,
+    )

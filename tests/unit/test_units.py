@@ -23,7 +23,9 @@ def test_sizes_are_read(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "1 apple", "1M", "0.5B", "1e3", "1MiBs", "٣", "nan"])
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "-1", "1 apple", "1M", "0.5B", "1e3", "1MiBs", "٣", "nan"]
+)
 def test_what_is_no_size_is_refused_with_examples(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size in bytes, such as 4096"):
         parse_size(text)
@@ -64,7 +66,13 @@ def test_a_formatted_duration_is_read_back(seconds: float) -> None:
 
 def test_formats_are_short() -> None:
     assert [format_size(size) for size in (0, 1500, 4096, 1 << 20)] == ["0", "1500", "4KiB", "1MiB"]
-    assert [format_duration(s) for s in (0, 0.1, 1, 90, 86400)] == ["0s", "100ms", "1s", "90s", "1d"]
+    assert [format_duration(s) for s in (0, 0.1, 1, 90, 86400)] == [
+        "0s",
+        "100ms",
+        "1s",
+        "90s",
+        "1d",
+    ]
 
 
 @pytest.mark.parametrize(

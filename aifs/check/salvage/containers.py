@@ -18,7 +18,14 @@ from aifs.data.containers.readers import Entry
 from aifs.data.containers.scan import ContainerScan, Found
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
-from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location, padded, redundancy_of
+from aifs.layout.interleaved import (
+    HEADER_BYTES,
+    Extent,
+    Interleaved,
+    Location,
+    padded,
+    redundancy_of,
+)
 from aifs.layout.striped import Striped
 
 _WINDOW = 1 << 20
@@ -51,7 +58,9 @@ class SavedContainers:
         self.files = ContainerFiles(servers, self._find, verify=False)
         self.files.on_damage = self._damaged
         self.generations: dict[int, dict[int, _Generation]] = {}  # by ino and oid
-        self._shared: dict[bytes, list[Location]] = {}  # by digest: where copies of a shared chunk lie
+        self._shared: dict[
+            bytes, list[Location]
+        ] = {}  # by digest: where copies of a shared chunk lie
         self._good: dict[bytes, Location] = {}  # one that is not damaged
         self.problems: list[tuple[int, str]] = []
 
@@ -86,7 +95,9 @@ class SavedContainers:
         if layout is None:
             raise Incomplete("nothing says how it is laid out")
         placed = place(parts, layout, self._servers)
-        missing = sum(1 << column for column in range(len(layout.servers)) if column not in placed.parts)
+        missing = sum(
+            1 << column for column in range(len(layout.servers)) if column not in placed.parts
+        )
         if not layout.survives(missing):
             raise Incomplete(
                 f"{missing.bit_count()} of its {len(layout.servers)} columns are missing, which is too many"
@@ -117,7 +128,9 @@ class SavedContainers:
             except Unavailable as error:
                 offset = await self._next_header(container, length, scan.offset + 1)
                 if offset is not None:
-                    self.problems.append((container, f"damaged from byte {scan.offset} to {offset}: {error}"))
+                    self.problems.append(
+                        (container, f"damaged from byte {scan.offset} to {offset}: {error}")
+                    )
         # Behind the last header may lie what an append that did not end has left.
 
     async def _next_header(self, container: int, length: int, start: int) -> int | None:
@@ -143,12 +156,20 @@ class SavedContainers:
     def _take(self, container: int, layout: Striped, chunk: Found) -> None:
         header = chunk.header
         place = Location(
-            layout.servers[0], container, chunk.offset, header.stored, header.raw, header.codec, header.digest
+            layout.servers[0],
+            container,
+            chunk.offset,
+            header.stored,
+            header.raw,
+            header.codec,
+            header.digest,
         )
         if not header.ino:
             self._shared.setdefault(header.digest, []).append(place)
             return
-        generation = self.generations.setdefault(header.ino, {}).setdefault(header.oid, _Generation())
+        generation = self.generations.setdefault(header.ino, {}).setdefault(
+            header.oid, _Generation()
+        )
         if generation.record is None or (header.codec == RECIPE and chunk.record is not None):
             generation.record = chunk.record
         generation.places.setdefault(header.index, []).append(place)
@@ -166,12 +187,21 @@ class SavedContainers:
                 f"{record.count - len(generation.places)} of its {record.count} chunks are missing"
             )
         saved = Saved(
-            ino, oid, record.size, record.mode, record.uid, record.gid, record.mtime_ns, record.path,
+            ino,
+            oid,
+            record.size,
+            record.mode,
+            record.uid,
+            record.gid,
+            record.mtime_ns,
+            record.path,
             Interleaved(record.chunk, variable=generation.has_recipe),
-        )  # fmt: skip
+        )
         if generation.has_recipe:
             saved.extents = await self._extents(generation, record.size, verify)
-            saved.blocks = sum(-(-extent.length // 512) for extent in saved.extents if extent.place is not None)
+            saved.blocks = sum(
+                -(-extent.length // 512) for extent in saved.extents if extent.place is not None
+            )
         else:
             await self._chunks(saved, generation, verify)
         return saved
@@ -238,7 +268,9 @@ class SavedContainers:
             if not verify:
                 return copy
             try:
-                await self.files.read_stored(copy, memoryview(bytearray(HEADER_BYTES + copy.stored)))
+                await self.files.read_stored(
+                    copy, memoryview(bytearray(HEADER_BYTES + copy.stored))
+                )
                 return copy
             except FsError as raised:
                 error = str(raised)
@@ -268,7 +300,9 @@ def _shorter(placed: Placed, length: int) -> int:
     layout, parts = placed
     columns = range(len(layout.servers))
     held = {column: parts[column].length if column in parts else 0 for column in columns}
-    return sum(1 << column for column in columns if held[column] < layout.object_length(column, length))
+    return sum(
+        1 << column for column in columns if held[column] < layout.object_length(column, length)
+    )
 
 
 def _read_layout(server: DataServer, container: int) -> Striped | None:

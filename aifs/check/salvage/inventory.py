@@ -165,7 +165,11 @@ def place(parts: Iterable[Part], layout: Striped, known: Iterable[int]) -> Place
             found.setdefault(layout.servers.index(part.server), part)
     used = {part.server for part in found.values()}
     spare = iter(
-        [number for number in sorted(numbers) if number not in used and number not in layout.servers]
+        [
+            number
+            for number in sorted(numbers)
+            if number not in used and number not in layout.servers
+        ]
     )
     servers: list[int] = []
     for column, number in enumerate(layout.servers):

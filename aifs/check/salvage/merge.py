@@ -59,24 +59,34 @@ async def _merge(config: Config, verify: bool, progress: Progress) -> Result:
 
 async def _merge_into(store: Store, verify: bool, progress: Progress) -> Result:
     result, inventory = Result(store.config.meta.directory), Inventory()
-    await inventory.take(store.servers, progress, lambda text: result.rows.append(Row("server", "", text)))
+    await inventory.take(
+        store.servers, progress, lambda text: result.rows.append(Row("server", "", text))
+    )
     # Labels may name servers that were removed since.
     known = set(store.servers)
     containers = SavedContainers(
-        store.servers, {oid: parts for (ino, oid), parts in inventory.sets.items() if not ino}, progress
+        store.servers,
+        {oid: parts for (ino, oid), parts in inventory.sets.items() if not ino},
+        progress,
     )
     await containers.scan()
     await store.engine.view(_forget_dead, containers)
     unknown = await store.engine.view(
         _unknown, all_generations(inventory, containers), inventory.copies.keys()
     )
-    found = await find_drained(store.servers, inventory, containers, verify, progress, result, unknown)
+    found = await find_drained(
+        store.servers, inventory, containers, verify, progress, result, unknown
+    )
     for one in [
-        one for one in found if isinstance(one.layout, Striped) and not known.issuperset(one.layout.servers)
+        one
+        for one in found
+        if isinstance(one.layout, Striped) and not known.issuperset(one.layout.servers)
     ]:
         found.remove(one)
         result.rows.append(
-            Row("incomplete", printable(one.path), "it was on a server that the store does not have")
+            Row(
+                "incomplete", printable(one.path), "it was on a server that the store does not have"
+            )
         )
     for copy, part in inventory.copies.items():
         if (
@@ -86,7 +96,9 @@ async def _merge_into(store: Store, verify: bool, progress: Progress) -> Result:
         ):
             newer = [one for one in found if one.ino == part.label.ino]
             if all(one.mtime_ns < part.mtime_ns for one in newer):
-                found = [one for one in found if one not in newer] + [from_copy(part.label, copy, part)]
+                found = [one for one in found if one not in newer] + [
+                    from_copy(part.label, copy, part)
+                ]
     await _put(store, containers, found, result)
     return result
 
@@ -125,11 +137,15 @@ def _unknown(
 
 
 def _is_new(tx: ReadTransaction, ino: int, copy_id: int) -> bool:
-    known = tx.get(keys.burst_copy(copy_id)) is not None or tx.get(keys.garbage(copy_id)) is not None
+    known = (
+        tx.get(keys.burst_copy(copy_id)) is not None or tx.get(keys.garbage(copy_id)) is not None
+    )
     return not known and find_inode(tx, ino) is None
 
 
-async def _put(store: Store, containers: SavedContainers, found: Sequence[Saved], result: Result) -> None:
+async def _put(
+    store: Store, containers: SavedContainers, found: Sequence[Saved], result: Result
+) -> None:
     for saved in found:
         saved.extents = await store.engine.view(_with_known_places, saved.extents)
     for container, end in container_ends(found).items():
@@ -141,7 +157,9 @@ async def _put(store: Store, containers: SavedContainers, found: Sequence[Saved]
         replaced += old
         added, newer = added + (not was_known), newer + was_known
         if was_known:
-            result.rows.append(Row("newer", printable(saved.path), "has the bytes that were stored last now"))
+            result.rows.append(
+                Row("newer", printable(saved.path), "has the bytes that were stored last now")
+            )
         elif path != saved.path:
             result.rows.append(Row("renamed", printable(path), "its path is taken, or not known"))
         if saved.note:
@@ -150,16 +168,21 @@ async def _put(store: Store, containers: SavedContainers, found: Sequence[Saved]
         await store.engine.transact(chunks.drop_chunks, oid)
     states = [row.state for row in result.rows]
     result.counts = {
-        "added": added, "newer": newer, "bytes": sum(one.size for one in found), "incomplete": states.count("incomplete"),
+        "added": added,
+        "newer": newer,
+        "bytes": sum(one.size for one in found),
+        "incomplete": states.count("incomplete"),
         "doubtful": states.count("doubtful"),
-    }  # fmt: skip
+    }
 
 
 def _with_known_places(tx: ReadTransaction, extents: Sequence[Extent]) -> list[Extent]:
     """Shared chunks lie where the metadata says, if it knows them."""
     known = shared.find_all_shared(tx, {extent.digest for extent in extents if extent.shared})
     return [
-        extent._replace(place=known[extent.digest].place) if extent.shared and extent.digest in known else extent
+        extent._replace(place=known[extent.digest].place)
+        if extent.shared and extent.digest in known
+        else extent
         for extent in extents
     ]
 
@@ -168,7 +191,11 @@ def _put_container(tx: Transaction, containers: SavedContainers, container: int,
     record = chunks.find_container(tx, container)
     if record is None:
         put_container(tx, (containers, container, end))
-    elif record.layout.is_protected and end > record.length and (lost := containers.lost(container, end)):
+    elif (
+        record.layout.is_protected
+        and end > record.length
+        and (lost := containers.lost(container, end))
+    ):
         put_degraded(tx, container, 0, lost)
 
 
@@ -187,7 +214,12 @@ def _put_file(tx: Transaction, saved: Saved) -> tuple[bytes, bool, list[int]]:
             drop_degraded(tx, inode.oid)
         tx.delete(keys.dirty(inode.ino))
         inode.data, inode.copy = None, None
-        inode.layout, inode.oid, inode.size, inode.blocks = saved.layout, saved.oid, saved.size, saved.blocks
+        inode.layout, inode.oid, inode.size, inode.blocks = (
+            saved.layout,
+            saved.oid,
+            saved.size,
+            saved.blocks,
+        )
         inode.mtime_ns, inode.ctime_ns = saved.mtime_ns, now
         put_bytes(tx, saved, inode)
         return saved.path, True, replaced
@@ -199,9 +231,22 @@ def _put_file(tx: Transaction, saved: Saved) -> tuple[bytes, bool, list[int]]:
         suffix = b".%d" % saved.ino + (b".%d" % number if number else b"")
         chosen, number = name[: NAME_MAX - len(suffix)] + suffix, number + 1
     inode = Inode(
-        saved.ino, mode, saved.uid, saved.gid, 1, 0, saved.size, saved.blocks, saved.mtime_ns, saved.mtime_ns, now, parent,
-        saved.oid, layout=saved.layout, copy=saved.copy,
-    )  # fmt: skip
+        saved.ino,
+        mode,
+        saved.uid,
+        saved.gid,
+        1,
+        0,
+        saved.size,
+        saved.blocks,
+        saved.mtime_ns,
+        saved.mtime_ns,
+        now,
+        parent,
+        saved.oid,
+        layout=saved.layout,
+        copy=saved.copy,
+    )
     namespace.put_name(tx, parent, chosen, inode, inode.ino)
     namespace.touch(tx, namespace.get_directory(tx, parent), now)
     tx.add(keys.COUNTER_INODES, 1)
@@ -220,7 +265,9 @@ def _directory(tx: Transaction, parents: Sequence[bytes], saved: Saved) -> tuple
         if ino is None:
             now, ino = time.time_ns(), fresh_id(tx)
             mode, uid, gid = stat.S_IFDIR | 0o755, saved.uid, saved.gid
-            namespace.create(tx, parent, name, Inode(ino, mode, uid, gid, 2, 0, 0, 0, now, now, now))
+            namespace.create(
+                tx, parent, name, Inode(ino, mode, uid, gid, 2, 0, 0, 0, now, now, now)
+            )
         parent, path = ino, path + b"/" + name
     return parent, path
 

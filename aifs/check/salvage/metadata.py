@@ -82,7 +82,9 @@ async def _write(meta: str, plan: Plan) -> None:
         raise
 
 
-async def _put_all(engine: LmdbEngine, put: Callable[[Transaction, Any], None], rows: Sequence[Any]) -> None:
+async def _put_all(
+    engine: LmdbEngine, put: Callable[[Transaction, Any], None], rows: Sequence[Any]
+) -> None:
     def put_some(tx: Transaction, some: Sequence[Any]) -> None:
         for row in some:
             put(tx, row)
@@ -126,7 +128,18 @@ def _put_directory(tx: Transaction, directory: Directory) -> None:
     uid, gid = (os.getuid(), os.getgid()) if own else (directory.uid, directory.gid)
     mode = stat.S_IFDIR | (0o700 if name == LOST_AND_FOUND and own else 0o755)
     inode = Inode(
-        directory.ino, mode, uid, gid, directory.links, 0, 0, 0, now, now, now, parent=directory.parent
+        directory.ino,
+        mode,
+        uid,
+        gid,
+        directory.links,
+        0,
+        0,
+        0,
+        now,
+        now,
+        now,
+        parent=directory.parent,
     )
     namespace.put_inode(tx, inode)
     if directory.ino != ROOT_INO:
@@ -151,9 +164,22 @@ def _put_file(tx: Transaction, named: Named) -> None:
     saved, now = named.saved, time.time_ns()
     mode = saved.mode if stat.S_ISREG(saved.mode) else stat.S_IFREG | 0o600
     inode = Inode(
-        saved.ino, mode, saved.uid, saved.gid, 1, 0, saved.size, saved.blocks, saved.mtime_ns, saved.mtime_ns, now,
-        named.parent, saved.oid, layout=saved.layout, copy=saved.copy,
-    )  # fmt: skip
+        saved.ino,
+        mode,
+        saved.uid,
+        saved.gid,
+        1,
+        0,
+        saved.size,
+        saved.blocks,
+        saved.mtime_ns,
+        saved.mtime_ns,
+        now,
+        named.parent,
+        saved.oid,
+        layout=saved.layout,
+        copy=saved.copy,
+    )
     namespace.put_name(tx, named.parent, named.name, inode, inode.ino)
     put_bytes(tx, saved, inode)
 
@@ -170,7 +196,11 @@ def put_bytes(tx: Transaction, saved: Saved, inode: Inode) -> None:
         if saved.dirty:
             tx.put(keys.dirty(saved.ino), b"")
     elif is_variable(saved.layout):
-        put_extents(tx, {saved.oid: saved.extents}, {extent.digest for extent in saved.extents if extent.shared})
+        put_extents(
+            tx,
+            {saved.oid: saved.extents},
+            {extent.digest for extent in saved.extents if extent.shared},
+        )
     elif isinstance(saved.layout, Interleaved):
         chunks.put_chunks(tx, saved.oid, saved.chunks)
     if saved.copy is not None and saved.layout is None:

@@ -77,8 +77,12 @@ class Result:
 
 
 def rebuild(
-    config: Config, to: str = "", force: bool = False, verify: bool = True, progress: Progress | None = None,
-) -> Result:  # fmt: skip
+    config: Config,
+    to: str = "",
+    force: bool = False,
+    verify: bool = True,
+    progress: Progress | None = None,
+) -> Result:
     """Make a metadata directory, the configured one or ``to``, of what the servers can tell. Blocks; durable on return.
 
     ``force``: even if there is one that can be opened (it is moved aside), or a backup. Without ``verify`` bytes of striped
@@ -94,7 +98,9 @@ def rebuild(
         )
     servers, table = _servers_of(config, store)
     try:
-        return trio.run(_rebuild, config, meta, store, servers, table, backups, verify, progress or _silent)
+        return trio.run(
+            _rebuild, config, meta, store, servers, table, backups, verify, progress or _silent
+        )
     finally:
         servers.close()
 
@@ -131,7 +137,9 @@ def _require_need(meta: str, force: bool) -> None:
         files.rename(meta, aside)
         files.sync_dir(os.path.dirname(meta))
     except OSError as error:
-        raise StoreError(f"{meta}: cannot be moved aside, so empty it yourself: {error.strerror}") from error
+        raise StoreError(
+            f"{meta}: cannot be moved aside, so empty it yourself: {error.strerror}"
+        ) from error
     _log.warning("%s was moved to %s", meta, aside)
 
 
@@ -174,13 +182,17 @@ def _servers_of(config: Config, store: str) -> tuple[Servers, dict[int, ServerRe
         try:
             marker = read_marker(directory)
             if (marker.store, marker.role) != (store, role):
-                raise StoreError(f"{directory}: its marker says {marker.role} of store {marker.store}")
+                raise StoreError(
+                    f"{directory}: its marker says {marker.role} of store {marker.store}"
+                )
         except StoreError as error:
             _log.info("not used: %s", error)
             if role == "data":
                 missing.append((paths.index(directory), directory))
             continue
-        record = ServerRecord(directories.recorded_path(config, directory), domain=domains.get(directory, ""))
+        record = ServerRecord(
+            directories.recorded_path(config, directory), domain=domains.get(directory, "")
+        )
         number = id_of(role, marker.id)
         if number in table:
             raise StoreError(
@@ -195,7 +207,9 @@ def _servers_of(config: Config, store: str) -> tuple[Servers, dict[int, ServerRe
 
 def _open(config: Config, store: str, table: dict[int, ServerRecord]) -> Servers:
     paths = {number: os.path.join(config.source, record.path) for number, record in table.items()}
-    servers = Servers(paths, store, threads=config.data.threads, budget=Budget(config.memory.budget))
+    servers = Servers(
+        paths, store, threads=config.data.threads, budget=Budget(config.memory.budget)
+    )
     try:
         for number, record in table.items():
             servers.classify(number, record.state, record.domain, None)
@@ -210,17 +224,29 @@ def _open(config: Config, store: str, table: dict[int, ServerRecord]) -> Servers
 
 
 async def _rebuild(
-    config: Config, meta: str, store: str, servers: Servers, table: dict[int, ServerRecord], backups: Found,
-    verify: bool, progress: Progress,
-) -> Result:  # fmt: skip
+    config: Config,
+    meta: str,
+    store: str,
+    servers: Servers,
+    table: dict[int, ServerRecord],
+    backups: Found,
+    verify: bool,
+    progress: Progress,
+) -> Result:
     result = Result(meta)
     for number, record in table.items():
         if record.state == LOST:
             result.rows.append(
-                Row("server", f"data server {number} ({record.path})", "is missing, and counts as lost")
+                Row(
+                    "server",
+                    f"data server {number} ({record.path})",
+                    "is missing, and counts as lost",
+                )
             )
     inventory = Inventory()
-    await inventory.take(servers, progress, lambda text: result.rows.append(Row("server", "", text)))
+    await inventory.take(
+        servers, progress, lambda text: result.rows.append(Row("server", "", text))
+    )
     named = _named_servers(inventory) - table.keys()
     if named:
         for number in sorted(named):
@@ -229,7 +255,9 @@ async def _rebuild(
             result.rows.append(Row("server", f"data server {number}", reason))
         with_lost = _open(config, store, table)
         try:
-            return await _save(meta, store, with_lost, table, inventory, backups, verify, progress, result)
+            return await _save(
+                meta, store, with_lost, table, inventory, backups, verify, progress, result
+            )
         finally:
             with_lost.close()
     return await _save(meta, store, servers, table, inventory, backups, verify, progress, result)
@@ -242,21 +270,32 @@ def _named_servers(inventory: Inventory) -> set[int]:
         label = best_label(parts)
         if label is not None:
             found = {part.column for part in parts}
-            named |= {number for column, number in enumerate(label.layout.servers) if column not in found}
+            named |= {
+                number for column, number in enumerate(label.layout.servers) if column not in found
+            }
     return named
 
 
 async def _save(
-    meta: str, store: str, servers: Servers, table: dict[int, ServerRecord], inventory: Inventory, backups: Found,
-    verify: bool, progress: Progress, result: Result,
-) -> Result:  # fmt: skip
+    meta: str,
+    store: str,
+    servers: Servers,
+    table: dict[int, ServerRecord],
+    inventory: Inventory,
+    backups: Found,
+    verify: bool,
+    progress: Progress,
+    result: Result,
+) -> Result:
     containers = SavedContainers(
         servers, {oid: parts for (ino, oid), parts in inventory.sets.items() if not ino}, progress
     )
     await containers.scan()
     result.rows += [Row("container", str(number), reason) for number, reason in containers.problems]
     generations = all_generations(inventory, containers)
-    drained = await find_drained(servers, inventory, containers, verify, progress, result, generations)
+    drained = await find_drained(
+        servers, inventory, containers, verify, progress, result, generations
+    )
     copies = await striped.undrained(servers, inventory.copies, drained, verify)
     newer = {saved.ino for saved in copies if saved.ino}
     saved = [one for one in drained if one.ino not in newer] + copies
@@ -290,9 +329,14 @@ def all_generations(inventory: Inventory, containers: SavedContainers) -> dict[i
 
 
 async def find_drained(
-    servers: Servers, inventory: Inventory, containers: SavedContainers, verify: bool, progress: Progress, result: Result,
+    servers: Servers,
+    inventory: Inventory,
+    containers: SavedContainers,
+    verify: bool,
+    progress: Progress,
+    result: Result,
     generations: Mapping[int, set[int]],
-) -> list[Saved]:  # fmt: skip
+) -> list[Saved]:
     """Of each inode the newest of these generations that is whole; if none is, ``result`` gets a row that says why."""
     found: list[Saved] = []
     following = iter(generations.items())
@@ -312,9 +356,14 @@ async def find_drained(
 
 
 async def _newest(
-    servers: Servers, inventory: Inventory, containers: SavedContainers, verify: bool, ino: int, oids: Sequence[int],
+    servers: Servers,
+    inventory: Inventory,
+    containers: SavedContainers,
+    verify: bool,
+    ino: int,
+    oids: Sequence[int],
     result: Result,
-) -> Saved | None:  # fmt: skip
+) -> Saved | None:
     doubtful, reason = None, ""
     for oid in oids:
         try:
@@ -338,14 +387,24 @@ def _hint(inventory: Inventory, containers: SavedContainers, ino: int, oids: Seq
     for oid in oids:
         label = best_label(inventory.sets.get((ino, oid), ()))
         generation = containers.generations.get(ino, {}).get(oid)
-        path = label.path if label else generation.record.path if generation and generation.record else b""
+        path = (
+            label.path
+            if label
+            else generation.record.path
+            if generation and generation.record
+            else b""
+        )
         if path:
             return printable(path)
     return f"inode {ino}"
 
 
 def _report(
-    result: Result, inventory: Inventory, places: list[Directory], named: list[Named], copies: list[Saved]
+    result: Result,
+    inventory: Inventory,
+    places: list[Directory],
+    named: list[Named],
+    copies: list[Saved],
 ) -> None:
     used = {(one.saved.ino, one.saved.oid) for one in named}
     used |= {(0, place.container) for one in named for place in one.saved.places}
@@ -353,7 +412,9 @@ def _report(
         if one.saved.note:
             result.rows.append(Row("doubtful", printable(one.path), one.saved.note))
         elif one.renamed:
-            result.rows.append(Row("renamed", printable(one.path), "another file has its path, too"))
+            result.rows.append(
+                Row("renamed", printable(one.path), "another file has its path, too")
+            )
     states_found = [row.state for row in result.rows]
     result.counts = {
         "files": len(named),
@@ -364,7 +425,9 @@ def _report(
         "incomplete": states_found.count("incomplete"),
         "doubtful": states_found.count("doubtful"),
         "degraded": sum(bool(one.saved.lost) for one in named),
-        "unused_objects": sum(len(parts) for key, parts in inventory.sets.items() if key not in used),
+        "unused_objects": sum(
+            len(parts) for key, parts in inventory.sets.items() if key not in used
+        ),
         "unused_copies": len(inventory.copies) - sum(one.saved.copy is not None for one in named),
         "unlabelled_objects": inventory.unlabelled,
         "foreign_files": inventory.foreign,

@@ -48,13 +48,17 @@ def piece_together(servers: Servers, ino: int, oid: int, parts: list[Part]) -> S
         _judge_protected(saved, placed)
     else:
         _judge_plain(servers, saved, placed)
-    saved.blocks = sum(part.blocks for column, part in placed.parts.items() if column < placed.layout.width)
+    saved.blocks = sum(
+        part.blocks for column, part in placed.parts.items() if column < placed.layout.width
+    )
     return saved
 
 
 def best_label(parts: Iterable[Part]) -> Label | None:
     """The one that was written last, as far as that can be told."""
-    labels = [part.label for part in parts if part.label is not None and part.label.layout is not None]
+    labels = [
+        part.label for part in parts if part.label is not None and part.label.layout is not None
+    ]
     return max(labels, key=lambda label: (label.mtime_ns, label.size, label.digest), default=None)
 
 
@@ -65,7 +69,9 @@ def _without_label(servers: Servers, ino: int, oid: int, parts: list[Part]) -> S
     [part] = parts
     layout = Striped(_UNIT, (part.server,))
     note = "its object has no label: this is what it holds"
-    return Saved(ino, oid, part.length, 0o100600, 0, 0, 0, b"", layout, blocks=part.blocks, note=note)
+    return Saved(
+        ino, oid, part.length, 0o100600, 0, 0, 0, b"", layout, blocks=part.blocks, note=note
+    )
 
 
 def _judge_protected(saved: Saved, placed: Placed) -> None:
@@ -86,15 +92,25 @@ def _judge_plain(servers: Servers, saved: Saved, placed: Placed) -> None:
     """Such a file may have been changed in place since it was labelled: then its objects tell how long it is."""
     layout, parts = placed.layout, placed.parts
     told = max((layout.size_from(column, part.length) for column, part in parts.items()), default=0)
-    lengths = {column: parts[column].length if column in parts else 0 for column in range(layout.width)}
-    absent = {number for number in layout.servers if (found := servers.find(number)) is None or found.absent}
+    lengths = {
+        column: parts[column].length if column in parts else 0 for column in range(layout.width)
+    }
+    absent = {
+        number
+        for number in layout.servers
+        if (found := servers.find(number)) is None or found.absent
+    }
     exact = all(length == layout.object_length(column, told) for column, length in lengths.items())
     if told < saved.size and exact and not absent:
-        saved.note = f"its objects hold {told} bytes, and not {saved.size}: it was cut, or is damaged"
+        saved.note = (
+            f"its objects hold {told} bytes, and not {saved.size}: it was cut, or is damaged"
+        )
         saved.size, saved.root = told, b""
         return
     for column, length in lengths.items():
-        at_risk = layout.servers[column] in absent and layout.object_length(column, max(told, saved.size))
+        at_risk = layout.servers[column] in absent and layout.object_length(
+            column, max(told, saved.size)
+        )
         if length < layout.object_length(column, saved.size) or at_risk:
             what = "is short" if column in parts else "is missing"
             raise Incomplete(
@@ -141,7 +157,9 @@ async def _read(servers: Servers, saved: Saved, lost: int) -> bytes:
     """The checksums of a file's MiBs."""
     layout, key = saved.layout, (saved.ino, saved.oid)
     if layout.is_protected:
-        objects: ProtectedObjects | StripedObjects = ProtectedObjects(servers, layout, *key, lost=lost)
+        objects: ProtectedObjects | StripedObjects = ProtectedObjects(
+            servers, layout, *key, lost=lost
+        )
     else:
         objects = StripedObjects(servers, layout, *key)
     step = lcm(layout.row, HASHED) if layout.parity else _STEP
@@ -199,14 +217,25 @@ async def undrained(
 def from_copy(label: Label, copy: Copy, part: Part) -> Saved:
     """The file of a burst copy."""
     return Saved(
-        label.ino, 0, part.length, label.mode, label.uid, label.gid, part.mtime_ns, label.path, blocks=part.blocks, copy=copy,
+        label.ino,
+        0,
+        part.length,
+        label.mode,
+        label.uid,
+        label.gid,
+        part.mtime_ns,
+        label.path,
+        blocks=part.blocks,
+        copy=copy,
         dirty=True,
-    )  # fmt: skip
+    )
 
 
 async def _find_equal(servers: Servers, copy: Copy, part: Part, alike: list[Saved]) -> Saved | None:
     """One of these files that has the bytes of the copy, which are durable then; rather one without a copy."""
-    known = [saved for saved in alike if saved.size == part.length and (saved.checksum or saved.extents)]
+    known = [
+        saved for saved in alike if saved.size == part.length and (saved.checksum or saved.extents)
+    ]
     if not known:
         return None
     server = servers[copy.server]
@@ -218,7 +247,11 @@ async def _find_equal(servers: Servers, copy: Copy, part: Part, alike: list[Save
                 equal.append(saved)
     except FsError:
         return None
-    return min(equal, key=lambda saved: (saved.copy is not None, saved.mtime_ns != part.mtime_ns), default=None)
+    return min(
+        equal,
+        key=lambda saved: (saved.copy is not None, saved.mtime_ns != part.mtime_ns),
+        default=None,
+    )
 
 
 def _checksum(server: DataServer, copy_id: int, size: int) -> bytes:
@@ -250,7 +283,9 @@ def _holds(server: DataServer, copy_id: int, extents: Sequence[Extent]) -> bool:
     for extent in extents:
         end = start + extent.length
         step = max(extent.length, 1) if extent.digest else CHUNK_MAX
-        parts += [Piece(at, min(step, end - at), extent.digest or None) for at in range(start, end, step)]
+        parts += [
+            Piece(at, min(step, end - at), extent.digest or None) for at in range(start, end, step)
+        ]
         start = end
     try:
         return not differ(server, key, fd, parts, memoryview(bytearray(CHUNK_MAX)))

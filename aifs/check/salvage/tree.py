@@ -37,7 +37,9 @@ class Named:
         return self.path.rpartition(b"/")[2]
 
 
-def plant(files: Iterable[Saved], take_id: Callable[[], int]) -> tuple[list[Directory], list[Named]]:
+def plant(
+    files: Iterable[Saved], take_id: Callable[[], int]
+) -> tuple[list[Directory], list[Named]]:
     """All directories, the root first and each behind its parent, and all files. Of files with one path the newest has it."""
     newest_first = sorted(files, key=lambda saved: (-saved.mtime_ns, saved.ino))
     directories = {b"": Directory(ROOT_INO, ROOT_INO, b"", 0, 0)}

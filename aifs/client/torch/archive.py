@@ -65,9 +65,11 @@ class Image:
     def records(self, storages: Iterable[Chunks]) -> Iterator[tuple[str, int, Chunks]]:
         """Name, bytes and content of each record, but the id."""
         small = [
-            ("data.pkl", self.pickle), (".format_version", b"1"),
-            (".storage_alignment", b"%d" % self.alignment), ("byteorder", self.byteorder.encode()),
-        ]  # fmt: skip
+            ("data.pkl", self.pickle),
+            (".format_version", b"1"),
+            (".storage_alignment", b"%d" % self.alignment),
+            ("byteorder", self.byteorder.encode()),
+        ]
         for name, data in small:
             yield name, len(data), [memoryview(data)]
         for index, (size, chunks) in enumerate(zip(self.sizes, storages, strict=True)):
@@ -134,8 +136,25 @@ class _Writer:
             self._write(struct.pack("<4sI", b"PK\7\x08", crc) + sizes)
             self.crcs_hash = _hash_combine(self.crcs_hash, crc)
         short = min(size, _MAX32)
-        fields = (b"PK\1\2", 0, 0, flags, 0, 0, 0, crc, short, short, len(path), len(extra), 0, 0, 0, 0,
-                  min(start, _MAX32))  # fmt: skip
+        fields = (
+            b"PK\1\2",
+            0,
+            0,
+            flags,
+            0,
+            0,
+            0,
+            crc,
+            short,
+            short,
+            len(path),
+            len(extra),
+            0,
+            0,
+            0,
+            0,
+            min(start, _MAX32),
+        )
         self._central.append(_CENTRAL.pack(*fields) + path + _zip64(size, size, start))
 
     def _write_data(self, size: int, chunks: Chunks) -> int:
@@ -163,9 +182,20 @@ class _Writer:
         tail: list[tuple[struct.Struct, tuple[Any, ...]]] = [
             (_END64, (b"PK\6\6", 44, 0x031E, 45, 0, 0, count, count, len(central), start)),
             (_LOCATOR64, (b"PK\6\7", 0, end, 1)),
-            (_END, (b"PK\5\6", 0, 0, min(count, _MAX16), min(count, _MAX16), min(len(central), _MAX32),
-                    min(start, _MAX32), 0)),
-        ]  # fmt: skip
+            (
+                _END,
+                (
+                    b"PK\5\6",
+                    0,
+                    0,
+                    min(count, _MAX16),
+                    min(count, _MAX16),
+                    min(len(central), _MAX32),
+                    min(start, _MAX32),
+                    0,
+                ),
+            ),
+        ]
         self._write(b"".join(layout.pack(*fields) for layout, fields in tail))
 
 

@@ -92,10 +92,18 @@ class AifsWriter(FileSystemWriter):
     """
 
     def __init__(
-        self, path: PathLike, *, step: int | None = None, latest: str | None = "latest",
-        tracker: str | None = None, keep: str | None = None, hash: bool = True, replace: bool = False,
-        group: str | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        path: PathLike,
+        *,
+        step: int | None = None,
+        latest: str | None = "latest",
+        tracker: str | None = None,
+        keep: str | None = None,
+        hash: bool = True,
+        replace: bool = False,
+        group: str | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(path, **{**options, "sync_files": False})
         if keep is not None:
             parse_keep(keep)
@@ -117,7 +125,9 @@ class AifsWriter(FileSystemWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if not getattr(self, "use_collectives", True):
-            raise CheckpointError(f"{self._target}: use_collectives=False leaves nobody who could publish")
+            raise CheckpointError(
+                f"{self._target}: use_collectives=False leaves nobody who could publish"
+            )
 
     def prepare_local_plan(self, plan: Any) -> Any:
         require_free(self._target, self._replace)
@@ -134,7 +144,9 @@ class AifsWriter(FileSystemWriter):
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]
-        size = sum(math.prod(tensor.chunk.sizes) * tensor.properties.dtype.itemsize for tensor in tensors)
+        size = sum(
+            math.prod(tensor.chunk.sizes) * tensor.properties.dtype.itemsize for tensor in tensors
+        )
         self.fs.method = writing_method(os.fspath(self.path), size)
         written = super().write_data(plan, planner)
         names = {result.storage_data.relative_path for result in written.wait()}

@@ -51,7 +51,11 @@ class Files:
         begin_s, start = time.monotonic(), 0
         for number, size in enumerate(self._sizes):
             first, last = max(begin, start), min(end, start + size)
-            if first < last and files.read_into(self._open(number), content[first:last], first - start) < last - first:
+            if (
+                first < last
+                and files.read_into(self._open(number), content[first:last], first - start)
+                < last - first
+            ):
                 raise CheckpointError(f"{self._paths[number]}: was cut while it was read")
             start += size
         measure("storage", (begin, end), begin_s)

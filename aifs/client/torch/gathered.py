@@ -54,9 +54,14 @@ class _Offer(NamedTuple):
 
 
 def read(
-    path: PathLike, group: Any = None, into: Any = None, order: Sequence[Range] = (), *,
-    arrived: Arrived = lambda begin, end: None, speeds: Speeds | None = None,
-) -> memoryview:  # fmt: skip
+    path: PathLike,
+    group: Any = None,
+    into: Any = None,
+    order: Sequence[Range] = (),
+    *,
+    arrived: Arrived = lambda begin, end: None,
+    speeds: Speeds | None = None,
+) -> memoryview:
     """The bytes of the file ``path`` in every rank of ``group`` (None: the default one), which all call this with the same
     arguments. Without torch.distributed it is just read.
 
@@ -68,13 +73,21 @@ def read(
     any more. Without a group: CheckpointError, OSError.
     """
     found = Found([plain(path)])
-    return read_files(lambda: found, found.paths[0], group, into, order, arrived=arrived, speeds=speeds)
+    return read_files(
+        lambda: found, found.paths[0], group, into, order, arrived=arrived, speeds=speeds
+    )
 
 
 def read_files(
-    find: Callable[[], Found], what: str, group: Any = None, into: Any = None, order: Sequence[Range] = (), *,
-    arrived: Arrived = lambda begin, end: None, speeds: Speeds | None = None,
-) -> memoryview:  # fmt: skip
+    find: Callable[[], Found],
+    what: str,
+    group: Any = None,
+    into: Any = None,
+    order: Sequence[Range] = (),
+    *,
+    arrived: Arrived = lambda begin, end: None,
+    speeds: Speeds | None = None,
+) -> memoryview:
     """As ``read``, for the bytes of the files that ``find`` tells, one after the other; it may raise CheckpointError, OSError.
     All ranks must find files of the same names, sizes and identity. ``what``: for messages."""
     if not dist.is_initialized():
@@ -83,7 +96,10 @@ def read_files(
 
 
 def read_alone(
-    find: Callable[[], Found], into: Any = None, order: Sequence[Range] = (), arrived: Arrived = lambda begin, end: None
+    find: Callable[[], Found],
+    into: Any = None,
+    order: Sequence[Range] = (),
+    arrived: Arrived = lambda begin, end: None,
 ) -> memoryview:
     """The same for this process alone."""
     with Files(find().paths) as source:
@@ -97,9 +113,21 @@ class _Reading:
     """One rank's part."""
 
     def __init__(
-        self, find: Callable[[], Found], what: str, group: Any, into: Any, order: Sequence[Range], arrived: Arrived
+        self,
+        find: Callable[[], Found],
+        what: str,
+        group: Any,
+        into: Any,
+        order: Sequence[Range],
+        arrived: Arrived,
     ) -> None:
-        self._find, self._what, self._group, self._into, self._order = find, what, group, into, order
+        self._find, self._what, self._group, self._into, self._order = (
+            find,
+            what,
+            group,
+            into,
+            order,
+        )
         self._arrived = arrived
         self._watch = Watch(group, what)
         self._device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
@@ -116,11 +144,17 @@ class _Reading:
             if way == READ:
                 content = self._read_all(source, size)
             elif leader == self._watch.rank:
-                exchange = partial(self._chain if way == CHAIN else self._ring, leaders[first:] + leaders[:first], source)
+                exchange = partial(
+                    self._chain if way == CHAIN else self._ring,
+                    leaders[first:] + leaders[:first],
+                    source,
+                )
                 content = self._lead(exchange, size, is_alone=hosts.count(_host()) == 1)
             else:
                 mapped = _map(self._tell(None)[leader], size)
-                content = self._read_all(source, size) if mapped is None else mapped  # None: it does not see that process
+                content = (
+                    self._read_all(source, size) if mapped is None else mapped
+                )  # None: it does not see that process
                 self._agree(self._tell(self._problem))
                 if mapped is not None:
                     content = _placed(content, self._into)
@@ -139,13 +173,17 @@ class _Reading:
                 found = self._find()
                 source = stack.enter_context(Files(found.paths))
                 _check(self._into, source.size)
-            stated = self._tell(_Statement(_host(), found.names, found.identity, source.size, speeds, self._problem))
+            stated = self._tell(
+                _Statement(_host(), found.names, found.identity, source.size, speeds, self._problem)
+            )
             self._agree([one.problem for one in stated])
             differences = [_difference(one, stated[0]) for one in stated]
             if not any(differences):
                 break
             if is_last:
-                rank, problem = next((rank, problem) for rank, problem in enumerate(differences) if problem)
+                rank, problem = next(
+                    (rank, problem) for rank, problem in enumerate(differences) if problem
+                )
                 raise GatherError(f"{self._what}: rank {rank} {problem}", rank)
             source.close()
             time.sleep(_PAUSE_S)
@@ -188,7 +226,9 @@ class _Reading:
         self._watch.run(work)
         return content
 
-    def _lead(self, exchange: Callable[[memoryview], None], size: int, is_alone: bool) -> memoryview:
+    def _lead(
+        self, exchange: Callable[[memoryview], None], size: int, is_alone: bool
+    ) -> memoryview:
         """``exchange`` with other hosts, into memory that the other ranks of this one map, too."""
         if is_alone:
             self._tell(None)
@@ -211,7 +251,9 @@ class _Reading:
         """Each reads a part of each piece, and passes on what it has got, until all have all (a ring all-gather)."""
         count, me = len(ring), ring.index(self._watch.rank)
         todo = list(pieces(len(content), self._order, PIECE))
-        cut = [[(begin + a, begin + b) for a, b in split(end - begin, count)] for begin, end in todo]
+        cut = [
+            [(begin + a, begin + b) for a, b in split(end - begin, count)] for begin, end in todo
+        ]
         with self._reading(source, content, [parts[me] for parts in cut]) as states:
             for (begin, end), parts, mine in zip(todo, cut, states, strict=True):
                 good = [mine.clone() for _ in ring]  # those of others are overwritten
@@ -226,7 +268,10 @@ class _Reading:
     def _chain(self, ring: Sequence[int], source: Files, content: memoryview) -> None:
         """The first reads all; each passes a piece on while it gets the next one."""
         me = ring.index(self._watch.rank)
-        before, behind = (ring[me - 1] if me else None), (ring[me + 1] if me + 1 < len(ring) else None)
+        before, behind = (
+            (ring[me - 1] if me else None),
+            (ring[me + 1] if me + 1 < len(ring) else None),
+        )
         todo = list(pieces(len(content), self._order, PIECE))
         with self._reading(source, content, todo if before is None else []) as states:
             outgoing, good = None, torch.ones(1, dtype=torch.uint8)
@@ -254,7 +299,9 @@ class _Reading:
         self._arrived(begin, end)
 
     @contextmanager
-    def _reading(self, source: Files, content: memoryview, parts: Sequence[Range]) -> Iterator[Iterator[torch.Tensor]]:
+    def _reading(
+        self, source: Files, content: memoryview, parts: Sequence[Range]
+    ) -> Iterator[Iterator[torch.Tensor]]:
         """Yields for each part, when it has been read, whether that went well; the next one is read meanwhile."""
 
         def fill(begin: int, end: int) -> torch.Tensor:
@@ -276,7 +323,9 @@ class _Reading:
         with ThreadPoolExecutor(1, "aifs-gather-read") as pool:
             yield states()
 
-    def _swap(self, content: memoryview, outgoing: _Message | None, incoming: _Message | None) -> None:
+    def _swap(
+        self, content: memoryview, outgoing: _Message | None, incoming: _Message | None
+    ) -> None:
         """Pass one part on, and get another."""
         begin_s, operations, got = time.monotonic(), [], []
         for message, function in ((outgoing, dist.isend), (incoming, dist.irecv)):

@@ -73,7 +73,9 @@ def _work(job: Job, connection: Connection, arena_fd: int) -> Report:
         report = Report()
         try:
             with checkpoint(job.target, **job.options) as directory:
-                storages = (staging.chunks(*place) for place in zip(starts, job.image.sizes, strict=True))
+                storages = (
+                    staging.chunks(*place) for place in zip(starts, job.image.sizes, strict=True)
+                )
                 method = writing_method(str(directory), length_of(job.image))
                 save_image(job.image, storages, str(directory / job.file), method=method)
         except EOFError:

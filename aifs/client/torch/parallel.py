@@ -45,9 +45,14 @@ def choose(places: Sequence[Hashable]) -> list[int]:
 
 
 def parallel_save(
-    state: Any, path: PathLike, group: Any = None, *, writers: str = REPLICA, file: str | None = None,
+    state: Any,
+    path: PathLike,
+    group: Any = None,
+    *,
+    writers: str = REPLICA,
+    file: str | None = None,
     **options: Any,
-) -> None:  # fmt: skip
+) -> None:
     """All ranks of ``group`` save the same ``state`` as the checkpoint ``path``, each its part.
 
     ``group``: a process group of torch.distributed, None for the default one, or (name, rank, size). Who
@@ -67,7 +72,9 @@ def parallel_save(
     file = file or (f"{group[0]}.pt" if named else "state.pt")
     image, storages = describe(state, archive_name(file))
     image = replace(image, crc=False)
-    rank, size = (group[1], group[2]) if named else (dist.get_rank(group), dist.get_world_size(group))
+    rank, size = (
+        (group[1], group[2]) if named else (dist.get_rank(group), dist.get_world_size(group))
+    )
     if named:
         chosen = list(range(size))
     else:
@@ -82,9 +89,12 @@ def parallel_save(
             part = str(directory / f"{file}.{digest}.{index:04}-of-{len(chosen):04}")
             write_file(
                 part,
-                lambda sink: write_archive(image, map(chunks_of, storages), _Window(sink, begin, end)),
-                sync=True, method=writing_method(str(directory), end - begin),
-            )  # fmt: skip
+                lambda sink: write_archive(
+                    image, map(chunks_of, storages), _Window(sink, begin, end)
+                ),
+                sync=True,
+                method=writing_method(str(directory), end - begin),
+            )
 
 
 def _require_one(target: str, file: str, directory: Path) -> None:
@@ -116,7 +126,9 @@ def _agree(image: Image, place: Hashable, group: Any, target: str) -> tuple[Imag
     dist.all_gather_object(everyone, mine, group)
     differing = [rank for rank, (_, sizes, _) in enumerate(everyone) if sizes != everyone[0][1]]
     if differing:
-        raise CheckpointError(f"{target}: rank {differing[0]} does not hold the same tensors as rank 0")
+        raise CheckpointError(
+            f"{target}: rank {differing[0]} does not hold the same tensors as rank 0"
+        )
     return replace(image, pickle=everyone[0][2]), [place for place, _, _ in everyone]
 
 
@@ -127,7 +139,10 @@ class _Window:
         self._sink, self._begin, self._end, self._position = sink, begin, end, 0
 
     def write(self, data: bytes | memoryview) -> None:
-        first, last = max(self._begin - self._position, 0), min(self._end - self._position, len(data))
+        first, last = (
+            max(self._begin - self._position, 0),
+            min(self._end - self._position, len(data)),
+        )
         if first < last:
             self._sink.write(memoryview(data)[first:last])
         self._position += len(data)
@@ -158,9 +173,13 @@ def find_parts(directory: str, file: str | None = None) -> list[str]:
 
 
 def parallel_load(
-    path: PathLike, group: Any = None, *, file: str | None = None, map_location: Any = None,
+    path: PathLike,
+    group: Any = None,
+    *,
+    file: str | None = None,
+    map_location: Any = None,
     weights_only: bool = True,
-) -> Any:  # fmt: skip
+) -> Any:
     """What was saved by ``parallel_save``, in every rank of ``group``, which may have another size.
 
     Across hosts each byte is read once, and passed on (see ``gathered``). With a named group, or without torch.distributed,
@@ -207,6 +226,8 @@ class _Memory(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._content)}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._content)}[
+            whence
+        ]
         self._position = base + offset
         return self._position

@@ -68,7 +68,10 @@ class PipelinedCheckpointer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is None:
             return self.close()
@@ -172,7 +175,9 @@ class _Arena:
             files.close_file(self.fd)
             self.fd = -1
 
-    def fill(self, sources: list[Chunks], places: list[int], connection: Connection, alive: Any) -> None:
+    def fill(
+        self, sources: list[Chunks], places: list[int], connection: Connection, alive: Any
+    ) -> None:
         """Copy the storages, and tell the helper how far that is. ``alive``: whose memory they are. Raises
         OSError if the helper is gone."""
         told = 0
@@ -200,9 +205,11 @@ class _Helper:
         with its:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, str(its.fileno()), str(arena.fd)],
-                pass_fds=(its.fileno(), arena.fd), env=environment, stdin=subprocess.DEVNULL,
+                pass_fds=(its.fileno(), arena.fd),
+                env=environment,
+                stdin=subprocess.DEVNULL,
                 start_new_session=True,  # ^C is for the training process, whose end it follows
-            )  # fmt: skip
+            )
 
     def end(self) -> None:
         """Let it end."""

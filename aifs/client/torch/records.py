@@ -20,7 +20,9 @@ def describe(
 ) -> tuple[Image, list[Any]]:
     """The archive of ``obj``, and its storages, none of whose bytes are looked at. Raises what pickling
     raises."""
-    storages: dict[int, Any] = {}  # address of the storage's handle -> it; in the order of the archive
+    storages: dict[
+        int, Any
+    ] = {}  # address of the storage's handle -> it; in the order of the archive
     numbers: dict[int, str] = {}
     dtypes: dict[int, Any] = {}
 
@@ -35,7 +37,9 @@ def describe(
             return None
         address = storage.data_ptr() if storage.device.type != "meta" else 0
         if address and dtypes.setdefault(address, dtype) != dtype:
-            raise RuntimeError("cannot save tensors or storages that view the same memory as different types")
+            raise RuntimeError(
+                "cannot save tensors or storages that view the same memory as different types"
+            )
         storages.setdefault(storage._cdata, storage)
         numbers.setdefault(storage._cdata, str(len(numbers)))
         return ("storage", kind, numbers[storage._cdata], location_tag(storage), count)
@@ -45,9 +49,14 @@ def describe(
     pickler(buffer, protocol=pickle_protocol).dump(obj)
     found = list(storages.values())
     image = Image(
-        name, buffer.getvalue(), tuple(storage.nbytes() for storage in found), names_hash(len(found)),
-        _alignment(), sys.byteorder, _wants_crc(),
-    )  # fmt: skip
+        name,
+        buffer.getvalue(),
+        tuple(storage.nbytes() for storage in found),
+        names_hash(len(found)),
+        _alignment(),
+        sys.byteorder,
+        _wants_crc(),
+    )
     return image, found
 
 

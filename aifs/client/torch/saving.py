@@ -18,9 +18,14 @@ if TYPE_CHECKING:
 
 
 def save(
-    obj: Any, path: PathLike, *, sync: bool = True, method: str | None = None, pickle_module: Any = pickle,
+    obj: Any,
+    path: PathLike,
+    *,
+    sync: bool = True,
+    method: str | None = None,
+    pickle_module: Any = pickle,
     pickle_protocol: int = 2,
-) -> None:  # fmt: skip
+) -> None:
     """Like ``torch.save(obj, path)``, and the same file, which appears whole or not at all.
 
     With ``sync`` it is durable when this returns, and written in the way that a measurement of this device
@@ -31,11 +36,18 @@ def save(
 
     target = plain(path)
     image, storages = describe(obj, archive_name(target), pickle_module, pickle_protocol)
-    save_image(image, (chunks_of(storage) for storage in storages), target, sync=sync, method=method)
+    save_image(
+        image, (chunks_of(storage) for storage in storages), target, sync=sync, method=method
+    )
 
 
 def save_image(
-    image: Image, storages: Iterable[Chunks], target: str, *, sync: bool = True, method: str | None = None
+    image: Image,
+    storages: Iterable[Chunks],
+    target: str,
+    *,
+    sync: bool = True,
+    method: str | None = None,
 ) -> None:
     """The archive becomes the file ``target``."""
     if method is None:

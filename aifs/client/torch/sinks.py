@@ -17,7 +17,9 @@ from aifs.core import files
 BUFFERED, DIRECT = "buffered", "direct"
 
 BUFFER = 16 << 20
-ALIGNMENT = 4096  # of offsets, lengths and memory: enough for every device with sectors up to so much
+ALIGNMENT = (
+    4096  # of offsets, lengths and memory: enough for every device with sectors up to so much
+)
 _LARGE = 1 << 20
 _WRITE_BACK = 64 << 20
 
@@ -71,7 +73,9 @@ class DirectSink:
         files.set_direct(fd, True)
         self._fd = fd
         self._buffers = [mmap.mmap(-1, BUFFER) for _ in range(2)]
-        self._addresses = [ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in self._buffers]
+        self._addresses = [
+            ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in self._buffers
+        ]
         self._pending: list[Future[None] | None] = [None, None]
         self._side = self._filled = self._position = 0
         self._pool = ThreadPoolExecutor(1, "aifs-direct")
@@ -93,7 +97,9 @@ class DirectSink:
     def _turn(self, length: int) -> None:
         """Have this buffer written, and take the other."""
         data = memoryview(self._buffers[self._side])[:length]
-        self._pending[self._side] = self._pool.submit(files.write_at, self._fd, data, self._position)
+        self._pending[self._side] = self._pool.submit(
+            files.write_at, self._fd, data, self._position
+        )
         self._position += length
         self._side, self._filled = 1 - self._side, 0
         other, self._pending[self._side] = self._pending[self._side], None
@@ -128,8 +134,9 @@ Sink = BufferedSink | DirectSink
 def open_sink(fd: int, method: str, *, write_back: bool = True) -> Sink:
     """``method``: BUFFERED or DIRECT."""
     makers: dict[str, Callable[[], Sink]] = {
-        BUFFERED: lambda: BufferedSink(fd, write_back=write_back), DIRECT: lambda: DirectSink(fd)
-    }  # fmt: skip
+        BUFFERED: lambda: BufferedSink(fd, write_back=write_back),
+        DIRECT: lambda: DirectSink(fd),
+    }
     return makers[method]()
 
 

@@ -18,9 +18,13 @@ from aifs.client.torch.sinks import BUFFERED
 
 
 def save_safetensors(
-    tensors: Mapping[str, torch.Tensor], path: PathLike, metadata: Mapping[str, str] | None = None, *,
-    sync: bool = True, method: str | None = None,
-) -> None:  # fmt: skip
+    tensors: Mapping[str, torch.Tensor],
+    path: PathLike,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    sync: bool = True,
+    method: str | None = None,
+) -> None:
     """Write ``tensors`` as the file ``path``, which appears whole or not at all; ``sync`` and ``method`` as
     of ``save``. Tensors that share memory are written each. Raises TypeError for an element type that the
     format does not have, OSError."""
@@ -49,7 +53,9 @@ def require_plain(name: str, tensor: torch.Tensor) -> None:
 def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The elements row by row; copied only if they do not lie so. Each piece is used before the next."""
     values = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    yield from chunks(values.flatten().view(torch.uint8))  # a generator, so that ``values`` lives as long
+    yield from chunks(
+        values.flatten().view(torch.uint8)
+    )  # a generator, so that ``values`` lives as long
 
 
 def tensor_at(content: memoryview, entry: Entry) -> torch.Tensor:

@@ -54,7 +54,9 @@ class Watch:
         but the errors of the process group."""
         future: Future[T] = Future()
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        threading.Thread(target=_settle, args=(future, work, device), name="aifs-gather", daemon=True).start()
+        threading.Thread(
+            target=_settle, args=(future, work, device), name="aifs-gather", daemon=True
+        ).start()
         try:
             while not wait([future], timeout=_LOOK_S).done:
                 if self._has_failed():
@@ -91,11 +93,17 @@ class Watch:
                 time.sleep(_LOOK_S / 10)
             text = self._store.get("failed").decode() or text
         except RuntimeError as error:
-            return GatherError(f"{self._what}: the process that holds the group's store has ended: {error}".split("\n")[0])
+            return GatherError(
+                f"{self._what}: the process that holds the group's store has ended: {error}".split(
+                    "\n"
+                )[0]
+            )
         if not missing:
             return GatherError(f"{self._what}: the ranks do not hear each other: {text}")
         names = name_ranks(sorted(missing))
-        return GatherError(f"{self._what}: {names} did not answer, and may have ended ({text})", min(missing))
+        return GatherError(
+            f"{self._what}: {names} did not answer, and may have ended ({text})", min(missing)
+        )
 
 
 def _settle(future: Future[Any], work: Callable[[], Any], device: int | None) -> None:

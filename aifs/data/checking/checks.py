@@ -71,7 +71,9 @@ class Part(NamedTuple):
     digest: bytes | None
 
 
-def differ(server: DataServer, key: Key, fd: int, parts: Sequence[Part], memory: memoryview) -> bool:
+def differ(
+    server: DataServer, key: Key, fd: int, parts: Sequence[Part], memory: memoryview
+) -> bool:
     """Whether a part of a local copy cannot be read, or is not what it should be. Blocks."""
     for start, length, digest in parts:
         data = memory[:length]
@@ -79,6 +81,8 @@ def differ(server: DataServer, key: Key, fd: int, parts: Sequence[Part], memory:
             done = server.read(key, fd, data, start)
         except FsError:
             return True
-        if done < length or (bytes(data) != bytes(length) if digest is None else digest_of(data) != digest):
+        if done < length or (
+            bytes(data) != bytes(length) if digest is None else digest_of(data) != digest
+        ):
             return True
     return False

@@ -28,9 +28,17 @@ class ColumnSource:
     """Reads one column of ``columns``. The file's bytes, its layout and its size do not change meanwhile."""
 
     def __init__(
-        self, servers: Servers, buffers: BudgetedBuffers, columns: Columns, layout: Striped, size: int, column: int, lost: int,
-        load: LoadDigests, worker: DataServer,
-    ) -> None:  # fmt: skip
+        self,
+        servers: Servers,
+        buffers: BudgetedBuffers,
+        columns: Columns,
+        layout: Striped,
+        size: int,
+        column: int,
+        lost: int,
+        load: LoadDigests,
+        worker: DataServer,
+    ) -> None:
         """``lost``: mask of columns that must not be read. ``worker``: the server in whose threads bytes are compared with
         checksums."""
         self._servers = servers
@@ -52,7 +60,9 @@ class ColumnSource:
     @property
     def _is_aligned(self) -> bool:
         """Whether each checksum covers one run of the column, or none of it."""
-        return self._data is not None and (self._layout.width == 1 or self._layout.unit % HASHED == 0)
+        return self._data is not None and (
+            self._layout.width == 1 or self._layout.unit % HASHED == 0
+        )
 
     @property
     def _piece(self) -> int:
@@ -81,7 +91,9 @@ class ColumnSource:
                     return part
                 own = Unavailable(f"column {self._column} has wrong bytes")
             except FsError as error:
-                if isinstance(error, Hanging):  # which may write to what it was given at any time later
+                if isinstance(
+                    error, Hanging
+                ):  # which may write to what it was given at any time later
                     part = (await self._buffers.take(self._piece))[: len(part)]
                 own = error
         if not self._layout.is_protected:
@@ -101,13 +113,21 @@ class ColumnSource:
         if not self._is_aligned:
             return True
         runs = range(0, len(part), HASHED)
-        return all([await self._is_right(self._in_file(offset + at), part[at : at + HASHED]) for at in runs])
+        return all(
+            [
+                await self._is_right(self._in_file(offset + at), part[at : at + HASHED])
+                for at in runs
+            ]
+        )
 
     async def _tell_rows(self, offset: int, part: memoryview) -> None:
         """By way of all whole MiBs of the file that have to do with it."""
         layout, unit = self._layout, self._layout.unit
         if self._data is None:
-            first, last = offset // unit * layout.row, ((offset + len(part) - 1) // unit + 1) * layout.row
+            first, last = (
+                offset // unit * layout.row,
+                ((offset + len(part) - 1) // unit + 1) * layout.row,
+            )
         else:
             first, last = self._in_file(offset), self._in_file(offset + len(part) - 1) + 1
         first -= first % HASHED
@@ -115,7 +135,9 @@ class ColumnSource:
         data = (await self._buffers.take(-(-(last - first) // HASHED) * HASHED))[: last - first]
         await self._tell(first, data)
         if self._data is None:
-            await self._servers.run(self._worker, self._encode, data[offset // unit * layout.row - first :], part)
+            await self._servers.run(
+                self._worker, self._encode, data[offset // unit * layout.row - first :], part
+            )
             return
         for index, object_offset, file_offset, length in layout.extents(first, len(data)):
             start, end = max(object_offset, offset), min(object_offset + length, offset + len(part))
@@ -149,9 +171,13 @@ class ColumnSource:
         if failure is not None:
             raise failure
         last = first + len(data) - 1
-        raise Unavailable(f"bytes {first} to {last} do not have their checksum, whichever columns tell them")
+        raise Unavailable(
+            f"bytes {first} to {last} do not have their checksum, whichever columns tell them"
+        )
 
-    async def _read_without(self, suspects: frozenset[int], first: int, data: memoryview, hashed: bool) -> bytes:
+    async def _read_without(
+        self, suspects: frozenset[int], first: int, data: memoryview, hashed: bool
+    ) -> bytes:
         """Fill ``data`` with bytes of the file, told by columns that are not ``suspects``: one run of each is read. Their
         checksums if ``hashed``, else b"".
 
@@ -161,19 +187,33 @@ class ColumnSource:
         extents = list(layout.extents(first, len(data)))
         low = min(extent.object_offset for extent in extents)
         high = max(extent.object_offset + extent.length for extent in extents)
-        sources = {index: source_of(layout, index, suspects) for index in {extent.index for extent in extents}}
+        sources = {
+            index: source_of(layout, index, suspects)
+            for index in {extent.index for extent in extents}
+        }
         usable = [column for column in range(len(layout.servers)) if column not in suspects]
         needed = {source for source in sources.values() if source is not None}
         if None in sources.values():
             needed.update(usable[: layout.width])
-        held = await self._fetch(low, {c: max(min(layout.object_length(c, size), high) - low, 0) for c in needed})
+        held = await self._fetch(
+            low, {c: max(min(layout.object_length(c, size), high) - low, 0) for c in needed}
+        )
         if None in sources.values() and len(usable) < layout.width:
-            raise Unavailable(f"{len(usable)} of {layout.width} columns are left to tell the others")
+            raise Unavailable(
+                f"{len(usable)} of {layout.width} columns are left to tell the others"
+            )
 
         def put_together() -> bytes:
-            units = {column: held[column] for column in usable[: layout.width]} if None in sources.values() else {}
+            units = (
+                {column: held[column] for column in usable[: layout.width]}
+                if None in sources.values()
+                else {}
+            )
             for index, object_offset, file_offset, length in extents:
-                start, target = object_offset - low, data[file_offset - first : file_offset - first + length]
+                start, target = (
+                    object_offset - low,
+                    data[file_offset - first : file_offset - first + length],
+                )
                 if sources[index] is None:
                     parts = {column: unit[start : start + length] for column, unit in units.items()}
                     code_of(layout.width, layout.parity).reconstruct(parts, index, target)
@@ -187,7 +227,9 @@ class ColumnSource:
         """So many bytes of each of these columns, from ``low`` on."""
         ranges = [(column, low, length) for column, length in lengths.items() if length]
         held = dict.fromkeys(lengths, memoryview(b""))
-        for (column, _, length), answer in zip(ranges, await self._columns.fetch_all(ranges), strict=True):
+        for (column, _, length), answer in zip(
+            ranges, await self._columns.fetch_all(ranges), strict=True
+        ):
             if isinstance(answer, FsError):
                 raise answer
             self._columns.require(column, low, len(answer), length, self._size)
@@ -202,7 +244,9 @@ class ColumnSource:
 
     def _remember(self, suspects: frozenset[int], certain: bool) -> None:
         """What was wrong, or failed, in one place is doubted first in the next one."""
-        doubtful = {column for column in suspects if not self._lost >> column & 1 and column != self._column}
+        doubtful = {
+            column for column in suspects if not self._lost >> column & 1 and column != self._column
+        }
         self._suspects = suspects if doubtful else frozenset()
         if certain:
             self.wrong |= doubtful

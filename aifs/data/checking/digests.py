@@ -12,7 +12,9 @@ DIGESTS_AT_ONCE = 256
 
 def digests_of(data: bytes | memoryview) -> bytes:
     """The checksums of ``data``, one after the other. Lets other threads run meanwhile."""
-    return b"".join(blake3(data[start : start + HASHED]).digest() for start in range(0, len(data), HASHED))
+    return b"".join(
+        blake3(data[start : start + HASHED]).digest() for start in range(0, len(data), HASHED)
+    )
 
 
 def hashed_range(number: int, size: int) -> tuple[int, int]:

@@ -14,7 +14,17 @@ from typing import Any
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
 from aifs.data.checking.digests import HASHED
-from aifs.data.checking.window import LONG, MISSING, SHORT, UNREADABLE, Check, Flaw, Span, Verdict, Window
+from aifs.data.checking.window import (
+    LONG,
+    MISSING,
+    SHORT,
+    UNREADABLE,
+    Check,
+    Flaw,
+    Span,
+    Verdict,
+    Window,
+)
 from aifs.data.objects.columns import Columns
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
@@ -30,9 +40,19 @@ class Inspection:
     """Of one object set that nobody changes. To be closed."""
 
     def __init__(
-        self, servers: Servers, buffers: BudgetedBuffers, layout: Striped, ino: int, oid: int, size: int, *,
-        lost: int = 0, step: int = STEP, background: str = "", columns: Columns | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        servers: Servers,
+        buffers: BudgetedBuffers,
+        layout: Striped,
+        ino: int,
+        oid: int,
+        size: int,
+        *,
+        lost: int = 0,
+        step: int = STEP,
+        background: str = "",
+        columns: Columns | None = None,
+    ) -> None:
         """``lost``: mask of columns that are not to be read, nor told about. ``step``: more than what one check covers.
         ``columns``: those of the object set, if there are any already."""
         self.columns = columns or Columns(servers, layout, ino, oid, background=background)
@@ -55,7 +75,9 @@ class Inspection:
         self.columns.close()
 
     def _readable(self) -> list[int]:
-        return [column for column in range(len(self._layout.servers)) if not self._lost >> column & 1]
+        return [
+            column for column in range(len(self._layout.servers)) if not self._lost >> column & 1
+        ]
 
     async def excess(self) -> list[Flaw]:
         """Objects that are longer than they should be."""
@@ -79,7 +101,9 @@ class Inspection:
         self.known = window.carried, window.doubtful
         return verdict
 
-    async def tell(self, start: int, check: Check, column: int, spare: int) -> tuple[Verdict, int, memoryview]:
+    async def tell(
+        self, start: int, check: Check, column: int, spare: int
+    ) -> tuple[Verdict, int, memoryview]:
         """The same, and what belongs in ``column`` of the rows that are judged up to their end: offset in its object, and
         bytes. Columns of the mask ``spare`` are read only if that cannot be told without them."""
         for lost in dict.fromkeys((self._lost | spare, self._lost)):
@@ -101,8 +125,13 @@ class Inspection:
         memory = await self._buffers.take(-(-window.space // _SIZE_STEP) * _SIZE_STEP)
         window.place(memory)
         wanted = {c: found for c, found in window.found.items() if found[1] and not lost >> c & 1}
-        calls = [(c, self.columns.read_now, (c, target, offset)) for c, (offset, target) in wanted.items()]
-        for (column, (offset, target)), answer in zip(wanted.items(), await self.columns.attempt(calls), strict=True):
+        calls = [
+            (c, self.columns.read_now, (c, target, offset))
+            for c, (offset, target) in wanted.items()
+        ]
+        for (column, (offset, target)), answer in zip(
+            wanted.items(), await self.columns.attempt(calls), strict=True
+        ):
             done = 0 if isinstance(answer, FsError) else answer
             if done < len(target):
                 window.failed[column] = SHORT if offset + done else MISSING

@@ -8,7 +8,9 @@ from aifs.layout.striped import Striped
 _SETS_MAX = 256
 
 
-def suspect_sets(layout: Striped, columns: Iterable[int], lost: int = 0) -> Iterator[frozenset[int]]:
+def suspect_sets(
+    layout: Striped, columns: Iterable[int], lost: int = 0
+) -> Iterator[frozenset[int]]:
     """Sets of columns, the smaller ones first, without which the bytes of the data ``columns`` can still be told.
 
     Each includes those of the mask ``lost``; the first one is these alone. At most 256 sets, beyond which the search is
@@ -19,7 +21,10 @@ def suspect_sets(layout: Striped, columns: Iterable[int], lost: int = 0) -> Iter
         others = [column for column in range(len(layout.servers)) if column not in gone]
     else:
         others = [
-            copy for column in sorted(set(columns)) for copy in layout.copies(column) if copy not in gone
+            copy
+            for column in sorted(set(columns))
+            for copy in layout.copies(column)
+            if copy not in gone
         ]
     needed = sorted(set(columns))
 

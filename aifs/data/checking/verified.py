@@ -43,9 +43,16 @@ class VerifiedObjects:
     block = HASHED
 
     def __init__(
-        self, servers: Servers, inner: StripedObjects | ProtectedObjects, layout: Striped, ino: int, oid: int,
-        load: LoadDigests, on_damage: OnDamage = lambda oid, ino, column: None, lost: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        servers: Servers,
+        inner: StripedObjects | ProtectedObjects,
+        layout: Striped,
+        ino: int,
+        oid: int,
+        load: LoadDigests,
+        on_damage: OnDamage = lambda oid, ino, column: None,
+        lost: int = 0,
+    ) -> None:
         """``lost``: mask of columns that must not be read."""
         self.name = ("verified", ino, oid)
         self._servers = servers
@@ -140,13 +147,18 @@ class VerifiedObjects:
     def busy(self) -> bool:
         """See read_cache.Source."""
         return all(
-            self._servers[number].workers.busy for number in self._layout.servers[: self._layout.width]
+            self._servers[number].workers.busy
+            for number in self._layout.servers[: self._layout.width]
         )
 
-    def start(self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int) -> None:
+    def start(
+        self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int
+    ) -> None:
         """See read_cache.Source."""
         size = self._size
-        trio.lowlevel.spawn_system_task(self._load, tell, buffer[: min(HASHED, size - offset)], offset, size)
+        trio.lowlevel.spawn_system_task(
+            self._load, tell, buffer[: min(HASHED, size - offset)], offset, size
+        )
 
     async def _load(
         self, tell: Callable[[int | BaseException], None], part: memoryview, offset: int, size: int
@@ -172,11 +184,15 @@ class VerifiedObjects:
         index, object_offset, _, length = next(self._layout.extents(offset, len(part)))
         if self._layout.is_protected or length < len(part):
             return None
-        [answer] = await self._columns.attempt([(index, self._read_and_hash, (index, part, object_offset))])
+        [answer] = await self._columns.attempt(
+            [(index, self._read_and_hash, (index, part, object_offset))]
+        )
         return None if isinstance(answer, FsError) else answer
 
     def _read_and_hash(self, column: int, part: memoryview, offset: int) -> bytes | None:
-        return digest_of(part) if self._columns.read_now(column, part, offset) == len(part) else None
+        return (
+            digest_of(part) if self._columns.read_now(column, part, offset) == len(part) else None
+        )
 
     async def _digest(self, number: int) -> bytes:
         """The checksum of a MiB; b"" if it has none."""
@@ -190,8 +206,12 @@ class VerifiedObjects:
         return digests[(number - first) * DIGEST_BYTES : (number - first + 1) * DIGEST_BYTES]
 
     async def _digest_of(self, part: memoryview) -> bytes:
-        servers = [self._servers[number] for number in self._layout.servers if number in self._servers]
-        idlest = min(servers, key=lambda server: server.workers.outstanding)  # one that hangs is not
+        servers = [
+            self._servers[number] for number in self._layout.servers if number in self._servers
+        ]
+        idlest = min(
+            servers, key=lambda server: server.workers.outstanding
+        )  # one that hangs is not
         return await self._servers.run(idlest, digest_of, part)
 
     # --- wrong bytes ---
@@ -213,7 +233,9 @@ class VerifiedObjects:
             for number in (layout.servers[column] for column in sorted(touched))
         )
         end = offset + len(part) - 1
-        raise Unavailable(f"inode {ino}: bytes {offset} to {end}, on {where}, do not have their checksum")
+        raise Unavailable(
+            f"inode {ino}: bytes {offset} to {end}, on {where}, do not have their checksum"
+        )
 
     def _report(self, suspects: frozenset[int], offset: int) -> None:
         ino, oid = self._key
@@ -229,7 +251,12 @@ class VerifiedObjects:
 
 
 async def read_without(
-    columns: Columns, layout: Striped, suspects: frozenset[int], offset: int, part: memoryview, size: int
+    columns: Columns,
+    layout: Striped,
+    suspects: frozenset[int],
+    offset: int,
+    part: memoryview,
+    size: int,
 ) -> None:
     """Fill ``part`` with bytes of a file of ``size`` bytes, told by columns that are not ``suspects``. Raises Unavailable."""
     for index, object_offset, file_offset, length in layout.extents(offset, len(part)):

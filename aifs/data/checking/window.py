@@ -76,13 +76,17 @@ class Window:
         self.doubtful: list[Span] = []
         self._lost = lost
         self._offsets = [0] * layout.width
-        self._spans: list[list[Span]] = [[] for _ in range(layout.width)]  # of the window, by data column
+        self._spans: list[list[Span]] = [
+            [] for _ in range(layout.width)
+        ]  # of the window, by data column
         for index, object_offset, file_offset, length in layout.extents(begin, end - begin):
             if not self._spans[index]:
                 self._offsets[index] = object_offset
             self._spans[index].append((file_offset - begin, file_offset - begin + length))
         self._lengths = [sum(b - a for a, b in spans) for spans in self._spans]
-        self._apart = [c for c in range(len(layout.servers)) if c >= layout.width or len(self._spans[c]) > 1]
+        self._apart = [
+            c for c in range(len(layout.servers)) if c >= layout.width or len(self._spans[c]) > 1
+        ]
         self.space = end - begin + sum(self._lengths[self._like(column)] for column in self._apart)
         self.space += layout.parity * self._lengths[0]  # of what it should be
         self._told: tuple[frozenset[int], memoryview] | None = None
@@ -107,7 +111,9 @@ class Window:
                 target = self._plain[start:end]
             self.found[column] = self._offsets[like], target
         length = self._lengths[0]
-        ends = range(used + length, used + length * self.layout.parity + 1, length) if length else ()
+        ends = (
+            range(used + length, used + length * self.layout.parity + 1, length) if length else ()
+        )
         self._encoding = [memory[end - length : end] for end in ends]
 
     # --- the file's bytes ---
@@ -150,14 +156,18 @@ class Window:
         flaws, unclear = self._flaws(truth, start - self.begin, at, unsure)
         self._carry(truth, at)
         read_bytes = sum(
-            len(target) for column, (_, target) in self.found.items() if not self._lost >> column & 1
+            len(target)
+            for column, (_, target) in self.found.items()
+            if not self._lost >> column & 1
         )
         return Verdict(flaws, losses + unclear, self.begin + at, read_bytes)
 
     def _without(self, suspects: frozenset[int]) -> memoryview | None:
         """The file's bytes as they are told by the other columns; None if these are too few."""
         lacking = [
-            column for column in range(self.layout.width) if column in suspects and self._lengths[column]
+            column
+            for column in range(self.layout.width)
+            if column in suspects and self._lengths[column]
         ]
         if not lacking:
             return self._plain
@@ -169,7 +179,9 @@ class Window:
             if right is None:
                 return None
             scatter(right, [data[a:b] for a, b in self._spans[column]])
-        data[: len(self.carried)] = self.carried  # what has been judged already, maybe without other columns
+        data[: len(self.carried)] = (
+            self.carried
+        )  # what has been judged already, maybe without other columns
         self._told = suspects, data
         return data
 
@@ -194,12 +206,18 @@ class Window:
         last = [self._told[0]] if self._told is not None and self._told[0] >= erased else []
         for suspects in chain(last, suspect_sets(self.layout, columns, lost)):
             data = self._without(suspects) if suspects != erased else None
-            if data is not None and (found := check.at(data[at:], self.begin + at, is_last)) and found[1]:
+            if (
+                data is not None
+                and (found := check.at(data[at:], self.begin + at, is_last))
+                and found[1]
+            ):
                 return found[0], data
         return None
 
     def _touched(self, start: int, end: int) -> list[int]:
-        return [c for c, spans in enumerate(self._spans) if any(a < end and start < b for a, b in spans)]
+        return [
+            c for c, spans in enumerate(self._spans) if any(a < end and start < b for a, b in spans)
+        ]
 
     def _carry(self, truth: memoryview, at: int) -> None:
         """Keep what the next window needs to know of the row that it begins in."""
@@ -215,7 +233,9 @@ class Window:
         if layout.parity and verdict.next < self.size:
             end -= end % layout.row
         if layout.parity and column >= layout.width:
-            right = self._encoded(self._truth)[column - layout.width][: -(-end // layout.row) * layout.unit]
+            right = self._encoded(self._truth)[column - layout.width][
+                : -(-end // layout.row) * layout.unit
+            ]
         else:
             right = self._joined(self._truth[:end], self._like(column))
         return verdict, self._offsets[self._like(column)], right
@@ -241,13 +261,17 @@ class Window:
                 or (column < self.layout.width and truth is self._plain)
             ):
                 continue
-            pieces = self._parity if column >= self.layout.width and self.layout.parity else self._copies
+            pieces = (
+                self._parity if column >= self.layout.width and self.layout.parity else self._copies
+            )
             for place, right, span in pieces(column, truth, start, end):
                 there = found[place : place + len(right)]
                 if _overlap(span, doubtful) or (kind is WRONG and is_equal(there, right)):
                     continue
                 if _overlap(span, unsure) and kind is WRONG:
-                    losses.append(Loss(self.begin + span[0], self.begin + span[1], (column,), certain=False))
+                    losses.append(
+                        Loss(self.begin + span[0], self.begin + span[1], (column,), certain=False)
+                    )
                     continue
                 for a, b in [(0, len(right))] if kind is UNREADABLE else _differences(there, right):
                     flaws.append(Flaw(column, kind, offset + place + a, b - a, bytes(right[a:b])))

@@ -101,9 +101,14 @@ def pack_header(header: Header) -> bytes:
 def unpack_header(packed: bytes | memoryview) -> Header:
     """Raises ValueError for what is not a header, or a damaged one."""
     view = memoryview(packed)
-    if len(view) < HEADER_BYTES or zlib.crc32(view[: _HEADER.size]) != _CRC.unpack_from(view, _HEADER.size)[0]:
+    if (
+        len(view) < HEADER_BYTES
+        or zlib.crc32(view[: _HEADER.size]) != _CRC.unpack_from(view, _HEADER.size)[0]
+    ):
         raise ValueError("not the header of a chunk")
-    magic, version, codec, _, ino, oid, index, chunk, stored, raw, digest = _HEADER.unpack_from(view)
+    magic, version, codec, _, ino, oid, index, chunk, stored, raw, digest = _HEADER.unpack_from(
+        view
+    )
     if magic != _MAGIC or version != _FORMAT or codec not in (PLAIN, ZSTD, RECORDS, RECIPE):
         raise ValueError("not the header of a chunk of a known format")
     return Header(ino, oid, index, chunk, codec, stored, raw, digest)
@@ -115,7 +120,14 @@ def is_padding(data: bytes | memoryview) -> bool:
 
 
 def encode(
-    memory: memoryview, raw: int, level: int, ino: int, oid: int, index: int, chunk: int, digest: bytes = b""
+    memory: memoryview,
+    raw: int,
+    level: int,
+    ino: int,
+    oid: int,
+    index: int,
+    chunk: int,
+    digest: bytes = b"",
 ) -> Header:
     """Make ``memory`` the stored form of a chunk whose ``raw`` bytes lie in it behind the place of the header.
 
@@ -155,17 +167,27 @@ def decode(stored: memoryview, codec: int, raw: int) -> memoryview:
 
 def pack_records(container: int, layout: Striped, records: Iterable[FileRecord]) -> bytes:
     """Records of files as they lie in a container, with their header."""
-    parts = [_LAYOUT.pack(_FORMAT, layout.replicas, layout.parity, len(layout.servers), layout.unit)]
+    parts = [
+        _LAYOUT.pack(_FORMAT, layout.replicas, layout.parity, len(layout.servers), layout.unit)
+    ]
     parts.append(struct.pack(f"<{len(layout.servers)}H", *layout.servers))
     for record in records:
         parts += _FILE.pack(*record[:-1], len(record.path)), record.path
     body = b"".join(parts)
-    return pack_header(Header(0, container, 0, 0, RECORDS, len(body), len(body), digest_of(body))) + body
+    return (
+        pack_header(Header(0, container, 0, 0, RECORDS, len(body), len(body), digest_of(body)))
+        + body
+    )
 
 
 def records_space(layout: Striped, records: Iterable[FileRecord]) -> int:
     """How long that is."""
-    return HEADER_BYTES + _LAYOUT.size + 2 * len(layout.servers) + sum(record.space for record in records)
+    return (
+        HEADER_BYTES
+        + _LAYOUT.size
+        + 2 * len(layout.servers)
+        + sum(record.space for record in records)
+    )
 
 
 def unpack_records(body: bytes | memoryview) -> tuple[Striped, list[FileRecord]]:
@@ -174,7 +196,9 @@ def unpack_records(body: bytes | memoryview) -> tuple[Striped, list[FileRecord]]
         version, replicas, parity, columns, unit = _LAYOUT.unpack_from(body)
         if version != _FORMAT:
             raise ValueError(f"records of files of format {version}")
-        layout = Striped(unit, struct.unpack_from(f"<{columns}H", body, _LAYOUT.size), replicas, parity)
+        layout = Striped(
+            unit, struct.unpack_from(f"<{columns}H", body, _LAYOUT.size), replicas, parity
+        )
         offset, records = _LAYOUT.size + 2 * columns, []
         while offset < len(body):
             *fields, length = _FILE.unpack_from(body, offset)

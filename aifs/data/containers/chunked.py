@@ -44,7 +44,9 @@ class _Part(NamedTuple):
 class ChunkedObjects:
     """One interleaved file, for reading: what StripedObjects are for a striped one. It never changes."""
 
-    def __init__(self, containers: ContainerFiles, layout: Interleaved, load: Load | LoadExtents) -> None:
+    def __init__(
+        self, containers: ContainerFiles, layout: Interleaved, load: Load | LoadExtents
+    ) -> None:
         """``load`` tells extents if the layout is variable."""
         self._containers = containers
         self._layout = layout
@@ -77,10 +79,14 @@ class ChunkedObjects:
             return True
         if within + len(target) > place.raw:
             start = offset - within
-            raise Unavailable(f"chunk at {start} in container {place.container} has {place.raw} bytes only")
+            raise Unavailable(
+                f"chunk at {start} in container {place.container} has {place.raw} bytes only"
+            )
         if place.codec != PLAIN or self._containers.verify:
             return False
-        return self._containers.read_now(place.container, place.offset + HEADER_BYTES + within, target)
+        return self._containers.read_now(
+            place.container, place.offset + HEADER_BYTES + within, target
+        )
 
     async def _read_part(self, part: _Part) -> None:
         try:
@@ -90,12 +96,16 @@ class ChunkedObjects:
             _, _, moved = await self._find(part.offset)
             if moved is None or moved == part.place:
                 raise
-            await self._read_waiting(part._replace(place=moved))  # it was compacted, or replaced, meanwhile
+            await self._read_waiting(
+                part._replace(place=moved)
+            )  # it was compacted, or replaced, meanwhile
 
     async def _read_waiting(self, part: _Part) -> None:
         place, _, within, target, _ = part
         if place.codec == PLAIN and not self._containers.verify and not self._reads_whole(part):
-            await self._containers.read(place.container, place.offset + HEADER_BYTES + within, target)
+            await self._containers.read(
+                place.container, place.offset + HEADER_BYTES + within, target
+            )
         else:
             target[:] = (await self._containers.read_chunk(place))[within : within + len(target)]
 

@@ -41,9 +41,17 @@ class ContainerColumn:
     """Tells one column of a container that nobody appends to."""
 
     def __init__(
-        self, servers: Servers, buffers: BudgetedBuffers, columns: Columns, layout: Striped, container: int, size: int,
-        column: int, lost: int, load_live: LoadLive,
-    ) -> None:  # fmt: skip
+        self,
+        servers: Servers,
+        buffers: BudgetedBuffers,
+        columns: Columns,
+        layout: Striped,
+        container: int,
+        size: int,
+        column: int,
+        lost: int,
+        load_live: LoadLive,
+    ) -> None:
         """``columns`` are those of the container. ``lost``: mask of columns that must not be read."""
         self.wrong: set[int] = set()
         """Other columns that turned out to have wrong bytes."""
@@ -83,10 +91,15 @@ class ContainerColumn:
                 try:
                     return await self._copy()
                 except FsError:
-                    self._is_copied, self._at = False, 0  # all of it: only the first chunk's place is known
+                    self._is_copied, self._at = (
+                        False,
+                        0,
+                    )  # all of it: only the first chunk's place is known
                     self._spare = 0
             while self._at < self._size:
-                verdict, offset, right = await self._inspection.tell(self._at, self._check, self._column, self._spare)
+                verdict, offset, right = await self._inspection.tell(
+                    self._at, self._check, self._column, self._spare
+                )
                 self.wrong |= {flaw.column for flaw in verdict.flaws if flaw.column != self._column}
                 await self._go_on(verdict)
                 if right:
@@ -117,7 +130,9 @@ class ContainerColumn:
         if end < 0:  # of a header: the next place that is known
             end = min((start for start, _ in live if start > loss.start), default=self._size)
             self._check = _Dead(end)
-        if self._inspection.failed or any(start < end and loss.start < stop for start, stop in live):
+        if self._inspection.failed or any(
+            start < end and loss.start < stop for start, stop in live
+        ):
             raise Untold(
                 f"container {self._container}: bytes {loss.start} to {end - 1} are not what their checksums say, whichever "
                 "columns tell them"

@@ -83,7 +83,9 @@ class ContainerFiles:
 
     # --- bytes that are checked ---
 
-    async def read_right(self, container: int, offset: int, target: memoryview, check: Check) -> None:
+    async def read_right(
+        self, container: int, offset: int, target: memoryview, check: Check
+    ) -> None:
         """The same for bytes that are right if ``check`` says so. Those of a protected container are put together from
         other columns until they are. Raises Missing, Unavailable."""
         await self.read(container, offset, target)
@@ -93,7 +95,13 @@ class ContainerFiles:
             await self._put_right(container, entry, offset, target, check, wrong)
 
     async def _put_right(
-        self, container: int, entry: Entry, offset: int, target: memoryview, check: Check, wrong: str
+        self,
+        container: int,
+        entry: Entry,
+        offset: int,
+        target: memoryview,
+        check: Check,
+        wrong: str,
     ) -> None:
         layout, length, lost = entry
         columns = {extent.index for extent in layout.extents(offset, len(target))}
@@ -110,7 +118,12 @@ class ContainerFiles:
                 for column in suspects:
                     if not lost >> column & 1:
                         server = name_of(layout.servers[column])
-                        _log.warning("container %d: %s holds wrong bytes near byte %d", container, server, offset)
+                        _log.warning(
+                            "container %d: %s holds wrong bytes near byte %d",
+                            container,
+                            server,
+                            offset,
+                        )
                         self.on_damage(container, 0, column)
                 return
         where = f"container {container}"
@@ -142,7 +155,9 @@ class ContainerFiles:
         entry = (await self._reader(place.container, offset + place.stored)).entry
         wrong = await self._work(entry.layout, _decode, place, self.verify, stored, target)
         if wrong:
-            await self._put_right(place.container, entry, offset, stored, partial(_check, place), wrong)
+            await self._put_right(
+                place.container, entry, offset, stored, partial(_check, place), wrong
+            )
             await self._work(entry.layout, _decode, place, False, stored, target)
 
     async def _work(self, layout: Striped, function: Callable, *args: object) -> object:
@@ -168,7 +183,9 @@ class ContainerFiles:
 
     def _new(self, container: int, entry: Entry) -> Reader:
         if entry.layout.is_protected:
-            return ProtectedReader(self.servers, container, entry, partial(self._damaged, entry.layout))
+            return ProtectedReader(
+                self.servers, container, entry, partial(self._damaged, entry.layout)
+            )
         return PlainReader(self.servers, container, entry)
 
     def _damaged(self, layout: Striped, container: int, ino: int, column: int) -> None:

@@ -131,7 +131,9 @@ class _Plain(OpenContainer):
         try:
             length = server.stat(key, fd).st_size
             if length < self.end:
-                raise Damaged(f"{server.name}: {server.object_path(*key)} has {length} of {self.end} bytes")
+                raise Damaged(
+                    f"{server.name}: {server.object_path(*key)} has {length} of {self.end} bytes"
+                )
             if length > self.end:
                 server.truncate(key, fd, self.end)
         except BaseException:
@@ -152,7 +154,9 @@ class _Plain(OpenContainer):
             object_label.put(self._server, self._key, self._fd, Label(0, self.id, self.layout))
             self._server.sync_object(self._key, self._fd)
         except FsError:
-            self.full = True  # the system forgets what it could not write; a later sync would not fail
+            self.full = (
+                True  # the system forgets what it could not write; a later sync would not fail
+            )
             raise
         self._server.sync_names_near(self.id)
 

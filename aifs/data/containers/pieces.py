@@ -74,7 +74,9 @@ class HashedPiece(NamedTuple):
         """As that of a FilePiece."""
         fd, ino, offset, length, digest, level, oid, index, chunk, _ = self
         _read(fd, ino, memory[HEADER_BYTES : HEADER_BYTES + length], offset)
-        return chunk_codec.encode(memory, length, level, ino if oid else 0, oid, index, chunk, digest)
+        return chunk_codec.encode(
+            memory, length, level, ino if oid else 0, oid, index, chunk, digest
+        )
 
 
 class RecipePiece(NamedTuple):
@@ -123,7 +125,9 @@ class StoredPiece(NamedTuple):
     def fill(self, memory: memoryview) -> Header:
         """What is in memory since ``load`` is the chunk. Raises Unavailable if it is another one."""
         if memory[:HEADER_BYTES] != chunk_codec.pack_header(self.header):
-            raise Unavailable(f"container {self.place.container}: chunk at {self.place.offset} is not what it was")
+            raise Unavailable(
+                f"container {self.place.container}: chunk at {self.place.offset} is not what it was"
+            )
         return self.header
 
 
@@ -143,7 +147,11 @@ def _read(fd: int, ino: int, target: memoryview, offset: int) -> None:
 
 
 def recipes(
-    ino: int, oid: int, layout: Interleaved, extents: Sequence[Extent], record: FileRecord | None = None
+    ino: int,
+    oid: int,
+    layout: Interleaved,
+    extents: Sequence[Extent],
+    record: FileRecord | None = None,
 ) -> list[RecipePiece]:
     """Those of a file that is an extent list, to be appended when its other chunks have been.
 
@@ -154,18 +162,25 @@ def recipes(
     starts = range(0, count, RECIPE_EXTENTS)
     if record is not None:
         size = sum(extent.length for extent in extents)
-        own = sum(1 for extent in extents if extent.place is not None and not extent.shared) + len(starts)
+        own = sum(1 for extent in extents if extent.place is not None and not extent.shared) + len(
+            starts
+        )
         record = record._replace(ino=ino, oid=oid, size=size, chunk=layout.chunk, count=own)
     return [
         RecipePiece(
-            ino, oid, count + number, layout.chunk,
+            ino,
+            oid,
+            count + number,
+            layout.chunk,
             chunk_codec.pack_recipe(
-                first, count, [(e.length, e.digest) for e in extents[first : first + RECIPE_EXTENTS]]
+                first,
+                count,
+                [(e.length, e.digest) for e in extents[first : first + RECIPE_EXTENTS]],
             ),
             record,
         )
         for number, first in enumerate(starts)
-    ]  # fmt: skip
+    ]
 
 
 def with_recipes(extents: Sequence[Extent], places: Sequence[Location]) -> list[Extent]:
@@ -179,7 +194,11 @@ def cut(source: Source) -> list[FilePiece | None]:
     record = source.record
     if record is not None:
         record = record._replace(
-            ino=source.ino, oid=source.oid, size=source.size, chunk=source.layout.chunk, count=len(indexes)
+            ino=source.ino,
+            oid=source.oid,
+            size=source.size,
+            chunk=source.layout.chunk,
+            count=len(indexes),
         )
     pieces: list[FilePiece | None] = [None] * source.layout.count(source.size)
     for index in indexes:

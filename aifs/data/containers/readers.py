@@ -46,7 +46,9 @@ class PlainReader:
         self._pattern = Pattern()
         # Files are dealt out to containers on all servers, and read ahead in each of them.
         self._window = max(self._cache.window_max // len(servers.capacity()), 2 * STRIPE_BLOCK)
-        self._source = ObjectSource(self._server, self._key, self._read_into, STRIPE_BLOCK, self.in_use)
+        self._source = ObjectSource(
+            self._server, self._key, self._read_into, STRIPE_BLOCK, self.in_use
+        )
         self._retired = False
 
     def in_use(self, change: int) -> None:
@@ -75,9 +77,13 @@ class PlainReader:
         ahead = self._pattern.observe(offset, len(target), self._window)
         if self._pattern.random:
             self.in_use(1)
-            await gather([(self._server.workers, self._read_all, (target, offset))], partial(self.in_use, -1))
+            await gather(
+                [(self._server.workers, self._read_all, (target, offset))], partial(self.in_use, -1)
+            )
             return
-        end = -(-(offset + len(target)) // STRIPE_BLOCK) * STRIPE_BLOCK  # whole blocks: the container may have grown
+        end = (
+            -(-(offset + len(target)) // STRIPE_BLOCK) * STRIPE_BLOCK
+        )  # whole blocks: the container may have grown
         with in_time(self._server.workers.patience):
             done = await self._cache.fetch_into(self._source, offset, target, end)
         self._require(done, target, offset)
@@ -94,7 +100,9 @@ class PlainReader:
     def _require(self, done: int, buffer: memoryview, offset: int) -> None:
         if done < len(buffer):
             path = self._server.object_path(*self._key)
-            raise Unavailable(f"{self._server.name}: {path} ends before byte {offset + len(buffer)}")
+            raise Unavailable(
+                f"{self._server.name}: {path} ends before byte {offset + len(buffer)}"
+            )
 
     def retire(self) -> None:
         """Close it when nobody reads it any more."""
@@ -139,7 +147,9 @@ class ProtectedReader:
     def __init__(self, servers: Servers, container: int, entry: Entry, on_damage: OnDamage) -> None:
         self.entry = entry
         self.users = 0
-        self._objects = ProtectedObjects(servers, entry.layout, 0, container, lost=entry.lost, on_damage=on_damage)
+        self._objects = ProtectedObjects(
+            servers, entry.layout, 0, container, lost=entry.lost, on_damage=on_damage
+        )
 
     def in_use(self, change: int) -> None:
         self.users += change

@@ -80,7 +80,9 @@ class ContainerScan:
         header_bytes = memoryview(bytearray(HEADER_BYTES))
         if self._offset + HEADER_BYTES > self._length:
             raise Unavailable(f"container {self._container} at {self._offset}: it ends too early")
-        await self._files.read_right(self._container, self._offset, header_bytes, self._check_header)
+        await self._files.read_right(
+            self._container, self._offset, header_bytes, self._check_header
+        )
         if self._is_padding(0, header_bytes):
             return [], self._row_end(0)
         header = chunk_codec.unpack_header(header_bytes)

@@ -41,7 +41,9 @@ from aifs.layout.striped import Striped
 _log = logger(__name__)
 
 _APPENDED = faults.declare("data.append.written", "a stripe is in its container, not synced")
-_SYNCED = faults.declare("data.append.synced", "containers hold all chunks durably, no chunk list names them")
+_SYNCED = faults.declare(
+    "data.append.synced", "containers hold all chunks durably, no chunk list names them"
+)
 
 _LANES_MIN = 4
 """Few servers get several tasks, each with a container of its own, so that hashing does not wait for writing."""
@@ -77,7 +79,9 @@ class Appended(NamedTuple):
 class ContainerWriter:
     """All appending to containers of one store. Used from one trio thread."""
 
-    def __init__(self, servers: Servers, catalogue: Catalogue, budget: Budget, size: int, spare: int = 0) -> None:
+    def __init__(
+        self, servers: Servers, catalogue: Catalogue, budget: Budget, size: int, spare: int = 0
+    ) -> None:
         """``size``: when a container has reached it, the next one is begun. ``spare``: how many columns more than their
         bytes need protected ones must have, if others fail; see ProtectedObjects.sync."""
         self._servers = servers
@@ -91,10 +95,14 @@ class ContainerWriter:
 
     def adopt(self, layout: Striped, container: int, length: int) -> None:
         """Go on with a plain container of an earlier mount. Does no I/O."""
-        self._idle.setdefault(layout, []).append(open_container(self._servers, layout, container, length))
+        self._idle.setdefault(layout, []).append(
+            open_container(self._servers, layout, container, length)
+        )
 
     @asynccontextmanager
-    async def append(self, pieces: Sequence[Piece], slots: Sequence[Striped]) -> AsyncIterator[Appended]:
+    async def append(
+        self, pieces: Sequence[Piece], slots: Sequence[Striped]
+    ) -> AsyncIterator[Appended]:
         """Put all chunks into containers that are laid out like ``slots``, in turn; within the block they are durable,
         and to be recorded.
 
@@ -111,10 +119,17 @@ class ContainerWriter:
             lanes.setdefault((stripe.slot, number // len(slots) % width), []).append(stripe)
         try:
             try:
-                await run_all(*(partial(self._fill, work, slots[slot], lane) for (slot, _), lane in lanes.items()))
+                await run_all(
+                    *(
+                        partial(self._fill, work, slots[slot], lane)
+                        for (slot, _), lane in lanes.items()
+                    )
+                )
             except BaseException as error:
                 work.undo()
-                if isinstance(error, NoSpace | QuotaExceeded):  # others could use what room there is
+                if isinstance(
+                    error, NoSpace | QuotaExceeded
+                ):  # others could use what room there is
                     for container in work.starts:
                         await container.cut()
                 raise
@@ -226,7 +241,9 @@ class ContainerWriter:
             with trio.CancelScope(shield=True):
                 try:
                     await self._catalogue.seal(container.id)
-                except FsError as error:  # no reason for those to fail who have recorded their chunks
+                except (
+                    FsError
+                ) as error:  # no reason for those to fail who have recorded their chunks
                     self._unsealed.append(container)
                     _log.info("container %d is to be sealed later: %s", container.id, error)
 
@@ -261,7 +278,9 @@ class _Buffers:
         try:
             yield memory
         except Hanging:
-            self._budget.release(_BUFFER)  # as good as free, though a thread that is stuck may still use it
+            self._budget.release(
+                _BUFFER
+            )  # as good as free, though a thread that is stuck may still use it
             raise
         except BaseException:
             self._keep(memory)
@@ -296,8 +315,12 @@ class _Append:
         """Build the stripe in a worker thread, and append it."""
         pieces = self.pieces[stripe.first : stripe.end]
         records = dict.fromkeys(piece.record for piece in pieces if piece.record is not None)
-        tells = bool(records) or not container.end  # a container begins with what it is laid out like, also if of shared chunks
-        start = container.carried + (chunk_codec.records_space(container.layout, records) if tells else 0)
+        tells = (
+            bool(records) or not container.end
+        )  # a container begins with what it is laid out like, also if of shared chunks
+        start = container.carried + (
+            chunk_codec.records_space(container.layout, records) if tells else 0
+        )
         for piece in pieces:
             if isinstance(piece, StoredPiece):
                 await piece.load(memory[start:])
@@ -313,9 +336,14 @@ class _Append:
             for number, piece in enumerate(pieces, stripe.first):
                 header = piece.fill(memory[filled:])
                 self.places[number] = Location(
-                    container.layout.servers[0], container.id, container.end + filled,
-                    header.stored, header.raw, header.codec, header.digest,
-                )  # fmt: skip
+                    container.layout.servers[0],
+                    container.id,
+                    container.end + filled,
+                    header.stored,
+                    header.raw,
+                    header.codec,
+                    header.digest,
+                )
                 filled += HEADER_BYTES + header.stored
             return filled
 
@@ -326,5 +354,8 @@ class _Append:
             container.rewind(start)
 
     def result(self) -> Appended:
-        growth = [Growth(container.id, self._records.get(container, 0), container.lost) for container in self.starts]
+        growth = [
+            Growth(container.id, self._records.get(container, 0), container.lost)
+            for container in self.starts
+        ]
         return Appended(self.places, growth)

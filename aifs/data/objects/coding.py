@@ -47,11 +47,17 @@ class Fragments:
         step = _step(length)
         for start in range(0, length, step):
             pieces = [unit[start : start + step] for unit in units]
-            data = b"".join(pieces) if len(pieces[-1]) == step else b"".join(bytes(p).ljust(step, b"\0") for p in pieces)
+            data = (
+                b"".join(pieces)
+                if len(pieces[-1]) == step
+                else b"".join(bytes(p).ljust(step, b"\0") for p in pieces)
+            )
             fragments = self._driver.encode(data)
             end = min(start + step, length)
             for number, target in enumerate(parity):
-                target[start:end] = memoryview(fragments[self._data + number])[_HEADER : _HEADER + end - start]
+                target[start:end] = memoryview(fragments[self._data + number])[
+                    _HEADER : _HEADER + end - start
+                ]
 
     def reconstruct(self, units: Mapping[int, memoryview], wanted: int, target: memoryview) -> None:
         """See Code."""
@@ -60,7 +66,8 @@ class Fragments:
         headers = _headers(self, step)
         for start in range(0, length, step):
             fragments = [
-                headers[number] + bytes(unit[start : start + step]).ljust(step, b"\0") for number, unit in units.items()
+                headers[number] + bytes(unit[start : start + step]).ljust(step, b"\0")
+                for number, unit in units.items()
             ]
             [fragment] = self._driver.reconstruct(fragments, [wanted])
             end = min(start + step, length)

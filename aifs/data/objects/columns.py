@@ -36,7 +36,14 @@ class Columns:
     """
 
     def __init__(
-        self, servers: Servers, layout: Striped, ino: int, oid: int, *, new: bool = False, background: str = ""
+        self,
+        servers: Servers,
+        layout: Striped,
+        ino: int,
+        oid: int,
+        *,
+        new: bool = False,
+        background: str = "",
     ) -> None:
         """Does no I/O; a server that is not registered raises Unavailable when its column is used. ``new``: no object of this
         oid has ever been made, so no earlier process may have left one whose name is not durable."""
@@ -93,7 +100,10 @@ class Columns:
             for (column, offset, _), buffer in zip(ranges, buffers, strict=True)
         ]
         answers = await self.attempt(calls, abandonable=True)
-        return [a if isinstance(a, FsError) else buffer[:a] for a, buffer in zip(answers, buffers, strict=True)]
+        return [
+            a if isinstance(a, FsError) else buffer[:a]
+            for a, buffer in zip(answers, buffers, strict=True)
+        ]
 
     def read_now(self, column: int, buffer: memoryview, offset: int) -> int:
         """As ``read``. Blocks."""
@@ -112,9 +122,14 @@ class Columns:
         self.server(column).write(self._key, fd, data, offset)
 
     async def reconstruct(
-        self, column: int, offset: int, length: int, size: int, without: frozenset[int] = frozenset(),
+        self,
+        column: int,
+        offset: int,
+        length: int,
+        size: int,
+        without: frozenset[int] = frozenset(),
         read: Exact | None = None,
-    ) -> memoryview:  # fmt: skip
+    ) -> memoryview:
         """What belongs at ``offset`` of the column's object, told by other columns: up to ``length`` bytes, fewer only
         at the end that the object has where the file has ``size`` bytes.
 
@@ -134,8 +149,13 @@ class Columns:
                 f"inode {self._key[0]}, object {self._key[1]}: column {column} (data server {layout.servers[column]}) cannot be "
                 f"told: {len(usable)} of {needed} other columns are left"
             )
-        held = {other: min(max(layout.object_length(other, size) - offset, 0), length) for other in usable}
-        attempts = [partial(read or self.exact, other, offset, held[other], size) for other in usable]
+        held = {
+            other: min(max(layout.object_length(other, size) - offset, 0), length)
+            for other in usable
+        }
+        attempts = [
+            partial(read or self.exact, other, offset, held[other], size) for other in usable
+        ]
         latencies = [self.server(other).latency for other in usable[:needed] if self.is_good(other)]
         answers = await some_of(attempts, needed, self._servers.hedging.delay_s(latencies, length))
         units = {usable[number]: unit for number, unit in answers.items()}
@@ -166,25 +186,41 @@ class Columns:
             self.on_short(column)
             server, expected = self.server(column), self._layout.object_length(column, size)
             path = server.object_path(*self._key)
-            raise Unavailable(f"{server.name}: {path} ends before byte {offset + length} of {expected}")
+            raise Unavailable(
+                f"{server.name}: {path} ends before byte {offset + length} of {expected}"
+            )
 
-    async def data_ranges(self, size: int, without: frozenset[int] = frozenset()) -> list[tuple[int, int]]:
+    async def data_ranges(
+        self, size: int, without: frozenset[int] = frozenset()
+    ) -> list[tuple[int, int]]:
         """Ranges of the file of ``size`` bytes, in order, outside which there are holes only, as far as that can be told
         without the columns of ``without``."""
         layout = self._layout
         chosen = []
         for column in range(layout.width):
-            usable = (copy for copy in layout.copies(column) if copy not in without and self.is_good(copy))
+            usable = (
+                copy for copy in layout.copies(column) if copy not in without and self.is_good(copy)
+            )
             chosen.append(next(usable, None))
         if None in chosen:  # parity is not a hole where one of its row's units is none
             parity = range(layout.width, len(layout.servers)) if layout.parity else ()
-            chosen = [column for column in parity if column not in without and self.is_good(column)][:1]
+            chosen = [
+                column for column in parity if column not in without and self.is_good(column)
+            ][:1]
         lengths = {column: layout.object_length(column, size) for column in chosen}
-        calls = [(column, self._ranges_now, (column, length)) for column, length in lengths.items() if length]
+        calls = [
+            (column, self._ranges_now, (column, length))
+            for column, length in lengths.items()
+            if length
+        ]
         answers = await self.attempt(calls)
         if not chosen or any(isinstance(answer, FsError) for answer in answers):
             return [(0, size)] if size else []
-        rows = sorted((start // layout.unit, -(-end // layout.unit)) for answer in answers for start, end in answer)
+        rows = sorted(
+            (start // layout.unit, -(-end // layout.unit))
+            for answer in answers
+            for start, end in answer
+        )
         ranges: list[tuple[int, int]] = []
         for first, last in rows:
             start, end = first * layout.row, min(last * layout.row, size)
@@ -199,7 +235,9 @@ class Columns:
         if fd is None:
             raise Unavailable(f"{server.name}: {server.object_path(*self._key)} is missing")
         if server.stat(self._key, fd).st_size < length:  # what lacks is no hole
-            raise Unavailable(f"{server.name}: {server.object_path(*self._key)} ends before byte {length}")
+            raise Unavailable(
+                f"{server.name}: {server.object_path(*self._key)} ends before byte {length}"
+            )
         return server.call("read", self._key, files.data_ranges, fd, 0, length)
 
     # --- length and durability ---
@@ -218,7 +256,9 @@ class Columns:
             with server.lock_of(self._key[1]):
                 server.remove_object(self._key)
                 if column in self._fds:
-                    self._retired.append((server, self._fds.pop(column)))  # somebody may be reading it
+                    self._retired.append(
+                        (server, self._fds.pop(column))
+                    )  # somebody may be reading it
             return 0
         fd = self._descriptor(column, create=True)
         if server.stat(self._key, fd).st_size != length:
@@ -243,7 +283,9 @@ class Columns:
 
     async def find_label(self) -> Label | None:
         """What the first column that has a label says."""
-        for column in sorted(range(len(self._layout.servers)), key=lambda column: not self.is_good(column)):
+        for column in sorted(
+            range(len(self._layout.servers)), key=lambda column: not self.is_good(column)
+        ):
             try:
                 label = await self._run(column, self._find_label, column)
             except FsError:
@@ -295,7 +337,9 @@ class Columns:
                 continue
             places.append(place)
             if self._background:
-                handed.append((server.workers, files.at_priority, (self._background, function, *args)))
+                handed.append(
+                    (server.workers, files.at_priority, (self._background, function, *args))
+                )
             else:
                 handed.append((server.workers, function, args))
         if handed:

@@ -36,7 +36,9 @@ class Hedges:
         self._key = key
         self._columns = columns
 
-    def hedge(self, offset: int, length: int, size: int, sources: list[int], lost: frozenset[int]) -> bool:
+    def hedge(
+        self, offset: int, length: int, size: int, sources: list[int], lost: frozenset[int]
+    ) -> bool:
         """A range of a file of ``size`` bytes is late, whose data columns are read from the columns ``sources``: have its blocks
         that are still loading told without these, and without those of ``lost``.
 
@@ -51,17 +53,25 @@ class Hedges:
                     return False
                 blocks[block] = column
         return all(
-            self._cache.hedge(block, self._told(block, column, size, lost)) for block, column in blocks.items()
+            self._cache.hedge(block, self._told(block, column, size, lost))
+            for block, column in blocks.items()
         )
 
     def _told(self, block: Block, column: int, size: int, lost: frozenset[int]) -> "_Told":
-        tell, judge = partial(self._tell, block, column, size, lost), partial(self._judge, block, column)
+        tell, judge = (
+            partial(self._tell, block, column, size, lost),
+            partial(self._judge, block, column),
+        )
         return _Told(block.name, tell, judge, self._columns.in_use)
 
     async def fetch_all(self, ranges: Sequence[Range]) -> list[memoryview | FsError]:
         """As Columns.fetch_all; what is loaded or loading is not fetched again."""
         held = [self._find(*place) for place in ranges]
-        fetched = iter(await self._columns.fetch_all([r for r, blocks in zip(ranges, held, strict=True) if not blocks]))
+        fetched = iter(
+            await self._columns.fetch_all(
+                [r for r, blocks in zip(ranges, held, strict=True) if not blocks]
+            )
+        )
         answers: list[memoryview | FsError] = []
         for (_, offset, length), blocks in zip(ranges, held, strict=True):
             try:
@@ -74,14 +84,26 @@ class Hedges:
         """The blocks that hold a range of a column; none if one of them lacks."""
         source, end = self._source(column), offset + length
         numbers = range(offset // BLOCK, -(-end // BLOCK))
-        blocks = [self._cache.find(source, number, min(BLOCK, end - number * BLOCK)) for number in numbers]
+        blocks = [
+            self._cache.find(source, number, min(BLOCK, end - number * BLOCK)) for number in numbers
+        ]
         return blocks if None not in blocks else []
 
     def _source(self, column: int) -> ObjectSource:
         read = partial(self._columns.read_now, column)
-        return ObjectSource(self._columns.server(column), self._key, read, in_use=self._columns.in_use)
+        return ObjectSource(
+            self._columns.server(column), self._key, read, in_use=self._columns.in_use
+        )
 
-    async def _tell(self, block: Block, column: int, size: int, lost: frozenset[int], buffer: memoryview, offset: int) -> int:
+    async def _tell(
+        self,
+        block: Block,
+        column: int,
+        size: int,
+        lost: frozenset[int],
+        buffer: memoryview,
+        offset: int,
+    ) -> int:
         await trio.sleep(HEAD_START_S)
         if not block.loading:
             return 0
@@ -93,7 +115,9 @@ class Hedges:
         """The block has been told in so long. Where all servers have much to do, its own one answers in as long again, or what is
         usual for it; else it is late."""
         latency = self._columns.server(column).latency
-        await trio.sleep(max(taken_s, min(self._servers.hedging.usual_s([latency], block.size), _GRACE_S)))
+        await trio.sleep(
+            max(taken_s, min(self._servers.hedging.usual_s([latency], block.size), _GRACE_S))
+        )
         if not block.answered:
             latency.was_late()
 
@@ -120,19 +144,27 @@ class _Told:
     busy = False
 
     def __init__(
-        self, name: Hashable, fill: Fill, judge: Callable[[float], Awaitable[None]], in_use: Callable[[int], None]
+        self,
+        name: Hashable,
+        fill: Fill,
+        judge: Callable[[float], Awaitable[None]],
+        in_use: Callable[[int], None],
     ) -> None:
         self.name = name
         self._fill = fill
         self._judge = judge
         self._in_use = in_use
 
-    def start(self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int) -> None:
+    def start(
+        self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int
+    ) -> None:
         """See blocks.Source."""
         self._in_use(1)
         trio.lowlevel.spawn_system_task(self._load, tell, buffer, offset)
 
-    async def _load(self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int) -> None:
+    async def _load(
+        self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int
+    ) -> None:
         begin_s = trio.current_time()
         try:
             count = await self._fill(buffer, offset)

@@ -16,7 +16,9 @@ _TABLE_BYTES = 32  # of one coefficient
 @lru_cache
 def _library() -> ctypes.CDLL | None:
     """The system's, else the one that pyeclib brings along."""
-    brought = (file.locate() for file in metadata.files("pyeclib") or () if file.name.startswith("libisal"))
+    brought = (
+        file.locate() for file in metadata.files("pyeclib") or () if file.name.startswith("libisal")
+    )
     for path in (_SONAME, *map(str, brought)):
         try:
             library = ctypes.CDLL(path)
@@ -54,17 +56,23 @@ class Matrix:
     def _find_decoding(self, known: tuple[int, ...], wanted: int) -> ctypes.Array:
         size = self._data
         rows = bytes(self._rows)
-        square = (ctypes.c_ubyte * (size * size))(*b"".join(rows[n * size : (n + 1) * size] for n in known))
+        square = (ctypes.c_ubyte * (size * size))(
+            *b"".join(rows[n * size : (n + 1) * size] for n in known)
+        )
         inverse = (ctypes.c_ubyte * (size * size))()
         if _library().gf_invert_matrix(square, inverse, size):
             raise AssertionError("a square part of a Cauchy code's matrix is always regular")
         row = bytearray(size)
         for place in range(size):
             for inner in range(size):
-                row[place] ^= _library().gf_mul(rows[wanted * size + inner], inverse[inner * size + place])
+                row[place] ^= _library().gf_mul(
+                    rows[wanted * size + inner], inverse[inner * size + place]
+                )
         return _tables(bytes(row), size)
 
-    def _run(self, tables: ctypes.Array, units: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
+    def _run(
+        self, tables: ctypes.Array, units: Sequence[memoryview], targets: Sequence[memoryview]
+    ) -> None:
         length = len(targets[0])
         held = [_whole(unit, length) for unit in units]
         sources = (ctypes.c_void_p * len(held))(*map(_address, held))

@@ -22,7 +22,9 @@ class Known:
             self.blocks = _blocks(end)
         else:
             self.exact = False
-            self.blocks = min(self.blocks + _blocks(length) + _blocks(1), _blocks(max(end, self.length)))
+            self.blocks = min(
+                self.blocks + _blocks(length) + _blocks(1), _blocks(max(end, self.length))
+            )
         self.length = max(end, self.length)
 
 

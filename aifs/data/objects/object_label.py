@@ -62,7 +62,9 @@ class Label(NamedTuple):
     path: bytes = b""
 
 
-def label_of(record: FileRecord, oid: int, layout: Striped | None, size: int, digests: bytes = b"") -> Label:
+def label_of(
+    record: FileRecord, oid: int, layout: Striped | None, size: int, digests: bytes = b""
+) -> Label:
     """Of a file of which ``record`` says the rest; ``digests``: the checksums of all its MiBs, if it has any."""
     digest = digest_of(digests) if digests else b""
     return Label(
@@ -89,10 +91,24 @@ def encode(label: Label, store: str, column: int) -> bytes:
     layout = label.layout
     assert layout is not None
     head = _HEAD.pack(
-        _MAGIC, _FORMAT, layout.replicas, layout.parity, len(layout.servers), column, len(label.digest),
-        len(label.path), layout.unit, bytes.fromhex(store.replace("-", "")), label.ino, label.oid, label.size, label.mode, label.uid,
-        label.gid, label.mtime_ns,
-    )  # fmt: skip
+        _MAGIC,
+        _FORMAT,
+        layout.replicas,
+        layout.parity,
+        len(layout.servers),
+        column,
+        len(label.digest),
+        len(label.path),
+        layout.unit,
+        bytes.fromhex(store.replace("-", "")),
+        label.ino,
+        label.oid,
+        label.size,
+        label.mode,
+        label.uid,
+        label.gid,
+        label.mtime_ns,
+    )
     servers = struct.pack(f"<{len(layout.servers)}H", *layout.servers)
     packed = b"".join((head, servers, label.digest, label.path))
     return packed + _CRC.pack(zlib.crc32(packed))
@@ -103,12 +119,35 @@ def decode(value: bytes) -> tuple[Label, str, int]:
     body, crc = value[: -_CRC.size], value[-_CRC.size :]
     if len(value) < _HEAD.size + _CRC.size or _CRC.pack(zlib.crc32(body)) != crc:
         raise ValueError("its label is damaged")
-    (magic, version, replicas, parity, count, column, digest_bytes, path_bytes, unit, store, ino, oid, size, mode, uid,
-     gid, mtime_ns) = _HEAD.unpack_from(body)  # fmt: skip
+    (
+        magic,
+        version,
+        replicas,
+        parity,
+        count,
+        column,
+        digest_bytes,
+        path_bytes,
+        unit,
+        store,
+        ino,
+        oid,
+        size,
+        mode,
+        uid,
+        gid,
+        mtime_ns,
+    ) = _HEAD.unpack_from(body)
     end = _HEAD.size + 2 * count
     if magic != _MAGIC or version != _FORMAT or len(body) != end + digest_bytes + path_bytes:
         raise ValueError("its label is of another format")
-    if not unit or not replicas or count % replicas or column >= count or count // replicas <= parity:
+    if (
+        not unit
+        or not replicas
+        or count % replicas
+        or column >= count
+        or count // replicas <= parity
+    ):
         raise ValueError("its label makes no sense")
     layout = Striped(unit, struct.unpack_from(f"<{count}H", body, _HEAD.size), replicas, parity)
     digest, path = body[end : end + digest_bytes], body[end + digest_bytes :]
@@ -136,7 +175,9 @@ def decode_copy(value: bytes, store: str, copy_id: int) -> Label:
 
 
 def _crc_of_copy(packed: bytes, store: str, copy_id: int) -> int:
-    return zlib.crc32(_COPY_ID.pack(copy_id) + packed, zlib.crc32(bytes.fromhex(store.replace("-", ""))))
+    return zlib.crc32(
+        _COPY_ID.pack(copy_id) + packed, zlib.crc32(bytes.fromhex(store.replace("-", "")))
+    )
 
 
 def put(server: DataServer, key: Key, fd: int, label: Label | None, column: int = 0) -> None:
@@ -145,7 +186,9 @@ def put(server: DataServer, key: Key, fd: int, label: Label | None, column: int 
         return
     try:
         value = (
-            encode_copy(label, server.store) if label.layout is None else encode(label, server.store, column)
+            encode_copy(label, server.store)
+            if label.layout is None
+            else encode(label, server.store, column)
         )
         with server.workers.patience.asking("label", key):
             files.set_label(fd, NAME, value)

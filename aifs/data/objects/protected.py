@@ -36,9 +36,17 @@ class ProtectedObjects:
     """
 
     def __init__(
-        self, servers: Servers, layout: Striped, ino: int, oid: int, *, lost: int = 0, new: bool = False,
-        background: str = "", on_damage: Callable[[int, int, int], None] = lambda oid, ino, column: None,
-    ) -> None:  # fmt: skip
+        self,
+        servers: Servers,
+        layout: Striped,
+        ino: int,
+        oid: int,
+        *,
+        lost: int = 0,
+        new: bool = False,
+        background: str = "",
+        on_damage: Callable[[int, int, int], None] = lambda oid, ino, column: None,
+    ) -> None:
         """``lost``: mask of columns that must not be read. ``on_damage`` is called with oid, ino and column, once for each
         whose object turns out to be missing or short. The rest as for StripedObjects."""
         self._servers = servers
@@ -51,7 +59,9 @@ class ProtectedObjects:
         self._lost = lost
         self._rows = DegradedReads(servers, layout, self._key, self._read_row, self._columns.in_use)
         self._hedges = Hedges(servers, layout, self._key, self._columns)
-        self._healthy: tuple[tuple[int, ...], StripedObjects] | None = None  # columns, and what is made of them
+        self._healthy: tuple[tuple[int, ...], StripedObjects] | None = (
+            None  # columns, and what is made of them
+        )
         self._closed = False
         self._failed = 0
         self._error: FsError | None = None
@@ -91,7 +101,9 @@ class ProtectedObjects:
         healthy = None if None in sources else self._made_of(tuple(sources))
         if healthy is None:
             buffer = self._servers.buffers.take(length)
-            if await self._read_degraded(runs_of(self._layout, offset, buffer), sources, size, self._columns.fetch_all):
+            if await self._read_degraded(
+                runs_of(self._layout, offset, buffer), sources, size, self._columns.fetch_all
+            ):
                 return buffer
             return await self._read_around(offset, length, size)
         if all(self._columns.server(sources[column]).may_inline for column in touched):
@@ -109,7 +121,9 @@ class ProtectedObjects:
         )
         return next(iter((await some_of(attempts, 1, 0)).values()))
 
-    async def _read_healthy(self, healthy: StripedObjects, offset: int, length: int, size: int) -> memoryview:
+    async def _read_healthy(
+        self, healthy: StripedObjects, offset: int, length: int, size: int
+    ) -> memoryview:
         try:
             return await healthy.read(offset, length, size, True)
         except Unavailable:
@@ -123,7 +137,9 @@ class ProtectedObjects:
         """The same, but what the cache has of the columns is taken from there."""
         await self._read_into(offset, buffer, size, self._hedges.fetch_all)
 
-    async def _read_into(self, offset: int, buffer: memoryview, size: int, fetch_all: FetchAll) -> None:
+    async def _read_into(
+        self, offset: int, buffer: memoryview, size: int, fetch_all: FetchAll
+    ) -> None:
         touched = self._touched(offset, len(buffer))
         sources, runs = self._sources(touched), runs_of(self._layout, offset, buffer)
         if not await self._read_degraded(runs, sources, size, fetch_all):
@@ -137,7 +153,11 @@ class ProtectedObjects:
         """The data columns that hold a range of the file."""
         first, last = offset // self._layout.unit, (offset + length - 1) // self._layout.unit
         width = self._layout.width
-        return range(width) if last - first + 1 >= width else {unit % width for unit in range(first, last + 1)}
+        return (
+            range(width)
+            if last - first + 1 >= width
+            else {unit % width for unit in range(first, last + 1)}
+        )
 
     def _sources(self, touched: Iterable[int]) -> list[int | None]:
         """For each data column, the column to read it from; None for one of ``touched`` that none is good for."""
@@ -158,9 +178,13 @@ class ProtectedObjects:
     def _made_of(self, sources: tuple[int, ...]) -> StripedObjects | None:
         """None if a server is not in the table any more."""
         if self._healthy is None or self._healthy[0] != sources:
-            plain = Striped(self._layout.unit, tuple(self._layout.servers[column] for column in sources))
+            plain = Striped(
+                self._layout.unit, tuple(self._layout.servers[column] for column in sources)
+            )
             try:
-                objects = StripedObjects(self._servers, plain, *self._key, background=self._background)
+                objects = StripedObjects(
+                    self._servers, plain, *self._key, background=self._background
+                )
             except Unavailable:
                 return None
             if self._healthy is not None:
@@ -181,32 +205,47 @@ class ProtectedObjects:
         without a source are told by parity. Whether that has worked; else nothing counts. Does not wait for slow servers."""
         columns = self._columns
         lost = self._lost
-        good = [c for c in range(len(self._layout.servers)) if not lost >> c & 1 and columns.is_good(c)]
+        good = [
+            c for c in range(len(self._layout.servers)) if not lost >> c & 1 and columns.is_good(c)
+        ]
         others = good[: self._layout.width] if self._layout.parity else []
         if len(others) < self._layout.width and any(sources[index] is None for index, _, _ in runs):
             return False
         ranges = ranges_of(self._layout, runs, sources, others, size)
         touched = {column for column, _, _ in ranges}
-        worker = min(touched, key=lambda c: (not columns.is_good(c), columns.server(c).workers.outstanding))
+        worker = min(
+            touched, key=lambda c: (not columns.is_good(c), columns.server(c).workers.outstanding)
+        )
         if all(columns.server(column).may_inline for column in touched):
             direct = {(sources[i], offset, len(p[0])): p[0] for i, offset, p in runs if len(p) == 1}
             buffers = [direct.get(r) or self._servers.buffers.take(r[2]) for r in ranges]
-            [done] = await columns.attempt([(worker, self._read_and_assemble, (runs, sources, others, ranges, buffers))])
+            [done] = await columns.attempt(
+                [(worker, self._read_and_assemble, (runs, sources, others, ranges, buffers))]
+            )
             return done is True
         # Not into the memory itself: a server that hangs may write to what it was given at any time later.
         with trio.move_on_after(self._delay_s(touched, max(length for _, _, length in ranges))):
             answers = await fetch_all(ranges)
-            if any(isinstance(a, FsError) or len(a) < r[2] for r, a in zip(ranges, answers, strict=True)):
+            if any(
+                isinstance(a, FsError) or len(a) < r[2]
+                for r, a in zip(ranges, answers, strict=True)
+            ):
                 return False
-            [done] = await columns.attempt([(worker, self._assemble, (runs, sources, others, ranges, answers))])
+            [done] = await columns.attempt(
+                [(worker, self._assemble, (runs, sources, others, ranges, answers))]
+            )
             return done is True
         self._servers.hedging.hedged()
         return False
 
     def _read_and_assemble(
-        self, runs: Sequence[Run], sources: Sequence[int | None], others: Sequence[int], ranges: Sequence[Range],
+        self,
+        runs: Sequence[Run],
+        sources: Sequence[int | None],
+        others: Sequence[int],
+        ranges: Sequence[Range],
         buffers: Sequence[memoryview],
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Fill the memory of ``runs``, by way of ``buffers`` for ``ranges``; False if these end too early. Blocks."""
         for (column, offset, length), buffer in zip(ranges, buffers, strict=True):
             if self._columns.read_now(column, buffer, offset) < length:
@@ -214,9 +253,13 @@ class ProtectedObjects:
         return self._assemble(runs, sources, others, ranges, buffers)
 
     def _assemble(
-        self, runs: Sequence[Run], sources: Sequence[int | None], others: Sequence[int], ranges: Sequence[Range],
+        self,
+        runs: Sequence[Run],
+        sources: Sequence[int | None],
+        others: Sequence[int],
+        ranges: Sequence[Range],
         answers: Sequence[memoryview],
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Fill the memory of ``runs`` from what was read."""
         held: dict[int, list[tuple[int, memoryview]]] = {}
         for (column, start, _), answer in zip(ranges, answers, strict=True):
@@ -231,7 +274,9 @@ class ProtectedObjects:
         for index, offset, parts in runs:
             if sources[index] is not None:
                 whole = found(sources[index], offset, sum(map(len, parts)))
-                if not any(answer is parts[0] for answer in answers):  # else it was read to where it belongs
+                if not any(
+                    answer is parts[0] for answer in answers
+                ):  # else it was read to where it belongs
                     scatter(whole, parts)
                 continue
             for part in parts:
@@ -240,7 +285,9 @@ class ProtectedObjects:
                 offset += len(part)
         return True
 
-    async def _read_around(self, offset: int, length: int, size: int, hedged: bool = False) -> memoryview:
+    async def _read_around(
+        self, offset: int, length: int, size: int, hedged: bool = False
+    ) -> memoryview:
         """``hedged``: nobody waits for the columns themselves."""
         buffer = self._servers.buffers.take(length)
         await self._all(runs_of(self._layout, offset, buffer), size, hedged)
@@ -257,13 +304,28 @@ class ProtectedObjects:
         index, offset, parts = run
         length = sum(map(len, parts))
         copies = sorted(self._copies(index), key=lambda copy: not self._columns.is_good(copy))
-        attempts: list[Callable[[], Any]] = [partial(self._columns.exact, copy, offset, length, size) for copy in copies]
+        attempts: list[Callable[[], Any]] = [
+            partial(self._columns.exact, copy, offset, length, size) for copy in copies
+        ]
         if self._layout.parity:
-            others = partial(self._columns.reconstruct, index, offset, length, size, frozenset(self._lost_columns()))
+            others = partial(
+                self._columns.reconstruct,
+                index,
+                offset,
+                length,
+                size,
+                frozenset(self._lost_columns()),
+            )
             attempts.insert(1 if copies and self._columns.is_good(copies[0]) else 0, others)
         if not attempts:
-            raise Unavailable(f"inode {self._key[0]}, object {self._key[1]}: all copies of column {index} are lost")
-        delay_s = HEAD_START_S if hedged else self._delay_s(filter(self._columns.is_good, copies[:1]), length)
+            raise Unavailable(
+                f"inode {self._key[0]}, object {self._key[1]}: all copies of column {index} are lost"
+            )
+        delay_s = (
+            HEAD_START_S
+            if hedged
+            else self._delay_s(filter(self._columns.is_good, copies[:1]), length)
+        )
         [(winner, data)] = (await some_of(attempts, 1, delay_s)).items()
         if hedged and winner and copies and not self._lost >> copies[0] & 1:
             self._columns.server(copies[0]).latency.was_late()
@@ -290,13 +352,19 @@ class ProtectedObjects:
         memory = memoryview(data)
         calls = []
         for start, end in ranges or ((offset, offset + len(memory)),):
-            for index, object_offset, parts in runs_of(self._layout, start, memory[start - offset : end - offset]):
+            for index, object_offset, parts in runs_of(
+                self._layout, start, memory[start - offset : end - offset]
+            ):
                 for column in self._layout.copies(index):
                     calls.append((column, self._columns.write_now, (column, object_offset, parts)))
         if not self._layout.parity:
             await self._run(calls)
             return
-        working = [c for c, server in enumerate(self._layout.servers) if self._servers.find(server) is not None]
+        working = [
+            c
+            for c, server in enumerate(self._layout.servers)
+            if self._servers.find(server) is not None
+        ]
         while True:
             spans = self._parity_of(offset, memory, ranges)
             column = next(c for c in working if not self._failed >> c & 1)
@@ -308,7 +376,9 @@ class ProtectedObjects:
             [
                 (column, self._columns.write_now, (column, object_offset, [parity[number]]))
                 for object_offset, _, parity in spans
-                for number, column in enumerate(range(self._layout.width, len(self._layout.servers)))
+                for number, column in enumerate(
+                    range(self._layout.width, len(self._layout.servers))
+                )
             ]
         )
 
@@ -329,7 +399,10 @@ class ProtectedObjects:
             (
                 first // row * unit,
                 memory[first - offset : last - offset],
-                [take(self._layout.object_length(0, last - first)) for _ in range(self._layout.parity)],
+                [
+                    take(self._layout.object_length(0, last - first))
+                    for _ in range(self._layout.parity)
+                ],
             )
             for first, last in spans
         ]
@@ -339,9 +412,14 @@ class ProtectedObjects:
         if too many have."""
         lengths = {c: self._layout.object_length(c, size) for c in range(len(self._layout.servers))}
         self._present = [column for column, length in lengths.items() if length]
-        settled = await self._run([(c, self._columns.settle_now, (c, lengths[c])) for c in self._present])
+        settled = await self._run(
+            [(c, self._columns.settle_now, (c, lengths[c])) for c in self._present]
+        )
         self._blocks = sum(
-            max((settled[copy] for copy in self._layout.copies(column) if copy in settled), default=lengths[column] // 512)
+            max(
+                (settled[copy] for copy in self._layout.copies(column) if copy in settled),
+                default=lengths[column] // 512,
+            )
             for column in range(self._layout.width)
             if lengths[column]
         )
@@ -366,7 +444,11 @@ class ProtectedObjects:
                 self._failed |= 1 << column
                 self._error = self._error or result
         self._check(0)
-        return {call[0]: r for call, r in zip(usable, results, strict=True) if not isinstance(r, FsError)}
+        return {
+            call[0]: r
+            for call, r in zip(usable, results, strict=True)
+            if not isinstance(r, FsError)
+        }
 
     def _check(self, spare: int) -> None:
         if self._error is not None and self._layout.spare(self._failed) < spare:

@@ -23,7 +23,11 @@ def runs_of(layout: Striped, offset: int, memory: memoryview) -> list[Run]:
 
 
 def ranges_of(
-    layout: Striped, runs: Sequence[Run], sources: Sequence[int | None], others: Sequence[int], size: int
+    layout: Striped,
+    runs: Sequence[Run],
+    sources: Sequence[int | None],
+    others: Sequence[int],
+    size: int,
 ) -> list[tuple[int, int, int]]:
     """What has to be read for runs of a file of ``size`` bytes, as (column, offset, length) without overlaps. ``sources``: the
     column to read each data column from; ``others``: those that tell one that has none."""

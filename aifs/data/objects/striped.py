@@ -36,7 +36,14 @@ class StripedObjects:
     """
 
     def __init__(
-        self, servers: Servers, layout: Striped, ino: int, oid: int, *, new: bool = False, background: str = ""
+        self,
+        servers: Servers,
+        layout: Striped,
+        ino: int,
+        oid: int,
+        *,
+        new: bool = False,
+        background: str = "",
     ) -> None:
         """``new``: no object of this oid has ever been made, which spares asking. Raises Unavailable.
 
@@ -49,7 +56,9 @@ class StripedObjects:
         self._servers = [servers[number] for number in layout.servers]
         self._buffers = servers.buffers
         self._background = background
-        self._cached = CachedReads(servers.cache, layout, self._servers, self._key, self._read_object, self._in_use)
+        self._cached = CachedReads(
+            servers.cache, layout, self._servers, self._key, self._read_object, self._in_use
+        )
         self._fds: list[int | None] = [None] * len(self._servers)
         self._known = [Known(0 if new else None) for _ in self._servers]
         self._inherited = not new  # objects may hold what an earlier user wrote and did not sync
@@ -90,7 +99,9 @@ class StripedObjects:
             else:
                 loads.append((run, blocks))
         if ahead:
-            self._cached.read_ahead(ahead, size)  # before anything is waited for: the file is still settled
+            self._cached.read_ahead(
+                ahead, size
+            )  # before anything is waited for: the file is still settled
         if calls:
             # What lands late may be the removal of what would be opened, but for settled files.
             await self._gather(calls, abandonable=True, waits=not strict)
@@ -115,7 +126,11 @@ class StripedObjects:
         server, fd = self._servers[0], self._fds[0]
         if fd is None and server.is_local:
             [fd] = await self._gather([(server.workers, self._descriptor, (0, False))])
-        return fd if fd is not None and server.is_local and server.stat(self._key, fd).st_size == size else None
+        return (
+            fd
+            if fd is not None and server.is_local and server.stat(self._key, fd).st_size == size
+            else None
+        )
 
     async def write(self, offset: int, data: bytes | memoryview) -> None:
         """All of ``data`` is in the servers' page caches on return. Objects are made as they are needed.
@@ -182,7 +197,9 @@ class StripedObjects:
         if length < min(end, expected):
             server = self._servers[index]
             path = server.object_path(*self._key)
-            raise Unavailable(f"data server {server.id}: {path} ends before byte {min(end, expected)} of {expected}")
+            raise Unavailable(
+                f"data server {server.id}: {path} ends before byte {min(end, expected)} of {expected}"
+            )
 
     def _write_run(self, run: Run) -> None:
         index, offset, parts = run
@@ -227,7 +244,10 @@ class StripedObjects:
         for index, _, _ in calls:
             self._known[index].length = None
         results = await self._gather(
-            [(self._servers[index].workers, function, (index, target)) for index, function, target in calls]
+            [
+                (self._servers[index].workers, function, (index, target))
+                for index, function, target in calls
+            ]
         )
         for (index, _, _), known in zip(calls, results, strict=True):
             self._known[index] = known
@@ -328,12 +348,17 @@ class StripedObjects:
     def _may_inline(self, server: DataServer) -> bool:
         return server.may_inline and not self._background and not server.hangs
 
-    async def _gather(self, calls: list[Call], abandonable: bool = False, waits: bool = True) -> list:
+    async def _gather(
+        self, calls: list[Call], abandonable: bool = False, waits: bool = True
+    ) -> list:
         """``abandonable``: it may be cancelled, for what the calls write to is nobody else's. ``waits``: see until_answered."""
         if waits:
             await until_answered(workers for workers, _, _ in calls)
         if self._background:
-            calls = [(w, files.at_priority, (self._background, function, *args)) for w, function, args in calls]
+            calls = [
+                (w, files.at_priority, (self._background, function, *args))
+                for w, function, args in calls
+            ]
         self._in_use(1)
         return await gather(calls, partial(self._in_use, -1), abandonable)
 
@@ -366,7 +391,9 @@ async def delete_objects(servers: Servers, layout: Striped, ino: int, oid: int) 
         raise failed[oid]
 
 
-async def delete_batch(servers: Servers, doomed: Mapping[int, tuple[int, Striped]]) -> dict[int, FsError]:
+async def delete_batch(
+    servers: Servers, doomed: Mapping[int, tuple[int, Striped]]
+) -> dict[int, FsError]:
     """Delete the objects of many files: oid to (ino, layout). What is deleted is durably so on return.
 
     Returns the errors, by oid, of those of which something may be left. One request to each server, for all.
@@ -396,5 +423,11 @@ async def delete_batch(servers: Servers, doomed: Mapping[int, tuple[int, Striped
 async def list_window(servers: Servers, first_oid: int, end_oid: int) -> list[tuple[int, int, int]]:
     """(server id, ino, oid) of all objects with first_oid <= oid < end_oid on servers that are present. Raises Unavailable."""
     everywhere = [server for server in servers.values() if not server.absent]
-    results = await gather([(server.workers, server.list_range, (first_oid, end_oid)) for server in everywhere])
-    return [(server.id, ino, oid) for server, keys in zip(everywhere, results, strict=True) for ino, oid in keys]
+    results = await gather(
+        [(server.workers, server.list_range, (first_oid, end_oid)) for server in everywhere]
+    )
+    return [
+        (server.id, ino, oid)
+        for server, keys in zip(everywhere, results, strict=True)
+        for ino, oid in keys
+    ]

@@ -23,7 +23,9 @@ class Source(Protocol):
     def busy(self) -> bool:
         """Whether reading ahead would be in the way of others."""
 
-    def start(self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int) -> None:
+    def start(
+        self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int
+    ) -> None:
         """Begin to fill ``buffer``; ``tell``, on the trio thread, how many bytes there were, or the error."""
 
 
@@ -41,9 +43,13 @@ class ObjectSource:
     __slots__ = ("_in_use", "_read", "_workers", "block", "name")
 
     def __init__(
-        self, server: DataServer, key: Key, read: Callable[[memoryview, int], int], block: int = BLOCK,
+        self,
+        server: DataServer,
+        key: Key,
+        read: Callable[[memoryview, int], int],
+        block: int = BLOCK,
         in_use: Callable[[int], None] = lambda change: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name = object_name(server, key)
         self.block = block
         self._workers = server.workers
@@ -54,7 +60,9 @@ class ObjectSource:
     def busy(self) -> bool:
         return self._workers.busy
 
-    def start(self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int) -> None:
+    def start(
+        self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int
+    ) -> None:
         def ended(result: int | BaseException) -> None:
             self._in_use(-1)
             tell(result)
@@ -66,9 +74,24 @@ class ObjectSource:
 class Block:
     """A piece of an object. Whoever keeps it keeps its memory."""
 
-    __slots__ = ("_ready", "age", "ahead", "answered", "error", "hedged", "index", "kept", "name", "read_at", "size", "view")
+    __slots__ = (
+        "_ready",
+        "age",
+        "ahead",
+        "answered",
+        "error",
+        "hedged",
+        "index",
+        "kept",
+        "name",
+        "read_at",
+        "size",
+        "view",
+    )
 
-    def __init__(self, name: Hashable, index: int, size: int, kept: bool, ahead: bool, age: int) -> None:
+    def __init__(
+        self, name: Hashable, index: int, size: int, kept: bool, ahead: bool, age: int
+    ) -> None:
         self.name = name
         self.index = index
         self.size = size

@@ -17,9 +17,14 @@ class CachedReads:
     """One per user of a file's objects, used only while nobody changes them; blocks are shared. Does not suspend."""
 
     def __init__(
-        self, cache: ReadCache, layout: Striped, servers: Sequence[DataServer], key: Key,
-        read: Callable[[int, memoryview, int], int], in_use: Callable[[int], None],
-    ) -> None:  # fmt: skip
+        self,
+        cache: ReadCache,
+        layout: Striped,
+        servers: Sequence[DataServer],
+        key: Key,
+        read: Callable[[int, memoryview, int], int],
+        in_use: Callable[[int], None],
+    ) -> None:
         """``read``: (number of the object, buffer, offset) to bytes read, in a worker; ``in_use``: see ObjectSource."""
         self._cache = cache
         self._layout = layout
@@ -62,7 +67,9 @@ class CachedReads:
         source, end = self._sources[index], self._layout.object_length(index, size)
         blocks = []
         for number, needed in _pieces(offset, length):
-            block = self._cache.find(source, number, needed) or self._cache.start(source, number, end)
+            block = self._cache.find(source, number, needed) or self._cache.start(
+                source, number, end
+            )
             if block is None:
                 return None
             blocks.append(block)

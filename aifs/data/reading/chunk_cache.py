@@ -53,7 +53,9 @@ class ChunkCache:
         self._chunks: dict[Key, _Chunk] = {}  # fetched last at the end
         self._bytes = 0
         self._fetched = 0  # as they count in the budget
-        self._followed_at = -budget.total  # what had been fetched when somebody last read what was half way out
+        self._followed_at = (
+            -budget.total
+        )  # what had been fetched when somebody last read what was half way out
         self._loads: dict[Key, _Load] = {}
         budget.add_cache(self._give_back)
 
@@ -116,7 +118,9 @@ class ChunkCache:
         for key in [key for key in self._chunks if key[0] == container]:
             self._drop(key)
         for key in [key for key in self._loads if key[0] == container]:
-            del self._loads[key]  # those who wait get what is on its way, and nobody who comes later
+            del self._loads[
+                key
+            ]  # those who wait get what is on its way, and nobody who comes later
 
     def _drop(self, key: Key) -> None:
         self._bytes -= _size(len(self._chunks.pop(key).data))

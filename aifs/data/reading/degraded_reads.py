@@ -57,7 +57,11 @@ class DegradedReads:
         cache, pattern = self._servers.cache, self._pattern
         ahead = pattern.observe(offset, length, cache.window_max)
         numbers = range(offset // self.block, (offset + length - 1) // self.block + 1)
-        missing = [n for n in numbers if cache.find(self, n, min(self.block, offset + length - n * self.block)) is None]
+        missing = [
+            n
+            for n in numbers
+            if cache.find(self, n, min(self.block, offset + length - n * self.block)) is None
+        ]
         if missing and (pattern.random or not (pattern.following or length >= WHOLE_BLOCKS_FROM)):
             return None
         self._size = size
@@ -68,7 +72,9 @@ class DegradedReads:
 
     def _read_ahead(self, ranges: list[tuple[int, int]]) -> None:
         for begin, length in ranges:
-            for number in range(begin // self.block, -(-min(begin + length, self._size) // self.block)):
+            for number in range(
+                begin // self.block, -(-min(begin + length, self._size) // self.block)
+            ):
                 if not self._servers.cache.read_ahead(self, number, self._size):
                     self._pattern.refused(begin, number * self.block)
                     return
@@ -85,7 +91,9 @@ class DegradedReads:
         servers = (self._servers.find(number) for number in self._layout.servers)
         return all(server is None or server.workers.busy for server in servers)
 
-    def start(self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int) -> None:
+    def start(
+        self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int
+    ) -> None:
         """See read_cache.Source."""
         self._in_use(1)
         part = buffer[: min(self.block, self._size - offset)]

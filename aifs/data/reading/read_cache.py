@@ -55,8 +55,12 @@ class ReadCache:
         self._loads = 0
         self._idle: trio.Event | None = None
         self._used_bytes = 0
-        self._gone: dict[tuple[Hashable, int], int] = {}  # what was dropped because enough was kept, oldest first: age
-        self._followed_at = -budget.total  # what had been fetched when somebody last read what others had read long before
+        self._gone: dict[
+            tuple[Hashable, int], int
+        ] = {}  # what was dropped because enough was kept, oldest first: age
+        self._followed_at = (
+            -budget.total
+        )  # what had been fetched when somebody last read what others had read long before
         self._ahead_bytes = 0  # with those that are loading
         self._hits = self._misses = self._joined = self._hedged_bytes = 0
         self._fetched = self._fetched_ahead = self._ahead_used = self._ahead_unused = 0
@@ -175,13 +179,17 @@ class ReadCache:
         block = self.find(source, index, needed) or self.start(source, index, end)
         if block is None:
             memory = await self._floor.take(_size(source, index, end))
-            block = self.find(source, index, needed) or self._load(source, index, memory, kept=False)
+            block = self.find(source, index, needed) or self._load(
+                source, index, memory, kept=False
+            )
             del memory
         return await block.bytes()
 
     # --- loads ---
 
-    def _load(self, source: Source, index: int, memory: memoryview, kept: bool = True, ahead: bool = False) -> Block:
+    def _load(
+        self, source: Source, index: int, memory: memoryview, kept: bool = True, ahead: bool = False
+    ) -> Block:
         block = Block(source.name, index, len(memory), kept, ahead, self._fetched)
         self._objects.setdefault(block.name, {})[index] = block
         if (block.name, index) in self._gone:
@@ -206,7 +214,9 @@ class ReadCache:
         self._loads += 1
         source.start(ended, memory, block.index * source.block)
 
-    def _ended(self, block: Block, memory: memoryview, result: int | BaseException, is_own: bool) -> None:
+    def _ended(
+        self, block: Block, memory: memoryview, result: int | BaseException, is_own: bool
+    ) -> None:
         self._loads -= 1
         block.answered = block.answered or is_own
         failed = isinstance(result, BaseException)
@@ -215,7 +225,9 @@ class ReadCache:
         if block.loading and (is_own or not failed):
             if self._is_current(block):
                 self._take_in(block, failed)
-            block.loaded(None if failed else memory[:result].toreadonly(), result if failed else None)
+            block.loaded(
+                None if failed else memory[:result].toreadonly(), result if failed else None
+            )
         if not self._loads and self._idle is not None:
             self._idle.set()
 
@@ -278,7 +290,11 @@ class ReadCache:
             oldest = next(iter(self._used))
             self._drop(oldest)
             self._gone[oldest.name, oldest.index] = oldest.read_at
-        while self._gone and self._fetched - self._gone[first := next(iter(self._gone))] > self._budget.total // _FOLLOWED_SHARE:
+        while (
+            self._gone
+            and self._fetched - self._gone[first := next(iter(self._gone))]
+            > self._budget.total // _FOLLOWED_SHARE
+        ):
             del self._gone[first]
 
     def _memory(self, size: int) -> memoryview | None:
@@ -291,7 +307,9 @@ class ReadCache:
     def _evict(self, size: int) -> None:
         """Drop loaded blocks of ``size`` bytes together, as far as there are so many."""
         dropped = 0
-        while dropped < size and (victim := next(iter(self._used or self._ahead), None)) is not None:
+        while (
+            dropped < size and (victim := next(iter(self._used or self._ahead), None)) is not None
+        ):
             dropped += victim.size
             self._drop(victim)
 

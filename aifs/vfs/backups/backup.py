@@ -43,8 +43,12 @@ _RETRY_S = 30.0
 _ANSWERS_MAX = 8
 _MIN_BASE_BYTES = 1 << 20  # increments of less never call for a new base
 
-_BASE_PART = faults.declare("vfs.backup.base_part", "a part of a base is on the servers, perhaps not the last one")
-_SHIPPED = faults.declare("vfs.backup.shipped", "a backup is on the servers, what it makes useless is not deleted")
+_BASE_PART = faults.declare(
+    "vfs.backup.base_part", "a part of a base is on the servers, perhaps not the last one"
+)
+_SHIPPED = faults.declare(
+    "vfs.backup.shipped", "a backup is on the servers, what it makes useless is not deleted"
+)
 
 Put = Callable[[str, bytes], Any]
 
@@ -62,9 +66,15 @@ class Backup:
         self._changes: Writes = {}  # since _after
         self._changed_bytes = 0
         self._forgotten = 0  # how often there were too many of them
-        self._scanned: list[Writes] = []  # what has changed since a base that is being taken was begun
-        self._after: int | None = None  # the state that the next increment goes on from; None: a base is due
-        self._shipped: int | None = None  # the state that the newest backup makes; None: there is none
+        self._scanned: list[
+            Writes
+        ] = []  # what has changed since a base that is being taken was begun
+        self._after: int | None = (
+            None  # the state that the next increment goes on from; None: a base is due
+        )
+        self._shipped: int | None = (
+            None  # the state that the newest backup makes; None: there is none
+        )
         self._base_bytes = self._increment_bytes = 0
         self._base_at_s = -float("inf")
         self._base_servers: frozenset[int] = frozenset()  # those that there were
@@ -101,15 +111,23 @@ class Backup:
         if read_only:
             self._read_only, self.interval_s, self._changes = True, 0.0, {}
         sizes = await self._files.sizes()
-        found = {name: size for text, size in sizes.items() if (name := parse_name(text)) is not None}
+        found = {
+            name: size for text, size in sizes.items() if (name := parse_name(text)) is not None
+        }
         chain = newest(found)
         if chain is None:
             return
         self._shipped = chain.seq
         if self._untouched and chain.seq == self._engine.found_seq:
-            self._after, self._base_at_s, self._base_servers = chain.seq, trio.current_time(), self._files.servers()
+            self._after, self._base_at_s, self._base_servers = (
+                chain.seq,
+                trio.current_time(),
+                self._files.servers(),
+            )
             self._base_bytes = sum(found[name] for name in chain.segments if name.kind == BASE)
-            self._increment_bytes = sum(found[name] for name in chain.segments if name.kind == INCREMENT)
+            self._increment_bytes = sum(
+                found[name] for name in chain.segments if name.kind == INCREMENT
+            )
 
     # --- what others ask ---
 
@@ -124,7 +142,9 @@ class Backup:
             return False
         self._waiting += 1
         try:
-            with trio.move_on_after(0 if urgent or self.is_urgent() else min(HOLD_S, self.interval_s)):
+            with trio.move_on_after(
+                0 if urgent or self.is_urgent() else min(HOLD_S, self.interval_s)
+            ):
                 while not self._is_covered(seq):
                     await self._advanced.wait()
             if not self._is_covered(seq):
@@ -140,7 +160,12 @@ class Backup:
         return True
 
     def _is_covered(self, seq: int) -> bool:
-        return self._shipped is None or self._shipped >= seq or self._gave_up or not (self.interval_s or self._read_only)
+        return (
+            self._shipped is None
+            or self._shipped >= seq
+            or self._gave_up
+            or not (self.interval_s or self._read_only)
+        )
 
     async def ship(self, seq: int | None = None) -> None:
         """The newest backup has the state after ``seq`` (None: as it is now), or a later one, on return.
@@ -215,7 +240,9 @@ class Backup:
             self._wake = trio.Event()
             while self._requests:
                 await self._answer(*self._requests.pop(0))
-            if trio.current_time() < due and (self._last_error or self._changed_bytes <= PART_BYTES):
+            if trio.current_time() < due and (
+                self._last_error or self._changed_bytes <= PART_BYTES
+            ):
                 continue
             due = trio.current_time() + interval_s
             failing = self._last_error
@@ -255,7 +282,9 @@ class Backup:
     def _is_base_due(self) -> bool:
         late = trio.current_time() - self._base_at_s > BASE_AGE_S
         large = self._increment_bytes > max(self._base_bytes, _MIN_BASE_BYTES)
-        return self._after is None or late or large or self._is_server_leaving() or not self.interval_s
+        return (
+            self._after is None or late or large or self._is_server_leaving() or not self.interval_s
+        )
 
     def _is_server_leaving(self) -> bool:
         """One that may have the only copy of something."""
@@ -293,11 +322,15 @@ class Backup:
             seq, length = await self._take_base(self._files.put)
         except BaseException as error:
             self._give_back(taken, forgotten)
-            if isinstance(error, FsError):  # else every attempt would leave its parts, where room is what lacks
+            if isinstance(
+                error, FsError
+            ):  # else every attempt would leave its parts, where room is what lacks
                 await self._files.delete(lambda text: _is_part(parse_name(text), begin))
             raise
         self._shipped = seq
-        self._after = seq if self._forgotten == forgotten else None  # the changes since ``begin`` wait, which does no harm
+        self._after = (
+            seq if self._forgotten == forgotten else None
+        )  # the changes since ``begin`` wait, which does no harm
         self._base_bytes, self._increment_bytes = length, 0
         self._base_at_s, self._base_servers = trio.current_time(), servers
         await self._files.delete(lambda text: _is_useless(parse_name(text), begin))

@@ -122,7 +122,9 @@ class Found:
                 return chain
             usable.difference_update(damaged)
         what = "no backup" if at is None else f"no backup of the state at {at} or before"
-        raise StoreError(f"{what} of the metadata of store {self._store} is whole, or there is none")
+        raise StoreError(
+            f"{what} of the metadata of store {self._store} is whole, or there is none"
+        )
 
     def _is_whole(self, name: Name) -> bool:
         try:
@@ -149,10 +151,14 @@ def find(config: Config, source: str) -> tuple[str, Found]:
         places.append(os.path.join(path, naming.BACKUP))
     if not stores:
         what = "none of its data servers can be read, so nobody knows which store it is"
-        raise StoreError(f"{config.source}: {what}; if servers were added or replaced, name these in the configuration")
+        raise StoreError(
+            f"{config.source}: {what}; if servers were added or replaced, name these in the configuration"
+        )
     if len(stores) > 1:
         one, other = list(stores.values())[:2]
-        raise StoreError(f"{config.source}: {one} and {other} are of different stores; correct the configuration")
+        raise StoreError(
+            f"{config.source}: {one} and {other} are of different stores; correct the configuration"
+        )
     (store,) = stores
     if source and not os.path.isdir(source):
         raise StoreError(f"{source}: there is no such directory")
@@ -176,12 +182,17 @@ def restore(config: Config, source: str, at: int | None) -> State:
     """
     meta = config.meta.directory
     if os.path.isdir(meta) and set(os.listdir(meta)) - {directories.LOST_AND_FOUND, OWNER_NAME}:
-        raise StoreError(f"{meta}: is not empty; move what is there away first, it may hold more than any backup")
+        raise StoreError(
+            f"{meta}: is not empty; move what is there away first, it may hold more than any backup"
+        )
     store, found = find(config, source)
     chain = found.whole_chain(at)
     created_ns = found.read(chain.segments[-1]).created_ns
     _, everywhere = find(config, "") if source else (store, found)
-    beyond = max(name.seq or name.after for name in (*found.sizes, *everywhere.sizes)) + _SEQS_LOST_AT_MOST
+    beyond = (
+        max(name.seq or name.after for name in (*found.sizes, *everywhere.sizes))
+        + _SEQS_LOST_AT_MOST
+    )
     files.make_dirs(meta)
     owner = OwnerLock(meta, "")
     try:
@@ -192,7 +203,12 @@ def restore(config: Config, source: str, at: int | None) -> State:
         raise first_error(error) from None
     finally:
         owner.release(orderly=True)
-    return State(chain.seq, created_ns, len(chain.segments), sum(found.sizes[name] for name in chain.segments))
+    return State(
+        chain.seq,
+        created_ns,
+        len(chain.segments),
+        sum(found.sizes[name] for name in chain.segments),
+    )
 
 
 async def _build(config: Config, found: Found, chain: Chain, beyond: int) -> None:
@@ -232,7 +248,9 @@ def _put_all(tx: Transaction, changes: list[tuple[bytes, bytes | None]]) -> None
 async def _disarm(engine: LmdbEngine) -> None:
     """Take out what is not true any more, or dangerous to what the metadata does not know of."""
     for container in await engine.view(chunks.open_containers):
-        await engine.transact(chunks.seal_container, container)  # newer chunks may lie behind its end
+        await engine.transact(
+            chunks.seal_container, container
+        )  # newer chunks may lie behind its end
     for kind in _NOT_RESTORED:
         start, end = keys.all_of(bytes((kind,)))
         while await engine.transact(_drop_some, start, end):
@@ -263,7 +281,9 @@ def _distrust_copies(tx: Transaction, start: bytes, end: bytes) -> bytes:
         except Unavailable:
             continue  # fsck's to name
         if record.undrained:
-            tx.put(key, record._replace(durable=True).encode())  # should it be missing, the file is not just empty
+            tx.put(
+                key, record._replace(durable=True).encode()
+            )  # should it be missing, the file is not just empty
             if inode is not None and inode.in_burst:
                 tx.put(keys.dirty(inode.ino), b"")  # it may have got another size
         elif inode is not None and inode.copy is not None and not inode.in_burst:
@@ -275,8 +295,13 @@ def _distrust_copies(tx: Transaction, start: bytes, end: bytes) -> bytes:
 
 def _finish(tx: Transaction, config: Config, seq: int) -> None:
     superblock = json.loads(tx.get(keys.SUPERBLOCK) or b"{}")
-    if superblock.get("format") not in (FORMAT - 1, FORMAT):  # the earlier one is upgraded when it is opened
-        raise StoreError(f"the backup is of a store of format {superblock.get('format')}; this version knows {FORMAT}")
+    if superblock.get("format") not in (
+        FORMAT - 1,
+        FORMAT,
+    ):  # the earlier one is upgraded when it is opened
+        raise StoreError(
+            f"the backup is of a store of format {superblock.get('format')}; this version knows {FORMAT}"
+        )
     # Closed in order, so that nothing is looked for in the last ids; of another boot, so that no cache is trusted.
     superblock |= {"clean": True, "boot": None, "restored_from": seq}
     tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())

@@ -17,7 +17,9 @@ class Bandwidths:
     def __init__(self, config: Config, servers: Servers) -> None:
         self._servers = servers
         self._of_burst = config.burst.bandwidth
-        self._configured = {os.path.realpath(place.path): place.bandwidth for place in config.places}
+        self._configured = {
+            os.path.realpath(place.path): place.bandwidth for place in config.places
+        }
         self._used: dict[int, int] = {}
 
     def of_burst(self, devices: Iterable[int]) -> dict[int, int]:
@@ -33,7 +35,10 @@ class Bandwidths:
 
     def free(self) -> dict[int, int | None]:
         """Bytes that each data server has left, as last seen."""
-        return {server.id: server.seen.available if server.seen else None for server in self._servers.capacity()}
+        return {
+            server.id: server.seen.available if server.seen else None
+            for server in self._servers.capacity()
+        }
 
     def _said_of(self, server: DataServer) -> int:
         return self._configured.get(os.path.realpath(server.path), 0)

@@ -27,9 +27,15 @@ from aifs.vfs.types import Caller, CallerLike
 
 _log = logger(__name__)
 
-_BUFFERED = faults.declare("vfs.group.buffered", "all of a group is durable in the burst tier, it is not committed yet")
-_COMMITTED = faults.declare("vfs.group.committed", "a group is on record as committed, it is neither published nor drained")
-_PUBLISHED = faults.declare("vfs.group.published", "a group's directory is published, which is not on record of the group")
+_BUFFERED = faults.declare(
+    "vfs.group.buffered", "all of a group is durable in the burst tier, it is not committed yet"
+)
+_COMMITTED = faults.declare(
+    "vfs.group.committed", "a group is on record as committed, it is neither published nor drained"
+)
+_PUBLISHED = faults.declare(
+    "vfs.group.published", "a group's directory is published, which is not on record of the group"
+)
 
 _SLICE = 256
 _RESERVED = (".aifs-", "..aifs-")  # names of what ranks tell each other in a checkpoint's directory
@@ -44,7 +50,12 @@ class Course:
     """All groups, by directory, and what happens to them. ``run`` does what takes time; used from one trio thread."""
 
     def __init__(
-        self, engine: Engine, drain: Drain, members: Members, new_report: Callable[[], Any], deadline_s: float
+        self,
+        engine: Engine,
+        drain: Drain,
+        members: Members,
+        new_report: Callable[[], Any],
+        deadline_s: float,
     ) -> None:
         self.publish: Publish = _cannot_publish
         """Publishes a directory (inode number, final name, on whose behalf); the filesystem's."""
@@ -79,7 +90,9 @@ class Course:
             followed = self._followed.get(group_id)
             if followed is not None and followed.ino == ino:
                 return followed
-            raise Stale(f"group {group_id} of the directory has been followed by group {group.record.id}")
+            raise Stale(
+                f"group {group_id} of the directory has been followed by group {group.record.id}"
+            )
         return group
 
     async def find_above(self, ino: int) -> Group:
@@ -145,7 +158,11 @@ class Course:
         if group.state != "committed":
             return
         self.start(self._store, group)
-        if group.record.options.publish and not group.record.published and not group.record.publish_error:
+        if (
+            group.record.options.publish
+            and not group.record.published
+            and not group.record.publish_error
+        ):
             await self._publish(group)
         if group.state == "committed":
             group.record = group.record._replace(state="draining")
@@ -155,7 +172,9 @@ class Course:
         committed_ns = time.time_ns()
         try:
             if not group.record.options.explicit:
-                await self._members.sync(group, [file for file in group.files.values() if file.counted])
+                await self._members.sync(
+                    group, [file for file in group.files.values() if file.counted]
+                )
             error = await self._unequal(group)
             faults.reach(_BUFFERED)
         finally:
@@ -167,7 +186,9 @@ class Course:
             return
         now_ns = time.time_ns()
         self._members.settle(group)
-        group.record = group.record._replace(state="committed", committed_ns=committed_ns, buffered_ns=now_ns)
+        group.record = group.record._replace(
+            state="committed", committed_ns=committed_ns, buffered_ns=now_ns
+        )
         self.look()
         await self._put(group)
         faults.reach(_COMMITTED)
@@ -185,7 +206,9 @@ class Course:
     async def _unequal(self, group: Group) -> str:
         while group.differs:
             files, closes = [file for file in group.files.values() if file.counted], group.closes
-            whose, size = next(((f"rank {rank}", size) for rank, size in group.sizes.items()), ("", 0))
+            whose, size = next(
+                ((f"rank {rank}", size) for rank, size in group.sizes.items()), ("", 0)
+            )
             first: File | None = None  # whose size counts, and may change meanwhile
             for start in range(0, len(files), _SLICE):
                 for file, path in await self._engine.view(_paths, files[start : start + _SLICE]):
@@ -223,7 +246,9 @@ class Course:
         if group.is_live:
             self._members.leave(group)
             report = json.dumps(group.report.to_json()).encode()
-            group.record = group.record._replace(state="durable", durable_ns=time.time_ns(), report=report)
+            group.record = group.record._replace(
+                state="durable", durable_ns=time.time_ns(), report=report
+            )
             self._durable += 1
             self._last = {"name": group.record.options.name.decode(), **group.report.to_json()}
             group.drain_error = ""
@@ -233,7 +258,9 @@ class Course:
 
     async def end(self, group: Group, record: GroupRecord) -> None:
         """It ends without success: its files are drained as usual."""
-        _log.info("group %d of directory %d is %s: %s", record.id, group.ino, record.state, record.error)
+        _log.info(
+            "group %d of directory %d is %s: %s", record.id, group.ino, record.state, record.error
+        )
         group.record = record
         self._members.leave(group)
         group.wake()
@@ -252,7 +279,12 @@ class Course:
                 await self._engine.transact(groups.update, group.ino, group.record)
                 await self._engine.barrier()
             except FsError as error:
-                _log.warning("group %d: its state %s is not on record: %s", group.record.id, group.state, error)
+                _log.warning(
+                    "group %d: its state %s is not on record: %s",
+                    group.record.id,
+                    group.state,
+                    error,
+                )
 
     # --- in the background ------------------------------------------------------------------------------
 
@@ -261,12 +293,17 @@ class Course:
         now, now_ns = trio.current_time(), time.time_ns()
         found, damaged = await self._engine.view(groups.load_live)
         for ino in damaged:
-            _log.warning("the record of the group of directory %d is damaged, its files are drained as usual; run aifs fsck", ino)
+            _log.warning(
+                "the record of the group of directory %d is damaged, its files are drained as usual; run aifs fsck",
+                ino,
+            )
         for ino, (record, members) in found.items():
             group = self.groups[ino] = self.new(ino, record)
             if record.options.explicit:
                 group.committed.update(members)
-                sized = sorted((member.when_ns, rank) for rank, member in members.items() if member.mtime_ns)
+                sized = sorted(
+                    (member.when_ns, rank) for rank, member in members.items() if member.mtime_ns
+                )
                 group.sizes = {rank: members[rank].size for _, rank in sized}
             else:
                 for inode in await self._engine.view(_unchanged, members):
@@ -284,9 +321,15 @@ class Course:
         for group in self.live:
             if group.is_open:
                 try:
-                    await self._members.sync(group, [file for file in group.files.values() if file.counted])
+                    await self._members.sync(
+                        group, [file for file in group.files.values() if file.counted]
+                    )
                 except FsError as error:
-                    _log.info("files of group %d do not count after the next mount: %s", group.record.id, error)
+                    _log.info(
+                        "files of group %d do not count after the next mount: %s",
+                        group.record.id,
+                        error,
+                    )
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -352,12 +395,18 @@ def _unchanged(tx: ReadTransaction, members: dict[int, GroupMember]) -> list[Ino
     found = []
     for number, member in members.items():
         inode = namespace.find_inode(tx, number)
-        if inode is not None and inode.nlink and (inode.size, inode.mtime_ns) == (member.size, member.mtime_ns):
+        if (
+            inode is not None
+            and inode.nlink
+            and (inode.size, inode.mtime_ns) == (member.size, member.mtime_ns)
+        ):
             found.append(inode)
     return found
 
 
-def _below(tx: ReadTransaction, files: Sequence[Undrained], tops: frozenset[int]) -> list[tuple[int, Inode, int]]:
+def _below(
+    tx: ReadTransaction, files: Sequence[Undrained], tops: frozenset[int]
+) -> list[tuple[int, Inode, int]]:
     """Those of the files that lie below one of the directories: directory, inode, since when it is undrained."""
     found = []
     for file in files:
@@ -368,7 +417,9 @@ def _below(tx: ReadTransaction, files: Sequence[Undrained], tops: frozenset[int]
 
 
 def _paths(tx: ReadTransaction, files: Sequence[File]) -> list[tuple[File, str]]:
-    return [(file, paths.describe(tx, file.ino).encode(errors="replace").decode()) for file in files]
+    return [
+        (file, paths.describe(tx, file.ino).encode(errors="replace").decode()) for file in files
+    ]
 
 
 async def _cannot_publish(ino: int, final: bytes, caller: CallerLike) -> None:

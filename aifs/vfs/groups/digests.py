@@ -45,7 +45,9 @@ class Source(NamedTuple):
 
     def read(self, offset: int, part: memoryview) -> None:
         """Fill ``part``. Raises Unavailable."""
-        count = self.device.giving.measure(len(part), self.device.read, self.key, self.fd, part, offset)
+        count = self.device.giving.measure(
+            len(part), self.device.read, self.key, self.fd, part, offset
+        )
         if count < len(part):
             where = self.device.object_path(*self.key)
             raise Unavailable(f"{self.device.name}: {where} ends before byte {offset + len(part)}")

@@ -45,7 +45,9 @@ from aifs.vfs.tiers.flips import Flips, Outcome, errors_of
 
 __all__ = ["GroupDrain", "Options", "Outcome", "Prepared", "Report"]
 
-_CHUNKS_MAX = 1 << 20  # of one member: a file that would have more is sparse, or can wait for the usual drain
+_CHUNKS_MAX = (
+    1 << 20
+)  # of one member: a file that would have more is sparse, or can wait for the usual drain
 _COMPARED_AT_ONCE = 4
 
 
@@ -53,9 +55,17 @@ class GroupDrain:
     """All groups of one mount. Used from one trio thread; prepares many at a time, and stores one group at a time."""
 
     def __init__(
-        self, config: Config, engine: Engine, servers: Servers, tier: BurstTier, io: FileIO, ids: IdAllocator,
-        collector: Collector, containers: Containers, mover: Mover,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        engine: Engine,
+        servers: Servers,
+        tier: BurstTier,
+        io: FileIO,
+        ids: IdAllocator,
+        collector: Collector,
+        containers: Containers,
+        mover: Mover,
+    ) -> None:
         self._layout = config.layout
         self._redundancy = Redundancy(config.layout.replicas, *config.layout.ec)
         self._io_priority = config.burst.ioprio
@@ -66,9 +76,17 @@ class GroupDrain:
         self._hasher = Hasher(lanes, config.burst.ioprio, mover.is_in_the_way)
         self._patterns = Patterns()
         self._tools = Tools(
-            engine, servers.budget, ids, collector, containers, mover, self._flips, Bandwidths(config, servers),
-            PlanCache(), trio.Lock(),
-        )  # fmt: skip
+            engine,
+            servers.budget,
+            ids,
+            collector,
+            containers,
+            mover,
+            self._flips,
+            Bandwidths(config, servers),
+            PlanCache(),
+            trio.Lock(),
+        )
         self._storing = trio.Lock()
         self._stored_files = self._stored_bytes = self._saved_bytes = 0
 
@@ -88,7 +106,9 @@ class GroupDrain:
                 if member.outcome is None:
                     with errors_of(member):
                         await self._cut(member, options)
-                        if member.outcome is None and not (options.reuse and self._patterns.knows(name)):
+                        if member.outcome is None and not (
+                            options.reuse and self._patterns.knows(name)
+                        ):
                             await self._hash([member], report, waited_for=False)
                 if member.cancelled or member.unwanted:
                     member.outcome = Outcome.CHANGED
@@ -119,30 +139,44 @@ class GroupDrain:
         if member.size > _CHUNKS_MAX * options.chunk:
             member.outcome = Outcome.UNFIT
             return
-        ranges = await self._work(member.copy, borders.cut, partial(_read, member.copy), member.size, options.chunk)
+        ranges = await self._work(
+            member.copy, borders.cut, partial(_read, member.copy), member.size, options.chunk
+        )
         member.cut = Cut(ranges, ())
         if len(ranges) > _CHUNKS_MAX:
             member.outcome = Outcome.UNFIT
 
     async def _hash(
-        self, members: Sequence[Prepared], report: Report, waited_for: bool, without: Container[Chunk] = ()
+        self,
+        members: Sequence[Prepared],
+        report: Report,
+        waited_for: bool,
+        without: Container[Chunk] = (),
     ) -> None:
         """See Hasher."""
         await self._hasher.hash(members, report, waited_for, without)
         for member in members:
             if not member.is_hashed and len(member.digests) == len(member.cut.ranges):
-                member.cut = member.cut._replace(digests=await self._work(member.copy, _in_order, member.digests))
+                member.cut = member.cut._replace(
+                    digests=await self._work(member.copy, _in_order, member.digests)
+                )
 
     def hurry(self) -> None:
         """Some members have come to be in a hurry: those that are being prepared get the rest of their digests in ``store``."""
         self._hasher.hurry()
 
     async def _work(self, copy: BurstCopy, function: Any, *args: Any) -> Any:
-        return (await gather([(copy.device.workers, files.at_priority, (self._io_priority, function, *args))]))[0]
+        return (
+            await gather(
+                [(copy.device.workers, files.at_priority, (self._io_priority, function, *args))]
+            )
+        )[0]
 
     # --- all members ---
 
-    async def store(self, name: str, members: Sequence[Prepared], options: Options, report: Report) -> None:
+    async def store(
+        self, name: str, members: Sequence[Prepared], options: Options, report: Report
+    ) -> None:
         """Bring the members of a complete group to the capacity tier; each has its outcome on return, and is released.
 
         Those that cannot be stored, or have changed, stay in the burst tier. Cancellation leaves what is not flipped as it
@@ -156,7 +190,9 @@ class GroupDrain:
             alive = [member for member in members if member.outcome is None]
             before = replace(report)
             report.bytes += sum(member.size for member in alive)
-            await self._store_tiny([m for m in alive if m.size <= self._layout.inline_limit], report)
+            await self._store_tiny(
+                [m for m in alive if m.size <= self._layout.inline_limit], report
+            )
             kinds: dict[Asked, list[Prepared]] = {}
             for member in alive:
                 if member.size > self._layout.inline_limit:
@@ -198,29 +234,43 @@ class GroupDrain:
 
     # --- reuse ---
 
-    async def _hash_rest(self, name: str, members: Sequence[Prepared], options: Options, report: Report) -> None:
+    async def _hash_rest(
+        self, name: str, members: Sequence[Prepared], options: Options, report: Report
+    ) -> None:
         """Hash what has not been yet, or, where the name has a pattern that fits, the first of what should be equal."""
         alive = [member for member in members if member.outcome is None and member.cut.ranges]
         shapes: list[Shape] = []
         if options.reuse:
-            records = await self._engine.view(path_hints.describe, [member.file.inode for member in alive])
+            records = await self._engine.view(
+                path_hints.describe, [member.file.inode for member in alive]
+            )
             for member, record in zip(alive, records, strict=True):
                 name_ = record.path.rpartition(b"/")[2]
-                shapes.append(await self._work(member.copy, reuse.shape_of, member.size, member.cut.ranges, name_))
+                shapes.append(
+                    await self._work(
+                        member.copy, reuse.shape_of, member.size, member.cut.ranges, name_
+                    )
+                )
             kinds = [self._asked(member) for member in alive]
             found = self._patterns.find(name, shapes)
             # Those that are stored apart need a first each.
-            firsts = {copy: first for copy, first in found.items() if kinds[copy[0]] == kinds[first[0]]}
+            firsts = {
+                copy: first for copy, first in found.items() if kinds[copy[0]] == kinds[first[0]]
+            }
             if firsts and not any(member.is_hashed for member in alive):
                 report.reused = await self._hash_firsts(alive, firsts, report)
         lacking = [member for member in alive if member.outcome is None and not member.is_hashed]
         if lacking:
             await self._hash(lacking, report, waited_for=True)
         if shapes and all(member.is_hashed and member.outcome is None for member in alive):
-            pattern = await self._work(alive[0].copy, reuse.pattern_of, shapes, [member.cut for member in alive])
+            pattern = await self._work(
+                alive[0].copy, reuse.pattern_of, shapes, [member.cut for member in alive]
+            )
             self._patterns.put(name, pattern)
 
-    async def _hash_firsts(self, members: list[Prepared], firsts: dict[Chunk, Chunk], report: Report) -> bool:
+    async def _hash_firsts(
+        self, members: list[Prepared], firsts: dict[Chunk, Chunk], report: Report
+    ) -> bool:
         """Hash all but the copies, which get the digests of their firsts if their samples are equal. Else False, and all are to
         be hashed."""
         copies: list[set[int]] = [set() for _ in members]
@@ -251,14 +301,18 @@ class GroupDrain:
             for copy, first, chunks in following:
                 samples = [reuse.samples(members[first].cut.ranges[of][1]) for _, of in chunks]
                 some = await self._samples(members[copy], [chunk for chunk, _ in chunks], samples)
-                if differ or some != await self._samples(members[first], [of for _, of in chunks], samples):
+                if differ or some != await self._samples(
+                    members[first], [of for _, of in chunks], samples
+                ):
                     differ = True
                     return
 
         await run_all(*[compare] * _COMPARED_AT_ONCE)
         return not differ
 
-    async def _samples(self, member: Prepared, chunks: list[int], samples: list[list[borders.Range]]) -> list[bytes]:
+    async def _samples(
+        self, member: Prepared, chunks: list[int], samples: list[list[borders.Range]]
+    ) -> list[bytes]:
         copy, ranges = member.copy, member.cut.ranges
         places = [
             (ranges[chunk][0] + start, length)

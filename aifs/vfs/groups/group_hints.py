@@ -97,7 +97,11 @@ async def tell(fs: Host, ino: int, group_id: int = 0) -> dict[str, Any]:
         "members": describe_ranks(group, _SHOWN),
         "missing": missing[:_SHOWN],
         "missing_ranks": len(missing),
-        "missing_files": 0 if options.explicit else max(0, options.ranks - group.counted) if group.is_open else 0,
+        "missing_files": 0
+        if options.explicit
+        else max(0, options.ranks - group.counted)
+        if group.is_open
+        else 0,
         "files": [
             {"ino": file.ino, "name": name, "bytes": file.size, "state": file.state.value}
             for file, name in zip(shown, names, strict=True)

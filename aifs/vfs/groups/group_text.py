@@ -29,32 +29,65 @@ def parse_group(text: str) -> Options:
     if lacking:
         raise Invalid(f"group: {' and '.join(lacking)} must be given, as in 'name=step,ranks=8'")
     return make_options(
-        values["name"], values["ranks"], values.get("dedup", 0), values.get("commit") == "explicit",
-        values.get("timeout", 0), values.get("grace", 0), values.get("reuse") == "yes", values.get("publish", b""),
-        values.get("same_size") == "yes", values.get("job", b""),
-    )  # fmt: skip
+        values["name"],
+        values["ranks"],
+        values.get("dedup", 0),
+        values.get("commit") == "explicit",
+        values.get("timeout", 0),
+        values.get("grace", 0),
+        values.get("reuse") == "yes",
+        values.get("publish", b""),
+        values.get("same_size") == "yes",
+        values.get("job", b""),
+    )
 
 
 def make_options(
-    name: bytes, ranks: int, chunk: int, explicit: bool, timeout_ms: int, grace_ms: int, reuse: bool, publish: bytes,
-    same_size: bool, job: bytes,
-) -> Options:  # fmt: skip
+    name: bytes,
+    ranks: int,
+    chunk: int,
+    explicit: bool,
+    timeout_ms: int,
+    grace_ms: int,
+    reuse: bool,
+    publish: bytes,
+    same_size: bool,
+    job: bytes,
+) -> Options:
     """``chunk`` and ``timeout_ms``: 0 for the usual. Larger chunks than CHUNK_MAX mean that: a digest of one costs the same for
     each byte, and more that is equal is found. Raises Invalid."""
     chunk = min(chunk or CHUNK_MAX, CHUNK_MAX)
     timeout_ms = timeout_ms or _TIMEOUT_MS
     for what, text, least, most in (("name", name, 1, NAME_MAX), ("job", job, 0, JOB_MAX)):
-        if not least <= len(text) <= most or b"," in text or not text.isascii() or not text.decode().isprintable():
-            raise Invalid(f"group: a {what} has {least} to {most} printable ASCII characters, and no comma")
+        if (
+            not least <= len(text) <= most
+            or b"," in text
+            or not text.isascii()
+            or not text.decode().isprintable()
+        ):
+            raise Invalid(
+                f"group: a {what} has {least} to {most} printable ASCII characters, and no comma"
+            )
     if not 0 < ranks <= RANKS_MAX:
         raise Invalid(f"group: there are 1 to {RANKS_MAX} ranks, not {ranks}")
     if chunk < CHUNK_MIN or chunk % _PAGE:
-        raise Invalid(f"group: dedup={format_size(chunk)} is no multiple of {_PAGE} bytes from {format_size(CHUNK_MIN)} on")
+        raise Invalid(
+            f"group: dedup={format_size(chunk)} is no multiple of {_PAGE} bytes from {format_size(CHUNK_MIN)} on"
+        )
     if max(timeout_ms, grace_ms) > _TIMEOUT_MAX_MS:
         raise Invalid(f"group: no time is longer than {format_duration(_TIMEOUT_MAX_MS / 1000)}")
-    if len(publish) > PUBLISH_MAX or b"\0" in publish or b"/" in publish or publish in (b".", b".."):
-        raise Invalid(f"group: publish is a name beside the directory, of up to {PUBLISH_MAX} bytes")
-    return Options(name, ranks, chunk, explicit, timeout_ms, grace_ms, reuse, publish, same_size, job)
+    if (
+        len(publish) > PUBLISH_MAX
+        or b"\0" in publish
+        or b"/" in publish
+        or publish in (b".", b"..")
+    ):
+        raise Invalid(
+            f"group: publish is a name beside the directory, of up to {PUBLISH_MAX} bytes"
+        )
+    return Options(
+        name, ranks, chunk, explicit, timeout_ms, grace_ms, reuse, publish, same_size, job
+    )
 
 
 def format_group(options: Options) -> str:

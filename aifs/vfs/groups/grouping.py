@@ -48,19 +48,29 @@ class Grouping(Publishing):
     async def begin_group(self, ino: int, options: Options, caller: CallerLike) -> int:
         """Its id. Raises as Groups.begin, AccessDenied, ReadOnly."""
         await self._require_may_change(ino, caller)
-        if options.publish and not options.explicit and await self._engine.view(publishing.find_pending, ino):
-            raise Invalid("the directory is pending: its ranks have to commit before it is published, so say commit=explicit")
+        if (
+            options.publish
+            and not options.explicit
+            and await self._engine.view(publishing.find_pending, ino)
+        ):
+            raise Invalid(
+                "the directory is pending: its ranks have to commit before it is published, so say commit=explicit"
+            )
         return (await self.groups.begin(ino, options, caller)).record.id
 
     async def join_group(self, ino: int, group_id: int, rank: int, caller: CallerLike) -> None:
         await self._require_may_change(ino, caller)
         await self.groups.join(ino, group_id, rank, caller)
 
-    async def commit_group(self, ino: int, group_id: int, rank: int, caller: CallerLike, file: bytes = b"") -> None:
+    async def commit_group(
+        self, ino: int, group_id: int, rank: int, caller: CallerLike, file: bytes = b""
+    ) -> None:
         await self._require_may_change(ino, caller)
         await self.groups.commit(ino, group_id, rank, file)
 
-    async def wait_group(self, ino: int, group_id: int, durable: bool, timeout_s: float | None) -> None:
+    async def wait_group(
+        self, ino: int, group_id: int, durable: bool, timeout_s: float | None
+    ) -> None:
         """Raises as Groups.wait, ReadOnly: nothing goes on in this mount."""
         group = await self.groups.course.find(ino, group_id)
         if group.is_live:
@@ -78,9 +88,18 @@ class Grouping(Publishing):
         sums["bytes"] = sums["bytes"] or sum(file.size for file in group.files.values())
         committed = len(group.committed) if record.options.explicit else group.counted
         return GroupState(
-            record.id, 1 + GROUP_STATES.index(record.state), record.options.ranks, len(group.processes), committed,
-            len(group.files), record.dead, *sums.values(), record.created_ns, record.buffered_ns, record.durable_ns,
-        )  # fmt: skip
+            record.id,
+            1 + GROUP_STATES.index(record.state),
+            record.options.ranks,
+            len(group.processes),
+            committed,
+            len(group.files),
+            record.dead,
+            *sums.values(),
+            record.created_ns,
+            record.buffered_ns,
+            record.durable_ns,
+        )
 
     async def committed_pending(self, ino: int, rank: int) -> None:
         """A rank of a pending directory has committed: also to the directory's group, if that has as many ranks."""

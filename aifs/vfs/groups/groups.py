@@ -33,7 +33,9 @@ from aifs.vfs.types import CallerLike
 
 _log = logger(__name__)
 
-_RANK = faults.declare("vfs.group.rank", "a rank's commit to a group is in the journal, which is not synced yet")
+_RANK = faults.declare(
+    "vfs.group.rank", "a rank's commit to a group is in the journal, which is not synced yet"
+)
 
 _DIRECTORY = stat.S_IFDIR >> 12
 
@@ -44,9 +46,15 @@ class Groups:
     """The groups of a mount, as ranks and their files meet them. Used from one trio thread."""
 
     def __init__(
-        self, engine: Engine, io: FileIO, writeback: WriteBack, ids: IdAllocator, drain: Drain, members: Members,
+        self,
+        engine: Engine,
+        io: FileIO,
+        writeback: WriteBack,
+        ids: IdAllocator,
+        drain: Drain,
+        members: Members,
         course: Course,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.commit_pending: CommitPending = _is_not_pending
         """Commits a rank (inode number of the directory, rank) if the directory is pending, and says whether it is; the
         filesystem's."""
@@ -76,7 +84,9 @@ class Groups:
                 continue
             with _refusals(there):
                 if not there.is_open:
-                    raise Busy(f"the group is {there.state}; wait until it is durable, or cancel it")
+                    raise Busy(
+                        f"the group is {there.state}; wait until it is durable, or cancel it"
+                    )
                 if options.job not in (b"", there.record.options.job):
                     self._look_who_lives(there)
                 if not there.is_left_to(options.job):
@@ -85,7 +95,9 @@ class Groups:
                         raise Invalid(f"another group is open: {format_group(present)}")
                     return there
             job = options.job.decode()
-            await self.course.cancel(there, f"it was left behind: nobody of it lives, and job {job} has begun anew")
+            await self.course.cancel(
+                there, f"it was left behind: nobody of it lives, and job {job} has begun anew"
+            )
 
     def _look_who_lives(self, group: Group) -> None:
         """A process that was killed just now may not have been heard of."""
@@ -118,7 +130,9 @@ class Groups:
             try:
                 if not await self.commit_pending(ino, rank):
                     await self._commit(group, rank, sync=True)
-                elif rank not in group.committed:  # the pending directory has another number of ranks
+                elif (
+                    rank not in group.committed
+                ):  # the pending directory has another number of ranks
                     await self._commit(group, rank, sync=False)
             finally:
                 if rank not in group.committed | group.committing:
@@ -144,7 +158,9 @@ class Groups:
         size = (inode if opened is None else self._io.attributes(opened)).size
         for first, expected in group.sizes.items():
             if size != expected:
-                raise Invalid(f"rank {rank}: {path} has {size} bytes, not the {expected} of rank {first}")
+                raise Invalid(
+                    f"rank {rank}: {path} has {size} bytes, not the {expected} of rank {first}"
+                )
         return size
 
     async def _commit(self, group: Group, rank: int, sync: bool) -> None:
@@ -152,7 +168,9 @@ class Groups:
         group.committing.add(rank)
         try:
             if sync:
-                await sync_below(self._engine, self._io, self._writeback, Dentry(group.ino, 0, _DIRECTORY))
+                await sync_below(
+                    self._engine, self._io, self._writeback, Dentry(group.ino, 0, _DIRECTORY)
+                )
             group.require_success()
             member = GroupMember(time.time_ns(), group.sizes.get(rank, 0), rank in group.sizes)
             await self._engine.transact(groups.put_member, group.ino, group.record.id, rank, member)

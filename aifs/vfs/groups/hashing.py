@@ -40,7 +40,11 @@ class Hasher:
         self._is_in_the_way = is_in_the_way
 
     async def hash(
-        self, members: Sequence[Prepared], report: Report, waited_for: bool, without: Container[Chunk] = ()
+        self,
+        members: Sequence[Prepared],
+        report: Report,
+        waited_for: bool,
+        without: Container[Chunk] = (),
     ) -> None:
         """Find the digests that these members, whose leases hold, lack; but not of the chunks ``without``.
 
@@ -68,20 +72,35 @@ class Hasher:
         report.hash_s += trio.current_time() - begin
 
     async def _hash_some(
-        self, members: Sequence[Prepared], sources: Sequence[Source], columns: Sequence[Column], report: Report,
-    ) -> None:  # fmt: skip
+        self,
+        members: Sequence[Prepared],
+        sources: Sequence[Source],
+        columns: Sequence[Column],
+        report: Report,
+    ) -> None:
         wanted = [
-            (length, [(member, number) for member, number in chunks if not _is_out(members[member])])
+            (
+                length,
+                [(member, number) for member, number in chunks if not _is_out(members[member])],
+            )
             for length, chunks in columns
         ]
         places = [
-            (length, [(sources[member], members[member].cut.ranges[number][0]) for member, number in chunks])
+            (
+                length,
+                [
+                    (sources[member], members[member].cut.ranges[number][0])
+                    for member, number in chunks
+                ],
+            )
             for length, chunks in wanted
         ]
         if not any(chunks for _, chunks in wanted):
             return
         workers = next(sources[chunks[0][0]].device.workers for _, chunks in wanted if chunks)
-        found = (await gather([(workers, files.at_priority, (self._io_priority, digest_all, places))]))[0]
+        found = (
+            await gather([(workers, files.at_priority, (self._io_priority, digest_all, places))])
+        )[0]
         for (length, chunks), (digests, compared) in zip(wanted, found, strict=True):
             hashed = length * len(chunks) - compared
             self.hashed_bytes += hashed
@@ -133,7 +152,11 @@ def _slices(members: Sequence[Prepared], without: Container[Chunk]) -> Iterator[
         by_length: dict[int, list[Chunk]] = {}
         for place, member in enumerate(members):
             ranges = member.cut.ranges
-            if number < len(ranges) and number not in member.digests and (place, number) not in without:
+            if (
+                number < len(ranges)
+                and number not in member.digests
+                and (place, number) not in without
+            ):
                 by_length.setdefault(ranges[number][1], []).append((place, number))
         for length, chunks in by_length.items():
             for start in range(0, len(chunks), TOGETHER):
@@ -162,7 +185,9 @@ def hash_one(copy: BurstCopy, place: Range) -> bytes:
     return found
 
 
-def read_samples(device: DataServer, key: tuple[int, int], fd: int, samples: Sequence[Range]) -> list[bytes]:
+def read_samples(
+    device: DataServer, key: tuple[int, int], fd: int, samples: Sequence[Range]
+) -> list[bytes]:
     """Some bytes of a copy: offset and length of each sample."""
     found = []
     for offset, length in samples:

@@ -47,7 +47,11 @@ async def look_up(tools: Tools, asked: Asked, needs: Mapping[bytes, Need]) -> Fo
         await trio.lowlevel.checkpoint()
         for digest, (place, references) in some.items():
             layout, need = layouts[place.container], needs[digest]
-            if layout is None or place.raw != need.length or not sharing.protects(layout, asked.redundancy):
+            if (
+                layout is None
+                or place.raw != need.length
+                or not sharing.protects(layout, asked.redundancy)
+            ):
                 found.bad.append(digest)
             elif not sharing.is_allowed(layout, asked.servers):
                 found.own.add(digest)
@@ -81,7 +85,9 @@ async def _is_good(tools: Tools, place: Location) -> bool:
     return True
 
 
-def _find(tx: ReadTransaction, digests: Sequence[bytes], layouts: dict[int, Striped | None]) -> dict[bytes, Shared]:
+def _find(
+    tx: ReadTransaction, digests: Sequence[bytes], layouts: dict[int, Striped | None]
+) -> dict[bytes, Shared]:
     """Those of the chunks that the store has; ``layouts`` gets those of their containers."""
     found = shared.find_all_shared(tx, digests)
     for known in found.values():

@@ -20,7 +20,10 @@ from aifs.vfs.tiers.flips import Outcome
 
 _log = logger(__name__)
 
-_STORED = faults.declare("vfs.group.stored", "files of a group are on the capacity tier, the group is not on record as durable")
+_STORED = faults.declare(
+    "vfs.group.stored",
+    "files of a group are on the capacity tier, the group is not on record as durable",
+)
 
 _FULL = 1.0  # pressure at which the burst tier admits no new files
 
@@ -29,7 +32,13 @@ class Members(Preparing):
     """The files of all live groups."""
 
     def __init__(
-        self, engine: Engine, tier: BurstTier, io: FileIO, writeback: WriteBack, drain: Drain, group_drain: GroupDrain
+        self,
+        engine: Engine,
+        tier: BurstTier,
+        io: FileIO,
+        writeback: WriteBack,
+        drain: Drain,
+        group_drain: GroupDrain,
     ) -> None:
         super().__init__(engine, io, writeback, drain, group_drain)
         self.is_watched = False
@@ -65,7 +74,9 @@ class Members(Preparing):
         if file.state is FileState.WRITING:
             file.state = FileState.BUFFERED
         group.wake()
-        return file.state not in (FileState.DURABLE, FileState.USUAL) and self._drain.withhold(inode)
+        return file.state not in (FileState.DURABLE, FileState.USUAL) and self._drain.withhold(
+            inode
+        )
 
     def opened(self, ino: int) -> None:
         """Somebody has opened the file for writing. What is committed is not what it is going to be."""
@@ -133,15 +144,25 @@ class Members(Preparing):
     def relieve(self, deadline_s: float) -> bool:
         """Leave files of open groups to the usual drain if the burst tier is short of room, or they have waited too long.
         Whether some are withheld still."""
-        full, oldest, withheld = self._tier.pressure >= _FULL, trio.current_time() - deadline_s, False
-        for group in {group.ino: group for group in self.group_of.values() if group.is_open}.values():
+        full, oldest, withheld = (
+            self._tier.pressure >= _FULL,
+            trio.current_time() - deadline_s,
+            False,
+        )
+        for group in {
+            group.ino: group for group in self.group_of.values() if group.is_open
+        }.values():
             if not full and group.since > oldest:
                 withheld = True
                 continue
             held = group.in_states(FileState.BUFFERED, FileState.PREPARING, FileState.PREPARED)
             old = held if full else [file for file in held if file.since < oldest]
             if old:
-                _log.info("%d files of group %d are drained before it is complete", len(old), group.record.id)
+                _log.info(
+                    "%d files of group %d are drained before it is complete",
+                    len(old),
+                    group.record.id,
+                )
                 self.give_back(group, old)
             withheld = withheld or len(old) < len(held)
         self.is_watched = withheld
@@ -201,7 +222,9 @@ class Members(Preparing):
             if group.files.get(file.ino) is not file:
                 continue  # unlinked meanwhile
             if self.group_of.get(file.ino, group) is not group:
-                file.state = FileState.USUAL  # this group was cancelled meanwhile, and the next one has it
+                file.state = (
+                    FileState.USUAL
+                )  # this group was cancelled meanwhile, and the next one has it
                 continue
             file.state = FileState.BUFFERED
             unchanged = file.closes == before[file.ino] and not self._is_written(file)

@@ -38,7 +38,14 @@ _BACK_OFF_S, _BACK_OFF_FACTOR = 0.005, 4
 class Preparing:
     """The files of live groups until they are stored. ``run`` does the work; used from one trio thread."""
 
-    def __init__(self, engine: Engine, io: FileIO, writeback: WriteBack, drain: Drain, group_drain: GroupDrain) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        io: FileIO,
+        writeback: WriteBack,
+        drain: Drain,
+        group_drain: GroupDrain,
+    ) -> None:
         self.group_of: dict[int, Group] = {}
         """By inode number: the live group that the file belongs to."""
         self._engine = engine
@@ -117,7 +124,9 @@ class Preparing:
             try:
                 await self.sync(group, [file])
             except FsError as error:
-                _log.info("inode %d of group %d is not synced yet: %s", file.ino, group.record.id, error)
+                _log.info(
+                    "inode %d of group %d is not synced yet: %s", file.ino, group.record.id, error
+                )
                 continue  # whoever completes the group meets the error
             self._waiting.append((group, file))
             self._kick()
@@ -133,17 +142,25 @@ class Preparing:
 
     def _is_due(self, group: Group, file: File) -> bool:
         """Who drains a group that is complete prepares what is left."""
-        return group.is_open and file.state is FileState.BUFFERED and group.files.get(file.ino) is file
+        return (
+            group.is_open and file.state is FileState.BUFFERED and group.files.get(file.ino) is file
+        )
 
     async def sync(self, group: Group, files: Sequence[File]) -> None:
         """These are durable in the burst tier on return, and on record as they are, so that they count after a crash. Raises
         NoSpace, Unavailable."""
         closes = {file: file.closes for file in files}
         await sync_files(self._io, self._writeback, [file.ino for file in files])
-        news = [file for file in files if file.recorded != closes[file] and file.state is not FileState.WRITING]
+        news = [
+            file
+            for file in files
+            if file.recorded != closes[file] and file.state is not FileState.WRITING
+        ]
         if news and not group.record.options.explicit:
             inos = [file.ino for file in news]
-            await self._engine.transact(groups.put_closed, group.ino, group.record.id, inos, time.time_ns())
+            await self._engine.transact(
+                groups.put_closed, group.ino, group.record.id, inos, time.time_ns()
+            )
             for file in news:
                 file.recorded = closes[file]
 
@@ -155,11 +172,18 @@ class Preparing:
         prepared.hurry = lambda: not group.is_open
         self._prepared.add(prepared)
         try:
-            await self._group_drain.prepare(name_of(group), prepared, options_of(group), group.report)
+            await self._group_drain.prepare(
+                name_of(group), prepared, options_of(group), group.report
+            )
         finally:
             if file.prepared is prepared and file.state is FileState.PREPARING:
                 file.state = FileState.BUFFERED
-        if prepared.outcome is None and file.prepared is prepared and file.state is FileState.BUFFERED and not prepared.cancelled:
+        if (
+            prepared.outcome is None
+            and file.prepared is prepared
+            and file.state is FileState.BUFFERED
+            and not prepared.cancelled
+        ):
             file.state = FileState.PREPARED
             group.wake()
             return

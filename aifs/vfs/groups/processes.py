@@ -17,7 +17,9 @@ def process_of(thread: int) -> int:
         lines = Path(f"/proc/{thread}/status").read_text(errors="replace").splitlines()
         return int(next(line for line in lines if line.startswith("Tgid:")).split()[1])
     except (OSError, StopIteration):
-        raise NotSupported(f"process {thread} cannot be seen, so nobody could tell when it ends") from None
+        raise NotSupported(
+            f"process {thread} cannot be seen, so nobody could tell when it ends"
+        ) from None
 
 
 def watch(process: int) -> int | None:

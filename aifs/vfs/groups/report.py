@@ -3,7 +3,15 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-_AMOUNTS = ("bytes", "zero_bytes", "duplicate_bytes", "found_bytes", "distinct_bytes", "inline_bytes", "chunks")
+_AMOUNTS = (
+    "bytes",
+    "zero_bytes",
+    "duplicate_bytes",
+    "found_bytes",
+    "distinct_bytes",
+    "inline_bytes",
+    "chunks",
+)
 
 
 @dataclass
@@ -52,4 +60,7 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """As in ``user.aifs.group``."""
         found = asdict(self)
-        return {key: round(value, 6) if isinstance(value, float) else value for key, value in found.items()}
+        return {
+            key: round(value, 6) if isinstance(value, float) else value
+            for key, value in found.items()
+        }

@@ -77,7 +77,9 @@ class Patterns:
 def pattern_of(shapes: Sequence[Shape], members: Sequence[Cut]) -> Pattern:
     """Of a group all of whose chunks have been hashed. Takes long for many of them."""
     order = _order(shapes)
-    return Pattern([shapes[number][:2] for number in order], copies([members[number] for number in order]))
+    return Pattern(
+        [shapes[number][:2] for number in order], copies([members[number] for number in order])
+    )
 
 
 def _order(shapes: Sequence[Shape]) -> list[int]:

@@ -104,9 +104,12 @@ class Question(NamedTuple):
 
 
 def ask(
-    new: Mapping[bytes, Need], devices: Sequence[int], sources: Mapping[int, int], slots: Sequence[Striped],
+    new: Mapping[bytes, Need],
+    devices: Sequence[int],
+    sources: Mapping[int, int],
+    slots: Sequence[Striped],
     servers: Mapping[int, tuple[int, int | None]],
-) -> Question:  # fmt: skip
+) -> Question:
     """``devices``: the burst device of each member. ``sources``: bandwidth of each of these. ``servers``: bandwidth, and
     free bytes if they are known, of each data server. Raises Invalid."""
     order = sorted(sources)

@@ -69,7 +69,9 @@ class Group:
         """What the publish at its end has failed with, in this mount."""
         self.event = trio.Event()
         """Set and replaced whenever something has changed that somebody may wait for."""
-        self._expires_at = now + record.options.timeout_ms / 1e3 - (now_ns - record.created_ns) / 1e9
+        self._expires_at = (
+            now + record.options.timeout_ms / 1e3 - (now_ns - record.created_ns) / 1e9
+        )
 
     def wake(self) -> None:
         self.event.set()
@@ -97,7 +99,9 @@ class Group:
     @property
     def is_complete(self) -> bool:
         ranks = self.record.options.ranks
-        return len(self.committed) == ranks if self.record.options.explicit else self.counted >= ranks
+        return (
+            len(self.committed) == ranks if self.record.options.explicit else self.counted >= ranks
+        )
 
     def missing(self) -> list[int]:
         """The ranks that have not committed; none if the group commits by closing."""
@@ -110,7 +114,9 @@ class Group:
         if not options.explicit:
             return f"{options.ranks - self.counted} of {options.ranks} files have not been closed"
         ranks = self.missing()
-        names = ", ".join(map(str, ranks[:_NAMED_MAX])) + ("" if len(ranks) <= _NAMED_MAX else ", ...")
+        names = ", ".join(map(str, ranks[:_NAMED_MAX])) + (
+            "" if len(ranks) <= _NAMED_MAX else ", ..."
+        )
         return f"{len(ranks)} of {options.ranks} ranks have not committed: {names}"
 
     def require_open(self) -> None:
@@ -124,7 +130,9 @@ class Group:
         success."""
         record = self.record
         if record.state == "failed":
-            raise (MemberDied if record.dead >= 0 else Invalid if record.unequal else Unavailable)(record.error)
+            raise (MemberDied if record.dead >= 0 else Invalid if record.unequal else Unavailable)(
+                record.error
+            )
         if record.state == "cancelled":
             raise GroupCancelled(record.error)
         if record.state == "expired":
@@ -135,7 +143,9 @@ class Group:
         options = self.record.options
         self.require_success()
         if not options.explicit:
-            raise Invalid("the group commits by closing files; for ranks that commit ask for commit=explicit")
+            raise Invalid(
+                "the group commits by closing files; for ranks that commit ask for commit=explicit"
+            )
         if not 0 <= rank < options.ranks:
             raise Invalid(f"there is no rank {rank}: they are 0 to {options.ranks - 1}")
         if rank in self.committed or rank in self.committing:
@@ -145,7 +155,9 @@ class Group:
     def require_free(self, rank: int) -> None:
         """Raises Invalid if a process that lives is this rank."""
         if rank in self.processes:
-            raise Invalid(f"rank {rank} has been joined by process {self.processes[rank]}, which is alive")
+            raise Invalid(
+                f"rank {rank} has been joined by process {self.processes[rank]}, which is alive"
+            )
 
     def is_left_to(self, job: bytes) -> bool:
         """Whether it is open, of another job, and nobody of that lives. Raises Invalid if somebody does. ``job``: b"": any."""
@@ -153,7 +165,9 @@ class Group:
         if job in (b"", present):
             return False
         if self.processes or self.committing:
-            ranks = ", ".join(map(str, sorted(self.processes.keys() | self.committing)[:_NAMED_MAX]))
+            ranks = ", ".join(
+                map(str, sorted(self.processes.keys() | self.committing)[:_NAMED_MAX])
+            )
             whose = f"job {present.decode()}" if present else "another job"
             raise Invalid(
                 f"job {job.decode()} cannot begin: {whose} is writing here, and its ranks {ranks} live; wait for its group, or "
@@ -187,7 +201,9 @@ class Group:
         if not self.is_open or self.settling:
             return math.inf
         grace_s = self.record.options.grace_ms / 1e3
-        dying = (since + grace_s for rank, since in self.away.items() if rank not in self.committing)
+        dying = (
+            since + grace_s for rank, since in self.away.items() if rank not in self.committing
+        )
         return min(self._expires_at, *dying, math.inf)
 
     def overdue(self, now: float) -> GroupRecord | None:
@@ -197,9 +213,13 @@ class Group:
         grace_s = self.record.options.grace_ms / 1e3
         for rank, since in sorted(self.away.items()):
             if since + grace_s <= now and rank not in self.committing:
-                return self.record._replace(state="failed", dead=rank, error=f"rank {rank} ended before it committed")
+                return self.record._replace(
+                    state="failed", dead=rank, error=f"rank {rank} ended before it committed"
+                )
         timeout_s = self.record.options.timeout_ms / 1e3
-        return self.record._replace(state="expired", error=f"after {timeout_s:g} s, {self.lacking()}")
+        return self.record._replace(
+            state="expired", error=f"after {timeout_s:g} s, {self.lacking()}"
+        )
 
     # --- files ---
 
@@ -261,4 +281,6 @@ def describe_ranks(group: Group, most: int) -> list[dict[str, Any]]:
             return "dead"
         return "joined" if rank in group.processes else "away" if rank in group.away else "missing"
 
-    return [{"rank": rank, "state": state(rank), "pid": group.processes.get(rank)} for rank in ranks]
+    return [
+        {"rank": rank, "state": state(rank), "pid": group.processes.get(rank)} for rank in ranks
+    ]

@@ -32,9 +32,16 @@ from aifs.vfs.tiers import path_hints
 from aifs.vfs.tiers.containers import LISTED_AT_ONCE
 from aifs.vfs.tiers.flips import Outcome
 
-_APPENDED = faults.declare("vfs.group.appended", "chunks and recipes of a group are durable in containers, no file names them")
-_REPLACED = faults.declare("vfs.group.replaced", "a bad shared chunk has been replaced by a good one, for all who name it")
-_FLIPPED = faults.declare("vfs.group.flipped", "some files of a group are on the capacity tier, others not yet")
+_APPENDED = faults.declare(
+    "vfs.group.appended",
+    "chunks and recipes of a group are durable in containers, no file names them",
+)
+_REPLACED = faults.declare(
+    "vfs.group.replaced", "a bad shared chunk has been replaced by a good one, for all who name it"
+)
+_FLIPPED = faults.declare(
+    "vfs.group.flipped", "some files of a group are on the capacity tier, others not yet"
+)
 
 _BATCH = 1 << 30  # new bytes that are made to count together
 _BATCH_CHUNKS = 2048  # some 15 us of the trio thread each, in one transaction
@@ -45,7 +52,9 @@ _REPLACED_AT_ONCE = 256
 class Storing:
     """One group's members of one kind. Used once: ``run``."""
 
-    def __init__(self, tools: Tools, asked: Asked, members: Sequence[Prepared], chunk: int, report: Report) -> None:
+    def __init__(
+        self, tools: Tools, asked: Asked, members: Sequence[Prepared], chunk: int, report: Report
+    ) -> None:
         self._tools = tools
         self._asked = asked
         self._members = members
@@ -83,7 +92,11 @@ class Storing:
         report.duplicate_bytes += amounts.duplicate
         report.found_bytes += found
         report.distinct_bytes += amounts.distinct - found
-        new = {digest: need for digest, need in self._needs.items() if digest not in self._known and need.holders}
+        new = {
+            digest: need
+            for digest, need in self._needs.items()
+            if digest not in self._known and need.holders
+        }
         report.chunks += len(new)
         self._slots = self._tools.containers.slots(self._asked.redundancy, self._asked.servers)
         if new:
@@ -98,7 +111,9 @@ class Storing:
                 self._add(work, digest, holding)
             async with self._appended(work):
                 places = [work.places[digest] for digest in work.right]
-                for garbage in await self._tools.engine.transact(extents.replace_shared, places, work.growth):
+                for garbage in await self._tools.engine.transact(
+                    extents.replace_shared, places, work.growth
+                ):
                     self._tools.collector.add_garbage(garbage)
                 faults.reach(_REPLACED)
             self._known.update(place.digest for place in places)
@@ -127,7 +142,9 @@ class Storing:
         self._assigned, report.planned_s, report.lower_bound_s = found
         report.plan_s += trio.current_time() - begin
 
-    def _ask(self, new: Any, devices: Any, sources: Any, servers: Any) -> tuple[dict[bytes, Assigned], float, float]:
+    def _ask(
+        self, new: Any, devices: Any, sources: Any, servers: Any
+    ) -> tuple[dict[bytes, Assigned], float, float]:
         """In a worker thread, one at a time."""
         question = sharing.ask(new, devices, sources, self._slots, servers)
         plan = self._tools.plans.plan(question.pattern)
@@ -177,12 +194,21 @@ class Storing:
     async def _store_round(self, alive: list[Prepared]) -> None:
         """Store what these need, and flip those of them that have not lost it meanwhile. Raises NoSpace, Unavailable."""
         work, holding = _Work(self._slots), self._holding()
-        records = await self._tools.engine.view(path_hints.describe, [member.file.inode for member in alive])
+        records = await self._tools.engine.view(
+            path_hints.describe, [member.file.inode for member in alive]
+        )
         for number, (member, record) in enumerate(zip(alive, records, strict=True)):
             self._drop_list(member)
             member.oid = await self._tools.ids.take()
             await self._tools.work(member, self._add_all, work, member, record, number, holding)
-        await self._tools.mover.admit(sum(piece.length for slot in work.pieces for _, piece in slot if isinstance(piece, HashedPiece)))
+        await self._tools.mover.admit(
+            sum(
+                piece.length
+                for slot in work.pieces
+                for _, piece in slot
+                if isinstance(piece, HashedPiece)
+            )
+        )
         async with self._appended(work):
             for member in alive:
                 await self._tools.work(member, self._finish, work, member)
@@ -191,15 +217,22 @@ class Storing:
 
     def _is_backed(self, member: Prepared) -> bool:
         """Whether the chunks that it is only assumed to have can be had from others. If not, it has to be hashed."""
-        digests = {member.cut.digests[number] for number in member.cut.assumed} - self._known - self._own
+        digests = (
+            {member.cut.digests[number] for number in member.cut.assumed} - self._known - self._own
+        )
         if not digests:
             return True
         holding = self._holding()
-        return all(any(holder.member in holding for holder in self._needs[digest].holders) for digest in digests)
+        return all(
+            any(holder.member in holding for holder in self._needs[digest].holders)
+            for digest in digests
+        )
 
     def _holding(self) -> set[int]:
         """The numbers of members whose bytes can still be had."""
-        return {n for n, member in enumerate(self._members) if member.outcome is None and member.holds()}
+        return {
+            n for n, member in enumerate(self._members) if member.outcome is None and member.holds()
+        }
 
     def _add(self, work: "_Work", digest: bytes, holding: set[int]) -> None:
         """Have a shared chunk stored, from the holder on the planned device, or any other one."""
@@ -207,9 +240,13 @@ class Storing:
         holders = [holder for holder in need.holders if holder.member in holding]
         if holders:
             members = self._members
-            holder: Holder = next((h for h in holders if members[h.member].copy.server == assigned.device), holders[0])
+            holder: Holder = next(
+                (h for h in holders if members[h.member].copy.server == assigned.device), holders[0]
+            )
             sender = work.senders[digest] = members[holder.member]
-            piece = HashedPiece(sender.copy.fd, sender.ino, holder.offset, need.length, digest, sender.level)
+            piece = HashedPiece(
+                sender.copy.fd, sender.ino, holder.offset, need.length, digest, sender.level
+            )
             work.pieces[assigned.slot].append((digest, piece))
 
     def _add_all(
@@ -217,20 +254,43 @@ class Storing:
     ) -> None:
         """In a worker thread: what is stored for a member, and its extents, as far as they are known."""
         for digest in dict.fromkeys(member.cut.digests):
-            if digest and digest not in self._known and digest not in self._own and digest not in work.senders:
+            if (
+                digest
+                and digest not in self._known
+                and digest not in self._own
+                and digest not in work.senders
+            ):
                 self._add(work, digest, holding)
         found = member.extents = []
-        for index, ((offset, length), digest) in enumerate(zip(member.cut.ranges, member.cut.digests, strict=True)):
+        for index, ((offset, length), digest) in enumerate(
+            zip(member.cut.ranges, member.cut.digests, strict=True)
+        ):
             is_own = digest in self._own
             if is_own and index in member.cut.assumed:
-                digest = hash_one(member.copy, (offset, length))  # what is stored for it alone is its own
+                digest = hash_one(
+                    member.copy, (offset, length)
+                )  # what is stored for it alone is its own
             if is_own and digest:
-                slot = self._assigned[digest].slot if digest in self._assigned else index % len(self._slots)
+                slot = (
+                    self._assigned[digest].slot
+                    if digest in self._assigned
+                    else index % len(self._slots)
+                )
                 piece = HashedPiece(
-                    member.copy.fd, member.ino, offset, length, digest, member.level, member.oid, index, self._layout.chunk
+                    member.copy.fd,
+                    member.ino,
+                    offset,
+                    length,
+                    digest,
+                    member.level,
+                    member.oid,
+                    index,
+                    self._layout.chunk,
                 )
                 work.pieces[slot].append(((member.ino, index), piece))
-            found.append(named(length, digest)._replace(shared=not is_own) if digest else Extent(length))
+            found.append(
+                named(length, digest)._replace(shared=not is_own) if digest else Extent(length)
+            )
         slot = number % len(self._slots)
         for recipe in pieces.recipes(member.ino, member.oid, self._layout, found, record):
             work.pieces[slot].append(((member.ino, recipe.index), recipe))
@@ -245,7 +305,9 @@ class Storing:
                 yield
             except FsError:
                 with suppress(FsError):
-                    await self._tools.engine.transact(chunks.put_dead, list(work.places.values()), work.growth)
+                    await self._tools.engine.transact(
+                        chunks.put_dead, list(work.places.values()), work.growth
+                    )
                 raise
 
     async def _append(self, work: "_Work", stack: AsyncExitStack) -> None:
@@ -256,7 +318,9 @@ class Storing:
             appended: Appended = await stack.enter_async_context(
                 self._tools.containers.append_pieces(stored, (self._slots[number],))
             )
-            work.places |= zip((key for key, _ in work.pieces[number]), appended.places, strict=True)
+            work.places |= zip(
+                (key for key, _ in work.pieces[number]), appended.places, strict=True
+            )
             work.growth += appended.growth
 
         begin = trio.current_time()
@@ -290,8 +354,15 @@ class Storing:
                 await self._tools.flips.flip(ready, work.growth, new)
                 break
             except Stale:
-                leaned = {d for m in ready for d in m.cut.digests if d and d not in new and d not in self._own}
-                gone = leaned - (await self._tools.engine.view(shared.find_all_shared, leaned)).keys()
+                leaned = {
+                    d
+                    for m in ready
+                    for d in m.cut.digests
+                    if d and d not in new and d not in self._own
+                }
+                gone = (
+                    leaned - (await self._tools.engine.view(shared.find_all_shared, leaned)).keys()
+                )
                 if not gone:
                     raise
                 self._known -= gone
@@ -323,8 +394,9 @@ class Storing:
         for slot, some in zip(self._slots, work.pieces, strict=True):
             size = sum(
                 HEADER_BYTES + work.places[key].stored
-                for key, _ in some if (key in counted if isinstance(key, bytes) else key[0] in inos)
-            )  # fmt: skip
+                for key, _ in some
+                if (key in counted if isinstance(key, bytes) else key[0] in inos)
+            )
             self._report.stored_bytes += size
             for server in slot.servers:
                 part = size // sharing.data_columns(slot)

@@ -26,8 +26,12 @@ from aifs.vfs.tiers import path_hints
 
 _log = logger(__name__)
 
-_ENTERED = faults.declare("vfs.burst.entered", "the burst copy is the file now, what it replaces is garbage")
-_SYNCED = faults.declare("vfs.burst.synced", "a burst copy is synced, the dirty mark is not removed yet")
+_ENTERED = faults.declare(
+    "vfs.burst.entered", "the burst copy is the file now, what it replaces is garbage"
+)
+_SYNCED = faults.declare(
+    "vfs.burst.synced", "a burst copy is synced, the dirty mark is not removed yet"
+)
 
 _UNKNOWN = 0  # OpenInode.copy_mtime_ns of a copy that has not been looked at
 
@@ -46,9 +50,13 @@ class BurstIO:
     """Changes of files in the burst tier. Callers hold the file's gate where the method says so."""
 
     def __init__(
-        self, config: Config, engine: Engine, tier: BurstTier, collector: Collector,
+        self,
+        config: Config,
+        engine: Engine,
+        tier: BurstTier,
+        collector: Collector,
         save: Callable[[OpenInode], Awaitable[None]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._engine = engine
         self._tier = tier
         self._collector = collector
@@ -147,7 +155,9 @@ class BurstIO:
                 return False
             self.attach(file, copy)
             return True
-        protected = isinstance(inode.layout, Striped) and inode.layout.is_protected  # else it would lose that
+        protected = (
+            isinstance(inode.layout, Striped) and inode.layout.is_protected
+        )  # else it would lose that
         if (inode.size <= self._stage_for_write or protected) and self.stager is not None:
             if await self.stager.stage(inode.ino) and file.copy is not None:
                 await self._prepare_cached(file)
@@ -160,7 +170,9 @@ class BurstIO:
         assert copy is not None
         now, place, was_cached = time.time_ns(), copy.place, inode.copy is not None
         try:
-            garbage = await self._engine.transact(forms.put_in_burst, inode, place, inode.size > 0, now)
+            garbage = await self._engine.transact(
+                forms.put_in_burst, inode, place, inode.size > 0, now
+            )
         except BaseException:
             if inode.copy is None:
                 file.copy = None
@@ -177,7 +189,9 @@ class BurstIO:
         self._tier.dirty(copy.id, copy.server, inode.size)
         faults.reach(_ENTERED)
         if was_cached:
-            await self._engine.barrier()  # or a power cut may bring back a record that takes it for a cache (B6)
+            await (
+                self._engine.barrier()
+            )  # or a power cut may bring back a record that takes it for a cache (B6)
 
     def adopt_new(self, file: OpenInode, copy: BurstCopy) -> None:
         """The file has just been created with its copy."""
@@ -260,7 +274,10 @@ class BurstIO:
         """Take size, blocks and mtime over from the copy, which may have been written past us."""
         inode, status = file.inode, file.copy.stat()
         if status.st_mtime_ns != file.copy_mtime_ns:
-            told_ns, file.copy_mtime_ns = self._told_mtime(file, status.st_mtime_ns), status.st_mtime_ns
+            told_ns, file.copy_mtime_ns = (
+                self._told_mtime(file, status.st_mtime_ns),
+                status.st_mtime_ns,
+            )
             if told_ns != inode.mtime_ns:
                 inode.mtime_ns, inode.ctime_ns = told_ns, max(inode.ctime_ns + 1, told_ns)
                 file.unsaved = True
@@ -295,7 +312,9 @@ class BurstIO:
             data = await copy.read(offset, length)
             if len(data) == length or file.dirty:
                 return data
-            raise Unavailable(f"inode {inode.ino}: its burst copy ends at byte {offset + len(data)} of {inode.size}")
+            raise Unavailable(
+                f"inode {inode.ino}: its burst copy ends at byte {offset + len(data)} of {inode.size}"
+            )
         except Unavailable as error:
             if inode.in_burst or file.copy is not copy:
                 raise
@@ -313,7 +332,9 @@ class BurstIO:
     async def truncate(self, file: OpenInode, size: int) -> None:
         """The gate is held alone, and ``enter`` has been called."""
         if size < file.inode.size:
-            await self._engine.barrier(file.marked_seq)  # the record must not promise more bytes than there are (I6)
+            await self._engine.barrier(
+                file.marked_seq
+            )  # the record must not promise more bytes than there are (I6)
         await file.copy.truncate(size)
         file.changed(time.time_ns())
         file.inode.size = size
@@ -353,7 +374,9 @@ class BurstIO:
 
     async def _guard(self, file: OpenInode) -> Drain | None:
         """The proof that nobody writes, as long as it is ``file.drain``; a drain that is under way is one."""
-        if file.drain is None and file.gate.is_free:  # else a truncation may be using our writing descriptor
+        if (
+            file.drain is None and file.gate.is_free
+        ):  # else a truncation may be using our writing descriptor
             await file.copy.release_writers()
             if file.drain is None and file.gate.is_free and not file.writers and file.copy.lease():
                 file.drain = Guard(file.copy)

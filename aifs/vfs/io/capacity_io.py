@@ -33,21 +33,36 @@ from aifs.vfs.tiers import path_hints
 
 _log = logger(__name__)
 
-_MARKED = faults.declare("vfs.write.marked", "the dirty mark is in the journal, no byte has changed")
+_MARKED = faults.declare(
+    "vfs.write.marked", "the dirty mark is in the journal, no byte has changed"
+)
 _WRITTEN = faults.declare("vfs.write.written", "objects have changed, the new size is not recorded")
-_SPILLING = faults.declare("vfs.spill.copied", "inline bytes are copied to objects, the inode still holds them")
-_SHRUNK = faults.declare("vfs.truncate.recorded", "the smaller size is durable, objects are not cut yet")
-_DISCARDED = faults.declare("vfs.truncate.discarded", "the file is empty, its old objects are garbage")
-_SYNCED = faults.declare("vfs.fsync.synced", "objects are synced, the dirty mark is not removed yet")
+_SPILLING = faults.declare(
+    "vfs.spill.copied", "inline bytes are copied to objects, the inode still holds them"
+)
+_SHRUNK = faults.declare(
+    "vfs.truncate.recorded", "the smaller size is durable, objects are not cut yet"
+)
+_DISCARDED = faults.declare(
+    "vfs.truncate.discarded", "the file is empty, its old objects are garbage"
+)
+_SYNCED = faults.declare(
+    "vfs.fsync.synced", "objects are synced, the dirty mark is not removed yet"
+)
 
 
 class CapacityIO:
     """The in-place side of ``FileIO``."""
 
     def __init__(
-        self, config: Config, engine: Engine, servers: Servers, ids: IdAllocator, collector: Collector,
+        self,
+        config: Config,
+        engine: Engine,
+        servers: Servers,
+        ids: IdAllocator,
+        collector: Collector,
         save: Callable[[OpenInode], Awaitable[None]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._unit = config.layout.unit
         self._default = Redundancy(config.layout.replicas, *config.layout.ec)
         self._count = config.layout.count
@@ -167,14 +182,20 @@ class CapacityIO:
     async def _restripe(self, file: OpenInode) -> None:
         """From a form that is never changed in place to striped, without protection."""
         inode, before = file.inode, file.objects
-        oid, layout, due = await self._ids.take(), self.place_plain(inode), self.redundancy(inode).is_protected
+        oid, layout, due = (
+            await self._ids.take(),
+            self.place_plain(inode),
+            self.redundancy(inode).is_protected,
+        )
         objects = StripedObjects(self._servers, layout, inode.ino, oid, new=True)
         await self._engine.transact(forms.put_garbage, oid, inode.ino, layout)
         try:
             for start, end in await self._data_ranges(inode):
                 for offset in range(start - start % CHUNK, end, CHUNK):
                     length = min(CHUNK, inode.size - offset)
-                    if not isinstance(before, ChunkedObjects) or not await before.is_hole(offset, length):
+                    if not isinstance(before, ChunkedObjects) or not await before.is_hole(
+                        offset, length
+                    ):
                         await objects.write(offset, await _read_settled(file, offset, length))
             await objects.settle(inode.size)
             await objects.sync()
@@ -198,7 +219,9 @@ class CapacityIO:
         lost = await self._engine.view(find_degraded, inode.oid)
         columns = Columns(self._servers, inode.layout, inode.ino, inode.oid)
         try:
-            without = frozenset(column for column in range(len(inode.layout.servers)) if lost >> column & 1)
+            without = frozenset(
+                column for column in range(len(inode.layout.servers)) if lost >> column & 1
+            )
             return await columns.data_ranges(inode.size, without)
         finally:
             columns.close()
@@ -206,7 +229,9 @@ class CapacityIO:
     @staticmethod
     def _is_fixed(inode: Inode) -> bool:
         """Whether the file's bytes cannot be changed where they are."""
-        return isinstance(inode.layout, Interleaved) or (inode.layout is not None and inode.layout.is_protected)
+        return isinstance(inode.layout, Interleaved) or (
+            inode.layout is not None and inode.layout.is_protected
+        )
 
     # --- placement ---
 
@@ -224,12 +249,21 @@ class CapacityIO:
             # Columns on those that do not work are made elsewhere once they are known to lack.
             known = {candidate.id for candidate in candidates}
             others = [server.id for server in self._servers.capacity() if server.standing == ACTIVE]
-            idle = [Candidate(number, f"server {number}", WEIGHTS[0]) for number in others if number not in known]
+            idle = [
+                Candidate(number, f"server {number}", WEIGHTS[0])
+                for number in others
+                if number not in known
+            ]
             candidates = sorted((*candidates, *idle[: columns - len(candidates)]))
         if not redundancy.is_protected or len(candidates) < columns:
             return self.place_plain(inode)
         servers = spread(ALGORITHM, inode.ino, candidates, columns, redundancy.replicas)
-        return Striped(redundancy.unit(policy.unit or self._unit), servers, redundancy.replicas, redundancy.parity)
+        return Striped(
+            redundancy.unit(policy.unit or self._unit),
+            servers,
+            redundancy.replicas,
+            redundancy.parity,
+        )
 
     def place_plain(self, inode: Inode) -> Striped:
         """Where objects of the file go that are changed in place."""

@@ -41,9 +41,15 @@ class FileIO:
     """The table of open inodes, and everything that touches file bytes."""
 
     def __init__(
-        self, config: Config, engine: Engine, servers: Servers, tier: BurstTier, containers: Containers,
-        ids: IdAllocator, collector: Collector,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        engine: Engine,
+        servers: Servers,
+        tier: BurstTier,
+        containers: Containers,
+        ids: IdAllocator,
+        collector: Collector,
+    ) -> None:
         self._engine = engine
         self._servers = servers
         self._tier = tier
@@ -96,7 +102,9 @@ class FileIO:
             return objects
         load = partial(self._engine.view, forms.get_checksums, inode.oid)
         damaged = partial(self._damaged, layout)
-        return VerifiedObjects(self._servers, objects, layout, inode.ino, inode.oid, load, damaged, lost)
+        return VerifiedObjects(
+            self._servers, objects, layout, inode.ino, inode.oid, load, damaged, lost
+        )
 
     def plain_objects_of(
         self, of: Inode | ObjectSet, lost: int = 0, background: str = ""
@@ -105,7 +113,13 @@ class FileIO:
         if of.layout.is_protected:
             damaged = partial(self._damaged, of.layout)
             return ProtectedObjects(
-                self._servers, of.layout, of.ino, of.oid, lost=lost, background=background, on_damage=damaged
+                self._servers,
+                of.layout,
+                of.ino,
+                of.oid,
+                lost=lost,
+                background=background,
+                on_damage=damaged,
             )
         return StripedObjects(self._servers, of.layout, of.ino, of.oid, background=background)
 
@@ -143,7 +157,9 @@ class FileIO:
                 try:
                     await self.save(file)
                 except FsError as error:
-                    _log.info("inode %d stays open until its attributes can be recorded: %s", ino, error)
+                    _log.info(
+                        "inode %d stays open until its attributes can be recorded: %s", ino, error
+                    )
                     return
             if file.handles:
                 return
@@ -189,7 +205,9 @@ class FileIO:
             file.unsaved, file.stripped = True, stripped
             raise
 
-    async def change(self, file: OpenInode, change: Callable[[Inode, Any], None], argument: Any) -> None:
+    async def change(
+        self, file: OpenInode, change: Callable[[Inode, Any], None], argument: Any
+    ) -> None:
         """Apply ``change(inode, argument)`` to the in-core attributes and record them, or neither."""
         inode = file.inode
         before = replace(inode)
@@ -197,7 +215,9 @@ class FileIO:
             change(inode, argument)
             await self.save(file)
         except BaseException:
-            for name in Inode.__slots__:  # others hold this very object; what was refused is in nobody's next save
+            for name in (
+                Inode.__slots__
+            ):  # others hold this very object; what was refused is in nobody's next save
                 setattr(inode, name, getattr(before, name))
             raise
 
@@ -206,7 +226,9 @@ class FileIO:
         for file in [f for f in self.open.values() if f.unsaved]:
             if file.unsaved:
                 await self.save(file)
-            if not file.handles and file.gate.is_free:  # they could not be recorded when it was closed
+            if (
+                not file.handles and file.gate.is_free
+            ):  # they could not be recorded when it was closed
                 file.handles = 1
                 await self.release(file)
 
@@ -245,8 +267,12 @@ class FileIO:
                     continue  # it may have come from a column that is being made anew since then
                 return await self.burst.read(file, offset, wanted)
             except Unavailable:
-                overtaken = copy is not file.copy or objects is not file.objects or (strict and file.dirty)
-                if not overtaken:  # else a truncation went on meanwhile, and the bytes may rightly be gone
+                overtaken = (
+                    copy is not file.copy or objects is not file.objects or (strict and file.dirty)
+                )
+                if (
+                    not overtaken
+                ):  # else a truncation went on meanwhile, and the bytes may rightly be gone
                     raise
 
     async def write(self, file: OpenInode, offset: int, data: bytes | memoryview) -> None:
@@ -277,7 +303,9 @@ class FileIO:
         """Enter the gate, shared, of a file that is in a form whose bytes may be changed up to ``end``."""
         gate = file.gate
         await gate.enter_shared()
-        while not self._ready(file, end):  # asked each time that we had to wait: others change the form too
+        while not self._ready(
+            file, end
+        ):  # asked each time that we had to wait: others change the form too
             gate.leave_shared()
             await gate.enter_alone()
             try:
@@ -308,7 +336,9 @@ class FileIO:
             await self.burst.enter(file, 0)
             if file.on_object:
                 self.capacity.perhaps_mapped.add(file.inode.ino)
-                await self.capacity.prepare(file, file.inode.size)  # mappings are written to without our knowing
+                await self.capacity.prepare(
+                    file, file.inode.size
+                )  # mappings are written to without our knowing
             if file.inode.in_burst:
                 await file.copy.ensure_open()
                 # A sync may have begun meanwhile, or ended, and taken the mark. From here on nothing suspends until the

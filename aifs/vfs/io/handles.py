@@ -48,7 +48,9 @@ class Handles:
             if file.copy is not None:
                 await self._pass_through(file, flags)
             else:
-                await file.gate.enter_alone()  # who changes the file moves it to the burst tier or marks it meanwhile
+                await (
+                    file.gate.enter_alone()
+                )  # who changes the file moves it to the burst tier or marks it meanwhile
                 try:
                     await self._pass_through(file, flags)
                 finally:
@@ -82,7 +84,11 @@ class Handles:
             file.backing, file.on_object = self.passthrough.attach(fd), on_object
         except OSError as error:
             where = name_of(server)
-            _log.warning("from now on the daemon reads and writes the files of %s: the kernel cannot: %s", where, error)
+            _log.warning(
+                "from now on the daemon reads and writes the files of %s: the kernel cannot: %s",
+                where,
+                error,
+            )
             self._refused.add(server)
 
     def __getitem__(self, handle: int) -> FileHandle:

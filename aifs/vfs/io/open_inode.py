@@ -44,10 +44,28 @@ class OpenInode:
     """
 
     __slots__ = (
-        "backing", "changes", "copy", "copy_is_durable", "copy_mtime_ns", "dirty", "drain", "forgotten", "gate", "handles",
-        "inode", "marked_seq", "objects", "on_object", "shown", "stripped", "synced_mtime_ns", "trimmed",
-        "unsaved", "users", "writers",
-    )  # fmt: skip
+        "backing",
+        "changes",
+        "copy",
+        "copy_is_durable",
+        "copy_mtime_ns",
+        "dirty",
+        "drain",
+        "forgotten",
+        "gate",
+        "handles",
+        "inode",
+        "marked_seq",
+        "objects",
+        "on_object",
+        "shown",
+        "stripped",
+        "synced_mtime_ns",
+        "trimmed",
+        "unsaved",
+        "users",
+        "writers",
+    )
 
     def __init__(self, inode: Inode, objects: Objects | None, dirty: bool) -> None:
         self.inode = inode

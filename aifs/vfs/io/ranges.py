@@ -34,7 +34,9 @@ async def fallocate(io: FileIO, file: OpenInode, mode: int, offset: int, length:
         await io.truncate(file, end)
 
 
-async def _allocate_in_burst(io: FileIO, file: OpenInode, mode: int, offset: int, length: int) -> None:
+async def _allocate_in_burst(
+    io: FileIO, file: OpenInode, mode: int, offset: int, length: int
+) -> None:
     await file.gate.enter_alone()
     try:
         file.cancel_drain()
@@ -46,7 +48,9 @@ async def _allocate_in_burst(io: FileIO, file: OpenInode, mode: int, offset: int
         except NotSupported:
             if not mode & ZERO_RANGE:
                 raise
-            await file.copy.allocate(PUNCH_HOLE | KEEP_SIZE, offset, length)  # tmpfs can do the same in two steps
+            await file.copy.allocate(
+                PUNCH_HOLE | KEEP_SIZE, offset, length
+            )  # tmpfs can do the same in two steps
             await file.copy.allocate(mode & KEEP_SIZE, offset, length)
         file.changed(time.time_ns())
         io.burst.look(file)

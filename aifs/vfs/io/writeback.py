@@ -18,7 +18,12 @@ class WriteBack:
     """Saves in-core attributes every ``commit_interval_s``; syncs closed dirty files every ``writeback_interval_s``."""
 
     def __init__(
-        self, io: FileIO, engine: Engine, servers: Servers, commit_interval_s: float, interval_s: float
+        self,
+        io: FileIO,
+        engine: Engine,
+        servers: Servers,
+        commit_interval_s: float,
+        interval_s: float,
     ) -> None:
         self._io = io
         self._engine = engine
@@ -47,7 +52,9 @@ class WriteBack:
 
     async def sync_all(self) -> None:
         """The bytes of all files are on stable storage when this returns. Raises NoSpace, Unavailable."""
-        opened = list(self._io.open)  # before anything waits: a file that is closed or opened meanwhile belongs to one
+        opened = list(
+            self._io.open
+        )  # before anything waits: a file that is closed or opened meanwhile belongs to one
         await self.sync_closed_files()
         for ino in opened:
             await self.sync_inode(ino)
@@ -79,7 +86,9 @@ class WriteBack:
             self._io.unsynced.pop(ino, None)
             return
         try:
-            if file.inode.nlink == 0:  # the collector may be erasing it: its record must not be written again
+            if (
+                file.inode.nlink == 0
+            ):  # the collector may be erasing it: its record must not be written again
                 self._io.unsynced.pop(ino, None)
                 return
             await self._io.sync(file)

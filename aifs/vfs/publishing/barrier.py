@@ -15,7 +15,9 @@ from aifs.vfs.io.file_io import FileIO
 from aifs.vfs.io.writeback import WriteBack
 
 _DIRECTORY = stat.S_IFDIR >> 12
-_AT_ONCE = 64  # files that are being synced: they share the journal's syncs, and each holds descriptors
+_AT_ONCE = (
+    64  # files that are being synced: they share the journal's syncs, and each holds descriptors
+)
 _SLICE = 256  # files that are looked at in one go: about a millisecond
 
 
@@ -71,7 +73,9 @@ async def _those_below(engine: Engine, inos: list[int], top: int) -> list[int]:
     return found
 
 
-def _filter_below(tx: ReadTransaction, inos: list[int], top: int, known: dict[int, bool]) -> list[int]:
+def _filter_below(
+    tx: ReadTransaction, inos: list[int], top: int, known: dict[int, bool]
+) -> list[int]:
     return [ino for ino in inos if is_below(tx, ino, top, known)]
 
 
@@ -88,7 +92,9 @@ def is_below(tx: ReadTransaction, ino: int, top: int, known: dict[int, bool] | N
             answer = ino == top or known[ino]
             break
         inode = None if ino == ROOT_INO else namespace.find_inode(tx, ino)
-        if inode is None or (inode.is_dir and not inode.nlink):  # removed, perhaps with all that lies below
+        if inode is None or (
+            inode.is_dir and not inode.nlink
+        ):  # removed, perhaps with all that lies below
             answer = False
             break
         if inode.is_dir:

@@ -57,7 +57,9 @@ async def put(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
     for item in text.split(","):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals or key not in ("ranks", "step", "job") or key in values:
-            raise Invalid(f"pending: {item.strip()!r}: write 'ranks=8', and if you like ',step=100,job=NAME'")
+            raise Invalid(
+                f"pending: {item.strip()!r}: write 'ranks=8', and if you like ',step=100,job=NAME'"
+            )
         values[key] = value
     ranks = _number("ranks", values.get("ranks", ""), publishing.RANKS_MAX)
     step = _number("step", values["step"], _STEP_MAX) if "step" in values else None
@@ -119,7 +121,10 @@ async def put_commit(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
         raise Invalid("commit: it needs a rank, and 'files' or 'list' or neither")
     files = None
     if "files" in asked:
-        files = [(path_below(os.fsencode(path)), _size(path, size)) for path, size in asked["files"].items()]
+        files = [
+            (path_below(os.fsencode(path)), _size(path, size))
+            for path, size in asked["files"].items()
+        ]
     listing = path_below(os.fsencode(asked["list"])) if asked.get("list") else b""
     await commit(fs, ino, asked["rank"], files, listing, asked.get("again", False))
 
@@ -149,7 +154,9 @@ async def commit(
     wrong = await first_wrong(engine, fs.io, ino, wanted)
     if wrong:
         raise Invalid(f"commit: rank {rank}: {wrong}")
-    await engine.transact(publishing.commit, ino, rank, Member(time.time_ns(), tuple(wanted)), again)
+    await engine.transact(
+        publishing.commit, ino, rank, Member(time.time_ns(), tuple(wanted)), again
+    )
     await engine.barrier()
     await fs.committed_pending(ino, rank)
 
@@ -165,7 +172,9 @@ async def check_files(fs: Host, ino: int) -> None:
             raise Busy(f"rank {rank}: {wrong}")
 
 
-async def first_wrong(engine: Engine, io: FileIO, ino: int, files: Sequence[tuple[bytes, int]]) -> str:
+async def first_wrong(
+    engine: Engine, io: FileIO, ino: int, files: Sequence[tuple[bytes, int]]
+) -> str:
     """Which of ``files``, (path below the directory ``ino``, bytes), is missing or has another size; ''."""
     for path, size, inode in await _look_up(engine, io, ino, files):
         if inode is None:
@@ -222,13 +231,21 @@ async def publish_as(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
         key: os.fsencode(value) if isinstance(value, str) else value for key, value in asked.items()
     }
     way, _, name = values.pop("final", b"").rpartition(b"/")
-    parent = await fs.store.engine.view(_walk, ino, way, os.fsencode(asked.get("final", "")).startswith(b"/"))
+    parent = await fs.store.engine.view(
+        _walk, ino, way, os.fsencode(asked.get("final", "")).startswith(b"/")
+    )
     await fs.publish(Publication(ino, parent, name, **values), caller)
 
 
 _PUBLISH_AS = {
-    "final": str, "latest": str, "tracker": str, "content": str, "manifest": str, "replace": bool, "exclusive": bool,
-}  # fmt: skip
+    "final": str,
+    "latest": str,
+    "tracker": str,
+    "content": str,
+    "manifest": str,
+    "replace": bool,
+    "exclusive": bool,
+}
 
 
 def _walk(tx: ReadTransaction, ino: int, way: bytes, absolute: bool) -> int:
@@ -267,7 +284,11 @@ def _require_known(what: str, asked: Mapping[str, Any], known: Mapping[str, type
 
 def path_below(path: bytes) -> bytes:
     """The same path, if it leads below the directory that it starts from. Raises Invalid."""
-    if len(path) > _PATH_MAX or b"\0" in path or any(name in (b"", b".", b"..") for name in path.split(b"/")):
+    if (
+        len(path) > _PATH_MAX
+        or b"\0" in path
+        or any(name in (b"", b".", b"..") for name in path.split(b"/"))
+    ):
         raise Invalid(f"commit: {path!r} is not the path of a file below the directory")
     return path
 

@@ -35,7 +35,9 @@ def require_may_remove(directory: Inode, inode: Inode, caller: CallerLike) -> No
     """Raises AccessDenied or NotPermitted unless ``caller`` may take the name of ``inode`` out of ``directory``."""
     require_may(directory, caller)
     if directory.mode & stat.S_ISVTX and caller.uid not in (0, directory.uid, inode.uid):
-        raise NotPermitted("the directory is sticky, and neither it nor what is named is the caller's")
+        raise NotPermitted(
+            "the directory is sticky, and neither it nor what is named is the caller's"
+        )
 
 
 def require_reach(tx: ReadTransaction, directory: Inode, caller: CallerLike) -> None:

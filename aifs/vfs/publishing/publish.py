@@ -28,7 +28,9 @@ _log = logger(__name__)
 _DURABLE = faults.declare(
     "vfs.publish.durable", "all below a tree is durable, it has not got its new name yet"
 )
-_SHOWN = faults.declare("vfs.publish.shown", "new names are in the journal, which is not synced yet")
+_SHOWN = faults.declare(
+    "vfs.publish.shown", "new names are in the journal, which is not synced yet"
+)
 
 _DIRECTORY = 0o040000 >> 12
 
@@ -62,7 +64,14 @@ class Publishing(Names):
         cookies = (await self.ids.take(), await self.ids.take())
         try:
             inode, other = await self._engine.transact(
-                publishing.rename, parent, name, new_parent, new_name, flags, cookies, time.time_ns()
+                publishing.rename,
+                parent,
+                name,
+                new_parent,
+                new_name,
+                flags,
+                cookies,
+                time.time_ns(),
             )
         except Busy as error:
             self._refuse(moving.ino, error)
@@ -89,7 +98,12 @@ class Publishing(Names):
         await self._engine.view(require_may_publish, what, caller)
         published = await self._make_durable(Dentry(what.ino, 0, _DIRECTORY), what.parent)
         faults.reach(_DURABLE)
-        ids = (await self.ids.take(), await self.ids.take(), await self.ids.take(), await self.ids.take())
+        ids = (
+            await self.ids.take(),
+            await self.ids.take(),
+            await self.ids.take(),
+            await self.ids.take(),
+        )
         try:
             done = await self._engine.transact(_publish, what, caller, ids, time.time_ns())
         except Busy as error:
@@ -103,9 +117,16 @@ class Publishing(Names):
         try:
             await self._engine.barrier()
             self.drain.published(published)
-            names = [(what.parent, what.name), (what.parent, what.latest), (what.parent, what.tracker)]
+            names = [
+                (what.parent, what.name),
+                (what.parent, what.latest),
+                (what.parent, what.tracker),
+            ]
             await self.forget_names(
-                [(done.old_parent, done.old_name), *((place, name) for place, name in names if name)]
+                [
+                    (done.old_parent, done.old_name),
+                    *((place, name) for place, name in names if name),
+                ]
             )
         finally:
             # Only now, for until here the kernel opened them by the names that it knew. Of those that it has
@@ -113,17 +134,23 @@ class Publishing(Names):
             self.forget([inode.ino for inode in done.unlinked])
         self._shown(what.ino, what.parent)
 
-    async def commit(self, ino: int, rank: int, listing: bytes, again: bool, caller: CallerLike) -> None:
+    async def commit(
+        self, ino: int, rank: int, listing: bytes, again: bool, caller: CallerLike
+    ) -> None:
         """A rank commits its part of a pending directory (pending.commit). The kernel has not checked that it
         may write there."""
         self.require_writable()
         await self._engine.view(_require_may_write, ino, caller)
-        await pending.commit(self, ino, rank, None, pending.path_below(listing) if listing else b"", again)
+        await pending.commit(
+            self, ino, rank, None, pending.path_below(listing) if listing else b"", again
+        )
 
     async def _make_durable(self, dentry: Dentry, new_parent: int) -> list[int]:
         """All that ``dentry`` names is where the policy of the new directory wants it before it shows; a
         pending directory is complete. Returns the inode numbers of the files that had to be synced."""
-        is_pending = dentry.type == _DIRECTORY and await self._engine.view(self._is_complete, dentry.ino)
+        is_pending = dentry.type == _DIRECTORY and await self._engine.view(
+            self._is_complete, dentry.ino
+        )
         published = await sync_below(self._engine, self.io, self.writeback, dentry)
         policy = await self._policy_of(new_parent) or DEFAULT_POLICY
         if policy.publish == "capacity":
@@ -184,7 +211,9 @@ def require_may_publish(tx: ReadTransaction, what: Publication, caller: CallerLi
     inode = namespace.get_directory(tx, what.ino)
     parent = namespace.get_directory(tx, what.parent)
     permissions.require_reach(tx, parent, caller)
-    old_parent = parent if inode.parent == what.parent else namespace.get_directory(tx, inode.parent)
+    old_parent = (
+        parent if inode.parent == what.parent else namespace.get_directory(tx, inode.parent)
+    )
     permissions.require_may_remove(old_parent, inode, caller)
     permissions.require_may(parent, caller)
     if old_parent is not parent:

@@ -117,7 +117,9 @@ class Retention:
         for going in await self._decide(inodes, checkpoints, keep):
             if await self._remove(ino, going.name, inodes[going.name]):
                 _log.info(
-                    "checkpoint %r is removed: %s keeps others", going.name.decode("utf-8", "replace"), text
+                    "checkpoint %r is removed: %s keeps others",
+                    going.name.decode("utf-8", "replace"),
+                    text,
                 )
 
     async def _decide(
@@ -146,13 +148,19 @@ class Retention:
         for ino in await self._engine.view(_all_pending):
             since_ns = self.now_ns() - int(self._abandoned_after_s * 1e9)
             place = await self._engine.view(_find_idle, ino, since_ns)
-            if place is not None and ino not in in_use and await self._remove(*place, ino, since_ns):
+            if (
+                place is not None
+                and ino not in in_use
+                and await self._remove(*place, ino, since_ns)
+            ):
                 _log.info(
                     "pending directory %r is removed: nobody went on with it",
                     place[1].decode("utf-8", "replace"),
                 )
 
-    async def _remove(self, parent: int, name: bytes, ino: int, idle_since_ns: int | None = None) -> bool:
+    async def _remove(
+        self, parent: int, name: bytes, ino: int, idle_since_ns: int | None = None
+    ) -> bool:
         inode = await self._engine.transact(_doom, parent, name, ino, idle_since_ns, time.time_ns())
         if inode is None:
             return False
@@ -162,7 +170,9 @@ class Retention:
 
     # --- what is there ---
 
-    async def _survey(self, directory: int, keep: Keep) -> tuple[dict[bytes, int], list[Checkpoint]]:
+    async def _survey(
+        self, directory: int, keep: Keep
+    ) -> tuple[dict[bytes, int], list[Checkpoint]]:
         """Inode numbers by name, and the checkpoints in a directory, with what is known of them without reading
         a file. The cookies of names ascend with every rename, whatever the clock says. Others run between
         slices."""
@@ -178,18 +188,25 @@ class Retention:
             await trio.lowlevel.checkpoint()
         checkpoints = [
             Checkpoint(
-                name, retention.step_of(name), inode.mtime_ns, await self._bytes_below(inode.ino) if keep.bytes else 0,
-                not pending, inode.ino in in_use or name in pointed, place,
+                name,
+                retention.step_of(name),
+                inode.mtime_ns,
+                await self._bytes_below(inode.ino) if keep.bytes else 0,
+                not pending,
+                inode.ino in in_use or name in pointed,
+                place,
             )
             for name, inode, place, pending in found
-        ]  # fmt: skip
+        ]
         return {name: inode.ino for name, inode, _, _ in found}, checkpoints
 
     async def _bytes_below(self, top: int) -> int:
         total, directories = 0, [top]
         while directories:
             directory, cookie = directories.pop(), 0
-            while entries := await self._engine.view(namespace.list_directory, directory, cookie, _ENTRIES):
+            while entries := await self._engine.view(
+                namespace.list_directory, directory, cookie, _ENTRIES
+            ):
                 for _, inode, cookie in entries:
                     if inode.is_dir:
                         directories.append(inode.ino)
@@ -231,13 +248,22 @@ def _all_kept(tx: ReadTransaction) -> list[int]:
 
 
 def _all_pending(tx: ReadTransaction) -> list[int]:
-    return [keys.number(key) for key, _ in tx.range(*keys.all_of(b"p")) if keys.pending_rank(key) is None]
+    return [
+        keys.number(key)
+        for key, _ in tx.range(*keys.all_of(b"p"))
+        if keys.pending_rank(key) is None
+    ]
 
 
 def _find_idle(tx: ReadTransaction, ino: int, since_ns: int) -> tuple[int, bytes] | None:
     """Where a pending directory lies, if nothing has happened in it since ``since_ns``."""
     mark, inode = publishing.find_pending(tx, ino), namespace.find_inode(tx, ino)
-    if mark is None or inode is None or not inode.nlink or max(mark.created_ns, inode.mtime_ns) > since_ns:
+    if (
+        mark is None
+        or inode is None
+        or not inode.nlink
+        or max(mark.created_ns, inode.mtime_ns) > since_ns
+    ):
         return None
     for rank in publishing.committed(tx, ino):
         member = publishing.get_member(tx, ino, rank)
@@ -246,16 +272,21 @@ def _find_idle(tx: ReadTransaction, ino: int, since_ns: int) -> tuple[int, bytes
     return inode.parent, publishing.name_of(tx, inode)
 
 
-def _list(tx: ReadTransaction, directory: int, cookie: int) -> list[tuple[bytes, Inode, int, bool, bool]]:
+def _list(
+    tx: ReadTransaction, directory: int, cookie: int
+) -> list[tuple[bytes, Inode, int, bool, bool]]:
     """Entries as (name, inode, cookie, is it pending, does it hold a manifest)."""
     entries = namespace.list_directory(tx, directory, cookie, _ENTRIES)
     return [
         (
-            name, inode, place, inode.is_dir and tx.get(keys.pending(inode.ino)) is not None,
+            name,
+            inode,
+            place,
+            inode.is_dir and tx.get(keys.pending(inode.ino)) is not None,
             inode.is_dir and tx.get(keys.dentry(inode.ino, manifests.NAME)) is not None,
         )
         for name, inode, place in entries
-    ]  # fmt: skip
+    ]
 
 
 def _add_ancestors(tx: ReadTransaction, ino: int, found: set[int]) -> None:

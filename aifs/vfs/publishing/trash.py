@@ -35,7 +35,9 @@ _REST = 1.0  # how long it then leaves the thread to others, of the time that it
 _BACKLOG_MAX = 1024  # garbage that may wait for the collector before this part lets it catch up
 _RETRY_S = 10.0
 
-_REMOVED = faults.declare("vfs.trash.removed", "a directory has lost its name and is in the trash, untouched below")
+_REMOVED = faults.declare(
+    "vfs.trash.removed", "a directory has lost its name and is in the trash, untouched below"
+)
 _EMPTIED = faults.declare("vfs.trash.emptied", "some names of a directory in the trash are removed")
 
 
@@ -51,7 +53,9 @@ class Trash:
         self._io = io
         self._drain = drain
         self._collector = collector
-        self._directories: dict[int, int] = {}  # inode number -> top of its tree; the last one is emptied next
+        self._directories: dict[
+            int, int
+        ] = {}  # inode number -> top of its tree; the last one is emptied next
         self._trees = Counter[int]()  # top -> how many of its directories are left
         self._stuck: set[int] = set()  # directories that have to wait for fsck
         self._removed_inodes = 0
@@ -119,7 +123,11 @@ class Trash:
             try:
                 await self._remove_slice(ino)
             except trash.DamagedTree as error:
-                _log.warning("a deleted directory, inode %d, cannot be emptied until fsck has repaired it: %s", ino, error)
+                _log.warning(
+                    "a deleted directory, inode %d, cannot be emptied until fsck has repaired it: %s",
+                    ino,
+                    error,
+                )
                 self._stuck.add(ino)
             await trio.sleep(_REST * (trio.current_time() - begin))
             if self._collector.due > _BACKLOG_MAX:
@@ -127,7 +135,9 @@ class Trash:
 
     async def _remove_slice(self, ino: int) -> None:
         tree = self._directories[ino]
-        done = await self._engine.transact(trash.remove_slice, ino, self._io.open.keys(), NAMES, time.time_ns())
+        done = await self._engine.transact(
+            trash.remove_slice, ino, self._io.open.keys(), NAMES, time.time_ns()
+        )
         for erased in done.erased:
             self._drain.gone(erased)
             self.on_gone(erased)

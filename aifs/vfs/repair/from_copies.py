@@ -40,16 +40,23 @@ _SLICE = 16
 class Outcome(Enum):
     RESTORED = auto()  # no data server is needed to read the file
     NOTHING = auto()  # it has no copy that is right
-    BUSY = auto()  # it is being changed, or read by programs past us, or its copy cannot be read now
+    BUSY = (
+        auto()
+    )  # it is being changed, or read by programs past us, or its copy cannot be read now
 
 
 class FromCopies:
     """Used from one trio thread."""
 
     def __init__(
-        self, engine: Engine, servers: Servers, io: FileIO, containers: Containers, drain: Drain,
+        self,
+        engine: Engine,
+        servers: Servers,
+        io: FileIO,
+        containers: Containers,
+        drain: Drain,
         evictor: Evictor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._engine = engine
         self._servers = servers
         self._io = io
@@ -57,8 +64,12 @@ class FromCopies:
         self._drain = drain
         self._evictor = evictor
         self._buffers = BudgetedBuffers(servers.budget)
-        self._useless: set[tuple[int, int]] = set()  # ids of copies that are wrong, each with the oid of its file then
-        self._rescued_from: Set[int] = frozenset()  # all that could be was rescued from these servers
+        self._useless: set[tuple[int, int]] = (
+            set()
+        )  # ids of copies that are wrong, each with the oid of its file then
+        self._rescued_from: Set[int] = (
+            frozenset()
+        )  # all that could be was rescued from these servers
         self._files = 0
         self.on_restored: Callable[[int], None] = lambda ino: None
         """Told of each file that is."""
@@ -66,7 +77,9 @@ class FromCopies:
     async def rescue(self, leaving: Set[int] = frozenset()) -> None:
         """Restore all files that cannot be read without the servers ``leaving`` and those that are lost, or to be
         left and absent. Costs nothing while there are none, and little when it has been done."""
-        gone = leaving | frozenset(server.id for server in self._servers.capacity() if _has_gone(server))
+        gone = leaving | frozenset(
+            server.id for server in self._servers.capacity() if _has_gone(server)
+        )
         self._rescued_from &= gone
         if gone <= self._rescued_from:
             return
@@ -77,7 +90,9 @@ class FromCopies:
             for ino in inos:
                 try:
                     busy |= await self.restore(ino) is Outcome.BUSY
-                except FsError as error:  # a damaged record, or no room in the metadata: others can be restored
+                except (
+                    FsError
+                ) as error:  # a damaged record, or no room in the metadata: others can be restored
                     _log.info("inode %d cannot be restored from its burst copy: %s", ino, error)
                     busy = True
             await trio.lowlevel.checkpoint()
@@ -137,7 +152,9 @@ class FromCopies:
                 return Outcome.NOTHING
             file.changes += 1
             try:
-                with trio.CancelScope(shield=True):  # who writes next relies on that all of it is done (B6)
+                with trio.CancelScope(
+                    shield=True
+                ):  # who writes next relies on that all of it is done (B6)
                     await self._io.burst.leave_capacity(file)
             except FsError as error:
                 _log.info("inode %d cannot be restored from its burst copy: %s", inode.ino, error)
@@ -147,8 +164,14 @@ class FromCopies:
         self._evictor.released(copy.id)
         self.on_restored(inode.ino)
         self._files += 1
-        trust = ", which is trusted: there are no checksums" if judgement is Judgement.UNTOLD else ""
-        _log.info("inode %d: the data servers lack bytes of it; restored from its burst copy%s", inode.ino, trust)
+        trust = (
+            ", which is trusted: there are no checksums" if judgement is Judgement.UNTOLD else ""
+        )
+        _log.info(
+            "inode %d: the data servers lack bytes of it; restored from its burst copy%s",
+            inode.ino,
+            trust,
+        )
         with suppress(FsError):  # else its dirty mark stays, and write-back says what is wrong
             await self._io.sync(file)
         return Outcome.RESTORED

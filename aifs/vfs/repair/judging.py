@@ -47,7 +47,9 @@ async def judge_copy(
             try:
                 parts = await _parts(engine, inode, start)
             except FsError:
-                return Judgement.UNTOLD  # a damaged list: fsck names it, and the copy may be all that is whole
+                return (
+                    Judgement.UNTOLD
+                )  # a damaged list: fsck names it, and the copy may be all that is whole
             if not parts:
                 return Judgement.UNTOLD
             if await servers.run(server, differ, server, key, fd, parts, memory):

@@ -32,7 +32,9 @@ from aifs.vfs.tiers.evict import missing
 class Outcome(Enum):
     DONE = auto()  # nothing is due of it any more
     GONE = auto()  # the objects are nobody's any more
-    BUSY = auto()  # it is being changed, or read by programs past us, or a server is not ready for it
+    BUSY = (
+        auto()
+    )  # it is being changed, or read by programs past us, or a server is not ready for it
 
 
 class FileSubject:
@@ -42,7 +44,12 @@ class FileSubject:
         self.file = file
         self.load = partial(engine.view, forms.get_checksums, file.inode.oid)
         self._io = io
-        self._seen: tuple[object, ...] | None = file.changes, file.objects, file.inode.oid, file.inode.layout
+        self._seen: tuple[object, ...] | None = (
+            file.changes,
+            file.objects,
+            file.inode.oid,
+            file.inode.layout,
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -51,7 +58,12 @@ class FileSubject:
 
     def is_unchanged(self) -> bool:
         file = self.file
-        if self.is_busy or self._seen != (file.changes, file.objects, file.inode.oid, file.inode.layout):
+        if self.is_busy or self._seen != (
+            file.changes,
+            file.objects,
+            file.inode.oid,
+            file.inode.layout,
+        ):
             self._seen = None  # for good: whoever has seen it has left out a part of the work
         return self._seen is not None
 
@@ -106,9 +118,16 @@ class Mender:
     """Used from one trio thread, for an object set by one task at a time."""
 
     def __init__(
-        self, engine: Engine, servers: Servers, io: FileIO, containers: Containers, compaction: Compaction, mover: Mover,
-        relayout: Relayout, on_damage: Callable[[int, int, int], None],
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        servers: Servers,
+        io: FileIO,
+        containers: Containers,
+        compaction: Compaction,
+        mover: Mover,
+        relayout: Relayout,
+        on_damage: Callable[[int, int, int], None],
+    ) -> None:
         """``on_damage``: told of columns that are found to be wrong, as oid, ino, column."""
         self._engine = engine
         self._servers = servers
@@ -121,7 +140,9 @@ class Mender:
 
     def staying(self) -> frozenset[int]:
         """Servers where columns may stay."""
-        return frozenset(server.id for server in self._servers.capacity() if server.standing == ACTIVE)
+        return frozenset(
+            server.id for server in self._servers.capacity() if server.standing == ACTIVE
+        )
 
     async def mend(self, ino: int, oid: int) -> Outcome:
         """Do all that is due of the object set. Raises NoSpace, Unavailable where some of it cannot be done; Untold if that is
@@ -179,7 +200,9 @@ class Mender:
             return not moves.due_columns(objects.layout, 0, self.staying())
         layout = capacity.place(inode)
         if not layout.is_protected:
-            raise Unavailable("there are too few servers for the protection that its policy asks for")
+            raise Unavailable(
+                "there are too few servers for the protection that its policy asks for"
+            )
         return await self._relayout.lay_out(subject, objects, 0, layout)
 
     async def _leave(self, subject: FileSubject, oid: int) -> bool:
@@ -200,7 +223,9 @@ class Mender:
         if seen.objects is not None and seen.due:
             if not seen.objects.layout.is_protected:
                 try:
-                    return Outcome.DONE if await self._compaction.evacuate(container) else Outcome.BUSY
+                    return (
+                        Outcome.DONE if await self._compaction.evacuate(container) else Outcome.BUSY
+                    )
                 except Unavailable as error:
                     if missing(self._servers).isdisjoint(seen.objects.layout.servers):
                         raise Untold(str(error)) from error
@@ -212,7 +237,9 @@ class Mender:
             return Outcome.GONE
         if seen.is_changing:
             return Outcome.BUSY if seen.due else Outcome.DONE
-        return await self._move_all(ContainerSubject(self._containers, self._engine, container), seen)
+        return await self._move_all(
+            ContainerSubject(self._containers, self._engine, container), seen
+        )
 
     async def _move_all(self, subject: FileSubject | ContainerSubject, seen: "_Seen") -> Outcome:
         ino, oid = seen.objects.ino, seen.objects.oid
@@ -235,7 +262,11 @@ class Mender:
                 return Outcome.BUSY
         if failure is not None:
             raise failure
-        if outcome is Outcome.DONE and not seen.lost and (seen.objects.layout.is_protected or not ino):
+        if (
+            outcome is Outcome.DONE
+            and not seen.lost
+            and (seen.objects.layout.is_protected or not ino)
+        ):
             await self._forget(oid)  # a mark that says nothing
         return outcome
 

@@ -35,9 +35,15 @@ from aifs.meta.kv import Engine
 from aifs.meta.moves import ObjectSet, Stray
 from aifs.vfs.repair.strays import Strays
 
-_RECORDED = faults.declare("vfs.move.recorded", "a stray is on record durably, its object has not been made")
-_MADE = faults.declare("vfs.move.made", "a column is whole and durable, the metadata does not know it")
-_FLIPPED = faults.declare("vfs.move.flipped", "a column is read from its new place, the old object is a stray")
+_RECORDED = faults.declare(
+    "vfs.move.recorded", "a stray is on record durably, its object has not been made"
+)
+_MADE = faults.declare(
+    "vfs.move.made", "a column is whole and durable, the metadata does not know it"
+)
+_FLIPPED = faults.declare(
+    "vfs.move.flipped", "a column is read from its new place, the old object is a stray"
+)
 
 _PIECES_AT_ONCE = 3
 _ZEROS = bytes(HASHED)
@@ -81,9 +87,14 @@ class Mover:
     """Moves columns. Used from one trio thread, for an object set by one task at a time."""
 
     def __init__(
-        self, engine: Engine, servers: Servers, strays: Strays, limiter: Limiter, io_priority: str,
+        self,
+        engine: Engine,
+        servers: Servers,
+        strays: Strays,
+        limiter: Limiter,
+        io_priority: str,
         make_way: Callable[[], Awaitable[None]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``make_way`` is awaited before each piece, and may take its time."""
         self.moved_bytes = 0
         self.on_moved: Callable[[ObjectSet, int], None] = lambda before, column: None
@@ -96,7 +107,9 @@ class Mover:
         self._make_way = make_way
         self._buffers = BudgetedBuffers(servers.budget)
 
-    async def move(self, subject: Subject, objects: ObjectSet, lost: int, column: int) -> tuple[Result, set[int]]:
+    async def move(
+        self, subject: Subject, objects: ObjectSet, lost: int, column: int
+    ) -> tuple[Result, set[int]]:
         """Bring a column to a server where it may stay, whole; ``lost``: mask of columns that must not be read.
 
         Returns also other columns that turned out to have wrong bytes. Raises Unavailable if nobody can tell what belongs
@@ -108,7 +121,10 @@ class Mover:
             if target is None:
                 if any((objects.oid, number) in self._strays for number in self._servers.usable()):
                     return Result.PENDING, set()
-                raise next(iter(failed.values()), NoTarget("there is no other server that could take the column"))
+                raise next(
+                    iter(failed.values()),
+                    NoTarget("there is no other server that could take the column"),
+                )
             try:
                 return await self._move(subject, objects, lost, column, target)
             except _TargetFails as failure:
@@ -118,11 +134,23 @@ class Mover:
         self, objects: ObjectSet, column: int, lost: int, failed: Mapping[int, FsError]
     ) -> DataServer | None:
         here = objects.layout.servers[column]
-        usable = [candidate for candidate in self._servers.candidates() if not self._servers[candidate.id].absent]
-        if lost >> column & 1 and here not in failed and any(candidate.id == here for candidate in usable):
+        usable = [
+            candidate
+            for candidate in self._servers.candidates()
+            if not self._servers[candidate.id].absent
+        ]
+        if (
+            lost >> column & 1
+            and here not in failed
+            and any(candidate.id == here for candidate in usable)
+        ):
             return self._servers[here]
-        candidates = [c for c in usable if c.id not in failed and (objects.oid, c.id) not in self._strays]
-        domains = {server.id: server.domain or f"server {server.id}" for server in self._servers.capacity()}
+        candidates = [
+            c for c in usable if c.id not in failed and (objects.oid, c.id) not in self._strays
+        ]
+        domains = {
+            server.id: server.domain or f"server {server.id}" for server in self._servers.capacity()
+        }
         preferred = self._servers.prefer.get(here)
         chosen = choose_target(objects.oid, objects.layout, column, candidates, domains, preferred)
         return None if chosen is None else self._servers[chosen]
@@ -145,9 +173,13 @@ class Mover:
             faults.reach(_MADE)
             async with subject.alone():
                 if subject.is_unchanged():  # from here on nothing suspends
-                    self._servers.cache.invalidate(object_name(target, (ino, oid)))  # it may have been wrong there
+                    self._servers.cache.invalidate(
+                        object_name(target, (ino, oid))
+                    )  # it may have been wrong there
                     forget_columns(self._servers.cache, layout, (ino, oid))
-                    after = await self._engine.transact(moves.flip, objects, column, target.id, lost)
+                    after = await self._engine.transact(
+                        moves.flip, objects, column, target.id, lost
+                    )
                     if after is not None:
                         flipped = True
                         subject.adopt(after.layout, lost & ~(1 << column))
@@ -163,12 +195,20 @@ class Mover:
         return Result.MOVED, wrong
 
     async def _make(
-        self, subject: Subject, objects: ObjectSet, lost: int, column: int, target: DataServer, length: int
+        self,
+        subject: Subject,
+        objects: ObjectSet,
+        lost: int,
+        column: int,
+        target: DataServer,
+        length: int,
     ) -> set[int]:
         """Make the object of the column on ``target``, durably, unless the subject changes meanwhile."""
         ino, oid, layout, _ = objects
         source = Columns(self._servers, layout, ino, oid, background=self._io_priority)
-        sink = Columns(self._servers, layout.moved(column, target.id), ino, oid, background=self._io_priority)
+        sink = Columns(
+            self._servers, layout.moved(column, target.id), ino, oid, background=self._io_priority
+        )
         reader = self._reader(subject, objects, source, lost, column, target)
         stopped = False
 
@@ -177,7 +217,11 @@ class Mover:
             try:
                 while True:
                     await self._make_way()
-                    if stopped or not subject.is_unchanged() or (found := await reader.following()) is None:
+                    if (
+                        stopped
+                        or not subject.is_unchanged()
+                        or (found := await reader.following()) is None
+                    ):
                         return
                     offset, part = found
                     await self._limiter.take(len(part))
@@ -202,12 +246,30 @@ class Mover:
             sink.close()
 
     def _reader(
-        self, subject: Subject, objects: ObjectSet, columns: Columns, lost: int, column: int, target: DataServer
+        self,
+        subject: Subject,
+        objects: ObjectSet,
+        columns: Columns,
+        lost: int,
+        column: int,
+        target: DataServer,
     ) -> ColumnSource | ContainerColumn:
         ino, oid, layout, size = objects
         if ino:
-            return ColumnSource(self._servers, self._buffers, columns, layout, size, column, lost, subject.load, target)
-        return ContainerColumn(self._servers, self._buffers, columns, layout, oid, size, column, lost, subject.load)
+            return ColumnSource(
+                self._servers,
+                self._buffers,
+                columns,
+                layout,
+                size,
+                column,
+                lost,
+                subject.load,
+                target,
+            )
+        return ContainerColumn(
+            self._servers, self._buffers, columns, layout, oid, size, column, lost, subject.load
+        )
 
     async def _is_new(self, sink: Columns, column: int) -> bool:
         """Whether there is no object yet: then what is not written is a hole."""
@@ -227,13 +289,19 @@ async def _write(function: Callable[..., Awaitable[None]], *args: object) -> Non
 def _without_zeros(part: memoryview) -> list[tuple[int, memoryview]]:
     """The runs of a MiB that are not all zeros, with their offsets."""
     runs = [(start, part[start : start + HASHED]) for start in range(0, len(part), HASHED)]
-    return [(start, run) for start, run in runs if run[0] or run[-1] or bytes(run) != _ZEROS[: len(run)]]
+    return [
+        (start, run) for start, run in runs if run[0] or run[-1] or bytes(run) != _ZEROS[: len(run)]
+    ]
 
 
 def choose_target(
-    seed: int, layout: Striped, column: int, candidates: Sequence[Candidate], domains: Mapping[int, str],
+    seed: int,
+    layout: Striped,
+    column: int,
+    candidates: Sequence[Candidate],
+    domains: Mapping[int, str],
     preferred: int | None = None,
-) -> int | None:  # fmt: skip
+) -> int | None:
     """Where a column moves to: a server that the layout does not name; None if there is none. Pure.
 
     The ``preferred`` one, if it may be. Else one whose domain has the fewest of the columns that hold the same bytes, then
@@ -245,7 +313,9 @@ def choose_target(
         return preferred
     others = [number for number in range(len(layout.servers)) if number != column]
     in_file = Counter(domains.get(layout.servers[number]) for number in others)
-    copies = Counter(domains.get(layout.servers[number]) for number in layout.copies(column) if number != column)
+    copies = Counter(
+        domains.get(layout.servers[number]) for number in layout.copies(column) if number != column
+    )
 
     def rank(candidate: Candidate) -> tuple[int, int, int, int]:
         spread = (seed ^ candidate.id * 0x9E3779B1) * 0xBF58476D1CE4E5B9 >> 16 & 0xFFFFFFFF

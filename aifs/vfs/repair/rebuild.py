@@ -72,9 +72,17 @@ class Rebuild:
     """``run`` does it; all else may be called at any time. Used from one trio thread."""
 
     def __init__(
-        self, config: Config, engine: Engine, servers: Servers, io: FileIO, ids: IdAllocator, collector: Collector,
-        containers: Containers, compaction: Compaction, handles: Handles,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        engine: Engine,
+        servers: Servers,
+        io: FileIO,
+        ids: IdAllocator,
+        collector: Collector,
+        containers: Containers,
+        compaction: Compaction,
+        handles: Handles,
+    ) -> None:
         self._engine = engine
         self._servers = servers
         self._io = io
@@ -97,7 +105,9 @@ class Rebuild:
         """Awaited before a round: it may bring files that servers took with them back from elsewhere."""
         self.restore: Callable[[int, int], Awaitable[bool]] = _cannot
         """Whether what nobody can tell of an object set is not needed any more on return."""
-        self._damage: dict[tuple[int, int, int], None] = {}  # what was reported since the last look at it
+        self._damage: dict[
+            tuple[int, int, int], None
+        ] = {}  # what was reported since the last look at it
         self._wake = trio.Event()
         self._asked = 0  # counts the reasons for another round
         self._handed_out = 0  # what it was when degraded object sets were last handed out
@@ -263,7 +273,11 @@ class Rebuild:
             self._scan_at_s = now + max(_LOOK_S, _SCAN_SHARE * (now - began))
 
     async def _show(
-        self, see: Callable[[Due], Awaitable[None]], kind: bytes, scan: Callable[..., tuple[list[Due], bytes]], *args: Any
+        self,
+        see: Callable[[Due], Awaitable[None]],
+        kind: bytes,
+        scan: Callable[..., tuple[list[Due], bytes]],
+        *args: Any,
     ) -> int:
         count = 0
         start, end = keys.all_of(kind)
@@ -300,7 +314,9 @@ class Rebuild:
             raise
 
     async def _fail(self, ino: int, oid: int, reason: str) -> None:
-        if not self._round_failing and not self._failing:  # what follows until all is well again would say much the same
+        if (
+            not self._round_failing and not self._failing
+        ):  # what follows until all is well again would say much the same
             _log.info("some columns cannot be rebuilt or moved for now: %s", reason)
         self._round_failing += 1
         if len(self._round_failed) < _FAILED_MAX:
@@ -308,14 +324,21 @@ class Rebuild:
             self._round_failed.append(Failed(ino, oid, path, reason))
 
     async def _make_way(self) -> None:
-        if self._handles.writers > 0 or self._handles.last_writer_s > trio.current_time() - _QUIET_S:
+        if (
+            self._handles.writers > 0
+            or self._handles.last_writer_s > trio.current_time() - _QUIET_S
+        ):
             await trio.sleep(_REST_S)
 
     def _moved(self, before: ObjectSet, column: int) -> None:
         self._columns += 1
-        self._damage.pop((before.oid, before.ino, 1 << column), None)  # what was said of it is not true any more
+        self._damage.pop(
+            (before.oid, before.ino, 1 << column), None
+        )  # what was said of it is not true any more
         if self._left is not None:
-            self._left.moved(before.layout.servers[column], before.layout.object_length(column, before.size))
+            self._left.moved(
+                before.layout.servers[column], before.layout.object_length(column, before.size)
+            )
 
     # --- what is said of it ---
 
@@ -333,7 +356,11 @@ class Rebuild:
 
     def left(self, server: int) -> tuple[int, int] | None:
         """Objects, and bytes of columns, that lie on a server which is to be left; None if that is not known yet."""
-        if self._left is None or server not in self._left.servers or self._standing != self._standing_now():
+        if (
+            self._left is None
+            or server not in self._left.servers
+            or self._standing != self._standing_now()
+        ):
             return None
         columns, length = self._left.servers[server]
         return columns + self.strays.on(server), length
@@ -364,11 +391,15 @@ async def _cannot(ino: int, oid: int) -> bool:
     return False
 
 
-def _lengths_to_leave(tx: ReadTransaction, due: Due, staying: frozenset[int]) -> list[tuple[int, int]]:
+def _lengths_to_leave(
+    tx: ReadTransaction, due: Due, staying: frozenset[int]
+) -> list[tuple[int, int]]:
     """Server and length of each column that has to leave its server."""
     objects = moves.find_objects(tx, due.ino, due.oid)
     if objects is None:
         return []
     layout = objects.layout
     numbers = [column for column in due.columns if layout.servers[column] not in staying]
-    return [(layout.servers[column], layout.object_length(column, objects.size)) for column in numbers]
+    return [
+        (layout.servers[column], layout.object_length(column, objects.size)) for column in numbers
+    ]

@@ -28,7 +28,9 @@ from aifs.vfs.io.file_io import FileIO
 from aifs.vfs.io.open_inode import OpenInode
 from aifs.vfs.tiers import path_hints
 
-_COPIED = faults.declare("vfs.relayout.copied", "new objects hold the bytes durably, they are on record as garbage")
+_COPIED = faults.declare(
+    "vfs.relayout.copied", "new objects hold the bytes durably, they are on record as garbage"
+)
 
 _PIECE = 4 << 20
 _PIECES_AT_ONCE = 2
@@ -52,9 +54,16 @@ class Relayout:
     """Used from one trio thread."""
 
     def __init__(
-        self, engine: Engine, servers: Servers, io: FileIO, ids: IdAllocator, collector: Collector, limiter: Limiter,
-        io_priority: str, spare: int,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        servers: Servers,
+        io: FileIO,
+        ids: IdAllocator,
+        collector: Collector,
+        limiter: Limiter,
+        io_priority: str,
+        spare: int,
+    ) -> None:
         """``spare``: see ProtectedObjects.sync."""
         self.files = 0
         self._engine = engine
@@ -67,7 +76,9 @@ class Relayout:
         self._spare = spare
         self._labels = path_hints.Labels(engine)
 
-    async def lay_out(self, subject: Subject, before: ObjectSet, lost: int, layout: Striped) -> bool:
+    async def lay_out(
+        self, subject: Subject, before: ObjectSet, lost: int, layout: Striped
+    ) -> bool:
         """Whether the file is laid out so on return; not if it was changed meanwhile.
 
         ``lost``: mask of columns that must not be read. Raises Unavailable if bytes of it cannot be told, or are not those
@@ -76,17 +87,25 @@ class Relayout:
         after = ObjectSet(before.ino, await self._ids.take(), layout, before.size)
         await self._engine.transact(forms.put_garbage, after.oid, after.ino, layout)
         make = ProtectedObjects if layout.is_protected else StripedObjects
-        new = make(self._servers, layout, after.ino, after.oid, new=True, background=self._io_priority)
+        new = make(
+            self._servers, layout, after.ino, after.oid, new=True, background=self._io_priority
+        )
         recorded = False
         try:
             digests = await self._copy(subject, before, lost, new, layout)
             label = await self._labels.of(subject.file.inode, after.oid, layout)
             new.label = label._replace(digest=digest_of(digests))
-            lacking = await new.sync(self._spare) if isinstance(new, ProtectedObjects) else await new.sync() or 0
+            lacking = (
+                await new.sync(self._spare)
+                if isinstance(new, ProtectedObjects)
+                else await new.sync() or 0
+            )
             faults.reach(_COPIED)
             async with subject.alone():
                 if subject.is_unchanged():  # from here on nothing suspends
-                    recorded = await self._flip(subject, before, after, new.blocks() or 0, digests, lacking)
+                    recorded = await self._flip(
+                        subject, before, after, new.blocks() or 0, digests, lacking
+                    )
         finally:
             new.close()
             if not recorded:
@@ -95,10 +114,21 @@ class Relayout:
         return recorded
 
     async def _flip(
-        self, subject: Subject, before: ObjectSet, after: ObjectSet, blocks: int, digests: bytes, lacking: int
+        self,
+        subject: Subject,
+        before: ObjectSet,
+        after: ObjectSet,
+        blocks: int,
+        digests: bytes,
+        lacking: int,
     ) -> bool:
-        due = not after.layout.is_protected and self._io.capacity.redundancy(subject.file.inode).is_protected
-        garbage = await self._engine.transact(moves.put_relaid, before, after, blocks, digests, lacking, due)
+        due = (
+            not after.layout.is_protected
+            and self._io.capacity.redundancy(subject.file.inode).is_protected
+        )
+        garbage = await self._engine.transact(
+            moves.put_relaid, before, after, blocks, digests, lacking, due
+        )
         if garbage is None:
             return False
         subject.adopt_objects(after, lacking, blocks)
@@ -107,7 +137,12 @@ class Relayout:
         return True
 
     async def _copy(
-        self, subject: Subject, before: ObjectSet, lost: int, new: StripedObjects | ProtectedObjects, layout: Striped
+        self,
+        subject: Subject,
+        before: ObjectSet,
+        lost: int,
+        new: StripedObjects | ProtectedObjects,
+        layout: Striped,
     ) -> bytes:
         """Copy all bytes; returns their checksums."""
         ino, oid, old_layout, size = before
@@ -116,7 +151,9 @@ class Relayout:
                 self._servers, old_layout, ino, oid, lost=lost, background=self._io_priority
             )
         else:
-            stored = StripedObjects(self._servers, old_layout, ino, oid, background=self._io_priority)
+            stored = StripedObjects(
+                self._servers, old_layout, ino, oid, background=self._io_priority
+            )
         old = VerifiedObjects(
             self._servers, stored, old_layout, ino, oid, subject.load, self._io.on_damage, lost
         )

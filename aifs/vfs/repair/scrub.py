@@ -144,7 +144,9 @@ class Scrub:
             self._wake = trio.Event()
             self._ended.set()
             left_s = (
-                self._state.begun_s + self._interval_s - time.time() if self._interval_s else float("inf")
+                self._state.begun_s + self._interval_s - time.time()
+                if self._interval_s
+                else float("inf")
             )
             if left_s <= 0:
                 self.start()
@@ -173,8 +175,14 @@ class Scrub:
         _log.info(
             "scrub: %d files and containers, %d bytes: %d flaws, %d repaired, %d objects to be rebuilt, "
             "%d files restored from burst copies%s",
-            state.objects, state.read_bytes, state.flaws, state.repaired, state.rebuilding, state.from_copies, unrepaired,
-        )  # fmt: skip
+            state.objects,
+            state.read_bytes,
+            state.flaws,
+            state.repaired,
+            state.rebuilding,
+            state.from_copies,
+            unrepaired,
+        )
 
     async def _walk(self, kind: bytes, find: Callable[..., tuple[list[Item], int]]) -> None:
         state, saved_s = self._state, time.monotonic()
@@ -212,7 +220,9 @@ class Scrub:
             is_done = not oid or await self._scrubber.scrub(ino, oid, found, state.repair)
             await self._use_copies(found, 0 if ino else oid)
             if oid in state.untold_before and is_done and not found.lost:
-                state.untold_before.remove(oid)  # or its copy could not be dropped if that is wrong now
+                state.untold_before.remove(
+                    oid
+                )  # or its copy could not be dropped if that is wrong now
             if ino and is_done:
                 dropped = await self._copies.scrub(ino, found, state.repair)
                 state.dropped_copies += dropped
@@ -220,7 +230,13 @@ class Scrub:
             _log.info("scrub: inode %d, object %d: %s", ino, oid, error)
             is_done = False
         state.add(found)
-        state.add_untold({lost.oid for lost in found.lost if lost.ino and min(lost.servers, default=0) < BURST_FIRST})
+        state.add_untold(
+            {
+                lost.oid
+                for lost in found.lost
+                if lost.ino and min(lost.servers, default=0) < BURST_FIRST
+            }
+        )
         await scrub_state.note(self._engine, state, found.lost)
         if is_done:
             state.objects += 1
@@ -234,14 +250,24 @@ class Scrub:
         wrong = {lost.ino for lost in found.lost if lost.ino and lost.for_good}
         if not wrong:
             return
-        restored = await self._from_copies.restore_each(wrong, container) if self._state.repair else set()
+        restored = (
+            await self._from_copies.restore_each(wrong, container) if self._state.repair else set()
+        )
         self._state.from_copies += len(restored)
         left = set()
         for ino in wrong - restored:
             inode = await self._engine.view(namespace.find_inode, ino)
-            if inode is not None and inode.copy is not None and not self._from_copies.is_useless(inode):
+            if (
+                inode is not None
+                and inode.copy is not None
+                and not self._from_copies.is_useless(inode)
+            ):
                 left.add(ino)
-        found.lost = [_with_copy(lost) if lost.ino in left else lost for lost in found.lost if lost.ino not in restored]
+        found.lost = [
+            _with_copy(lost) if lost.ino in left else lost
+            for lost in found.lost
+            if lost.ino not in restored
+        ]
 
     def wrong_objects(self) -> Set[int]:
         """Oids of files of which the data servers have lost bytes, as this pass, or the last one, has found."""
@@ -283,7 +309,10 @@ class Scrub:
         state["put_off"] = len(state["put_off"])
         del state["untold"], state["untold_before"]
         next_s = state["begun_s"] + self._interval_s if self._interval_s and not running else None
-        state["wrong_ranges"], state["wrong"] = len(state["wrong"]), _first(state["wrong"], wrong_bytes)
+        state["wrong_ranges"], state["wrong"] = (
+            len(state["wrong"]),
+            _first(state["wrong"], wrong_bytes),
+        )
         walked = min(1, state["cursor"] / self._ids)
         share = {FILES: 0.5 * walked, CONTAINERS: 0.5 + 0.5 * walked}.get(state["phase"], 1)
         return {
@@ -367,6 +396,7 @@ def _find_files(tx: ReadTransaction, kind: bytes, cursor: int) -> tuple[list[Ite
 
 def _find_containers(tx: ReadTransaction, kind: bytes, cursor: int) -> tuple[list[Item], int]:
     found = [
-        (0, keys.number(key)) for key, _ in tx.range(keys.container(cursor), keys.all_of(kind)[1], _SLICE)
+        (0, keys.number(key))
+        for key, _ in tx.range(keys.container(cursor), keys.all_of(kind)[1], _SLICE)
     ]
     return found, found[-1][1] + 1 if len(found) == _SLICE else -1

@@ -20,7 +20,11 @@ class CopyScrubber:
     """Used from one trio thread."""
 
     def __init__(
-        self, engine: Engine, servers: Servers, evictor: Evictor, throttle: Callable[[int], Awaitable[None]]
+        self,
+        engine: Engine,
+        servers: Servers,
+        evictor: Evictor,
+        throttle: Callable[[int], Awaitable[None]],
     ) -> None:
         self._engine = engine
         self._servers = servers
@@ -49,7 +53,9 @@ class CopyScrubber:
             found.repaired += 1
             return True
         reason = f"its burst copy has other bytes, and is {'in use' if repair else 'left'}; the data servers have the right ones"
-        found.lost.append(Lost(ino, inode.oid, 0, inode.size, (inode.copy.server,), reason, for_good=False))
+        found.lost.append(
+            Lost(ino, inode.oid, 0, inode.size, (inode.copy.server,), reason, for_good=False)
+        )
         return False
 
     async def _is_same(self, before: Inode) -> bool:

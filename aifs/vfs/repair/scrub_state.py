@@ -45,11 +45,17 @@ class State:
     rebuilding: int = 0
     dropped_copies: int = 0
     from_copies: int = 0  # files that were made whole from their burst copies
-    unverified: int = 0  # object sets that were being changed, or whose servers did not answer, each time
+    unverified: int = (
+        0  # object sets that were being changed, or whose servers did not answer, each time
+    )
     put_off: list[list[int]] = field(default_factory=list)
     wrong: list[dict[str, Any]] = field(default_factory=list)
-    untold: list[int] = field(default_factory=list)  # oids of files that data servers cannot tell, at most UNTOLD_MAX of them
-    untold_before: list[int] = field(default_factory=list)  # the same of earlier passes, until this one has verified them
+    untold: list[int] = field(
+        default_factory=list
+    )  # oids of files that data servers cannot tell, at most UNTOLD_MAX of them
+    untold_before: list[int] = field(
+        default_factory=list
+    )  # the same of earlier passes, until this one has verified them
 
     def add(self, found: Found) -> None:
         """The counts alone."""
@@ -109,15 +115,33 @@ async def note(engine: Engine, state: State, lost: list[Lost]) -> None:
         names = await names_of(engine, item.ino) if item.ino else [f"container {item.oid}"]
         if not names:
             continue
-        if not any(entry["inode"] == item.ino and entry["object"] == item.oid for entry in state.wrong):
+        if not any(
+            entry["inode"] == item.ino and entry["object"] == item.oid for entry in state.wrong
+        ):
             where = ", ".join(map(str, item.servers))
-            what = f"bytes {item.start} to {item.end - 1}" if item.start < item.end else "its recipe"
-            _log.error("scrub: %s: %s, on data servers %s: %s", _printable(names[0]), what, where, item.reason)
+            what = (
+                f"bytes {item.start} to {item.end - 1}" if item.start < item.end else "its recipe"
+            )
+            _log.error(
+                "scrub: %s: %s, on data servers %s: %s",
+                _printable(names[0]),
+                what,
+                where,
+                item.reason,
+            )
         if len(state.wrong) < WRONG_MAX:
-            state.wrong.append({
-                "paths": names, "inode": item.ino, "object": item.oid, "start": item.start, "end": item.end,
-                "servers": list(item.servers), "reason": item.reason, "for_good": item.for_good,
-            })  # fmt: skip
+            state.wrong.append(
+                {
+                    "paths": names,
+                    "inode": item.ino,
+                    "object": item.oid,
+                    "start": item.start,
+                    "end": item.end,
+                    "servers": list(item.servers),
+                    "reason": item.reason,
+                    "for_good": item.for_good,
+                }
+            )
             last = item
 
 

@@ -74,9 +74,12 @@ class Scrubber:
     """Verifies object sets, each by one call; several calls may go on at a time. Used from one trio thread."""
 
     def __init__(
-        self, engine: Engine, servers: Servers, throttle: Callable[[int], Awaitable[None]],
+        self,
+        engine: Engine,
+        servers: Servers,
+        throttle: Callable[[int], Awaitable[None]],
         request: Callable[[int, int, Iterable[int]], Awaitable[bool]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``throttle`` is awaited with the bytes of each piece that has been read; ``request``: see Rebuild."""
         self.engine = engine
         self.servers = servers
@@ -142,9 +145,16 @@ class _Scrub:
             else 0
         )
         self._inspection = Inspection(
-            scrubber.servers, scrubber.buffers, self._layout, self._ino, self._oid, self._size, lost=seen.lost | absent,
-            step=STEP if self._ino else 2 * STRIPE, background=_PRIORITY,
-        )  # fmt: skip
+            scrubber.servers,
+            scrubber.buffers,
+            self._layout,
+            self._ino,
+            self._oid,
+            self._size,
+            lost=seen.lost | absent,
+            step=STEP if self._ino else 2 * STRIPE,
+            background=_PRIORITY,
+        )
         self._has_failed = False
         self._users: list[User] | None = None
         self._wrong: set[int] = set()  # columns that are left as they are
@@ -171,7 +181,15 @@ class _Scrub:
         elif self._wrong:
             reason = "can be repaired from the file's other objects"
             self.found.lost.append(
-                Lost(self._ino, self._oid, 0, self._size, self._on(self._wrong), reason, for_good=False)
+                Lost(
+                    self._ino,
+                    self._oid,
+                    0,
+                    self._size,
+                    self._on(self._wrong),
+                    reason,
+                    for_good=False,
+                )
             )
 
     async def _judge_each(self, following: Iterator[int]) -> None:
@@ -212,8 +230,13 @@ class _Scrub:
     async def _check(self, number: int, first: int, digests: bytes) -> Check:
         if not self._ino:
             return ContainerCheck(self._layout.row if self._layout.parity else 1)
-        if number - first + _AHEAD > DIGESTS_AT_ONCE and len(digests) == DIGESTS_AT_ONCE * DIGEST_BYTES:
-            _, more = await self._engine.view(forms.get_checksums, self._oid, first + DIGESTS_AT_ONCE)
+        if (
+            number - first + _AHEAD > DIGESTS_AT_ONCE
+            and len(digests) == DIGESTS_AT_ONCE * DIGEST_BYTES
+        ):
+            _, more = await self._engine.view(
+                forms.get_checksums, self._oid, first + DIGESTS_AT_ONCE
+            )
             digests += more
         return FileCheck(self._size, first, digests)
 
@@ -223,7 +246,10 @@ class _Scrub:
         before = self._seen
         if seen.objects is None or seen.is_changing or seen.lost != before.lost:
             raise _Changed
-        if seen.objects._replace(size=0) != before.objects._replace(size=0) or seen.objects.size < self._size:
+        if (
+            seen.objects._replace(size=0) != before.objects._replace(size=0)
+            or seen.objects.size < self._size
+        ):
             raise _Changed
         if self._ino and seen.objects.size != self._size:
             raise _Changed
@@ -286,7 +312,10 @@ class _Scrub:
             return
         await self._confirm()
         await self._lose(
-            0, self._size, self._on(self._to_rebuild), "more objects are lost than the others can replace"
+            0,
+            self._size,
+            self._on(self._to_rebuild),
+            "more objects are lost than the others can replace",
         )
 
     def _on(self, columns: Iterable[int]) -> tuple[int, ...]:
@@ -301,9 +330,7 @@ class _Scrub:
         servers = self._on(loss.columns)
         reason = "the bytes do not have their checksum, and nothing tells what they were"
         if not loss.certain:
-            reason = (
-                "the objects contradict one another, and there is no checksum that tells which one is right"
-            )
+            reason = "the objects contradict one another, and there is no checksum that tells which one is right"
         end = loss.end
         if end < 0:
             users = await self._load_users()
@@ -322,4 +349,6 @@ class _Scrub:
             return
         for user in await self._load_users():  # what is dead is no loss
             if user.start < end and start < user.end:
-                self.found.lost.append(Lost(user.ino, user.oid, user.first, user.last + 1, servers, reason))
+                self.found.lost.append(
+                    Lost(user.ino, user.oid, user.first, user.last + 1, servers, reason)
+                )

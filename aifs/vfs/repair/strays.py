@@ -32,7 +32,9 @@ class Strays:
         self._engine = engine
         self._servers = servers
         self._waiting: dict[tuple[int, int], Stray] = {}  # by oid and server
-        self._failed: dict[int, int] = {}  # how many could not be deleted, by server, when that was last tried
+        self._failed: dict[
+            int, int
+        ] = {}  # how many could not be deleted, by server, when that was last tried
         self._sweeping = trio.Lock()
         self._work = trio.Event()
         self.on_swept: Callable[[], None] = lambda: None
@@ -110,7 +112,11 @@ class Strays:
         if deleted:
             self.on_swept()
         if failed and len(failed) != self._failed.get(server):
-            _log.info("%d objects that have moved elsewhere stay for now: %s", len(failed), next(iter(failed.values())))
+            _log.info(
+                "%d objects that have moved elsewhere stay for now: %s",
+                len(failed),
+                next(iter(failed.values())),
+            )
         self._failed[server] = len(failed)
 
 

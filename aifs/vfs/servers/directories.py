@@ -25,7 +25,10 @@ _log = logger(__name__)
 
 def recorded_path(config: Config, path: str) -> str:
     """Relative for what lies below a source directory, so that the whole can be moved."""
-    below = is_directory_source(config.source) and os.path.commonpath([config.source, path]) == config.source
+    below = (
+        is_directory_source(config.source)
+        and os.path.commonpath([config.source, path]) == config.source
+    )
     return os.path.relpath(path, config.source) if below else path
 
 
@@ -36,7 +39,9 @@ def require_distinct(paths: list[str]) -> None:
         real = os.path.realpath(path)
         for other, named in seen.items():
             if os.path.commonpath([real, other]) in (real, other):
-                raise StoreError(f"{path}: is, holds, or lies in {named}; each needs a directory of its own")
+                raise StoreError(
+                    f"{path}: is, holds, or lies in {named}; each needs a directory of its own"
+                )
         seen[real] = path
 
 
@@ -56,7 +61,9 @@ def require_usable(role: str, path: str, *, force: bool = False, store: str = ""
         return
     foreign = sorted(held - {NAME} - _OWN_NAMES[role])
     if foreign:
-        raise StoreError(f"{path}: holds {foreign[0]!r}, which is not a store's; use an empty directory")
+        raise StoreError(
+            f"{path}: holds {foreign[0]!r}, which is not a store's; use an empty directory"
+        )
     if store and NAME in held:
         marker = read_marker(path)
         if marker.store == store and held == {NAME}:

@@ -45,7 +45,9 @@ class Outcome(NamedTuple):
 class ServerAdmin:
     """Used from one trio thread; ``run`` is the background task."""
 
-    def __init__(self, store: Store, tier: BurstTier, drain: Drain, evictor: Evictor, rebuild: Rebuild) -> None:
+    def __init__(
+        self, store: Store, tier: BurstTier, drain: Drain, evictor: Evictor, rebuild: Rebuild
+    ) -> None:
         self._engine = store.engine
         self._servers = store.servers
         self._table = store.table
@@ -113,17 +115,23 @@ class ServerAdmin:
     async def _replace(self, server_id: int, path: str) -> int:
         record = await self._table.find(server_id)
         if server_id >= BURST_FIRST:
-            raise Invalid("a burst directory is not replaced: add the new one, drain and remove the old one")
+            raise Invalid(
+                "a burst directory is not replaced: add the new one, drain and remove the old one"
+            )
         if record.successor is not None:
-            raise Invalid(f"{name_of(server_id)} is being replaced by data server {record.successor} already")
+            raise Invalid(
+                f"{name_of(server_id)} is being replaced by data server {record.successor} already"
+            )
         server = self._servers[server_id]
         state = record.state if record.state == LOST else DRAINING
         if state == DRAINING and not await self._is_there(server):
             if await self._is_dispensable(server_id):
                 state = LOST
             else:
-                _log.warning("%s is replaced, but unprotected files have bytes there, which wait until it is back",
-                             server.name)  # fmt: skip
+                _log.warning(
+                    "%s is replaced, but unprotected files have bytes there, which wait until it is back",
+                    server.name,
+                )
         new = await self._table.replace(server_id, path, state)
         _log.info("%s is %s, data server %d takes over", server.name, state, new)
         self._rebuild.look()
@@ -142,16 +150,22 @@ class ServerAdmin:
         """Whether no file would be lost with a server."""
         if server_id not in await self._engine.view(records.find_unprotected):
             return True
-        _, files = await count_uses(self._engine, self._servers, server_id)  # the mark outlives the last such file
+        _, files = await count_uses(
+            self._engine, self._servers, server_id
+        )  # the mark outlives the last such file
         return not files
 
     async def _ask_to_remove(self, server_id: int, lost: bool, lose_files: bool) -> None:
         record = await self._table.find(server_id)
         if lost and server_id >= BURST_FIRST:
-            raise Invalid("a burst directory that is gone is taken out of the store like any other one")
+            raise Invalid(
+                "a burst directory that is gone is taken out of the store like any other one"
+            )
         if lost and record.state != LOST:
             if not self._servers[server_id].absent:
-                raise Busy(f"{name_of(server_id)} is there: drain it instead, so that nothing is lost")
+                raise Busy(
+                    f"{name_of(server_id)} is there: drain it instead, so that nothing is lost"
+                )
             self._require_another(server_id)
         elif record.state == ACTIVE:
             raise Busy(f"{name_of(server_id)} is in use: drain it first")
@@ -160,7 +174,11 @@ class ServerAdmin:
         self._wake.set()
 
     def _require_another(self, server_id: int) -> None:
-        others = [s for s in self._servers.capacity() if s.standing == ACTIVE and s.id != server_id and not s.absent]
+        others = [
+            s
+            for s in self._servers.capacity()
+            if s.standing == ACTIVE and s.id != server_id and not s.absent
+        ]
         if server_id < BURST_FIRST and not others:
             raise Invalid(f"there is no other data server in use than {server_id}: add one first")
 
@@ -180,7 +198,9 @@ class ServerAdmin:
                 while self._removals:
                     server_id, asked = next(iter(self._removals.items()))
                     outcome = await self._remove(server_id, *asked)
-                    if not outcome.reason or self._removals[server_id] == asked:  # else something else is asked for now
+                    if (
+                        not outcome.reason or self._removals[server_id] == asked
+                    ):  # else something else is asked for now
                         self._outcomes[server_id] = outcome
                         del self._removals[server_id]
                 waiting = await self._empty_burst()
@@ -210,9 +230,13 @@ class ServerAdmin:
             is_lost = True
         if files and is_lost:
             lost_files = f"{_count(files, 'file')} cannot be read without {name}"
-            return Outcome(f"{lost_files}, which is lost: delete what is lost first; aifs fsck names it")
+            return Outcome(
+                f"{lost_files}, which is lost: delete what is lost first; aifs fsck names it"
+            )
         if uses.unreadable:
-            unreadable = f"{_count(uses.unreadable, 'record')} cannot be read, and may refer to {name}"
+            unreadable = (
+                f"{_count(uses.unreadable, 'record')} cannot be read, and may refer to {name}"
+            )
             return Outcome(f"{unreadable}: run aifs fsck first")
         if uses.objects:
             self._rebuild.look()
@@ -222,7 +246,10 @@ class ServerAdmin:
         try:
             await self.leave_backups()
         except FsError as error:
-            return Outcome(f"{name} may have the only backup of the metadata, and no other can be made: {error}", passing=True)
+            return Outcome(
+                f"{name} may have the only backup of the metadata, and no other can be made: {error}",
+                passing=True,
+            )
         await self.clean_up()
         await self._table.remove(server_id)
         self._forget(server_id)
@@ -232,7 +259,9 @@ class ServerAdmin:
         copies = await find_copies(self._engine, server_id)
         count = len(copies.clean) + len(copies.dirty)
         if count:
-            return Outcome(f"{_count(count, 'file')} have copies on {name_of(server_id)} still", passing=True)
+            return Outcome(
+                f"{_count(count, 'file')} have copies on {name_of(server_id)} still", passing=True
+            )
         await self._tier.remove(server_id)
         await self._table.remove(server_id)
         self._forget(server_id)
@@ -273,7 +302,11 @@ class ServerAdmin:
             "failing": status["failing_objects"],
             "failed": status["failed"][:_FAILED_SHOWN],
             "removals": [
-                {"role": role_of(server), "id": server % BURST_FIRST, "outcome": outcome and outcome._asdict()}
+                {
+                    "role": role_of(server),
+                    "id": server % BURST_FIRST,
+                    "outcome": outcome and outcome._asdict(),
+                }
                 for server, outcome in outcomes.items()
             ],
             "refused": self._refused,
@@ -282,7 +315,9 @@ class ServerAdmin:
     def _left(self, server: DataServer) -> dict[str, int] | None:
         if server.role == "burst":
             copies = self._copies.get(server.id)
-            return None if copies is None else {"objects": copies, "bytes": self._tier.used(server.id)}
+            return (
+                None if copies is None else {"objects": copies, "bytes": self._tier.used(server.id)}
+            )
         left = self._rebuild.left(server.id)
         return None if left is None else {"objects": left[0], "bytes": left[1]}
 
@@ -296,8 +331,14 @@ async def describe_idle(store: Store) -> dict[str, Any]:
             uses, _ = await count_uses(store.engine, store.servers, server.id)
             row["left"] = {"objects": uses.objects, "bytes": uses.length}
     return {
-        "servers": rows, "bytes_per_s": 0, "estimate_s": None, "failing": 0, "failed": [], "removals": [], "refused": "",
-    }  # fmt: skip
+        "servers": rows,
+        "bytes_per_s": 0,
+        "estimate_s": None,
+        "failing": 0,
+        "failed": [],
+        "removals": [],
+        "refused": "",
+    }
 
 
 async def _nothing(leaving: Set[int]) -> None:

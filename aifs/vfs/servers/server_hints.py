@@ -56,7 +56,9 @@ async def _replace(admin: ServerAdmin, id: int, path: str) -> None:
     await admin.replace(_id("data", id), path)
 
 
-async def _remove(admin: ServerAdmin, id: int, role: str = "data", lost: bool = False, lose_files: bool = False) -> None:
+async def _remove(
+    admin: ServerAdmin, id: int, role: str = "data", lost: bool = False, lose_files: bool = False
+) -> None:
     await admin.remove(_id(role, id), bool(lost), bool(lose_files))
 
 

@@ -25,8 +25,12 @@ from aifs.vfs.servers import directories
 
 _log = logger(__name__)
 
-_MARKED = faults.declare("vfs.server.marked", "a new server's directory has its marker, the table does not have it")
-_REMOVED = faults.declare("vfs.server.removed", "a server is out of the table, its directory has its marker still")
+_MARKED = faults.declare(
+    "vfs.server.marked", "a new server's directory has its marker, the table does not have it"
+)
+_REMOVED = faults.declare(
+    "vfs.server.removed", "a server is out of the table, its directory has its marker still"
+)
 
 
 def id_of(role: str, number: int) -> int:
@@ -69,7 +73,9 @@ class ServerTable:
         domain = (await self.find(server_id)).domain
         return await self._add(directory, "data", domain, server_id, state)
 
-    async def _add(self, directory: str, role: str, domain: str, old: int | None = None, state: str = "") -> int:
+    async def _add(
+        self, directory: str, role: str, domain: str, old: int | None = None, state: str = ""
+    ) -> int:
         directory = os.path.abspath(directory)
         async with self._changing:
             lost = old if state == LOST else None
@@ -77,7 +83,9 @@ class ServerTable:
             server_id = await self._engine.view(servers.next_number, role)
             number = server_id % BURST_FIRST
             # Whatever may be wrong with the directory, it must not hold up the mount.
-            await trio.to_thread.run_sync(self._mark, directory, [*others, self._config.meta.directory], role, number)
+            await trio.to_thread.run_sync(
+                self._mark, directory, [*others, self._config.meta.directory], role, number
+            )
             faults.reach(_MARKED)
             server = await self._servers.make_ready(server_id, directory, domain)
             record = ServerRecord(directories.recorded_path(self._config, directory), domain=domain)
@@ -162,7 +170,10 @@ async def load_servers(config: Config, engine: Engine, in_use: Servers, read_onl
     burst directory if it holds cached copies alone. Raises StoreError that names the first other one that is not what
     it should be.
     """
-    records, unprotected = await engine.view(servers.read_table), await engine.view(servers.find_unprotected)
+    records, unprotected = (
+        await engine.view(servers.read_table),
+        await engine.view(servers.find_unprotected),
+    )
     for server_id, record in records.items():
         in_use.classify(server_id, record.state, record.domain, record.successor)
     dispensable = set[int]()
@@ -201,7 +212,11 @@ async def adopt_domains(config: Config, engine: Engine) -> None:
         changed = 0
         for server_id, record in servers.read_table(tx).items():
             domain = named.get(os.path.realpath(os.path.join(config.source, record.path)))
-            if role_of(server_id) == "data" and domain not in (None, record.domain) and record.state != LOST:
+            if (
+                role_of(server_id) == "data"
+                and domain not in (None, record.domain)
+                and record.state != LOST
+            ):
                 servers.put_server(tx, server_id, replace(record, domain=domain))
                 changed += 1
         return changed

@@ -14,7 +14,9 @@ from aifs.meta.server_uses import Copies, Uses
 
 async def count_uses(engine: Engine, servers: Servers, server: int) -> tuple[Uses, int]:
     """What has columns on a data server, and how many files could not be read if it and all lost ones were gone."""
-    gone = frozenset({server, *(other.id for other in servers.capacity() if other.standing == LOST)})
+    gone = frozenset(
+        {server, *(other.id for other in servers.capacity() if other.standing == LOST)}
+    )
     files = await _collect(engine, server_uses.scan_files, server, gone)
     containers = await _collect(engine, server_uses.scan_containers, server, gone)
     total_files, total_containers = sum(files, Uses()), sum(containers, Uses())

@@ -54,7 +54,9 @@ async def users_of(engine: Engine, container: int) -> list[User]:
     for start, end, oid, first, length in uses:
         if oid in owners:
             ino, unit, size = owners[oid]
-            users.append(User(start, end, ino, oid, first * unit, min((first + length) * unit, size) - 1))
+            users.append(
+                User(start, end, ino, oid, first * unit, min((first + length) * unit, size) - 1)
+            )
     return sorted(users)
 
 
@@ -100,7 +102,13 @@ def _use(place: Location, oid: int, first: int, length: int) -> _Use:
     return _Use(place.offset, place.offset + HEADER_BYTES + place.stored, oid, first, length)
 
 
-def _find_owners(key: bytes, value: bytes, oids: set[int], owners: dict[int, tuple[int, int, int]]) -> None:
+def _find_owners(
+    key: bytes, value: bytes, oids: set[int], owners: dict[int, tuple[int, int, int]]
+) -> None:
     inode = decode_inode(keys.number(key), value)
     if inode.oid in oids and isinstance(inode.layout, Interleaved):
-        owners[inode.oid] = inode.ino, 1 if inode.layout.variable else inode.layout.chunk, inode.size
+        owners[inode.oid] = (
+            inode.ino,
+            1 if inode.layout.variable else inode.layout.chunk,
+            inode.size,
+        )

@@ -32,15 +32,24 @@ _SLICE = 2048
 _BATCH = 512
 _BATCH_BYTES = 64 << 20
 
-_COPIED = faults.declare("vfs.compact.copied", "live chunks are durable in another container, no list names it")
-_MOVED = faults.declare("vfs.compact.moved", "lists name the new places, garbage is not collected yet")
+_COPIED = faults.declare(
+    "vfs.compact.copied", "live chunks are durable in another container, no list names it"
+)
+_MOVED = faults.declare(
+    "vfs.compact.moved", "lists name the new places, garbage is not collected yet"
+)
 
 
 class Compaction:
     """Looks for containers of which more than ``above`` (a fraction) is dead, and rewrites them."""
 
     def __init__(
-        self, engine: Engine, servers: Servers, containers: Containers, collector: Collector, above: float
+        self,
+        engine: Engine,
+        servers: Servers,
+        containers: Containers,
+        collector: Collector,
+        above: float,
     ) -> None:
         self._engine = engine
         self._servers = servers
@@ -105,11 +114,17 @@ class Compaction:
         if batch:
             await self._move(batch, slots)
         if await self._engine.view(chunks.find_container, container) is not None:
-            raise Unavailable("bytes in it count as alive, but no file names them; fsck corrects the count")
+            raise Unavailable(
+                "bytes in it count as alive, but no file names them; fsck corrects the count"
+            )
 
     def _slots_for(self, layout: Striped) -> tuple[Striped, ...]:
         """Where its chunks go: to the same servers, which somebody may have asked for, or if that cannot be to any."""
-        return (layout,) if self._containers.is_usable(layout) else self._containers.slots(redundancy_of(layout))
+        return (
+            (layout,)
+            if self._containers.is_usable(layout)
+            else self._containers.slots(redundancy_of(layout))
+        )
 
     async def _move(self, live: list[tuple[Found, Location]], slots: tuple[Striped, ...]) -> None:
         read = self._containers.files.read_stored

@@ -30,7 +30,9 @@ from aifs.meta.records import Inode
 from aifs.vfs.collector import Collector
 from aifs.vfs.ids import IdAllocator
 
-_LISTED = faults.declare("vfs.containers.listed", "a part of a long extent list is on record, no file has it")
+_LISTED = faults.declare(
+    "vfs.containers.listed", "a part of a long extent list is on record, no file has it"
+)
 
 LISTED_AT_ONCE = 32 * CHUNKS_PER_RECORD
 """Extents that one transaction records where there are many."""
@@ -47,9 +49,16 @@ class Containers:
     """How interleaved files are stored and read. ``recover`` comes before the first ``append``."""
 
     def __init__(
-        self, engine: Engine, servers: Servers, ids: IdAllocator, collector: Collector, budget: Budget,
-        container_size: int, verify: bool, spare: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        servers: Servers,
+        ids: IdAllocator,
+        collector: Collector,
+        budget: Budget,
+        container_size: int,
+        verify: bool,
+        spare: int = 0,
+    ) -> None:
         """``spare``: see ContainerWriter."""
         self.files = ContainerFiles(servers, self._find, verify)
         self._engine = engine
@@ -104,12 +113,16 @@ class Containers:
         needed = redundancy.least_servers
         chosen = (*chosen, *self._others(chosen, allowed)[: max(needed - len(chosen), 0)])
         if len(chosen) < needed:
-            raise Unavailable(f"the policy of files asks for {needed} data servers; there are {len(chosen)}")
+            raise Unavailable(
+                f"the policy of files asks for {needed} data servers; there are {len(chosen)}"
+            )
         chosen = tuple(sorted(chosen))
         names = frozenset((candidate.id, candidate.domain) for candidate in chosen)
         placed = self._placed.get((redundancy, tuple(allowed)))
         if placed is None or placed.names != names:
-            placed = self._placed[redundancy, tuple(allowed)] = _Placed(names, _place(redundancy, chosen))
+            placed = self._placed[redundancy, tuple(allowed)] = _Placed(
+                names, _place(redundancy, chosen)
+            )
         return placed.slots
 
     def _others(self, chosen: Sequence[Candidate], allowed: Sequence[int]) -> list[Candidate]:
@@ -118,7 +131,9 @@ class Containers:
         return [
             Candidate(server.id, server.domain or f"server {server.id}")
             for server in self._servers.capacity()
-            if server.standing == ACTIVE and server.id not in known and (not allowed or server.id in allowed)
+            if server.standing == ACTIVE
+            and server.id not in known
+            and (not allowed or server.id in allowed)
         ]
 
     def is_usable(self, layout: Striped) -> bool:
@@ -147,7 +162,9 @@ class Containers:
             yield Stored(lists, appended.growth)
 
     @asynccontextmanager
-    async def append_pieces(self, stored: Sequence[Piece], slots: Sequence[Striped]) -> AsyncIterator[Appended]:
+    async def append_pieces(
+        self, stored: Sequence[Piece], slots: Sequence[Striped]
+    ) -> AsyncIterator[Appended]:
         """The same for single chunks, to containers that are laid out like ``slots``."""
         async with self._writer.append(stored, slots) as appended:
             yield appended
@@ -206,7 +223,8 @@ def _place(redundancy: Redundancy, candidates: tuple[Candidate, ...]) -> tuple[S
     """As many sets of servers as there are servers, so that all of them get their share."""
     columns = redundancy.least_servers
     chosen = [
-        spread(ALGORITHM, seed, candidates, columns, redundancy.replicas) for seed in range(len(candidates))
+        spread(ALGORITHM, seed, candidates, columns, redundancy.replicas)
+        for seed in range(len(candidates))
     ]
     return tuple(dict.fromkeys(container_layout(servers, redundancy) for servers in chosen))
 

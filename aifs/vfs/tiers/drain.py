@@ -28,7 +28,10 @@ from aifs.vfs.tiers.waiter import Waiter
 _log = logger(__name__)
 
 _QUIET_S = 0.1  # after the last file was opened for writing
-_REST, _REST_MAX_S = 3, 1.0  # how long a worker rests while somebody writes, of the time that it has worked
+_REST, _REST_MAX_S = (
+    3,
+    1.0,
+)  # how long a worker rests while somebody writes, of the time that it has worked
 
 
 class Drain:
@@ -39,9 +42,17 @@ class Drain:
     """
 
     def __init__(
-        self, config: Config, engine: Engine, servers: Servers, tier: BurstTier, io: FileIO, ids: IdAllocator,
-        collector: Collector, containers: Containers, handles: Handles,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        engine: Engine,
+        servers: Servers,
+        tier: BurstTier,
+        io: FileIO,
+        ids: IdAllocator,
+        collector: Collector,
+        containers: Containers,
+        handles: Handles,
+    ) -> None:
         burst = config.burst
         self._tier = tier
         self._handles = handles
@@ -65,7 +76,10 @@ class Drain:
         """Whether somebody writes to the burst tier, who needs processor and memory more than a drain that is in time."""
         if self._waiters or self._limiter.lifted or self._tier.pressure:
             return False
-        return self._handles.writers > 0 or self._handles.last_writer_s > trio.current_time() - _QUIET_S
+        return (
+            self._handles.writers > 0
+            or self._handles.last_writer_s > trio.current_time() - _QUIET_S
+        )
 
     # --- what is to be done ---
 
@@ -164,7 +178,9 @@ class Drain:
                 self._active -= len(batch)
                 for draining in batch:
                     self._note(draining)
-            if self._is_in_the_way():  # small files cost the daemon more than the devices: leave it to the writers
+            if (
+                self._is_in_the_way()
+            ):  # small files cost the daemon more than the devices: leave it to the writers
                 await trio.sleep(min(_REST_MAX_S, _REST * (trio.current_time() - now)))
 
     def _nudge(self) -> None:

@@ -26,7 +26,9 @@ from aifs.vfs.tiers import path_hints
 from aifs.vfs.tiers.containers import Containers
 from aifs.vfs.tiers.flips import Draining, Flips, Outcome
 
-_COPIED = faults.declare("vfs.drain.copied", "new objects hold the bytes durably, they are on record as garbage")
+_COPIED = faults.declare(
+    "vfs.drain.copied", "new objects hold the bytes durably, they are on record as garbage"
+)
 
 _AT_ONCE = 16  # files of one batch
 
@@ -35,9 +37,17 @@ class Drainer:
     """Drains batches of files. Used from one trio thread."""
 
     def __init__(
-        self, config: Config, engine: Engine, servers: Servers, tier: BurstTier, io: FileIO, ids: IdAllocator,
-        collector: Collector, containers: Containers, mover: Mover,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        engine: Engine,
+        servers: Servers,
+        tier: BurstTier,
+        io: FileIO,
+        ids: IdAllocator,
+        collector: Collector,
+        containers: Containers,
+        mover: Mover,
+    ) -> None:
         self._layout = config.layout
         self._redundancy = Redundancy(config.layout.replicas, *config.layout.ec)
         self._io_priority = config.burst.ioprio
@@ -105,7 +115,12 @@ class Drainer:
         try:
             label = await self._labels.of(inode, oid, layout)
             digests = await self._mover.drain_out(
-                draining.copy, draining.size, objects, lambda: draining.cancelled, self._spare, label
+                draining.copy,
+                draining.size,
+                objects,
+                lambda: draining.cancelled,
+                self._spare,
+                label,
             )
             if digests is None:
                 draining.outcome = Outcome.CHANGED
@@ -120,10 +135,17 @@ class Drainer:
         finally:
             objects.close()
 
-    async def _append(self, files: list[Draining], servers: tuple[int, ...], redundancy: Redundancy) -> None:
+    async def _append(
+        self, files: list[Draining], servers: tuple[int, ...], redundancy: Redundancy
+    ) -> None:
         try:
-            records = await self._engine.view(path_hints.describe, [file.file.inode for file in files])
-            sources = [await self._source(file, record) for file, record in zip(files, records, strict=True)]
+            records = await self._engine.view(
+                path_hints.describe, [file.file.inode for file in files]
+            )
+            sources = [
+                await self._source(file, record)
+                for file, record in zip(files, records, strict=True)
+            ]
             await self._mover.admit(sum(file.size for file in files))
             async with self._containers.append(sources, servers, redundancy) as stored:
                 for file, source, chunks in zip(files, sources, stored.lists, strict=True):
@@ -139,4 +161,6 @@ class Drainer:
         asked = draining.policy.compress
         level = self._layout.compress if asked is None else asked
         oid = await self._ids.take()
-        return Source(draining.ino, oid, draining.size, draining.copy.fd, Interleaved(CHUNK), level, record)
+        return Source(
+            draining.ino, oid, draining.size, draining.copy.fd, Interleaved(CHUNK), level, record
+        )

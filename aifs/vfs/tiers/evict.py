@@ -24,7 +24,9 @@ from aifs.vfs.io.file_io import FileIO
 
 _log = logger(__name__)
 
-_EVICTED = faults.declare("vfs.evict.recorded", "files have given up their copies, which are not deleted yet")
+_EVICTED = faults.declare(
+    "vfs.evict.recorded", "files have given up their copies, which are not deleted yet"
+)
 
 _BATCH = 256
 _PAUSE_S = 1.0
@@ -43,7 +45,9 @@ class Evictor:
         self._io = io
         self._collector = collector
         self._evicted = 0
-        self._needed: set[int] = set()  # ids of copies that were found to be when they were last looked at
+        self._needed: set[int] = (
+            set()
+        )  # ids of copies that were found to be when they were last looked at
         self.wrong_objects: Callable[[], Set[int]] = frozenset
         """The oids of files of which the data servers are known to have lost bytes."""
         self.restore: Callable[[int], Awaitable[object]] = _leave
@@ -93,7 +97,8 @@ class Evictor:
         needed = await self.find_needed(closed)
         victims = {copy_id: ino for copy_id, ino in closed.items() if copy_id not in needed}
         garbage = await self._engine.transact(  # some may have been opened meanwhile
-            forms.put_evicted, {copy_id: ino for copy_id, ino in victims.items() if ino not in self._io.open}
+            forms.put_evicted,
+            {copy_id: ino for copy_id, ino in victims.items() if ino not in self._io.open},
         )
         faults.reach(_EVICTED)
         for copy_id in garbage:
@@ -125,7 +130,10 @@ class Evictor:
 
     def status(self) -> dict[str, Any]:
         """What ``aifs status`` shows. ``needed_files``: whose copies stayed, as ``is_needed`` says."""
-        return {"evicted_files": self._evicted, "needed_files": sum(map(self._tier.is_clean, self._needed))}
+        return {
+            "evicted_files": self._evicted,
+            "needed_files": sum(map(self._tier.is_clean, self._needed)),
+        }
 
 
 async def _leave(ino: int) -> None:

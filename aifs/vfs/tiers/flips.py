@@ -26,7 +26,9 @@ from aifs.vfs.collector import Collector
 from aifs.vfs.io.file_io import FileIO
 from aifs.vfs.io.open_inode import OpenInode
 
-_FLIPPED = faults.declare("vfs.drain.flipped", "files are on the capacity tier, their burst copies are clean")
+_FLIPPED = faults.declare(
+    "vfs.drain.flipped", "files are on the capacity tier, their burst copies are clean"
+)
 
 
 class Outcome(Enum):
@@ -63,7 +65,11 @@ class Draining:
 
     def begin(self, file: OpenInode, copy: BurstCopy) -> None:
         """The lease on the copy is ours."""
-        self.copy, self.size, self.policy = copy, file.inode.size, file.inode.policy or DEFAULT_POLICY
+        self.copy, self.size, self.policy = (
+            copy,
+            file.inode.size,
+            file.inode.policy or DEFAULT_POLICY,
+        )
         self.blocks = file.inode.blocks
         file.drain = self
 
@@ -75,7 +81,12 @@ class Draining:
     def holds(self) -> bool:
         """Whether the file is what it was at ``begin``. It may change from the next suspension on."""
         file = self.file
-        return not self.cancelled and file.drain is self and file.inode.nlink > 0 and self.copy.is_leased
+        return (
+            not self.cancelled
+            and file.drain is self
+            and file.inode.nlink > 0
+            and self.copy.is_leased
+        )
 
     def inode(self) -> Inode:
         """As it is after the flip. Tiny files give up their copy, if nobody uses it."""
@@ -83,9 +94,13 @@ class Draining:
         dropped = self.layout is None and self.file.handles == 1
         data = (self.data or None) if dropped else self.data
         return replace(
-            inode, layout=self.layout, oid=self.oid or inode.oid, data=data, blocks=self.blocks,
+            inode,
+            layout=self.layout,
+            oid=self.oid or inode.oid,
+            data=data,
+            blocks=self.blocks,
             copy=None if dropped else inode.copy,
-        )  # fmt: skip
+        )
 
 
 class Flips:
@@ -155,7 +170,16 @@ class Flips:
         if not unchanged:
             return
         after = [
-            Drained(d.inode(), d.copy.place, not d.file.dirty, d.digests, d.chunks, d.lacking, d.due, d.extents)
+            Drained(
+                d.inode(),
+                d.copy.place,
+                not d.file.dirty,
+                d.digests,
+                d.chunks,
+                d.lacking,
+                d.due,
+                d.extents,
+            )
             for d in unchanged
         ]
         try:

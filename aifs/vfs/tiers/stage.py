@@ -29,7 +29,9 @@ from aifs.vfs.io.open_inode import OpenInode
 
 _log = logger(__name__)
 
-_COPIED = faults.declare("vfs.stage.copied", "a new copy holds a file's bytes, it is on record as garbage")
+_COPIED = faults.declare(
+    "vfs.stage.copied", "a new copy holds a file's bytes, it is on record as garbage"
+)
 
 _WORKERS = 8
 _WAITING_MAX = 1024
@@ -39,7 +41,13 @@ class Stager:
     """Copies files into the burst tier, each once at a time. Used from one trio thread."""
 
     def __init__(
-        self, config: Config, engine: Engine, servers: Servers, tier: BurstTier, io: FileIO, collector: Collector
+        self,
+        config: Config,
+        engine: Engine,
+        servers: Servers,
+        tier: BurstTier,
+        io: FileIO,
+        collector: Collector,
     ) -> None:
         self._on_read = config.burst.stage_on_read
         self._io_priority = config.burst.ioprio
@@ -93,7 +101,12 @@ class Stager:
             return False
 
         def changed() -> bool:
-            return file.changes != changes or file.objects is not objects or file.copy is not None or file.dirty
+            return (
+                file.changes != changes
+                or file.objects is not objects
+                or file.copy is not None
+                or file.dirty
+            )
 
         copy = await self._tier.create(device, inode.size)
         try:
@@ -106,9 +119,13 @@ class Stager:
         recorded = False
         try:
             if isinstance(inode.layout, Striped):
-                lost = await self._engine.view(find_degraded, oid) if inode.layout.is_protected else 0
+                lost = (
+                    await self._engine.view(find_degraded, oid) if inode.layout.is_protected else 0
+                )
                 source = self._io.objects_of(inode, lost, self._io_priority)
-            if await self._mover.stage_in(source, inode.size, copy, lambda: changed() or inode.nlink == 0):
+            if await self._mover.stage_in(
+                source, inode.size, copy, lambda: changed() or inode.nlink == 0
+            ):
                 faults.reach(_COPIED)
                 if not changed() and inode.nlink:
                     await self._engine.transact(forms.put_staged, replace(inode, copy=copy.place))
@@ -150,9 +167,13 @@ class Stager:
         tier = (inode.policy or DEFAULT_POLICY).tier
         wanted = inode.size <= self._on_read or tier in ("burst", "pinned")
         if (
-            wanted and self._on_read and tier != "capacity" and not file.dirty
-            and self._tier.has_devices and len(self._waiting) < _WAITING_MAX
-        ):  # fmt: skip
+            wanted
+            and self._on_read
+            and tier != "capacity"
+            and not file.dirty
+            and self._tier.has_devices
+            and len(self._waiting) < _WAITING_MAX
+        ):
             self.request(inode.ino)
 
     async def run(self) -> None:
