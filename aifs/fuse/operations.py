@@ -37,6 +37,9 @@ PREFERRED_IO = 64 << 10
 FORGET_S = 1.0
 """How long an answer waits until the kernel has forgotten names."""
 
+LAST_DOT = 2
+"""Where ``..`` lies in a listing: ``.`` is at 1, and what the filesystem has at ``cookie`` is at ``cookie + 1``."""
+
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
 
@@ -148,7 +151,7 @@ class Operations(pyfuse3.Operations):
     that to us; so it is called before a handler awaits anything.
     """
 
-    supports_dot_lookup = False
+    supports_dot_lookup = True  # the kernel finds what a file handle names (open_by_handle_at(2))
 
     def __init__(
         self,
@@ -329,11 +332,20 @@ class Operations(pyfuse3.Operations):
         # What is left of a batch when the reply is full is not kept for the next request: the kernel caches the
         # names and attributes of a reply as those of the time when it asked.
         entry = self._blank()
-        while batch := await self._fs.readdir(handle, cookie):
-            for name, inode, next_cookie in batch:
-                if not pyfuse3.readdir_reply(token, name, fill(entry, inode), next_cookie):
+        if cookie < LAST_DOT:
+            directory = await self._fs.getattr(handle)
+            for place, name in enumerate((b".", b".."), 1):
+                fill(entry, directory)
+                if name == b"..":
+                    entry.st_ino = directory.parent or directory.ino
+                if place > cookie and not pyfuse3.readdir_reply(token, name, entry, place):
                     return
-                cookie = next_cookie
+            cookie = LAST_DOT
+        while batch := await self._fs.readdir(handle, cookie - 1):
+            for name, inode, next_cookie in batch:
+                cookie = next_cookie + 1
+                if not pyfuse3.readdir_reply(token, name, fill(entry, inode), cookie):
+                    return
 
     @answers
     async def releasedir(self, handle: int) -> None:

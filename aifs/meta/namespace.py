@@ -69,7 +69,15 @@ def put_inode(tx: Transaction, inode: Inode) -> None:
 
 
 def lookup(tx: ReadTransaction, parent: int, name: bytes) -> Inode:
-    """The inode that ``name`` leads to. Raises NotFound, NotADirectory, NameTooLong."""
+    """The inode that ``name`` leads to. Raises NotFound, NotADirectory, NameTooLong.
+
+    Also of ``.``, which is any linked inode itself, and of ``..``: the kernel asks for what a file handle names.
+    """
+    if name in (b".", b".."):
+        inode = get_inode(tx, parent)
+        if inode.nlink == 0:
+            raise NotFound()
+        return inode if name == b"." else get_directory(tx, inode.parent)
     return get_inode(tx, get_dentry(tx, parent, name).ino)
 
 

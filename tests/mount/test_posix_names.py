@@ -164,6 +164,10 @@ class _Dir:
         address = _libc.readdir(self._stream)
         return _Dirent.from_address(address).name.decode() if address else None
 
+    def read_inode(self) -> tuple[str, int]:
+        entry = _Dirent.from_address(_libc.readdir(self._stream))
+        return entry.name.decode(), entry.ino
+
     def rest(self) -> list[str]:
         return list(iter(self.read, None))
 
@@ -251,6 +255,76 @@ def test_entry_types_and_inode_numbers_in_listings(here: Path) -> None:
                 entry.is_file(follow_symlinks=False),
                 entry.is_symlink(),
             ) == expected
+
+
+def test_a_listing_begins_with_the_directory_and_its_parent(here: Path) -> None:
+    os.makedirs("dir/below")
+    for path, above in (("dir", "."), ("dir/below", "dir")):
+        directory = _Dir(path)
+        assert directory.read_inode() == (".", os.stat(path).st_ino)
+        after_dot = directory.tell()
+        assert directory.read_inode() == ("..", os.stat(above).st_ino)
+        rest = directory.rest()
+        directory.seek(after_dot)
+        assert directory.rest() == ["..", *rest]
+        directory.close()
+    assert rest == []
+
+
+# --- file handles ---------------------------------------------------------------------------------
+
+
+class _FileHandle(ctypes.Structure):
+    _fields_ = (
+        ("bytes", ctypes.c_uint),
+        ("type", ctypes.c_int),
+        ("handle", ctypes.c_char * 128),
+    )
+
+
+def _file_handle(path: str) -> _FileHandle:
+    """name_to_handle_at(2)."""
+    handle, mount = _FileHandle(128), ctypes.c_int()
+    if _libc.name_to_handle_at(-100, path.encode(), ctypes.byref(handle), ctypes.byref(mount), 0):
+        raise OSError(ctypes.get_errno(), path)
+    return handle
+
+
+def _open_by_handle(handle: _FileHandle, flags: int = os.O_RDONLY) -> int:
+    """open_by_handle_at(2) on the filesystem of the working directory."""
+    mount = os.open(".", os.O_RDONLY)
+    try:
+        fd = _libc.open_by_handle_at(mount, ctypes.byref(handle), flags)
+        if fd < 0:
+            raise OSError(ctypes.get_errno(), "open_by_handle_at")
+        return fd
+    finally:
+        os.close(mount)
+
+
+def _drop_caches() -> None:
+    Path("/proc/sys/vm/drop_caches").write_text("2")
+
+
+def test_file_handles_find_what_the_kernel_has_forgotten(here: Path) -> None:
+    os.makedirs("a/b")
+    Path("a/b/file").write_bytes(b"content")
+    os.link("a/b/file", "other")
+    handles = {path: _file_handle(path) for path in ("a/b/file", "a/b", "other")}
+    os.rename("a/b/file", "moved")
+    os.unlink("other")
+    _drop_caches()
+    for path, handle in handles.items():
+        fd = _open_by_handle(handle)
+        if path == "a/b":
+            assert os.readlink(f"/proc/self/fd/{fd}") == str(here / "a/b")
+            assert os.fstat(fd).st_ino == os.stat("a/b").st_ino
+        else:
+            assert os.read(fd, 100) == b"content"
+        os.close(fd)
+    os.unlink("moved")
+    _drop_caches()
+    assert errno_of(_open_by_handle, handles["a/b/file"]) == errno.ESTALE
 
 
 # --- links, rename, removal -----------------------------------------------------------------------
