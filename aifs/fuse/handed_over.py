@@ -33,7 +33,7 @@ _IOCTL = struct.Struct(
 )  # handle, flags, command, argument, in_size, out_size; then the data
 _IOCTL_REPLY = struct.Struct("=iIII")  # result, flags, in_iovs, out_iovs; then the data
 _FALLOCATE = struct.Struct("=QQQII")  # handle, offset, length, mode, padding
-_LSEEK = struct.Struct("=QQII")  # handle, offset, whence, padding
+_LSEEK = struct.Struct("=QqII")  # handle, offset (which may be negative), whence, padding
 _OFFSET = struct.Struct("=Q")
 _COPY = struct.Struct(
     "=QQQQQQQ"

@@ -87,6 +87,11 @@ def file_info(opened: Opened) -> FileInfo:
     return FileInfo(opened.backing << HANDLE_BITS | opened.handle, direct_io=opened.direct)
 
 
+def _kept_time(time_ns: int) -> int:
+    """The nearest time that an inode can hold: years 1677 to 2262. ext4 cuts times to its own range, too."""
+    return max(-(1 << 63), min(time_ns, (1 << 63) - 1))
+
+
 def changes(attr: EntryAttributes, fields: SetattrFields, kill_privileges: bool) -> SetAttr:
     """What a SETATTR request asks for."""
     return SetAttr(
@@ -94,9 +99,9 @@ def changes(attr: EntryAttributes, fields: SetattrFields, kill_privileges: bool)
         uid=attr.st_uid if fields.update_uid else None,
         gid=attr.st_gid if fields.update_gid else None,
         size=attr.st_size if fields.update_size else None,
-        atime_ns=attr.st_atime_ns if fields.update_atime else None,
-        mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
-        ctime_ns=attr.st_ctime_ns if fields.update_ctime else None,
+        atime_ns=_kept_time(attr.st_atime_ns) if fields.update_atime else None,
+        mtime_ns=_kept_time(attr.st_mtime_ns) if fields.update_mtime else None,
+        ctime_ns=_kept_time(attr.st_ctime_ns) if fields.update_ctime else None,
         kill_privileges=kill_privileges,
     )
 

@@ -33,7 +33,7 @@ _ATIME_INTERVAL_NS = 24 * 3600 * 10**9  # relatime, as in mount(8)
 class Filesystem(Grouping):
     """An open store as a POSIX filesystem. Made by ``open_filesystem``; used from one trio thread."""
 
-    def __init__(self, store: Store, mountpoint: str, read_only: bool, atime: bool) -> None:
+    def __init__(self, store: Store, mountpoint: str, read_only: bool, atime: str) -> None:
         super().__init__(store)
         self.mountpoint = mountpoint
         self.read_only = read_only
@@ -41,7 +41,8 @@ class Filesystem(Grouping):
         self.recovered = Recovered()
         self.edge_status: Callable[[], dict[str, Any]] = dict
         """What the edge says of itself, for ``aifs status``."""
-        self._atime = atime and not read_only
+        self.atime = "noatime" if read_only else atime
+        """One of ATIMES."""
 
     # --- attributes ---
 
@@ -86,13 +87,13 @@ class Filesystem(Grouping):
         return self.io.attributes(file)
 
     def _accessed(self, inode: Inode) -> bool:
-        """Update atime by the rules of relatime; whether it changed."""
+        """Update atime by the mount's rule; whether it changed."""
         now = time.time_ns()
-        recent = (
+        recent = self.atime == "relatime" and (
             inode.atime_ns > max(inode.mtime_ns, inode.ctime_ns)
             and now - inode.atime_ns < _ATIME_INTERVAL_NS
         )
-        if recent or not self._atime:
+        if recent or self.atime == "noatime":
             return False
         inode.atime_ns = now
         return True

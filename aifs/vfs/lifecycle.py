@@ -26,7 +26,7 @@ async def open_filesystem(
     config: Config,
     read_only: bool = False,
     mountpoint: str = "",
-    atime: bool = True,
+    atime: str = "relatime",
     adding: str = "",
 ) -> AsyncIterator[Filesystem]:
     """Own the store, recover it, and serve until the block ends; then everything is made durable.

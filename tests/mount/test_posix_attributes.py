@@ -112,6 +112,17 @@ def test_times_with_nanoseconds(file: Path, module_mount: Mounted) -> None:
     assert (file.stat().st_atime_ns, file.stat().st_mtime_ns) == (-1_500_000_000, 0)
 
 
+def test_times_beyond_what_is_kept_are_cut(file: Path) -> None:
+    last_ns = (1 << 63) - 1
+    for asked_s, kept_ns in (
+        (1 << 40, last_ns),
+        (-(1 << 40), -last_ns - 1),
+        (13_569_465_600, last_ns),
+    ):
+        os.utime("file", ns=(asked_s * 10**9, asked_s * 10**9))
+        assert (os.stat("file").st_atime_ns, os.stat("file").st_mtime_ns) == (kept_ns, kept_ns)
+
+
 def test_which_times_move(file: Path) -> None:
     def moved(action: Callable[[], object], path: str = "file") -> str:
         before = os.lstat(path)
