@@ -37,6 +37,9 @@ PREFERRED_IO = 64 << 10
 FORGET_S = 1.0
 """How long an answer waits until the kernel has forgotten names."""
 
+NAMELESS = b"/"
+"""What the bridge has the kernel create for O_TMPFILE; no name can be that."""
+
 LAST_DOT = 2
 """Where ``..`` lies in a listing: ``.`` is at 1, and what the filesystem has at ``cookie`` is at ``cookie + 1``."""
 
@@ -199,7 +202,8 @@ class Operations(pyfuse3.Operations):
     async def create(
         self, parent: int, name: bytes, mode: int, flags: int, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
-        opened, inode = await self._fs.create(parent, name, mode, flags, ctx)
+        nameless = name == NAMELESS
+        opened, inode = await self._fs.create(parent, None if nameless else name, mode, flags, ctx)
         return file_info(opened), self._entry(inode)
 
     @answers

@@ -100,6 +100,15 @@ class Filesystem(Grouping):
 
     # --- files ---
 
+    async def link(self, ino: int, new_parent: int, new_name: bytes) -> Inode:
+        """Another name for a file, or the first one of a file that was created without."""
+        inode = await super().link(ino, new_parent, new_name)
+        if inode.nlink == 1:  # it may have been closed, as what nobody would see again
+            file = await self.io.acquire(ino)
+            await self.io.release(file)
+            await self._closed(file, written=True)
+        return inode
+
     async def open(self, ino: int, flags: int, kill_privileges: bool = False) -> Opened:
         """Opening for reading counts as access, since the kernel reads most pages without asking.
 
