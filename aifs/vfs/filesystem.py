@@ -154,29 +154,47 @@ class Filesystem(Grouping):
         The kernel sees to O_APPEND, by the offset, and to O_SYNC, by an fsync after the write.
         """
         file = self.handles.writable(handle)
+        await self._before_change(file, kill_privileges)
         await self.io.write(file, offset, data)
+        return len(data)
+
+    async def _before_change(self, file: OpenInode, kill_privileges: bool) -> None:
+        """The bytes are about to change. First, so that at no time they run with the owner's rights as others made them."""
         if kill_privileges and file.inode.is_privileged:
             await self._kill_privileges(file)
-        return len(data)
 
     async def _kill_privileges(self, file: OpenInode) -> None:
         file.adopt(await self._engine.transact(attributes.kill_privileges, file.inode.ino))
         file.unsaved = True
         self.on_attr_change(file.inode.ino)
 
-    async def fallocate(self, handle: int, mode: int, offset: int, length: int) -> None:
-        """fallocate(2): allocate, keep size, punch hole, zero range. Raises NotSupported, NoSpace."""
-        await ranges.fallocate(self.io, self.handles.writable(handle), mode, offset, length)
+    async def fallocate(
+        self, handle: int, mode: int, offset: int, length: int, caller: CallerLike = ROOT
+    ) -> None:
+        """fallocate(2): allocate, keep size, punch hole, zero range. Raises NotSupported, NoSpace.
+
+        The kernel leaves set-id bits to us, and does not say whether the caller may keep them: only root may.
+        """
+        file = self.handles.writable(handle)
+        await self._before_change(file, caller.uid != 0)
+        await ranges.fallocate(self.io, file, mode, offset, length)
 
     async def lseek(self, handle: int, offset: int, whence: int) -> int:
         """SEEK_DATA and SEEK_HOLE of lseek(2). Raises NoSuchAddress beyond the end."""
         return await ranges.seek(self.io, self.handles[handle].file, offset, whence)
 
     async def copy_file_range(
-        self, handle_in: int, offset_in: int, handle_out: int, offset_out: int, length: int
+        self,
+        handle_in: int,
+        offset_in: int,
+        handle_out: int,
+        offset_out: int,
+        length: int,
+        caller: CallerLike = ROOT,
     ) -> int:
-        """copy_file_range(2): how much has been copied; 0 at the end of the source."""
+        """copy_file_range(2): how much has been copied; 0 at the end of the source. Set-id bits: as ``fallocate``."""
         source, target = self.handles.readable(handle_in), self.handles.writable(handle_out)
+        await self._before_change(target, caller.uid != 0)
         return await ranges.copy(self.io, source, offset_in, target, offset_out, length)
 
     async def release(self, handle: int) -> None:
