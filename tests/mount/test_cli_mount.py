@@ -318,6 +318,16 @@ def test_signals_unmount_cleanly(place: Place, number: int) -> None:
     assert (place.path / "file").read_text() == "kept"
 
 
+def test_the_log_is_for_its_owner_and_the_group_that_he_lets(place: Place) -> None:
+    """It tells names below directories that others may not search."""
+    for left, mode in ((None, 0o600), (0o644, 0o640), (0o600, 0o600)):
+        if left is not None:
+            place.log.chmod(left)
+        place.mount()
+        assert stat.S_IMODE(place.log.stat().st_mode) == mode
+        aifs("umount", place.path)
+
+
 def test_sigusr1_writes_stacks_to_the_log(place: Place) -> None:
     place.mount("-o", "log.level=error")
     os.kill(place.status()["pid"], signal.SIGUSR1)
