@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from aifs.core import files, filesystems
 from aifs.core.errors import FsError, StoreError, Unavailable
-from aifs.data import naming
+from aifs.data import naming, probe
 from aifs.data.health import Health
 from aifs.data.latency import Latency
 from aifs.data.marker import read_marker
@@ -28,6 +28,9 @@ from aifs.layout.placement import ACTIVE, BURST_FIRST
 _log = logging.getLogger(__name__)
 
 _KNOWN_DIRECTORIES = 1024
+
+_OF_BYTES = frozenset(("open", "read", "write", "sync"))
+"""Operations whose errors may belong to the object alone. They run in a worker, or where nothing waits for a device."""
 
 Key = tuple[int, int]
 """Names an object on a server: (ino, oid)."""
@@ -100,6 +103,7 @@ class DataServer:
         self._inode: tuple[int, int] | None = None
         self._known: dict[str, None] = {}  # object directories that exist, oldest first
         self._directories_lock = threading.Lock()
+        self._probe_lock = threading.Lock()
         self._unsynced_names = Unsynced()
         self._locks = [threading.Lock() for _ in range(16)]
 
@@ -188,12 +192,26 @@ class DataServer:
             result = function(*args)
         except (OSError, StoreError) as error:
             path = where if isinstance(where, str) else self.object_path(*where)
-            raise self.health.failed(op, error, path) from error
+            of_object = where is not path and op in _OF_BYTES and isinstance(error, OSError)
+            works = self._works if of_object else None
+            raise self.health.failed(op, error, path, works) from error
         finally:
             self.workers.patience.leave()
         if self.health.failing:
             self.health.succeeded(op)
         return result
+
+    def _works(self) -> bool:
+        patience = self.workers.patience
+        with (
+            patience.holding(self._probe_lock, "probe", self.path),
+            patience.asking("probe", self.path),
+        ):
+            try:
+                self._check_present()
+            except (OSError, StoreError):
+                return False
+            return probe.works(self.path, self._writable)
 
     # --- objects ---
 
