@@ -100,7 +100,8 @@ class DataServer:
         """Objects can be labelled there (object_label), as far as is known."""
         self._can_read_cached = True
         self._writable = False
-        self._inode: tuple[int, int] | None = None
+        self.inode: tuple[int, int] | None = None
+        """(st_dev, st_ino) of the directory, as last identified."""
         self._known: dict[str, None] = {}  # object directories that exist, oldest first
         self._directories_lock = threading.Lock()
         self._probe_lock = threading.Lock()
@@ -110,13 +111,19 @@ class DataServer:
     # --- identity and state ---
 
     def identify(self, read_only: bool) -> None:
-        """Check that the directory is this server's, and learn what it is. From then on it is no longer absent.
+        """Check that the directory is this server's, and learn what it is.
 
         Blocks. Raises StoreError, which says what is wrong and what to do.
         """
+        with self.workers.patience.asking("reach", self.path):
+            self._identify(read_only)
+
+    def _identify(self, read_only: bool) -> None:
+        with suppress(OSError):  # the marker cannot be read then, either, and that says more
+            status = os.stat(self.path)
+            self.inode = status.st_dev, status.st_ino
         self._check_marker()
         try:
-            status = os.stat(self.path)
             self.in_memory, self.is_local = (
                 filesystems.is_in_memory(self.path),
                 filesystems.is_local(self.path),
@@ -128,14 +135,13 @@ class DataServer:
                 f"{self.name}: {self.path}: cannot be written to; make it writable, or mount with -o ro"
             )
         self._writable = not read_only
-        self._inode = (status.st_dev, status.st_ino)
-        self.absent = ""
 
     def look(self, read_only: bool) -> None:
         """See how much is free; if it is absent, whether it is back. Blocks."""
         try:
             if self.absent:
                 self.identify(read_only)
+                self.absent = ""
                 _log.info("%s (%s) is there again", self.name, self.path)
             self.seen = self.space()
         except StoreError as error:
@@ -157,7 +163,7 @@ class DataServer:
     def _check_present(self) -> None:
         """What is missing is missing only where the directory itself is not. Raises OSError, StoreError."""
         status = os.stat(self.path)
-        if (status.st_dev, status.st_ino) != self._inode:
+        if (status.st_dev, status.st_ino) != self.inode:
             self._check_marker()
 
     def reach(self) -> None:
@@ -419,7 +425,7 @@ class DataServer:
     @property
     def device(self) -> int:
         """st_dev of the filesystem that the server lies on, as it was at mount."""
-        return self._inode[0]
+        return self.inode[0]
 
     def list_range(self, first_oid: int, end_oid: int) -> list[Key]:
         """The objects with first_oid <= oid < end_oid."""

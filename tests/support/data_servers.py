@@ -12,6 +12,7 @@ from aifs.data.marker import FORMAT, Marker, write_marker
 from aifs.data.marker import NAME as MARKER
 from aifs.data.probe import NAME as PROBE
 from aifs.data.servers import Servers
+from aifs.data.workers import gather
 
 STORE = "5a0cbd2e-4d0b-4f7a-b6b7-0d5f7c5f6a10"
 
@@ -110,3 +111,16 @@ def failing(ops: str | tuple[str, ...], below: str, number: int = errno.EIO) -> 
 
     with hooked(action):
         yield failed
+
+
+async def list_window(servers: Servers, first_oid: int, end_oid: int) -> list[tuple[int, int, int]]:
+    """(server id, ino, oid) of all objects with first_oid <= oid < end_oid on servers that are present. Raises Unavailable."""
+    everywhere = [server for server in servers.values() if not server.absent]
+    results = await gather(
+        [(server.workers, server.list_range, (first_oid, end_oid)) for server in everywhere]
+    )
+    return [
+        (server.id, ino, oid)
+        for server, keys in zip(everywhere, results, strict=True)
+        for ino, oid in keys
+    ]
