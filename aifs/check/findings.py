@@ -9,6 +9,7 @@ KINDS = {
     "bad-cache": "a burst copy that is not what the file holds; the file is whole without it",
     "bad-name": "a name that no program can use",
     "copy-record": "a burst copy and its record do not match",
+    "damaged-record": "a record of the metadata that is not as it was stored; the last backup may have it",
     "dangling-dentry": "a name that leads to no inode",
     "degraded": "an object of protected bytes is missing or short; they are whole without it, and a rebuild makes it anew",
     "foreign-file": "a file in a data server's directory that is not of the store; never touched",

@@ -1,6 +1,7 @@
 """fsck: check a whole store that nobody uses, and mend what can be mended without guessing.
 
-1. The metadata is read and judged as it is (``scan``, ``names``), before anything acts on what it says.
+1. The metadata is read: records that are not as they were stored are named, and count as empty from then on, which no
+   record is that holds something. It is judged as it is (``scan``, ``names``), before anything acts on what it says.
 2. What recovery would trip over is mended, and the store is recovered as by a mount. Without leave to mend, a
    store that recovery would damage further is not recovered.
 3. The rest of the metadata is mended (``repair``).
@@ -13,6 +14,7 @@ import dataclasses
 import trio
 
 from aifs.burst.tier import BurstTier
+from aifs.check.damage import find_damaged, is_whole
 from aifs.check.deep import DeepCheck
 from aifs.check.findings import NAMELESS, RECORDS, RECOVERY, SILENT, Problem, Progress, Report
 from aifs.check.objects import ObjectCheck
@@ -63,9 +65,11 @@ async def _check(config: Config, repair: bool, deep: bool, progress: Progress) -
 async def _check_store(
     store: Store, repair: bool, deep: bool, progress: Progress, report: Report
 ) -> None:
+    damaged = await find_damaged(store.engine)
+    store.engine.read_damaged_as(b"")
     scan = MetadataScan(store.engine, store.servers, progress)
     await scan.run()
-    problems = scan.problems
+    problems = [*damaged.values(), *scan.problems]
     if repair:
         await _mend(store.engine, problems, RECOVERY)
     if all(problem.repaired for problem in problems if problem.stage == RECOVERY):
@@ -84,6 +88,9 @@ async def _check_store(
     if repair:
         await _mend(store.engine, late, RECORDS)
         await objects.move_orphans_aside()
+        store.engine.read_damaged_as(None)
+        for key, problem in damaged.items():
+            problem.repaired = await store.engine.view(is_whole, key)
         await store.engine.barrier()
     report.findings = [problem.finding() for problem in found if problem.kind != SILENT]
     report.counts = objects.counts | report.counts

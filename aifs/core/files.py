@@ -230,11 +230,13 @@ def replace_file(path: str, data: bytes) -> None:
     sync_dir(os.path.dirname(path))
 
 
-def read_file(path: str) -> bytes | None:
-    """The whole of a small file, or None if there is none."""
+def read_file(path: str, *, anew: bool = False) -> bytes | None:
+    """The whole of a small file, or None if there is none. ``anew``: from the device, where the kernel goes along."""
     _before("read_file", path)
     try:
         with open(path, "rb") as file:
+            if anew:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             return file.read()
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):

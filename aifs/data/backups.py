@@ -3,6 +3,7 @@
 What the files hold is meta/backup.py's business. Errors are FsErrors.
 """
 
+import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -99,12 +100,15 @@ def _put(root: str, name: str, data: bytes) -> None:
 
 
 def _replace(path: str, data: bytes) -> None:
-    """Where there is no room for it nothing is left, since the next one will have another name."""
+    """Where there is no room for it, or it is not what is read back, nothing is left: the next one will have another name."""
     try:
         files.replace_file(path, data)
+        if files.read_file(path, anew=True) != data:
+            raise OSError(errno.EIO, "what is read back is not what was written")
     except OSError:
-        with suppress(OSError):
-            files.unlink(f"{path}.new")
+        for name in (f"{path}.new", path):
+            with suppress(OSError):
+                files.unlink(name)
         raise
 
 

@@ -168,6 +168,18 @@ def server(number: int) -> bytes:
     return _SERVER(b"s", number)
 
 
+def describe(key: bytes) -> str:
+    """A key for people: its letter, and what follows it, names as text and other things as numbers."""
+    kind, rest = key[:1].decode(errors="backslashreplace"), key[1:]
+    if kind in "cj":
+        return f"{kind} {rest.decode(errors='backslashreplace')}"
+    parts = [str(int.from_bytes(rest[:8], "big"))] if rest else []
+    if rest[8:]:
+        name = rest[8:].decode(errors="backslashreplace")
+        parts.append(repr(name) if kind in "dx" else str(int.from_bytes(rest[8:], "big")))
+    return " ".join([kind, *parts])
+
+
 def all_of(kind: bytes) -> tuple[bytes, bytes]:
     """The key range of all records of one kind (its first letter)."""
     return kind, bytes((kind[0] + 1,))

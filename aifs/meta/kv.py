@@ -15,6 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from aifs.core.errors import Unavailable
+
 Result = TypeVar("Result")
 
 MAX_KEY_BYTES = 511
@@ -47,8 +49,16 @@ def grows(function: Function) -> Function:
     return function
 
 
+class DamagedRecord(Unavailable):
+    """The record of ``key`` is not as it was stored. What is behind it in order can be read."""
+
+    def __init__(self, key: bytes, detail: str) -> None:
+        super().__init__(detail)
+        self.key = key
+
+
 class ReadTransaction(ABC):
-    """A consistent view of the whole map."""
+    """A consistent view of the whole map. Reading raises DamagedRecord."""
 
     @abstractmethod
     def get(self, key: bytes) -> bytes | None:

@@ -1,20 +1,38 @@
-"""The LMDB environment of the durable engine. The only module that knows of LMDB.
+"""The LMDB environment of the durable engine. The only module that knows of LMDB, but for the pages of its file (lmdb_pages).
+
+On disk, in LMDB's own format, are two named databases. All values end with a *check value*, 4 bytes: the CRC-32 (the one of
+zlib, little-endian) of the key and of the value before it. So a value that is not what was stored is told when it is read.
+
+    checked       the records (meta/keys.py)
+    engine        applied: u64, little-endian, number of the last transaction that is here as a whole
+
+A database of before had its values without check values, in ``records`` and under ``applied_seq``: opening it moves them.
 
 LMDB runs without its lock file, as the store has one owner. It then keeps the pages of the newest snapshot,
 and of no older one, from being reused: so the read transaction is renewed before every write transaction.
 All methods but ``commit`` and ``reserve`` are for the scheduler thread; those are for a worker, one at a time.
 """
 
+import logging
 import os
 import struct
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from zlib import crc32
 
 import lmdb
 
 from aifs.core import faults, files
-from aifs.core.errors import StoreError
+from aifs.core.errors import StoreError, Unavailable
+from aifs.meta import keys, lmdb_pages
+from aifs.meta.kv import DamagedRecord
 from aifs.meta.memtable import Run
 
+log = logging.getLogger(__name__)
+
 DatabaseError = lmdb.Error
+_BROKEN = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError)
 MapFull = lmdb.MapFullError
 
 RESIDENT_BYTES = 64 << 20
@@ -23,8 +41,15 @@ RESIDENT_BYTES = 64 << 20
 INITIAL_MAP_BYTES = 256 << 20
 
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
-_APPLIED = b"applied_seq"
+_APPLIED = b"applied"
+_APPLIED_UNCHECKED = b"applied_seq"
 _SEQ = struct.Struct("<Q")
+_CHECK = struct.Struct("<I")
+_CHECK_BYTES = _CHECK.size
+_WHOLE = 0x2144DF1C
+"""The CRC-32 of anything that its own CRC-32 stands behind."""
+
+_MOVED_AT_ONCE = 2048  # records that get their check values in one transaction
 
 BEFORE_COMMIT = faults.declare("meta.commit.before", "an LMDB transaction is filled, not committed")
 AFTER_LMDB = faults.declare(
@@ -32,39 +57,60 @@ AFTER_LMDB = faults.declare(
 )
 
 
+class BrokenDatabase(StoreError):
+    """LMDB's file is not whole. The message does not say what to do, which depends on the store."""
+
+
+def with_check_value(key: bytes, value: bytes) -> bytes:
+    return value + _CHECK.pack(crc32(value, crc32(key)))
+
+
 class Database:
     """The LMDB environment, and the one read transaction through which everybody reads it.
 
-    Made if the directory holds none. Opening blocks; raises StoreError.
+    Made if the directory holds none. Opening blocks; raises StoreError, BrokenDatabase. All its pages are looked at then, as LMDB
+    ends the process at some that are damaged; ``thorough``: also all that is in them.
+
+    For a record that is not as it was stored, ``get`` raises DamagedRecord, and ``run`` has the error in place of the
+    value; the log names it, once.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, thorough: bool = True) -> None:
         self._directory = directory
+        self.damaged_as: bytes | None = None
+        """What damaged records read as, for whoever has named them all; None: they are not read."""
+        self._named: set[bytes] = set()
         self._path = os.path.join(directory, "data.mdb")
         size = os.path.getsize(self._path) if os.path.exists(self._path) else 0
         self._map_bytes = max(INITIAL_MAP_BYTES, 2 * size)
         self._writer: lmdb.Transaction | None = None
         try:
+            if size:
+                lmdb_pages.check(self._path, thorough)
             self._open()
-        except DatabaseError as error:
-            what = f"cannot open the metadata database: {error}"
+        except (lmdb_pages.BrokenPage, *_BROKEN) as error:
+            raise BrokenDatabase(
+                f"{self._path}: the metadata database is broken: {error}"
+            ) from error
+        except (DatabaseError, OSError) as error:
             raise StoreError(
-                f"{directory}: {what}; if it is damaged: aifs meta restore, once it is moved away"
+                f"{self._path}: the metadata database cannot be opened: {error}"
             ) from error
 
     def _open(self) -> None:
         self._env = lmdb.open(
             self._directory,
             map_size=self._map_bytes,
-            max_dbs=2,
+            max_dbs=3,
             mode=0o600,
             lock=False,
             max_spare_txns=2,
         )
         try:
             self._extend(self._used_bytes())
-            self._records = self._env.open_db(b"records")
+            self._records = self._env.open_db(b"checked")
             self._own = self._env.open_db(b"engine")
+            self._add_check_values()
             self._begin()
         except BaseException:
             self._env.close()
@@ -104,9 +150,51 @@ class Database:
             finally:
                 files.close_file(fd)
 
+    def _add_check_values(self) -> None:
+        """Move the records of a database of before, some at a time; a crash leaves each in one of the two places."""
+        try:
+            old = self._env.open_db(b"records", create=False)
+        except lmdb.NotFoundError:
+            return
+        moved = 0
+        while True:
+            with self._env.begin(write=True, db=self._records) as writer:
+                with writer.cursor(old) as cursor:
+                    cursor.first()
+                    records = list(islice(cursor, _MOVED_AT_ONCE))
+                for key, value in records:
+                    writer.put(key, with_check_value(key, value))
+                    writer.delete(key, db=old)
+                moved += len(records)
+                if not records:
+                    applied = writer.pop(_APPLIED_UNCHECKED, db=self._own)
+                    if applied is not None:
+                        writer.put(_APPLIED, with_check_value(_APPLIED, applied), db=self._own)
+                    writer.drop(old)
+                    break
+        log.info("metadata: %d records got check values", moved)
+
     def _begin(self) -> None:
         self._snapshot = self._env.begin(db=self._records)
-        self.get = self._snapshot.get  # bound once, not once per read
+        self.get = partial(self._checked, self._snapshot.get)  # looked up once, not once per read
+
+    def _checked(self, get: Callable[[bytes], bytes | None], key: bytes) -> bytes | None:
+        try:
+            stored = get(key)
+        except DatabaseError as error:
+            raise Unavailable(f"metadata record {keys.describe(key)}: {error}") from error
+        if stored is None or crc32(stored, crc32(key)) == _WHOLE:
+            return stored and stored[:-_CHECK_BYTES]
+        if self.damaged_as is None:
+            raise self._damaged(key)
+        return self.damaged_as
+
+    def _damaged(self, key: bytes) -> DamagedRecord:
+        what = f"metadata record {keys.describe(key)} is damaged: its check value is wrong"
+        if key not in self._named:
+            self._named.add(key)
+            log.error("%s: %s; aifs fsck tells what it belongs to", self._path, what)
+        return DamagedRecord(key, what)
 
     def reopen(self) -> None:
         """Begin anew from what is on disk, which is whole. Raises DatabaseError."""
@@ -115,16 +203,25 @@ class Database:
 
     def applied(self) -> int | None:
         """Sequence number of the last transaction that is in LMDB; None in a new database."""
-        value = self._snapshot.get(_APPLIED, db=self._own)
-        return None if value is None else _SEQ.unpack(value)[0]
+        stored = self._snapshot.get(_APPLIED, db=self._own)
+        if stored is None:
+            return None
+        if crc32(stored, crc32(_APPLIED)) != _WHOLE:
+            raise BrokenDatabase(f"{self._path}: the number of its last transaction is damaged")
+        return _SEQ.unpack_from(stored)[0]
 
     def run(self, start: bytes, end: bytes) -> Run:
         with self._snapshot.cursor() as cursor:
             if cursor.set_range(start):
-                for pair in cursor.iternext():
-                    if pair[0] >= end:
+                for key, stored in cursor.iternext():
+                    if key >= end:
                         return
-                    yield pair
+                    if crc32(stored, crc32(key)) == _WHOLE:
+                        yield key, stored[:-_CHECK_BYTES]
+                    elif self.damaged_as is None:
+                        yield key, self._damaged(key)
+                    else:
+                        yield key, self.damaged_as
 
     def renew(self) -> None:
         """See what has been committed."""
@@ -159,7 +256,9 @@ class Database:
     def fill(self, changes: list[tuple[bytes, bytes | None]]) -> None:
         """Make changes, which nobody sees yet; a value of None deletes."""
         with self._writer.cursor() as cursor:
-            cursor.putmulti([change for change in changes if change[1] is not None])
+            cursor.putmulti(
+                [(key, with_check_value(key, value)) for key, value in changes if value is not None]
+            )
         for key, value in changes:
             if value is None:
                 self._writer.delete(key)
@@ -167,7 +266,8 @@ class Database:
     def commit(self, applied: int | None) -> None:
         """The changes are on stable storage on return, with the ``applied`` sequence number. Blocks, in any thread."""
         if applied is not None:
-            self._writer.put(_APPLIED, _SEQ.pack(applied), db=self._own)
+            value = with_check_value(_APPLIED, _SEQ.pack(applied))
+            self._writer.put(_APPLIED, value, db=self._own)
         faults.reach(BEFORE_COMMIT)
         self._writer.commit()
         self._writer = None

@@ -4,7 +4,7 @@ docs/metadata.md says how the levels fit together. Touches the metadata director
 
 * The journal is written before memory, and synced before LMDB: LMDB never holds a change that the journal
   could lose. So a memtable may be committed in several LMDB transactions (which bounds LMDB's dirty pages,
-  memory that it never gives back); only the last one moves ``applied_seq``, and replay mends what a crash
+  memory that it never gives back); only the last one moves ``applied``, and replay mends what a crash
   leaves between.
 * Reads, and everything that moves LMDB's map, happen on the scheduler thread; worker threads write and sync.
 """
@@ -62,8 +62,14 @@ class LmdbEngine(Engine):
     the number of the last transaction that it found, ``opened_seq`` the one from which it counts on.
     """
 
-    def __init__(self, directory: str, commit_interval_s: float = 1.0, first_seq: int = 0) -> None:
-        """``first_seq``: where the sequence numbers of a store that is made begin."""
+    def __init__(
+        self,
+        directory: str,
+        commit_interval_s: float = 1.0,
+        first_seq: int = 0,
+        thorough: bool = True,
+    ) -> None:
+        """``first_seq``: where the sequence numbers of a store that is made begin. ``thorough``: see Database."""
         self._directory = directory
         self._commit_interval_s = commit_interval_s
         self._memtable = Memtable()
@@ -81,7 +87,7 @@ class LmdbEngine(Engine):
         self._wake = trio.Event()
         self._threads = trio.CapacityLimiter(2)  # one to sync, one to commit
         self._in_memory = filesystems.is_in_memory(directory)
-        self._database = Database(directory)
+        self._database = Database(directory, thorough)
         try:
             self._journal = self._open_journal()
             try:
@@ -151,6 +157,10 @@ class LmdbEngine(Engine):
             if self._journal.used_bytes > journal.SEGMENT_BYTES >> 1 and not self._frozen.entries:
                 self._wake.set()
         return result
+
+    def read_damaged_as(self, value: bytes | None) -> None:
+        """From now on damaged records have this value; None, as in the beginning: reading one raises DamagedRecord."""
+        self._database.damaged_as = value
 
     @property
     def short_of_space(self) -> bool:

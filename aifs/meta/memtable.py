@@ -1,7 +1,7 @@
 """The levels of the LMDB engine: changes in memory over what is stored, read as one map. Touches no file.
 
 A *run* is an iterator of (key, value) in ascending order of key; a value of None is a tombstone: the key is
-deleted, whatever the levels below say.
+deleted, whatever the levels below say. A DamagedRecord as value is raised, unless a level above has the key.
 """
 
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from sortedcontainers import SortedSet
 
-from aifs.meta.kv import ReadTransaction, Transaction, check_key, check_pair
+from aifs.meta.kv import DamagedRecord, ReadTransaction, Transaction, check_key, check_pair
 
-Run = Iterator[tuple[bytes, bytes | None]]
+Run = Iterator[tuple[bytes, bytes | DamagedRecord | None]]
 Writes = dict[bytes, bytes | None]
 
 _MISSING: Any = object()  # "this level does not know the key", where None is "the key is deleted"
@@ -105,9 +105,16 @@ def overlay(upper: Run, lower: Run) -> Run:
 
 
 def visible(run: Run, limit: int) -> Iterator[tuple[bytes, bytes]]:
-    """The run without its tombstones, at most ``limit`` pairs unless it is 0."""
-    pairs = ((key, value) for key, value in run if value is not None)
-    return islice(pairs, limit) if limit else pairs
+    """The run without its tombstones, at most ``limit`` pairs unless it is 0. Raises DamagedRecord."""
+    return islice(_values(run), limit) if limit else _values(run)
+
+
+def _values(run: Run) -> Iterator[tuple[bytes, bytes]]:
+    for key, value in run:
+        if isinstance(value, DamagedRecord):
+            raise value
+        if value is not None:
+            yield key, value
 
 
 class Stored(Protocol):

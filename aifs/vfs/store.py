@@ -28,6 +28,7 @@ from aifs.layout.placement import BURST_FIRST
 from aifs.meta import keys
 from aifs.meta.keys import FIRST_FREE_ID, ROOT_INO
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
+from aifs.meta.lmdb_database import BrokenDatabase
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.namespace import put_inode
 from aifs.meta.records import Inode
@@ -178,8 +179,9 @@ async def open_store(
     owner = OwnerLock(meta, mountpoint)
     engine = servers = None
     try:
-        engine = LmdbEngine(meta, config.meta.commit_interval_s)
-        superblock, table = await _read_identity(engine, meta)
+        # Whoever mounts waits; a command may take the time to look at everything.
+        engine = LmdbEngine(meta, config.meta.commit_interval_s, thorough=not mountpoint)
+        superblock, table = await _read_identity(engine, meta, config.source)
         if superblock["uuid"] != marker.store:
             raise StoreError(
                 f"{meta}: the metadata belongs to another store than the directory's marker says"
@@ -208,16 +210,21 @@ async def open_store(
         same_boot = superblock.get("boot") == files.boot_id()
         rows = ServerTable(config, identity, engine, servers)
         return Store(config, identity, superblock["clean"], same_boot, engine, servers, rows, owner)
-    except BaseException:
+    except BaseException as error:
         if servers is not None:
             servers.close()
         if engine is not None:
             engine.abandon()
         owner.release(orderly=True)
+        if isinstance(error, BrokenDatabase):
+            how = f"mv {meta} {meta}.damaged && aifs meta restore {config.source}"
+            raise StoreError(f"{error}. Restore it from the last backup: {how}") from error
         raise
 
 
-async def _read_identity(engine: Engine, meta: str) -> tuple[dict, dict[int, ServerRecord]]:
+async def _read_identity(
+    engine: Engine, meta: str, source: str
+) -> tuple[dict, dict[int, ServerRecord]]:
     """The superblock, and the table of servers. Raises StoreError if they are damaged."""
 
     def read(tx: ReadTransaction) -> tuple[dict, dict[int, ServerRecord]]:
@@ -229,7 +236,8 @@ async def _read_identity(engine: Engine, meta: str) -> tuple[dict, dict[int, Ser
         return await engine.view(read)
     except (ValueError, TypeError, KeyError, Unavailable) as error:
         raise StoreError(
-            f"{meta}: the store's own records are damaged; restore the directory from a copy"
+            f"{meta}: the store's own records are damaged ({error}). Restore them from the last backup: "
+            f"mv {meta} {meta}.damaged && aifs meta restore {source}"
         ) from error
 
 

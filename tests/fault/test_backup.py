@@ -80,6 +80,22 @@ async def read(fs: Filesystem, name: bytes) -> bytes:
         await fs.release(handle)
 
 
+async def test_a_backup_that_is_not_what_was_written_does_not_count(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await trio.to_thread.run_sync(modes.make_store, scratch / "s", ON, 2)
+    async with open_filesystem(modes.config_of(scratch / "s")) as fs:
+        await write(fs, b"file", b"bytes")
+        with monkeypatch.context() as patch:
+            read_file = files.read_file
+            patch.setattr(files, "read_file", lambda path, **how: read_file(path, **how)[:-1])
+            with pytest.raises(Unavailable, match="not what was written"):
+                await fs.backup.ship()
+        assert not segments(scratch / "s")
+        await fs.backup.ship()
+        assert segments(scratch / "s")
+
+
 # --- any history ---
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -58,3 +59,22 @@ def test_nothing_is_restored_under_a_daemon_that_goes_on(mounted: Mounted, tmp_p
     assert refused.returncode and "is mounted here" in refused.stderr and not meta.exists()
     shutil.move(tmp_path / "meta", meta)
     mounted.unmount()
+
+
+def test_a_mount_of_a_broken_database_says_what_to_do(mounted: Mounted) -> None:
+    (mounted.path / "file").write_bytes(b"here")
+    mounted.unmount()
+    data = (mounted.source / "meta" / "data.mdb").read_bytes()
+    pages = {found.start() // 4096 for found in re.finditer(b"cinodes", data)}
+    with (mounted.source / "meta" / "data.mdb").open("r+b") as file:
+        for page in pages:
+            file.seek(page * 4096)
+            file.write(bytes(4096))
+    refused = aifs("mount", mounted.source, mounted.path, check=False)
+    assert refused.returncode == 4 and "Traceback" not in refused.stderr
+    command = refused.stderr.partition("last backup: ")[2].strip()
+    move, _, restore = command.partition(" && aifs ")
+    shutil.move(*move.split()[1:])
+    aifs(*restore.split())
+    mounted.mount()
+    assert (mounted.path / "file").read_bytes() == b"here"

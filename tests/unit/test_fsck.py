@@ -1535,6 +1535,7 @@ def test_a_wrong_server_directory_is_refused(store: DamagedStore) -> None:
 def test_every_kind_of_finding_is_tested() -> None:
     tested = {kind for damage in (*MENDED.values(), *STAYS.values()) for kind, _ in damage.found}
     by_themselves = {
+        "damaged-record",
         "missing-object",
         "short-object",
         "orphan-object",
