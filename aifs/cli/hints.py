@@ -4,7 +4,6 @@ import json
 import os
 from typing import Any
 
-ATIME = "user.aifs.atime"
 BACKUP = "user.aifs.backup"
 DRAIN = "user.aifs.drain"
 EVICT = "user.aifs.evict"

@@ -3,45 +3,16 @@
 import errno
 import glob
 import os
-import re
 import subprocess
-from typing import Any, NamedTuple
+from typing import Any
 
 from aifs.cli import hints
 from aifs.cli.output import print_error
 from aifs.core.errors import MountError
+from aifs.core.mountinfo import all_mounts, mounted_at
 
 FSTYPE = "fuse.aifs"
 UMOUNT_HELPER = "/sbin/umount.fuse.aifs"
-
-
-class Mount(NamedTuple):
-    """A line of mountinfo; ``device`` is the number that stat gives for its files."""
-
-    device: int
-    mountpoint: str
-    fstype: str
-
-
-def all_mounts() -> list[Mount]:
-    """The mounts of this process's namespace, oldest first."""
-    with open("/proc/self/mountinfo", "rb") as file:
-        return [_parse_line(line) for line in file]
-
-
-def _parse_line(line: bytes) -> Mount:
-    before, _, after = line.partition(b" - ")
-    fields = before.split(b" ")
-    major, _, minor = fields[2].partition(b":")
-    path = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), fields[4])
-    return Mount(
-        os.makedev(int(major), int(minor)), os.fsdecode(path), os.fsdecode(after.split(b" ")[0])
-    )
-
-
-def mounted_at(path: str) -> Mount | None:
-    """The mount that is on top at the absolute ``path``, or None."""
-    return next((mount for mount in reversed(all_mounts()) if mount.mountpoint == path), None)
 
 
 def is_dead(path: str) -> bool:

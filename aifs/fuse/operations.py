@@ -7,11 +7,10 @@ end the mount. Permissions are checked by the kernel (default_permissions), so t
 import errno
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import pyfuse3
-import trio
 from pyfuse3 import (
     EntryAttributes,
     FileInfo,
@@ -24,6 +23,7 @@ from pyfuse3 import (
 from aifs.core.config import KernelConfig
 from aifs.core.errors import FsError, NotFound
 from aifs.fuse.bridge import HANDLE_BITS
+from aifs.fuse.kernel_cache import KernelCache, drop_attributes
 from aifs.fuse.requests import Scheduler
 from aifs.meta.records import Inode
 from aifs.vfs.filesystem import Filesystem
@@ -33,12 +33,6 @@ log = logging.getLogger(__name__)
 
 PREFERRED_IO = 64 << 10
 """st_blksize: what stdio and Python's open() buffer by. Each write is a round trip, so more than a page."""
-
-FORGET_S = 1.0
-"""How long an answer waits until the kernel has forgotten names."""
-
-NAMELESS = b"/"
-"""What the bridge has the kernel create for O_TMPFILE; no name can be that."""
 
 LAST_DOT = 2
 """Where ``..`` lies in a listing: ``.`` is at 1, and what the filesystem has at ``cookie`` is at ``cookie + 1``."""
@@ -90,11 +84,6 @@ def file_info(opened: Opened) -> FileInfo:
     return FileInfo(opened.backing << HANDLE_BITS | opened.handle, direct_io=opened.direct)
 
 
-def _kept_time(time_ns: int) -> int:
-    """The nearest time that an inode can hold: years 1677 to 2262. ext4 cuts times to its own range, too."""
-    return max(-(1 << 63), min(time_ns, (1 << 63) - 1))
-
-
 def changes(attr: EntryAttributes, fields: SetattrFields, kill_privileges: bool) -> SetAttr:
     """What a SETATTR request asks for."""
     return SetAttr(
@@ -102,54 +91,11 @@ def changes(attr: EntryAttributes, fields: SetattrFields, kill_privileges: bool)
         uid=attr.st_uid if fields.update_uid else None,
         gid=attr.st_gid if fields.update_gid else None,
         size=attr.st_size if fields.update_size else None,
-        atime_ns=_kept_time(attr.st_atime_ns) if fields.update_atime else None,
-        mtime_ns=_kept_time(attr.st_mtime_ns) if fields.update_mtime else None,
-        ctime_ns=_kept_time(attr.st_ctime_ns) if fields.update_ctime else None,
+        atime_ns=attr.st_atime_ns if fields.update_atime else None,
+        mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
+        ctime_ns=attr.st_ctime_ns if fields.update_ctime else None,
         kill_privileges=kill_privileges,
     )
-
-
-def drop_cached_attributes(ino: int) -> None:
-    """Have the kernel ask again for the attributes of ``ino``.
-
-    Only while the kernel waits for an answer about this inode: then the inode cannot be on its way out of the
-    kernel's cache, which this call would wait for.
-    """
-    try:
-        pyfuse3.invalidate_inode(ino, attr_only=True)
-    except FileNotFoundError:
-        pass  # the kernel does not know it, so there is nothing to drop
-
-
-def drop_cached_entry(parent: int, name: bytes) -> None:
-    """Have the kernel look up ``name`` anew, and list its directory anew, soon.
-
-    The kernel may hold the directory's lock for the very request that we are answering, so this does not wait for it.
-    """
-    pyfuse3.invalidate_entry_async(parent, name, ignore_enoent=True)
-
-
-async def forget_names(names: Iterable[tuple[int, bytes]]) -> None:
-    """Have the kernel look these names (parent, name) up anew, and list their directories anew, from now on.
-
-    Waits for requests that hold a directory's lock, but not for long: one of them may be waiting for a lock that the
-    kernel holds for the request that we are answering.
-    """
-    with trio.move_on_after(FORGET_S):
-        await trio.to_thread.run_sync(_forget_names, list(names), abandon_on_cancel=True)
-
-
-def _forget_names(names: Sequence[tuple[int, bytes]]) -> None:
-    """Blocks."""
-    forgetting = [(pyfuse3.invalidate_entry, parent, name) for parent, name in names]
-    forgetting += [(pyfuse3.invalidate_inode, parent) for parent in {parent for parent, _ in names}]
-    for forget, *what in forgetting:
-        try:
-            forget(*what)
-        except FileNotFoundError:
-            pass  # the kernel does not know it
-        except OSError as error:  # what was asked for has been done all the same
-            log.warning("the kernel may have kept %s: %s", what, error)
 
 
 class Operations(pyfuse3.Operations):
@@ -175,9 +121,11 @@ class Operations(pyfuse3.Operations):
         self._kill_privileges = kill_privileges
         self._negative = EntryAttributes()
         self._negative.entry_timeout = kernel.negative_timeout_s
-        fs.on_attr_change = drop_cached_attributes
-        fs.on_entry_change = drop_cached_entry
-        fs.forget_names = forget_names
+        self.kernel_cache = KernelCache()
+        fs.on_attr_change = drop_attributes
+        fs.on_link_change = self.kernel_cache.drop_attributes_soon
+        fs.on_entry_change = self.kernel_cache.drop_name_soon
+        fs.forget_names = self.kernel_cache.forget_names
 
     def _blank(self) -> EntryAttributes:
         entry = EntryAttributes()
@@ -202,8 +150,7 @@ class Operations(pyfuse3.Operations):
     async def create(
         self, parent: int, name: bytes, mode: int, flags: int, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
-        nameless = name == NAMELESS
-        opened, inode = await self._fs.create(parent, None if nameless else name, mode, flags, ctx)
+        opened, inode = await self._fs.create(parent, name, mode, flags, ctx)
         return file_info(opened), self._entry(inode)
 
     @answers

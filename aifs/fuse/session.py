@@ -25,6 +25,7 @@ from aifs.core.tasks import first_error
 from aifs.data.marker import NAME as MARKER_NAME
 from aifs.fuse import requests
 from aifs.fuse.bridge import ALL_COST, SPEED_COST, Bridge, Missing
+from aifs.fuse.guard import Guard
 from aifs.fuse.handed_over import HandedOver
 from aifs.fuse.operations import Operations
 from aifs.fuse.options import MountOptions
@@ -72,14 +73,15 @@ async def _serve(
     config: Config, mountpoint: str, options: MountOptions, on_ready: Callable[[], None]
 ) -> None:
     scheduler = requests.install()
-    async with open_filesystem(config, options.read_only, mountpoint, options.atime) as fs:
+    atime = "noatime" not in options.fuse_options
+    async with open_filesystem(config, options.read_only, mountpoint, atime) as fs:
         handed_over = HandedOver(fs, scheduler)
         bridge = Bridge(config.kernel, handed_over.take)
         handed_over.reply = bridge.reply
         operations = Operations(fs, config.kernel, scheduler, bridge.kill_privileges)
         with _mounted(operations, bridge, mountpoint, mount_arguments(config, options)):
             async with trio.open_nursery() as nursery:
-                handed_over.nursery = nursery
+                handed_over.nursery = operations.kernel_cache.nursery = nursery
                 nursery.start_soon(_handle_signals, mountpoint)
                 nursery.start_soon(
                     _announce,
@@ -123,12 +125,13 @@ def _mounted(
         pyfuse3.init(operations, mountpoint, fuse_options)
     except RuntimeError as error:  # libfuse tells the reason on stderr alone
         raise MountError(f"cannot mount on {mountpoint}: {error}") from None
-    try:
-        bridge.check()
-        yield
-    finally:
-        bridge.disconnect()
-        pyfuse3.close(unmount=True)
+    with Guard(mountpoint):
+        try:
+            bridge.check()
+            yield
+        finally:
+            bridge.disconnect()
+            pyfuse3.close(unmount=True)
 
 
 async def _announce(

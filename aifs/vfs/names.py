@@ -3,7 +3,7 @@
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from aifs.core.errors import Invalid, NameTooLong, NotFound
 from aifs.layout.hint import Policy
@@ -24,12 +24,14 @@ class Names(Parts):
         super().__init__(store)
         self.on_attr_change: Callable[[int], None] = lambda ino: None
         """Called when an inode's attributes change without the kernel having asked for it."""
+        self.on_link_change: Callable[[Iterable[int]], None] = lambda inos: None
+        """Called when inodes have lost a name, and no request is about them."""
+        self.trash.on_kept = lambda inos: self.on_link_change(inos)
         self.on_entry_change: Callable[[int, bytes], None] = lambda parent, name: None
         """Called when a name leads to something else, or nowhere, without the kernel having asked for it."""
         self._engine = store.engine
         self._policies: dict[int, Policy | None] = {}
         self._orphans: set[int] = set()
-        self._nameless: set[int] = set()  # those orphans that may still get a name
 
     async def lookup(self, parent: int, name: bytes) -> Inode:
         if self.trash.holds(parent):
@@ -37,9 +39,9 @@ class Names(Parts):
         return self._current(await self._engine.view(namespace.lookup, parent, name))
 
     async def create(
-        self, parent: int, name: bytes | None, mode: int, flags: int, caller: CallerLike
+        self, parent: int, name: bytes, mode: int, flags: int, caller: CallerLike
     ) -> tuple[Opened, Inode]:
-        """A new regular file, opened with ``flags``; without a name it is gone when it is closed unless ``link`` names it."""
+        """A new regular file, opened with ``flags``."""
         copy = None
         if flags & os.O_ACCMODE:
             copy = await self.io.burst.new_copy(await self._policy_of(parent))
@@ -53,9 +55,6 @@ class Names(Parts):
                 self.tier.discard(copy)
             raise
         file = self.io.adopt_new(inode, copy)
-        if name is None:
-            self._orphans.add(inode.ino)
-            self._nameless.add(inode.ino)
         return await self.handles.add(file, flags), inode
 
     async def _policy_of(self, directory: int) -> Policy | None:
@@ -90,7 +89,7 @@ class Names(Parts):
     async def _create(
         self,
         parent: int,
-        name: bytes | None,
+        name: bytes,
         mode: int,
         caller: CallerLike,
         rdev: int = 0,
@@ -102,18 +101,13 @@ class Names(Parts):
         new = Inode(
             ino, mode, caller.uid, caller.gid, 1, rdev, size, 0, now, now, now, data=data, copy=copy
         )
-        if name is None:
-            return await self._engine.transact(namespace.create_nameless, parent, new)
         return await self._engine.transact(namespace.create, parent, name, new)
 
     async def link(self, ino: int, new_parent: int, new_name: bytes) -> Inode:
         cookie = await self.ids.take()
-        nameless = ino in self._nameless
         linked = await self._engine.transact(
-            namespace.link, ino, new_parent, new_name, cookie, time.time_ns(), nameless
+            namespace.link, ino, new_parent, new_name, cookie, time.time_ns()
         )
-        self._nameless.discard(ino)
-        self._orphans.discard(ino)
         return self._adopt(linked)
 
     async def unlink(self, parent: int, name: bytes) -> None:
@@ -132,7 +126,6 @@ class Names(Parts):
         """The kernel has dropped these inodes; those without a name are removed once they are closed."""
         for ino in self._orphans.intersection(inos):
             self._orphans.discard(ino)
-            self._nameless.discard(ino)
             file = self.io.open.get(ino)
             if file is not None:
                 file.forgotten = True

@@ -124,7 +124,11 @@ async def test_a_tree_goes_at_once_and_its_space_later(source: Path) -> None:
         await fs.wait_drained(await fs_ino(fs, top, b"dir0"))
         filled = await inodes(fs)
         changed = []
-        fs.on_entry_change = lambda parent, name: changed.append((parent, name))
+
+        async def forget_names(names: list[tuple[int, bytes]]) -> None:
+            changed.extend(names)
+
+        fs.forget_names = forget_names
         await fs.remove_tree(ROOT, b"top")
         assert changed == [(ROOT, b"top")]
         assert await names(fs, ROOT) == [b"kept"]

@@ -8,7 +8,7 @@ meanwhile is removed, too.
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import trio
@@ -62,6 +62,8 @@ class Trash:
         self._work = trio.Event()
         self.on_gone: Callable[[int], None] = lambda ino: None
         """Told of directories that are in the trash, and of files that have lost their last name."""
+        self.on_kept: Callable[[Iterable[int]], None] = lambda inos: None
+        """Told of files that have lost a name and live on: they are open, or have other names."""
 
     async def load(self) -> None:
         """What earlier mounts have left."""
@@ -144,6 +146,7 @@ class Trash:
             self._io.unsynced.pop(erased, None)
         for inode in done.kept:
             self._keep(inode)
+        self.on_kept([inode.ino for inode in done.kept])
         for oid in done.garbage:
             self._collector.add_garbage(oid)
         for directory in done.directories:

@@ -1,0 +1,96 @@
+"""What the kernel keeps of names and attributes, and how it is made to ask again. Touches pyfuse3's notifications.
+
+An invalidation may wait in the kernel, and nothing can interrupt it: for the lock of a directory, which a program
+holds until we answer its request, or for an inode that is on its way out. So worker threads send them, which nothing
+else waits for without a limit. The connection stays open while one of them waits, also when this process is killed;
+``guard`` ends it then.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pyfuse3
+import trio
+
+log = logging.getLogger(__name__)
+
+FORGET_S = 1.0
+"""How long an answer waits until the kernel has forgotten names."""
+
+_AT_ONCE = 16
+"""Threads that may wait in the kernel; the invalidations of one directory keep no other ones waiting."""
+
+
+def drop_attributes(ino: int) -> None:
+    """Have the kernel ask again for the attributes of ``ino``, from now on.
+
+    Only while the kernel waits for an answer about this inode: then the inode cannot be on its way out of the
+    kernel's cache, which this call would wait for.
+    """
+    _send(pyfuse3.invalidate_inode, ino, True)
+
+
+class KernelCache:
+    """Invalidations that may wait. They run in ``nursery``, which is set before the first request is read."""
+
+    def __init__(self) -> None:
+        self.nursery: trio.Nursery | None = None
+        self._threads = trio.CapacityLimiter(_AT_ONCE)
+
+    def drop_attributes_soon(self, inos: Iterable[int]) -> None:
+        """Have the kernel ask again for the attributes of these inodes, soon."""
+        self._start([(pyfuse3.invalidate_inode, ino, True) for ino in inos])
+
+    def drop_name_soon(self, parent: int, name: bytes) -> None:
+        """Have the kernel look ``name`` up anew, and list its directory anew, soon.
+
+        For requests that the kernel holds the directory's lock for: it goes out when they have been answered.
+        """
+        self._start(_of_names([(parent, name)]))
+
+    async def forget_names(self, names: Iterable[tuple[int, bytes]]) -> None:
+        """Have the kernel look these names (parent, name) up anew, and list their directories anew, from now on.
+
+        Waits for requests that hold a directory's lock, but not for long: one of them may be waiting for a lock that
+        the kernel holds for the request that we are answering. Then it happens when they have been answered.
+        """
+        done = self._start(_of_names(list(names)))
+        with trio.move_on_after(FORGET_S):
+            await done.wait()
+
+    def _start(self, notifications: list[tuple[Any, ...]]) -> trio.Event:
+        """The event is set when the kernel has them all."""
+        assert self.nursery is not None
+        done = trio.Event()
+        self.nursery.start_soon(self._run, notifications, done)
+        return done
+
+    async def _run(self, notifications: list[tuple[Any, ...]], done: trio.Event) -> None:
+        await trio.to_thread.run_sync(
+            _send_all, notifications, abandon_on_cancel=True, limiter=self._threads
+        )
+        done.set()
+
+
+def _of_names(names: Sequence[tuple[int, bytes]]) -> list[tuple[Any, ...]]:
+    """A name that the kernel does not know leaves its directory alone, so both are sent."""
+    entries = [(pyfuse3.invalidate_entry, parent, name) for parent, name in names]
+    return entries + [
+        (pyfuse3.invalidate_inode, parent) for parent in {parent for parent, _ in names}
+    ]
+
+
+def _send_all(notifications: list[tuple[Any, ...]]) -> None:
+    """Blocks."""
+    for notify, *what in notifications:
+        _send(notify, *what)
+
+
+def _send(notify: Callable[..., None], *what: object) -> None:
+    try:
+        notify(*what)
+    except FileNotFoundError:
+        pass  # the kernel does not know it, so there is nothing to drop
+    except OSError as error:  # what was asked for has been done all the same
+        log.warning("the kernel may have kept %s: %s", what, error)

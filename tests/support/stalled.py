@@ -1,0 +1,23 @@
+"""The command line of a daemon that never answers the creation of a file called ``stall``."""
+
+import sys
+from typing import Any
+
+import trio
+
+from aifs.cli.main import main
+from aifs.vfs.filesystem import Filesystem
+
+NAME = b"stall"
+_create = Filesystem.create
+
+
+async def _stall(self: Filesystem, parent: int, name: bytes, *args: Any) -> Any:
+    if name == NAME:
+        await trio.sleep_forever()
+    return await _create(self, parent, name, *args)
+
+
+if __name__ == "__main__":
+    Filesystem.create = _stall
+    sys.exit(main())
