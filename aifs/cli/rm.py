@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import stat
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
@@ -93,3 +94,13 @@ def _remove_tree(parent: str, name: str) -> None:
         if error.errno not in (errno.ENOTTY, errno.EACCES):
             raise
         hints.put(parent, hints.REMOVE, name)
+        _look_up_anew(os.path.join(parent, name))
+
+
+def _look_up_anew(path: str) -> None:
+    """Have the kernel ask for the name, whatever it has cached: it held the directory's lock for setting the attribute.
+
+    By a link that cannot be made, across filesystems, of which the kernel finds out when it knows about the name.
+    """
+    with suppress(OSError):
+        os.link("/proc/self/exe", path, follow_symlinks=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from aifs.cli.main import main
 from aifs.cli.rm import _remove_tree
 from tests.support.mounts import TIMEOUT_S, Mounted, aifs
 from tests.support.users import errno_of, in_process
@@ -67,6 +68,42 @@ def test_trees_and_files_go(mount_store, options: tuple[str, ...]) -> None:
         assert os.pread(file.fileno(), 10, 4997) == b"xxxgoes on"
     while used_inodes(mounted.path) > before - 420:  # until the last of them have been erased
         pass
+
+
+@pytest.mark.parametrize("options", [(), ("kernel.bridge=off",)], ids=["ioctl", "xattr"])
+def test_a_name_is_free_as_soon_as_the_command_returns(
+    mount_store, options: tuple[str, ...]
+) -> None:
+    mounted = mount_store(*options)
+    name = mounted.path / "name"
+    for _ in range(20):
+        (name / "below").mkdir(parents=True)
+        assert name.stat().st_nlink == 3
+        assert _removed(name) == (errno.ENOENT, 0)
+        name.unlink()
+
+
+def _removed(name: Path) -> tuple[int, int]:
+    """Removes a tree; the errors of looking for it and of making a file of its name, asked for at once."""
+    assert main(["rm", "-r", str(name)]) == 0
+    return errno_of(os.lstat, name), errno_of(os.close, os.open(name, os.O_CREAT | os.O_WRONLY))
+
+
+def test_a_link_that_remains_counts_right_at_once(mounted: Mounted) -> None:
+    tree, other, held = (
+        mounted.path / "tree",
+        mounted.path / "other",
+        mounted.path / "tree" / "held",
+    )
+    tree.mkdir()
+    (tree / "one").write_bytes(b"x")
+    os.link(tree / "one", other)
+    with held.open("wb") as file:
+        assert other.stat().st_nlink == 2 and os.fstat(file.fileno()).st_nlink == 1
+        aifs("rm", "-r", tree)
+        end = time.monotonic() + TIMEOUT_S
+        while other.stat().st_nlink == 2 or os.fstat(file.fileno()).st_nlink:
+            assert time.monotonic() < end
 
 
 def test_what_is_refused(mounted: Mounted, tmp_path: Path) -> None:
