@@ -7,6 +7,7 @@ end the mount. Permissions are checked by the kernel (default_permissions), so t
 import errno
 import functools
 import logging
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -102,7 +103,7 @@ class Operations(pyfuse3.Operations):
     """pyfuse3's handlers over one open Filesystem.
 
     ``kill_privileges()`` tells whether the request read last owes the clearing of set-id bits, where the kernel leaves
-    that to us; so it is called before a handler awaits anything.
+    that to us; so it is called before a handler awaits anything. ``synchronous``: of a mount with the option sync.
     """
 
     supports_dot_lookup = True  # the kernel finds what a file handle names (open_by_handle_at(2))
@@ -113,8 +114,10 @@ class Operations(pyfuse3.Operations):
         kernel: KernelConfig,
         scheduler: Scheduler,
         kill_privileges: Callable[[], bool],
+        synchronous: bool = False,
     ) -> None:
         super().__init__()
+        self._flags = os.O_SYNC if synchronous else 0
         self._fs = fs
         self._kernel = kernel
         self._scheduler = scheduler
@@ -150,7 +153,7 @@ class Operations(pyfuse3.Operations):
     async def create(
         self, parent: int, name: bytes, mode: int, flags: int, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
-        opened, inode = await self._fs.create(parent, name, mode, flags, ctx)
+        opened, inode = await self._fs.create(parent, name, mode, flags | self._flags, ctx)
         return file_info(opened), self._entry(inode)
 
     @answers
@@ -256,7 +259,7 @@ class Operations(pyfuse3.Operations):
 
     @answers
     async def open(self, ino: int, flags: int, ctx: RequestContext) -> FileInfo:
-        return file_info(await self._fs.open(ino, flags, self._kill_privileges()))
+        return file_info(await self._fs.open(ino, flags | self._flags, self._kill_privileges()))
 
     @answers
     async def read(self, handle: int, offset: int, length: int) -> Any:

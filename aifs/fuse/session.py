@@ -78,7 +78,8 @@ async def _serve(
         handed_over = HandedOver(fs, scheduler)
         bridge = Bridge(config.kernel, handed_over.take)
         handed_over.reply = bridge.reply
-        operations = Operations(fs, config.kernel, scheduler, bridge.kill_privileges)
+        synchronous = "sync" in options.fuse_options
+        operations = Operations(fs, config.kernel, scheduler, bridge.kill_privileges, synchronous)
         with _mounted(operations, bridge, mountpoint, mount_arguments(config, options)):
             async with trio.open_nursery() as nursery:
                 handed_over.nursery = operations.kernel_cache.nursery = nursery

@@ -122,15 +122,28 @@ class Filesystem(Grouping):
                 self.on_attr_change(ino)
             return await self._add_handle(file, flags)
         except BaseException:
-            with trio.CancelScope(shield=True):
-                await self.io.release(file)
-                await self._closed(file, written=writing)  # it may have got into the burst tier
+            await self._give_up(file, written=writing)
             raise
 
+    async def _give_up(self, file: OpenInode, written: bool) -> None:
+        """An open has failed, or was interrupted. The file may have got into the burst tier all the same."""
+        with trio.CancelScope(shield=True):
+            await self.io.release(file)
+            await self._closed(file, written)
+
     async def _add_handle(self, file: OpenInode, flags: int) -> Opened:
+        """A handle. The kernel syncs what is written with O_SYNC to a file that it passes through, but knows nothing of
+        our records: so the file's name and its mark are on stable storage before that can begin."""
         if file.copy is not None:
             self.tier.touch(file.copy.id)
-        return await self.handles.add(file, flags)
+        opened = await self.handles.add(file, flags)
+        if opened.backing and self.handles[opened.handle].synchronous:
+            try:
+                await self.io.sync(file)
+            except BaseException:
+                self.handles.remove(opened.handle)
+                raise
+        return opened
 
     async def read(self, handle: int, offset: int, length: int) -> bytes | memoryview:
         """Up to ``length`` bytes, fewer only at the end of the file; a view is valid until it is dropped."""
@@ -141,10 +154,13 @@ class Filesystem(Grouping):
     ) -> int:
         """All of ``data`` is written at ``offset``.
 
-        The kernel sees to O_APPEND, by the offset, and to O_SYNC, by an fsync after the write.
+        The kernel sees to O_APPEND, by the offset, and to O_SYNC, by an fsync after the write; not so where it bypasses
+        its cache.
         """
         file = self.handles.writable(handle)
         await self.io.write(file, offset, data)
+        if file.on_object:
+            await self._sync_written(handle)
         if kill_privileges and file.inode.is_privileged:
             await self._kill_privileges(file)
         return len(data)
@@ -157,6 +173,7 @@ class Filesystem(Grouping):
     async def fallocate(self, handle: int, mode: int, offset: int, length: int) -> None:
         """fallocate(2): allocate, keep size, punch hole, zero range. Raises NotSupported, NoSpace."""
         await ranges.fallocate(self.io, self.handles.writable(handle), mode, offset, length)
+        await self._sync_written(handle)
 
     async def lseek(self, handle: int, offset: int, whence: int) -> int:
         """SEEK_DATA and SEEK_HOLE of lseek(2). Raises NoSuchAddress beyond the end."""
@@ -167,7 +184,15 @@ class Filesystem(Grouping):
     ) -> int:
         """copy_file_range(2): how much has been copied; 0 at the end of the source."""
         source, target = self.handles.readable(handle_in), self.handles.writable(handle_out)
-        return await ranges.copy(self.io, source, offset_in, target, offset_out, length)
+        copied = await ranges.copy(self.io, source, offset_in, target, offset_out, length)
+        await self._sync_written(handle_out)
+        return copied
+
+    async def _sync_written(self, handle: int) -> None:
+        """The kernel syncs what is written with O_SYNC, except by these calls."""
+        opened = self.handles[handle]
+        if opened.synchronous:
+            await self.io.sync(opened.file)
 
     async def release(self, handle: int) -> None:
         """The last descriptor of ``handle`` is closed."""

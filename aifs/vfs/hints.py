@@ -273,7 +273,9 @@ _DEFAULTS = {
 
 _ORDERS = {
     b"user.aifs.backup": _back_up,
-    b"user.aifs.remove": lambda fs, ino, value, caller: fs.remove_tree(ino, value, caller, locked=True),
+    b"user.aifs.remove": lambda fs, ino, value, caller: fs.remove_tree(
+        ino, value, caller, locked=True
+    ),
 }
 
 _STATEMENTS = {

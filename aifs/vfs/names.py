@@ -55,7 +55,11 @@ class Names(Parts):
                 self.tier.discard(copy)
             raise
         file = self.io.adopt_new(inode, copy)
-        return await self.handles.add(file, flags), inode
+        try:
+            return await self._add_handle(file, flags), inode
+        except BaseException:
+            await self._give_up(file, written=True)
+            raise
 
     async def _policy_of(self, directory: int) -> Policy | None:
         """What new files of a directory inherit. Raises NotFound."""

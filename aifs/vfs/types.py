@@ -89,3 +89,8 @@ class FileHandle:
     @property
     def writable(self) -> bool:
         return self.flags & os.O_ACCMODE != os.O_RDONLY
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether each write is on stable storage when it returns (O_SYNC, O_DSYNC)."""
+        return self.writable and bool(self.flags & os.O_DSYNC)

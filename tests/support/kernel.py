@@ -15,7 +15,7 @@ from aifs.core.errors import BadHandle, FileTooLarge, FsError, NoSpace, Unavaila
 from aifs.vfs import Filesystem
 from aifs.vfs.types import Opened
 
-_NOT_DIRECT = (None, None)
+_NOT_DIRECT = (None, 0)
 _ERRORS = {
     errno.EBADF: BadHandle,
     errno.ENOSPC: NoSpace,
@@ -37,7 +37,7 @@ class Kernel:
         self._next = 1
         self._direct: dict[
             int, tuple[int, int]
-        ] = {}  # handle -> descriptor of the burst copy, access mode
+        ] = {}  # handle -> descriptor of the burst copy, flags
         self._opened: dict[int, dict[int, int]] = {}  # ino -> handle -> backing id
         self._inos: dict[int, int] = {}  # handle -> ino
         self.direct_bytes = 0
@@ -91,7 +91,7 @@ class Kernel:
             try:
                 self._direct[handle] = (
                     _attempt(_open_backing, self._backing[backing], access),
-                    access,
+                    flags,
                 )
             except FsError:
                 await self.release(handle)
@@ -106,27 +106,34 @@ class Kernel:
         await self._fs.release(handle)
 
     async def read(self, handle: int, offset: int, length: int) -> bytes | memoryview:
-        fd, access = self._direct.get(handle, _NOT_DIRECT)
+        fd, flags = self._direct.get(handle, _NOT_DIRECT)
         if fd is None:
             return await self._fs.read(handle, offset, length)
-        if access == os.O_WRONLY:
+        if flags & os.O_ACCMODE == os.O_WRONLY:
             raise BadHandle()
         data = _attempt(files.read_at, fd, length, offset)
         self.direct_bytes += len(data)
         return data
 
     async def write(self, handle: int, offset: int, data: bytes) -> int:
-        fd, _ = self._direct.get(handle, _NOT_DIRECT)
+        fd, flags = self._direct.get(handle, _NOT_DIRECT)
         if fd is None:
             return await self._fs.write(handle, offset, data)
         _attempt(files.write_at, fd, data, offset)
+        if flags & os.O_DSYNC:
+            _attempt(files.sync_file, fd)
         self.direct_bytes += len(data)
         return len(data)
 
     def map(self, handle: int, length: int) -> mmap.mmap | None:
         """A shared, writable mapping of a passed-through file, which outlives the handle; None if it cannot be."""
-        fd, access = self._direct.get(handle, _NOT_DIRECT)
-        if access != os.O_RDWR or not length or os.fstat(fd).st_size < length:
+        fd, flags = self._direct.get(handle, _NOT_DIRECT)
+        if (
+            fd is None
+            or flags & os.O_ACCMODE != os.O_RDWR
+            or not length
+            or os.fstat(fd).st_size < length
+        ):
             return None
         return mmap.mmap(fd, length)
 
