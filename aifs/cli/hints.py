@@ -4,6 +4,7 @@ import json
 import os
 from typing import Any
 
+ATIME = "user.aifs.atime"
 BACKUP = "user.aifs.backup"
 DRAIN = "user.aifs.drain"
 EVICT = "user.aifs.evict"

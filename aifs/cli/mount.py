@@ -1,11 +1,16 @@
 """``aifs mount``: mount a store. Also the protocol of mount(8) helpers (-sfnv, -o, -t after the paths)."""
 
 import os
+import subprocess
+from typing import TYPE_CHECKING
 
 import click
 
 from aifs.cli.arguments import PATH
 from aifs.core.errors import MountError
+
+if TYPE_CHECKING:
+    from aifs.fuse.options import MountOptions
 
 EPILOG = """
 \b
@@ -14,7 +19,8 @@ Mount options (-o, separated by commas, may be repeated; the last one wins):
   allow_other             let other users in (on when root mounts; noallow_other: off)
   nodev, nosuid, noexec   no device nodes, set-uid bits, programs (root starts from dev, suid, exec)
   sync                    write to stable storage before each write returns
-  noatime                 do not keep access times (relatime)
+  noatime, strictatime    never keep access times, or at each opening for reading (relatime)
+  remount                 change ro, rw, the access times, nodev, nosuid and noexec of a mount that is there
   default_permissions     always on: the kernel checks permissions
   auto, noauto, user, nofail, _netdev, x-*, ...
                           for /etc/fstab: understood, nothing to do
@@ -63,6 +69,12 @@ def mount_command(
     from aifs.vfs.store import require_metadata
 
     mount_options, overrides = parse(options, config.known_keys(), os.geteuid() == 0, sloppy)
+    if mount_options.remount:
+        if overrides:
+            raise MountError(f"{mountpoint}: a remount cannot change {min(overrides)}; mount again")
+        if not fake:
+            _remount(mountpoint, mount_options)
+        return
     loaded = config.load(source, overrides)
     require_metadata(loaded)
     read_marker(loaded.meta.directory)
@@ -82,6 +94,42 @@ def mount_command(
         run_in_background(work, loaded.log.file, loaded.log.level)
         register(loaded.source, path)
         _name_missing_servers(path)
+
+
+def _remount(mountpoint: str, options: "MountOptions") -> None:
+    """Give the mount ``options``: the kernel refuses what ``ro`` forbids, the daemon keeps access times.
+
+    The daemon's background work goes on under ``ro``. A mount whose daemon has opened the store read-only
+    cannot become writable. Raises MountError; then nothing has changed, or access times alone.
+    """
+    from aifs.cli import hints
+    from aifs.cli.mounts import read_status, require_aifs
+
+    path = require_aifs(mountpoint)
+    if read_status(path)["read_only"] and not options.read_only:
+        raise MountError(
+            f"{mountpoint}: its store was opened read-only; unmount and mount it again"
+        )
+    if options.read_only:
+        if not os.statvfs(path).f_flag & os.ST_RDONLY:
+            hints.put(path, hints.ATIME, "noatime")
+        _change_flags(path, ["ro", *options.fuse_options])
+    else:
+        _change_flags(path, ["rw", *options.fuse_options])
+        hints.put(path, hints.ATIME, options.atime)
+
+
+def _change_flags(path: str, flags: list[str]) -> None:
+    command = [
+        "mount",
+        "--internal-only",
+        "-o",
+        ",".join(["remount", "atime", "relatime", *flags]),
+        path,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise MountError(done.stderr.strip())
 
 
 def _name_missing_servers(mountpoint: str) -> None:

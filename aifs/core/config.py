@@ -249,20 +249,30 @@ def _validate(source: str, file: str, settings: dict[str, Setting]) -> Config:
 def _refuse_double_use(config: Config) -> None:
     """No directory may be, or lie inside, one that has another use: each holds files of its own alone."""
     used: dict[str, str] = {}
+    inner_of: dict[str, str] = {}  # each directory above one in use, with the one in use
     places = [("meta.directory", (config.meta.directory,)), ("servers", config.servers)]
     for key, paths in [*places, ("burst.directories", config.burst.directories)]:
         for path in paths:
-            for other, use in used.items():
-                if path == other:
-                    raise ConfigError(
-                        f"{config.origins[key]}: {key}: {path} is already used by {use}"
-                    )
-                inner, outer = (path, other) if len(path) > len(other) else (other, path)
-                if os.path.commonpath([inner, outer]) == outer:
-                    raise ConfigError(
-                        f"{config.origins[key]}: {key}: {inner} lies inside {outer}, which is used too"
-                    )
-            used[path] = key
+            above = _directories_above(path)
+            outer = next((each for each in above if each in used), None)
+            if path in used:
+                wrong = f"{path} is already used by {used[path]}"
+            elif outer is not None:
+                wrong = f"{path} lies inside {outer}, which is used too"
+            elif path in inner_of:
+                wrong = f"{inner_of[path]} lies inside {path}, which is used too"
+            else:
+                used[path] = key
+                inner_of |= dict.fromkeys(above, path)
+                continue
+            raise ConfigError(f"{config.origins[key]}: {key}: {wrong}")
+
+
+def _directories_above(path: str) -> list[str]:
+    above = []
+    while (parent := os.path.dirname(path)) != path:
+        above.append(path := parent)
+    return above
 
 
 def _refuse_crossed_marks(config: Config) -> None:
@@ -295,10 +305,10 @@ def _read_file(path: str, known: list[str] | None) -> dict[str, Setting]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}") from None
-    except (
-        yaml.YAMLError,
-        ValueError,
-    ) as error:  # ValueError: not UTF-8, or a date that does not exist
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid YAML: nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:
+        # ValueError: not UTF-8, or a date that does not exist
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
 
 

@@ -6,10 +6,12 @@ Lines name their level, so that tests can find warnings. Configuration files are
 import logging
 import logging.handlers
 import os
+import stat
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from io import TextIOWrapper
 from types import FrameType
 from typing import Any
 
@@ -25,6 +27,7 @@ logger = logging.getLogger
 def setup(file: str | None, level: str) -> None:
     """Send the log to ``file`` (rotating; its directory is made if missing) or, with None, to stderr.
 
+    The file names what users have: others than its owner (and its group, where somebody has let that) cannot read it.
     Exceptions that nobody catches, in any thread, are logged too. OSError if the file cannot be written.
     """
     handler: logging.Handler
@@ -32,9 +35,7 @@ def setup(file: str | None, level: str) -> None:
         handler = logging.StreamHandler()
     else:
         os.makedirs(os.path.dirname(file), exist_ok=True)
-        handler = logging.handlers.RotatingFileHandler(
-            file, maxBytes=FILE_BYTES, backupCount=FILES_KEPT
-        )
+        handler = _PrivateFile(file, maxBytes=FILE_BYTES, backupCount=FILES_KEPT)
     handler.setFormatter(logging.Formatter(FORMAT, TIME_FORMAT))
     root = logging.getLogger()
     for old in root.handlers[:]:
@@ -47,6 +48,21 @@ def setup(file: str | None, level: str) -> None:
     threading.excepthook = lambda args: _log_uncaught(
         args.exc_type, args.exc_value, args.exc_traceback
     )
+
+
+class _PrivateFile(logging.handlers.RotatingFileHandler):
+    def _open(self) -> TextIOWrapper:
+        stream = open(
+            self.baseFilename,
+            self.mode,
+            encoding=self.encoding,
+            errors=self.errors,
+            opener=lambda path, flags: os.open(path, flags, 0o600),
+        )
+        status = os.fstat(stream.fileno())
+        if stat.S_ISREG(status.st_mode) and status.st_mode & 0o007:  # an earlier version made it
+            os.fchmod(stream.fileno(), stat.S_IMODE(status.st_mode) & ~0o007)
+        return stream
 
 
 def _log_uncaught(kind: Any, value: Any, trace: Any) -> None:

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from aifs.core.errors import FsError, StoreError, Unavailable, from_oserror
 
@@ -12,8 +13,13 @@ LOG_INTERVAL_S = 60.0
 RETRY_S = 30.0
 
 
+class ObjectFails(Unavailable):
+    """The system cannot read, write or sync this one object, though its server works, as a probe has shown."""
+
+
 class Health:
-    """The state of one data server: 'failing' from an error until the kind of operation that failed succeeds.
+    """The state of one data server: 'failing' from an error until the kind of operation that failed succeeds. An error
+    that belongs to one object does not count.
 
     Used from any thread. Changes of state are logged, one a minute at most, so that a server where good and bad
     operations take turns does not fill the log.
@@ -40,15 +46,27 @@ class Health:
         """Whether new work should go to the server: not while it fails, but now and then, to see whether it still does."""
         return not self._hanging and (not self.failing or time.monotonic() >= self._retry_s)
 
-    def failed(self, op: str, error: OSError | StoreError, where: str) -> FsError:
-        """Take note of a failure; returns what to raise."""
+    def failed(
+        self,
+        op: str,
+        error: OSError | StoreError,
+        where: str,
+        works: Callable[[], bool] | None = None,
+    ) -> FsError:
+        """Take note of a failure; returns what to raise.
+
+        ``works`` tells of the server, where what failed concerns one of its objects: then the failure may be that object's.
+        """
         if isinstance(error, StoreError):
             answer: FsError = Unavailable(str(error))
         else:
             answer = from_oserror(error, f"{self._name}: {op} {where}")
-        if isinstance(answer, Unavailable):  # full, over quota or out of descriptors is not broken
-            with self._lock:
-                self._note(op, answer)
+        if not isinstance(answer, Unavailable):
+            return answer  # full, over quota or out of descriptors is not broken
+        if works is not None and works():
+            return ObjectFails(str(answer))
+        with self._lock:
+            self._note(op, answer)
         return answer
 
     def hangs(self, op: str, detail: str) -> str:

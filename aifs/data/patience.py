@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -213,11 +214,12 @@ class Patience:
         since_s = call.asks_since_s
         return (time.monotonic() if since_s is None else since_s) + self.limit_s
 
-    def give_up(self, call: Call) -> bool:
-        """Not if it has just ended."""
+    def give_up(self, call: Call, limit_s: float | None = None) -> bool:
+        """Not if it has just ended. ``limit_s``: how long it was waited for, if not as long as usual."""
         op, where = call.what
         path = where if isinstance(where, str) else naming.name_of(*where)
-        detail = f"{op} {path}".rstrip() + f" has not ended within {self.limit_s:g} s"
+        limit_s = self.limit_s if limit_s is None else limit_s
+        detail = f"{op} {path}".rstrip() + f" has not ended within {limit_s:g} s"
         with self._lock:  # with the health, so that both say the same
             if call.has_ended:
                 return False
@@ -236,6 +238,42 @@ async def until_answered(servers: "Iterable[Workers]") -> None:
         hanging := [patience for patience in patiences if patience.hangs]
     ):
         await hanging[0].answered.wait()
+
+
+def ask_all(
+    calls: "Sequence[tuple[Patience, Callable[..., Any], tuple]]", limit_s: float
+) -> list[Any]:
+    """Run all calls at once, before a scheduler does: what each returned or raised; Hanging for those that take longer than
+    ``limit_s``, which are given up. Blocks."""
+    ended: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+
+    def run(place: int, call: Call) -> None:
+        try:
+            result = call()
+        except Exception as error:  # noqa: BLE001 (among the results)
+            result = error
+        ended.put((place, result))
+
+    results: list[Any] = [None] * len(calls)
+    waiting: dict[int, Call] = {}
+    for place, (patience, function, args) in enumerate(calls):
+        waiting[place] = Call(patience, function, args)
+        threading.Thread(target=run, args=(place, waiting[place]), daemon=True).start()
+    until_s = time.monotonic() + limit_s
+    while waiting:
+        left_s = None if until_s == FOR_EVER else max(until_s - time.monotonic(), 0)
+        try:
+            place, result = ended.get(timeout=left_s)
+        except Empty:
+            until_s = FOR_EVER  # for what has ended just now
+            for place, call in list(waiting.items()):
+                if call.patience.give_up(call, limit_s):
+                    del waiting[place]
+                    results[place] = call.patience.error()
+        else:
+            del waiting[place]
+            results[place] = result
+    return results
 
 
 async def outcomes_in_time(

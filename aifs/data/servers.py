@@ -1,7 +1,6 @@
 """The data servers and burst directories of a store."""
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ import trio
 from aifs.core.budget import Budget
 from aifs.core.errors import FsError, StoreError, Unavailable
 from aifs.data.latency import Hedging
-from aifs.data.patience import FOR_EVER
+from aifs.data.patience import FOR_EVER, ask_all, background
 from aifs.data.reading.buffers import BufferPool
 from aifs.data.reading.read_cache import ReadCache
 from aifs.data.server import DataServer, Space
@@ -27,7 +26,10 @@ _LOOK_S = 10.0
 _SAY_S = 1.0
 _END_S = 30.0
 _LOST = "it is lost"
-_WITHOUT = "put it right, or mount without it and them: -o data.missing=allow"
+_WITHOUT = (
+    "unprotected files may have bytes there; put it right, or mount without it and them: "
+    "-o data.missing=allow"
+)
 
 
 class Servers:
@@ -147,42 +149,63 @@ class Servers:
         ``dispensable``: the store can do without these; they are absent if anything is wrong with them, which is logged.
         Blocks. Raises StoreError, which names the directory, what is wrong and what to do.
         """
+        self.require(self.identify(read_only), dispensable)
+
+    def identify(self, read_only: bool = False) -> dict[int, str]:
+        """Look at all servers that are not lost, at once: what is wrong, by number. One that does not answer in time is wrong.
+
+        Blocks, not longer than ``patience_s``. Raises StoreError if two have one directory.
+        """
         self.read_only = read_only
+        asked = [server for server in self._servers.values() if server.standing != LOST]
+        answers = ask_all(
+            [(server.workers.patience, _meet, (server, read_only)) for server in asked],
+            self._patience_s,
+        )
+        wrong: dict[int, str] = {}
         seen: dict[tuple[int, int], DataServer] = {}
-        for server in self._servers.values():
-            if server.standing == LOST or server.absent:
-                continue
-            if os.path.isdir(server.path):
-                status = os.stat(server.path)
-                other = seen.setdefault((status.st_dev, status.st_ino), server)
+        for server, answer in zip(asked, answers, strict=True):
+            if server.inode is not None:
+                other = seen.setdefault(server.inode, server)
                 if other is not server:
                     raise StoreError(
                         f"{server.name}: {server.path} is the directory of {other.name} "
                         f"({other.path}) too; each needs its own"
                     )
-            try:
-                server.identify(read_only)
-            except StoreError as error:
-                if server.id not in dispensable:
-                    raise StoreError(
-                        f"{error}; unprotected files may have bytes there; {_WITHOUT}"
-                    ) from error
-                server.absent = str(error)
-                _log.warning("the store does without a data server for now: %s", error)
-                continue
-            server.look(read_only)
+            if isinstance(answer, FsError | StoreError):
+                wrong[server.id] = str(answer)
+            elif answer is not None:
+                raise answer
+        return wrong
+
+    def require(
+        self,
+        wrong: Mapping[int, str],
+        dispensable: Collection[int] = (),
+        stakes: Mapping[int, str] | None = None,
+    ) -> None:
+        """Do without those of the servers that are ``wrong`` which are ``dispensable``. Raises StoreError for the first other
+        one, with what is at stake."""
+        for number, error in wrong.items():
+            server = self._servers[number]
+            if number not in dispensable:
+                raise StoreError(f"{error}; {(stakes or {}).get(number, _WITHOUT)}")
+            server.absent = error
+            kind = "data server" if server.role == "data" else "burst directory"
+            _log.warning("the store does without a %s for now: %s", kind, error)
 
     async def make_ready(self, number: int, path: str, domain: str = "") -> DataServer:
         """Look at a directory that carries its marker, in a thread of its own, so that it can be taken in. Raises
         StoreError."""
         server = self._new(number, path)
         server.domain = domain
+        self._removed.append(server)  # its threads end with the others if it is not taken in
         try:
-            await self.run(server, server.identify, self.read_only)
-            await self.run(server, server.look, self.read_only)
-        except BaseException:
-            server.workers.close()
-            raise
+            with background():
+                await self.run(server, _meet, server, self.read_only)
+        except FsError as error:
+            raise StoreError(str(error)) from None
+        self._removed.remove(server)
         return server
 
     def take_in(self, server: DataServer) -> None:
@@ -310,6 +333,12 @@ def _status(server: DataServer, space: Space | None) -> dict[str, Any]:
         "labels": server.labels,
         "read_bytes": server.read_bytes,
     }
+
+
+def _meet(server: DataServer, read_only: bool) -> None:
+    """Raises StoreError if the directory is not the server's."""
+    server.identify(read_only)
+    server.seen = _space_or_none(server)
 
 
 def _space_or_none(server: DataServer) -> Space | None:

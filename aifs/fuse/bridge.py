@@ -1,7 +1,7 @@
 """The bridge (bridge.c) as the daemon uses it: what is asked of the kernel, passthrough, what is missing and why.
 
-Without it everything works but ioctl, fallocate, SEEK_DATA and SEEK_HOLE, copies inside the filesystem, and the speed
-of passthrough.
+Without it everything works but ioctl, fallocate, SEEK_DATA and SEEK_HOLE, copies inside the filesystem, O_TMPFILE, and
+the speed of passthrough.
 """
 
 import errno
@@ -41,7 +41,10 @@ WANTED = (
 
 _CAP_SYS_ADMIN = 21
 
-ALL_COST = "files are not passed through to the burst tier; no ioctl, fallocate, SEEK_HOLE, copy_file_range"
+ALL_COST = (
+    "files are not passed through to the burst tier; "
+    "no ioctl, fallocate, SEEK_HOLE, copy_file_range, O_TMPFILE"
+)
 SPEED_COST = "files of the burst tier are read and written through the daemon"
 
 

@@ -33,7 +33,7 @@ _IOCTL = struct.Struct(
 )  # handle, flags, command, argument, in_size, out_size; then the data
 _IOCTL_REPLY = struct.Struct("=iIII")  # result, flags, in_iovs, out_iovs; then the data
 _FALLOCATE = struct.Struct("=QQQII")  # handle, offset, length, mode, padding
-_LSEEK = struct.Struct("=QQII")  # handle, offset, whence, padding
+_LSEEK = struct.Struct("=QqII")  # handle, offset (which may be negative), whence, padding
 _OFFSET = struct.Struct("=Q")
 _COPY = struct.Struct(
     "=QQQQQQQ"
@@ -225,7 +225,7 @@ class HandedOver:
     @answers
     async def fallocate(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
         handle, offset, length, mode, _ = _FALLOCATE.unpack_from(body)
-        await self._fs.fallocate(handle, mode, offset, length)
+        await self._fs.fallocate(handle, mode, offset, length, caller)
         return b""
 
     @answers
@@ -235,18 +235,20 @@ class HandedOver:
 
     @answers
     async def copy_file_range(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
-        return _COPIED.pack(await self._copy(body), 0)
+        return _COPIED.pack(await self._copy(body, caller), 0)
 
     @answers
     async def copy_file_range_64(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
-        return _OFFSET.pack(await self._copy(body))
+        return _OFFSET.pack(await self._copy(body, caller))
 
-    async def _copy(self, body: bytes) -> int:
+    async def _copy(self, body: bytes, caller: Caller) -> int:
         handle_in, offset_in, _, handle_out, offset_out, length, flags = _COPY.unpack_from(body)
         if flags:
             raise Invalid("copy_file_range(2) has no flags")
         length = min(length, _COPIED_MAX)
-        return await self._fs.copy_file_range(handle_in, offset_in, handle_out, offset_out, length)
+        return await self._fs.copy_file_range(
+            handle_in, offset_in, handle_out, offset_out, length, caller
+        )
 
     @answers
     async def syncfs(self, nodeid: int, body: bytes, caller: Caller) -> bytes:

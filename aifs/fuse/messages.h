@@ -37,6 +37,7 @@ enum opcode {
     LSEEK = 46,
     COPY_FILE_RANGE = 47,
     SYNCFS = 50,
+    TMPFILE = 51,
     COPY_FILE_RANGE_64 = 53,
     OPCODES = 64, /* one more than the largest that is counted */
 };
@@ -238,6 +239,9 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
             bridge->kill_privileges = ((const struct open_in *)body)->open_flags & OPEN_KILL_SUIDGID;
         *error = ENFILE; /* without the edit of its reply, the kernel would take the backing id for a handle */
         return expect_reply(bridge, header) ? PASS : ANSWER;
+    case TMPFILE: /* as a CREATE, which libfuse knows, of the name "/" that it comes with and that no file can have */
+        header->opcode = CREATE;
+        /* fall through */
     case CREATE:
         if (size >= sizeof(struct create_in))
             bridge->kill_privileges = ((const struct create_in *)body)->open_flags & OPEN_KILL_SUIDGID;

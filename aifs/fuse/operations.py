@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 PREFERRED_IO = 64 << 10
 """st_blksize: what stdio and Python's open() buffer by. Each write is a round trip, so more than a page."""
 
+NAMELESS = b"/"
+"""What the bridge has the kernel create for O_TMPFILE; no name can be that."""
+
 LAST_DOT = 2
 """Where ``..`` lies in a listing: ``.`` is at 1, and what the filesystem has at ``cookie`` is at ``cookie + 1``."""
 
@@ -85,6 +88,11 @@ def file_info(opened: Opened) -> FileInfo:
     return FileInfo(opened.backing << HANDLE_BITS | opened.handle, direct_io=opened.direct)
 
 
+def _kept_time(time_ns: int) -> int:
+    """The nearest time that an inode can hold: years 1677 to 2262. ext4 cuts times to its own range, too."""
+    return max(-(1 << 63), min(time_ns, (1 << 63) - 1))
+
+
 def changes(attr: EntryAttributes, fields: SetattrFields, kill_privileges: bool) -> SetAttr:
     """What a SETATTR request asks for."""
     return SetAttr(
@@ -92,9 +100,9 @@ def changes(attr: EntryAttributes, fields: SetattrFields, kill_privileges: bool)
         uid=attr.st_uid if fields.update_uid else None,
         gid=attr.st_gid if fields.update_gid else None,
         size=attr.st_size if fields.update_size else None,
-        atime_ns=attr.st_atime_ns if fields.update_atime else None,
-        mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
-        ctime_ns=attr.st_ctime_ns if fields.update_ctime else None,
+        atime_ns=_kept_time(attr.st_atime_ns) if fields.update_atime else None,
+        mtime_ns=_kept_time(attr.st_mtime_ns) if fields.update_mtime else None,
+        ctime_ns=_kept_time(attr.st_ctime_ns) if fields.update_ctime else None,
         kill_privileges=kill_privileges,
     )
 
@@ -153,7 +161,8 @@ class Operations(pyfuse3.Operations):
     async def create(
         self, parent: int, name: bytes, mode: int, flags: int, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
-        opened, inode = await self._fs.create(parent, name, mode, flags | self._flags, ctx)
+        what = None if name == NAMELESS else name
+        opened, inode = await self._fs.create(parent, what, mode, flags | self._flags, ctx)
         return file_info(opened), self._entry(inode)
 
     @answers

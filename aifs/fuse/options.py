@@ -20,31 +20,43 @@ _KERNEL = {
     "noexec": "exec",
     "sync": "async",
     "async": "sync",
-    "noatime": "atime",
 }
 
-# What is in force anyway: relatime, and permission checks in the kernel.
-_ALWAYS = {"defaults", "default_permissions", "relatime", "diratime", "nodiratime"}
+# When a file that is opened for reading gets a new access time; the daemon decides it, not the kernel.
+_ATIME = {
+    "noatime": "noatime",
+    "relatime": "relatime",
+    "atime": "relatime",
+    "norelatime": "relatime",
+    "strictatime": "strictatime",
+    "nostrictatime": "relatime",
+}
+
+# What is in force anyway: permission checks in the kernel.
+_ALWAYS = {"defaults", "default_permissions", "diratime", "nodiratime"}
 
 # For mount(8), fstab and systemd.
 _FSTAB = {"auto", "noauto", "user", "users", "nouser", "owner", "group", "nofail", "_netdev"}
 _FSTAB_PREFIXES = ("x-", "X-", "comment=", "user=", "group=", "owner=")
 
-_REFUSED = {
-    "strictatime": "access times follow relatime, or are not kept (noatime)",
-    "remount": "unmount, then mount with the other options",
-}
+_ANSWERED = {"ro", "rw", "allow_other", "noallow_other", "remount"}
 
-_ANSWERED = {"ro", "rw", "allow_other", "noallow_other", "atime"}
+# What mount(8) repeats of a FUSE mount's own options when it remounts it.
+_REPEATED_PREFIXES = ("user_id=", "group_id=", "max_read=", "blksize=", "uhelper=")
 
 
 @dataclass(frozen=True)
 class MountOptions:
-    """What the mount needs to know. ``fuse_options`` go to libfuse as they are (``nodev``, ``noatime``)."""
+    """What the mount needs to know. ``fuse_options`` go to libfuse as they are (``nodev``, ``noatime``).
+
+    ``atime`` is ``noatime``, ``relatime`` or ``strictatime``. ``remount`` asks to change a mount that is there.
+    """
 
     read_only: bool = False
     allow_other: bool = False
     fuse_options: list[str] = field(default_factory=list)
+    atime: str = "relatime"
+    remount: bool = False
 
 
 def parse(
@@ -56,10 +68,12 @@ def parse(
     does for every filesystem. Unknown options raise ConfigError, or are ignored when ``sloppy``; wrong dotted
     keys are left to the configuration, which refuses them.
     """
-    read_only, allow_other = False, privileged
+    given = [option for item in items for option in item.split(",") if option]
+    remount = "remount" in given
+    read_only, allow_other, atime = False, privileged, "relatime"
     kernel = dict.fromkeys(["dev", "suid"] if privileged else [])
     overrides: dict[str, str] = {}
-    for option in (option for item in items for option in item.split(",") if option):
+    for option in given:
         name, is_setting, value = option.partition("=")
         if is_setting and (
             name in config_keys or "." in name and not option.startswith(_FSTAB_PREFIXES)
@@ -68,19 +82,21 @@ def parse(
         elif option in _KERNEL:
             kernel.pop(_KERNEL[option], None)
             kernel[option] = None
-        elif option == "atime":
-            kernel.pop("noatime", None)
+        elif option in _ATIME:
+            atime = _ATIME[option]
         elif option in ("ro", "rw"):
             read_only = option == "ro"
         elif option in ("allow_other", "noallow_other"):
             allow_other = option == "allow_other"
+        elif option == "remount" or remount and option.startswith(_REPEATED_PREFIXES):
+            continue
         elif option in _ALWAYS or option in _FSTAB or option.startswith(_FSTAB_PREFIXES):
             continue
-        elif option in _REFUSED:
-            raise ConfigError(f"mount option {option} is not supported: {_REFUSED[option]}")
         elif not sloppy:
-            valid = [*_KERNEL, *_ANSWERED, *_ALWAYS, *_FSTAB, *config_keys]
+            valid = [*_KERNEL, *_ATIME, *_ANSWERED, *_ALWAYS, *_FSTAB, *config_keys]
             raise ConfigError(
                 f"unknown option {option!r}; the nearest valid one is {nearest(name, valid)}"
             )
-    return MountOptions(read_only, allow_other, list(kernel)), overrides
+    if atime == "noatime":
+        kernel["noatime"] = None  # which mount(8) shows
+    return MountOptions(read_only, allow_other, list(kernel), atime, remount), overrides

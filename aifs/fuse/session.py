@@ -73,8 +73,7 @@ async def _serve(
     config: Config, mountpoint: str, options: MountOptions, on_ready: Callable[[], None]
 ) -> None:
     scheduler = requests.install()
-    atime = "noatime" not in options.fuse_options
-    async with open_filesystem(config, options.read_only, mountpoint, atime) as fs:
+    async with open_filesystem(config, options.read_only, mountpoint, options.atime) as fs:
         handed_over = HandedOver(fs, scheduler)
         bridge = Bridge(config.kernel, handed_over.take)
         handed_over.reply = bridge.reply

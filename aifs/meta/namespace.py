@@ -125,6 +125,22 @@ def create(tx: Transaction, parent: int, name: bytes, inode: Inode) -> Inode:
     Exists, NotFound, NotADirectory, NameTooLong, TooManyLinks.
     """
     directory = _require_free(tx, parent, name)
+    new = _make(tx, directory, inode, 2 if stat.S_ISDIR(inode.mode) else 1)
+    put_name(tx, parent, name, new, new.ino)
+    touch(tx, directory, new.ctime_ns, links=1 if new.is_dir else 0)
+    return new
+
+
+@grows
+def create_nameless(tx: Transaction, parent: int, inode: Inode) -> Inode:
+    """A file that inherits as one in ``parent`` would, and is an orphan until ``link`` names it (O_TMPFILE)."""
+    new = _make(tx, get_directory(tx, parent), inode, 0)
+    tx.put(keys.orphan(new.ino), b"")
+    return new
+
+
+def _make(tx: Transaction, directory: Inode, inode: Inode, links: int) -> Inode:
+    """Record a new inode with what it inherits from ``directory``."""
     gid, mode = inode.gid, inode.mode
     if directory.mode & stat.S_ISGID:
         gid = directory.gid
@@ -135,14 +151,14 @@ def create(tx: Transaction, parent: int, name: bytes, inode: Inode) -> Inode:
         mode,
         inode.uid,
         gid,
-        2 if stat.S_ISDIR(mode) else 1,
+        links,
         inode.rdev,
         inode.size,
         0,
         inode.ctime_ns,
         inode.ctime_ns,
         inode.ctime_ns,
-        parent,
+        directory.ino,
         0,
         directory.policy,
         None,
@@ -153,24 +169,35 @@ def create(tx: Transaction, parent: int, name: bytes, inode: Inode) -> Inode:
     if new.copy is not None:
         put_undrained(tx, new, durable=False, now=new.ctime_ns)
     tx.add(keys.COUNTER_INODES, 1)
-    put_name(tx, parent, name, new, new.ino)
-    touch(tx, directory, new.ctime_ns, links=1 if new.is_dir else 0)
     return new
 
 
 @grows
-def link(tx: Transaction, ino: int, parent: int, name: bytes, cookie: int, now: int) -> Inode:
-    """Another name for a file. Raises NotPermitted for a directory, NotFound for an unlinked file, and as create."""
+def link(
+    tx: Transaction,
+    ino: int,
+    parent: int,
+    name: bytes,
+    cookie: int,
+    now: int,
+    nameless: bool = False,
+) -> Inode:
+    """Another name for a file; with ``nameless`` the first one, of what ``create_nameless`` has made.
+
+    Raises NotPermitted for a directory, NotFound for an unlinked file, and as create.
+    """
     directory = _require_free(tx, parent, name)
     inode = get_inode(tx, ino)
     if inode.is_dir:
         raise NotPermitted("a directory cannot have two names")
     if inode.nlink == 0:
-        raise NotFound()
+        if not nameless:
+            raise NotFound()
+        tx.delete(keys.orphan(ino))
     if inode.nlink >= LINK_MAX:
         raise TooManyLinks()
+    inode.parent = SEVERAL if inode.nlink else parent
     inode.nlink += 1
-    inode.parent = SEVERAL
     inode.ctime_ns = now
     put_inode(tx, inode)
     put_name(tx, parent, name, inode, cookie)

@@ -33,7 +33,7 @@ _ATIME_INTERVAL_NS = 24 * 3600 * 10**9  # relatime, as in mount(8)
 class Filesystem(Grouping):
     """An open store as a POSIX filesystem. Made by ``open_filesystem``; used from one trio thread."""
 
-    def __init__(self, store: Store, mountpoint: str, read_only: bool, atime: bool) -> None:
+    def __init__(self, store: Store, mountpoint: str, read_only: bool, atime: str) -> None:
         super().__init__(store)
         self.mountpoint = mountpoint
         self.read_only = read_only
@@ -41,7 +41,8 @@ class Filesystem(Grouping):
         self.recovered = Recovered()
         self.edge_status: Callable[[], dict[str, Any]] = dict
         """What the edge says of itself, for ``aifs status``."""
-        self._atime = atime and not read_only
+        self.atime = "noatime" if read_only else atime
+        """One of ATIMES."""
 
     # --- attributes ---
 
@@ -86,18 +87,27 @@ class Filesystem(Grouping):
         return self.io.attributes(file)
 
     def _accessed(self, inode: Inode) -> bool:
-        """Update atime by the rules of relatime; whether it changed."""
+        """Update atime by the mount's rule; whether it changed."""
         now = time.time_ns()
-        recent = (
+        recent = self.atime == "relatime" and (
             inode.atime_ns > max(inode.mtime_ns, inode.ctime_ns)
             and now - inode.atime_ns < _ATIME_INTERVAL_NS
         )
-        if recent or not self._atime:
+        if recent or self.atime == "noatime":
             return False
         inode.atime_ns = now
         return True
 
     # --- files ---
+
+    async def link(self, ino: int, new_parent: int, new_name: bytes) -> Inode:
+        """Another name for a file, or the first one of a file that was created without."""
+        inode = await super().link(ino, new_parent, new_name)
+        if inode.nlink == 1:  # it may have been closed, as what nobody would see again
+            file = await self.io.acquire(ino)
+            await self.io.release(file)
+            await self._closed(file, written=True)
+        return inode
 
     async def open(self, ino: int, flags: int, kill_privileges: bool = False) -> Opened:
         """Opening for reading counts as access, since the kernel reads most pages without asking.
@@ -158,21 +168,32 @@ class Filesystem(Grouping):
         its cache.
         """
         file = self.handles.writable(handle)
+        await self._before_change(file, kill_privileges)
         await self.io.write(file, offset, data)
         if file.on_object:
             await self._sync_written(handle)
+        return len(data)
+
+    async def _before_change(self, file: OpenInode, kill_privileges: bool) -> None:
+        """The bytes are about to change. First, so that at no time they run with the owner's rights as others made them."""
         if kill_privileges and file.inode.is_privileged:
             await self._kill_privileges(file)
-        return len(data)
 
     async def _kill_privileges(self, file: OpenInode) -> None:
         file.adopt(await self._engine.transact(attributes.kill_privileges, file.inode.ino))
         file.unsaved = True
         self.on_attr_change(file.inode.ino)
 
-    async def fallocate(self, handle: int, mode: int, offset: int, length: int) -> None:
-        """fallocate(2): allocate, keep size, punch hole, zero range. Raises NotSupported, NoSpace."""
-        await ranges.fallocate(self.io, self.handles.writable(handle), mode, offset, length)
+    async def fallocate(
+        self, handle: int, mode: int, offset: int, length: int, caller: CallerLike = ROOT
+    ) -> None:
+        """fallocate(2): allocate, keep size, punch hole, zero range. Raises NotSupported, NoSpace.
+
+        The kernel leaves set-id bits to us, and does not say whether the caller may keep them: only root may.
+        """
+        file = self.handles.writable(handle)
+        await self._before_change(file, caller.uid != 0)
+        await ranges.fallocate(self.io, file, mode, offset, length)
         await self._sync_written(handle)
 
     async def lseek(self, handle: int, offset: int, whence: int) -> int:
@@ -180,10 +201,17 @@ class Filesystem(Grouping):
         return await ranges.seek(self.io, self.handles[handle].file, offset, whence)
 
     async def copy_file_range(
-        self, handle_in: int, offset_in: int, handle_out: int, offset_out: int, length: int
+        self,
+        handle_in: int,
+        offset_in: int,
+        handle_out: int,
+        offset_out: int,
+        length: int,
+        caller: CallerLike = ROOT,
     ) -> int:
-        """copy_file_range(2): how much has been copied; 0 at the end of the source."""
+        """copy_file_range(2): how much has been copied; 0 at the end of the source. Set-id bits: as ``fallocate``."""
         source, target = self.handles.readable(handle_in), self.handles.writable(handle_out)
+        await self._before_change(target, caller.uid != 0)
         copied = await ranges.copy(self.io, source, offset_in, target, offset_out, length)
         await self._sync_written(handle_out)
         return copied

@@ -16,6 +16,7 @@
     user.aifs.backup         root, write only, root user: TOKEN:[DIRECTORY], back up the metadata (backup.request)
     user.aifs.group          directory: get (also of what lies below) and set 'name=step,ranks=8', a grouped write; '' ends it
     user.aifs.group.commit   directory: a rank of its group; file, set (empty): it counts as closed (groups/group_hints.py)
+    user.aifs.atime          root, write only, root user: noatime, relatime or strictatime, when opening for reading is an access
     user.aifs.info           any: JSON, the inode and where its parts lie
     user.aifs.status         root: JSON, the state of the mount
     user.aifs.scrub          root: JSON, what a scrub has done and found; root user: set start[,no-repair][,bandwidth=SIZE] or stop
@@ -56,7 +57,7 @@ from aifs.vfs.publishing.retention import Retention
 from aifs.vfs.repair import scrub
 from aifs.vfs.servers import server_hints
 from aifs.vfs.tiers import burst_hints
-from aifs.vfs.types import SIZE_MAX, CallerLike
+from aifs.vfs.types import ATIMES, SIZE_MAX, CallerLike
 
 PREFIX = b"user.aifs."
 
@@ -71,6 +72,7 @@ class Host(reports.Host, burst_hints.Host, server_hints.Host, group_hints.Host, 
 
     retention: Retention
     refused: dict[int, str]
+    atime: str
 
     async def publish(self, what: Publication, caller: CallerLike) -> None: ...
 
@@ -170,6 +172,14 @@ async def _back_up(fs: Host, ino: int, value: bytes, caller: CallerLike) -> None
     fs.backup.request(
         token, directory
     )  # not waited for: the kernel locks the directory while it sets an attribute
+
+
+async def _set_atime(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
+    if ino != keys.ROOT_INO or caller.uid:
+        raise NotPermitted("only root may change it, at the mount's root")
+    if text not in ATIMES:
+        raise Invalid(f"{text!r} is none of {', '.join(ATIMES)}")
+    fs.atime = text
 
 
 async def remove(fs: Host, ino: int, name: bytes, caller: CallerLike) -> None:
@@ -279,6 +289,7 @@ _ORDERS = {
 }
 
 _STATEMENTS = {
+    b"user.aifs.atime": _set_atime,
     b"user.aifs.pending": pending.put,
     b"user.aifs.commit": pending.put_commit,
     b"user.aifs.group": group_hints.put,

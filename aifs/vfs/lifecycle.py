@@ -26,7 +26,7 @@ async def open_filesystem(
     config: Config,
     read_only: bool = False,
     mountpoint: str = "",
-    atime: bool = True,
+    atime: str = "relatime",
     adding: str = "",
 ) -> AsyncIterator[Filesystem]:
     """Own the store, recover it, and serve until the block ends; then everything is made durable.
@@ -39,16 +39,17 @@ async def open_filesystem(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_keep_running, store.engine.run)
             fs = Filesystem(store, mountpoint, read_only, atime)
-            await fs.backup.load(read_only)
-            fs.recovered = await recover(store, fs.tier, fs.collector)
-            await fs.containers.recover()
-            await fs.trash.load()
-            await fs.rebuild.strays.load()
-            await fs.retention.load()
-            await fs.scrub.load()
-            undrained = await load_copies(store, fs.tier, fs.collector, fs.recovered)
-            fs.drain.load(undrained)
-            await fs.group_course.load(undrained)
+            with in_background():
+                await fs.backup.load(read_only)
+                fs.recovered = await recover(store, fs.tier, fs.collector)
+                await fs.containers.recover()
+                await fs.trash.load()
+                await fs.rebuild.strays.load()
+                await fs.retention.load()
+                await fs.scrub.load()
+                undrained = await load_copies(store, fs.tier, fs.collector, fs.recovered)
+                fs.drain.load(undrained)
+                await fs.group_course.load(undrained)
             if not store.clean:
                 _log.info("the store was not closed in order: %s", fs.recovered)
             await set_clean(store.engine, False)

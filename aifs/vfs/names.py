@@ -32,6 +32,7 @@ class Names(Parts):
         self._engine = store.engine
         self._policies: dict[int, Policy | None] = {}
         self._orphans: set[int] = set()
+        self._nameless: set[int] = set()  # those orphans that may still get a name
 
     async def lookup(self, parent: int, name: bytes) -> Inode:
         if self.trash.holds(parent):
@@ -39,9 +40,9 @@ class Names(Parts):
         return self._current(await self._engine.view(namespace.lookup, parent, name))
 
     async def create(
-        self, parent: int, name: bytes, mode: int, flags: int, caller: CallerLike
+        self, parent: int, name: bytes | None, mode: int, flags: int, caller: CallerLike
     ) -> tuple[Opened, Inode]:
-        """A new regular file, opened with ``flags``."""
+        """A new regular file, opened with ``flags``; without a name it is gone when it is closed unless ``link`` names it."""
         copy = None
         if flags & os.O_ACCMODE:
             copy = await self.io.burst.new_copy(await self._policy_of(parent))
@@ -55,6 +56,9 @@ class Names(Parts):
                 self.tier.discard(copy)
             raise
         file = self.io.adopt_new(inode, copy)
+        if name is None:
+            self._orphans.add(inode.ino)
+            self._nameless.add(inode.ino)
         try:
             return await self._add_handle(file, flags), inode
         except BaseException:
@@ -93,7 +97,7 @@ class Names(Parts):
     async def _create(
         self,
         parent: int,
-        name: bytes,
+        name: bytes | None,
         mode: int,
         caller: CallerLike,
         rdev: int = 0,
@@ -105,13 +109,18 @@ class Names(Parts):
         new = Inode(
             ino, mode, caller.uid, caller.gid, 1, rdev, size, 0, now, now, now, data=data, copy=copy
         )
+        if name is None:
+            return await self._engine.transact(namespace.create_nameless, parent, new)
         return await self._engine.transact(namespace.create, parent, name, new)
 
     async def link(self, ino: int, new_parent: int, new_name: bytes) -> Inode:
         cookie = await self.ids.take()
+        nameless = ino in self._nameless
         linked = await self._engine.transact(
-            namespace.link, ino, new_parent, new_name, cookie, time.time_ns()
+            namespace.link, ino, new_parent, new_name, cookie, time.time_ns(), nameless
         )
+        self._nameless.discard(ino)
+        self._orphans.discard(ino)
         return self._adopt(linked)
 
     async def unlink(self, parent: int, name: bytes) -> None:
@@ -130,6 +139,7 @@ class Names(Parts):
         """The kernel has dropped these inodes; those without a name are removed once they are closed."""
         for ino in self._orphans.intersection(inos):
             self._orphans.discard(ino)
+            self._nameless.discard(ino)
             file = self.io.open.get(ino)
             if file is not None:
                 file.forgotten = True

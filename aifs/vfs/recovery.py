@@ -11,8 +11,9 @@ from aifs.burst.tier import BurstTier
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
-from aifs.data.objects.striped import StripedObjects, delete_objects, list_window
-from aifs.data.server import Missing
+from aifs.data.objects.striped import StripedObjects, delete_objects
+from aifs.data.server import DataServer, Missing
+from aifs.data.workers import outcomes
 from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
 from aifs.meta import forms, keys, moves, namespace
@@ -167,35 +168,47 @@ def _put_settled(tx: Transaction, ino: int, inode: Inode | None) -> None:
 async def _delete_unknown_objects(store: Store) -> int:
     """Delete objects in the last window of ids that neither an inode nor a garbage record knows (I7).
 
-    A server that is absent is put on record, with the window, for the mount that finds it.
+    A server that does not say what it has, or does not delete it, is put on record, with the window, for the next mount.
     """
-    earlier, found, missed = await store.engine.view(_read_unlisted), [], []
+    servers = store.servers
+    earlier = await store.engine.view(_read_unlisted)
+    windows = dict.fromkeys(earlier)
     if not store.clean:
-        first, end = await last_windows(store.engine)
-        found = await list_window(store.servers, first, end)
-        missed = [
-            _Unlisted(server.id, first, end) for server in store.servers.values() if server.absent
-        ]
-    for window in earlier:
-        server = store.servers.find(window.server)
-        if server is None or server.standing == LOST:
-            continue
-        if server.absent:
+        window = await last_windows(store.engine)
+        windows |= dict.fromkeys(_Unlisted(number, *window) for number in servers)
+    asked = [window for window in windows if _may_have_objects(servers.find(window.server))]
+    calls = [
+        (servers[number].workers, servers[number].list_range, (first, end))
+        for number, first, end in asked
+    ]
+    missed = list[_Unlisted]()
+    unknown: dict[tuple[int, int], list[_Unlisted]] = {}
+    for window, found in zip(asked, await outcomes(calls) if calls else [], strict=True):
+        if isinstance(found, FsError):
             missed.append(window)
+        elif isinstance(found, BaseException):
+            raise found
         else:
-            listed = await store.servers.run(server, server.list_range, window.first, window.end)
-            found += [(server.id, ino, oid) for ino, oid in listed]
-    unknown: dict[tuple[int, int], list[int]] = {}
-    for number, ino, oid in found:
-        if not await store.engine.view(_is_known, ino, oid):
-            unknown.setdefault((ino, oid), []).append(number)
-    for (ino, oid), servers in unknown.items():
-        await delete_objects(store.servers, Striped(1 << 20, tuple(servers)), ino, oid)
+            for ino, oid in found:
+                if not await store.engine.view(_is_known, ino, oid):
+                    unknown.setdefault((ino, oid), []).append(window)
+    for (ino, oid), where in unknown.items():
+        try:
+            layout = Striped(1 << 20, tuple({window.server: None for window in where}))
+            await delete_objects(servers, layout, ino, oid)
+        except FsError as error:
+            _log.warning("object %d of no file stays for now: %s", oid, error)
+            missed += where
     if set(earlier) != set(missed):
         await store.engine.transact(
             _put_unlisted, set(earlier) - set(missed), set(missed) - set(earlier)
         )
     return sum(map(len, unknown.values()))
+
+
+def _may_have_objects(server: DataServer | None) -> bool:
+    """What lies on a server that is lost is nobody's concern any more."""
+    return server is not None and server.standing != LOST
 
 
 class _Unlisted(NamedTuple):

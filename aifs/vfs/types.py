@@ -10,6 +10,9 @@ BLOCK_SIZE = 4096
 SIZE_MAX = 1 << 62
 """Largest file size in bytes; servers may have smaller limits of their own (EFBIG)."""
 
+ATIMES = ("noatime", "relatime", "strictatime")
+"""When opening a file for reading counts as access: never, once a day or after a change, or each time."""
+
 
 class CallerLike(Protocol):
     """Who asks: pyfuse3's RequestContext, or our own Caller."""

@@ -11,11 +11,11 @@ from aifs.burst.copy import BurstCopy
 from aifs.burst.spares import BATCH, KEEP_S, Spares
 from aifs.core import files
 from aifs.core.errors import NoSpace, NoSuchAddress, Unavailable
-from aifs.data.objects.striped import delete_batch, list_window
+from aifs.data.objects.striped import delete_batch
 from aifs.data.servers import Servers
 from aifs.layout.placement import BURST_FIRST
 from aifs.layout.striped import Striped
-from tests.support.data_servers import STORE, failing, hooked, make_server, open_below
+from tests.support.data_servers import STORE, failing, hooked, list_window, make_server, open_below
 
 
 @pytest.fixture

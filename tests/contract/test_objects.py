@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from aifs.core.errors import Unavailable
 from aifs.data.naming import ForeignFile, StoredObject
-from aifs.data.objects.striped import StripedObjects, delete_batch, delete_objects, list_window
+from aifs.data.objects.striped import StripedObjects, delete_batch, delete_objects
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
-from tests.support.data_servers import data_servers, hooked, open_below
+from tests.support.data_servers import data_servers, hooked, list_window, open_below
 
 INO, OID = 0x1234, 0x20305
 MEMORY = "/dev/shm"

@@ -127,7 +127,15 @@ async def test_what_happens_twice_or_too_late_is_refused(directory: Path) -> Non
     async with opened(directory) as fs:
         ino = await pending(fs, b"tmp", ranks=2)
         await put(fs, ino, "commit", "1")
-        for commit in ("1", "2", '{"rank": -1}', '{"rank": 2}', '{"rank": 1, "again": false}'):
+        half = '{"rank": 0, "files": {"\\ud800": 1}}'  # half of a character
+        for commit in (
+            "1",
+            "2",
+            '{"rank": -1}',
+            '{"rank": 2}',
+            '{"rank": 1, "again": false}',
+            half,
+        ):
             with pytest.raises(Invalid):
                 await put(fs, ino, "commit", commit)
         await put(fs, ino, "commit", {"rank": 1, "again": True})

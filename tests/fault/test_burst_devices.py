@@ -12,9 +12,10 @@ import pytest
 import trio
 
 from aifs.core.errors import NoSpace, StoreError, Unavailable
+from aifs.data.health import ObjectFails
 from aifs.vfs import Caller
 from tests.support import modes
-from tests.support.data_servers import failing, hooked
+from tests.support.data_servers import FaultHook, failing, hooked
 from tests.support.kernel import Kernel
 from tests.support.modes import config_of
 from tests.support.stores import drained, opened, require_sound
@@ -149,6 +150,56 @@ async def test_a_clean_file_can_be_written_while_the_device_is_away(directory: P
         assert await content_of(kernel, ino) == b"new" + CONTENT[3:]
     async with mounted(directory) as kernel:
         assert await content_of(kernel, ino) == b"new" + CONTENT[3:]
+    await require_sound(config_of(directory))
+
+
+@pytest.mark.parametrize("op", ["sync_file", "write_at", "read_into"])
+async def test_what_fails_for_one_file_alone_is_no_failure_of_the_device(
+    directory: Path, op: str
+) -> None:
+    async with mounted(directory, BY_DAEMON) as kernel:
+        (device,) = kernel.store.servers.burst()
+        bad, good = await make(kernel, b"bad"), await make(kernel, b"good")
+        path = device.object_path(0, (await kernel.getattr(bad)).copy.id)
+        handle = await kernel.open(bad, os.O_RDWR)
+        with failing(op, path) as failed, pytest.raises(ObjectFails, match=re.escape(path)):
+            await kernel.read(handle, 0, 10)
+            await kernel.write(handle, 0, b"x")
+            await kernel.fsync(handle)
+        assert failed and device.state == "ok" and device.health.usable
+        handle = await kernel.open(good, os.O_RDWR)
+        await kernel.fsync(handle)
+        assert (await kernel.getattr(await make(kernel, b"new"))).in_burst
+        # The probe meets what fails for all files.
+        with failing(op, device.path), pytest.raises(Unavailable):
+            await kernel.read(handle, 0, 10)
+            await kernel.write(handle, 0, b"x")
+            await kernel.fsync(handle)
+        assert device.state == "failing"
+        assert list(Path(device.path).glob(".aifs-*")) == []
+    await require_sound(config_of(directory))
+
+
+async def test_a_file_that_cannot_be_synced_does_not_keep_the_store_from_being_closed(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooked():
+        async with opened(directory, BY_DAEMON, sound=False) as fs, Kernel(fs) as kernel:
+            (device,) = fs.store.servers.burst()
+            bad, good = await make(kernel, b"bad"), await make(kernel, b"good")
+            path = device.object_path(0, (await kernel.getattr(bad)).copy.id)
+
+            def refuse(op: str, where: str) -> None:
+                if op == "sync_file" and where == path:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+            FaultHook.installed.action = refuse
+    told = [line for line in warnings(caplog) if path in line]
+    assert len(told) == 1 and f"inode {bad}: what was written to it last may be lost" in told[0]
+    async with mounted(directory, BY_DAEMON) as kernel:
+        assert kernel.store.clean
+        assert kernel.recovered.unsynced_files == 1  # its mark has stayed
+        assert await content_of(kernel, bad) == await content_of(kernel, good) == CONTENT
     await require_sound(config_of(directory))
 
 

@@ -23,7 +23,7 @@ from aifs.data.containers import pieces
 from aifs.data.containers.chunk_codec import FileRecord, digest_of
 from aifs.data.containers.pieces import HashedPiece, Source
 from aifs.data.containers.scan import ContainerScan
-from aifs.data.objects.striped import delete_objects, list_window
+from aifs.data.objects.striped import delete_objects
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import (
@@ -49,7 +49,7 @@ from aifs.vfs.tiers import containers as vfs_containers
 from aifs.vfs.tiers.chunk_users import users_of
 from aifs.vfs.tiers.compaction import Compaction
 from aifs.vfs.tiers.containers import Containers
-from tests.support.data_servers import failing, hooked, make_table, opened
+from tests.support.data_servers import failing, hooked, list_window, make_table, opened
 from tests.support.powercut import PowerCut
 
 SERVERS = 3

@@ -13,7 +13,8 @@ import trio
 import trio.testing
 
 from aifs.burst import queue
-from aifs.core.errors import StoreBusy, Unavailable
+from aifs.core.errors import StoreBusy, StoreError, Unavailable
+from aifs.core.faults import SimulatedCrash
 from aifs.data import backups, patience
 from aifs.data.containers.readers import Entry, PlainReader
 from aifs.data.objects.columns import Columns
@@ -590,3 +591,71 @@ async def test_space_is_told_though_a_server_does_not_say_it(
             assert [row["used_bytes"] is not None for row in status["servers"]] == [True] * SERVERS
         finally:
             go.set()
+
+
+# --- the beginning ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["replicas", "interleaved-coded"])
+async def test_a_store_is_opened_though_a_server_hangs_that_it_can_do_without(
+    directory: Path, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is used again when it has answered."""
+    async with opened(directory, mode) as fs:
+        contents = await write_some(fs, b"a", b"b", b"c")
+        await moved_out(fs, *contents)
+    with hanging(str(directory / "data" / str(BAD)), (*ALL, "read_file")) as hang:
+        async with opened(directory, mode) as fs:
+            assert server(fs).hangs
+            assert re.fullmatch(
+                r"data server 1 \(.*\): reach .* has not ended within 0\.1 s", server(fs).absent
+            )
+            await check(fs, contents)
+            contents |= (some := await write_some(fs, b"d", b"e"))
+            await drained(fs, *some)
+            held = list(hang.held)
+            await fs.statfs()
+            await reports.status(fs)
+            assert hang.held == held
+            hang.release()
+            await answered(fs, BAD)
+            fs.store.servers.look()
+            await until(lambda: server(fs).state == "ok")
+            await whole(fs)
+            await check(fs, contents)
+    assert "does without a data server for now: data server 1" in caplog.text
+
+
+async def test_a_store_is_not_opened_while_a_server_hangs_that_it_needs(directory: Path) -> None:
+    async with opened(directory, "plain") as fs:
+        contents = await write_some(fs, b"a", b"b", b"c")
+        await moved_out(fs, *contents)
+    with hanging(str(directory / "data" / str(BAD)), ("read_file",)):
+        with pytest.raises(
+            StoreError, match=r"^data server 1 .* has not ended within 0\.1 s; unprotected files"
+        ):
+            async with opened(directory, "plain"):
+                pass
+    async with opened(directory, "plain") as fs:
+        await check(fs, contents)
+
+
+async def test_what_is_recovered_does_not_wait_for_a_server(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that was written in place there stays to be settled."""
+    settings = modes.OFF | {"data.writeback_interval": "1h", "layout.count": 1}
+    with pytest.raises(SimulatedCrash):
+        async with opened(directory, "plain", settings, sound=False) as fs:
+            for number in range(9):
+                await write_file(fs, b"%d" % number, b"x" * 50_000)
+            raise SimulatedCrash
+    with hanging(str(directory / "data" / str(BAD)), ("sync_file", "truncate")) as hang:
+        async with opened(directory, "plain", sound=False) as fs:
+            assert "could not be settled, the next mount will try again" in caplog.text
+            hang.release()
+            await answered(fs, BAD)
+    async with opened(directory, "plain") as fs:
+        for number in range(9):
+            ino = (await fs.lookup(stores.ROOT_INO, b"%d" % number)).ino
+            assert await read_file(fs, ino) == b"x" * 50_000

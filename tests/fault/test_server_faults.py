@@ -15,7 +15,7 @@ import trio
 import trio.testing
 
 from aifs.core.errors import NoSpace, QuotaExceeded, StoreError, Unavailable
-from aifs.data.objects.striped import StripedObjects, delete_batch, list_window
+from aifs.data.objects.striped import StripedObjects, delete_batch
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
 from tests.support.data_servers import (
@@ -23,6 +23,7 @@ from tests.support.data_servers import (
     data_servers,
     failing,
     hooked,
+    list_window,
     make_server,
     make_table,
     open_below,

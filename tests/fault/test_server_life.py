@@ -16,6 +16,7 @@ from aifs.core import faults
 from aifs.core.config import DIRECTORY_FILE, Config
 from aifs.core.errors import Busy, FsError, Invalid, NotPermitted, StoreError, Unavailable
 from aifs.core.faults import SimulatedCrash
+from aifs.data import patience
 from aifs.layout.placement import BURST_FIRST
 from aifs.meta import keys
 from aifs.meta.keys import ROOT_INO
@@ -23,10 +24,12 @@ from aifs.meta.servers import mark_unprotected
 from aifs.vfs import Caller
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.servers import server_admin
+from aifs.vfs.servers.directories import same_directories
 from aifs.vfs.store import format_store, open_store
 from aifs.vfs.types import ROOT
 from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
+from tests.support.hanging import hanging, until
 from tests.support.points import crash
 from tests.support.stores import moved_out, read_file, require_sound, served
 
@@ -538,3 +541,51 @@ async def test_a_directory_that_takes_its_time_does_not_hold_up_the_mount(scratc
         with pytest.raises(Invalid, match="below: is not a directory"):
             await order(fs, "add", path=f"{config.source}/{DIRECTORY_FILE}/below")
         assert len(fs.store.servers.capacity()) == 6
+
+
+async def test_a_directory_that_does_not_answer_is_not_added(scratch: Path) -> None:
+    """What is written there late is nobody's: its number is not used again."""
+    config = await make(scratch, {"data.timeout": "200ms"})
+    async with served(config) as fs:
+        with hanging(str(scratch / "new"), ("rename",)) as hang:
+            with pytest.raises(
+                Invalid, match=r"new: has not answered within 0.2 s; it is not added"
+            ):
+                await order(fs, "add", path=str(scratch / "new"))
+            await order(fs, "add", path=str(scratch / "other"))
+            hang.release()
+            await until(lambda: (scratch / "new" / ".aifs").exists())
+        assert [server.id for server in fs.store.servers.capacity()] == [0, 1, 2, 3, 4, 6]
+
+
+async def test_a_server_is_added_beside_one_that_hangs(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody looks at what hangs."""
+    config = await make(scratch, {"data.timeout": "200ms"})
+    async with served(config) as fs:
+        hung = fs.store.servers[1]
+        with hanging(hung.path, ("read_file",)) as hang:
+            with patience.background(), pytest.raises(Unavailable):
+                await fs.store.servers.run(hung, hung.identify, False)
+            real = os.path.realpath
+            monkeypatch.setattr(
+                os.path, "realpath", lambda path: real(path) if path != hung.path else pytest.fail()
+            )
+            await order(fs, "add", path=str(scratch / "new"))
+            monkeypatch.undo()
+            hang.release()
+        assert len(fs.store.servers.capacity()) == 6
+
+
+def test_symlinks_are_followed_only_where_paths_are_written_otherwise(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (scratch / "link").symlink_to(scratch / "a")
+    known = [f"{scratch}/a", f"{scratch}/hangs"]
+    named = [f"{scratch}/x/../hangs", f"{scratch}/link", f"{scratch}/other"]
+    real = os.path.realpath
+    monkeypatch.setattr(
+        os.path, "realpath", lambda path: real(path) if "hangs" not in path else pytest.fail()
+    )
+    assert same_directories(named, known) == {named[0]: known[1], named[1]: known[0]}

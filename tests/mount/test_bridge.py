@@ -68,6 +68,9 @@ def test_without_the_bridge_everything_else_works(mount_store: Callable[..., Mou
         with pytest.raises(OSError) as caught:
             fcntl.ioctl(file, ioctl.AIFS_IOC_VERSION.request, bytes(4))
     assert caught.value.errno == errno.ENOTTY
+    with pytest.raises(OSError) as caught:
+        os.open(mounted.path, os.O_TMPFILE | os.O_RDWR)
+    assert caught.value.errno == errno.EOPNOTSUPP  # programs fall back when the error is this one
     assert "not in use" not in mounted.log.read_text()
 
 

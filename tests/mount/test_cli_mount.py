@@ -150,6 +150,42 @@ def test_options_reach_the_kernel(place: Place) -> None:
         (place.path / "file").touch()
 
 
+def test_a_remount_changes_options(place: Place) -> None:
+    place.mount()
+    file = place.path / "file"
+    file.write_bytes(b"content")
+
+    def remount(options: str) -> set[str]:
+        aifs("mount", place.source, place.path, "-o", f"remount,{options}")
+        return set(place.mounts()[0][3].split(","))
+
+    def moves_atime() -> bool:
+        before = file.stat().st_atime_ns
+        file.read_bytes()
+        return file.stat().st_atime_ns > before
+
+    assert moves_atime() and not moves_atime()  # relatime
+    held = file.open("rb")
+    assert "ro" in remount("ro")
+    with pytest.raises(OSError, match="Read-only"):
+        file.write_bytes(b"other")
+    assert {"rw", "noatime", "nosuid"} <= remount("rw,noatime,nosuid")
+    file.write_bytes(b"more")
+    assert not moves_atime()
+    assert not {"noatime", "ro"} & remount("strictatime")
+    assert moves_atime() and moves_atime()
+    assert held.read() == b"more"
+    held.close()
+    for options, said in (
+        ("remount,layout.unit=64KiB", "a remount cannot change layout.unit; mount again"),
+        ("remount,rw", "its store was opened read-only; unmount and mount it again"),
+    ):
+        done = aifs("mount", place.source, place.path, "-o", options, check=False)
+        assert (done.returncode, done.stderr) == (6, f"aifs: {place.path}: {said}\n")
+        aifs("umount", place.path)
+        place.mount("-o", "ro")
+
+
 def test_keys_reach_the_filesystem(place: Place) -> None:
     place.mount("-o", "layout.unit=64KiB,burst.capacity=64MiB,log.level=debug")
     (place.path / "file").write_bytes(bytes(1 << 20))
@@ -280,6 +316,16 @@ def test_signals_unmount_cleanly(place: Place, number: int) -> None:
     assert place.mounts() == []
     place.mount()
     assert (place.path / "file").read_text() == "kept"
+
+
+def test_the_log_is_for_its_owner_and_the_group_that_he_lets(place: Place) -> None:
+    """It tells names below directories that others may not search."""
+    for left, mode in ((None, 0o600), (0o644, 0o640), (0o600, 0o600)):
+        if left is not None:
+            place.log.chmod(left)
+        place.mount()
+        assert stat.S_IMODE(place.log.stat().st_mode) == mode
+        aifs("umount", place.path)
 
 
 def test_sigusr1_writes_stacks_to_the_log(place: Place) -> None:

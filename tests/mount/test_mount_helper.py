@@ -183,6 +183,15 @@ def test_mount_8_passes_options_on_and_shows_our_error(system: System, form: str
     assert system.daemons() == []
 
 
+def test_mount_8_remounts(system: System) -> None:
+    system.run("mount", "-t", "aifs", system.source, system.path)
+    system.run("mount", "-o", "remount,ro,noatime", system.path)
+    assert {"ro", "noatime"} <= set(system.mounts()[0][3].split(","))
+    assert system.run("touch", system.path / "file", check=False).returncode
+    system.run("mount", "-o", "remount,rw", system.path)
+    system.run("touch", system.path / "file")
+
+
 def test_a_sloppy_mount_ignores_unknown_options(system: System) -> None:
     system.run("mount", "-s", "-t", "aifs", system.source, system.path, "-o", "noatme")
     assert len(system.mounts()) == 1

@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from aifs.core import files
 from tests.support.mounts import Mounted
 from tests.support.users import errno_of, in_process
 
 NOBODY = 65534
+PUNCH = files.PUNCH_HOLE | files.KEEP_SIZE
 _libc = ctypes.CDLL(None, use_errno=True)
 
 # --- modes, owners, times -------------------------------------------------------------------------
@@ -52,8 +54,16 @@ def test_setuid_and_setgid_are_cleared_by_writing(here: Path) -> None:
         path.unlink()
         return mode
 
+    def zero(fd: int, mode: int) -> None:
+        if errno_of(files.change_allocation, fd, mode, 0, 4) == errno.EOPNOTSUPP:
+            os.write(fd, bytes(4))  # a mount without the bridge knows no holes
+
     assert as_nobody(lambda fd: os.write(fd, b"x")) == 0o777
     assert as_nobody(lambda fd: os.ftruncate(fd, 2)) == 0o777
+    assert as_nobody(lambda fd: os.posix_fallocate(fd, 0, 100)) == 0o777
+    assert as_nobody(lambda fd: zero(fd, PUNCH)) == 0o777
+    assert as_nobody(lambda fd: zero(fd, files.ZERO_RANGE)) == 0o777
+    assert as_nobody(lambda fd: os.copy_file_range(fd, fd, 2, 0, 4)) == 0o777
     assert as_nobody(lambda fd: os.read(fd, 2)) == 0o6777
 
 
@@ -110,6 +120,17 @@ def test_times_with_nanoseconds(file: Path, module_mount: Mounted) -> None:
     os.chdir("/")
     module_mount.remount()
     assert (file.stat().st_atime_ns, file.stat().st_mtime_ns) == (-1_500_000_000, 0)
+
+
+def test_times_beyond_what_is_kept_are_cut(file: Path) -> None:
+    last_ns = (1 << 63) - 1
+    for asked_s, kept_ns in (
+        (1 << 40, last_ns),
+        (-(1 << 40), -last_ns - 1),
+        (13_569_465_600, last_ns),
+    ):
+        os.utime("file", ns=(asked_s * 10**9, asked_s * 10**9))
+        assert (os.stat("file").st_atime_ns, os.stat("file").st_mtime_ns) == (kept_ns, kept_ns)
 
 
 def test_which_times_move(file: Path) -> None:

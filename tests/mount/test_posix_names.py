@@ -489,9 +489,3 @@ def test_create_flags(file: Path) -> None:
     fd = os.open("readonly", os.O_RDWR | os.O_CREAT, 0o000)
     assert os.write(fd, b"still writable") == 14
     os.close(fd)
-
-
-def test_unnamed_temporary_files_are_refused_cleanly(here: Path) -> None:
-    """FUSE has no O_TMPFILE here; programs fall back when the error is this one."""
-    assert errno_of(os.open, ".", os.O_TMPFILE | os.O_RDWR) == errno.EOPNOTSUPP
-    assert os.listdir() == []

@@ -9,7 +9,10 @@ from pathlib import Path
 
 from aifs.core import files
 from aifs.data.marker import FORMAT, Marker, write_marker
+from aifs.data.marker import NAME as MARKER
+from aifs.data.probe import NAME as PROBE
 from aifs.data.servers import Servers
+from aifs.data.workers import gather
 
 STORE = "5a0cbd2e-4d0b-4f7a-b6b7-0d5f7c5f6a10"
 
@@ -96,14 +99,28 @@ def hooked(action: Callable[[str, str], None] = lambda op, path: None) -> Iterat
 
 @contextmanager
 def failing(ops: str | tuple[str, ...], below: str, number: int = errno.EIO) -> Iterator[list[str]]:
-    """Operations ``ops`` on paths below ``below`` fail with ``number``. Yields the list of those that did."""
+    """Operations ``ops`` on paths below ``below`` fail with ``number``. Yields the list of those that did, but for probes."""
     ops = (ops,) if isinstance(ops, str) else ops
     failed: list[str] = []
 
     def action(op: str, path: str) -> None:
         if op in ops and path.startswith(below):
-            failed.append(op)
+            if os.path.basename(path) not in (PROBE, MARKER):
+                failed.append(op)
             raise OSError(number, os.strerror(number))
 
     with hooked(action):
         yield failed
+
+
+async def list_window(servers: Servers, first_oid: int, end_oid: int) -> list[tuple[int, int, int]]:
+    """(server id, ino, oid) of all objects with first_oid <= oid < end_oid on servers that are present. Raises Unavailable."""
+    everywhere = [server for server in servers.values() if not server.absent]
+    results = await gather(
+        [(server.workers, server.list_range, (first_oid, end_oid)) for server in everywhere]
+    )
+    return [
+        (server.id, ino, oid)
+        for server, keys in zip(everywhere, results, strict=True)
+        for ino, oid in keys
+    ]

@@ -29,6 +29,15 @@ def renameat2(source: bytes, target: bytes, flags: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
+def link_open(fd: int, target: str | bytes) -> None:
+    """Give an open file one more name: linkat(2) of /proc/self/fd/N."""
+    anywhere = os.open("/", os.O_PATH)  # with it Python says AT_SYMLINK_FOLLOW
+    try:
+        os.link(f"/proc/self/fd/{fd}", target, src_dir_fd=anywhere)
+    finally:
+        os.close(anywhere)
+
+
 _BYTES_BUT_NO_PATH = {
     "symlink": 1,
     "setxattr": 3,
@@ -145,7 +154,7 @@ class Machine:
         self._close(slot)
         self._slots[slot] = fd
 
-    _open_plain = _open
+    _open_plain = _tmpfile = _open
 
     def _close(self, slot: int) -> None:
         if slot in self._slots:
@@ -201,6 +210,9 @@ class Machine:
 
     def _link(self, source: bytes, target: bytes) -> None:
         os.link(source, target, follow_symlinks=False)
+
+    def _link_slot(self, slot: int, target: bytes) -> None:
+        link_open(self._fd(slot), target)
 
     def _symlink(self, target: bytes, times: int, path: bytes) -> None:
         os.symlink(target * times, path)

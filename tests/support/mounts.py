@@ -32,6 +32,20 @@ def aifs(*args: str | Path, check: bool = True) -> subprocess.CompletedProcess[s
     return done
 
 
+def aifs_on_terminal(*args: str | Path) -> str:
+    """What the command ``aifs`` prints when its output is a terminal. It must succeed."""
+    command = [sys.executable, "-m", "aifs.cli.main", *map(str, args)]
+    ours, theirs = os.openpty()
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=ROOT) as running:
+        os.close(theirs)
+        said = b""
+        with suppress(OSError), os.fdopen(ours, "rb", buffering=0) as terminal:  # EIO is its end
+            while piece := terminal.read(4096):
+                said += piece
+    assert running.returncode == 0, said
+    return said.decode().replace("\r\n", "\n")
+
+
 class Mounted:
     """A store and its mount. ``path`` is the mountpoint, ``source`` the store's directory, ``pid`` the daemon."""
 

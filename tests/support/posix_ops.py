@@ -368,6 +368,18 @@ def drop_map(rng: random.Random) -> Op:
     return (rng.randrange(2),)
 
 
+@_bridged.add(5)
+def tmpfile(rng: random.Random) -> Op:
+    """O_TMPFILE."""
+    flags = rng.choice((_WRITE, _BOTH, _BOTH, _READ)) | rng.choice((0, 0, os.O_EXCL))
+    return _slot(rng), rng.choice((b".", _path(rng))), flags | os.O_TMPFILE, _mode(rng)
+
+
+@_bridged.add(5)
+def link_slot(rng: random.Random) -> Op:
+    return _slot(rng), _path(rng)
+
+
 def generate(seed: int, length: int, users: bool = True, bridged: bool = False) -> list[Op]:
     """A sequence; with ``users`` some operations run as another user: ("as_user", uid, op).
 

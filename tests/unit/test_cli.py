@@ -170,6 +170,27 @@ def test_the_last_of_contradicting_options_wins() -> None:
     assert sorted(options.fuse_options) == ["async", "dev", "noexec", "suid"]
 
 
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ("", "relatime"),
+        ("strictatime", "strictatime"),
+        ("noatime,atime", "relatime"),
+        ("strictatime,noatime", "noatime"),
+        ("strictatime,nostrictatime", "relatime"),
+    ],
+)
+def test_access_times_are_kept_by_the_last_rule(given: str, rule: str) -> None:
+    options, _ = parse([given], KEYS, True)
+    assert options.atime == rule
+    assert ("noatime" in options.fuse_options) == (rule == "noatime")
+
+
+def test_a_remount_takes_what_mount_8_repeats() -> None:
+    options, overrides = parse(["ro,relatime,user_id=0,group_id=0", "remount"], KEYS, True)
+    assert options.remount and options.read_only and not overrides
+
+
 def test_options_and_keys_may_be_mixed() -> None:
     options, overrides = parse(["ro,layout.unit=4MiB,nosuid,servers=/a:/b"], KEYS, True)
     assert options.read_only
@@ -193,8 +214,7 @@ def test_what_is_meant_for_fstab_is_ignored() -> None:
         ("ro=1", "unknown option 'ro=1'; the nearest valid one is ro"),
         ("uid=5", "unknown option 'uid=5'; the nearest valid one is "),
         ("layout.unit", "unknown option 'layout.unit'; the nearest valid one is layout.unit"),
-        ("strictatime", "mount option strictatime is not supported: "),
-        ("remount", "mount option remount is not supported: unmount, then mount"),
+        ("user_id=0", "unknown option 'user_id=0'; the nearest valid one is "),
     ],
 )
 def test_an_unknown_option_is_named(option: str, message: str) -> None:

@@ -173,7 +173,7 @@ def test_a_missing_burst_directory_with_cached_copies_alone_is_done_without(
     change(config, put_copies(0))
     (tmp_path / "store" / "burst").rename(tmp_path / "elsewhere")
     opened(config)
-    assert "only cached copies lie there, so the store does without it" in caplog.text
+    assert "does without a burst directory for now: burst directory 0" in caplog.text
     assert (
         add_server(config, f"{tmp_path}/b1", "burst") == BURST_FIRST + 1
     )  # the missing one keeps its number

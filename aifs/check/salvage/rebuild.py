@@ -33,6 +33,7 @@ from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.data import naming
 from aifs.data.marker import read_marker
+from aifs.data.patience import FOR_EVER
 from aifs.data.servers import Servers
 from aifs.layout.placement import LOST
 from aifs.meta.lmdb_engine import LmdbEngine
@@ -208,7 +209,11 @@ def _servers_of(config: Config, store: str) -> tuple[Servers, dict[int, ServerRe
 def _open(config: Config, store: str, table: dict[int, ServerRecord]) -> Servers:
     paths = {number: os.path.join(config.source, record.path) for number, record in table.items()}
     servers = Servers(
-        paths, store, threads=config.data.threads, budget=Budget(config.memory.budget)
+        paths,
+        store,
+        threads=config.data.threads,
+        budget=Budget(config.memory.budget),
+        patience_s=config.data.timeout_s or FOR_EVER,
     )
     try:
         for number, record in table.items():

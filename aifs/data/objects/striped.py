@@ -418,16 +418,3 @@ async def delete_batch(
             raise errors
         failed.update(errors)
     return failed
-
-
-async def list_window(servers: Servers, first_oid: int, end_oid: int) -> list[tuple[int, int, int]]:
-    """(server id, ino, oid) of all objects with first_oid <= oid < end_oid on servers that are present. Raises Unavailable."""
-    everywhere = [server for server in servers.values() if not server.absent]
-    results = await gather(
-        [(server.workers, server.list_range, (first_oid, end_oid)) for server in everywhere]
-    )
-    return [
-        (server.id, ino, oid)
-        for server, keys in zip(everywhere, results, strict=True)
-        for ino, oid in keys
-    ]

@@ -1,11 +1,11 @@
 """How fast burst devices give bytes and data servers take them, as plans are made with: configured, else measured."""
 
-import os
 from collections.abc import Iterable
 
 from aifs.core.config import Config
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
+from aifs.vfs.servers.directories import same_directories
 
 _UNKNOWN = 1 << 30  # only ratios matter, as long as nothing else is known
 _NOTICEABLE = 0.35  # by what fraction a rate has to differ from the one in use: measured ones are never the same twice
@@ -17,9 +17,9 @@ class Bandwidths:
     def __init__(self, config: Config, servers: Servers) -> None:
         self._servers = servers
         self._of_burst = config.burst.bandwidth
-        self._configured = {
-            os.path.realpath(place.path): place.bandwidth for place in config.places
-        }
+        self._configured = {place.path: place.bandwidth for place in config.places}
+        same = same_directories(self._configured, [server.path for server in servers.capacity()])
+        self._configured |= {same[path]: self._configured[path] for path in same}
         self._used: dict[int, int] = {}
 
     def of_burst(self, devices: Iterable[int]) -> dict[int, int]:
@@ -41,7 +41,7 @@ class Bandwidths:
         }
 
     def _said_of(self, server: DataServer) -> int:
-        return self._configured.get(os.path.realpath(server.path), 0)
+        return self._configured.get(server.path, 0)
 
     def _steady(self, measured: dict[int, int]) -> dict[int, int]:
         """One that has not been measured is taken for as fast as the fastest. Those that hardly differ are taken for equal."""

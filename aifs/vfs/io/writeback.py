@@ -5,6 +5,7 @@ import trio
 from aifs.core.errors import FsError, NotFound
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
+from aifs.data.health import ObjectFails
 from aifs.data.servers import Servers
 from aifs.meta.kv import Engine
 from aifs.vfs.io.file_io import FileIO
@@ -63,7 +64,8 @@ class WriteBack:
         """The bytes of all files that are closed now are on stable storage when this returns.
 
         Few files are synced one by one; for many it is cheaper to sync the servers' filesystems as a whole.
-        Raises NoSpace or Unavailable; files on servers that work are synced all the same.
+        Raises NoSpace or Unavailable; files on servers that work are synced all the same. A file that cannot be synced
+        though its server works is logged, and keeps its dirty mark: nobody waits for it, and others must not either.
         """
         io = self._io
         batch = {ino: token for ino, token in io.unsynced.items() if ino not in io.open}
@@ -76,7 +78,13 @@ class WriteBack:
             ]
             await io.forget_marks(untouched)
             batch = {ino: token for ino, token in batch.items() if token is None}
-        await run_all(*(lambda ino=ino: self.sync_inode(ino) for ino in batch))
+        await run_all(*(lambda ino=ino: self._sync_closed(ino) for ino in batch))
+
+    async def _sync_closed(self, ino: int) -> None:
+        try:
+            await self.sync_inode(ino)
+        except ObjectFails as error:
+            _log.warning("inode %d: what was written to it last may be lost: %s", ino, error)
 
     async def sync_inode(self, ino: int) -> None:
         """One file, open or not, is on stable storage when this returns; nothing happens if it is deleted."""

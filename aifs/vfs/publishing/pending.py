@@ -267,6 +267,7 @@ def _walk(tx: ReadTransaction, ino: int, way: bytes, absolute: bool) -> int:
 def _object(what: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
+        os.fsencode(json.dumps(value, ensure_ascii=False))  # no escape is half of a character
     except (ValueError, RecursionError) as error:
         raise Invalid(f"{what}: not valid JSON: {error}") from None
     if not isinstance(value, dict):

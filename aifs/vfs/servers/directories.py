@@ -1,6 +1,7 @@
 """The directories that a store is made of: which may become one, what lies in them, and how they are given up. Blocks."""
 
 import os
+from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime, timezone
 
 from aifs.core import files
@@ -32,11 +33,32 @@ def recorded_path(config: Config, path: str) -> str:
     return os.path.relpath(path, config.source) if below else path
 
 
-def require_distinct(paths: list[str]) -> None:
-    """Raises StoreError if one of them is, holds, or lies in another one."""
+def same_directories(named: Iterable[str], known: Sequence[str]) -> dict[str, str]:
+    """Which of the ``known`` paths each of those ``named`` means, if any.
+
+    Symlinks are followed only for paths that are not written alike: what lies behind one may hang.
+    """
+    by_words = {os.path.abspath(path): path for path in known}
+    same = {
+        path: by_words[os.path.abspath(path)] for path in named if os.path.abspath(path) in by_words
+    }
+    others = [path for path in named if path not in same]
+    if others:
+        by_links = {os.path.realpath(path): path for path in known if path not in same.values()}
+        same |= {
+            path: by_links[real] for path in others if (real := os.path.realpath(path)) in by_links
+        }
+    return same
+
+
+def require_distinct(paths: list[str], written: Collection[str] = ()) -> None:
+    """Raises StoreError if one of them is, holds, or lies in another one.
+
+    ``written``: those that nobody should touch now; they are taken as they are written.
+    """
     seen: dict[str, str] = {}
     for path in paths:
-        real = os.path.realpath(path)
+        real = os.path.abspath(path) if path in written else os.path.realpath(path)
         for other, named in seen.items():
             if os.path.commonpath([real, other]) in (real, other):
                 raise StoreError(

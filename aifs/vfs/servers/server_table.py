@@ -5,14 +5,16 @@ whenever it is opened. Changes are durable on return; each is one transaction, a
 """
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 
 import trio
 
 from aifs.core import faults
 from aifs.core.config import Config
-from aifs.core.errors import Busy, Invalid, StoreError
+from aifs.core.errors import Busy, Invalid, StoreError, Unavailable
 from aifs.core.log import logger
+from aifs.data.patience import FOR_EVER, background
 from aifs.data.server import DataServer, name_of, role_of
 from aifs.data.servers import Servers
 from aifs.layout.placement import ACTIVE, BURST_FIRST, LOST
@@ -79,13 +81,21 @@ class ServerTable:
         directory = os.path.abspath(directory)
         async with self._changing:
             lost = old if state == LOST else None
-            others = [server.path for server in self._servers.values() if server.id != lost]
+            others = [server for server in self._servers.values() if server.id != lost]
             server_id = await self._engine.view(servers.next_number, role)
             number = server_id % BURST_FIRST
             # Whatever may be wrong with the directory, it must not hold up the mount.
-            await trio.to_thread.run_sync(
-                self._mark, directory, [*others, self._config.meta.directory], role, number
-            )
+            limit_s = self._config.data.timeout_s or FOR_EVER
+            with trio.move_on_after(limit_s) as scope:
+                await trio.to_thread.run_sync(
+                    self._mark, directory, others, role, number, abandon_on_cancel=True
+                )
+            if scope.cancelled_caught:
+                # The marker may be written at any time later: no other directory gets this number.
+                await self._engine.transact(servers.reserve_number, server_id)
+                raise StoreError(
+                    f"{directory}: has not answered within {limit_s:g} s; it is not added"
+                )
             faults.reach(_MARKED)
             server = await self._servers.make_ready(server_id, directory, domain)
             record = ServerRecord(directories.recorded_path(self._config, directory), domain=domain)
@@ -99,9 +109,11 @@ class ServerTable:
                 self._classify(old, rows[old])
         return server_id
 
-    def _mark(self, directory: str, others: list[str], role: str, number: int) -> None:
+    def _mark(self, directory: str, others: list[DataServer], role: str, number: int) -> None:
+        paths = [directory, self._config.meta.directory, *(server.path for server in others)]
+        silent = [server.path for server in others if server.absent or server.hangs]
         try:
-            directories.require_distinct([directory, *others])
+            directories.require_distinct(paths, silent)
             directories.require_usable(role, directory, store=self._store)
             directories.mark(directory, self._store, role, number)
         except OSError as error:
@@ -135,8 +147,13 @@ class ServerTable:
                 was_absent = server.absent or server.hangs
                 self._servers.drop(server_id)
                 if not was_absent:
-                    where = (server.path, self._store, server.role, server.number)
-                    await self._servers.run(server, directories.give_up, *where)
+                    with background(), suppress(Unavailable):  # what it has may stay
+                        await self._servers.run(server, _give_up, server)
+
+
+def _give_up(server: DataServer) -> None:
+    with server.workers.patience.asking("remove", server.path):
+        directories.give_up(server.path, server.store, server.role, server.number)
 
 
 def _remove(tx: Transaction, server_id: int) -> None:
@@ -180,23 +197,18 @@ async def load_servers(config: Config, engine: Engine, in_use: Servers, read_onl
     for server in in_use.capacity():
         if config.data.missing == "allow" or server.id not in unprotected:
             dispensable.add(server.id)
+    wrong, stakes = in_use.identify(read_only), dict[int, str]()
     for server in in_use.burst():
-        await _look_at_burst(engine, server, read_only)
-    in_use.check_identity(read_only, dispensable)
-
-
-async def _look_at_burst(engine: Engine, server: DataServer, read_only: bool) -> None:
-    """Each burst directory is there, or is done without: its cached copies are no loss."""
-    try:
-        server.identify(read_only)
-    except StoreError as error:
-        count = await engine.view(_count_undrained, server)
-        if count:
-            stake = f"{count} files have their newest bytes there alone"
-            advice = "mount its filesystem or put the directory back"
-            raise StoreError(f"{error}; {stake}: {advice}") from error
-        _log.warning("%s; only cached copies lie there, so the store does without it", error)
-        server.absent = str(error)
+        if server.id in wrong:
+            if count := await engine.view(_count_undrained, server):
+                stakes[server.id] = (
+                    f"{count} files have their newest bytes there alone: mount its filesystem or put "
+                    "the directory back"
+                )
+            else:
+                wrong[server.id] += "; only cached copies lie there"
+                dispensable.add(server.id)
+    in_use.require(wrong, dispensable, stakes)
 
 
 def _count_undrained(tx: ReadTransaction, server: DataServer) -> int:
@@ -206,12 +218,15 @@ def _count_undrained(tx: ReadTransaction, server: DataServer) -> int:
 
 async def adopt_domains(config: Config, engine: Engine) -> None:
     """Failure domains that the configuration names are those of the table from now on. Durable on return."""
-    named = {os.path.realpath(path): domain for path, domain, _ in config.places if domain}
+    named = {path: domain for path, domain, _ in config.places if domain}
 
     def adopt(tx: Transaction) -> int:
-        changed = 0
-        for server_id, record in servers.read_table(tx).items():
-            domain = named.get(os.path.realpath(os.path.join(config.source, record.path)))
+        changed, table = 0, servers.read_table(tx)
+        paths = {number: os.path.join(config.source, row.path) for number, row in table.items()}
+        same = directories.same_directories(named, list(paths.values()))
+        domains = {same[path]: domain for path, domain in named.items() if path in same}
+        for server_id, record in table.items():
+            domain = domains.get(paths[server_id])
             if (
                 role_of(server_id) == "data"
                 and domain not in (None, record.domain)
@@ -230,11 +245,12 @@ def require_registered(config: Config, paths: list[str], adding: str) -> None:
 
     ``adding``: one that is about to be.
     """
-    known = {os.path.realpath(path) for path in (*paths, *filter(None, (adding,)))}
+    known = [*paths, *filter(None, (adding,))]
     named = [("server", "", path) for path in config.servers]
     named += [("burst directory", "--burst ", path) for path in config.burst.directories]
+    same = directories.same_directories([path for _, _, path in named], known)
     for kind, option, path in named:
-        if os.path.realpath(path) not in known:
+        if path not in same:
             raise StoreError(
                 f"{config.source}: {kind} {path} is not part of the store; add it with: "
                 f"aifs server add {option}{config.source} {path}; or, if it has been removed, take it out of the file"
