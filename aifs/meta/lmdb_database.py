@@ -120,13 +120,33 @@ class Database:
     def _used_bytes(self) -> int:
         return (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
 
-    def reserve(self, length: int) -> bool:
-        """Hold disk space for the next ``length`` bytes that LMDB will grow by; whether there is as much. Blocks.
+    def usage(self) -> tuple[int, int]:
+        """Bytes of the file that LMDB has ever used, and how many of these hold something in the newest snapshot.
 
-        LMDB writes into it without needing the disk to have room, as nobody else can take it meanwhile.
+        It takes the others before it grows, though those of the last two transactions not yet.
         """
-        used = self._used_bytes()
-        if os.path.getsize(self._path) - used >= length:
+        self.renew()
+        tables = [
+            self._snapshot.stat(table) for table in (self._env.open_db(), self._records, self._own)
+        ]
+        pages = sum(
+            table["branch_pages"] + table["leaf_pages"] + table["overflow_pages"]
+            for table in tables
+        )
+        used, page_bytes = self._used_bytes(), tables[0]["psize"]
+        live = (2 + pages) * page_bytes
+        return used, live + (
+            used - live >> 8
+        )  # the list of free pages needs less than 16 bytes for each
+
+    def reserve(self, length: int, used: int, live: int) -> bool:
+        """Hold disk space for the next ``length`` bytes that LMDB will fill; whether there is as much. Blocks.
+
+        LMDB writes into it without needing the disk to have room, as nobody else can take it meanwhile. ``used`` and
+        ``live``: its present ``usage``.
+        """
+        now = os.stat(self._path)
+        if now.st_size - used >= length or now.st_blocks * 512 - live >= length:
             return True
         fd = files.open_file(self._path)
         try:

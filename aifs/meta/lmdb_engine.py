@@ -35,7 +35,7 @@ SLICE_KEYS = 128
 """Keys that are given to LMDB before other tasks have their turn: some 200 us."""
 
 RESERVE_SEGMENTS = 4
-"""Room for LMDB to grow, in journal segments: what both segments may hold, twice because B-tree pages are not full."""
+"""Room for LMDB to fill, in journal segments: what both segments may hold, twice because B-tree pages are not full."""
 
 _TRIM_EVERY = 256  # operations; each may map a few times 64 KiB, the kernel's fault-around
 _RECOVERY_GAP = 1 << 32  # more transactions than a journal can hold; see journal.py
@@ -234,7 +234,7 @@ class LmdbEngine(Engine):
                 else:
                     self._database.trim()
                 if self._short_of_space:
-                    await trio.to_thread.run_sync(self._reserve, limiter=self._threads)
+                    await self._in_thread(self._reserve, *self._database.usage())
 
     def _commit_due(self) -> bool:
         return bool(
@@ -297,16 +297,16 @@ class LmdbEngine(Engine):
                 finally:
                     database.roll_back()
         await call(self._journal.cut)
-        await call(self._reserve)
+        await call(self._reserve, *self._database.usage())
 
     def _write_frozen_now(self) -> None:
         """As ``_write_frozen``, without a scheduler. Blocks."""
         with suppress(StopIteration):
             self._write_frozen(_directly, _directly).send(None)
 
-    def _reserve(self) -> None:
-        """See whether LMDB has room for what may still come. Blocks."""
-        short = not self._database.reserve(RESERVE_SEGMENTS * journal.SEGMENT_BYTES)
+    def _reserve(self, used: int, live: int) -> None:
+        """See whether LMDB, whose file has this usage, has room for what may still come. Blocks."""
+        short = not self._database.reserve(RESERVE_SEGMENTS * journal.SEGMENT_BYTES, used, live)
         if short and not self._short_of_space:
             log.warning(
                 "metadata: the filesystem of %s is full; changes that need space are refused",

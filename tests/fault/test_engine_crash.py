@@ -496,10 +496,46 @@ def test_on_a_full_disk_what_frees_space_still_works(small_disk, caplog, monkeyp
     engine = LmdbEngine(str(store))
     assert content(engine) == []
     (small_disk / "ballast").unlink()
-    engine._reserve()
+    engine._reserve(*engine._database.usage())
     work(add, range(10))
     engine.close()
     assert "No space" not in caplog.text
+
+
+@pytest.mark.parametrize("remount", [False, True])
+def test_what_was_deleted_on_a_full_disk_makes_room(small_disk, caplog, monkeypatch, remount):
+    """LMDB's file does not shrink: its free pages are the room, though the disk stays full."""
+    monkeypatch.setattr(journal, "SEGMENT_BYTES", 32 << 10)
+
+    @grows
+    def add(tx, number):
+        tx.put(b"%05d" % number, bytes(900))
+
+    def work(function, numbers):
+        for number in numbers:
+            trio.run(engine.transact, function, number)
+            if number % 16 == 0:
+                trio.run(engine._commit)
+
+    store = small_disk / "meta"
+    store.mkdir()
+    engine = LmdbEngine(str(store))
+    work(add, range(400))
+    fill(small_disk / "ballast")
+    with pytest.raises(NoSpace):
+        work(add, range(400, 10_000))
+    count = len(content(engine))
+    work(lambda tx, number: tx.delete(b"%05d" % number), range(count))
+    if remount:
+        engine.close()
+        engine = LmdbEngine(str(store))
+    else:
+        trio.run(engine._commit)
+    assert not engine.short_of_space
+    work(add, range(count // 2))
+    assert len(content(engine)) == count // 2
+    engine.close()
+    assert "takes no changes" not in caplog.text
 
 
 def test_a_database_that_lost_its_file_is_refused(scratch):
