@@ -272,6 +272,19 @@ static PyObject *kill_privileges(PyObject *self, PyObject *unused)
     return PyBool_FromLong(bridge.kill_privileges);
 }
 
+PyDoc_STRVAR(note_acl_doc, "note_acl(nodeid)\n--\n\n"
+                           "The inode has, or will have, an ACL: requests for it are passed on.");
+
+static PyObject *note_acl_method(PyObject *self, PyObject *nodeid)
+{
+    (void)self;
+    unsigned long long number = PyLong_AsUnsignedLongLong(nodeid);
+    if (PyErr_Occurred())
+        return NULL;
+    note_acl(&bridge, number);
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(negotiated_doc, "negotiated()\n--\n\n"
                              "Flags of INIT as (offered by the kernel, in use); (0, 0) before INIT.");
 
@@ -308,6 +321,7 @@ static PyMethodDef methods[] = {
     {"backing_open", backing_open, METH_VARARGS, backing_open_doc},
     {"backing_close", backing_close, METH_VARARGS, backing_close_doc},
     {"kill_privileges", kill_privileges, METH_NOARGS, kill_privileges_doc},
+    {"note_acl", note_acl_method, METH_O, note_acl_doc},
     {"negotiated", negotiated, METH_NOARGS, negotiated_doc},
     {"counts", counts, METH_NOARGS, counts_doc},
     {NULL, NULL, 0, NULL},

@@ -21,6 +21,9 @@ HANDLE_BITS = 40
 """An open file is answered as ``backing << HANDLE_BITS | handle``; the kernel then sends the handle alone."""
 
 # Features of the kernel (flags of INIT in <linux/fuse.h>) that pyfuse3 does not ask for.
+DONT_MASK = (
+    1 << 6
+)  # the umask comes with the request: it does not count where a default ACL is inherited
 PARALLEL_DIROPS = 1 << 18
 CACHE_SYMLINKS = 1 << 23  # a symlink's target never changes
 NO_OPENDIR_SUPPORT = 1 << 24  # the kernel opens directories by itself, and caches listings
@@ -30,7 +33,8 @@ DIRECT_IO_ALLOW_MMAP = 1 << 36
 PASSTHROUGH = 1 << 37
 
 WANTED = (
-    PARALLEL_DIROPS
+    DONT_MASK
+    | PARALLEL_DIROPS
     | CACHE_SYMLINKS
     | NO_OPENDIR_SUPPORT
     | EXPLICIT_INVAL_DATA
@@ -119,6 +123,11 @@ class Bridge:
     def kill_privileges(self) -> bool:
         """Whether the request read last owes the clearing of set-id bits. Ask before anything is awaited."""
         return extension is not None and extension.kill_privileges()
+
+    def note_acl(self, ino: int) -> None:
+        """Before the kernel is told of an inode with an ACL, or an ACL is set: it may ask for it."""
+        if extension is not None:
+            extension.note_acl(ino)
 
     def reply(self, unique: int, number: int, data: bytes) -> None:
         """Answer a request that was handed over."""

@@ -26,6 +26,7 @@ from aifs.core.errors import FsError, NotFound
 from aifs.fuse.bridge import HANDLE_BITS
 from aifs.fuse.kernel_cache import KernelCache, drop_attributes
 from aifs.fuse.requests import Scheduler
+from aifs.meta import acl
 from aifs.meta.records import Inode
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.types import Opened, SetAttr
@@ -111,9 +112,11 @@ class Operations(pyfuse3.Operations):
     """pyfuse3's handlers over one open Filesystem.
 
     ``kill_privileges()`` tells whether the request read last owes the clearing of set-id bits, where the kernel leaves
-    that to us; so it is called before a handler awaits anything. ``synchronous``: of a mount with the option sync.
+    that to us; so it is called before a handler awaits anything. ``note_acl(ino)`` is called for each inode with an ACL
+    before the kernel hears of it. ``synchronous``: of a mount with the option sync.
     """
 
+    enable_acl = True
     supports_dot_lookup = True  # the kernel finds what a file handle names (open_by_handle_at(2))
 
     def __init__(
@@ -122,6 +125,7 @@ class Operations(pyfuse3.Operations):
         kernel: KernelConfig,
         scheduler: Scheduler,
         kill_privileges: Callable[[], bool],
+        note_acl: Callable[[int], None],
         synchronous: bool = False,
     ) -> None:
         super().__init__()
@@ -130,6 +134,7 @@ class Operations(pyfuse3.Operations):
         self._kernel = kernel
         self._scheduler = scheduler
         self._kill_privileges = kill_privileges
+        self._note_acl = note_acl
         self._negative = EntryAttributes()
         self._negative.entry_timeout = kernel.negative_timeout_s
         self.kernel_cache = KernelCache()
@@ -146,7 +151,12 @@ class Operations(pyfuse3.Operations):
         return entry
 
     def _entry(self, inode: Inode) -> EntryAttributes:
-        return fill(self._blank(), inode)
+        return self._fill(self._blank(), inode)
+
+    def _fill(self, entry: EntryAttributes, inode: Inode) -> EntryAttributes:
+        if inode.acl or inode.default_acl:
+            self._note_acl(inode.ino)
+        return fill(entry, inode)
 
     # names
 
@@ -241,6 +251,8 @@ class Operations(pyfuse3.Operations):
 
     @answers
     async def setxattr(self, ino: int, name: bytes, value: bytes, ctx: RequestContext) -> None:
+        if name in (acl.ACCESS, acl.DEFAULT):
+            self._note_acl(ino)
         await self._fs.setxattr(ino, name, value, caller=ctx)  # pyfuse3 has seen to the flags
 
     @answers
@@ -312,7 +324,7 @@ class Operations(pyfuse3.Operations):
         while batch := await self._fs.readdir(handle, cookie - 1):
             for name, inode, next_cookie in batch:
                 cookie = next_cookie + 1
-                if not pyfuse3.readdir_reply(token, name, fill(entry, inode), cookie):
+                if not pyfuse3.readdir_reply(token, name, self._fill(entry, inode), cookie):
                     return
 
     @answers

@@ -78,7 +78,9 @@ async def _serve(
         bridge = Bridge(config.kernel, handed_over.take)
         handed_over.reply = bridge.reply
         synchronous = "sync" in options.fuse_options
-        operations = Operations(fs, config.kernel, scheduler, bridge.kill_privileges, synchronous)
+        operations = Operations(
+            fs, config.kernel, scheduler, bridge.kill_privileges, bridge.note_acl, synchronous
+        )
         with _mounted(operations, bridge, mountpoint, mount_arguments(config, options)):
             async with trio.open_nursery() as nursery:
                 handed_over.nursery = operations.kernel_cache.nursery = nursery

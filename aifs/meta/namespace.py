@@ -20,7 +20,7 @@ from aifs.core.errors import (
     TooManyLinks,
 )
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, keys
+from aifs.meta import acl, chunks, keys
 from aifs.meta.degraded import drop_degraded
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import (
@@ -117,31 +117,37 @@ def list_directory(
 
 
 @grows
-def create(tx: Transaction, parent: int, name: bytes, inode: Inode) -> Inode:
+def create(tx: Transaction, parent: int, name: bytes, inode: Inode, umask: int = 0) -> Inode:
     """Give the new ``inode`` its first name; its number is also the cookie of that name.
 
-    The group and, for directories, the setgid bit are inherited from a setgid parent (inode(7)), and the layout
-    policy from any parent. With a ``copy`` it starts in the burst tier. Returns the inode as it was recorded. Raises
+    The group and, for directories, the setgid bit are inherited from a setgid parent (inode(7)), the layout
+    policy from any parent, and the ACL from the parent's default ACL; ``umask`` counts where there is none. With a ``copy`` it starts in the burst tier. Returns the inode as it was recorded. Raises
     Exists, NotFound, NotADirectory, NameTooLong, TooManyLinks.
     """
     directory = _require_free(tx, parent, name)
-    new = _make(tx, directory, inode, 2 if stat.S_ISDIR(inode.mode) else 1)
+    new = _make(tx, directory, inode, umask, 2 if stat.S_ISDIR(inode.mode) else 1)
     put_name(tx, parent, name, new, new.ino)
     touch(tx, directory, new.ctime_ns, links=1 if new.is_dir else 0)
     return new
 
 
 @grows
-def create_nameless(tx: Transaction, parent: int, inode: Inode) -> Inode:
+def create_nameless(tx: Transaction, parent: int, inode: Inode, umask: int = 0) -> Inode:
     """A file that inherits as one in ``parent`` would, and is an orphan until ``link`` names it (O_TMPFILE)."""
-    new = _make(tx, get_directory(tx, parent), inode, 0)
+    new = _make(tx, get_directory(tx, parent), inode, umask, 0)
     tx.put(keys.orphan(new.ino), b"")
     return new
 
 
-def _make(tx: Transaction, directory: Inode, inode: Inode, links: int) -> Inode:
+def _make(tx: Transaction, directory: Inode, inode: Inode, umask: int, links: int) -> Inode:
     """Record a new inode with what it inherits from ``directory``."""
-    gid, mode = inode.gid, inode.mode
+    gid, mode, access_acl, default_acl = inode.gid, inode.mode, b"", b""
+    if not stat.S_ISLNK(mode):
+        if directory.default_acl:
+            mode, access_acl = acl.inherited(directory.default_acl, mode)
+            default_acl = directory.default_acl if stat.S_ISDIR(mode) else b""
+        else:
+            mode &= ~umask
     if directory.mode & stat.S_ISGID:
         gid = directory.gid
         if stat.S_ISDIR(mode):
@@ -164,6 +170,9 @@ def _make(tx: Transaction, directory: Inode, inode: Inode, links: int) -> Inode:
         None,
         inode.data,
         inode.copy,
+        inode.ctime_ns,
+        access_acl,
+        default_acl,
     )
     put_inode(tx, new)
     if new.copy is not None:

@@ -1,15 +1,17 @@
-"""Records of the metadata store: their Python form and their bytes, format 1.
+"""Records of the metadata store: their Python form and their bytes.
 
 All numbers are little-endian.
 
 inode
-    u8 format=1, u8 form, u8 policy length, u8 number of servers, u32 mode, u32 uid, u32 gid, u32 nlink, u32 rdev,
+    u8 format=2, u8 form, u8 policy length, u8 number of servers, u32 mode, u32 uid, u32 gid, u32 nlink, u32 rdev,
     u64 size, u64 blocks (of 512 bytes), i64 atime, i64 mtime, i64 ctime (ns),
-    u64 parent (0: a file that has or had several), u64 oid, u32 unit (of the layout, in bytes), then: policy,
+    u64 parent (0: a file that has or had several), u64 oid, u32 unit (of the layout, in bytes), i64 birth (ns; 0: not
+    known), u16 length of the access ACL, u16 length of the default ACL, then: policy, access ACL, default ACL (meta/acl.py),
     [u8 replicas, u8 parity columns,] servers (u16 each, in the order of columns), burst copy (u16 server, u64 id), inline
     bytes to the end
     form: 0 without a layout, 1 inline (the bytes are at the end; also symlink targets), 2 striped, 3 interleaved, 4
     protected striped (which alone has what is in brackets), 5 interleaved as an extent list; plus 128: there is a burst copy
+    Format 1, of stores of format 4 and earlier, had nothing between unit and policy, and no ACLs; it is read, not written.
 dentry
     u64 ino, u64 cookie, u8 type (mode >> 12)
 entry
@@ -39,11 +41,12 @@ from aifs.layout.hint import KINDS, PUBLISHES, TIERS, Policy
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.striped import Striped
 
-FORMAT = 1
+FORMAT = 2
 EMPTY, INLINE, STRIPED, INTERLEAVED, PROTECTED, VARIABLE = range(6)
 _HAS_COPY = 128
 
-_INODE = struct.Struct("<BBBBIIIIIQQqqqQQI")
+_INODE = struct.Struct("<BBBBIIIIIQQqqqQQIqHH")
+_INODE_OF_FORMAT_1 = struct.Struct("<BBBBIIIIIQQqqqQQI")
 _DENTRY = struct.Struct("<QQB")
 _ENTRY = struct.Struct("<QB")
 _GARBAGE = struct.Struct("<QI")
@@ -73,7 +76,9 @@ class Inode:
     ``oid``, which names the objects or the list of chunks), or *in the burst tier* (``copy`` alone: then size, blocks and
     mtime are those of the copy while it is open or has a dirty mark). A ``copy`` beside one of the other forms is a
     clean and complete cache of it. ``data`` of a symlink is its target. ``policy`` is, for a directory, what
-    its new files and directories inherit, and for a file what it will be laid out by when it is drained.
+    its new files and directories inherit, and for a file what it will be laid out by when it is drained. ``acl`` is the
+    access ACL, empty where the mode says it all, ``default_acl`` that of a directory, and ``birth_ns`` when the inode
+    was made, 0 where that is not known.
     """
 
     ino: int
@@ -93,6 +98,9 @@ class Inode:
     layout: Striped | Interleaved | None = None
     data: bytes | None = None
     copy: Copy | None = None
+    birth_ns: int = 0
+    acl: bytes = b""
+    default_acl: bytes = b""
 
     @property
     def in_burst(self) -> bool:
@@ -157,7 +165,12 @@ class Inode:
             self.parent,
             self.oid,
             unit,
+            self.birth_ns,
+            len(self.acl),
+            len(self.default_acl),
         )
+        if self.acl or self.default_acl:
+            policy += self.acl + self.default_acl
         if form == EMPTY and not policy and copy is None:
             return head
         return b"".join(
@@ -168,6 +181,9 @@ class Inode:
 def decode_inode(ino: int, record: bytes) -> Inode:
     """Raises Unavailable for a record that is damaged or of another format."""
     try:
+        if record[:1] == b"\1":
+            end = _INODE_OF_FORMAT_1.size
+            record = bytes((FORMAT,)) + record[1:end] + bytes(_INODE.size - end) + record[end:]
         (
             version,
             form,
@@ -186,6 +202,9 @@ def decode_inode(ino: int, record: bytes) -> Inode:
             parent,
             oid,
             unit,
+            birth,
+            acl_length,
+            default_length,
         ) = _INODE.unpack_from(record)
         if version != FORMAT:
             raise Unavailable(
@@ -194,12 +213,17 @@ def decode_inode(ino: int, record: bytes) -> Inode:
         inode = Inode(
             ino, mode, uid, gid, nlink, rdev, size, blocks, atime, mtime, ctime, parent, oid
         )
-        if form == EMPTY and not policy_length:
+        inode.birth_ns = birth
+        if form == EMPTY and not policy_length and not acl_length and not default_length:
             return inode
         offset = _INODE.size
         if policy_length:
             inode.policy = decode_policy(record[offset : offset + policy_length])
             offset += policy_length
+        if acl_length or default_length:
+            end = offset + acl_length
+            inode.acl, inode.default_acl = record[offset:end], record[end : end + default_length]
+            offset = end + default_length
         base = form & ~_HAS_COPY
         if base == STRIPED:
             inode.layout = _striped(unit, record[offset : offset + 2 * count])

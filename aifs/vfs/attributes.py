@@ -3,9 +3,10 @@
 import stat
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from aifs.meta import keys, namespace
+from aifs.core.errors import AccessDenied
+from aifs.meta import acl, keys, namespace
 from aifs.meta.kv import Transaction
 from aifs.meta.records import Inode
 from aifs.vfs.types import SetAttr
@@ -13,10 +14,23 @@ from aifs.vfs.types import SetAttr
 CAPABILITIES = b"security.capability"
 
 
+class AclChange(NamedTuple):
+    """An ACL by the name of its attribute, and its new value, empty to remove it.
+
+    ``kill_setgid``: the caller could not set that bit, so it must not go on with new permissions.
+    """
+
+    name: bytes
+    value: bytes
+    kill_setgid: bool = False
+
+
 def apply_changes(inode: Inode, changes: SetAttr) -> None:
     """All of ``changes`` but the size. A change of owner takes privileges away, as Linux does for everybody."""
     if changes.mode is not None:
         inode.mode = stat.S_IFMT(inode.mode) | stat.S_IMODE(changes.mode)
+        if inode.acl:
+            inode.acl = acl.after_chmod(inode.acl, inode.mode)
     elif changes.kill_privileges or changes.uid is not None or changes.gid is not None:
         inode.mode = inode.unprivileged_mode
     if changes.uid is not None:
@@ -28,6 +42,25 @@ def apply_changes(inode: Inode, changes: SetAttr) -> None:
     if changes.mtime_ns is not None:
         inode.mtime_ns = changes.mtime_ns
     inode.ctime_ns = changes.ctime_ns if changes.ctime_ns is not None else time.time_ns()
+
+
+def apply_acl(inode: Inode, change: AclChange) -> None:
+    """What setfacl(1) and its kind do to mode and ACLs."""
+    before = inode.mode, inode.acl, inode.default_acl
+    if change.name == acl.DEFAULT:
+        if change.value and not inode.is_dir:
+            raise AccessDenied("only a directory has a default ACL")
+        if change.value:
+            acl.decode(change.value)
+        inode.default_acl = change.value
+    elif not change.value:
+        inode.acl = b""
+    else:
+        inode.mode, inode.acl = acl.applied(change.value, inode.mode)
+        if change.kill_setgid:
+            inode.mode &= ~stat.S_ISGID
+    if before != (inode.mode, inode.acl, inode.default_acl):
+        inode.ctime_ns = time.time_ns()
 
 
 def has_capabilities(tx: Transaction, ino: int) -> bool:

@@ -12,14 +12,16 @@ from typing import Any
 
 import trio
 
+from aifs.core.errors import NoAttribute
 from aifs.core.log import logger
-from aifs.meta import keys, namespace, xattrs
+from aifs.meta import acl, keys, namespace, xattrs
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
 from aifs.vfs import attributes, hints
 from aifs.vfs.groups.grouping import Grouping
 from aifs.vfs.io import ranges
 from aifs.vfs.io.open_inode import OpenInode
+from aifs.vfs.publishing import permissions
 from aifs.vfs.recovery import Recovered
 from aifs.vfs.store import Store
 from aifs.vfs.tiers import burst_hints
@@ -268,6 +270,12 @@ class Filesystem(Grouping):
     async def getxattr(self, ino: int, name: bytes) -> bytes:
         if name.startswith(hints.PREFIX):
             return await hints.get(self, ino, name)
+        if name in (acl.ACCESS, acl.DEFAULT):
+            inode = await self.getattr(ino)
+            value = inode.acl if name == acl.ACCESS else inode.default_acl
+            if not value:
+                raise NoAttribute()
+            return value
         return await self._engine.view(xattrs.get, ino, name)
 
     async def setxattr(
@@ -276,12 +284,17 @@ class Filesystem(Grouping):
         if name.startswith(hints.PREFIX):
             await hints.put(self, ino, name, value, caller)
             return
+        if name in (acl.ACCESS, acl.DEFAULT):
+            await self._set_acl(ino, name, value, caller)
+            return
         now = time.time_ns()
         self._adopt(await self._engine.transact(xattrs.put, ino, name, value, flags, now))
 
     async def listxattr(self, ino: int, caller: CallerLike = ROOT) -> list[bytes]:
         """Names; those of the trusted namespace are for root alone, as xattr(7) says."""
+        inode = await self.getattr(ino)
         names = await self._engine.view(xattrs.names, ino)
+        names += [acl.ACCESS] * bool(inode.acl) + [acl.DEFAULT] * bool(inode.default_acl)
         return (
             names
             if caller.uid == 0
@@ -292,7 +305,16 @@ class Filesystem(Grouping):
         if name.startswith(hints.PREFIX):
             await hints.remove(self, ino, name, caller)
             return
+        if name in (acl.ACCESS, acl.DEFAULT):
+            await self._set_acl(ino, name, b"", caller)
+            return
         self._adopt(await self._engine.transact(xattrs.remove, ino, name, time.time_ns()))
+
+    async def _set_acl(self, ino: int, name: bytes, value: bytes, caller: CallerLike) -> None:
+        inode = await self.getattr(ino)
+        member = permissions.is_member(inode.gid, caller)
+        change = attributes.AclChange(name, value, kill_setgid=not member)
+        await self.change_inode(ino, attributes.apply_acl, change)
 
     async def wait_drained(self, ino: int, timeout_s: float | None = None) -> None:
         """What is undrained now of a file, or below a directory, is on the capacity tier on return. Raises TimedOut."""

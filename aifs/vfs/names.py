@@ -110,8 +110,8 @@ class Names(Parts):
             ino, mode, caller.uid, caller.gid, 1, rdev, size, 0, now, now, now, data=data, copy=copy
         )
         if name is None:
-            return await self._engine.transact(namespace.create_nameless, parent, new)
-        return await self._engine.transact(namespace.create, parent, name, new)
+            return await self._engine.transact(namespace.create_nameless, parent, new, caller.umask)
+        return await self._engine.transact(namespace.create, parent, name, new, caller.umask)
 
     async def link(self, ino: int, new_parent: int, new_name: bytes) -> Inode:
         cookie = await self.ids.take()

@@ -3,7 +3,7 @@
 The metadata holds the store's identity and the table of its data servers and burst directories (server_table); every
 directory carries the same identity in its marker. Format 1 knew burst directories by their markers alone; format 2 had
 no protected files, and no marks of the servers that unprotected bytes lie on; format 3 had no extent lists, shared chunks and
-groups.
+groups; format 4 had no times of birth and no ACLs (records of inodes of format 1, which are read as they are).
 """
 
 import json
@@ -43,7 +43,7 @@ from aifs.vfs.servers.server_table import (
     require_registered,
 )
 
-FORMAT = 4
+FORMAT = 5
 
 _log = logger(__name__)
 
@@ -137,9 +137,8 @@ def _write_first_records(tx: Transaction, identity: str, table: dict[int, Server
     tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())
     tx.add(keys.COUNTER_IDS, FIRST_FREE_ID)
     tx.add(keys.COUNTER_INODES, 1)
-    root = Inode(
-        ROOT_INO, 0o040755, os.getuid(), os.getgid(), 2, 0, 0, 0, now, now, now, parent=ROOT_INO
-    )
+    root = Inode(ROOT_INO, 0o040755, os.getuid(), os.getgid(), 2, 0, 0, 0, now, now, now)
+    root.parent, root.birth_ns = ROOT_INO, now
     put_inode(tx, root)
     put_servers(tx, table)
 
@@ -247,7 +246,7 @@ async def _upgrade(
     """Make a store of an earlier format one of this. Durable on return.
 
     Format 1 made no use of its burst directories: they enter the table; returns their rows, by id. Format
-    2 had no marks of the servers that unprotected bytes lie on: that may be any of them. Format 3 lacks nothing.
+    2 had no marks of the servers that unprotected bytes lie on: that may be any of them. Formats 3 and 4 lack nothing.
     """
     rows = {}
     for path in config.burst.directories if before == 1 else ():

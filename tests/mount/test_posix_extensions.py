@@ -2,6 +2,8 @@
 
 import errno
 import os
+import stat
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,6 +11,8 @@ from typing import Any, TypeVar
 import pytest
 
 from aifs.fuse import extension
+from aifs.meta import acl
+from aifs.meta.acl import Entry
 from tests.support.machine import link_open
 from tests.support.mounts import Mounted, mounted_store
 from tests.support.users import errno_of, in_process
@@ -50,6 +54,180 @@ def alike(here: Path, tmp_path: Path) -> Alike:
     for above in (tmp_path, *tmp_path.parents[:2]):
         above.chmod(0o755)
     return run
+
+
+# --- access control lists -------------------------------------------------------------------------
+
+
+def shell(command: str) -> str:
+    """What a shell command prints, errors included."""
+    done = subprocess.run(
+        command,
+        shell=True,
+        check=False,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    return done.stdout
+
+
+def acl_of(*paths: str) -> str:
+    return shell(f"getfacl -n {' '.join(paths)}; stat -c '%A %n' {' '.join(paths)}")
+
+
+def outcome(function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(*args)
+    except OSError as error:
+        return errno.errorcode[error.errno]
+
+
+def reads(path: str) -> str:
+    return Path(path).read_text()
+
+
+def test_an_acl_decides_who_may(alike: Alike) -> None:
+    def scenario() -> Any:
+        Path("file").write_text("content")
+        os.chmod("file", 0o640)
+        said = [shell(f"setfacl -m u:{USER}:rw,u:1001:r,g:1002:r file"), acl_of("file")]
+        for change in ("true", "chmod 600 file", "chmod 660 file", f"setfacl -x u:{USER} file"):
+            said.append(shell(change))
+            for uid in (USER, 1001, 1002, 1003):
+                said.append(in_process(lambda: outcome(reads, "file"), uid))
+                said.append(
+                    in_process(lambda: outcome(os.open, "file", os.O_WRONLY) != "EACCES", uid)
+                )
+                said.append(in_process(lambda: os.access("file", os.R_OK), uid))
+            said.append(acl_of("file"))
+        said.append(shell("setfacl -b file"))
+        return *said, acl_of("file"), os.listxattr("file")
+
+    said = alike(scenario)
+    assert "user:1000:rw-" in said[1] and said[3] == "content" and said[4] and said[9] == "content"
+    assert said[-1] == []
+
+
+def test_a_default_acl_is_inherited(alike: Alike) -> None:
+    def make() -> None:
+        for umask in (0o000, 0o027, 0o077):
+            os.umask(umask)
+            os.close(os.open(f"top/file{umask}", os.O_CREAT | os.O_WRONLY, 0o666))
+            os.mkdir(f"top/dir{umask}", 0o777)
+            os.mknod(f"top/fifo{umask}", stat.S_IFIFO | 0o664)
+            os.symlink("nowhere", f"top/link{umask}")
+            fd = nameless("top", mode=0o660)
+            link_open(fd, f"top/dir{umask}/named")
+            os.close(fd)
+            os.mkdir(f"top/dir{umask}/below")
+
+    def scenario() -> Any:
+        os.mkdir("top")
+        os.chmod("top", 0o2777)
+        said = [
+            shell(f"setfacl -d -m u::rwx,g::r-x,o::r,u:{USER}:rwx,g:1002:rx top"),
+            acl_of("top"),
+        ]
+        in_process(make, 1001)
+        os.symlink("nowhere", "top/link")
+        found = sorted(str(path) for path in Path("top").rglob("*") if not path.is_symlink())
+        said.append(acl_of(*found))
+        said.append(shell("setfacl -k top"))
+        os.umask(0o022)
+        os.mkdir("top/plain", 0o777)
+        return (
+            *said,
+            acl_of("top", "top/plain"),
+            os.stat("top/link0", follow_symlinks=False).st_mode,
+        )
+
+    assert f"user:{USER}:rwx" in alike(scenario)[2]
+
+
+def test_a_default_acl_of_modes_alone_takes_the_place_of_the_umask(alike: Alike) -> None:
+    def scenario() -> Any:
+        os.mkdir("top")
+        said = shell("setfacl -d -m u::rwx,g::rwx,o::- top")
+        os.umask(0o077)
+        Path("top/file").touch()
+        os.mkdir("top/dir")
+        os.umask(0o022)
+        return said, acl_of("top/file", "top/dir"), os.listxattr("top/file")
+
+    assert "-rw-rw----" in alike(scenario)[1]
+
+
+def test_setfacl_of_who_is_not_of_the_group_takes_setgid_away(alike: Alike) -> None:
+    def scenario() -> Any:
+        modes = []
+        for groups in ((), (1234,)):
+            Path("file").touch()
+            os.chown("file", USER, 1234)
+            os.chmod("file", 0o2755)
+            said = in_process(lambda: shell("setfacl -m u:1001:rx file"), USER, groups=groups)
+            modes.append((said, oct(os.stat("file").st_mode)))
+            os.unlink("file")
+        return modes
+
+    assert alike(scenario) == [("", "0o100755"), ("", "0o102755")]
+
+
+def test_what_cannot_be_set_as_an_acl(alike: Alike) -> None:
+    def scenario() -> Any:
+        Path("file").touch()
+        os.mkdir("dir")
+        os.symlink("file", "link")
+        name = acl.ACCESS.decode()
+        many = [Entry(acl.USER_OBJ, 7, 2**32 - 1)]
+        many += [Entry(acl.USER, 7, uid) for uid in range(480)]
+        many += [Entry(tag, 7, 2**32 - 1) for tag in (acl.GROUP_OBJ, acl.MASK, acl.OTHER)]
+        os.setxattr("dir", name, acl.encode(many))
+        return (
+            errno_of(os.setxattr, "file", name, b"nonsense"),
+            errno_of(os.setxattr, "file", acl.DEFAULT.decode(), acl.encode(many[:1] + many[-3:])),
+            errno_of(lambda: os.setxattr("link", name, acl.encode(many), follow_symlinks=False)),
+            in_process(lambda: outcome(os.setxattr, "file", name, acl.encode(many)), USER),
+            os.getxattr("dir", name) == acl.encode(many),
+            os.listxattr("dir"),
+            errno_of(os.getxattr, "file", name),
+            outcome(os.removexattr, "file", name),
+        )
+
+    alike(scenario)
+
+
+def test_acls_of_a_store_are_kept_by_a_remount(mount_store: Callable[..., Mounted]) -> None:
+    store = mount_store("allow_other")
+    store.path.parent.parent.chmod(0o755)
+    file, plain = store.path / "file", store.path / "plain"
+    for path in (file, plain):
+        path.write_text("content")
+        path.chmod(0o600)
+    os.setxattr(store.path, acl.DEFAULT, acl.encode(ACL))
+    os.setxattr(file, acl.ACCESS, acl.encode(ACL))
+    before = file.stat().st_mode
+    for options in ((), ("kernel.bridge=off",)):
+        store.unmount()
+        store.options = ("allow_other", *options)
+        store.mount()
+        assert in_process(lambda: outcome(reads, file), USER) == "content"
+        assert in_process(lambda: outcome(reads, plain), USER) == "EACCES"
+        assert in_process(lambda: outcome(reads, file), 1001) == "EACCES"
+        assert os.getxattr(file, acl.ACCESS) == acl.encode(ACL)
+        assert os.getxattr(store.path, acl.DEFAULT) == acl.encode(ACL)
+        assert file.stat().st_mode == before
+        (store.path / f"new{len(options)}").touch()
+        assert acl.ACCESS.decode() in os.listxattr(store.path / f"new{len(options)}")
+
+
+ACL = [
+    Entry(acl.USER_OBJ, 6, 2**32 - 1),
+    Entry(acl.USER, 6, USER),
+    Entry(acl.GROUP_OBJ, 0, 2**32 - 1),
+    Entry(acl.MASK, 6, 2**32 - 1),
+    Entry(acl.OTHER, 0, 2**32 - 1),
+]
 
 
 # --- files without a name -------------------------------------------------------------------------

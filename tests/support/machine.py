@@ -42,6 +42,7 @@ _BYTES_BUT_NO_PATH = {
     "symlink": 1,
     "setxattr": 3,
     "fsetxattr": 3,
+    "set_acl": 3,
 }  # operation -> position of the argument
 _NO_DESCRIPTOR = 1 << 20
 
@@ -254,6 +255,8 @@ class Machine:
     def _fsetxattr(self, slot: int, name: str, value: bytes, flags: int) -> None:
         os.setxattr(self._fd(slot), name, value, flags)
 
+    _set_acl = _setxattr
+
     def _getxattr(self, path: bytes, name: str) -> bytes:
         return os.getxattr(path, name, follow_symlinks=False)
 
@@ -262,6 +265,8 @@ class Machine:
 
     def _removexattr(self, path: bytes, name: str) -> None:
         os.removexattr(path, name, follow_symlinks=False)
+
+    _drop_acl = _removexattr
 
     def _listdir(self, path: bytes) -> list[tuple[bytes, int]]:
         with os.scandir(path) as entries:

@@ -9,6 +9,8 @@ import os
 import random
 import stat
 
+from aifs.meta import acl
+from aifs.meta.acl import Entry
 from aifs.vfs.io.ranges import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE
 from tests.support.sequences import Op, Weighted, payload
 
@@ -366,6 +368,32 @@ def poke(rng: random.Random) -> Op:
 @_bridged.add(2)
 def drop_map(rng: random.Random) -> Op:
     return (rng.randrange(2),)
+
+
+@_bridged.add(10)
+def set_acl(rng: random.Random) -> Op:
+    """setfacl(1), sometimes of what is no ACL."""
+    nobody = 0xFFFFFFFF
+    ids = sorted(rng.sample((0, *USERS, 4_000_000_000), rng.choice((0, 1, 2))))
+    entries = [Entry(acl.USER_OBJ, rng.randrange(8), nobody)]
+    entries += [Entry(acl.USER, rng.randrange(8), uid) for uid in ids]
+    entries += [Entry(acl.GROUP_OBJ, rng.randrange(8), nobody)]
+    entries += [Entry(acl.GROUP, rng.randrange(8), gid) for gid in ids[1:]]
+    if ids or rng.random() < 0.2:
+        entries.append(Entry(acl.MASK, rng.randrange(8), nobody))
+    entries.append(Entry(acl.OTHER, rng.randrange(8), nobody))
+    if rng.random() < 0.05:
+        del entries[rng.randrange(len(entries))]
+    return _path(rng), _acl_name(rng), acl.encode(entries), 0
+
+
+@_bridged.add(2)
+def drop_acl(rng: random.Random) -> Op:
+    return _path(rng), _acl_name(rng)
+
+
+def _acl_name(rng: random.Random) -> str:
+    return rng.choice((acl.ACCESS, acl.DEFAULT, acl.DEFAULT)).decode()
 
 
 @_bridged.add(5)

@@ -56,7 +56,9 @@ class FakeFilesystem:
 
 
 def over(fs: Any, scheduler: Scheduler | None = None, kill_privileges: bool = False) -> Operations:
-    return Operations(fs, KERNEL, scheduler or Scheduler(0.0), lambda: kill_privileges)  # type: ignore[arg-type]
+    return Operations(
+        fs, KERNEL, scheduler or Scheduler(0.0), lambda: kill_privileges, lambda ino: None
+    )  # type: ignore[arg-type]
 
 
 def edge(answer: Any = None, kill_privileges: bool = False) -> tuple[Operations, FakeFilesystem]:

@@ -67,6 +67,9 @@ INODES = some.builds(
     U64,
     some.none() | POLICIES,
     copy=some.none() | some.builds(Copy, U16, U64),
+    birth_ns=I64,
+    acl=some.binary(max_size=300),
+    default_acl=some.binary(max_size=300),
 )
 
 HEAD = (
@@ -76,6 +79,7 @@ HEAD = (
     "04000000000000000500000000000000"  # parent, oid
 )
 """Bytes that stores on disk consist of: if a test of them fails, the format number must change."""
+NEW = "0700000000000000" + "0000" + "0000"  # birth, lengths of the ACLs
 
 
 def an_inode(**changes: object) -> Inode:
@@ -150,6 +154,23 @@ GOLDEN = [
     ],
 )
 def test_golden_inodes(inode: Inode, golden: str) -> None:
+    """``golden`` is format 1: it is still read, and differs from what is written in the first byte and in what is new."""
+    assert records.decode_inode(7, bytes.fromhex(golden)) == inode
+    inode.birth_ns = 7
+    unit = len(HEAD.format(form="01000000")) + 8
+    now = "02" + golden[2:unit] + NEW + golden[unit:]
+    assert inode.encode().hex() == now
+    assert records.decode_inode(7, bytes.fromhex(now)) == inode
+
+
+def test_a_golden_inode_with_acls() -> None:
+    inode = an_inode(policy=Policy(8192), birth_ns=7, acl=b"abc", default_acl=b"de", data=b"1")
+    golden = (
+        HEAD.format(form="02010500")
+        + "00000000"
+        + ("0700000000000000" + "0300" + "0200")
+        + ("00200000" + "00" + b"abcde1".hex())
+    )
     assert inode.encode().hex() == golden
     assert records.decode_inode(7, bytes.fromhex(golden)) == inode
 
@@ -279,7 +300,7 @@ def test_a_record_that_is_cut_short_is_refused(inode: Inode, data: some.DataObje
 
 def test_a_record_of_another_format_is_refused() -> None:
     record = bytes([records.FORMAT + 1]) + an_inode().encode()[1:]
-    with pytest.raises(Unavailable, match="reads format 1"):
+    with pytest.raises(Unavailable, match="reads format 2"):
         records.decode_inode(7, record)
 
 

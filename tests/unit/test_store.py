@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,10 @@ from aifs.core import config as configuration
 from aifs.core.config import Config
 from aifs.core.errors import StoreError
 from aifs.layout.placement import BURST_FIRST
-from aifs.meta import keys
+from aifs.meta import keys, namespace
 from aifs.meta.kv import Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
-from aifs.meta.records import BurstRecord
+from aifs.meta.records import BurstRecord, decode_inode
 from aifs.vfs.store import FORMAT, Store, format_store, open_store
 
 
@@ -110,6 +111,22 @@ def test_a_store_of_format_1_is_upgraded_once(
     assert [record.getMessage() for record in caplog.records] == [
         f"the store was upgraded from format 1 to {FORMAT}, with 1 burst directories"
     ]
+
+
+def test_a_store_of_format_4_keeps_its_inodes(tmp_path: Path) -> None:
+    config = make_store(tmp_path / "store")
+    found = []
+
+    def make_format_4(tx: Transaction) -> None:
+        superblock(tx, format=4)
+        record = tx.get(keys.inode(keys.ROOT_INO))
+        found.append(decode_inode(keys.ROOT_INO, record))
+        tx.put(keys.inode(keys.ROOT_INO), b"\1" + record[1:84])
+
+    change(config, make_format_4)
+    table_of(config)
+    change(config, lambda tx: found.append(namespace.get_inode(tx, keys.ROOT_INO)))
+    assert found[1] == replace(found[0], birth_ns=0) and found[0].birth_ns
 
 
 def test_a_store_of_format_3_is_upgraded_where_it_is(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ ownership of the directory or of what is named.
 import stat
 
 from aifs.core.errors import AccessDenied, NotPermitted
-from aifs.meta import namespace
+from aifs.meta import acl, namespace
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
@@ -17,18 +17,18 @@ READ, WRITE, SEARCH = 4, 2, 1
 
 
 def require_may(directory: Inode, caller: CallerLike, wanted: int = WRITE | SEARCH) -> None:
-    """Raises AccessDenied unless the mode of ``directory`` gives ``caller`` all of ``wanted``."""
+    """Raises AccessDenied unless mode and ACL of ``directory`` give ``caller`` all of ``wanted``."""
     if caller.uid == 0:
         return
-    mode = directory.mode
-    if caller.uid == directory.uid:
-        granted = mode >> 6
-    elif caller.gid == directory.gid or directory.gid in _groups(caller.pid):
-        granted = mode >> 3
-    else:
-        granted = mode
-    if granted & wanted != wanted:
+    groups = {caller.gid, *_groups(caller.pid)}
+    of = (directory.acl, directory.mode, directory.uid, directory.gid)
+    if not acl.granted(*of, caller.uid, groups, wanted):
         raise AccessDenied()
+
+
+def is_member(gid: int, caller: CallerLike) -> bool:
+    """Whether ``caller`` is of this group, or root."""
+    return caller.uid == 0 or caller.gid == gid or gid in _groups(caller.pid)
 
 
 def require_may_remove(directory: Inode, inode: Inode, caller: CallerLike) -> None:
