@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aifs.core import files, leases
-from aifs.core.errors import FsError, NoSuchAddress, NotSupported, Unavailable
+from aifs.core.errors import FsError, NoSuchAddress, Unavailable
 from aifs.data.objects import object_label
 from aifs.data.objects.object_label import Label
 from aifs.data.reading.buffers import BufferPool
@@ -199,9 +199,7 @@ class BurstCopy:
         await self._work(self._allocate, mode, offset, length)
 
     def _allocate(self, mode: int, offset: int, length: int) -> None:
-        self.device.call(
-            "write", self._key, _change_allocation, self._open_writer(), mode, offset, length
-        )
+        self.device.allocate(self._key, self._open_writer(), mode, offset, length)
 
     async def copy_range(self, source: "BurstCopy", offset: int, to: int, length: int) -> int:
         """Copy bytes from ``offset`` of ``source`` to ``to``; returns how many, fewer only at the end of ``source``."""
@@ -222,6 +220,12 @@ class BurstCopy:
         """lseek(2) with SEEK_DATA or SEEK_HOLE. Raises NoSuchAddress behind the last data, or the end."""
         await self.ensure_open()
         return await self._work(self.device.call, "seek", self._key, _seek, self.fd, offset, whence)
+
+    async def data_range(self, offset: int, size: int) -> tuple[int, int]:
+        """As StripedObjects.data_range."""
+        await self.ensure_open()
+        call = self.device.call, "read", self._key, files.next_data, self.fd, offset, size
+        return await self._work(*call) or (size, size)
 
     async def set_mtime(self, mtime_ns: int) -> None:
         """The copy's mtime is ``mtime_ns``, until the next write."""
@@ -253,7 +257,7 @@ class BurstCopy:
         self.device.sync_names_near(self.id)
 
 
-# What follows are answers about the file, not failures of the device.
+# What follows is an answer about the file, not a failure of the device.
 
 
 def _seek(fd: int, offset: int, whence: int) -> int:
@@ -263,12 +267,3 @@ def _seek(fd: int, offset: int, whence: int) -> int:
         if error.errno != errno.ENXIO:
             raise
         raise NoSuchAddress from None
-
-
-def _change_allocation(fd: int, mode: int, offset: int, length: int) -> None:
-    try:
-        files.change_allocation(fd, mode, offset, length)
-    except OSError as error:
-        if error.errno != errno.EOPNOTSUPP:
-            raise
-        raise NotSupported from None

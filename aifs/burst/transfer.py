@@ -19,8 +19,9 @@ from aifs.core import faults, files
 from aifs.core.budget import Budget
 from aifs.core.errors import Unavailable
 from aifs.core.tasks import run_all
-from aifs.data.checking.digests import HASHED, digests_of
+from aifs.data.checking.digests import HASHED, digests_of, join_digests
 from aifs.data.checking.verified import VerifiedObjects
+from aifs.data.objects.holes import Sparse, pieces_with_data
 from aifs.data.objects.object_label import Label, digest_of
 from aifs.data.objects.protected import ProtectedObjects
 from aifs.data.objects.striped import StripedObjects
@@ -33,14 +34,9 @@ _WRITTEN = faults.declare(
 
 PIECE = 4 << 20
 _SMALL = 256 << 10
-_SPARSE_HASHED = (
-    16 << 30
-)  # what a protected file that is mostly holes may have at most to be given its checksums
 _PIECES_AT_ONCE = 4  # of one file
 
-
 _ZEROS = bytes(HASHED)
-_DIGEST_OF_HOLE = digests_of(_ZEROS)
 
 
 class Limiter:
@@ -63,7 +59,7 @@ class Limiter:
             await trio.sleep_until(start)
 
 
-class Chunked(Protocol):
+class Chunked(Sparse, Protocol):
     """What is read of an interleaved file."""
 
     async def read(self, offset: int, length: int, size: int, strict: bool) -> memoryview: ...
@@ -111,7 +107,7 @@ class Mover:
         """Copy all ``size`` bytes of a burst copy, which nobody changes, to new ``objects``; durable on return, with
         ``spare`` more columns than needed of protected ones. The objects get the ``label``, to which the checksum is added.
 
-        Returns the checksums, none of a file that is mostly holes (and large, if it is protected); None if ``cancelled`` has become true
+        Returns the checksums (see join_digests); None if ``cancelled`` has become true
         meanwhile, which is asked between pieces. Holes stay holes. Raises NoSpace, QuotaExceeded, Unavailable.
         """
         protected = objects if isinstance(objects, ProtectedObjects) else None
@@ -144,11 +140,7 @@ class Mover:
             return None
         await objects.settle(size)
         faults.reach(_WRITTEN)
-        mostly_holes = 2 * len(offsets) * piece_size < size
-        found = b""
-        if not mostly_holes or (protected is not None and size <= _SPARSE_HASHED):
-            hole = _DIGEST_OF_HOLE * (piece_size // HASHED)
-            found = b"".join(digests.get(offset, hole) for offset in range(0, size, piece_size))
+        found = join_digests(digests, size, piece_size, protected is not None)
         if label is not None:
             objects.label = label._replace(digest=digest_of(found) if found else b"")
         if protected is not None:
@@ -174,8 +166,10 @@ class Mover:
         size: int,
         copy: BurstCopy,
         cancelled: Callable[[], bool],
+        sparse: bool = False,
     ) -> bool:
-        """Copy a settled file of ``size`` bytes into a new, empty burst copy; nothing is synced.
+        """Copy a settled file of ``size`` bytes into a new, empty burst copy; nothing is synced. ``sparse``: it has holes, which are
+        not read.
 
         Returns False if ``cancelled`` has become true meanwhile. Each MiB of zeros becomes a hole. Nothing of ours is
         open for writing on return. Raises NoSpace, QuotaExceeded, Unavailable.
@@ -200,7 +194,10 @@ class Mover:
             await move(0, _write_all)
         else:
             await copy.truncate(size)
-            await _in_parallel(partial(move, write=_write_piece), range(0, size, PIECE))
+            offsets: Sequence[int] = range(0, size, PIECE)
+            if sparse:
+                offsets = [offset async for offset in pieces_with_data(objects, size, PIECE)]
+            await _in_parallel(partial(move, write=_write_piece), offsets)
             await copy.release_writers()
         return not cancelled()
 

@@ -145,14 +145,8 @@ def expected_columns(layout: Striped, size: int, lost: int) -> Iterator[tuple[in
 
 def lost_bytes(layout: Striped, column: int, length: int, size: int) -> str:
     """The bytes of a file that are lost when the object of a data column ends after ``length`` bytes, as text."""
-    unit, data = layout.unit, layout.data_column(column) or 0
     expected = layout.object_length(column, size)
-
-    def in_file(offset: int) -> int:
-        row, within = divmod(offset, unit)
-        return (row * layout.width + data) * unit + within
-
-    first, last = in_file(length), in_file(expected - 1)
+    first, last = layout.file_offset(column, length), layout.file_offset(column, expected - 1)
     if last - first == expected - length - 1:
         return f"bytes {first} to {last}"
     return f"{expected - length} bytes between {first} and {last}"

@@ -154,9 +154,12 @@ class DeepCheck:
         self, inspection: Inspection, objects: _Objects, layout: Striped
     ) -> set[int]:
         """Note what is lost; returns the columns that are wrong, but told right by others."""
-        at, wrong = 0, set()
+        starts, at, told, wrong = None, 0, 0, set[int]()
+        if objects.ino:
+            _, digests = await self._engine.view(forms.get_checksums, objects.oid, 0)
+            starts = iter(await inspection.starts(bool(digests)))
+            at = next(starts, objects.size)
         while at < objects.size:
-            begin = at
             verdict = await inspection.judge(at, await self._check(objects, layout, at))
             at = verdict.next
             unread = {flaw.column for flaw in verdict.flaws if flaw.kind is not WRONG}
@@ -174,7 +177,10 @@ class DeepCheck:
                     )
             if layout.is_protected:
                 wrong |= {flaw.column for flaw in verdict.flaws if flaw.kind in (WRONG, NOT_READ)}
-            self._done += min(at, objects.size) - begin
+            if starts is not None:
+                at = next(starts, objects.size)
+            self._done += min(at, objects.size) - told
+            told = min(at, objects.size)
             self._progress("bytes", self._done, self._expected)
         return wrong
 

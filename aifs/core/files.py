@@ -314,23 +314,24 @@ def get_label(path: str | int, name: str) -> bytes | None:
         raise
 
 
+def next_data(fd: int, offset: int, end: int) -> tuple[int, int] | None:
+    """The first part, as (start, end), of a range of a file that is no hole; None if all of it is."""
+    try:
+        start = os.lseek(fd, offset, os.SEEK_DATA) if offset < end else end
+        return (start, min(os.lseek(fd, start, os.SEEK_HOLE), end)) if start < end else None
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return None  # a hole up to the end, or a file that has been cut this very moment
+        raise
+
+
 def data_ranges(fd: int, offset: int, length: int) -> list[tuple[int, int]]:
-    """The parts, as (offset, end), of a range of a file that are not holes."""
+    """The parts, as (start, end), of a range of a file that are not holes."""
     ranges = []
     end = offset + length
-    while offset < end:
-        try:
-            start = os.lseek(fd, offset, os.SEEK_DATA)
-            if start >= end:
-                break
-            offset = min(os.lseek(fd, start, os.SEEK_HOLE), end)
-        except OSError as error:
-            if (
-                error.errno == errno.ENXIO
-            ):  # a hole up to the end, or a file that has been cut this very moment
-                break
-            raise
-        ranges.append((start, offset))
+    while (found := next_data(fd, offset, end)) is not None:
+        ranges.append(found)
+        offset = found[1]
     return ranges
 
 

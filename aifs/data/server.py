@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple
 
 from aifs.core import files, filesystems
-from aifs.core.errors import FsError, StoreError, Unavailable
+from aifs.core.errors import FsError, NotSupported, StoreError, Unavailable
 from aifs.data import naming, probe
 from aifs.data.health import Health
 from aifs.data.latency import Latency
@@ -34,6 +34,15 @@ _OF_BYTES = frozenset(("open", "read", "write", "sync"))
 
 Key = tuple[int, int]
 """Names an object on a server: (ino, oid)."""
+
+
+def _change_allocation(fd: int, mode: int, offset: int, length: int) -> None:
+    try:
+        files.change_allocation(fd, mode, offset, length)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        raise NotSupported from None  # an answer about the filesystem, no failure of the device
 
 
 class Missing(Unavailable):
@@ -357,6 +366,14 @@ class DataServer:
 
     def truncate(self, key: Key, fd: int, length: int) -> None:
         self.call("write", key, files.truncate, fd, length)
+
+    def punch(self, key: Key, fd: int, offset: int, length: int) -> None:
+        """What is there of the range reads as zeros on return, and takes no space. Raises NotSupported."""
+        self.allocate(key, fd, files.PUNCH_HOLE | files.KEEP_SIZE, offset, length)
+
+    def allocate(self, key: Key, fd: int, mode: int, offset: int, length: int) -> None:
+        """fallocate(2), modes as in core.files. Raises NoSpace; NotSupported where the filesystem cannot."""
+        self.call("write", key, _change_allocation, fd, mode, offset, length)
 
     def stat(self, key: Key, fd: int) -> os.stat_result:
         return self.call("stat", key, os.fstat, fd)

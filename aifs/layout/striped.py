@@ -113,6 +113,12 @@ class Striped:
         full_rows, rest = divmod(size, unit * count)
         return full_rows * unit + min(max(rest - index * unit, 0), unit)
 
+    def file_offset(self, column: int, offset: int) -> int:
+        """Where in the file the byte ``offset`` of a column's object lies; of parity, where its row begins."""
+        row, within = divmod(offset, self.unit)
+        data = self.data_column(column)
+        return row * self.row + (0 if data is None else data * self.unit + within)
+
     def size_from(self, column: int, length: int) -> int:
         """The smallest file size at which the object of a data ``column`` is ``length`` bytes long; 0 for length 0."""
         if not length:

@@ -141,17 +141,12 @@ async def test_extents(servers, tmp_path):
         assert chunks < sum(lengths(made).values()) < chunks + 3 * 500
         for _ in range(2):
             objects = made.objects(1)
-            hole = await objects.following(0, len(data), True)
-            assert 400_000 <= hole < 500_000
-            assert await objects.following(hole, len(data), True) == hole
-            after = await objects.following(hole, len(data), False)
-            assert 600_000 < after <= 700_000
-            assert await objects.following(after, len(data), True) == len(data)
-            assert await objects.is_hole(hole, after - hole) and not await objects.is_hole(
-                hole - 1, 2
-            )
-            assert not await objects.is_hole(hole, after - hole + 1)
-        assert await made.objects(3).following(0, 200_000, False) == 200_000
+            start, hole = await objects.data_range(0, len(data))
+            assert start == 0 and 400_000 <= hole < 500_000
+            after, end = await objects.data_range(hole, len(data))
+            assert 600_000 < after <= 700_000 and end == len(data)
+            assert await objects.data_range(after, len(data)) == (after, end)
+        assert await made.objects(3).data_range(0, 200_000) == (200_000, 200_000)
 
 
 async def test_the_recipe_in_a_container_says_what_a_file_is(servers, tmp_path):

@@ -559,7 +559,7 @@ async def test_a_bad_chunk_is_replaced_for_all_who_name_it(root: Path) -> None:
         digest = digest_of(batch[0])
         known = await mount.engine.view(shared.find_shared, digest)
         for objects in readers.values():
-            await objects.following(0, 12000, True)  # has learned the place
+            await objects.data_range(0, 12000)  # has learned the place
         container = await mount.engine.view(chunks.find_container, known.place.container)
         server = mount.servers[container.layout.servers[0]]
         with open(server.object_path(0, known.place.container), "r+b") as file:

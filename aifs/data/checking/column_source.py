@@ -7,6 +7,7 @@ until the checksum is right.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 from aifs.core.errors import FsError, Unavailable
 from aifs.data.checking.checks import Untold
@@ -71,6 +72,25 @@ class ColumnSource:
             return _PIECE
         return min(max(_PIECE // self._layout.row, 1) * self._layout.unit, _PIECE)
 
+    async def skip_holes(self, there: Columns) -> None:
+        """Leave out what is zeros anyway: holes of the file, where ``there`` has none of the column's bytes either. For a file
+        without checksums."""
+        layout, starts = self._layout, set[int]()
+        lost = frozenset(c for c in range(len(layout.servers)) if self._lost >> c & 1)
+        for find in (
+            partial(self._columns.data_range, without=lost),
+            partial(there.any_data, [self._column]),
+        ):
+            at = 0
+            while at < self._size:
+                start, end = await find(at, self._size)
+                at = -(-end // layout.row) * layout.row
+                first, last = start // layout.row * layout.unit, at // layout.row * layout.unit
+                starts.update(
+                    range(first - first % self._piece, min(last, self._length), self._piece)
+                )
+        self._starts = iter(sorted(starts))
+
     async def following(self) -> tuple[int, memoryview] | None:
         """As of ContainerColumn. Raises Untold."""
         offset = next(self._starts, None)
@@ -101,7 +121,7 @@ class ColumnSource:
         if self._is_aligned:
             for start in range(0, len(part), HASHED):
                 run = part[start : start + HASHED]
-                await self._tell(self._in_file(offset + start), run)
+                await self._tell(self._layout.file_offset(self._column, offset + start), run)
         else:
             await self._tell_rows(offset, part)
         return part
@@ -115,7 +135,9 @@ class ColumnSource:
         runs = range(0, len(part), HASHED)
         return all(
             [
-                await self._is_right(self._in_file(offset + at), part[at : at + HASHED])
+                await self._is_right(
+                    self._layout.file_offset(self._column, offset + at), part[at : at + HASHED]
+                )
                 for at in runs
             ]
         )
@@ -129,7 +151,10 @@ class ColumnSource:
                 ((offset + len(part) - 1) // unit + 1) * layout.row,
             )
         else:
-            first, last = self._in_file(offset), self._in_file(offset + len(part) - 1) + 1
+            first, last = (
+                self._layout.file_offset(self._column, offset),
+                self._layout.file_offset(self._column, offset + len(part) - 1) + 1,
+            )
         first -= first % HASHED
         last = min(-(-last // HASHED) * HASHED, self._size)
         data = (await self._buffers.take(-(-(last - first) // HASHED) * HASHED))[: last - first]
@@ -266,7 +291,3 @@ class ColumnSource:
             expected += digests[(number - start) * DIGEST_BYTES : (stop - start) * DIGEST_BYTES]
             number = stop
         return expected
-
-    def _in_file(self, offset: int) -> int:
-        row, within = divmod(offset, self._layout.unit)
-        return (row * self._layout.width + (self._data or 0)) * self._layout.unit + within

@@ -7,7 +7,7 @@ into each column: everything else that was read there is a *flaw*.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from aifs.data.checking.window import (
     Window,
 )
 from aifs.data.objects.columns import Columns
+from aifs.data.objects.holes import pieces_with_data
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
@@ -78,6 +79,19 @@ class Inspection:
         return [
             column for column in range(len(self._layout.servers)) if not self._lost >> column & 1
         ]
+
+    async def starts(self, has_checksums: bool) -> Sequence[int]:
+        """Where the windows of a file begin that have to be judged. Without checksums these are those where a column has
+        something, and the last ones, which tell objects that are too short."""
+        every = range(0, self._size, self.step)
+        if has_checksums:
+            return every
+        found = {at async for at in pieces_with_data(self, self._size, self.step)}
+        return sorted(found.union(every[-2:]))
+
+    async def data_range(self, offset: int, size: int, strict: bool = True) -> tuple[int, int]:
+        """See Sparse."""
+        return await self.columns.any_data(self._readable(), offset, size)
 
     async def excess(self) -> list[Flaw]:
         """Objects that are longer than they should be."""

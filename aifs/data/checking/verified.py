@@ -87,6 +87,16 @@ class VerifiedObjects:
         self._forget()
         await self._inner.write(offset, data)
 
+    async def punch(self, offset: int, length: int) -> None:
+        self._forget()
+        await self._inner.punch(offset, length)
+
+    async def data_range(self, offset: int, size: int, strict: bool = True) -> tuple[int, int]:
+        """As StripedObjects.data_range; but what has checksums may be no hole, even where it seems to be one."""
+        if strict and offset < size and await self._digest(offset // HASHED):
+            return offset, size
+        return await self._inner.data_range(offset, size, strict)
+
     async def trim(self, size: int) -> None:
         self._forget()
         await self._inner.trim(size)

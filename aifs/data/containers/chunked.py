@@ -135,20 +135,21 @@ class ChunkedObjects:
         first, places = await self._load(offset // chunk)
         return _Known(range(first * chunk, (first + len(places) + 1) * chunk, chunk), places)
 
-    async def is_hole(self, offset: int, length: int) -> bool:
-        """Whether all chunks that these bytes lie in are holes."""
-        return await self.following(offset, offset + length, False) >= offset + length
-
-    async def following(self, offset: int, size: int, is_hole: bool) -> int:
-        """Where the next hole begins, or the next data, from byte ``offset`` on of a file of ``size`` bytes: at its end where
-        there is no other."""
+    async def data_range(self, offset: int, size: int, strict: bool = True) -> tuple[int, int]:
+        """As StripedObjects.data_range, by the chunks."""
         while offset < size:
-            _, end, place = await self._find(offset)
-            if (place is None) == is_hole:
-                return offset
-            offset = end
+            await self._find(offset)
+            starts, places = self._known
+            number = bisect_right(starts, offset) - 1
+            while number < len(places) and places[number] is None:
+                number += 1
+            offset = max(offset, starts[number])
+            if number < len(places):
+                while number < len(places) and places[number] is not None:
+                    number += 1
+                return min(offset, size), min(starts[number], size)
             await trio.lowlevel.checkpoint()
-        return size
+        return size, size
 
     def blocks(self) -> None:
         """Unknown here: the inode's record has it."""

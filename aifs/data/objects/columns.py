@@ -1,6 +1,6 @@
 """One object set, column by column: for rebuild, move, scrub and repair, and below protected objects."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -8,6 +8,7 @@ from aifs.core import files
 from aifs.core.errors import FsError, Unavailable
 from aifs.data.objects import object_label
 from aifs.data.objects.coding import code_of
+from aifs.data.objects.holes import find_data, first_range
 from aifs.data.objects.object_label import Label
 from aifs.data.objects.races import some_of
 from aifs.data.server import DataServer
@@ -184,61 +185,57 @@ class Columns:
         """Raises Unavailable, and tells ``on_short``, if there are fewer bytes than there must be."""
         if found < length:
             self.on_short(column)
-            server, expected = self.server(column), self._layout.object_length(column, size)
-            path = server.object_path(*self._key)
-            raise Unavailable(
-                f"{server.name}: {path} ends before byte {offset + length} of {expected}"
-            )
+            raise self._too_short(column, offset + length, size)
 
-    async def data_ranges(
-        self, size: int, without: frozenset[int] = frozenset()
-    ) -> list[tuple[int, int]]:
-        """Ranges of the file of ``size`` bytes, in order, outside which there are holes only, as far as that can be told
-        without the columns of ``without``."""
+    def _too_short(self, column: int, end: int, size: int) -> Unavailable:
+        server, expected = self.server(column), self._layout.object_length(column, size)
+        path = server.object_path(*self._key)
+        return Unavailable(f"{server.name}: {path} ends before byte {end} of {expected}")
+
+    async def data_range(
+        self, offset: int, size: int, without: frozenset[int] = frozenset()
+    ) -> tuple[int, int]:
+        """As StripedObjects.data_range, as far as it can be told without the columns of ``without``, and without those that
+        fail: else all of the file may be data."""
+        unusable = set(without)
+        while columns := self._telling(unusable):
+            calls = [(c, self._find_data, (c, offset, size, True)) for c in columns]
+            found = dict(zip(columns, await self.attempt(calls), strict=True))
+            failed = [c for c, answer in found.items() if isinstance(answer, FsError)]
+            if not failed:
+                return first_range(self._layout, found, offset, size)
+            unusable.update(failed)
+        return offset, size
+
+    async def any_data(self, columns: Sequence[int], offset: int, size: int) -> tuple[int, int]:
+        """The same of what any of these columns has, right or wrong; of those that fail nothing."""
+        calls = [(column, self._find_data, (column, offset, size, False)) for column in columns]
+        found = zip(columns, await self.attempt(calls), strict=True)
+        read = {column: part for column, part in found if not isinstance(part, FsError)}
+        return first_range(self._layout, read, offset, size)
+
+    def _telling(self, unusable: Set[int]) -> list[int]:
+        """Columns that together tell where there is data; none if too few are left."""
         layout = self._layout
-        chosen = []
-        for column in range(layout.width):
-            usable = (
-                copy for copy in layout.copies(column) if copy not in without and self.is_good(copy)
-            )
-            chosen.append(next(usable, None))
-        if None in chosen:  # parity is not a hole where one of its row's units is none
-            parity = range(layout.width, len(layout.servers)) if layout.parity else ()
-            chosen = [
-                column for column in parity if column not in without and self.is_good(column)
-            ][:1]
-        lengths = {column: layout.object_length(column, size) for column in chosen}
-        calls = [
-            (column, self._ranges_now, (column, length))
-            for column, length in lengths.items()
-            if length
+        usable = [c for c in range(len(layout.servers)) if c not in unusable and self.is_good(c)]
+        chosen = [
+            next((copy for copy in layout.copies(column) if copy in usable), None)
+            for column in range(layout.width)
         ]
-        answers = await self.attempt(calls)
-        if not chosen or any(isinstance(answer, FsError) for answer in answers):
-            return [(0, size)] if size else []
-        rows = sorted(
-            (start // layout.unit, -(-end // layout.unit))
-            for answer in answers
-            for start, end in answer
-        )
-        ranges: list[tuple[int, int]] = []
-        for first, last in rows:
-            start, end = first * layout.row, min(last * layout.row, size)
-            if ranges and start <= ranges[-1][1]:
-                ranges[-1] = ranges[-1][0], max(ranges[-1][1], end)
-            else:
-                ranges.append((start, end))
-        return ranges
+        if None not in chosen:
+            return chosen
+        # Parity alone may be zeros where its row is not; but where that many columns are, all are.
+        return usable if layout.parity and len(usable) >= layout.width else []
 
-    def _ranges_now(self, column: int, length: int) -> list[tuple[int, int]]:
+    def _find_data(
+        self, column: int, offset: int, size: int, strict: bool
+    ) -> tuple[int, int] | None:
         fd, server = self._descriptor(column, create=False), self.server(column)
-        if fd is None:
-            raise Unavailable(f"{server.name}: {server.object_path(*self._key)} is missing")
-        if server.stat(self._key, fd).st_size < length:  # what lacks is no hole
-            raise Unavailable(
-                f"{server.name}: {server.object_path(*self._key)} ends before byte {length}"
-            )
-        return server.call("read", self._key, files.data_ranges, fd, 0, length)
+        length = 0 if fd is None else server.stat(self._key, fd).st_size
+        end = self._layout.object_length(column, size)
+        if strict and length < end:  # what lacks is no hole
+            raise self._too_short(column, end, size)
+        return find_data(server, self._key, fd, self._layout, column, offset, min(end, length))
 
     # --- length and durability ---
 

@@ -149,6 +149,10 @@ class ProtectedObjects:
         """None: the kernel could not read around what is lost."""
         return None
 
+    async def data_range(self, offset: int, size: int, strict: bool = True) -> tuple[int, int]:
+        """As StripedObjects.data_range, told by the columns that can be read."""
+        return await self._columns.data_range(offset, size, frozenset(self._lost_columns()))
+
     def _touched(self, offset: int, length: int) -> Iterable[int]:
         """The data columns that hold a range of the file."""
         first, last = offset // self._layout.unit, (offset + length - 1) // self._layout.unit

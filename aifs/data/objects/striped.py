@@ -12,6 +12,7 @@ from functools import partial
 from aifs.core import files
 from aifs.core.errors import FsError, Unavailable
 from aifs.data.objects import object_label
+from aifs.data.objects.holes import find_data, first_range
 from aifs.data.objects.known import Known
 from aifs.data.objects.object_label import Label
 from aifs.data.objects.runs import Run, runs_of
@@ -209,6 +210,55 @@ class StripedObjects:
             self._servers[index].write(self._key, fd, data, offset)
         finally:
             self._unsynced.mark(index)
+
+    # --- holes ---
+
+    async def data_range(self, offset: int, size: int, strict: bool = True) -> tuple[int, int]:
+        """Start and end of what comes first from byte ``offset`` on of a file of ``size`` bytes and may be no hole: all before it is
+        one. Both are ``size`` if there is nothing. One call to each server; ``strict``: see ``read``. Raises Unavailable.
+        """
+        found = await self._gather(
+            [
+                (server.workers, self._find_data, (index, offset, size, strict))
+                for index, server in enumerate(self._servers)
+            ],
+            waits=not strict,
+        )
+        return first_range(self._layout, dict(enumerate(found)), offset, size)
+
+    def _find_data(
+        self, index: int, offset: int, size: int, strict: bool
+    ) -> tuple[int, int] | None:
+        fd, server = self._descriptor(index, create=False), self._servers[index]
+        length = 0 if fd is None else server.stat(self._key, fd).st_size
+        end = self._layout.object_length(index, size)
+        if strict:
+            self._require(index, length, end, size)
+        return find_data(server, self._key, fd, self._layout, index, offset, min(end, length))
+
+    async def punch(self, offset: int, length: int) -> None:
+        """The range reads as zeros on return, and takes no space. One call to each server that has an object.
+
+        Raises NotSupported where a server's filesystem has no such thing, Unavailable: then any part of it may be zeros.
+        """
+        self._cached.forget()
+        for known in self._known:
+            known.length = None
+        await self._gather(
+            [
+                (server.workers, self._punch, (index, offset, offset + length))
+                for index, server in enumerate(self._servers)
+            ]
+        )
+
+    def _punch(self, index: int, offset: int, end: int) -> None:
+        start, stop = (self._layout.object_length(index, at) for at in (offset, end))
+        fd = self._descriptor(index, create=False) if start < stop else None
+        if fd is not None:
+            try:
+                self._servers[index].punch(self._key, fd, start, stop - start)
+            finally:
+                self._unsynced.mark(index)
 
     # --- lengths ---
 

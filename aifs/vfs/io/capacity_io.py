@@ -13,8 +13,7 @@ from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
-from aifs.data.containers.chunked import ChunkedObjects
-from aifs.data.objects.columns import Columns
+from aifs.data.objects.holes import pieces_with_data
 from aifs.data.objects.striped import StripedObjects
 from aifs.data.servers import Servers
 from aifs.layout.hint import DEFAULT_POLICY
@@ -23,7 +22,6 @@ from aifs.layout.placement import ACTIVE, ALGORITHM, WEIGHTS, Candidate, spread
 from aifs.layout.redundancy import Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import forms
-from aifs.meta.degraded import find_degraded
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.vfs.collector import Collector
@@ -123,6 +121,12 @@ class CapacityIO:
             file.trimmed = False  # part of it may lie beyond the size (I4)
             raise
 
+    async def punch(self, file: OpenInode, offset: int, length: int) -> None:
+        """The range, which lies below the size, reads as zeros, and takes no space on the servers. Raises NotSupported."""
+        await file.objects.punch(offset, length)
+        faults.reach(_WRITTEN)
+        file.changed(time.time_ns())
+
     async def _put_size(self, file: OpenInode, size: int) -> None:
         before, file.inode.size = file.inode.size, size
         count_blocks(file)
@@ -181,7 +185,7 @@ class CapacityIO:
 
     async def _restripe(self, file: OpenInode) -> None:
         """From a form that is never changed in place to striped, without protection."""
-        inode, before = file.inode, file.objects
+        inode = file.inode
         oid, layout, due = (
             await self._ids.take(),
             self.place_plain(inode),
@@ -190,13 +194,9 @@ class CapacityIO:
         objects = StripedObjects(self._servers, layout, inode.ino, oid, new=True)
         await self._engine.transact(forms.put_garbage, oid, inode.ino, layout)
         try:
-            for start, end in await self._data_ranges(inode):
-                for offset in range(start - start % CHUNK, end, CHUNK):
-                    length = min(CHUNK, inode.size - offset)
-                    if not isinstance(before, ChunkedObjects) or not await before.is_hole(
-                        offset, length
-                    ):
-                        await objects.write(offset, await _read_settled(file, offset, length))
+            async for offset in pieces_with_data(file, inode.size, CHUNK):
+                length = min(CHUNK, inode.size - offset)
+                await objects.write(offset, await _read_settled(file, offset, length))
             await objects.settle(inode.size)
             await objects.sync()
             garbage = await self._engine.transact(forms.put_restriped, inode, oid, layout, due)
@@ -206,25 +206,11 @@ class CapacityIO:
             raise
         for old in garbage:
             self._collector.add_garbage(old)
-        file.objects.close()  # others than ``before``, if columns turned out to be wrong meanwhile
+        file.objects.close()
         inode.oid, inode.layout = oid, layout
         file.objects, file.dirty, file.trimmed, file.unsaved = objects, True, True, False
         if due:
             self.on_due()
-
-    async def _data_ranges(self, inode: Inode) -> list[tuple[int, int]]:
-        """Ranges of the file outside which there are holes only. An interleaved file's are found chunk by chunk."""
-        if isinstance(inode.layout, Interleaved):
-            return [(0, inode.size)]
-        lost = await self._engine.view(find_degraded, inode.oid)
-        columns = Columns(self._servers, inode.layout, inode.ino, inode.oid)
-        try:
-            without = frozenset(
-                column for column in range(len(inode.layout.servers)) if lost >> column & 1
-            )
-            return await columns.data_ranges(inode.size, without)
-        finally:
-            columns.close()
 
     @staticmethod
     def _is_fixed(inode: Inode) -> bool:

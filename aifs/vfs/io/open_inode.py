@@ -96,6 +96,18 @@ class OpenInode:
         inode.acl, inode.default_acl = stored.acl, stored.default_acl
         inode.ctime_ns = max(inode.ctime_ns, stored.ctime_ns)
 
+    async def data_range(self, offset: int, size: int, strict: bool = True) -> tuple[int, int]:
+        """As StripedObjects.data_range, of whatever holds the bytes, which may be replaced meanwhile."""
+        while True:
+            objects = self.objects
+            if self.inode.in_burst:
+                return await self.copy.data_range(offset, size)
+            if objects is None:
+                return offset, size
+            found = await objects.data_range(offset, size, strict)
+            if self.objects is objects:
+                return found
+
     def changed(self, now: int) -> None:
         """The bytes or the size have changed."""
         self.inode.mtime_ns = self.inode.ctime_ns = now

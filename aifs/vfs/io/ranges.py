@@ -3,9 +3,9 @@
 import os
 import time
 
-from aifs.core.errors import FileTooLarge, Invalid, NoSuchAddress, NotSupported
-from aifs.data.containers.chunked import ChunkedObjects
-from aifs.layout.interleaved import Interleaved
+import trio
+
+from aifs.core.errors import FileTooLarge, Invalid, NoSuchAddress, NotSupported, Unavailable
 from aifs.vfs.io.file_io import FileIO
 from aifs.vfs.io.open_inode import OpenInode
 from aifs.vfs.types import SIZE_MAX
@@ -17,7 +17,8 @@ _PIECE = 4 << 20
 
 
 async def fallocate(io: FileIO, file: OpenInode, mode: int, offset: int, length: int) -> None:
-    """fallocate(2) with the modes above. In the burst tier space is reserved; data servers only take note of sizes."""
+    """fallocate(2) with the modes above. In the burst tier space is reserved; data servers only take note of sizes, and free the
+    space of holes and zeros."""
     if mode not in _MODES:
         raise NotSupported("fallocate: this mode is not supported")
     if offset < 0 or length <= 0:
@@ -28,8 +29,8 @@ async def fallocate(io: FileIO, file: OpenInode, mode: int, offset: int, length:
     if file.inode.in_burst:
         await _allocate_in_burst(io, file, mode, offset, length)
         return
-    if mode & (PUNCH_HOLE | ZERO_RANGE):
-        await _write_zeros(io, file, offset, min(end, file.inode.size))
+    if mode & (PUNCH_HOLE | ZERO_RANGE) and offset < file.inode.size:
+        await _punch(io, file, offset, min(end, file.inode.size))
     if end > file.inode.size and not mode & KEEP_SIZE:
         await io.truncate(file, end)
 
@@ -58,41 +59,75 @@ async def _allocate_in_burst(
         file.gate.leave_alone()
 
 
+async def _punch(io: FileIO, file: OpenInode, offset: int, end: int) -> None:
+    await io.enter_to_change(file, end)
+    try:
+        if file.inode.in_burst:
+            await file.copy.ensure_open()
+            await file.copy.allocate(PUNCH_HOLE | KEEP_SIZE, offset, end - offset)
+            file.changed(time.time_ns())
+            io.burst.look(file)
+            return
+        if file.inode.layout is not None:
+            await io.capacity.punch(file, offset, end - offset)
+            return
+    except NotSupported:
+        pass
+    finally:
+        file.gate.leave_shared()
+    await _write_zeros(io, file, offset, end)
+
+
 async def _write_zeros(io: FileIO, file: OpenInode, offset: int, end: int) -> None:
+    """Where there is data."""
     while offset < end:
-        length = min(_PIECE, end - offset)
-        await io.write(file, offset, bytes(length))
+        offset, stop = await file.data_range(offset, end, strict=False)
+        length = min(_PIECE, stop - offset)
+        if length:
+            await io.write(file, offset, bytes(length))
         offset += length
+        await trio.lowlevel.checkpoint()  # there may be much of it, and who asked may have gone
+
+
+def _tells_holes(file: OpenInode) -> bool:
+    """Not while somebody may write to the file by way of the daemon: the kernel keeps back what a mapping has written."""
+    return bool(file.backing) or not file.writers
 
 
 async def seek(io: FileIO, file: OpenInode, offset: int, whence: int) -> int:
-    """The next data or hole from ``offset`` on. Of what is not in the burst tier, only interleaved files tell their holes; and
-    none does while somebody may write to it by way of the daemon: the kernel keeps back what a mapping has written."""
+    """The next data or hole from ``offset`` on. Where servers that should tell do not work, all is data."""
     if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
         raise Invalid("lseek: neither SEEK_DATA nor SEEK_HOLE")
-    told = file.backing or not file.writers
+    told = _tells_holes(file)
     if told and file.inode.in_burst:
         return await file.copy.seek(offset, whence)
     size = io.attributes(file).size
     if not 0 <= offset < size:
         raise NoSuchAddress()
-    if told and isinstance(file.inode.layout, Interleaved):
-        return await _seek_chunks(io, file, offset, whence)
-    return offset if whence == os.SEEK_DATA else size
-
-
-async def _seek_chunks(io: FileIO, file: OpenInode, offset: int, whence: int) -> int:
+    if not told or file.inode.layout is None:
+        return offset if whence == os.SEEK_DATA else size
     await file.gate.enter_shared()
     try:
-        size = file.inode.size
-        if isinstance(file.objects, ChunkedObjects):
-            found = await file.objects.following(offset, size, whence == os.SEEK_HOLE)
-            if found >= size and whence == os.SEEK_DATA:
-                raise NoSuchAddress()
-            return found
+        return await _seek_objects(file, offset, whence)
     finally:
         file.gate.leave_shared()
-    return offset if whence == os.SEEK_DATA else size  # it has another form since
+
+
+async def _seek_objects(file: OpenInode, offset: int, whence: int) -> int:
+    start, size = offset, file.inode.size
+    while start < size and file.objects is not None:  # else it has another form since
+        try:
+            found, end = await file.data_range(start, size, strict=not file.dirty)
+        except Unavailable:
+            break
+        if whence == os.SEEK_DATA:
+            if found >= size:
+                raise NoSuchAddress()
+            return found
+        if found > start:
+            return start
+        start = end
+    return offset if whence == os.SEEK_DATA else size
 
 
 async def copy(
@@ -104,6 +139,13 @@ async def copy(
         return 0
     if source is target and offset_in < offset_out + length and offset_out < offset_in + length:
         raise Invalid("copy_file_range: the ranges overlap")
+    start, end = offset_in, offset_in + length
+    if _tells_holes(source):
+        start, end = await source.data_range(start, end, strict=not source.dirty)
+    if start > offset_in:
+        await _write_hole(io, target, offset_out, start - offset_in)
+        return start - offset_in
+    length = end - start
     if source.inode.in_burst and target.inode.in_burst:
         await io.enter_to_change(target, offset_out + length)
         try:
@@ -115,7 +157,14 @@ async def copy(
             target.changed(time.time_ns())
             io.burst.look(target)
             return done
-    length = min(length, _PIECE)
-    data = await io.read(source, offset_in, length)
+    data = await io.read(source, offset_in, min(length, _PIECE))
     await io.write(target, offset_out, data)
     return len(data)
+
+
+async def _write_hole(io: FileIO, target: OpenInode, offset: int, length: int) -> None:
+    size = io.attributes(target).size
+    if offset < size:
+        await _punch(io, target, offset, min(offset + length, size))
+    if offset + length > size:
+        await io.truncate(target, offset + length)

@@ -234,6 +234,8 @@ class Mover:
 
         try:
             sparse = await self._is_new(sink, column) and ino != 0  # containers have no holes
+            if isinstance(reader, ColumnSource) and not (await subject.load(0))[1]:
+                await reader.skip_holes(sink)
             await run_all(*[work] * _PIECES_AT_ONCE)
             if subject.is_unchanged():
                 await _write(sink.settle, column, length)

@@ -5,6 +5,7 @@ servers), and a file leaves a server though it lies on all there are. As in a dr
 until one transaction has the file consist of it; a file that changes meanwhile stays as it is.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from math import lcm
 from typing import Protocol
@@ -12,8 +13,9 @@ from typing import Protocol
 from aifs.burst.transfer import Limiter
 from aifs.core import faults
 from aifs.core.tasks import run_all
-from aifs.data.checking.digests import HASHED, digests_of
+from aifs.data.checking.digests import HASHED, digests_of, join_digests
 from aifs.data.checking.verified import LoadDigests, VerifiedObjects
+from aifs.data.objects.holes import pieces_with_data
 from aifs.data.objects.object_label import digest_of
 from aifs.data.objects.protected import ProtectedObjects
 from aifs.data.objects.striped import StripedObjects
@@ -94,7 +96,7 @@ class Relayout:
         try:
             digests = await self._copy(subject, before, lost, new, layout)
             label = await self._labels.of(subject.file.inode, after.oid, layout)
-            new.label = label._replace(digest=digest_of(digests))
+            new.label = label._replace(digest=digest_of(digests) if digests else b"")
             lacking = (
                 await new.sync(self._spare)
                 if isinstance(new, ProtectedObjects)
@@ -144,7 +146,7 @@ class Relayout:
         new: StripedObjects | ProtectedObjects,
         layout: Striped,
     ) -> bytes:
-        """Copy all bytes; returns their checksums."""
+        """Copy all bytes; returns their checksums (see join_digests)."""
         ino, oid, old_layout, size = before
         if old_layout.is_protected:
             stored: ProtectedObjects | StripedObjects = ProtectedObjects(
@@ -159,7 +161,9 @@ class Relayout:
         )
         step = lcm(layout.row, HASHED) if layout.parity else _PIECE
         worker = self._servers[layout.servers[0]]
-        offsets = range(0, size, step)
+        offsets: Sequence[int] = range(0, size, step)
+        if subject.file.inode.blocks * 512 < size:
+            offsets = [offset async for offset in pieces_with_data(old, size, step)]
         following = iter(offsets)
         digests: dict[int, bytes] = {}
         stopped = False
@@ -186,7 +190,7 @@ class Relayout:
             await new.settle(size)
         finally:
             old.close()
-        return b"".join(digests.get(offset, b"") for offset in offsets)
+        return join_digests(digests, size, step, layout.is_protected)
 
 
 def _has_bytes(part: memoryview) -> bool:

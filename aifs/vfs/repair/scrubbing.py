@@ -166,7 +166,8 @@ class _Scrub:
     async def run(self) -> None:
         """Raises _Changed."""
         if self._ino:
-            starts = range(0, self._size, self._inspection.step)
+            _, digests = await self._engine.view(forms.get_checksums, self._oid, 0)
+            starts = await self._inspection.starts(bool(digests))
             await run_all(*[partial(self._judge_each, iter(starts))] * min(_AT_ONCE, len(starts)))
         else:
             at = 0

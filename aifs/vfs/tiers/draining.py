@@ -32,6 +32,10 @@ _COPIED = faults.declare(
 
 _AT_ONCE = 16  # files of one batch
 
+_HOLES_LISTED = 1 << 30
+"""An interleaved file that is mostly holes has so many bytes at most: its list has an entry for each hole of the size of a
+chunk. Larger ones are striped, whatever their policy says."""
+
 
 class Drainer:
     """Drains batches of files. Used from one trio thread."""
@@ -92,7 +96,10 @@ class Drainer:
 
     def _is_interleaved(self, draining: Draining) -> bool:
         kind = draining.policy.kind or self._layout.kind
-        return kind == "interleaved" and draining.size > self._layout.inline_limit
+        if kind != "interleaved" or draining.size <= self._layout.inline_limit:
+            return False
+        allocated = draining.copy.stat().st_blocks * 512
+        return draining.size <= max(_HOLES_LISTED, 2 * allocated)
 
     async def _copy(self, draining: Draining) -> None:
         try:

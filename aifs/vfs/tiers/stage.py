@@ -123,8 +123,9 @@ class Stager:
                     await self._engine.view(find_degraded, oid) if inode.layout.is_protected else 0
                 )
                 source = self._io.objects_of(inode, lost, self._io_priority)
+            sparse = inode.blocks * 512 < inode.size
             if await self._mover.stage_in(
-                source, inode.size, copy, lambda: changed() or inode.nlink == 0
+                source, inode.size, copy, lambda: changed() or inode.nlink == 0, sparse
             ):
                 faults.reach(_COPIED)
                 if not changed() and inode.nlink:

@@ -1,0 +1,73 @@
+"""Where the data of a striped file is, outside of which there are holes: told by the objects of its columns."""
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+from aifs.core import files
+from aifs.data.server import DataServer, Key
+from aifs.layout.striped import Striped
+
+Range = tuple[int, int]
+"""Start and end."""
+
+
+class Sparse(Protocol):
+    """What tells where a file has data."""
+
+    async def data_range(self, offset: int, size: int, strict: bool = True) -> Range: ...
+
+
+async def pieces_with_data(source: Sparse, size: int, piece: int) -> AsyncIterator[int]:
+    """Offsets of the pieces of a file of ``size`` bytes that are no holes, in order: multiples of ``piece``."""
+    at = 0
+    while at < size:
+        start, end = await source.data_range(at, size)
+        for offset in range(max(start - start % piece, at), end, piece):
+            yield offset
+        at = -(-end // piece) * piece
+
+
+def find_data(
+    server: DataServer,
+    key: Key,
+    fd: int | None,
+    layout: Striped,
+    column: int,
+    offset: int,
+    end: int,
+) -> Range | None:
+    """The first range of a column's object that is no hole, of its first ``end`` bytes, behind which the file's byte ``offset``
+    is not passed; None if there is none. ``fd`` None: there is no object. Blocks."""
+    if layout.data_column(column) is None:
+        offset -= offset % layout.row
+    begin = layout.object_length(column, offset)
+    if fd is None or begin >= end:
+        return None
+    return server.call("read", key, files.next_data, fd, begin, end)
+
+
+def first_range(
+    layout: Striped, found: Mapping[int, Range | None], offset: int, size: int
+) -> Range:
+    """See StripedObjects.data_range; ``found``: what ``find_data`` says, of columns that tell all data. Where these are not
+    those of data alone, whole rows count. Pure."""
+    whole_rows = any(layout.data_column(column) is None for column in found)
+    ranges = []
+    for column, part in found.items():
+        if part is None:
+            continue
+        start, end = (
+            layout.file_offset(column, part[0]),
+            layout.file_offset(column, part[1] - 1) + 1,
+        )
+        if whole_rows:
+            start, end = start - start % layout.row, -(-end // layout.row) * layout.row
+        ranges.append((max(start, offset), min(end, size)))
+    if not ranges:
+        return size, size
+    ranges.sort()
+    first, last = ranges[0]
+    for start, end in ranges[1:]:
+        if start <= last:
+            last = max(last, end)
+    return first, last
