@@ -11,6 +11,8 @@ on; the other one, for writing, exists only while we write ourselves, since a le
 import errno
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
 from typing import Any
 
 from aifs.core import files, leases
@@ -39,13 +41,18 @@ class BurstCopy:
         self.device = device
         self.id = copy_id
         self.fd = fd
-        """For reading; open from ``ensure_open`` to ``close``."""
+        """For reading; open from ``ensure_open`` to ``close`` or ``close_idle``."""
         self.label: Label | None = None
         """What ``sync`` notes on the copy, for whoever has lost the metadata."""
         self._buffers = buffers
         self._key = (0, copy_id)
         self._writer: int | None = None
         self._leased = False
+        self._was_open = fd is not None
+        self._changes = self._synced_changes = 0  # by us
+        self._closing: AbstractContextManager | None = (
+            None  # held while what was written is synced, to be closed
+        )
         self._name_in_doubt = fd is None
         self._lost = ""
         self._busy = 0
@@ -63,7 +70,8 @@ class BurstCopy:
 
     @property
     def is_open(self) -> bool:
-        return self.fd is not None
+        """Whether it has been opened, so that ``stat`` tells what it is."""
+        return self._was_open
 
     # --- descriptors ---
 
@@ -89,7 +97,8 @@ class BurstCopy:
         Somebody who opens it for writing waits until ``unlease``, up to 45 s. Does not block.
         """
         if not self._leased:
-            self._leased = self.device.call("lease", self._key, leases.take_read_lease, self.fd)
+            fd = self._open_reader()
+            self._leased = self.device.call("lease", self._key, leases.take_read_lease, fd)
         return self._leased
 
     @property
@@ -106,6 +115,7 @@ class BurstCopy:
         with self.device.lock_of(self.id):
             if self.fd is None:
                 self.fd = self._open(write=False)
+                self._was_open = True
         return self.fd
 
     def _open_writer(self) -> int:
@@ -113,6 +123,7 @@ class BurstCopy:
             if self._writer is None:
                 self.unlease()  # or we would wait for ourselves
                 self._writer = self._open(write=True)
+        self._changes += 1  # by whoever has asked for it
         return self._writer
 
     def _open(self, write: bool) -> int:
@@ -129,6 +140,22 @@ class BurstCopy:
         """
         self._closed, self._removed = True, removed
         self._close_unused()
+
+    def close_idle(self) -> int:
+        """Give up the descriptors until they are needed again, unless a call uses them, or a lease; how many. Does not block."""
+        if self._busy or self._leased:
+            return 0
+        fds, self.fd, self._writer = (self._writer, self.fd), None, None
+        unsynced = None
+        if self._changes != self._synced_changes:
+            unsynced = self._closing = self._closing or Lock()
+        closed = [fd for fd in fds if fd is not None]
+        for fd in closed:
+            self.device.close_idle(self._key, fd, unsynced, self._lose)
+        return len(closed)
+
+    def _lose(self, reason: str) -> None:
+        self._lost = reason
 
     def _close_unused(self) -> None:
         if self._closed and not self._busy:
@@ -153,8 +180,11 @@ class BurstCopy:
     # --- bytes ---
 
     def stat(self) -> os.stat_result:
-        """Length, blocks and times, as they are. The copy is open. Does not block."""
-        return self.device.stat(self._key, self.fd)
+        """Length, blocks and times, as they are, of a copy that has been opened. Does not block."""
+        if self.fd is not None:
+            return self.device.stat(self._key, self.fd)
+        path = self.device.object_path(*self._key)
+        return self.device.call("stat", self._key, os.stat, path)
 
     async def read(self, offset: int, length: int) -> memoryview:
         """``length`` bytes, fewer at the copy's end. The memory is reused once no view of it is left."""
@@ -242,15 +272,18 @@ class BurstCopy:
         await self._do(self._sync)
 
     def _sync(self) -> None:
-        fd = self._open_reader()
-        if self._lost:
-            raise Unavailable(f"bytes were lost earlier: {self._lost}")
-        try:
-            object_label.put(self.device, self._key, fd, self.label)
-            self.device.sync_object(self._key, fd)
-        except FsError as error:
-            self._lost = str(error)
-            raise
+        changes = self._changes
+        with self._closing or nullcontext():
+            fd = self._open_reader()
+            if self._lost:
+                raise Unavailable(f"bytes were lost earlier: {self._lost}")
+            try:
+                object_label.put(self.device, self._key, fd, self.label)
+                self.device.sync_object(self._key, fd)
+            except FsError as error:
+                self._lost = str(error)
+                raise
+        self._synced_changes = changes
         if self._name_in_doubt:
             self.device.doubt_names_near(self.id)
             self._name_in_doubt = False

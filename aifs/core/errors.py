@@ -125,11 +125,9 @@ class TimedOut(FsError):
     errno = errno.ETIMEDOUT
 
 
-class TooManyOpenFiles(FsError):
-    errno = errno.EMFILE
-
-
 class OutOfMemory(FsError):
+    """The daemon lacks memory, or descriptors: neither is the fault of who asks, or of a data server."""
+
     errno = errno.ENOMEM
 
 
@@ -170,8 +168,8 @@ def from_oserror(error: OSError, detail: str = "") -> FsError:
     An errno without a row of its own is ``Unavailable`` (EIO): what a disk says of itself (ENODEV,
     ETIMEDOUT, ...) must not look like an answer about the caller's file.
     """
-    passed_on = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENOMEM)
-    number = errno.EMFILE if error.errno == errno.ENFILE else error.errno
+    passed_on = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
+    number = errno.ENOMEM if error.errno in (errno.EMFILE, errno.ENFILE) else error.errno
     kind = _BY_ERRNO[number] if number in passed_on else Unavailable
     return kind(f"{detail}: {error}" if detail else str(error))
 

@@ -15,6 +15,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import resource
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -32,6 +33,7 @@ class Hook(Protocol):
 
 _hook: Hook | None = None
 _paths: dict[int, str] = {}  # descriptor -> path; kept only while a hook is installed
+_open: set[int] = set()  # what open_file has given; adding and taking away is atomic
 
 
 def set_hook(hook: Hook | None) -> None:
@@ -71,6 +73,7 @@ def open_file(
     if exclusive:
         flags |= os.O_EXCL
     fd = os.open(path, flags, 0o600)
+    _open.add(fd)
     if _hook is not None:
         _paths[fd] = path
         _hook.after("open_file", path, create)
@@ -78,8 +81,24 @@ def open_file(
 
 
 def close_file(fd: int) -> None:
+    leave_file(fd)
     _paths.pop(fd, None)
     os.close(fd)
+
+
+def leave_file(fd: int) -> None:
+    """``close_file`` is going to be called soon: the descriptor does not count any more."""
+    _open.discard(fd)
+
+
+def descriptors() -> int:
+    """How many descriptors ``open_file`` has given that are still open. Does not block."""
+    return len(_open)
+
+
+def descriptors_max() -> int:
+    """How many descriptors this process may have. Does not block."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def read_at(fd: int, length: int, offset: int) -> bytes:

@@ -57,12 +57,15 @@ class Health:
 
         ``works`` tells of the server, where what failed concerns one of its objects: then the failure may be that object's.
         """
+        answer: FsError
         if isinstance(error, StoreError):
-            answer: FsError = Unavailable(str(error))
+            answer = Unavailable(str(error))
+            if isinstance(error.__cause__, OSError):  # the marker may be right, but cannot be read
+                answer = from_oserror(error.__cause__, f"{self._name}: {op} {where}")
         else:
             answer = from_oserror(error, f"{self._name}: {op} {where}")
         if not isinstance(answer, Unavailable):
-            return answer  # full, over quota or out of descriptors is not broken
+            return answer  # full, over quota or a want of ours: it is not broken
         if works is not None and works():
             return ObjectFails(str(answer))
         with self._lock:

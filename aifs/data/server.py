@@ -162,7 +162,7 @@ class DataServer:
         try:
             marker = read_marker(self.path)
         except StoreError as error:
-            raise StoreError(f"{self.name}: {error}") from error
+            raise StoreError(f"{self.name}: {error}") from error.__cause__
         if (marker.store, marker.role, marker.id) != (self.store, self.role, self.number):
             raise StoreError(
                 f"{self.name}: {self.path}: its marker says {marker.role} {marker.id} of store "
@@ -387,7 +387,35 @@ class DataServer:
         if self.in_memory and not removed:
             files.close_file(fd)
         else:
+            files.leave_file(fd)
             self.workers.post(files.close_file, fd)
+
+    def close_idle(
+        self,
+        key: Key,
+        fd: int,
+        unsynced: AbstractContextManager | None,
+        lost: Callable[[str], None],
+    ) -> None:
+        """A worker closes a descriptor that will be opened again. If something was written it is synced first, and ``lost`` is told
+        if that fails: a later descriptor might not. ``unsynced`` is held meanwhile, and by whoever syncs it then. Does not block."""
+        files.leave_file(fd)
+        if unsynced is None:
+            self.workers.post(files.close_file, fd)
+        else:
+            self.workers.post(self._sync_and_close, key, fd, unsynced, lost)
+
+    def _sync_and_close(
+        self, key: Key, fd: int, unsynced: AbstractContextManager, lost: Callable[[str], None]
+    ) -> None:
+        try:
+            with unsynced:
+                try:
+                    self.sync_object(key, fd)
+                except FsError as error:
+                    lost(str(error))
+        finally:
+            files.close_file(fd)
 
     # --- durability of names ---
 

@@ -111,7 +111,7 @@ def judge(facts: Facts, config: Config, in_use: Mapping[str, Any]) -> list[Check
             None,
             f"at most {facts.open_files}",
             f"raise the hard limit to {OPEN_FILES} or more (ulimit -Hn; LimitNOFILE= of a systemd unit)",
-            "may be too few for many open files on many servers",
+            "where many open files are in use, they are closed and opened again",
         ),
         _check(
             "file leases",

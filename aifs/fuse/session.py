@@ -46,6 +46,8 @@ SWITCH_INTERVAL_S = 0.0005
 
 _NOBODY_WAITS = os.strerror(errno.ENOENT)
 
+_FEW_DESCRIPTORS = 4096
+
 
 def is_error(record: logging.LogRecord) -> bool:
     """pyfuse3 logs each reply that the kernel refuses; that nobody waits for it any more is no error."""
@@ -219,6 +221,12 @@ async def _end(mountpoint: str) -> None:
 
 
 def _raise_file_limit() -> None:
-    """One descriptor for each object of each open file may be needed."""
+    """One descriptor for each object of each file that is in use may be needed."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard < _FEW_DESCRIPTORS:
+        log.warning(
+            "descriptors are few: %d; objects of open files are closed and opened again all the time. Raise the hard limit "
+            "(ulimit -Hn; LimitNOFILE= of a systemd unit)",
+            hard,
+        )

@@ -19,9 +19,15 @@ TIMEOUT_S = 120  # for what must happen, on a machine with much else to do
 _PROBLEM = re.compile(r" (WARNING|ERROR|CRITICAL) ")
 
 
-def aifs(*args: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run the command ``aifs`` with ``args``; with ``check`` a failure fails the test with what it said."""
+def aifs(
+    *args: str | Path, check: bool = True, descriptors: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """Run the command ``aifs`` with ``args``; with ``check`` a failure fails the test with what it said.
+
+    ``descriptors``: how many it, and a daemon that it starts, may have (0: as many as we)."""
     command = [sys.executable, "-m", "aifs.cli.main", *map(str, args)]
+    if descriptors:
+        command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT_S
     )
@@ -56,6 +62,8 @@ class Mounted:
         self.options = tuple(options)
         self.expected = [r"session: .* is not in use: "]  # the kernel or the bridge lacks something
         """Regular expressions of warnings and errors that the log may hold."""
+        self.descriptors = 0
+        """How many the daemon may have; 0: as many as we."""
         self.pid = 0
         self._ended = -1  # a descriptor of the daemon that becomes readable when it has ended
         self.path.mkdir()
@@ -67,7 +75,7 @@ class Mounted:
     def mount(self) -> None:
         """Start the daemon; returns when the mount serves."""
         options = [word for option in self.options for word in ("-o", option)]
-        aifs("mount", *options, self.source, self.path)
+        aifs("mount", *options, self.source, self.path, descriptors=self.descriptors)
         self.adopt()
 
     def adopt(self) -> None:

@@ -11,8 +11,8 @@ PASSED_ON = {
     errno.ENOSPC: errors.NoSpace,
     errno.EDQUOT: errors.QuotaExceeded,
     errno.EFBIG: errors.FileTooLarge,
-    errno.EMFILE: errors.TooManyOpenFiles,
-    errno.ENFILE: errors.TooManyOpenFiles,
+    errno.EMFILE: errors.OutOfMemory,  # ours, of which programs know nothing
+    errno.ENFILE: errors.OutOfMemory,
     errno.ENOMEM: errors.OutOfMemory,
 }
 
@@ -38,7 +38,9 @@ def test_every_error_of_the_system_is_mapped(number: int) -> None:
     error = from_oserror(OSError(number, "what happened", "/some/file"), "server 3")
     assert type(error) is PASSED_ON.get(number, Unavailable)
     assert error.errno == (
-        number if number in PASSED_ON and number != errno.ENFILE else type(error).errno
+        number
+        if number in PASSED_ON and number not in (errno.EMFILE, errno.ENFILE)
+        else type(error).errno
     )
     assert "server 3" in str(error) and "/some/file" in str(error)
 

@@ -111,6 +111,9 @@ class VerifiedObjects:
     async def sync(self, all_objects: bool = False) -> None:
         await self._inner.sync(all_objects)
 
+    def close_idle(self) -> int:
+        return self._inner.close_idle() + self._columns.close_idle()
+
     def close(self) -> None:
         self._inner.close()
         self._columns.close()

@@ -463,6 +463,11 @@ class ProtectedObjects:
         files without protection; None if they were not."""
         return self._blocks
 
+    def close_idle(self) -> int:
+        """As StripedObjects.close_idle."""
+        healthy = 0 if self._healthy is None else self._healthy[1].close_idle()
+        return healthy + self._columns.close_idle()
+
     def close(self) -> None:
         """As StripedObjects.close."""
         self._closed = True

@@ -7,7 +7,9 @@ file takes long.
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from threading import Lock
 
 from aifs.core import files
 from aifs.core.errors import FsError, Unavailable
@@ -65,6 +67,9 @@ class StripedObjects:
         self._inherited = not new  # objects may hold what an earlier user wrote and did not sync
         self._unsynced = Unsynced()
         self._lost: dict[int, str] = {}
+        self._closing: dict[
+            int, AbstractContextManager
+        ] = {}  # held while an object is synced, to be closed
         self._retired: list[tuple[DataServer, int]] = []
         self._busy = 0
         self._closed = False
@@ -367,17 +372,18 @@ class StripedObjects:
             await self._gather(calls)
 
     def _sync_object(self, index: int, generation: int) -> None:
-        if index in self._lost:
-            raise Unavailable(f"bytes were lost earlier: {self._lost[index]}")
         server = self._servers[index]
-        fd = self._descriptor(index, create=False)
-        if fd is not None:
-            try:
-                object_label.put(server, self._key, fd, self.label, index)
-                server.sync_object(self._key, fd)
-            except FsError as error:
-                self._lost[index] = str(error)
-                raise
+        with self._closing.get(index, nullcontext()):
+            fd = self._descriptor(index, create=False)
+            if index in self._lost:
+                raise Unavailable(f"bytes were lost earlier: {self._lost[index]}")
+            if fd is not None:
+                try:
+                    object_label.put(server, self._key, fd, self.label, index)
+                    server.sync_object(self._key, fd)
+                except FsError as error:
+                    self._lost[index] = str(error)
+                    raise
         server.sync_names_near(self._key[1])
         self._unsynced.done(index, generation)
 
@@ -415,6 +421,19 @@ class StripedObjects:
     def _in_use(self, change: int) -> None:
         self._busy += change
         self._close_unused()
+
+    def close_idle(self) -> int:
+        """Give up the descriptors until they are needed again, unless a call uses them; how many. Does not block."""
+        if self._busy:
+            return 0
+        unsynced = self._unsynced.snapshot()
+        closed = [(index, fd) for index, fd in enumerate(self._fds) if fd is not None]
+        for index, fd in closed:
+            self._fds[index] = None
+            lock = self._closing.setdefault(index, Lock()) if index in unsynced else None
+            lost = partial(self._lost.setdefault, index)
+            self._servers[index].close_idle(self._key, fd, lock, lost)
+        return len(closed)
 
     def close(self) -> None:
         """Give up the descriptors, once no call uses them any more. Nothing is synced. Does not block."""

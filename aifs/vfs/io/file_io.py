@@ -12,6 +12,7 @@ from typing import Any
 
 from aifs.burst.copy import BurstCopy
 from aifs.burst.tier import BurstTier
+from aifs.core import files
 from aifs.core.config import Config
 from aifs.core.errors import FileTooLarge, FsError, NoSpace, Stale, Unavailable
 from aifs.core.log import logger
@@ -61,10 +62,38 @@ class FileIO:
         self.burst = BurstIO(config, engine, tier, collector, self.save)
         self.on_damage: OnDamage = lambda oid, ino, column: None
         """Told of each column that is found to have wrong bytes while it is read."""
+        self._descriptors_max = self._room_at = files.descriptors_max() // 2
         self.open: dict[int, OpenInode] = {}
         self.unsynced: dict[int, object | None] = {}
         """Files with a dirty mark that were closed since it was made: a token of that close, None if the
         objects could not be settled."""
+
+    # --- descriptors ---
+
+    def _use(self, file: OpenInode) -> None:
+        """Somebody is going to use the bytes of a file, which may open descriptors: there is room for them on return. So open files that
+        nobody uses take none from others, however many they are. Does not block."""
+        file.used = True
+        if files.descriptors() > self._room_at:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Close descriptors until a quarter of what we allow ourselves is free, first those of files that have not been used since this
+        was last called."""
+        before = files.descriptors()
+        excess = before - self._descriptors_max * 3 // 4
+        opened = list(self.open.values())
+        for file in sorted(opened, key=lambda file: file.used):
+            if excess <= 0:
+                break
+            excess -= file.close_idle()
+        for file in opened:
+            file.used = False
+        # Where calls use them all, it is not tried again before there are some more.
+        self._room_at = max(self._descriptors_max, files.descriptors() + self._descriptors_max // 8)
+        _log.info(
+            "descriptors of files that nobody uses now are closed: %d", before - files.descriptors()
+        )
 
     # --- open inodes ---
 
@@ -79,6 +108,7 @@ class FileIO:
             if file is None:
                 file = self.open[ino] = self._opened(inode, dirty, lost)
         file.handles += 1
+        self._use(file)
         return file
 
     def _opened(self, inode: Inode, dirty: bool, lost: int) -> OpenInode:
@@ -136,6 +166,7 @@ class FileIO:
         file.handles = 1
         if copy is not None:
             self.burst.adopt_new(file, copy)
+        self._use(file)
         return file
 
     async def release(self, file: OpenInode) -> None:
@@ -248,6 +279,7 @@ class FileIO:
     async def read(self, file: OpenInode, offset: int, length: int) -> bytes | memoryview:
         """Up to ``length`` bytes; fewer only at the end of the file. Raises Unavailable for lost bytes (I2)."""
         inode = file.inode
+        self._use(file)
         while True:
             if inode.in_burst and file.backing:
                 self.burst.look(file)  # others write past us
@@ -302,6 +334,7 @@ class FileIO:
     async def enter_to_change(self, file: OpenInode, end: int) -> None:
         """Enter the gate, shared, of a file that is in a form whose bytes may be changed up to ``end``."""
         gate = file.gate
+        self._use(file)
         await gate.enter_shared()
         while not self._ready(
             file, end

@@ -40,7 +40,8 @@ class OpenInode:
     object of a striped file, which the file then has to stay. ``copy_mtime_ns`` is the copy's mtime when it was last
     looked at; 0: it was not. ``copy_is_durable``: it is on record as such, as far as we know. ``marked_seq``: the transaction
     that put the dirty mark on a file that was in order. ``synced_mtime_ns``: the copy's mtime when the file was last synced.
-    ``stripped``: a write has taken setuid and setgid away, which is not on record yet.
+    ``stripped``: a write has taken setuid and setgid away, which is not on record yet. ``used``: somebody has used the bytes since
+    descriptors were last closed for want of them.
     """
 
     __slots__ = (
@@ -63,6 +64,7 @@ class OpenInode:
         "synced_mtime_ns",
         "trimmed",
         "unsaved",
+        "used",
         "users",
         "writers",
     )
@@ -86,6 +88,7 @@ class OpenInode:
         self.marked_seq = 0
         self.stripped = False
         self.drain: Drain | None = None
+        self.used = True
         self.gate = Gate()
 
     def adopt(self, stored: Inode) -> None:
@@ -107,6 +110,14 @@ class OpenInode:
             found = await objects.data_range(offset, size, strict)
             if self.objects is objects:
                 return found
+
+    def close_idle(self) -> int:
+        """Close descriptors, which are opened again when they are needed, if only handles of programs need the file and no call
+        uses it; how many. Does not block."""
+        if self.handles > self.users or not self.gate.is_free or self.drain is not None:
+            return 0
+        closed = 0 if self.objects is None else self.objects.close_idle()
+        return closed if self.copy is None else closed + self.copy.close_idle()
 
     def changed(self, now: int) -> None:
         """The bytes or the size have changed."""

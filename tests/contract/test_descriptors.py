@@ -1,0 +1,122 @@
+"""Descriptors of the daemon: open files that nobody uses take none, and a want of them is nobody else's fault."""
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+
+import pytest
+import trio
+
+from aifs.core.errors import OutOfMemory, Unavailable
+from aifs.meta.keys import ROOT_INO
+from aifs.vfs.filesystem import Filesystem
+from aifs.vfs.types import Caller
+from tests.support import modes
+from tests.support.data_servers import failing, hooked
+from tests.support.stores import drained, moved_out, opened, read_file, write_file
+
+MAX = 200
+"""Descriptors that the process may have, beside those that it has already."""
+
+GREEDY, OTHER = Caller(uid=1001, gid=1001), Caller(uid=1002, gid=1002)
+WAYS = {
+    "burst": modes.WAITING,
+    "striped": modes.OFF,
+    "interleaved": modes.ON | modes.INTERLEAVED,
+    "coded": modes.ON | modes.CODED,
+    "verified": modes.ON | {"data.verify": "read"},
+}
+
+
+@pytest.fixture
+def few() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + MAX, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture(params=WAYS.values(), ids=WAYS)
+def way(request: pytest.FixtureRequest) -> dict[str, object]:
+    return request.param | {"burst.stage_on_read": "0"}
+
+
+def content(number: int) -> bytes:
+    return b"%d " % number * 2000
+
+
+async def create(fs: Filesystem, number: int, caller: Caller) -> tuple[int, int]:
+    """Inode number, and a handle."""
+    (handle, *_), inode = await fs.create(ROOT_INO, b"%d" % number, 0o644, os.O_RDWR, caller)
+    await fs.write(handle, 0, content(number))
+    return inode.ino, handle
+
+
+async def test_who_has_many_files_open_takes_nothing_from_others(directory, few, way):
+    async with opened(directory, way, servers=4) as fs:
+        held = [await create(fs, number, GREEDY) for number in range(3 * MAX)]
+        ino = await write_file(fs, b"other", content(0), caller=OTHER)
+        assert await read_file(fs, ino) == content(0)
+        for number, (ino, handle) in enumerate(held):
+            assert bytes(await fs.read(handle, 0, 1 << 20)) == content(number)
+            assert (await fs.getattr(ino)).size == len(content(number))
+        for number in (0, MAX, -1):
+            await fs.write(held[number][1], 5, b"x")
+            await fs.fsync(held[number][1])
+        for _, handle in held:
+            await fs.release(handle)
+        await drained(fs, *(ino for ino, _ in held))
+        assert {server.state for server in fs.store.servers.values()} == {"ok"}
+
+
+async def test_many_that_read_cold_files(directory, few, way):
+    async with opened(directory, way, servers=4) as fs:
+        inos = [await write_file(fs, b"%d" % number, content(number)) for number in range(2 * MAX)]
+        if fs.tier.has_devices:
+            await moved_out(fs, *inos)
+        handles = [(await fs.open(ino, os.O_RDONLY)).handle for ino in inos]
+        for _ in range(2):
+            for number, handle in enumerate(handles):
+                assert bytes(await fs.read(handle, 0, 1 << 20)) == content(number)
+        for handle in handles:
+            await fs.release(handle)
+
+
+@pytest.mark.parametrize("where", [modes.OFF, modes.WAITING], ids=["striped", "burst"])
+async def test_what_cannot_be_written_when_a_descriptor_is_closed_is_told_by_fsync(
+    directory, where
+):
+    with hooked():
+        async with opened(directory, where, servers=2, sound=False) as fs:
+            (handle, *_), inode = await fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, OTHER)
+            await fs.write(handle, 0, bytes(1 << 20))
+            below = str(directory / "data") if where is modes.OFF else str(directory)
+            with failing("sync_file", below) as failed:
+                assert fs.io.open[inode.ino].close_idle()
+                with trio.fail_after(60):
+                    while not failed:
+                        await trio.sleep(0.01)
+            with pytest.raises(Unavailable, match="lost earlier"):
+                await fs.fsync(handle)
+            await fs.release(handle)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+async def test_a_want_of_descriptors_is_no_fault_of_a_server(directory, number):
+    async with opened(directory, modes.OFF, servers=2) as fs:
+        ino = await write_file(fs, b"f", content(1))
+        for op in ("open_file", "read_file"):
+            with failing(op, str(directory), number):
+                handle, *_ = await fs.open(ino, os.O_RDONLY)
+                for server in fs.store.servers.values():
+                    with pytest.raises(OutOfMemory):
+                        server.call("reach", server.path, server._check_marker) if (
+                            op == "read_file"
+                        ) else server.open_object((ino, ino), create=False)
+                await fs.release(handle)
+            assert {server.state for server in fs.store.servers.values()} == {"ok"}
+        assert await read_file(fs, ino) == content(1)
