@@ -29,12 +29,11 @@ def load(tx: ReadTransaction, ino: int) -> tuple[Inode, bool, int]:
     )
 
 
-def put_dirty(tx: Transaction, inode: Inode) -> None:
-    """Record the inode with a dirty mark (I3)."""
+def put_dirty(tx: Transaction, inode: Inode) -> bool:
+    """Record the inode with a dirty mark (I3), without checksums; whether it had some."""
     namespace.put_inode(tx, inode)
     tx.put(keys.dirty(inode.ino), b"")
-    if inode.layout is not None:
-        namespace.drop_checksums(tx, inode.oid)
+    return inode.layout is not None and namespace.drop_checksums(tx, inode.oid)
 
 
 @grows

@@ -325,10 +325,12 @@ def put_checksums(tx: Transaction, oid: int, digests: bytes) -> None:
         tx.put(keys.checksums(oid, start // keys.DIGEST_BYTES), digests[start : start + step])
 
 
-def drop_checksums(tx: Transaction, oid: int) -> None:
-    """The objects of ``oid`` are about to change, or to go."""
-    for key in [key for key, _ in tx.range(*keys.all_checksums(oid))]:
+def drop_checksums(tx: Transaction, oid: int) -> bool:
+    """The objects of ``oid`` are about to change, or to go. Whether there were any."""
+    found = [key for key, _ in tx.range(*keys.all_checksums(oid))]
+    for key in found:
         tx.delete(key)
+    return bool(found)
 
 
 # --- rename ----------------------------------------------------------------------------------------

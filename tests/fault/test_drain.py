@@ -4,6 +4,7 @@ import logging
 import mmap
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,17 @@ from aifs.vfs.types import ROOT, SetAttr
 from tests.support import modes
 from tests.support.data_servers import failing, hooked
 from tests.support.points import crash, once
-from tests.support.stores import drained, numbers, overwrite, read_file, write_pieces
+from tests.support.powercut import PowerCut, is_crash
+from tests.support.stores import (
+    assert_sound,
+    drained,
+    moved_out,
+    numbers,
+    overwrite,
+    put,
+    read_file,
+    write_pieces,
+)
 from tests.support.stores import opened as mounted
 
 SIZES = [0, 1, 2048, 2049, 1 << 20, (1 << 20) + 1, (4 << 20) - 1, (9 << 20) + 12345]
@@ -421,3 +432,33 @@ async def test_a_crowded_tier_evicts_the_least_recently_used(directory):
         assert fs.evictor.status()["evicted_files"] > 0
         for n, ino in enumerate(inos):
             assert await read_file(fs, ino) == bytes([n]) * (1 << 20)
+
+
+def test_a_power_cut_does_not_bring_checksums_back_that_a_write_in_place_has_made_wrong(scratch):
+    """The mark that drops them has to be durable before the first byte changes."""
+    directory = scratch / "0"
+
+    async def make() -> int:
+        async with mounted(directory, WAITING | {"burst.stage_for_write": "0"}) as fs:
+            ino, _ = await write_file(fs, b"f", bytes(3 << 20))
+            await moved_out(fs, ino)
+            await put(fs, ino, "tier", "capacity")
+            return ino
+
+    async def change(ino: int) -> None:
+        async with mounted(directory, sound=False) as fs:
+            await overwrite(fs, ino, 1 << 20, b"new")
+
+    ino = trio.run(make)
+    for seed in range(6):
+        with PowerCut(directory) as cut:
+            cut.crash_at("vfs.write.written")
+            with pytest.raises(BaseException) as raised:
+                trio.run(change, ino)
+            assert is_crash(raised.value)
+            copy = scratch / f"copy {seed}"
+            cut.materialise(copy, random.Random(seed))
+        assert_sound(modes.config_of(copy))
+        shutil.rmtree(copy)
+        shutil.rmtree(directory)
+        assert trio.run(make) == ino

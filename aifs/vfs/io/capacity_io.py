@@ -8,6 +8,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
+import trio
+
 from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError
@@ -138,10 +140,15 @@ class CapacityIO:
 
     async def _mark_dirty(self, file: OpenInode) -> None:
         if not file.dirty:
-            await self._engine.transact(forms.put_dirty, file.inode)
+            had_checksums = await self._engine.transact(forms.put_dirty, file.inode)
             file.dirty = True
             file.unsaved = False
             faults.reach(_MARKED)
+            if had_checksums:
+                with trio.CancelScope(shield=True):
+                    await (
+                        self._engine.barrier()
+                    )  # or a power cut brings them back, beside new bytes
 
     async def _trim(self, file: OpenInode) -> None:
         if not file.trimmed:
