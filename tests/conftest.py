@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from aifs.core import faults
+from aifs.vfs import ownership
 from tests.support.memory import in_memory
 
 
@@ -33,6 +34,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.skip(reason="takes long: run with --long"))
+
+
+@pytest.fixture(autouse=True)
+def nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the owner of a store lives needs no watching: it is of this process."""
+    monkeypatch.setattr(ownership, "WATCH_S", 0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -48,6 +48,7 @@ async def _check(config: Config, repair: bool, deep: bool, progress: Progress) -
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(store.engine.run)
+            nursery.start_soon(store.ownership.run)
             try:
                 await _check_store(store, repair, deep, progress, report)
             except Exception as error:  # noqa: BLE001 (raised again below)

@@ -118,10 +118,14 @@ Examples:
 @click.option(
     "--at", type=int, help="The newest state up to this sequence number (aifs meta list)."
 )
-def restore_command(source: str, directory: str, at: int | None) -> None:
+@click.option(
+    "--force", is_flag=True, help="Also if another host is seen to use the store: it loses it."
+)
+def restore_command(source: str, directory: str, at: int | None, force: bool) -> None:
     """Make the metadata directory of the store SOURCE anew from the newest backup that is whole.
 
-    The directory must be empty or missing. Files are as they were when the backup was made; what was written since, or its
+    The directory must be empty or missing. Whoever used the store with other metadata loses the right to it; that nobody does is
+    looked for first. Files are as they were when the backup was made; what was written since, or its
     objects, stays on the servers, unknown: aifs fsck names it.
     """
     from aifs.core import config
@@ -129,7 +133,7 @@ def restore_command(source: str, directory: str, at: int | None) -> None:
 
     loaded = config.load(source, {})
     _require_unmounted(find(loaded, "")[0])
-    state = restore(loaded, directory, at)
+    state = restore(loaded, directory, at, force)
     print(
         f"restored {loaded.meta.directory} to the state of {_time(state.created_ns)} (sequence {state.seq})"
     )

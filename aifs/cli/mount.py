@@ -43,6 +43,11 @@ Examples:
 @click.option(
     "-f", "--fake", is_flag=True, help="Check everything that can be checked without mounting."
 )
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Take the store over from a host that is known to be dead.",
+)
 @click.option("-s", "--sloppy", is_flag=True, help="Ignore unknown mount options.")
 @click.option("-n", is_flag=True, hidden=True, expose_value=False)
 @click.option("-v", is_flag=True, hidden=True, expose_value=False)
@@ -53,11 +58,15 @@ def mount_command(
     options: tuple[str, ...],
     foreground: bool,
     fake: bool,
+    force: bool,
     sloppy: bool,
 ) -> None:
     """Mount the store SOURCE at the directory MOUNTPOINT.
 
     Returns when the mount serves. A mount that a killed daemon left behind at MOUNTPOINT is cleaned up first.
+    A store has one owner. Where its metadata have been copied or restored to another place, the mount is refused while the old
+    owner has not given the store back, with its host and the time when it was seen last; --force takes the store over after
+    some seconds, and an old owner that is alive all the same notices it, and ends.
     The daemon logs to the file that the configuration key log.file names; SIGTERM and SIGINT unmount it
     cleanly, SIGUSR1 writes the stacks of all its threads and tasks to the log.
     """
@@ -85,7 +94,7 @@ def mount_command(
     def work(on_ready) -> None:
         from aifs.fuse.session import serve
 
-        serve(loaded, path, mount_options, on_ready)
+        serve(loaded, path, mount_options, on_ready, force)
 
     if foreground:
         log.setup(None, loaded.log.level)

@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from aifs.data.claim import NAME as CLAIM
 from aifs.data.marker import NAME as MARKER
 from aifs.data.probe import NAME as PROBE
 
@@ -64,9 +65,9 @@ def list_range(root: str, first_oid: int, end_oid: int) -> list[tuple[int, int]]
 
 
 def list_all(root: str) -> Iterator[StoredObject | ForeignFile]:
-    """Everything below ``root`` but the marker, a probe, backups and our directories, in order of path."""
+    """Everything below ``root`` but marker, claim, a probe, backups and our directories, in order of path."""
     for name in _names_in(root):
-        if name not in (MARKER, PROBE, OBJECTS, BACKUP):
+        if name not in (MARKER, CLAIM, PROBE, OBJECTS, BACKUP):
             yield ForeignFile(f"{root}/{name}")
     for upper in _directories(f"{root}/{OBJECTS}", _UPPER):
         if isinstance(upper, ForeignFile):

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from aifs.core import files, filesystems
 from aifs.core.errors import FsError, NotSupported, StoreError, Unavailable
-from aifs.data import naming, probe
+from aifs.data import claim, naming, probe
+from aifs.data.claim import Claim
 from aifs.data.health import Health
 from aifs.data.latency import Latency
 from aifs.data.marker import read_marker
@@ -174,6 +175,22 @@ class DataServer:
         status = os.stat(self.path)
         if (status.st_dev, status.st_ino) != self.inode:
             self._check_marker()
+
+    def read_claim(self) -> Claim | None:
+        """Who has the store, as the directory says. Blocks. Raises Unavailable."""
+        return self.call("read", self.path, claim.read_claim, self.path)
+
+    def put_claim(self, mine: Claim, durable: bool) -> Claim | None:
+        """Say there that we have the store, where it can be written; returns a claim that has ended ours. Blocks. Raises
+        FsError."""
+        return self.call("claim", self.path, self._put_claim, mine, durable)
+
+    def _put_claim(self, mine: Claim, durable: bool) -> Claim | None:
+        self._check_present()
+        if self._writable:
+            return claim.put_claim(self.path, mine, durable)
+        theirs = claim.read_claim(self.path)
+        return theirs if theirs is not None and theirs.ends(mine) else None
 
     def reach(self) -> None:
         """The directory is there, and is this server's. Blocks. Raises Unavailable."""
@@ -478,7 +495,7 @@ class DataServer:
         return self.call("list", self.path, naming.list_range, self.path, first_oid, end_oid)
 
     def list_objects(self) -> Iterator[StoredObject | ForeignFile]:
-        """All that lies in the directory, the marker apart, in order of path. Objects may come and go meanwhile."""
+        """All that lies in the directory, marker and claim apart, in order of path. Objects may come and go meanwhile."""
         self.call("reach", self.path, self._check_present)
         walk = naming.list_all(self.path)
         while (item := self.call("list", self.path, next, walk, None)) is not None:

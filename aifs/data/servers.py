@@ -63,6 +63,7 @@ class Servers:
         self._servers = {number: self._new(number, table[number]) for number in sorted(table)}
         self._removed: list[DataServer] = []
         self._looking: set[int] = set()
+        self._given_up = ""
         self.prefer: dict[int, int] = {}
         """The server that should take over the objects of another one, by the number of that."""
 
@@ -143,6 +144,12 @@ class Servers:
         else:
             self.prefer.pop(number, None)
 
+    def give_up(self, reason: str) -> None:
+        """Use none of them any more: calls that have not begun are answered with Unavailable."""
+        self._given_up = reason
+        for server in self._servers.values():
+            server.absent = reason
+
     def check_identity(self, read_only: bool = False, dispensable: Collection[int] = ()) -> None:
         """Each directory is there, carries the right marker, is writable, and is used once.
 
@@ -222,7 +229,7 @@ class Servers:
 
     def look(self) -> None:
         """Have each data server looked at by a thread of its own. Does not block."""
-        for server in self.capacity():
+        for server in () if self._given_up else self.capacity():
             if server.standing != LOST and server.id not in self._looking:
                 self._looking.add(server.id)
                 server.workers.start(
@@ -233,6 +240,8 @@ class Servers:
         self._looking.discard(server.id)
         if server.standing == LOST:  # it was given up meanwhile
             server.absent = _LOST
+        if self._given_up:
+            server.absent = self._given_up
 
     def idlest(self, numbers: Iterable[int]) -> DataServer:
         """Of these servers the one with the least to do, for work that any may do. Raises Unavailable."""

@@ -55,27 +55,38 @@ def is_error(record: logging.LogRecord) -> bool:
 
 
 def serve(
-    config: Config, mountpoint: str, options: MountOptions, on_ready: Callable[[], None]
+    config: Config,
+    mountpoint: str,
+    options: MountOptions,
+    on_ready: Callable[[], None],
+    force: bool = False,
 ) -> None:
     """Mount the store on ``mountpoint`` and serve until it is unmounted, or SIGTERM or SIGINT arrives.
 
     Blocks. ``on_ready`` is called once, when the mount answers. On return nothing is mounted, and everything
-    acknowledged is on stable storage. Raises StoreError, StoreBusy, MountError; then nothing was mounted.
+    acknowledged is on stable storage. Raises StoreError, StoreBusy, MountError; then nothing was mounted, or another host
+    has taken the store over. ``force``: whoever has the store is dead.
     """
     logging.getLogger("pyfuse3").addFilter(is_error)
     _raise_file_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        trio.run(_serve, config, mountpoint, options, on_ready)
+        trio.run(_serve, config, mountpoint, options, on_ready, force)
     except BaseException as error:  # noqa: BLE001 (raised again, out of its group)
         raise first_error(error) from error.__cause__
 
 
 async def _serve(
-    config: Config, mountpoint: str, options: MountOptions, on_ready: Callable[[], None]
+    config: Config,
+    mountpoint: str,
+    options: MountOptions,
+    on_ready: Callable[[], None],
+    force: bool,
 ) -> None:
     scheduler = requests.install()
-    async with open_filesystem(config, options.read_only, mountpoint, options.atime) as fs:
+    async with open_filesystem(
+        config, options.read_only, mountpoint, options.atime, force=force
+    ) as fs:
         handed_over = HandedOver(fs, scheduler)
         bridge = Bridge(config.kernel, handed_over.take)
         handed_over.reply = bridge.reply
@@ -96,6 +107,8 @@ async def _serve(
                     on_ready,
                 )
                 gc.freeze()
+                fs.store.ownership.on_end = pyfuse3.terminate
+                fs.store.ownership.require()
                 await pyfuse3.main(READER_TASKS, MAX_TASKS)
                 nursery.cancel_scope.cancel()
         log.info("unmounted %s", mountpoint)

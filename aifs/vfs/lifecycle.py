@@ -7,7 +7,7 @@ import trio
 
 from aifs.core import faults
 from aifs.core.config import Config
-from aifs.core.errors import FsError
+from aifs.core.errors import FsError, StoreBusy
 from aifs.core.log import logger
 from aifs.core.tasks import first_error
 from aifs.data.patience import FOR_EVER
@@ -28,16 +28,21 @@ async def open_filesystem(
     mountpoint: str = "",
     atime: str = "relatime",
     adding: str = "",
+    force: bool = False,
 ) -> AsyncIterator[Filesystem]:
     """Own the store, recover it, and serve until the block ends; then everything is made durable.
 
-    Raises StoreError, StoreBusy. A store that is opened read-only is recovered all the same, as ext4 does.
+    Raises StoreError, StoreBusy; StoreBusy also at the end, if another process has taken the store over meanwhile: then nothing
+    is written any more (vfs/ownership.py). ``force``: see ``open_store``. A store that is opened read-only is recovered all the same, as ext4 does.
     """
-    store = await open_store(config, mountpoint=mountpoint, read_only=read_only, adding=adding)
+    store = await open_store(
+        config, mountpoint=mountpoint, read_only=read_only, adding=adding, force=force
+    )
     closed = False
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_keep_running, store.engine.run)
+            nursery.start_soon(_keep_running, store.ownership.run)
             fs = Filesystem(store, mountpoint, read_only, atime)
             with in_background():
                 await fs.backup.load(read_only)
@@ -52,6 +57,7 @@ async def open_filesystem(
                 await fs.group_course.load(undrained)
             if not store.clean:
                 _log.info("the store was not closed in order: %s", fs.recovered)
+            store.ownership.require()
             await set_clean(store.engine, False)
             error = None
             async with trio.open_nursery() as background:
@@ -62,7 +68,9 @@ async def open_filesystem(
                 except BaseException as raised:  # noqa: BLE001 (raised again, outside the nurseries that would wrap it)
                     error = raised
                 background.cancel_scope.cancel()
-            if not isinstance(error, faults.SimulatedCrash):
+            if store.ownership.ended and not isinstance(error, faults.SimulatedCrash):
+                error = StoreBusy(store.ownership.ended)
+            elif not isinstance(error, faults.SimulatedCrash):
                 with trio.CancelScope(shield=True), in_background():
                     await _close(fs)
                 closed = True

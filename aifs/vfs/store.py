@@ -34,6 +34,7 @@ from aifs.meta.namespace import put_inode
 from aifs.meta.records import Inode
 from aifs.meta.servers import ServerRecord, put_servers, read_table
 from aifs.vfs.owner import OwnerLock
+from aifs.vfs.ownership import Ownership, require_unused
 from aifs.vfs.servers import directories
 from aifs.vfs.servers.server_table import (
     ServerTable,
@@ -64,6 +65,7 @@ class Store:
     servers: Servers
     table: ServerTable
     owner: OwnerLock
+    ownership: Ownership
 
     def close(self, orderly: bool = True) -> None:
         """Blocks; the metadata is durable when it returns. The caller has stopped all use of the store.
@@ -71,6 +73,8 @@ class Store:
         ``orderly``: all else is durable too. Raises Unavailable, with the store let go, if something acknowledged
         is not on stable storage.
         """
+        if orderly:
+            self.ownership.give_back()
         stuck = self.servers.close()
         try:
             self.engine.close()
@@ -106,6 +110,7 @@ def format_store(config: Config, force: bool) -> str:
     files.make_dirs(meta)
     owner = OwnerLock(meta, "")
     try:
+        require_unused(path for role, _, path in roles if role != "meta")
         for role, _, path in roles:
             files.make_dirs(path)
             directories.erase(role, path)
@@ -164,11 +169,17 @@ def require_metadata(config: Config) -> None:
 
 
 async def open_store(
-    config: Config, *, mountpoint: str = "", read_only: bool = False, adding: str = ""
+    config: Config,
+    *,
+    mountpoint: str = "",
+    read_only: bool = False,
+    adding: str = "",
+    force: bool = False,
 ) -> Store:
     """Own and open a store, with its journal replayed. Raises StoreError, StoreBusy.
 
-    ``adding``: a directory that the configuration may name though it is no part of the store yet.
+    ``adding``: a directory that the configuration may name though it is no part of the store yet. ``force``: whoever has
+    claimed its directories is dead.
 
     Opening blocks the thread: it is done before anything else runs in it.
     """
@@ -208,7 +219,19 @@ async def open_store(
         await load_servers(config, engine, servers, read_only)
         same_boot = superblock.get("boot") == files.boot_id()
         rows = ServerTable(config, identity, engine, servers)
-        return Store(config, identity, superblock["clean"], same_boot, engine, servers, rows, owner)
+        ownership = Ownership(meta, mountpoint, owner, servers)
+        await ownership.take(force)
+        return Store(
+            config,
+            identity,
+            superblock["clean"],
+            same_boot,
+            engine,
+            servers,
+            rows,
+            owner,
+            ownership,
+        )
     except BaseException as error:
         if servers is not None:
             servers.close()

@@ -554,7 +554,8 @@ async def test_a_mount_ends_though_what_is_written_there_cannot_be_synced(direct
     async with opened(directory, "plain", settings) as fs:
         for number in range(9):
             await write_file(fs, b"%d" % number, b"x" * 50_000)
-    with hanging(str(directory / "data" / str(BAD)), ("sync_file",)), pytest.raises(Unavailable):
+    objects = str(directory / "data" / str(BAD) / "objects")
+    with hanging(objects, ("sync_file",)), pytest.raises(Unavailable):
         async with opened(directory, "plain", sound=False) as fs:
             for number in range(9):
                 await overwrite(

@@ -27,7 +27,7 @@ from aifs.core import faults, files
 from aifs.meta import chunks, journal, lmdb_database, lmdb_engine
 from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.lmdb_database import AFTER_LMDB, BEFORE_COMMIT
-from aifs.vfs import ids
+from aifs.vfs import ids, ownership
 from aifs.vfs.tiers import containers
 
 MAPPED = "data.mdb"
@@ -114,6 +114,12 @@ def make_sizes_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "DROPPED_AT_ONCE", 0)  # as if all chunk lists were long
     monkeypatch.setattr(containers, "LISTED_AT_ONCE", CHUNKS_PER_RECORD)
     monkeypatch.setattr(files, "boot_id", lambda: f"boot {PowerCut.boots}")
+    make_copies_one_disk(monkeypatch)
+
+
+def make_copies_one_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that a cut left is opened by the owner that had the store, wherever it was written to."""
+    monkeypatch.setattr(ownership, "place_of", lambda meta: (0, 0, 0))
 
 
 class PowerCut:

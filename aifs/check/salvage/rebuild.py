@@ -41,6 +41,7 @@ from aifs.meta.servers import ServerRecord, read_table
 from aifs.vfs.backups.restore import Found, find
 from aifs.vfs.ids import WINDOW
 from aifs.vfs.owner import OwnerLock
+from aifs.vfs.ownership import end_rights, follow, require_unused
 from aifs.vfs.servers import directories
 from aifs.vfs.servers.server_table import id_of
 
@@ -90,6 +91,8 @@ def rebuild(
     files are not read, and these have no checksums then. Raises StoreError, StoreBusy, NoSpace, Unavailable.
     """
     meta = os.path.abspath(to) if to else config.meta.directory
+    places = (*config.servers, *config.burst.directories)
+    require_unused(places)
     _require_need(meta, force)
     store, backups = find(config, "")
     if not force and _has_whole_chain(backups):
@@ -99,11 +102,16 @@ def rebuild(
         )
     servers, table = _servers_of(config, store)
     try:
-        return trio.run(
+        result = trio.run(
             _rebuild, config, meta, store, servers, table, backups, verify, progress or _silent
         )
     finally:
         servers.close()
+    if to:
+        follow(meta, places)
+    else:
+        end_rights(meta, store, places, wait=False)
+    return result
 
 
 def _has_whole_chain(backups: Found) -> bool:

@@ -30,6 +30,7 @@ from aifs.vfs.backups.backup import Backup
 from aifs.vfs.ids import WINDOW
 from aifs.vfs.owner import NAME as OWNER_NAME
 from aifs.vfs.owner import OwnerLock
+from aifs.vfs.ownership import end_rights, require_unused
 from aifs.vfs.servers import directories
 from aifs.vfs.servers.server_table import id_of
 from aifs.vfs.store import FORMAT, open_store
@@ -175,16 +176,21 @@ def states(found: Found) -> Iterator[State]:
 # --- restore ---
 
 
-def restore(config: Config, source: str, at: int | None) -> State:
+def restore(config: Config, source: str, at: int | None, force: bool = False) -> State:
     """Make the metadata directory anew from the newest whole backup (with ``at``: up to that transaction). Blocks.
 
-    Raises StoreError: also if there is something in the metadata directory. Nothing is left there then.
+    Whoever used other metadata with these servers has lost the right to them, and stops when it notices. Raises StoreError:
+    also if there is something in the metadata directory. Nothing is left there then. StoreBusy, unless ``force``: if somebody
+    is seen to use the servers.
     """
     meta = config.meta.directory
     if os.path.isdir(meta) and set(os.listdir(meta)) - {directories.LOST_AND_FOUND, OWNER_NAME}:
         raise StoreError(
             f"{meta}: is not empty; move what is there away first, it may hold more than any backup"
         )
+    places = (*config.servers, *config.burst.directories)
+    if not force:
+        require_unused(places)
     store, found = find(config, source)
     chain = found.whole_chain(at)
     created_ns = found.read(chain.segments[-1]).created_ns
@@ -203,6 +209,7 @@ def restore(config: Config, source: str, at: int | None) -> State:
         raise first_error(error) from None
     finally:
         owner.release(orderly=True)
+    end_rights(meta, store, places, wait=force)
     return State(
         chain.seq,
         created_ns,

@@ -8,6 +8,7 @@ from aifs.core import files
 from aifs.core.config import Config, is_directory_source
 from aifs.core.errors import StoreError
 from aifs.core.log import logger
+from aifs.data.claim import NAME as CLAIM
 from aifs.data.marker import FORMAT, NAME, Marker, read_marker, write_marker
 from aifs.data.naming import BACKUP
 from aifs.vfs.owner import NAME as OWNER_NAME
@@ -17,8 +18,8 @@ LOST_AND_FOUND = "lost+found"
 
 _OWN_NAMES = {
     "meta": {OWNER_NAME, "data.mdb", "journal.0", "journal.1"},
-    "data": {"objects", "backup"},
-    "burst": {"objects"},
+    "data": {"objects", "backup", CLAIM},
+    "burst": {"objects", CLAIM},
 }
 
 _log = logger(__name__)
@@ -70,7 +71,7 @@ def require_distinct(paths: list[str], written: Collection[str] = ()) -> None:
 def require_usable(role: str, path: str, *, force: bool = False, store: str = "") -> None:
     """The directory is missing, is empty, or with ``force`` holds a store, which may be erased. Raises StoreError.
 
-    ``store``: one that has only that store's marker counts as empty: somebody died while it was being added.
+    ``store``: one that has only that store's marker and claim counts as empty: somebody died while it was being added.
     """
     try:
         names = os.listdir(path)
@@ -88,7 +89,7 @@ def require_usable(role: str, path: str, *, force: bool = False, store: str = ""
         )
     if store and NAME in held:
         marker = read_marker(path)
-        if marker.store == store and held == {NAME}:
+        if marker.store == store and held <= {NAME, CLAIM}:
             return
         if marker.store == store:
             raise StoreError(
@@ -113,13 +114,13 @@ def erase(role: str, path: str) -> None:
             for inner in names:
                 files.unlink(os.path.join(directory, inner))
             files.remove_dir(directory)
-        if os.path.lexists(own) and name != OWNER_NAME:
+        if os.path.lexists(own) and (role, name) != ("meta", OWNER_NAME):
             files.unlink(own)
     files.sync_dir(path)
 
 
 def give_up(path: str, store: str, role: str, number: int) -> None:
-    """Take the marker, backups of the metadata and empty directories out of one that the store has no use for any more, if
+    """Take marker and claim, backups of the metadata and empty directories out of one that the store has no use for any more, if
     it is there.
 
     A problem is logged: the number is never used again, so that the directory is refused wherever it comes back.
@@ -136,7 +137,9 @@ def give_up(path: str, store: str, role: str, number: int) -> None:
         for directory, _, names in os.walk(os.path.join(path, "objects"), topdown=False):
             if not names and not os.listdir(directory):
                 files.remove_dir(directory)
-        files.unlink(os.path.join(path, NAME))
+        for name in (CLAIM, NAME):
+            if os.path.lexists(own := os.path.join(path, name)):
+                files.unlink(own)
         files.sync_dir(path)
     except (OSError, StoreError) as error:
         _log.info("%s: its marker stays, which does no harm: %s", path, error)

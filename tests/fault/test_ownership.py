@@ -1,0 +1,253 @@
+"""A store has one owner, also where its metadata directory has been copied or restored: docs/servers.md, Owner."""
+
+import os
+import re
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import trio
+
+from aifs.check.fsck import check
+from aifs.core import faults, files
+from aifs.core.config import Config
+from aifs.core.errors import StoreBusy, StoreError, Unavailable
+from aifs.data.claim import put_claim, read_claim
+from aifs.vfs import Filesystem, open_filesystem, ownership
+from aifs.vfs.backups.restore import restore
+from aifs.vfs.store import format_store
+from tests.support import modes
+from tests.support.hanging import hanging, until
+from tests.support.stores import LIMIT_S, drained, read_file, require_sound, served, write_file
+
+RENEWED_S = 0.01
+
+
+@pytest.fixture
+def config(directory: Path) -> Config:
+    modes.make_store(directory, {**modes.WAITING, "meta.backup_interval": "1h"}, servers=3)
+    return modes.config_of(directory)
+
+
+@pytest.fixture
+def renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Often, so that tests do not wait."""
+    monkeypatch.setattr(ownership, "INTERVAL_S", RENEWED_S)
+    monkeypatch.setattr(ownership, "WATCH_S", 20 * RENEWED_S)
+
+
+def with_copy_of_metadata(config: Config, name: str = "copy") -> Config:
+    """The same servers, with a copy of the metadata directory as it is now."""
+    meta = config.meta.directory
+    copy = os.path.join(os.path.dirname(meta), name)
+    shutil.copytree(meta, copy)
+    return moved_to(config, copy)
+
+
+def moved_to(config: Config, meta: str) -> Config:
+    return config.model_copy(update={"meta": config.meta.model_copy(update={"directory": meta})})
+
+
+def directories(config: Config) -> tuple[str, ...]:
+    return (*config.servers, *config.burst.directories)
+
+
+async def die(
+    config: Config, work: Callable[[Filesystem], Awaitable[object]] | None = None
+) -> None:
+    """A mount that ends as by kill -9."""
+    with pytest.raises(faults.SimulatedCrash):
+        async with served(config) as fs:
+            if work is not None:
+                await work(fs)
+            raise faults.SimulatedCrash("killed")
+
+
+async def ended(fs: Filesystem) -> None:
+    await until(lambda: fs.store.ownership.ended)
+
+
+# --- refused ---
+
+
+async def test_copied_metadata_are_refused_while_the_store_is_in_use(config: Config) -> None:
+    async with served(config) as fs:
+        await write_file(fs, b"file", b"content")
+        copy = with_copy_of_metadata(config)
+        claims = [read_claim(path) for path in directories(config)]
+        with pytest.raises(StoreBusy) as refused:
+            async with served(copy):
+                pass
+        said = str(refused.value)
+        assert os.uname().nodename in said and config.meta.directory in said and "--force" in said
+        assert re.search(r"renewed last at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", said), said
+        assert claims == [read_claim(path) for path in directories(config)], "nothing is changed"
+        with pytest.raises(StoreBusy):
+            await trio.to_thread.run_sync(lambda: check(copy, repair=True))
+    await require_sound(config)
+
+
+async def test_metadata_that_were_copied_are_refused_when_the_store_was_used_since(
+    config: Config,
+) -> None:
+    async with served(config):
+        pass
+    copy = with_copy_of_metadata(config)
+    async with served(config) as fs:
+        ino = await write_file(fs, b"file", b"content")
+    with pytest.raises(StoreError, match=r"are older than those in .*/meta on host"):
+        async with served(copy):
+            pass
+    async with served(config) as fs:
+        assert await read_file(fs, ino) == b"content"
+    await require_sound(config)
+
+
+async def test_copied_metadata_of_an_owner_that_died_need_force(config: Config) -> None:
+    await die(config, lambda fs: write_file(fs, b"file", bytes(100_000)))
+    copy = with_copy_of_metadata(config)
+    with pytest.raises(StoreBusy):
+        async with served(copy):
+            pass
+    with trio.fail_after(LIMIT_S):
+        async with open_filesystem(copy, force=True) as fs:
+            assert await read_file(fs, (await fs.lookup(1, b"file")).ino) == bytes(100_000)
+    with pytest.raises(StoreError, match="older"):
+        async with served(config):
+            pass
+    await require_sound(copy)
+
+
+@pytest.mark.parametrize("alive", [True, False])
+async def test_after_a_restart_the_claim_is_watched(
+    config: Config, renewed: None, alive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be another machine with a clone of the metadata's disk."""
+    await die(config)
+    monkeypatch.setattr(files, "boot_id", lambda: "another")
+    if not alive:
+        await require_sound(config)
+        return
+    path = os.path.join(config.servers[1], "owner")
+    claim = read_claim(config.servers[1])
+    content = Path(path).read_bytes()
+
+    async def renew() -> None:
+        for number in range(1, 10_000):
+            put_claim(config.servers[1], replace(claim, renewals=number), durable=False)
+            await trio.sleep(RENEWED_S)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(renew)
+        with pytest.raises(StoreBusy):
+            async with open_filesystem(config):
+                pass
+        nursery.cancel_scope.cancel()
+    Path(path).write_bytes(content)
+    await require_sound(config)
+
+
+async def test_a_store_in_use_is_not_formatted(config: Config, renewed: None) -> None:
+    async with served(config):
+        other = moved_to(config, f"{config.meta.directory}-other")
+        with pytest.raises(StoreBusy):
+            await trio.to_thread.run_sync(lambda: format_store(other, force=True))
+    await require_sound(config)
+
+
+# --- not refused ---
+
+
+@pytest.fixture
+def never_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "WATCH_S", float("inf"))
+
+
+@pytest.mark.usefixtures("never_watched")
+async def test_the_same_metadata_are_mounted_at_once_after_a_kill(config: Config) -> None:
+    await die(config)
+    await die(config)
+    await require_sound(config)
+
+
+@pytest.mark.usefixtures("never_watched")
+async def test_a_clean_unmount_gives_the_right_back(config: Config) -> None:
+    """Whoever has a copy that was made after it may have the store."""
+    async with served(config):
+        pass
+    assert not any(read_claim(path).held for path in directories(config))
+    await require_sound(with_copy_of_metadata(config))
+
+
+@pytest.mark.usefixtures("never_watched")
+async def test_a_store_that_knows_no_claims_is_opened(config: Config) -> None:
+    await require_sound(config)
+    for path in directories(config):
+        os.unlink(os.path.join(path, "owner"))
+    await require_sound(config)
+
+
+# --- the old owner ---
+
+
+async def take_over(config: Config) -> None:
+    async with open_filesystem(config, force=True):
+        pass
+
+
+async def test_an_owner_notices_that_it_has_lost_its_right(
+    config: Config, renewed: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It writes and deletes nothing any more, and says who has the store."""
+    with pytest.raises(StoreBusy, match="was taken over by pid"), trio.fail_after(LIMIT_S):
+        async with open_filesystem(config) as fs:
+            kept = await write_file(fs, b"kept", bytes(200_000))
+            await drained(fs, kept)
+            copy = with_copy_of_metadata(config)
+            await take_over(copy)
+            assert fs.store.ownership.ended, "before the new owner has begun"
+            before = {path: sorted(Path(path).rglob("*.*")) for path in directories(config)}
+            with pytest.raises(Unavailable):
+                await write_file(fs, b"new", bytes(200_000))
+            await fs.unlink(1, b"kept")
+            await fs.collector.drain()
+            assert before == {path: sorted(Path(path).rglob("*.*")) for path in directories(config)}
+    assert "taken over" in caplog.text
+    async with served(copy) as fs:
+        assert await read_file(fs, kept) == bytes(200_000)
+    await require_sound(copy)
+
+
+async def test_a_restore_ends_the_right_of_the_old_metadata(config: Config, renewed: None) -> None:
+    async with served(config) as fs:
+        ino = await write_file(fs, b"file", bytes(100_000))
+    new = moved_to(config, f"{config.meta.directory}-new")
+    with pytest.raises(StoreBusy, match="was taken over by"), trio.fail_after(LIMIT_S):
+        async with open_filesystem(config) as fs:
+            with pytest.raises(StoreBusy, match="Unmount it there"):
+                await trio.to_thread.run_sync(lambda: restore(new, "", None))
+            assert not os.path.exists(new.meta.directory)
+            await trio.to_thread.run_sync(lambda: restore(new, "", None, force=True))
+            await ended(fs)
+    with pytest.raises(StoreError, match="older"):
+        async with served(config):
+            pass
+    async with served(new) as fs:
+        assert await read_file(fs, ino) == bytes(100_000)
+
+
+async def test_servers_that_fail_or_hang_end_no_right(config: Config, renewed: None) -> None:
+    async with served(config) as fs:
+        claims = [read_claim(path) for path in directories(config)]
+        with hanging(config.servers[0]) as hang:
+            await until(lambda: hang.held)
+            seen = read_claim(config.servers[1]).renewals
+            await until(lambda: read_claim(config.servers[1]).renewals > seen + 2)
+            assert len(hang.held) == 1, "one thread waits"
+        seen = read_claim(config.servers[0]).renewals
+        await until(lambda: read_claim(config.servers[0]).renewals > seen)
+        assert not fs.store.ownership.ended
+        assert claims[0].epoch == read_claim(config.servers[0]).epoch
+    await require_sound(config)
