@@ -64,8 +64,8 @@ class PendingCheck:
             self._problem("stray-record", ino, "policy of retention, on what is no directory", key)
             return
         try:
-            parse_keep(value.decode())
-        except ValueError as error:
+            parse_keep(publishing.decode_kept(value).policy)
+        except (ValueError, FsError) as error:
             self._problem("unreadable-record", ino, f"policy of retention: {error}", key)
 
     def _is_directory(self, ino: int) -> bool:

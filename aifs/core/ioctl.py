@@ -85,7 +85,7 @@ AIFS_IOC_DRAIN = Command(
     1,
     "u32 flags, u32 reserved, u64 timeout_ms",
     "flags and reserved: 0; timeout_ms 0: none. Returns when the bytes of the file, or of all files below the directory, that "
-    "have been acknowledged are on the capacity tier; ETIMEDOUT if that takes longer.",
+    "have been acknowledged are on the capacity tier; ETIMEDOUT if that takes longer. EACCES, EPERM: it is for who may write to it.",
 )
 
 AIFS_IOC_REMOVE_TREE = Command(

@@ -31,7 +31,7 @@ class Keep(NamedTuple):
 
 class Checkpoint(NamedTuple):
     """``step``: None if it is not known. ``time_ns``: of its publish (epoch). ``in_use``: files of it are
-    open, or a pointer such as ``latest`` leads to it. ``complete``: not pending, nor damaged. ``place``: in the
+    open, a pointer such as ``latest`` leads to it, or it is not theirs to remove who set the policy. ``complete``: not pending, nor damaged. ``place``: in the
     order of publishing, where that is known without a clock; else 0."""
 
     name: bytes

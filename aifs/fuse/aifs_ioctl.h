@@ -34,7 +34,8 @@ struct aifs_version {
 
 /*
  * flags and reserved: 0; timeout_ms 0: none. Returns when the bytes of the file, or of all files below the
- * directory, that have been acknowledged are on the capacity tier; ETIMEDOUT if that takes longer.
+ * directory, that have been acknowledged are on the capacity tier; ETIMEDOUT if that takes longer. EACCES,
+ * EPERM: it is for who may write to it.
  */
 struct aifs_drain {
 	__u32 flags;

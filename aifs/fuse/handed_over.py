@@ -136,7 +136,7 @@ class HandedOver:
     async def _wait_drained(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
         flags, reserved, timeout_ms = argument
         _refuse_unknown(flags | reserved)
-        await self._fs.wait_drained(ino, timeout_ms / 1000 if timeout_ms else None)
+        await self._fs.wait_drained(ino, timeout_ms / 1000 if timeout_ms else None, caller)
         return b""
 
     async def _remove_tree(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:

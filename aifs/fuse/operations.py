@@ -247,7 +247,7 @@ class Operations(pyfuse3.Operations):
 
     @answers
     async def getxattr(self, ino: int, name: bytes, ctx: RequestContext) -> bytes:
-        return await self._fs.getxattr(ino, name)
+        return await self._fs.getxattr(ino, name, ctx)
 
     @answers
     async def setxattr(self, ino: int, name: bytes, value: bytes, ctx: RequestContext) -> None:

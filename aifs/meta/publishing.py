@@ -1,9 +1,11 @@
 """Pending directories and publishing as transaction functions (see kv.py): which members have committed, and
 the one transaction that shows a tree under its final name together with the pointers to it.
 
-    p ino        u8 format=1, u32 ranks, i64 step (-1: unknown), i64 created (ns), job to the end
+    p ino        u8 format=2, u32 ranks, i64 step (-1: unknown), i64 created (ns), asker, job to the end; format 1: no asker
     p ino rank   u8 format=1, i64 committed (ns), then for each file that has to be there: u64 size (2^64-1:
                  any), u16 length of its path, path below the directory
+    r ino        u8 format=2, asker, what is kept, as text (core/retention.py); of earlier versions: the text alone
+    asker        u32 uid, u16 count of groups, for each u32 gid
 
 All little-endian; ``rank`` in the key is 4 bytes, big-endian.
 """
@@ -24,11 +26,14 @@ from aifs.meta import keys, namespace, trash
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import Inode, decode_entry
 
-FORMAT = 1
+FORMAT = 2
 RANKS_MAX = 1 << 13
+_MEMBER_FORMAT = 1
 ANY_SIZE = (1 << 64) - 1
 
 _PENDING = struct.Struct("<BIqq")
+_ASKER = struct.Struct("<IH")
+_GROUPS_MAX = 1024  # of an asker's groups, the first
 _MEMBER = struct.Struct("<Bq")
 _FILE = struct.Struct("<QH")
 _NO_STEP = -1
@@ -38,29 +43,79 @@ _NAMED_MAX = 8  # ranks that a message names
 # --- records -------------------------------------------------------------------------------------------
 
 
+class Asker(NamedTuple):
+    """Who has asked for something that the daemon does later, with this one's rights. It stands for a caller (vfs/types.py)
+    whose process may have ended."""
+
+    uid: int
+    gids: tuple[int, ...]
+    pid: int = 0
+    umask: int = 0
+
+    @property
+    def gid(self) -> int:
+        return self.gids[0]
+
+    def encode(self) -> bytes:
+        gids = self.gids[:_GROUPS_MAX]
+        return struct.pack(f"<IH{len(gids)}I", self.uid, len(gids), *gids)
+
+
+def _decode_asker(record: bytes, offset: int) -> tuple[Asker, int]:
+    """The asker, and where it ends. Raises struct.error."""
+    uid, count = _ASKER.unpack_from(record, offset)
+    gids = struct.unpack_from(f"<{count}I", record, offset + _ASKER.size)
+    return Asker(uid, gids or (uid,)), offset + _ASKER.size + 4 * count
+
+
 class Pending(NamedTuple):
     """A directory that is to be published when all of ``ranks`` members have committed. Times in ns since the
-    epoch."""
+    epoch. ``asker``: who has marked it; None: nobody knows, so nobody's rights are enough to remove it."""
 
     ranks: int
     step: int | None
     created_ns: int
     job: bytes = b""
+    asker: Asker | None = None
 
     def encode(self) -> bytes:
         step = _NO_STEP if self.step is None else self.step
-        return _PENDING.pack(FORMAT, self.ranks, step, self.created_ns) + self.job
+        version, asker = (1, b"") if self.asker is None else (FORMAT, self.asker.encode())
+        return _PENDING.pack(version, self.ranks, step, self.created_ns) + asker + self.job
 
 
 def decode_pending(record: bytes) -> Pending:
     """Raises Unavailable for a damaged record."""
     try:
         version, ranks, step, created_ns = _PENDING.unpack_from(record)
+        asker, end = (
+            _decode_asker(record, _PENDING.size) if version == FORMAT else (None, _PENDING.size)
+        )
     except struct.error:
         raise Unavailable("the record of a pending directory is damaged") from None
-    if version != FORMAT or not 0 < ranks <= RANKS_MAX:
+    if version not in (1, FORMAT) or not 0 < ranks <= RANKS_MAX:
         raise Unavailable("the record of a pending directory is damaged, or of a later version")
-    return Pending(ranks, None if step == _NO_STEP else step, created_ns, record[_PENDING.size :])
+    return Pending(ranks, None if step == _NO_STEP else step, created_ns, record[end:], asker)
+
+
+class Kept(NamedTuple):
+    """Which checkpoints of a directory are kept, as text, and who has said so; None: its owner."""
+
+    policy: str
+    asker: Asker | None
+
+    def encode(self) -> bytes:
+        assert self.asker is not None
+        return bytes((FORMAT,)) + self.asker.encode() + self.policy.encode()
+
+
+def decode_kept(record: bytes) -> Kept:
+    """Raises Unavailable for a damaged record."""
+    try:
+        asker, start = _decode_asker(record, 1) if record[:1] == bytes((FORMAT,)) else (None, 0)
+        return Kept(record[start:].decode(), asker)
+    except (struct.error, UnicodeDecodeError):
+        raise Unavailable("the record of which checkpoints are kept is damaged") from None
 
 
 class Member(NamedTuple):
@@ -72,7 +127,7 @@ class Member(NamedTuple):
 
     def encode(self) -> bytes:
         files = b"".join(_FILE.pack(size, len(path)) + path for path, size in self.files)
-        return _MEMBER.pack(FORMAT, self.committed_ns) + files
+        return _MEMBER.pack(_MEMBER_FORMAT, self.committed_ns) + files
 
 
 def decode_member(record: bytes) -> Member:
@@ -86,7 +141,7 @@ def decode_member(record: bytes) -> Member:
             files.append((record[offset - length : offset], size))
     except struct.error:
         raise Unavailable("the record of a member is damaged") from None
-    if version != FORMAT or offset != len(record):
+    if version != _MEMBER_FORMAT or offset != len(record):
         raise Unavailable("the record of a member is damaged, or of a later version")
     return Member(committed_ns, tuple(files))
 
@@ -125,15 +180,15 @@ def missing(ranks: int, committed_ranks: list[int]) -> list[int]:
 
 @grows
 def mark(tx: Transaction, ino: int, pending: Pending) -> None:
-    """Mark a directory as pending. To mark it the same way again changes nothing. Raises Invalid, NotFound,
-    NotADirectory."""
+    """Mark a directory as pending. To mark it the same way again changes nothing, but for a mark of unknown origin.
+    Raises Invalid, NotFound, NotADirectory."""
     namespace.get_directory(tx, ino)
     if ino == keys.ROOT_INO:
         raise Invalid("the root cannot be published")
     there = find_pending(tx, ino)
-    if there is None:
+    if there is None or there._replace(created_ns=0) == pending._replace(created_ns=0, asker=None):
         tx.put(keys.pending(ino), pending.encode())
-    elif there._replace(created_ns=0) != pending._replace(created_ns=0):
+    elif there._replace(created_ns=0, asker=None) != pending._replace(created_ns=0, asker=None):
         raise Invalid(
             f"the directory is pending already, with {there.ranks} ranks and step {there.step}"
         )

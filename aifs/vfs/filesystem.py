@@ -12,6 +12,7 @@ from typing import Any
 
 import trio
 
+from aifs.core import ioctl
 from aifs.core.errors import NoAttribute
 from aifs.core.log import logger
 from aifs.meta import acl, keys, namespace, xattrs
@@ -267,9 +268,9 @@ class Filesystem(Grouping):
 
     # --- extended attributes ---
 
-    async def getxattr(self, ino: int, name: bytes) -> bytes:
+    async def getxattr(self, ino: int, name: bytes, caller: CallerLike = ROOT) -> bytes:
         if name.startswith(hints.PREFIX):
-            return await hints.get(self, ino, name)
+            return await hints.get(self, ino, name, caller)
         if name in (acl.ACCESS, acl.DEFAULT):
             inode = await self.getattr(ino)
             value = inode.acl if name == acl.ACCESS else inode.default_acl
@@ -316,8 +317,12 @@ class Filesystem(Grouping):
         change = attributes.AclChange(name, value, kill_setgid=not member)
         await self.change_inode(ino, attributes.apply_acl, change)
 
-    async def wait_drained(self, ino: int, timeout_s: float | None = None) -> None:
-        """What is undrained now of a file, or below a directory, is on the capacity tier on return. Raises TimedOut."""
+    async def wait_drained(
+        self, ino: int, timeout_s: float | None = None, caller: CallerLike = ROOT
+    ) -> None:
+        """What is undrained now of a file, or below a directory, is on the capacity tier on return. Raises TimedOut,
+        AccessDenied, NotPermitted."""
+        await self.require_may(ioctl.AIFS_IOC_DRAIN, ino, caller)
         await burst_hints.wait_drained(self, ino, timeout_s)
 
     async def remove_tree(

@@ -5,25 +5,25 @@
     user.aifs.expected_size  directory, or empty file: get and set how large new files (this file) will become
     user.aifs.state          directory or file: JSON, where the bytes are (burst_hints.state)
     user.aifs.drain          directory or file: JSON, what is undrained; set (empty): drain that before all else
-    user.aifs.stage          file, set (empty), owner or root: bring it into the burst tier
-    user.aifs.evict          file, set (empty), owner or root: give up its copy in the burst tier
+    user.aifs.stage          file, set (empty): bring it into the burst tier
+    user.aifs.evict          file, set (empty): give up its copy in the burst tier
     user.aifs.remove         directory, set: name of a directory in it, to be removed with all that lies below (trash.py)
     user.aifs.publish        directory: get and set burst or capacity, where bytes must be before a rename into it shows them
     user.aifs.pending        directory: JSON, who has committed; set 'ranks=8,step=100,job=NAME' to mark it, '' to abandon
     user.aifs.commit         pending directory, set: a rank, or JSON (pending.put_commit)
     user.aifs.publish-as     directory, set: JSON, the final name and the pointers to it (pending.publish_as)
-    user.aifs.keep           directory, owner or root: get and set which checkpoints in it are kept (core/retention.py)
-    user.aifs.backup         root, write only, root user: TOKEN:[DIRECTORY], back up the metadata (backup.request)
+    user.aifs.keep           directory: get and set which checkpoints in it are kept (core/retention.py)
+    user.aifs.backup         root, write only: TOKEN:[DIRECTORY], back up the metadata (backup.request)
     user.aifs.group          directory: get (also of what lies below) and set 'name=step,ranks=8', a grouped write; '' ends it
     user.aifs.group.commit   directory: a rank of its group; file, set (empty): it counts as closed (groups/group_hints.py)
     user.aifs.atime          root, write only, root user: noatime, relatime or strictatime, when opening for reading is an access
     user.aifs.info           any: JSON, the inode and where its parts lie
     user.aifs.status         root: JSON, the state of the mount
-    user.aifs.scrub          root: JSON, what a scrub has done and found; root user: set start[,no-repair][,bandwidth=SIZE] or stop
+    user.aifs.scrub          root: JSON, what a scrub has done and found; set start[,no-repair][,bandwidth=SIZE] or stop
     user.aifs.servers        root: JSON, the data servers and burst directories
-    user.aifs.server-*       root, write only, root user: adding, draining, replacing, removing servers (server_hints.py)
+    user.aifs.server-*       root, write only: adding, draining, replacing, removing servers (server_hints.py)
 
-They are not listed, so that copying tools leave them alone. Policies (the first three, and publish) are stored in the
+``root`` is the mount's root directory. Who may read and set which of them is one table, rights.py. They are not listed, so that copying tools leave them alone. Policies (the first three, and publish) are stored in the
 inode, and what is made in a directory inherits its. They, ``pending``, ``keep`` and ``group`` can be removed.
 """
 
@@ -47,10 +47,9 @@ from aifs.layout.hint import (
 )
 from aifs.layout.redundancy import PLAIN
 from aifs.layout.striped import Striped
-from aifs.meta import keys
 from aifs.meta.publishing import Publication
 from aifs.meta.records import Inode
-from aifs.vfs import reports
+from aifs.vfs import reports, rights
 from aifs.vfs.groups import group_hints
 from aifs.vfs.publishing import pending
 from aifs.vfs.publishing.retention import Retention
@@ -85,19 +84,20 @@ class Host(reports.Host, burst_hints.Host, server_hints.Host, group_hints.Host, 
     ) -> Inode: ...
 
 
-async def get(fs: Host, ino: int, name: bytes) -> bytes:
-    """Raises NoAttribute for a hint that does not exist or is not readable here."""
+async def get(fs: Host, ino: int, name: bytes, caller: CallerLike) -> bytes:
+    """Raises NoAttribute for a hint that does not exist or is not readable here, AccessDenied."""
+    rights.of_hint(name).read(await fs.getattr(ino), caller)
     if name == b"user.aifs.info":
         return _json(await reports.describe(fs, ino))
     if name == b"user.aifs.state":
         return _json(await burst_hints.state(fs, ino))
     if name == b"user.aifs.drain":
         return _json(await burst_hints.progress(fs, ino))
-    if name == b"user.aifs.status" and ino == keys.ROOT_INO:
+    if name == b"user.aifs.status":
         return _json(await reports.status(fs))
-    if name == b"user.aifs.servers" and ino == keys.ROOT_INO:
+    if name == b"user.aifs.servers":
         return _json(await fs.server_admin.describe())
-    if name == b"user.aifs.scrub" and ino == keys.ROOT_INO:
+    if name == b"user.aifs.scrub":
         return _json(fs.scrub.status())
     if name == b"user.aifs.pending":
         return _json(await pending.tell(fs, ino))
@@ -144,7 +144,8 @@ async def put(fs: Host, ino: int, name: bytes, value: bytes, caller: CallerLike)
     """Raises Invalid for a wrong value (the log says what is wrong), NotPermitted for what ``caller`` cannot set, and
     what the function of the hint raises."""
     try:
-        if name in server_hints.ORDERS and ino == keys.ROOT_INO and caller.uid == 0:
+        rights.of_hint(name).change(await fs.getattr(ino), caller)
+        if name in server_hints.ORDERS:
             await server_hints.order(fs, name, value)
         elif name in _POLICIES:
             await _POLICIES[name](fs, ino, value.decode("utf-8", "replace").strip())
@@ -156,8 +157,6 @@ async def put(fs: Host, ino: int, name: bytes, value: bytes, caller: CallerLike)
             if value:
                 raise Invalid("it takes no value")
             await _REQUESTS[name](fs, ino, caller)
-        else:
-            raise NotPermitted("this hint cannot be set")
     except (Invalid, Busy) as error:
         _log.info(
             "%s=%r for inode %d is refused: %s", name.decode("utf-8", "replace"), value, ino, error
@@ -166,8 +165,6 @@ async def put(fs: Host, ino: int, name: bytes, value: bytes, caller: CallerLike)
 
 
 async def _back_up(fs: Host, ino: int, value: bytes, caller: CallerLike) -> None:
-    if ino != keys.ROOT_INO or caller.uid:
-        raise NotPermitted("only root may make backups, at the mount's root")
     token, _, directory = os.fsdecode(value).partition(":")
     fs.backup.request(
         token, directory
@@ -175,8 +172,6 @@ async def _back_up(fs: Host, ino: int, value: bytes, caller: CallerLike) -> None
 
 
 async def _set_atime(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
-    if ino != keys.ROOT_INO or caller.uid:
-        raise NotPermitted("only root may change it, at the mount's root")
     if text not in ATIMES:
         raise Invalid(f"{text!r} is none of {', '.join(ATIMES)}")
     fs.atime = text
@@ -184,8 +179,9 @@ async def _set_atime(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
 
 async def remove(fs: Host, ino: int, name: bytes, caller: CallerLike) -> None:
     """Raises NotPermitted for what cannot be removed, NoAttribute where it is not there."""
+    rights.of_hint(name).change(await fs.getattr(ino), caller)
     if name == b"user.aifs.pending":
-        await pending.remove(fs, ino, caller)
+        await pending.remove(fs, ino)
     elif name == b"user.aifs.group":
         await fs.groups.cancel(ino)
     elif name == b"user.aifs.keep":

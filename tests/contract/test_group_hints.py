@@ -744,7 +744,7 @@ async def test_closing_files_does_not_publish_a_pending_directory(directory: Pat
 
 async def test_closing_may_publish_from_the_capacity_tier(directory: Path) -> None:
     async with opened(directory) as fs:
-        await put(fs, ROOT, "publish", "capacity")
+        await put(fs, ROOT, "publish", "capacity", ADMIN)
         top = await group_in(fs, "ranks=2,publish=final", b"tmp", ADMIN)
         inos = [await make(fs, top, name, b"a" * SIZE) for name in (b"a", b"b")]
         await fs.groups.wait(top, 0, False, LIMIT_S)

@@ -154,7 +154,7 @@ async def test_a_pending_directory_with_other_sizes_is_not_published(
     directory: Path, by: str
 ) -> None:
     async with opened(directory) as fs:
-        await put(fs, ROOT, "publish", "burst")
+        await put(fs, ROOT, "publish", "burst", Caller())
         top = await group_in(fs, "ranks=2,same_size=yes,commit=explicit", b"final.pending")
         await put(fs, top, "pending", "ranks=2")
         for rank, size in enumerate((SIZE, CUT)):

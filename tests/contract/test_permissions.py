@@ -1,21 +1,188 @@
 """Who may do what, on the filesystem in process: requests whose callers the kernel does not check, or not enough."""
 
+import errno
 import os
+from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
 
+import pyfuse3
 import pytest
 
+from aifs.core import ioctl
+from aifs.core.errors import FsError, NotPermitted
 from aifs.core.files import KEEP_SIZE, PUNCH_HOLE
-from aifs.vfs import Caller, Filesystem, SetAttr
+from aifs.core.ioctl import Command
+from aifs.fuse.handed_over import HandedOver
+from aifs.fuse.requests import Scheduler
+from aifs.vfs import Caller, Filesystem, SetAttr, hints, rights
+from aifs.vfs.servers import server_hints
 from tests.support import modes, stores
 from tests.support.stores import OWNER
 
 ROOT, OTHER = 1, Caller(uid=2000, gid=2000)
+USERS = {"root": Caller(), "owner": OWNER, "other": OTHER}
 SIZE = 40 << 10
 SHAPE = modes.WAITING | {"layout.unit": "4KiB"}
 
 opened = partial(stores.opened, base=SHAPE)
+
+
+# --- the table of rights -----------------------------------------------------------------------------
+
+DENIED = {errno.EPERM, errno.EACCES}
+ANYBODY, WRITER, OWNERS, ADMIN, NOBODY = "anybody", "writer", "owner", "root", "nobody"
+
+MAY_SET = {
+    "layout": OWNERS,
+    "tier": OWNERS,
+    "expected_size": OWNERS,
+    "publish": OWNERS,
+    "state": NOBODY,
+    "drain": WRITER,
+    "stage": OWNERS,
+    "evict": OWNERS,
+    "remove": WRITER,
+    "pending": OWNERS,
+    "commit": WRITER,
+    "publish-as": ANYBODY,  # where the final name is decides: test_publish.py
+    "keep": OWNERS,
+    "group": WRITER,
+    "group.ID": NOBODY,
+    "group.commit": WRITER,
+    "info": NOBODY,
+    "status": NOBODY,
+    "servers": NOBODY,
+    "scrub": ADMIN,
+    "atime": ADMIN,
+    "backup": ADMIN,
+    "server-add": ADMIN,
+    "burst-add": ADMIN,
+    "server-drain": ADMIN,
+    "server-replace": ADMIN,
+    "server-remove": ADMIN,
+}
+
+MAY_CALL = {
+    ioctl.AIFS_IOC_VERSION: ANYBODY,
+    ioctl.AIFS_IOC_DRAIN: WRITER,
+    ioctl.AIFS_IOC_REMOVE_TREE: OWNERS,
+    ioctl.AIFS_IOC_PUBLISH: WRITER,
+    ioctl.AIFS_IOC_COMMIT: WRITER,
+    ioctl.AIFS_IOC_GROUP_CREATE: WRITER,
+    ioctl.AIFS_IOC_GROUP_JOIN: WRITER,
+    ioctl.AIFS_IOC_GROUP_COMMIT: WRITER,
+    ioctl.AIFS_IOC_GROUP_WAIT: ANYBODY,
+    ioctl.AIFS_IOC_GROUP_CANCEL: WRITER,
+    ioctl.AIFS_IOC_GROUP_QUERY: ANYBODY,
+}
+
+
+def may(rule: str, user: str, mode: int) -> bool:
+    """What the rule says of a directory of OWNER's."""
+    who = {ANYBODY: set(USERS), WRITER: {"root", "owner"}, OWNERS: {"root", "owner"}}
+    if rule == WRITER and user == "other":
+        return mode == 0o777
+    return user in who.get(rule, {"root"} if rule == ADMIN else set())
+
+
+async def is_let(attempt: Awaitable[object]) -> bool:
+    """Whether a request gets further than to its rights; nonsense may fail there."""
+    try:
+        await attempt
+    except FsError as error:
+        return error.errno not in DENIED
+    except pyfuse3.FUSEError as error:
+        return error.errno not in DENIED
+    return True
+
+
+def test_every_hint_and_ioctl_is_in_the_table() -> None:
+    names = {f"user.aifs.{name}".encode() for name in MAY_SET}
+    assert names == set(rights.HINTS)
+    known = (hints._POLICIES, hints._ORDERS, hints._STATEMENTS, hints._REQUESTS)
+    assert names >= {name for table in (*known, server_hints.ORDERS) for name in table}
+    assert set(MAY_CALL) == set(rights.IOCTLS) == set(ioctl.COMMANDS.values())
+
+
+async def a_directory(fs: Filesystem, name: str, mode: int) -> int:
+    ino = (await fs.mkdir(ROOT, name.encode(), mode, OWNER)).ino
+    await fs.mkdir(ino, b"below", 0o755, OWNER)
+    return ino
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777, 0o1777])
+async def test_who_may_set_and_remove_each_hint(directory: Path, mode: int) -> None:
+    expected, found = {}, {}
+    async with opened(directory) as fs:
+        await fs.setattr(ROOT, SetAttr(uid=OWNER.uid, gid=OWNER.gid, mode=mode), Caller())
+        for name, rule in MAY_SET.items():
+            hint = f"user.aifs.{name.replace('ID', '7')}".encode()
+            for user, caller in USERS.items():
+                ino = ROOT if rule == ADMIN else await a_directory(fs, f"{name} {user}", mode)
+                expected[name, user] = may(rule, user, mode)
+                found[name, user] = await is_let(fs.setxattr(ino, hint, b"?!", caller=caller))
+                if found[name, user] and rule not in (WRITER, ADMIN):
+                    continue  # it may have gone
+                removes = await is_let(fs.removexattr(ino, hint, caller))
+                assert removes <= may(rule, user, mode), (name, user)
+    assert found == expected
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777, 0o1777])
+async def test_who_may_call_each_ioctl(directory: Path, mode: int) -> None:
+    expected, found = {}, {}
+    async with opened(directory) as fs:
+        edge = HandedOver(fs, Scheduler(0.0))
+        for command, rule in MAY_CALL.items():
+            for user, caller in USERS.items():
+                top = await a_directory(fs, f"{command.name} {user}", mode)
+                below = (await fs.lookup(top, b"below")).ino
+                ino, argument = arguments(command, top, below)
+                expected[command.name, user] = may(rule, user, mode)
+                size = command.argument.size
+                body = b"".join(
+                    (bytes(8 + 4), command.request.to_bytes(4, "little"), bytes(8))
+                    + (size.to_bytes(4, "little"), size.to_bytes(4, "little"), argument)
+                )
+                found[command.name, user] = await is_let(edge.ioctl(ino, body, caller))
+    assert found == expected
+
+
+def arguments(command: Command, top: int, below: int) -> tuple[int, bytes]:
+    """The inode to call it on, and an argument that is valid as far as it matters."""
+    pack = command.argument.pack
+    if command is ioctl.AIFS_IOC_REMOVE_TREE:
+        return top, pack(0, 0, b"below")
+    if command is ioctl.AIFS_IOC_PUBLISH:
+        return below, pack(0, 0, top, b"final", b"", b"", b"", b"")
+    if command is ioctl.AIFS_IOC_GROUP_CREATE:
+        return top, pack(1, ioctl.GROUP_EXPLICIT, 0, 0, 0, 0, b"step", b"", b"")
+    if command is ioctl.AIFS_IOC_GROUP_WAIT:
+        return top, pack(ioctl.GROUP_WAIT_BUFFERED, 0, 0, 0)
+    return top, bytes(command.argument.size)
+
+
+async def test_hints_are_read_by_who_may_read(directory: Path) -> None:
+    async with opened(directory) as fs:
+        await fs.setattr(ROOT, SetAttr(uid=OWNER.uid, gid=OWNER.gid, mode=0o711), Caller())
+        top = await a_directory(fs, "top", 0o711)
+        for name in MAY_SET:
+            for ino in (ROOT, top):
+                hint = f"user.aifs.{name.replace('ID', '7')}".encode()
+                for user, caller in USERS.items():
+                    with_rights = await is_let(fs.getxattr(ino, hint, caller))
+                    unreadable = rights.of_hint(hint).read is rights.unreadable
+                    elsewhere = rights.of_hint(hint).read is rights.top and ino != ROOT
+                    assert with_rights == (user != "other" or unreadable or elsewhere), name
+
+
+async def test_orders_of_root_are_given_at_the_root(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top = await a_directory(fs, "top", 0o777)
+        for name in (name for name, rule in MAY_SET.items() if rule == ADMIN):
+            with pytest.raises(NotPermitted):
+                await fs.setxattr(top, f"user.aifs.{name}".encode(), b"start", caller=Caller())
 
 
 # --- set-id bits -------------------------------------------------------------------------------------

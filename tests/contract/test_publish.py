@@ -250,7 +250,7 @@ async def test_only_directories_can_be_pending(directory: Path) -> None:
         with pytest.raises(NotADirectory):
             await put(fs, ino, "pending", "ranks=1")
         with pytest.raises(Invalid):
-            await put(fs, ROOT, "pending", "ranks=1")
+            await put(fs, ROOT, "pending", "ranks=1", ROOT_USER)
         with pytest.raises(Invalid):
             await put(fs, ino, "publish", "capacity")
         with pytest.raises(NotADirectory):
@@ -821,6 +821,121 @@ async def test_abandoned_pending_directories_are_removed(
         await fs.trash.empty()
         with pytest.raises(NotFound):
             await fs.getattr(dead)
+
+
+async def remove_abandoned(fs: Filesystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if 8 days had passed."""
+    await trio.testing.wait_all_tasks_blocked()  # the look at the beginning of a mount is over
+    now = time.time_ns() + 8 * 86400 * 10**9
+    with monkeypatch.context() as patch:
+        patch.setattr(fs.retention, "now_ns", lambda: now)
+        await fs.retention.remove_abandoned()
+
+
+async def test_nobody_has_a_directory_of_others_removed_by_marking_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(directory) as fs:
+        theirs = (await fs.mkdir(ROOT, b"theirs", 0o777, ROOT_USER)).ino
+        await make(fs, theirs, b"precious", caller=OWNER)
+        with pytest.raises(NotPermitted):
+            await put(fs, theirs, "pending", "ranks=1", OTHER)
+        await put(fs, theirs, "pending", "ranks=1", ROOT_USER)
+        for text in ("ranks=1", ""):
+            with pytest.raises(NotPermitted):
+                await put(fs, theirs, "pending", text, OTHER)
+        with pytest.raises(NotPermitted):
+            await fs.removexattr(theirs, b"user.aifs.pending", OTHER)
+        await put(fs, theirs, "pending", "", ROOT_USER)
+        # Who marked it could not remove it now: it was given away, its parent was closed, or is not to be reached.
+        kept = {b"theirs"}
+        for name in (b"given", b"closed", b"hidden"):
+            above = (await fs.mkdir(ROOT, b"above " + name, 0o755, OWNER)).ino
+            parent = (await fs.mkdir(above, b"parent", 0o755, OWNER)).ino
+            ino = await pending(fs, name, parent=parent)
+            if name == b"given":
+                await chmod(fs, ino, 0o777, OTHER)
+            elif name == b"closed":
+                await chmod(fs, parent, 0o755, ROOT_USER)
+            else:
+                await chmod(fs, above, 0o700, ROOT_USER)
+            kept.add(b"above " + name)
+        await remove_abandoned(fs, monkeypatch)
+        for name in (b"given", b"closed", b"hidden"):
+            above = (await fs.lookup(ROOT, b"above " + name)).ino
+            assert await names(fs, (await fs.lookup(above, b"parent")).ino) == {name}
+        assert await names(fs) == kept
+
+
+async def test_a_mark_of_an_earlier_version_removes_nothing_until_it_is_set_anew(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(directory) as fs:
+        ino = await tree(fs, b"tmp")
+        await fs.store.engine.transact(publishing.mark, ino, publishing.Pending(1, None, 1))
+        await remove_abandoned(fs, monkeypatch)
+        assert await names(fs) == {b"tmp"}
+        await put(fs, ino, "pending", "ranks=1")
+        await remove_abandoned(fs, monkeypatch)
+        assert await names(fs) == set()
+
+
+async def test_a_mark_counts_with_the_groups_of_who_set_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from aifs.vfs.publishing import permissions
+
+    monkeypatch.setattr(permissions, "_groups", lambda pid: {77} if pid == 5 else set())
+    async with opened(directory) as fs:
+        for name, gid in ((b"team", 77), (b"others", 78)):
+            place = (await fs.mkdir(ROOT, name, 0o755, OWNER)).ino
+            ino = await tree(fs, b"tmp", parent=place)
+            await put(fs, ino, "pending", "ranks=1", Caller(OWNER.uid, OWNER.gid, 5))
+            await chmod(fs, place, 0o775, Caller(uid=1, gid=gid))
+        await remove_abandoned(fs, monkeypatch)
+        assert await names(fs, (await fs.lookup(ROOT, b"team")).ino) == set()
+        assert await names(fs, (await fs.lookup(ROOT, b"others")).ino) == {b"tmp"}
+
+
+async def test_a_policy_removes_only_what_who_set_it_could_remove(directory: Path) -> None:
+    async with opened(directory) as fs:
+        runs = await tree(fs, b"runs", files=0)
+        await chmod(fs, runs, 0o1777)
+        for step, caller in ((1, OTHER), (2, OWNER), (3, OTHER), (4, OWNER), (5, OWNER)):
+            await tree(fs, b"%d" % step, parent=runs, caller=caller)
+        await put(fs, runs, "keep", "last=1")
+        await settle(fs, runs, {b"1", b"3", b"5"})
+        await put(fs, runs, "keep", "bytes=1")  # what stays counts, and makes nobody else's go
+        await tree(fs, b"6", parent=runs)
+        await fs.retention.enforce(runs)
+        assert await names(fs, runs) == {b"1", b"3", b"6"}
+        await chmod(fs, runs, 0o755, OTHER)  # the directory is given away, the policy stays
+        await tree(fs, b"7", parent=runs)
+        await fs.retention.enforce(runs)
+        assert await names(fs, runs) == {b"1", b"3", b"6", b"7"}
+        await put(fs, runs, "keep", "last=1", ROOT_USER)
+        await settle(fs, runs, {b"7"})
+
+
+async def test_a_policy_of_an_earlier_version_is_the_owners(directory: Path) -> None:
+    async with opened(directory) as fs:
+        runs = await tree(fs, b"runs", files=0)
+        for step, caller in ((1, OTHER), (2, OWNER), (3, OWNER)):
+            await tree(fs, b"%d" % step, parent=runs, caller=caller)
+        await fs.store.engine.transact(lambda tx: tx.put(keys.retention(runs), b"last=1"))
+        assert await get(fs, runs, "keep") == "last=1"
+        await fs.retention.enforce(runs)
+        assert await names(fs, runs) == {b"1", b"3"}
+
+
+async def test_a_final_name_tells_nothing_of_where_one_may_not_search(directory: Path) -> None:
+    async with opened(directory) as fs:
+        secret = (await fs.mkdir(ROOT, b"secret", 0o700, OTHER)).ino
+        await fs.mkdir(secret, b"there", 0o755, OTHER)
+        ino = await tree(fs, b"tmp")
+        for name in ("there", "not"):
+            with pytest.raises(AccessDenied):
+                await put(fs, ino, "publish-as", {"final": f"secret/{name}/final"})
 
 
 async def test_a_cancelled_publish_changes_nothing(directory: Path) -> None:

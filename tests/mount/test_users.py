@@ -4,6 +4,7 @@ Each case runs on the mount and on a plain directory; where the two agree with t
 """
 
 import errno
+import fcntl
 import os
 import stat
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from aifs.core import ioctl
 from tests.support.mounts import Mounted
 from tests.support.users import errno_of, in_process
 
@@ -224,6 +226,54 @@ def test_cached_permissions_are_not_stale(here: Path) -> None:
         assert attempt(ALICE, lambda: os.chmod(path, 0o600)) == 0
         assert attempt(BOB, lambda: os.open(path, os.O_RDONLY)) == EACCES
         assert attempt(ALICE, lambda: os.chmod(path, 0o644)) == 0
+
+
+def mounted_only(here: Path, module_mount: Mounted) -> None:
+    if not here.is_relative_to(module_mount.path):
+        pytest.skip("of a mount alone")
+
+
+def test_hints_that_decide_about_the_files_of_others_are_for_the_owner(
+    here: Path, module_mount: Mounted
+) -> None:
+    """Who may write to a directory could have it removed by marking it, and have others' files stored without copies."""
+    mounted_only(here, module_mount)
+    shared = here / "shared"
+    shared.mkdir()
+    owned(shared / "precious", BOB, BOB, 0o600)
+    owned(shared, 0, 0, 0o777)
+    values = {"pending": "ranks=1", "layout": "replicas=1", "tier": "capacity", "keep": "last=1"}
+    for name, value in values.items():
+        hint = f"user.aifs.{name}"
+        assert attempt(ALICE, lambda: os.setxattr(shared, hint, value.encode())) == EPERM
+        assert attempt(ALICE, lambda: os.removexattr(shared, hint)) == EPERM
+        os.chown(shared, ALICE, ALICE)
+        assert attempt(ALICE, lambda: os.setxattr(shared, hint, value.encode())) == 0
+        os.chown(shared, 0, 0)
+    assert attempt(ALICE, lambda: os.removexattr(shared, "user.aifs.pending")) == EPERM
+    owned(shared, 0, 0, 0o755)
+    for name in ("drain", "group", "commit"):
+        assert attempt(ALICE, lambda: os.setxattr(shared, f"user.aifs.{name}", b"")) == EACCES
+    assert attempt(ALICE, lambda: os.getxattr(shared, "user.aifs.state")) == 0
+    owned(shared, 0, 0, 0o711)
+    assert attempt(ALICE, lambda: os.getxattr(shared, "user.aifs.state")) == EACCES
+
+
+def test_ioctls_are_for_who_may_write(here: Path, module_mount: Mounted) -> None:
+    mounted_only(here, module_mount)
+    command = ioctl.AIFS_IOC_DRAIN
+
+    def drain() -> None:
+        fd = os.open(here, os.O_RDONLY)
+        fcntl.ioctl(fd, command.request, command.argument.pack(0, 0, 0))
+
+    if attempt(0, drain) in (errno.ENOTTY, errno.ENOSYS):
+        pytest.skip("of a mount with the bridge alone")
+    assert attempt(ALICE, drain) == 0
+    here.chmod(0o1777)
+    assert attempt(ALICE, drain) == EPERM
+    here.chmod(0o755)
+    assert attempt(ALICE, drain) == EACCES
 
 
 def test_adding_a_server_is_for_root(module_mount: Mounted, tmp_path: Path) -> None:

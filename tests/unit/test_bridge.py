@@ -87,7 +87,7 @@ async def test_drain_waits_for_the_inode_that_it_is_called_on(
     fs = FakeFilesystem(0)
     body = ioctl_body(ioctl.AIFS_IOC_DRAIN.request, struct.pack("=IIQ", 0, 0, timeout_ms))
     assert (await answer_to(fs, handed_over.IOCTL, body))[0] == 0
-    assert fs.calls == [("wait_drained", (7, timeout_s))]
+    assert fs.calls == [("wait_drained", (7, timeout_s, Caller(*CALLER)))]
 
 
 async def test_a_tree_is_removed_for_the_caller() -> None:
@@ -171,7 +171,7 @@ def test_any_ioctl_gets_an_answer(request: int, data: bytes, out_size: int) -> N
             handed_over.FALLOCATE,
             struct.pack("=QQQII", 5, 1 << 40, 3, 1, 0),
             0,
-            ("fallocate", (5, 1, 1 << 40, 3)),
+            ("fallocate", (5, 1, 1 << 40, 3, Caller(*CALLER))),
             b"",
         ),
         (
@@ -185,14 +185,14 @@ def test_any_ioctl_gets_an_answer(request: int, data: bytes, out_size: int) -> N
             handed_over.COPY_FILE_RANGE,
             struct.pack("=7Q", 5, 10, 8, 6, 20, 1 << 60, 0),
             77,
-            ("copy_file_range", (5, 10, 6, 20, 1 << 30)),
+            ("copy_file_range", (5, 10, 6, 20, 1 << 30, Caller(*CALLER))),
             struct.pack("=II", 77, 0),
         ),
         (
             handed_over.COPY_FILE_RANGE_64,
             struct.pack("=7Q", 5, 10, 8, 6, 20, 30, 0),
             30,
-            ("copy_file_range", (5, 10, 6, 20, 30)),
+            ("copy_file_range", (5, 10, 6, 20, 30, Caller(*CALLER))),
             struct.pack("=Q", 30),
         ),
         (handed_over.SYNCFS, bytes(8), 0, ("sync", ()), b""),

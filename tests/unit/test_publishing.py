@@ -7,12 +7,16 @@ from hypothesis import strategies as st
 from aifs.core.errors import Busy, Invalid, NotFound, Unavailable
 from aifs.meta import keys, namespace, publishing
 from aifs.meta.memory_engine import MemoryEngine
-from aifs.meta.publishing import ANY_SIZE, Member, Pending, Publication
+from aifs.meta.publishing import ANY_SIZE, Asker, Kept, Member, Pending, Publication
 from aifs.meta.records import Inode
 from aifs.vfs.publishing import barrier
 
 ROOT, DIRECTORY = keys.ROOT_INO, 0o40755
 numbers = st.integers(0, 1 << 62)
+ids = st.integers(0, (1 << 32) - 1)
+askers = st.builds(
+    Asker, ids, st.lists(ids, min_size=1, max_size=5).map(tuple), st.just(0), st.just(0)
+)
 
 
 @given(
@@ -22,6 +26,7 @@ numbers = st.integers(0, 1 << 62)
         st.none() | numbers,
         numbers,
         st.binary(max_size=255),
+        st.none() | askers,
     )
 )
 def test_a_mark_is_read_back(mark: Pending) -> None:
@@ -38,9 +43,16 @@ def test_a_member_is_read_back(member: Member) -> None:
     assert publishing.decode_member(member.encode()) == member
 
 
+@given(st.text(), askers)
+def test_what_is_kept_is_read_back(policy: str, asker: Asker) -> None:
+    kept = Kept(policy, asker)
+    assert publishing.decode_kept(kept.encode()) == kept
+
+
 @given(st.binary(max_size=60))
 def test_damage_is_told(record: bytes) -> None:
-    for decode in (publishing.decode_pending, publishing.decode_member):
+    decoders = publishing.decode_pending, publishing.decode_member, publishing.decode_kept
+    for decode in decoders:
         try:
             decode(record)
         except Unavailable:
@@ -50,6 +62,14 @@ def test_damage_is_told(record: bytes) -> None:
 def test_the_records_stay_as_they_are() -> None:
     assert Pending(8, 100, 5, b"j").encode().hex() == "0108000000640000000000000005000000000000006a"
     assert Pending(1, None, 0).encode().hex() == "0101000000ffffffffffffffff0000000000000000"
+    asker = Asker(1000, (1000, 7))
+    assert Pending(1, None, 0, b"j", asker).encode().hex() == (
+        "0201000000ffffffffffffffff0000000000000000e80300000200e8030000070000006a"
+    )
+    assert Kept("last=1", asker).encode().hex() == (
+        "02e80300000200e803000007000000" + b"last=1".hex()
+    )
+    assert publishing.decode_kept(b"last=1") == Kept("last=1", None)  # of an earlier version
     assert Member(5, ((b"ab", 3),)).encode().hex() == "010500000000000000030000000000000002006162"
     assert (
         keys.pending(5).hex() == "700000000000000005"

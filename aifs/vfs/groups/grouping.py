@@ -1,16 +1,16 @@
 """Groups as programs reach them by ioctl: the kernel has not checked that the caller may."""
 
-import stat
 from typing import NamedTuple
 
+from aifs.core import ioctl
 from aifs.core.errors import Busy, Invalid
-from aifs.core.ioctl import GROUP_STATES
+from aifs.core.ioctl import GROUP_STATES, Command
 from aifs.meta import namespace, publishing
 from aifs.meta.groups import Options
-from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Dentry
+from aifs.vfs import rights
 from aifs.vfs.groups.group_hints import SUMS, report_of
-from aifs.vfs.publishing import pending, permissions
+from aifs.vfs.publishing import pending
 from aifs.vfs.publishing.publish import Publishing
 from aifs.vfs.store import Store
 from aifs.vfs.types import CallerLike
@@ -47,7 +47,7 @@ class Grouping(Publishing):
 
     async def begin_group(self, ino: int, options: Options, caller: CallerLike) -> int:
         """Its id. Raises as Groups.begin, AccessDenied, ReadOnly."""
-        await self._require_may_change(ino, caller)
+        await self._require_may_change(ioctl.AIFS_IOC_GROUP_CREATE, ino, caller)
         if (
             options.publish
             and not options.explicit
@@ -59,13 +59,13 @@ class Grouping(Publishing):
         return (await self.groups.begin(ino, options, caller)).record.id
 
     async def join_group(self, ino: int, group_id: int, rank: int, caller: CallerLike) -> None:
-        await self._require_may_change(ino, caller)
+        await self._require_may_change(ioctl.AIFS_IOC_GROUP_JOIN, ino, caller)
         await self.groups.join(ino, group_id, rank, caller)
 
     async def commit_group(
         self, ino: int, group_id: int, rank: int, caller: CallerLike, file: bytes = b""
     ) -> None:
-        await self._require_may_change(ino, caller)
+        await self._require_may_change(ioctl.AIFS_IOC_GROUP_COMMIT, ino, caller)
         await self.groups.commit(ino, group_id, rank, file)
 
     async def wait_group(
@@ -78,7 +78,7 @@ class Grouping(Publishing):
         await self.groups.wait(ino, group_id, durable, timeout_s)
 
     async def cancel_group(self, ino: int, group_id: int, reason: str, caller: CallerLike) -> None:
-        await self._require_may_change(ino, caller)
+        await self._require_may_change(ioctl.AIFS_IOC_GROUP_CANCEL, ino, caller)
         await self.groups.cancel(ino, group_id, reason)
 
     async def query_group(self, ino: int, group_id: int) -> GroupState:
@@ -107,9 +107,9 @@ class Grouping(Publishing):
         if mark is not None:
             await self.groups.committed_pending(ino, rank, mark.ranks)
 
-    async def _require_may_change(self, ino: int, caller: CallerLike) -> None:
+    async def _require_may_change(self, command: Command, ino: int, caller: CallerLike) -> None:
         self.require_writable()
-        await self._engine.view(_require_may_write, ino, caller)
+        rights.IOCTLS[command](await self._engine.view(namespace.get_directory, ino), caller)
 
     async def _make_durable(self, dentry: Dentry, new_parent: int) -> list[int]:
         """A pending directory is not published, either, with files whose sizes its group does not allow."""
@@ -133,11 +133,3 @@ class Grouping(Publishing):
             return False
         await pending.commit(self, ino, rank, None, again=True)
         return True
-
-
-def _require_may_write(tx: ReadTransaction, ino: int, caller: CallerLike) -> None:
-    """As for an extended attribute: of a sticky directory its owner alone may change them."""
-    directory = namespace.get_directory(tx, ino)
-    permissions.require_may(directory, caller, permissions.WRITE)
-    if directory.mode & stat.S_ISVTX:
-        permissions.require_owner(directory, caller)

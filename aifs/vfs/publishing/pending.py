@@ -21,6 +21,7 @@ from aifs.meta.publishing import ANY_SIZE, Member, Pending, Publication
 from aifs.meta.records import Dentry, Inode
 from aifs.vfs.io.file_io import FileIO
 from aifs.vfs.io.writeback import WriteBack
+from aifs.vfs.publishing import permissions
 from aifs.vfs.publishing.barrier import sync_below, sync_files
 from aifs.vfs.store import Store
 from aifs.vfs.types import SIZE_MAX, CallerLike
@@ -51,7 +52,7 @@ async def put(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
     """``ranks=8,step=100,job=NAME`` marks a directory, '' takes the mark away. Raises Invalid, NotADirectory,
     NotFound."""
     if not text:
-        await remove(fs, ino, caller)
+        await remove(fs, ino)
         return
     values: dict[str, str] = {}
     for item in text.split(","):
@@ -68,7 +69,8 @@ async def put(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
         raise Invalid(
             f"pending: there are 1 to {publishing.RANKS_MAX} ranks, and a job's name has up to {_JOB_MAX} bytes"
         )
-    await fs.store.engine.transact(publishing.mark, ino, Pending(ranks, step, time.time_ns(), job))
+    mark = Pending(ranks, step, time.time_ns(), job, permissions.asker_of(caller))
+    await fs.store.engine.transact(publishing.mark, ino, mark)
 
 
 def _number(what: str, text: str, most: int) -> int:
@@ -77,7 +79,7 @@ def _number(what: str, text: str, most: int) -> int:
     return int(text)
 
 
-async def remove(fs: Host, ino: int, caller: CallerLike) -> None:
+async def remove(fs: Host, ino: int) -> None:
     """Abandon: the mark and all commits go, the files stay. Raises NoAttribute."""
     await fs.store.engine.transact(publishing.abandon, ino)
     fs.refused.pop(ino, None)
@@ -232,7 +234,7 @@ async def publish_as(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
     }
     way, _, name = values.pop("final", b"").rpartition(b"/")
     parent = await fs.store.engine.view(
-        _walk, ino, way, os.fsencode(asked.get("final", "")).startswith(b"/")
+        _walk, ino, way, os.fsencode(asked.get("final", "")).startswith(b"/"), caller
     )
     await fs.publish(Publication(ino, parent, name, **values), caller)
 
@@ -248,12 +250,14 @@ _PUBLISH_AS = {
 }
 
 
-def _walk(tx: ReadTransaction, ino: int, way: bytes, absolute: bool) -> int:
-    """The directory that ``way`` leads to. Raises NotFound, NotADirectory: also for a symlink."""
+def _walk(tx: ReadTransaction, ino: int, way: bytes, absolute: bool, caller: CallerLike) -> int:
+    """The directory that ``way`` leads to. Raises NotFound, NotADirectory: also for a symlink; AccessDenied for one that
+    ``caller`` may not search, whatever it holds."""
     place = namespace.get_directory(
         tx, keys.ROOT_INO if absolute else namespace.get_directory(tx, ino).parent
     )
     for name in way.split(b"/"):
+        permissions.require_may(place, caller, permissions.SEARCH)
         if name == b"..":
             place = namespace.get_directory(tx, place.parent)
         elif name not in (b"", b"."):

@@ -10,6 +10,7 @@ from aifs.core.errors import AccessDenied, NotPermitted
 from aifs.meta import acl, namespace
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import ReadTransaction
+from aifs.meta.publishing import Asker
 from aifs.meta.records import Inode
 from aifs.vfs.types import CallerLike
 
@@ -20,15 +21,14 @@ def require_may(directory: Inode, caller: CallerLike, wanted: int = WRITE | SEAR
     """Raises AccessDenied unless mode and ACL of ``directory`` give ``caller`` all of ``wanted``."""
     if caller.uid == 0:
         return
-    groups = {caller.gid, *_groups(caller.pid)}
     of = (directory.acl, directory.mode, directory.uid, directory.gid)
-    if not acl.granted(*of, caller.uid, groups, wanted):
+    if not acl.granted(*of, caller.uid, groups_of(caller), wanted):
         raise AccessDenied()
 
 
 def is_member(gid: int, caller: CallerLike) -> bool:
     """Whether ``caller`` is of this group, or root."""
-    return caller.uid == 0 or caller.gid == gid or gid in _groups(caller.pid)
+    return caller.uid == 0 or gid in groups_of(caller)
 
 
 def require_may_remove(directory: Inode, inode: Inode, caller: CallerLike) -> None:
@@ -38,6 +38,12 @@ def require_may_remove(directory: Inode, inode: Inode, caller: CallerLike) -> No
         raise NotPermitted(
             "the directory is sticky, and neither it nor what is named is the caller's"
         )
+
+
+def require_may_remove_tree(directory: Inode, inode: Inode, caller: CallerLike) -> None:
+    """As ``require_may_remove``, of a directory with all that lies below: who owns it may, whoever owns what lies below."""
+    require_may_remove(directory, inode, caller)
+    require_owner(inode, caller)
 
 
 def require_reach(tx: ReadTransaction, directory: Inode, caller: CallerLike) -> None:
@@ -54,6 +60,18 @@ def require_owner(inode: Inode, caller: CallerLike) -> None:
     """Raises NotPermitted unless ``caller`` owns the inode, or is root."""
     if caller.uid not in (0, inode.uid):
         raise NotPermitted("only its owner and root may do this")
+
+
+def asker_of(caller: CallerLike) -> Asker:
+    """The caller, for the record."""
+    return Asker(caller.uid, (caller.gid, *sorted(groups_of(caller) - {caller.gid})))
+
+
+def groups_of(caller: CallerLike) -> set[int]:
+    """All that ``caller`` is a member of."""
+    if isinstance(caller, Asker):
+        return set(caller.gids)
+    return {caller.gid, *_groups(caller.pid)}
 
 
 def _groups(pid: int) -> set[int]:

@@ -8,14 +8,16 @@ directory (``pending``) gets its final name only when all of its members have co
 import time
 from collections.abc import Awaitable, Callable, Iterable
 
-from aifs.core import faults
+from aifs.core import faults, ioctl
 from aifs.core.errors import Busy, FsError, ReadOnly
+from aifs.core.ioctl import Command
 from aifs.core.log import logger
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.meta import namespace, publishing
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.publishing import Publication, Published
 from aifs.meta.records import Dentry
+from aifs.vfs import rights
 from aifs.vfs.names import Names
 from aifs.vfs.publishing import pending, permissions
 from aifs.vfs.publishing.barrier import sync_below
@@ -140,7 +142,7 @@ class Publishing(Names):
         """A rank commits its part of a pending directory (pending.commit). The kernel has not checked that it
         may write there."""
         self.require_writable()
-        await self._engine.view(_require_may_write, ino, caller)
+        await self.require_may(ioctl.AIFS_IOC_COMMIT, ino, caller)
         await pending.commit(
             self, ino, rank, None, pending.path_below(listing) if listing else b"", again
         )
@@ -162,6 +164,11 @@ class Publishing(Names):
                 self._refuse(dentry.ino, error)
                 raise
         return published
+
+    async def require_may(self, command: Command, ino: int, caller: CallerLike) -> None:
+        """For ioctls, of which the kernel checks nothing. Raises NotFound, AccessDenied, NotPermitted."""
+        inode = await self._engine.view(namespace.get_inode, ino)
+        rights.IOCTLS[command](inode, caller)
 
     def require_writable(self) -> None:
         """Raises ReadOnly. For requests that the kernel lets pass on a read-only mount."""
@@ -194,10 +201,6 @@ async def _nobody_knows(names: Iterable[tuple[int, bytes]]) -> None:
     """There is no kernel."""
 
 
-def _require_may_write(tx: ReadTransaction, ino: int, caller: CallerLike) -> None:
-    permissions.require_may(namespace.get_directory(tx, ino), caller, permissions.WRITE)
-
-
 def _publish(
     tx: Transaction, what: Publication, caller: CallerLike, ids: tuple[int, int, int, int], now: int
 ) -> Published:
@@ -221,6 +224,7 @@ def require_may_publish(tx: ReadTransaction, what: Publication, caller: CallerLi
     for name in filter(None, (what.name, what.latest, what.tracker)):
         there = publishing.find(tx, what.parent, name)
         if there is not None and there.ino != inode.ino:
-            permissions.require_may_remove(parent, there, caller)
             if there.is_dir and what.replace:
-                permissions.require_owner(there, caller)
+                permissions.require_may_remove_tree(parent, there, caller)
+            else:
+                permissions.require_may_remove(parent, there, caller)

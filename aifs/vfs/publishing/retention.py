@@ -2,7 +2,8 @@
 pending directories.
 
 The decision is a pure function (core/retention.py); what goes is put into the trash as a whole, in a
-transaction that looks once more whether it is still what was decided about.
+transaction that looks once more whether it is still what was decided about, and whether who has asked for it (who set
+the policy, who marked the directory) may remove it now.
 """
 
 import stat
@@ -13,16 +14,17 @@ import trio
 
 from aifs.core import retention
 from aifs.core.config import Config
-from aifs.core.errors import FsError, Invalid, NotFound, Unavailable
+from aifs.core.errors import AccessDenied, FsError, Invalid, NotFound, NotPermitted, Unavailable
 from aifs.core.log import logger
 from aifs.core.retention import Checkpoint, Keep
 from aifs.meta import keys, namespace, publishing, trash
 from aifs.meta.kv import Engine, ReadTransaction, Transaction, grows
+from aifs.meta.publishing import Asker, Kept, decode_kept
 from aifs.meta.records import Inode
 from aifs.vfs.io.file_io import FileIO
 from aifs.vfs.publishing import manifests, permissions
 from aifs.vfs.publishing.trash import Trash
-from aifs.vfs.types import ROOT, CallerLike
+from aifs.vfs.types import CallerLike
 
 _log = logger(__name__)
 
@@ -54,16 +56,13 @@ class Retention:
         self._kept.update(await self._engine.view(_all_kept))
 
     async def set_policy(self, ino: int, text: str, caller: CallerLike) -> None:
-        """Set the policy of a directory, '' to remove it; it counts from now on.
-
-        Root's hand removes what others own, so it takes the directory's owner, or root. Raises Invalid,
-        NotPermitted.
-        """
+        """Set the policy of a directory, '' to remove it; it counts from now on, and removes what ``caller`` may
+        remove. Raises Invalid, NotFound, NotADirectory."""
         try:
             policy = retention.format_keep(retention.parse_keep(text)) if text else ""
         except ValueError as error:
             raise Invalid(str(error)) from None
-        await self._engine.transact(_put_policy, ino, policy.encode(), caller)
+        await self._engine.transact(_put_policy, ino, Kept(policy, permissions.asker_of(caller)))
         if policy:
             self._kept.add(ino)
             self.shown(ino)
@@ -72,7 +71,8 @@ class Retention:
 
     async def policy_of(self, ino: int) -> str:
         """The policy of a directory, '' if it has none."""
-        return (await self._engine.view(_get_policy, ino)).decode()
+        kept = await self._engine.view(_get_kept, ino)
+        return "" if kept is None else kept.policy
 
     # --- what is done ---
 
@@ -105,21 +105,21 @@ class Retention:
 
     async def enforce(self, ino: int) -> None:
         """Remove what the policy of the directory ``ino`` does not keep."""
-        text = await self.policy_of(ino)
-        if not text:  # or the directory is gone
+        kept = await self._engine.view(_get_kept, ino)
+        if kept is None:  # or the directory is gone
             self._kept.discard(ino)
             return
         try:
-            keep = retention.parse_keep(text)
+            keep = retention.parse_keep(kept.policy)
         except ValueError as error:
             raise Unavailable(f"inode {ino}: its policy of retention is damaged: {error}") from None
         inodes, checkpoints = await self._survey(ino, keep)
         for going in await self._decide(inodes, checkpoints, keep):
-            if await self._remove(ino, going.name, inodes[going.name]):
+            if await self._remove(_doom_old, ino, going.name, inodes[going.name]):
                 _log.info(
                     "checkpoint %r is removed: %s keeps others",
                     going.name.decode("utf-8", "replace"),
-                    text,
+                    kept.policy,
                 )
 
     async def _decide(
@@ -141,7 +141,7 @@ class Retention:
         return going
 
     async def remove_abandoned(self) -> None:
-        """Remove pending directories in which nothing has happened for long."""
+        """Remove pending directories in which nothing has happened for long, if who marked them may remove them."""
         if not self._abandoned_after_s:
             return
         in_use = await self._directories_in_use()
@@ -151,7 +151,7 @@ class Retention:
             if (
                 place is not None
                 and ino not in in_use
-                and await self._remove(*place, ino, since_ns)
+                and await self._remove(_doom_idle, *place, ino, since_ns)
             ):
                 _log.info(
                     "pending directory %r is removed: nobody went on with it",
@@ -159,9 +159,12 @@ class Retention:
                 )
 
     async def _remove(
-        self, parent: int, name: bytes, ino: int, idle_since_ns: int | None = None
+        self, doom: Callable[..., Inode | None], parent: int, name: bytes, ino: int, *more: int
     ) -> bool:
-        inode = await self._engine.transact(_doom, parent, name, ino, idle_since_ns, time.time_ns())
+        try:
+            inode = await self._engine.transact(doom, parent, name, ino, time.time_ns(), *more)
+        except NotFound:
+            return False
         if inode is None:
             return False
         self._trash.take(inode)
@@ -178,13 +181,13 @@ class Retention:
         slices."""
         in_use, pointed, found, cookie = await self._directories_in_use(), set(), [], 0
         while places := await self._engine.view(_list, directory, cookie):
-            for name, inode, cookie, pending, has_manifest in places:
+            for name, inode, cookie, pending, has_manifest, is_theirs in places:
                 if stat.S_ISLNK(inode.mode):
                     pointed.update(inode.data.split(b"/"))  # it may lead to a file in a checkpoint
                 elif not inode.is_dir or name.startswith(b"."):
                     continue
                 elif pending or has_manifest or retention.step_of(name) is not None:
-                    found.append((name, inode, cookie, pending))
+                    found.append((name, inode, cookie, pending, is_theirs))
             await trio.lowlevel.checkpoint()
         checkpoints = [
             Checkpoint(
@@ -193,12 +196,12 @@ class Retention:
                 inode.mtime_ns,
                 await self._bytes_below(inode.ino) if keep.bytes else 0,
                 not pending,
-                inode.ino in in_use or name in pointed,
+                is_theirs or inode.ino in in_use or name in pointed,
                 place,
             )
-            for name, inode, place, pending in found
+            for name, inode, place, pending, is_theirs in found
         ]
-        return {name: inode.ino for name, inode, _, _ in found}, checkpoints
+        return {name: inode.ino for name, inode, *_ in found}, checkpoints
 
     async def _bytes_below(self, top: int) -> int:
         total, directories = 0, [top]
@@ -231,16 +234,17 @@ def _careful_clock() -> Callable[[], int]:
 
 
 @grows
-def _put_policy(tx: Transaction, ino: int, policy: bytes, caller: CallerLike) -> None:
-    permissions.require_owner(namespace.get_directory(tx, ino), caller)
-    if policy:
-        tx.put(keys.retention(ino), policy)
+def _put_policy(tx: Transaction, ino: int, kept: Kept) -> None:
+    namespace.get_directory(tx, ino)
+    if kept.policy:
+        tx.put(keys.retention(ino), kept.encode())
     else:
         tx.delete(keys.retention(ino))
 
 
-def _get_policy(tx: ReadTransaction, ino: int) -> bytes:
-    return tx.get(keys.retention(ino)) or b""
+def _get_kept(tx: ReadTransaction, ino: int) -> Kept | None:
+    record = tx.get(keys.retention(ino))
+    return None if record is None else decode_kept(record)
 
 
 def _all_kept(tx: ReadTransaction) -> list[int]:
@@ -274,9 +278,10 @@ def _find_idle(tx: ReadTransaction, ino: int, since_ns: int) -> tuple[int, bytes
 
 def _list(
     tx: ReadTransaction, directory: int, cookie: int
-) -> list[tuple[bytes, Inode, int, bool, bool]]:
-    """Entries as (name, inode, cookie, is it pending, does it hold a manifest)."""
+) -> list[tuple[bytes, Inode, int, bool, bool, bool]]:
+    """Entries as (name, inode, cookie, is it pending, does it hold a manifest, must who set the policy let it be)."""
     entries = namespace.list_directory(tx, directory, cookie, _ENTRIES)
+    asker = _policy_setter(tx, directory)
     return [
         (
             name,
@@ -284,6 +289,7 @@ def _list(
             place,
             inode.is_dir and tx.get(keys.pending(inode.ino)) is not None,
             inode.is_dir and tx.get(keys.dentry(inode.ino, manifests.NAME)) is not None,
+            inode.is_dir and (asker is None or not _may_remove(tx, inode, asker)),
         )
         for name, inode, place in entries
     ]
@@ -299,15 +305,44 @@ def _add_ancestors(tx: ReadTransaction, ino: int, found: set[int]) -> None:
         ino = inode.parent
 
 
-def _doom(
-    tx: Transaction, parent: int, name: bytes, ino: int, idle_since_ns: int | None, now: int
+def _doom_old(tx: Transaction, parent: int, name: bytes, ino: int, now: int) -> Inode | None:
+    """Put a checkpoint into the trash, if it still has the name."""
+    return _doom(tx, parent, name, ino, now, _policy_setter(tx, parent))
+
+
+def _doom_idle(
+    tx: Transaction, parent: int, name: bytes, ino: int, now: int, since_ns: int
 ) -> Inode | None:
-    """Put the directory into the trash, if it still has the name, and is pending and idle if it has to be."""
+    """Put a pending directory into the trash, if it still has the name, and nothing has happened in it since."""
+    if _find_idle(tx, ino, since_ns) is None:
+        return None
+    return _doom(tx, parent, name, ino, now, publishing.get_pending(tx, ino).asker)
+
+
+def _doom(
+    tx: Transaction, parent: int, name: bytes, ino: int, now: int, asker: Asker | None
+) -> Inode | None:
+    there = publishing.find(tx, parent, name)
+    if asker is None or there is None or there.ino != ino:
+        return None
+    return trash.doom(tx, parent, name, now, asker.uid) if _may_remove(tx, there, asker) else None
+
+
+def _may_remove(tx: ReadTransaction, inode: Inode, asker: Asker) -> bool:
+    """Whether who asked for it may remove the directory with all that lies below, as `aifs rm -r` would."""
     try:
-        if idle_since_ns is not None and _find_idle(tx, ino, idle_since_ns) is None:
-            return None
-        if namespace.get_dentry(tx, parent, name).ino == ino:
-            return trash.doom(tx, parent, name, now, ROOT.uid)
-    except NotFound:
-        pass
-    return None
+        parent = namespace.get_directory(tx, inode.parent)
+        permissions.require_may_remove_tree(parent, inode, asker)
+        permissions.require_reach(tx, parent, asker)
+    except (AccessDenied, NotPermitted):
+        return False
+    return True
+
+
+def _policy_setter(tx: ReadTransaction, ino: int) -> Asker | None:
+    """Who removes what the policy of a directory does not keep."""
+    kept = _get_kept(tx, ino)
+    if kept is None or kept.asker is not None:
+        return None if kept is None else kept.asker
+    directory = namespace.find_inode(tx, ino)
+    return None if directory is None else Asker(directory.uid, (directory.gid,))

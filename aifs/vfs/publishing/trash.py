@@ -179,6 +179,5 @@ def _doom(tx: Transaction, parent: int, name: bytes, caller: CallerLike, now: in
     inode = namespace.lookup(tx, parent, name)
     if not inode.is_dir:
         raise NotADirectory()
-    permissions.require_may_remove(namespace.get_directory(tx, parent), inode, caller)
-    permissions.require_owner(inode, caller)
+    permissions.require_may_remove_tree(namespace.get_directory(tx, parent), inode, caller)
     return trash.doom(tx, parent, name, now, caller.uid)

@@ -15,7 +15,7 @@ import trio
 from aifs.burst.transfer import Limiter
 from aifs.core import faults
 from aifs.core.config import Config
-from aifs.core.errors import FsError, Invalid, NotPermitted, ReadOnly
+from aifs.core.errors import FsError, Invalid, ReadOnly
 from aifs.core.log import logger
 from aifs.core.units import parse_size
 from aifs.data.servers import Servers
@@ -349,9 +349,7 @@ class Host(Protocol):
 
 async def order(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
     """What is set as the hint ``user.aifs.scrub``: ``stop``, or ``start[,no-repair][,bandwidth=SIZE]``. Raises Invalid,
-    NotPermitted, ReadOnly."""
-    if ino != keys.ROOT_INO or caller.uid != 0:
-        raise NotPermitted("for root alone, of the root directory")
+    ReadOnly."""
     if fs.read_only:
         raise ReadOnly()
     verb, *options = text.split(",")

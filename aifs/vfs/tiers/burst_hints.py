@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import trio
 
 from aifs.burst.tier import BurstTier
-from aifs.core.errors import Busy, Invalid, NoAttribute, NotPermitted, NotSupported, TimedOut
+from aifs.core.errors import Busy, Invalid, NoAttribute, NotSupported, TimedOut
 from aifs.meta import keys, namespace
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode, decode_burst
@@ -223,8 +223,8 @@ async def drain_below(fs: Host, ino: int) -> None:
 
 
 async def stage(fs: Host, ino: int, caller: CallerLike) -> None:
-    """Bring a file into the burst tier in the background. Raises NotPermitted, Invalid, NotSupported."""
-    inode = await _own_file(fs, ino, caller)
+    """Bring a file into the burst tier in the background. Raises Invalid, NotSupported."""
+    inode = await _file(fs, ino)
     if state_of(inode, None) == "clean":
         if not fs.tier.has_devices:
             raise NotSupported("the store has no burst tier")
@@ -232,8 +232,8 @@ async def stage(fs: Host, ino: int, caller: CallerLike) -> None:
 
 
 async def evict(fs: Host, ino: int, caller: CallerLike) -> None:
-    """Give up the clean copy of a file. Raises NotPermitted, Invalid; Busy if it is dirty, pinned, open or needed."""
-    inode = await _own_file(fs, ino, caller)
+    """Give up the clean copy of a file. Raises Invalid; Busy if it is dirty, pinned, open or needed."""
+    inode = await _file(fs, ino)
     if inode.in_burst:
         raise Busy("its newest bytes are in the burst tier alone; drain it first")
     if inode.copy is None:
@@ -246,10 +246,8 @@ async def evict(fs: Host, ino: int, caller: CallerLike) -> None:
         raise Busy(reason if needed else "it is open")
 
 
-async def _own_file(fs: Host, ino: int, caller: CallerLike) -> Inode:
+async def _file(fs: Host, ino: int) -> Inode:
     inode = await fs.getattr(ino)
-    if caller.uid not in (0, inode.uid):
-        raise NotPermitted("only root and the owner may move a file between the tiers")
     if not inode.is_file:
         raise Invalid("only regular files can be moved between the tiers")
     return inode

@@ -1,0 +1,123 @@
+"""Who may read and set which hint (vfs/hints.py), and who may call which ioctl: one table.
+
+The kernel checks extended attributes before it asks, by mode alone, and ioctls not at all. So all is decided here, by the
+inode that the request names. Where a request concerns names besides, the transaction that changes them checks those as
+well (publishing/permissions.py); the table says so. What the daemon removes later because somebody has asked for it, it
+removes with that one's rights at that time (``publishing.Asker``), never with its own.
+"""
+
+import stat
+from collections.abc import Callable
+from typing import NamedTuple
+
+from aifs.core import ioctl
+from aifs.core.errors import NoAttribute, NotPermitted
+from aifs.core.ioctl import Command
+from aifs.meta.keys import ROOT_INO
+from aifs.meta.records import Inode
+from aifs.vfs.publishing.permissions import READ, WRITE, require_may, require_owner
+from aifs.vfs.types import CallerLike
+
+Rule = Callable[[Inode, CallerLike], None]
+"""Raises AccessDenied, NotPermitted or NoAttribute for who may not."""
+
+
+def anybody(inode: Inode, caller: CallerLike) -> None:
+    """Who has it open, for whatever."""
+
+
+def reader(inode: Inode, caller: CallerLike) -> None:
+    require_may(inode, caller, READ)
+
+
+def writer(inode: Inode, caller: CallerLike) -> None:
+    """As xattr(7) has it: write permission, and of a sticky directory its owner alone."""
+    require_may(inode, caller, WRITE)
+    if inode.is_dir and inode.mode & stat.S_ISVTX:
+        require_owner(inode, caller)
+
+
+def owner(inode: Inode, caller: CallerLike) -> None:
+    """The owner, or root: of what decides about other people's files, now or later."""
+    require_owner(inode, caller)
+
+
+def root(inode: Inode, caller: CallerLike) -> None:
+    """The root user, on the mount's root."""
+    if inode.ino != ROOT_INO or caller.uid != 0:
+        raise NotPermitted("it is for the root user, on the mount's root directory")
+
+
+def top(inode: Inode, caller: CallerLike) -> None:
+    """Readers of the mount's root; it is there alone."""
+    if inode.ino != ROOT_INO:
+        raise NoAttribute()
+    reader(inode, caller)
+
+
+def unreadable(inode: Inode, caller: CallerLike) -> None:
+    raise NoAttribute()
+
+
+def unchangeable(inode: Inode, caller: CallerLike) -> None:
+    raise NotPermitted("this hint cannot be set")
+
+
+class Right(NamedTuple):
+    """Who may read a hint; who may set and remove it."""
+
+    read: Rule
+    change: Rule
+
+
+HINTS: dict[bytes, Right] = {
+    b"user.aifs.layout": Right(reader, owner),
+    b"user.aifs.tier": Right(reader, owner),
+    b"user.aifs.expected_size": Right(reader, owner),
+    b"user.aifs.publish": Right(reader, owner),
+    b"user.aifs.state": Right(reader, unchangeable),
+    b"user.aifs.drain": Right(reader, writer),
+    b"user.aifs.stage": Right(unreadable, owner),
+    b"user.aifs.evict": Right(unreadable, owner),
+    b"user.aifs.remove": Right(unreadable, writer),  # and permissions.require_may_remove_tree
+    b"user.aifs.pending": Right(reader, owner),
+    b"user.aifs.commit": Right(unreadable, writer),
+    b"user.aifs.publish-as": Right(unreadable, anybody),  # but publish.require_may_publish
+    b"user.aifs.keep": Right(reader, owner),
+    b"user.aifs.group": Right(reader, writer),
+    b"user.aifs.group.ID": Right(reader, unchangeable),
+    b"user.aifs.group.commit": Right(unreadable, writer),
+    b"user.aifs.info": Right(reader, unchangeable),
+    b"user.aifs.status": Right(top, unchangeable),
+    b"user.aifs.servers": Right(top, unchangeable),
+    b"user.aifs.scrub": Right(top, root),
+    b"user.aifs.atime": Right(unreadable, root),
+    b"user.aifs.backup": Right(unreadable, root),
+    b"user.aifs.server-add": Right(unreadable, root),
+    b"user.aifs.burst-add": Right(unreadable, root),
+    b"user.aifs.server-drain": Right(unreadable, root),
+    b"user.aifs.server-replace": Right(unreadable, root),
+    b"user.aifs.server-remove": Right(unreadable, root),
+}
+
+IOCTLS: dict[Command, Rule] = {
+    ioctl.AIFS_IOC_VERSION: anybody,
+    ioctl.AIFS_IOC_DRAIN: writer,
+    ioctl.AIFS_IOC_REMOVE_TREE: anybody,  # but permissions.require_may_remove_tree
+    ioctl.AIFS_IOC_PUBLISH: anybody,  # but publish.require_may_publish
+    ioctl.AIFS_IOC_COMMIT: writer,
+    ioctl.AIFS_IOC_GROUP_CREATE: writer,
+    ioctl.AIFS_IOC_GROUP_JOIN: writer,
+    ioctl.AIFS_IOC_GROUP_COMMIT: writer,
+    ioctl.AIFS_IOC_GROUP_WAIT: anybody,
+    ioctl.AIFS_IOC_GROUP_CANCEL: writer,
+    ioctl.AIFS_IOC_GROUP_QUERY: anybody,
+}
+
+_NONE = Right(unreadable, unchangeable)
+
+
+def of_hint(name: bytes) -> Right:
+    """That of a hint that does not exist lets nobody do anything."""
+    is_numbered = name.startswith(b"user.aifs.group.") and name[16:].isdigit()
+    return HINTS.get(b"user.aifs.group.ID" if is_numbered else name, _NONE)
