@@ -49,7 +49,12 @@ def backup_command(source: str, directory: str) -> None:
         back_up(loaded, directory)
     except StoreBusy:
         owner = read_owner(loaded.meta.directory)
-        if owner is None or not owner.mountpoint or owner.host != socket.gethostname():
+        if (
+            owner is None
+            or owner.closed
+            or not owner.mountpoint
+            or owner.host != socket.gethostname()
+        ):
             raise
         _ask(owner.mountpoint, directory)
 

@@ -68,19 +68,21 @@ def read_status(mountpoint: str) -> dict[str, Any]:
         ) from None
 
 
-def unmount(mountpoint: str, lazy: bool = False) -> None:
+def unmount(mountpoint: str, lazy: bool = False, limit_s: float | None = None) -> bool:
     """Take the mount away; ``lazy``: now, though its users may go on until they are done. MountError.
 
-    By umount(8) without helpers, which also forgets what ``register`` noted; by FUSE's own if not root.
+    By umount(8) without helpers, which also forgets what ``register`` noted; by FUSE's own if not root. False if the system
+    is still busy with it after ``limit_s``: it first hands over what programs have mapped and changed.
     """
     if os.geteuid() == 0:
-        done = _run(
-            "umount", "--internal-only", "--no-canonicalize", *["--lazy"] * lazy, mountpoint
-        )
+        command = ["umount", "--internal-only", "--no-canonicalize", *["--lazy"] * lazy]
     else:
-        done = _run("fusermount3", "-u", *["-z"] * lazy, "--", mountpoint)
+        command = ["fusermount3", "-u", *["-z"] * lazy, "--"]
+    done = _run(*command, mountpoint, limit_s=limit_s)
+    if done is None:
+        return False
     if done.returncode == 0:
-        return
+        return True
     if "busy" in done.stderr:
         raise MountError(f"{mountpoint}: is in use by {_describe_users(mountpoint)}")
     if "not found in" in done.stderr:  # fusermount3 looks for the caller's own mounts alone
@@ -110,11 +112,22 @@ def register(source: str, mountpoint: str) -> None:
             print_error(f"umount(8) will not wait for this mount's daemon: {done.stderr.strip()}")
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    english = {**os.environ, "LC_ALL": "C"}
-    return subprocess.run(
-        command, capture_output=True, text=True, errors="surrogateescape", env=english, check=False
+def _run(*command: str, limit_s: float | None = None) -> subprocess.CompletedProcess[str] | None:
+    """None, and the process is left alone, if it has not ended after ``limit_s``."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        errors="surrogateescape",
+        env={**os.environ, "LC_ALL": "C"},
     )
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def _describe_users(mountpoint: str) -> str:

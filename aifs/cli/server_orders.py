@@ -132,7 +132,7 @@ def _mount_of(config: Config, busy: StoreBusy) -> str:
     from aifs.vfs.owner import read_owner
 
     owner = read_owner(config.meta.directory)
-    if owner is None or not owner.mountpoint or owner.host != socket.gethostname():
+    if owner is None or owner.closed or not owner.mountpoint or owner.host != socket.gethostname():
         raise busy
     return owner.mountpoint
 

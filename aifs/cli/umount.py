@@ -2,49 +2,83 @@
 
 import os
 import select
+import signal
 import sys
-from typing import Any
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from aifs.cli.arguments import PATH
+from aifs.cli.arguments import DURATION, PATH
 from aifs.cli.drain import Left, drain, left
 from aifs.cli.output import print_error
-from aifs.core.errors import MountError, UserError
+from aifs.core.errors import MountError, TimeoutReached, UserError
+
+if TYPE_CHECKING:
+    from aifs.core.mountinfo import Mount
+    from aifs.vfs.owner import Owner
 
 NOTICE_S = 5.0
+_PAUSE_S = 0.5
+_ASK_S = 10.0  # what a mount that hangs may take to say something
+_END_S = 5.0  # what a process that was killed may take to end
 
+_SAFE = "what was acknowledged survives the end of the daemon; what fsync, syncfs or a publish acknowledged, a power cut, too"
+_LOCKED = "Until these calls end, or this host is started anew, the store cannot be mounted"
+_KERNEL = "the system hands over what programs have changed in memory that they have mapped"
 
 EPILOG = """
 \b
 Examples:
   aifs umount /mnt/store
   aifs umount /mnt/store --drain
-"""
+  aifs umount --force /mnt/store"""
 
 
 @click.command("umount", epilog=EPILOG)
 @click.argument("mountpoint", type=PATH)
 @click.option("-l", "--lazy", is_flag=True, help="Take it away now; do not wait for its users.")
 @click.option(
+    "-f",
+    "--force",
+    is_flag=True,
+    help="End it now, whatever its users and its servers do: kill the daemon. Nothing acknowledged is lost.",
+)
+@click.option(
     "--drain", "drain_first", is_flag=True, help="First wait until all is on the capacity tier."
 )
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=DURATION,
+    default="2min",
+    show_default=True,
+    help="Wait for the daemon no longer than that (exit code 7); it goes on.",
+)
 @click.option("-n", is_flag=True, hidden=True, expose_value=False)
-@click.option("-f", is_flag=True, hidden=True, expose_value=False)
 @click.option("-v", is_flag=True, hidden=True, expose_value=False)
 @click.option("-r", is_flag=True, hidden=True, expose_value=False)
 @click.option("-t", hidden=True, expose_value=False)
-def umount_command(mountpoint: str, lazy: bool, drain_first: bool) -> None:
+def umount_command(
+    mountpoint: str, lazy: bool, force: bool, drain_first: bool, timeout_s: float
+) -> None:
     """Unmount MOUNTPOINT.
 
     Returns when the daemon has ended: everything that was acknowledged is on stable storage by then. What the burst tier
     has not drained yet stays there, as safe as its devices are, and is drained after the next mount, or before
     with --drain.
     A mount whose daemon was killed is just taken away; what was acknowledged is found by the next mount. The same
-    goes, with an error, where the daemon could not write everything to its servers.
+    goes, with an error, where the daemon could not write everything to its servers. While a server does not answer, the
+    command says so.
+    With --force programs that use the mount get errors, and what they have changed in mapped memory and not synced is lost;
+    what was acknowledged is recovered by the next mount. That is refused as long as the system cannot end calls to a server.
     """
     from aifs.cli.mounts import is_dead, read_status, require_aifs, unmount
 
+    if force:
+        _end_now(mountpoint)
+        return
     path = require_aifs(mountpoint)
     os.chdir("/")  # do not be the one who keeps it busy
     if lazy or is_dead(path):
@@ -59,18 +93,101 @@ def umount_command(mountpoint: str, lazy: bool, drain_first: bool) -> None:
         raise MountError(
             f"{mountpoint}: its daemon (pid {pid}) runs where this process cannot wait for it; unmount there"
         ) from None
+    until_s = time.monotonic() + timeout_s
     try:
-        unmount(path)
-        if not select.select([daemon], [], [], NOTICE_S)[0]:
-            print_error(
-                f"waiting for the daemon (pid {pid}): it writes, or a container still has the mount"
-            )
-            select.select([daemon], [], [])
+        is_taken = unmount(path, limit_s=timeout_s)
+        closed = _wait(mountpoint, daemon, status, is_taken, until_s)
     finally:
         os.close(daemon)
     if undrained.files and sys.stdout.isatty():  # scripts compare what umount(8) prints: nothing
         print(f"in the burst tier alone until the next mount drains it: {undrained}")
-    _require_orderly_end(mountpoint, status)
+    if closed:
+        print_error(
+            f"everything is safe, but the daemon (pid {pid}) cannot end: {closed}. {_LOCKED}"
+        )
+    else:
+        _require_orderly_end(mountpoint, status)
+
+
+def _wait(
+    mountpoint: str, daemon: int, status: dict[str, Any], is_taken: bool, until_s: float
+) -> str:
+    """Until the daemon has ended, or has closed the store in order but cannot end: then why. Says what it waits for.
+
+    Raises TimeoutReached; MountError if the store could not be closed in order.
+    """
+    from aifs.vfs.owner import IN_ORDER
+
+    pid, said, closed_s = status["pid"], "", 0.0
+    notice_s = time.monotonic() + NOTICE_S
+    while not select.select([daemon], [], [], _PAUSE_S)[0]:
+        now_s = time.monotonic()
+        owner = _owner(status)
+        doing = owner.doing if owner is not None else ""
+        if owner is not None and owner.closed:
+            closed_s = closed_s or now_s
+            if now_s >= min(closed_s + _END_S, until_s):
+                if owner.closed == IN_ORDER:
+                    return doing
+                break
+        why = doing or ("it writes, or a container still has the mount" if is_taken else _KERNEL)
+        if now_s >= until_s:
+            raise TimeoutReached(
+                f"{mountpoint}: the daemon (pid {pid}) has not closed the store in time: {why}. It goes on; {_SAFE}. "
+                f"To end it now: kill -9 {pid}; the next mount recovers the store"
+            )
+        if now_s >= notice_s and why != said:
+            said = why
+            print_error(f"waiting for the daemon (pid {pid}): {why}")
+    return ""
+
+
+def _end_now(mountpoint: str) -> None:
+    """Take the mount away, kill the daemon, end what waits for it. Raises MountError if the system cannot end the daemon."""
+    from aifs.cli.mounts import require_aifs, unmount
+    from aifs.core import connections
+    from aifs.core.limits import within
+    from aifs.core.mountinfo import mounted_at
+
+    try:
+        path = within(_ASK_S, require_aifs, mountpoint)
+    except TimeoutError:
+        path = os.path.abspath(mountpoint)
+    os.chdir("/")
+    mount = mounted_at(path)
+    if mount is None:
+        raise MountError(f"{mountpoint}: no AIFS is mounted here")
+    pid = _daemon_of(mount)
+    connection = daemon = None
+    with suppress(OSError):  # then the daemon's end is that of the connection
+        connection = connections.open_abort(mount.device)
+    with suppress(OSError, TypeError):
+        daemon = os.pidfd_open(pid)
+    unmount(path, lazy=True)
+    if daemon is not None:
+        signal.pidfd_send_signal(daemon, signal.SIGKILL)
+    if connection is not None:
+        connections.abort(connection)
+    if daemon is not None and not select.select([daemon], [], [], _END_S)[0]:
+        raise MountError(
+            f"{mountpoint}: unmounted, and its daemon (pid {pid}) is killed, but the system cannot end calls that it has "
+            f"made to a server; {_SAFE}. {_LOCKED}"
+        )
+
+
+def _daemon_of(mount: "Mount") -> int | None:
+    """The pid of the daemon that serves the mount, also if it does not answer; None if nobody does, or that cannot be seen."""
+    from aifs.cli.mounts import read_status
+    from aifs.core import config
+    from aifs.core.limits import within
+    from aifs.vfs.owner import find_holder
+
+    try:
+        return within(_ASK_S, read_status, mount.mountpoint)["pid"]
+    except (OSError, MountError):
+        with suppress(OSError, UserError):
+            return find_holder(config.load(mount.source, {}).meta.directory)
+    return None
 
 
 def _drain(mountpoint: str) -> Left:
@@ -93,15 +210,28 @@ def _require_orderly_end(mountpoint: str, status: dict[str, Any]) -> None:
     Then the store's owner file still names it. That file may be out of reach for who is not root.
     """
     from aifs.core import config
+    from aifs.vfs.owner import IN_ORDER
+
+    owner = _owner(status)
+    if owner is not None and owner.closed != IN_ORDER:
+        log = config.load(status["source"], {}).log.file
+        raise MountError(
+            f"{mountpoint}: unmounted, but its daemon could not close the store in order, and its log {log} says why; "
+            f"{_SAFE}; the next mount recovers the store"
+        )
+
+
+def _owner(status: dict[str, Any]) -> "Owner | None":
+    """What the daemon that gave ``status`` has written of itself into its store, if it has not closed that in order."""
+    from aifs.core import config
     from aifs.vfs.owner import read_owner
 
     try:
-        loaded = config.load(status["source"], {})
-        owner = read_owner(loaded.meta.directory)
+        owner = read_owner(config.load(status["source"], {}).meta.directory)
     except (OSError, UserError):
-        return
-    if owner is not None and (owner.pid, owner.mountpoint) == (status["pid"], status["mountpoint"]):
-        raise MountError(
-            f"{mountpoint}: unmounted, but its daemon could not close the store in order, and its log "
-            f"{loaded.log.file} says why; what was acknowledged is recovered by the next mount"
-        )
+        return None
+    is_its = owner is not None and (owner.pid, owner.mountpoint) == (
+        status["pid"],
+        status["mountpoint"],
+    )
+    return owner if is_its else None

@@ -307,25 +307,33 @@ class Servers:
         """The same, with the space as it was last seen. Does not block."""
         return [_status(server, server.seen) for server in self._servers.values()]
 
-    def close(self) -> list[threading.Thread]:
-        """End the worker threads, when what they have been given is done; those that are still stuck with a data server that
-        hangs, which is logged. Blocks."""
-        stuck: list[threading.Thread] = []
+    def describe_waiting(self) -> str:
+        """Which servers have calls that have not ended; '' if none."""
+        servers = (*self._servers.values(), *self._removed)
+        return _describe({server: server.workers.outstanding for server in servers})
+
+    def close(self) -> tuple[list[threading.Thread], str]:
+        """End the worker threads, when what they have been given is done. Returns those that are still stuck with a server that
+        hangs, and words for that, which are logged. Blocks."""
+        stuck: dict[DataServer, list[threading.Thread]] = {}
         until_s = time.monotonic() + max(self._patience_s, _END_S)
         servers = (*self._servers.values(), *self._removed)
         for server in servers:
             server.workers.end()
         for server in servers:
-            left = server.workers.join(until_s if server.role == "data" else FOR_EVER)
-            if left:
-                _log.warning(
-                    "%s (%s) does not answer; %d calls to it are left",
-                    server.name,
-                    server.path,
-                    len(left),
-                )
-            stuck += left
-        return stuck
+            stuck[server] = server.workers.join(until_s if server.role == "data" else FOR_EVER)
+        words = _describe({server: len(threads) for server, threads in stuck.items()})
+        if words:
+            _log.warning("%s", words)
+        return [thread for threads in stuck.values() for thread in threads], words
+
+
+def _describe(calls: Mapping[DataServer, int]) -> str:
+    return ", ".join(
+        f"{server.name} ({server.path}) has not answered {count} call{'s' * (count != 1)}"
+        for server, count in calls.items()
+        if count
+    )
 
 
 def _status(server: DataServer, space: Space | None) -> dict[str, Any]:

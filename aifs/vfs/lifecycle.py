@@ -14,11 +14,12 @@ from aifs.data.patience import FOR_EVER
 from aifs.data.patience import background as in_background
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.recovery import load_copies, recover
-from aifs.vfs.store import open_store, set_clean
+from aifs.vfs.store import Store, open_store, set_clean
 
 _log = logger(__name__)
 
 _RESTART_S = 10
+_TELL_S = 1.0
 
 
 @asynccontextmanager
@@ -72,7 +73,10 @@ async def open_filesystem(
                 error = StoreBusy(store.ownership.ended)
             elif not isinstance(error, faults.SimulatedCrash):
                 with trio.CancelScope(shield=True), in_background():
-                    await _close(fs)
+                    async with trio.open_nursery() as telling:
+                        telling.start_soon(_keep_telling, store)
+                        await _close(fs)
+                        telling.cancel_scope.cancel()
                 closed = True
             nursery.cancel_scope.cancel()
         if error is not None:
@@ -99,6 +103,12 @@ async def _keep_running(task: Callable[[], Awaitable[None]]) -> None:
             else:
                 _log.exception("background work failed; it starts again in %d s", _RESTART_S)
             await trio.sleep(_RESTART_S)
+
+
+async def _keep_telling(store: Store) -> None:
+    while True:
+        await trio.sleep(_TELL_S)
+        store.tell()
 
 
 async def _close(fs: Filesystem) -> None:

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from aifs.core import files
 from aifs.core.errors import StoreBusy, from_oserror
@@ -21,14 +21,22 @@ NAME = "owner"
 _RECORD_BYTES = 3584
 _EPOCH_DIGITS = 20
 
+IN_ORDER, NOT_IN_ORDER = "in order", "not in order"
+
 
 @dataclass(frozen=True)
 class Owner:
-    """Who has the store open; ``mountpoint`` is empty for a command such as fsck."""
+    """Who has the store open; ``mountpoint`` is empty for a command such as fsck.
+
+    ``doing``: what it waits for, once it is unmounted. ``closed``: the store is closed, IN_ORDER or NOT_IN_ORDER, but calls
+    that the process has begun have not ended.
+    """
 
     pid: int
     host: str
     mountpoint: str
+    doing: str = ""
+    closed: str = ""
 
 
 class OwnerLock:
@@ -44,8 +52,8 @@ class OwnerLock:
         digits = files.read_at(self._fd, _EPOCH_DIGITS, _RECORD_BYTES)
         self.epoch = int(digits) if digits.isdigit() else 0
         """Of the last claim that was made with these metadata."""
-        me = json.dumps(asdict(Owner(os.getpid(), socket.gethostname(), mountpoint))).encode()
-        files.write_at(self._fd, me.ljust(_RECORD_BYTES)[:_RECORD_BYTES], 0)
+        self._me = Owner(os.getpid(), socket.gethostname(), mountpoint)
+        self._put(self._me)
 
     def advance(self, epoch: int) -> None:
         """Claims of that epoch are made from here on. Durable on return. Raises NoSpace, Unavailable."""
@@ -57,26 +65,44 @@ class OwnerLock:
             raise from_oserror(error) from error
         self.epoch = epoch
 
-    def release(self, orderly: bool, stuck: Sequence[threading.Thread] = ()) -> None:
+    def tell(self, doing: str) -> None:
+        """Say in the file what this process waits for. Blocks; not for long. Raises OSError."""
+        self._put(replace(self._me, doing=doing))
+
+    def _put(self, record: Owner) -> None:
+        encoded = json.dumps(asdict(record)).encode()
+        files.write_at(self._fd, encoded.ljust(_RECORD_BYTES)[:_RECORD_BYTES], 0)
+
+    def release(
+        self, orderly: bool, stuck: Sequence[threading.Thread] = (), waits_for: str = ""
+    ) -> None:
         """Let go. ``orderly``: everything acknowledged is safe; the next one to read the file sees no owner. While threads are
         ``stuck``, or this process cannot end because they are, nobody else gets the store: what they do would land late.
+        ``waits_for`` says what they wait for.
 
         Raises NoSpace or Unavailable, with the store let go, if that cannot be written.
         """
         try:
-            if orderly:
+            if stuck:
+                closed = IN_ORDER if orderly else NOT_IN_ORDER
+                self._put(replace(self._me, doing=waits_for, closed=closed))
+            elif orderly:
                 files.write_at(self._fd, bytes(_RECORD_BYTES), 0)
         except OSError as error:
             raise from_oserror(error) from error
         finally:
             if stuck:
-                threading.Thread(target=self._release_after, args=(stuck,), daemon=True).start()
+                threading.Thread(
+                    target=self._release_after, args=(orderly, stuck), daemon=True
+                ).start()
             else:
                 files.close_file(self._fd)
 
-    def _release_after(self, stuck: Sequence[threading.Thread]) -> None:
+    def _release_after(self, orderly: bool, stuck: Sequence[threading.Thread]) -> None:
         for thread in stuck:
             thread.join()
+        if orderly:
+            files.write_at(self._fd, bytes(_RECORD_BYTES), 0)
         files.close_file(self._fd)
 
 
@@ -89,9 +115,25 @@ def read_owner(meta_directory: str) -> Owner | None:
         return None
 
 
+def find_holder(meta_directory: str) -> int | None:
+    """The pid of the process of this host that has the store open, as the system says, too; None if there is none."""
+    owner = read_owner(meta_directory)
+    if owner is None or owner.host != socket.gethostname():
+        return None
+    path = os.path.realpath(os.path.join(meta_directory, NAME))
+    try:
+        links = [entry.path for entry in os.scandir(f"/proc/{owner.pid}/fd")]
+        return owner.pid if any(os.path.realpath(link) == path for link in links) else None
+    except OSError:
+        return None
+
+
 def _describe(meta_directory: str) -> str:
     owner = read_owner(meta_directory)
     if owner is None:
         return f"{meta_directory}: the store is in use by another process"
+    who = f"{meta_directory}: the store is in use by pid {owner.pid} on host {owner.host}"
+    if owner.closed:
+        return f"{who}, which has unmounted it, and cannot end: {owner.doing}"
     where = f", mounted at {owner.mountpoint}" if owner.mountpoint else ""
-    return f"{meta_directory}: the store is in use by pid {owner.pid} on host {owner.host}{where}"
+    return f"{who}{where}"

@@ -75,20 +75,26 @@ class Store:
         """
         if orderly:
             self.ownership.give_back()
-        stuck = self.servers.close()
+        self.tell()
+        stuck, waits_for = self.servers.close()
         try:
             self.engine.close()
         except BaseException:
             orderly = False
             raise
         finally:
-            self.owner.release(orderly, stuck)
+            self.owner.release(orderly, stuck, waits_for)
+
+    def tell(self) -> None:
+        """Say in the owner's file what is waited for, for who unmounts."""
+        with suppress(OSError):
+            self.owner.tell(self.servers.describe_waiting())
 
     def abandon(self) -> None:
         """Let go without writing anything, as the death of the process would."""
-        stuck = self.servers.close()
+        stuck, waits_for = self.servers.close()
         self.engine.abandon()
-        self.owner.release(orderly=False, stuck=stuck)
+        self.owner.release(orderly=False, stuck=stuck, waits_for=waits_for)
 
 
 # --- format ------------------------------------------------------------------------------------------

@@ -1,0 +1,91 @@
+"""A data server that does not answer, below a real mount: a directory of another AIFS mount, whose daemon is stopped."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aifs.core.config import DIRECTORY_FILE
+from tests.support.mounts import TIMEOUT_S, Mounted, aifs, mounted_store
+
+EXPECTED = [r"data server \d .*(is failing|has not ended|has not answered)", "has to wait"]
+
+
+class Pair:
+    """A mounted store, one of whose servers lies in ``inner``, another mount."""
+
+    def __init__(self, inner: Mounted, outer: Mounted) -> None:
+        self.inner, self.outer = inner, outer
+
+    def stop(self) -> None:
+        self.inner.signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.inner.signal(signal.SIGCONT)
+
+
+@pytest.fixture
+def pair(scratch: Path) -> Iterator[Pair]:
+    for name in ("inner", "outer"):
+        (scratch / name).mkdir()
+    with mounted_store(scratch / "inner") as inner:
+        server = inner.path / "server"
+        server.mkdir()
+        source = scratch / "outer" / "store"
+        source.mkdir()
+        text = f"servers: [data/0, {server}]\nlayout: {{inline_limit: 0}}\nburst: {{directories: []}}\n"
+        (source / DIRECTORY_FILE).write_text(text)
+        with mounted_store(scratch / "outer", ("data.timeout=2s",)) as outer:
+            outer.expected += EXPECTED
+            inner.expected += [".*"]
+            pair = Pair(inner, outer)
+            try:
+                yield pair
+            finally:
+                pair.go_on()
+
+
+def test_a_forced_umount_ends_at_once_and_loses_nothing(pair: Pair) -> None:
+    outer = pair.outer
+    content = os.urandom(3 << 20)
+    (outer.path / "kept").write_bytes(content)
+    (outer.path / "file").write_bytes(content)
+    subprocess.run(["sync", "-f", outer.path], check=True, timeout=TIMEOUT_S)
+    pair.stop()
+    with open(outer.path / "file", "r+b", buffering=0) as file:
+        command = ["dd", "of=/dev/stdout", "if=/dev/zero", "bs=1M", "count=3", "conv=notrunc"]
+        with subprocess.Popen(command, stdout=file, stderr=subprocess.PIPE) as program:
+            busy = aifs("umount", outer.path, check=False)
+            assert busy.returncode == 6 and "is in use by" in busy.stderr
+            aifs("umount", "--force", outer.path)
+            assert program.wait(TIMEOUT_S) != 0
+    outer.wait_for_end()
+    pair.go_on()
+    outer.mount()
+    assert (outer.path / "kept").read_bytes() == content
+    assert len((outer.path / "file").read_bytes()) == len(content)
+
+
+def test_a_mount_beside_a_server_that_hangs_is_refused_in_time(pair: Pair) -> None:
+    """It may have bytes of unprotected files; without them it is mounted, and says so."""
+    outer = pair.outer
+    (outer.path / "file").write_bytes(bytes(3 << 20))
+    outer.unmount()
+    pair.stop()
+    refused = aifs("mount", *["-o", "data.timeout=2s"], outer.source, outer.path, check=False)
+    assert refused.returncode != 0
+    assert "data server 1" in refused.stderr and "has not ended within 2 s" in refused.stderr
+    outer.options += ("data.missing=allow",)
+    outer.mount()
+    states = [
+        server["state"]
+        for server in json.loads(os.getxattr(outer.path, "user.aifs.status"))["servers"]
+    ]
+    assert states[0] == "ok" != states[1]
+    aifs("umount", outer.path)
+    outer.wait_for_end()
+    pair.go_on()

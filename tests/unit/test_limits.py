@@ -1,0 +1,26 @@
+"""Calls that may never end."""
+
+import os
+import time
+
+import pytest
+
+from aifs.core.errors import StoreError
+from aifs.core.limits import within
+
+
+def test_what_a_call_returns_or_raises() -> None:
+    assert within(60, os.path.basename, "/a/b") == "b"
+    with pytest.raises(FileNotFoundError):
+        within(60, os.stat, "/nowhere")
+    with pytest.raises(StoreError, match="^as it was$"):
+        within(60, _fail)
+
+
+def _fail() -> None:
+    raise StoreError("as it was")
+
+
+def test_a_call_that_does_not_end() -> None:
+    with pytest.raises(TimeoutError, match="no answer within 0.05 s"):
+        within(0.05, time.sleep, 3600)
