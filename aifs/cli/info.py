@@ -64,7 +64,7 @@ def _describe(layout: dict[str, Any]) -> str:
     if layout.get("replicas", 1) > 1:
         protection = f", {layout['replicas']} replicas"
     elif layout.get("parity"):
-        protection = f", {len(layout['servers']) - layout['parity']}+{layout['parity']} coded"
+        protection = f", {layout['width']}+{layout['parity']} coded"
     return f"{layout['kind']}, {name} {format_size(layout[name])}, servers {servers}{protection}"
 
 

@@ -4,7 +4,7 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from aifs.burst.tier import BurstTier
@@ -12,6 +12,7 @@ from aifs.layout.hint import format_layout_hint
 from aifs.layout.placement import ACTIVE
 from aifs.layout.striped import Striped
 from aifs.meta import keys
+from aifs.meta.chunks import find_container
 from aifs.meta.extents import shares_of
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
@@ -103,6 +104,7 @@ async def describe(fs: Host, ino: int) -> dict[str, Any]:
             "servers": list(layout.servers),
             "replicas": layout.replicas,
             "parity": layout.parity,
+            "width": layout.width,
         }
         info["parts"] = [
             _part(fs, number, ino, inode.oid, length)
@@ -111,10 +113,20 @@ async def describe(fs: Host, ino: int) -> dict[str, Any]:
         ]
     elif layout is not None:
         shares = await _shares(fs, inode.oid)
-        servers = sorted({server for _, server in shares})
-        info["layout"] = {"kind": "interleaved", "chunk": layout.chunk, "servers": servers}
+        layouts = await fs.store.engine.view(_container_layouts, shares)
+        weakest = min(layouts.values(), key=lambda each: each.tolerates, default=Striped(1, (0,)))
+        info["layout"] = {
+            "kind": "interleaved",
+            "chunk": layout.chunk,
+            "servers": sorted({server for each in layouts.values() for server in each.servers}),
+            "replicas": weakest.replicas,
+            "parity": weakest.parity,
+            "width": weakest.width,
+        }
         info["parts"] = [
-            _part(fs, server, 0, container, size) for (container, server), size in shares.items()
+            _part(fs, server, 0, container, -(-shares[container] // each.width))
+            for container, each in layouts.items()
+            for server in each.servers
         ]
     return info
 
@@ -139,14 +151,14 @@ def _part(fs: Host, server: int, ino: int, oid: int, length: int) -> dict[str, A
     }
 
 
-async def _shares(fs: Host, oid: int) -> Counter[tuple[int, int]]:
-    """(container, server) of an interleaved file's chunks: how many bytes of it are there, as they are stored."""
-    shares = Counter[tuple[int, int]]()
+async def _shares(fs: Host, oid: int) -> Counter[int]:
+    """How many bytes of an interleaved file are in each container, as they are stored, without redundancy."""
+    shares = Counter[int]()
     start, end = keys.chunk_lists(oid)
     while start:
         found, start = await fs.store.engine.view(_read_shares, start, end)
-        for container, server, size in found:
-            shares[container, server] += size
+        for container, _, size in found:
+            shares[container] += size
     return shares
 
 
@@ -156,6 +168,12 @@ def _read_shares(
     records = list(tx.range(start, end, _RECORDS))
     found = [share for _, record in records for share in shares_of(tx, record)]
     return found, records[-1][0] + b"\0" if len(records) == _RECORDS else b""
+
+
+def _container_layouts(tx: ReadTransaction, containers: Iterable[int]) -> dict[int, Striped]:
+    """Of those that the store knows."""
+    found = {number: find_container(tx, number) for number in containers}
+    return {number: record.layout for number, record in found.items() if record is not None}
 
 
 async def status(fs: Host) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from aifs.cli.info import _describe as describe_layout
 from aifs.core.errors import (
     Busy,
     FsError,
@@ -311,6 +312,30 @@ async def test_info_names_the_containers_of_an_interleaved_file(directory: Path)
         (part,) = info["parts"]
         assert [part["server"]] == info["layout"]["servers"]
         assert 0 < part["bytes"] <= os.path.getsize(part["path"])
+
+
+@pytest.mark.parametrize(
+    ("policy", "columns", "replicas", "parity", "width"),
+    [("replicas=3", 3, 3, 0, 1), ("ec=2+1", 3, 1, 1, 2)],
+)
+async def test_info_of_a_protected_interleaved_file_tells_its_redundancy(
+    directory: Path, policy: str, columns: int, replicas: int, parity: int, width: int
+) -> None:
+    """All servers that have a part of it, and not the first one alone."""
+    async with opened(directory) as fs:
+        top = await tree(fs, b"top")
+        await put(fs, top, "layout", f"kind=interleaved,{policy}")
+        ino = await make(fs, top, b"file")
+        await fs.wait_drained(ino)
+        info = await ask(fs, ino, "info")
+        layout = info["layout"]
+        assert (layout["replicas"], layout["parity"], layout["width"]) == (replicas, parity, width)
+        assert len(layout["servers"]) == len(info["parts"]) == columns
+        assert sorted(part["server"] for part in info["parts"]) == layout["servers"]
+        for part in info["parts"]:
+            assert 0 < part["bytes"] <= os.path.getsize(part["path"])
+        said = describe_layout(layout)
+        assert ("3 replicas" if replicas > 1 else "2+1 coded") in said
 
 
 async def test_status_has_a_part_for_each_module(directory: Path) -> None:
