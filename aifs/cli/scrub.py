@@ -140,7 +140,7 @@ def _show(show: Any, status: dict[str, Any]) -> None:
 
 def summary(status: dict[str, Any]) -> str:
     """One line for ``aifs status``."""
-    if not status["begun_s"]:
+    if not status["running"] and not status["ended_s"]:
         return "none yet"
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(status["begun_s"]))
     verified = (
@@ -177,6 +177,8 @@ def _print(status: dict[str, Any]) -> None:
 
 def facts(status: dict[str, Any]) -> list[tuple[str, object]]:
     """Names and values."""
+    if not status["running"] and not status["ended_s"]:
+        return [("state", "none yet"), *_next(status)]
     begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status["begun_s"]))
     found = [
         (
@@ -208,9 +210,12 @@ def facts(status: dict[str, Any]) -> list[tuple[str, object]]:
     copies += [f"{status['dropped_copies']} wrong ones dropped"] if status["dropped_copies"] else []
     if copies:
         found.append(("burst copies", ", ".join(copies)))
-    if status["next_s"]:
-        found.append(("next", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status["next_s"]))))
-    return found
+    return found + _next(status)
+
+
+def _next(status: dict[str, Any]) -> list[tuple[str, object]]:
+    when = time.localtime(status["next_s"] or 0)
+    return [("next", time.strftime("%Y-%m-%d %H:%M:%S", when))] if status["next_s"] else []
 
 
 def rows(wrong: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:

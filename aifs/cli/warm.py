@@ -28,6 +28,7 @@ PARALLEL = 64
 
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.002, 0.1
 _NO_ROOM = "no room in the burst tier, or changed meanwhile"
+_EVICTED = "evicted again: the burst tier has no room for all"
 
 
 @click.command(
@@ -91,6 +92,7 @@ class Staged:
     """What has become of the files: how many were staged, were there, were refused and why, or exceeded the limit."""
 
     files: int = 0
+    """Those that are in the burst tier at the end."""
     bytes: int = 0
     there: int = 0
     over_limit: int = 0
@@ -116,6 +118,7 @@ def stage(files: Iterable[str], total: int, limit: int | None = None) -> Staged:
     if limit is not None:
         total = min(total, limit)
     staged, running, asked_for = Staged(), deque[tuple[str, int]](), 0
+    done: list[tuple[str, int]] = []
     with progress("staging") as show:
         for path in files:
             state = _state(path)
@@ -130,12 +133,23 @@ def stage(files: Iterable[str], total: int, limit: int | None = None) -> Staged:
                 running.append((path, size))
                 asked_for += size
                 if len(running) == PARALLEL:
-                    _wait(*running.popleft(), staged)
+                    done += _wait(*running.popleft(), staged)
                     show(staged.bytes, total)
         while running:
-            _wait(*running.popleft(), staged)
+            done += _wait(*running.popleft(), staged)
             show(staged.bytes, total)
+    _count_out_evicted(done, staged)
     return staged
+
+
+def _count_out_evicted(done: Iterable[tuple[str, int]], staged: Staged) -> None:
+    """Later ones may have displaced earlier ones."""
+    for path, size in done:
+        state = _state(path)
+        if state is not None and state["state"] == "clean":
+            staged.files -= 1
+            staged.bytes -= size
+            staged.refused[_EVICTED] += 1
 
 
 def _state(path: str) -> dict[str, Any] | None:
@@ -163,8 +177,8 @@ def _ask(path: str, staged: Staged) -> bool:
         return False
 
 
-def _wait(path: str, size: int, staged: Staged) -> None:
-    """Until the file is not being staged any more."""
+def _wait(path: str, size: int, staged: Staged) -> list[tuple[str, int]]:
+    """Until the file is not being staged any more; the file, if it is in the burst tier then."""
     pause_s = _PAUSE_MIN_S
     while (state := _state(path)) is not None and state["staging"]:
         time.sleep(pause_s)
@@ -174,3 +188,5 @@ def _wait(path: str, size: int, staged: Staged) -> None:
     elif state is not None:
         staged.files += 1
         staged.bytes += size
+        return [(path, size)]
+    return []

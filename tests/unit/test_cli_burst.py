@@ -237,6 +237,24 @@ def test_warm_says_what_was_refused(capsys, mount: Played) -> None:
     ]
 
 
+def test_warm_does_not_count_what_is_evicted_again(capsys, mount: Played, monkeypatch) -> None:
+    """A burst tier that is too small for all makes room for the last ones."""
+    for number in range(4):
+        mount.file(f"tree/{number}", "clean")
+    staged: list[str] = []
+
+    def step(seconds: float) -> None:
+        staged.extend(mount.staging[:1])
+        mount.step(seconds)
+        for path in staged[:2] if len(staged) == 4 else ():
+            mount.states[path] = "clean"
+
+    monkeypatch.setattr(time, "sleep", step)
+    code, out, err = run(capsys, "warm", mount.root / "tree")
+    assert (code, out) == (1, "staged 2 files, 2.00 MiB; there already: 0\n")
+    assert err == "aifs: 2 files not staged: evicted again: the burst tier has no room for all\n"
+
+
 def test_warm_passes_over_what_is_removed_meanwhile(capsys, mount: Played, monkeypatch) -> None:
     path = mount.file("tree/a", "clean")
 
@@ -413,7 +431,7 @@ def test_status_says_why_new_files_wait() -> None:
             "waits": 0,
         },
         "cache": {"cached_bytes": 0, "hits": 1, "misses": 2, "read_ahead_bytes": 3},
-        "scrub": {"begun_s": 0},
+        "scrub": {"begun_s": 1.7e9, "ended_s": 0, "running": False},  # a store made then
         "groups": {
             "open": 1,
             "committed": 0,
