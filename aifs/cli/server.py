@@ -322,19 +322,37 @@ def remove_command(
     if sentence and sentence != confirmation:
         raise click.UsageError(f"to confirm, give --force-lose-files {confirmation!r}")
 
-    async def remove() -> None:
+    async def remove() -> tuple[str, list[str]]:
         async with opened(place) as door:
+            servers = (await door.state())["servers"]
+            paths = [one["path"] for one in servers if which.items() <= one.items()]
             while True:
                 outcome = await _removal(door, which, lost, bool(sentence))
                 if not outcome["reason"]:
-                    return
+                    return door.source, paths
                 if not outcome["passing"] or not (wait or isinstance(door, OpenDoor)):
                     raise StoreError(outcome["reason"] + _advice(outcome, confirmation, place))
                 await _wait(door, which, timeout_s)
                 await trio.sleep(_PAUSE_MAX_S)
 
-    trio.run(remove)
+    source, paths = trio.run(remove)
     print(f"{_described(which)} is removed from the store")
+    _warn_if_named(source, paths)
+
+
+def _warn_if_named(source: str, paths: list[str]) -> None:
+    """A configuration file that names a directory which is no part of the store any more keeps it from being mounted."""
+    from aifs.cli.output import print_error
+    from aifs.core import config
+
+    if config.is_directory_source(source):
+        return
+    loaded = config.load(source, {})
+    named = set(map(os.path.realpath, (*loaded.servers, *loaded.burst.directories)))
+    for path in (path for path in paths if os.path.realpath(path) in named):
+        print_error(
+            f"warning: {source} still names {path}: take it out of the file, or the next mount is refused"
+        )
 
 
 async def _removal(

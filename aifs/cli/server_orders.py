@@ -33,6 +33,13 @@ class MountDoor:
     def __init__(self, where: str) -> None:
         self.where = where
 
+    @property
+    def source(self) -> str:
+        """What the store was mounted from."""
+        from aifs.cli.mounts import read_status
+
+        return read_status(self.where)["source"]
+
     async def order(self, name: str, **fields: Any) -> None:
         try:
             hints.put(self.where, name, json.dumps(fields))
@@ -56,7 +63,7 @@ class OpenDoor:
 
     def __init__(self, fs: Any, where: str) -> None:
         self.fs = fs
-        self.where = where
+        self.where = self.source = where
 
     async def order(self, name: str, **fields: Any) -> None:
         from aifs.meta.keys import ROOT_INO

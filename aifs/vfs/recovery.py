@@ -41,7 +41,7 @@ class Recovered:
     unsynced_files: int = 0  # had a dirty mark
     orphans: int = 0  # unlinked, but open when the daemon died
     garbage: int = 0  # object sets that were waiting for deletion
-    unknown_objects: int = 0  # made shortly before a power cut that undid their files
+    unknown_objects: int = 0  # made ahead for new files, or for files that a power cut has undone
     undrained: int = 0  # files whose newest bytes are in the burst tier alone
     strays: int = 0  # objects that were on the move to another server
     dropped_copies: int = 0  # cached in the burst tier, but not known to be on stable storage
@@ -52,7 +52,7 @@ class Recovered:
             (self.unsynced_files, "unsynced files settled"),
             (self.orphans, "deleted files that were open removed"),
             (self.garbage, "sets of garbage objects queued for deletion"),
-            (self.unknown_objects, "objects of lost files deleted"),
+            (self.unknown_objects, "unused objects deleted"),
             (self.strays, "moved objects to be deleted"),
             (self.dropped_copies, "cached copies dropped"),
             (self.undrained, "files to drain"),

@@ -15,6 +15,7 @@ from aifs.cli.server import describe_left
 from aifs.core import config as configuration
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs.lifecycle import open_filesystem
+from aifs.vfs.recovery import Recovered
 from aifs.vfs.types import ROOT
 
 DATA = os.urandom(100_000)
@@ -180,3 +181,37 @@ def test_nonsense_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     )
     assert "Invalid value for 'ID'" in refused(capsys, "server", "drain", tmp_path, "x", code=2)
     assert "Missing argument" in refused(capsys, "server", "replace", tmp_path, 1, code=2)
+
+
+def test_a_removed_server_that_the_source_still_names_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The file has to be edited before the next mount."""
+    source = tmp_path / "store.yaml"
+    paths = [str(tmp_path / f"data{number}") for number in range(3)]
+    text = "meta: {directory: %s}\nlog: {file: %s}\nburst: {directories: []}\nservers: [%s]\n"
+    source.write_text(text % (tmp_path / "meta", tmp_path / "log", ", ".join(paths)))
+    assert run(capsys, "format", source)[0] == 0
+    assert run(capsys, "server", "drain", source, 1)[0] == 0
+    code, out, error = run(capsys, "server", "remove", source, 1)
+    assert (code, out) == (0, "data server 1 is removed from the store\n")
+    assert error == (
+        f"aifs: warning: {source} still names {paths[1]}: take it out of the file, or the next mount is refused\n"
+    )
+    assert f"server {paths[1]} is not part of the store" in refused(capsys, "fsck", source, code=8)
+    source.write_text(text % (tmp_path / "meta", tmp_path / "log", f"{paths[0]}, {paths[2]}"))
+    assert run(capsys, "fsck", source)[0] == 0
+
+
+def test_a_new_store_says_that_no_scrub_has_been(
+    capsys: pytest.CaptureFixture[str], source: Path
+) -> None:
+    code, out, _ = run(capsys, "scrub", "--status", source)
+    assert (
+        code == 0 and out.split("\n")[0].split() == ["state", "none", "yet"] and "begun" not in out
+    )
+
+
+def test_what_a_kill_leaves_is_no_lost_file() -> None:
+    """Burst copies are made ahead for new files."""
+    assert str(Recovered(unknown_objects=63)) == "63 unused objects deleted"
