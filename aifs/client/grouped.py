@@ -41,7 +41,7 @@ class Group:
     has committed, and if it ends before, the group fails for all.
 
     ``directory``: where the files go, made if it is not there; on a mount, groups of the same ``name`` repeat
-    each other (docs/grouped.md). ``dedup``: bytes that are compared at a time, at most. ``timeout_s``: until
+    each other (docs/grouped.md). ``dedup``: bytes that are compared at a time, at most, from 64KiB to 4MiB; 'file' is 4MiB. ``timeout_s``: until
     all ranks have committed. ``grace_s``: how long a rank that died may stay away. ``publish``: the name that
     the directory gets, beside itself, when all have committed. ``reuse``: compare by samples what was equal
     in the group of this name before. ``files_per_rank``: the rank commits with its last file; None: by

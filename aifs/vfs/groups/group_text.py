@@ -17,6 +17,7 @@ _PAGE = 4096
 _TIMEOUT_MS, _TIMEOUT_MAX_MS = 600_000, 1 << 40
 _COMMITS = ("close", "explicit")
 WHOLE_FILE = "file"
+"""Of ``dedup``: as much at a time as can be, which is CHUNK_MAX."""
 
 
 def parse_group(text: str) -> Options:
