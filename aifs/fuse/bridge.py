@@ -47,7 +47,7 @@ _CAP_SYS_ADMIN = 21
 
 ALL_COST = (
     "files are not passed through to the burst tier; "
-    "no ioctl, fallocate, SEEK_HOLE, copy_file_range, O_TMPFILE"
+    "no ioctl, fallocate, SEEK_HOLE, copy_file_range, O_TMPFILE, birth times"
 )
 SPEED_COST = "files of the burst tier are read and written through the daemon"
 

@@ -1,6 +1,7 @@
 """Requests that pyfuse3 does not know, handed over by the bridge: each is answered by a task of its own."""
 
 import errno
+import os
 import struct
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -10,20 +11,21 @@ import trio
 
 from aifs.core import ioctl
 from aifs.core.errors import Invalid, NoSuchIoctl
-from aifs.fuse.operations import answers
+from aifs.fuse.operations import PREFERRED_IO, answers
 from aifs.fuse.requests import Scheduler
 from aifs.meta.publishing import Publication
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.groups.group_text import make_options
 from aifs.vfs.types import Caller
 
-INTERRUPT, IOCTL, FALLOCATE, LSEEK, COPY_FILE_RANGE, SYNCFS, COPY_FILE_RANGE_64 = (
+INTERRUPT, IOCTL, FALLOCATE, LSEEK, COPY_FILE_RANGE, SYNCFS, STATX, COPY_FILE_RANGE_64 = (
     36,
     39,
     43,
     46,
     47,
     50,
+    52,
     53,
 )
 
@@ -34,6 +36,13 @@ _IOCTL = struct.Struct(
 _IOCTL_REPLY = struct.Struct("=iIII")  # result, flags, in_iovs, out_iovs; then the data
 _FALLOCATE = struct.Struct("=QQQII")  # handle, offset, length, mode, padding
 _LSEEK = struct.Struct("=QqII")  # handle, offset (which may be negative), whence, padding
+_STATX_REPLY = struct.Struct("=QII16x")  # how long it holds (s, ns), flags; then the attributes
+_ATTRIBUTES = struct.Struct(
+    "=IIQIIIHxxQQQQ"
+)  # mask, blksize, flags, links, owner, mode, ino, size, blocks, mask of flags
+_TIME = struct.Struct("=qI4x")
+_DEVICES = struct.Struct("=IIII112x")  # rdev, dev, as major and minor
+_BASIC_STATS, _BTIME = 0x7FF, 0x800
 _OFFSET = struct.Struct("=Q")
 _COPY = struct.Struct(
     "=QQQQQQQ"
@@ -59,8 +68,9 @@ class HandedOver:
     ``reply`` and ``nursery`` are set before the first request is read.
     """
 
-    def __init__(self, fs: Filesystem, scheduler: Scheduler) -> None:
+    def __init__(self, fs: Filesystem, scheduler: Scheduler, attr_timeout_s: float = 0.0) -> None:
         self._fs = fs
+        self._attr_timeout_s = attr_timeout_s
         self._scheduler = scheduler
         self._running: dict[int, trio.CancelScope] = {}
         self.reply: Callable[[int, int, bytes], None] = lambda unique, number, data: None
@@ -72,6 +82,7 @@ class HandedOver:
             COPY_FILE_RANGE: self.copy_file_range,
             COPY_FILE_RANGE_64: self.copy_file_range_64,
             SYNCFS: self.syncfs,
+            STATX: self.statx,
         }
         self._ioctls = {
             ioctl.AIFS_IOC_DRAIN: self._wait_drained,
@@ -254,3 +265,30 @@ class HandedOver:
     async def syncfs(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
         await self._fs.sync()
         return b""
+
+    @answers
+    async def statx(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
+        """What the kernel asks for who wants to know when a file was born; else it sends GETATTR."""
+        inode = await self._fs.getattr(nodeid)
+        seconds, rest = divmod(self._attr_timeout_s, 1)
+        times = (inode.atime_ns, inode.birth_ns, inode.ctime_ns, inode.mtime_ns)
+        return b"".join(
+            (
+                _STATX_REPLY.pack(int(seconds), int(rest * 10**9), 0),
+                _ATTRIBUTES.pack(
+                    _BASIC_STATS | (_BTIME if inode.birth_ns else 0),
+                    PREFERRED_IO,
+                    0,
+                    inode.nlink,
+                    inode.uid,
+                    inode.gid,
+                    inode.mode,
+                    inode.ino,
+                    inode.size,
+                    inode.blocks,
+                    0,
+                ),
+                *(_TIME.pack(*divmod(time_ns, 10**9)) for time_ns in times),
+                _DEVICES.pack(os.major(inode.rdev), os.minor(inode.rdev), 0, 0),
+            )
+        )

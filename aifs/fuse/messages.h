@@ -38,6 +38,7 @@ enum opcode {
     COPY_FILE_RANGE = 47,
     SYNCFS = 50,
     TMPFILE = 51,
+    STATX = 52,
     COPY_FILE_RANGE_64 = 53,
     OPCODES = 64, /* one more than the largest that is counted */
 };
@@ -141,7 +142,7 @@ struct ioctl_in {
 static_assert(sizeof(struct ioctl_in) == 32, "layout");
 
 /* Lengths of the other requests that are handed over. */
-enum { INTERRUPT_SIZE = 8, SYNCFS_SIZE = 8, LSEEK_SIZE = 24, FALLOCATE_SIZE = 32, COPY_FILE_RANGE_SIZE = 56 };
+enum { INTERRUPT_SIZE = 8, SYNCFS_SIZE = 8, LSEEK_SIZE = 24, STATX_LENGTH = 24, FALLOCATE_SIZE = 32, COPY_FILE_RANGE_SIZE = 56 };
 
 /* --- the state of one mount --- */
 
@@ -329,6 +330,9 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
         break;
     case SYNCFS:
         least = SYNCFS_SIZE;
+        break;
+    case STATX:
+        least = STATX_LENGTH;
         break;
     case INTERRUPT:
         return size >= INTERRUPT_SIZE ? OFFER : PASS;

@@ -87,7 +87,7 @@ async def _serve(
     async with open_filesystem(
         config, options.read_only, mountpoint, options.atime, force=force
     ) as fs:
-        handed_over = HandedOver(fs, scheduler)
+        handed_over = HandedOver(fs, scheduler, config.kernel.attr_timeout_s)
         bridge = Bridge(config.kernel, handed_over.take)
         handed_over.reply = bridge.reply
         synchronous = "sync" in options.fuse_options

@@ -4,6 +4,7 @@ import errno
 import os
 import stat
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -228,6 +229,46 @@ ACL = [
     Entry(acl.MASK, 6, 2**32 - 1),
     Entry(acl.OTHER, 0, 2**32 - 1),
 ]
+
+
+# --- when a file was born -------------------------------------------------------------------------
+
+
+def test_birth_times(alike: Alike, module_mount: Mounted) -> None:
+    def scenario() -> Any:
+        before = int(time.time())
+        Path("file").write_text("content")
+        os.mkdir("dir", 0o700)
+        os.mknod("device", stat.S_IFCHR | 0o640, os.makedev(300, 70000))
+        os.symlink("target", "link")
+        names = ("file", "dir", "device", "link")
+        born = {name: shell(f"stat -c '%W %w' {name}") for name in names}
+        assert all(before <= int(said.split()[0]) <= time.time() for said in born.values())
+        os.utime("file", ns=(1, 2_000_000_003))
+        os.chown("file", USER, 4_000_000_000)
+        os.rename("file", "moved")
+        Path("moved").write_text("more content")
+        os.utime("moved", ns=(-(10**9) - 1, 4_000_000_000_000_000_005))
+        said = [
+            shell("stat -c '%a %F %s %h %u %g %t:%T' moved device link"),
+            shell("stat -c '%x %y' moved"),
+        ]
+        for name in names:
+            now = "moved" if name == "file" else name
+            assert shell(f"stat -c '%W %w' {now}") == born[name]
+            assert int(shell(f"stat -c '%i' {now}")) == os.lstat(now).st_ino
+        assert shell("stat -c %b,%z moved dir") == shell("stat -c %b,%z moved dir")
+        return said
+
+    alike(scenario)
+
+
+def test_birth_times_outlive_the_mount(mount_store: Callable[..., Mounted]) -> None:
+    store = mount_store()
+    (store.path / "file").touch()
+    born = shell(f"stat -c %w {store.path} {store.path}/file")
+    store.remount()
+    assert shell(f"stat -c %w {store.path} {store.path}/file") == born and "-\n" not in born
 
 
 # --- files without a name -------------------------------------------------------------------------
