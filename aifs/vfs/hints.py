@@ -94,17 +94,17 @@ async def get(fs: Host, ino: int, name: bytes, caller: CallerLike) -> bytes:
     if name == b"user.aifs.drain":
         return _json(await burst_hints.progress(fs, ino))
     if name == b"user.aifs.status":
-        return _json(await reports.status(fs))
+        return _json(await reports.status(fs, caller))
     if name == b"user.aifs.servers":
         return _json(await fs.server_admin.describe())
     if name == b"user.aifs.scrub":
-        return _json(fs.scrub.status())
+        return _json(reports.without_paths(fs.scrub.status(), caller))
     if name == b"user.aifs.pending":
-        return _json(await pending.tell(fs, ino))
+        return _json(await pending.tell(fs, ino, caller))
     if name == b"user.aifs.group":
-        return _json(await group_hints.tell(fs, ino))
+        return _json(await group_hints.tell(fs, ino, caller))
     if name.startswith(b"user.aifs.group.") and name[16:].isdigit():
-        return _json(await group_hints.tell(fs, ino, int(name[16:])))
+        return _json(await group_hints.tell(fs, ino, caller, int(name[16:])))
     if name == b"user.aifs.keep" and (keep := await fs.retention.policy_of(ino)):
         return keep.encode()
     inode = await fs.getattr(ino)

@@ -32,6 +32,7 @@ from aifs.vfs.tiers import burst_hints
 from aifs.vfs.tiers.drain import Drain
 from aifs.vfs.tiers.evict import Evictor
 from aifs.vfs.tiers.stage import Stager
+from aifs.vfs.types import ROOT, CallerLike
 
 _TYPES = {
     stat.S_IFREG: "file",
@@ -176,7 +177,17 @@ def _container_layouts(tx: ReadTransaction, containers: Iterable[int]) -> dict[i
     return {number: record.layout for number, record in found.items() if record is not None}
 
 
-async def status(fs: Host) -> dict[str, Any]:
+def without_paths(state: dict[str, Any], caller: CallerLike) -> dict[str, Any]:
+    """What a scrub or a rebuild says of itself; to others than root, files by their inodes alone."""
+    if caller.uid != 0:
+        for entry in state.get("wrong", ()):
+            entry["paths"] = [f"inode {entry['inode']}"]
+        for entry in state.get("failed", ()):
+            entry["path"] = f"inode {entry['ino']}" if entry["ino"] else entry["path"]
+    return state
+
+
+async def status(fs: Host, caller: CallerLike = ROOT) -> dict[str, Any]:
     """The state of the mount; ``aifs status`` shows it."""
     store = fs.store
     servers = await store.servers.status()
@@ -194,8 +205,8 @@ async def status(fs: Host) -> dict[str, Any]:
         "collector_backlog": fs.collector.backlog,
         "trash": fs.trash.status(),
         "backup": fs.backup.status(),
-        "rebuild": fs.rebuild.status(),
-        "scrub": fs.scrub.status(wrong_bytes=4096),
+        "rebuild": without_paths(fs.rebuild.status(), caller),
+        "scrub": without_paths(fs.scrub.status(wrong_bytes=4096), caller),
         "recovered": str(fs.recovered),
         "servers": [server for server in servers if server["role"] == "data"],
         "burst": fs.tier.status(),

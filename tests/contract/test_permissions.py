@@ -1,6 +1,7 @@
 """Who may do what, on the filesystem in process: requests whose callers the kernel does not check, or not enough."""
 
 import errno
+import json
 import os
 from collections.abc import Awaitable
 from functools import partial
@@ -10,15 +11,16 @@ import pyfuse3
 import pytest
 
 from aifs.core import ioctl
-from aifs.core.errors import FsError, NotPermitted
+from aifs.core.errors import Busy, FsError, NotPermitted
 from aifs.core.files import KEEP_SIZE, PUNCH_HOLE
 from aifs.core.ioctl import Command
 from aifs.fuse.handed_over import HandedOver
 from aifs.fuse.requests import Scheduler
-from aifs.vfs import Caller, Filesystem, SetAttr, hints, rights
+from aifs.vfs import Caller, Filesystem, SetAttr, hints, reports, rights
 from aifs.vfs.servers import server_hints
+from tests.contract.test_group_hints import in_state
 from tests.support import modes, stores
-from tests.support.stores import OWNER
+from tests.support.stores import OWNER, put
 
 ROOT, OTHER = 1, Caller(uid=2000, gid=2000)
 USERS = {"root": Caller(), "owner": OWNER, "other": OTHER}
@@ -183,6 +185,76 @@ async def test_orders_of_root_are_given_at_the_root(directory: Path) -> None:
         for name in (name for name, rule in MAY_SET.items() if rule == ADMIN):
             with pytest.raises(NotPermitted):
                 await fs.setxattr(top, f"user.aifs.{name}".encode(), b"start", caller=Caller())
+
+
+# --- names that are nobody's business ------------------------------------------------------------------
+
+
+async def ask(fs: Filesystem, ino: int, name: str, caller: Caller) -> dict:
+    return json.loads(await fs.getxattr(ino, f"user.aifs.{name}".encode(), caller))
+
+
+async def test_a_group_names_no_file_that_one_could_not_find(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top = (await fs.mkdir(ROOT, b"top", 0o755, OWNER)).ino
+        await put(fs, top, "group", "name=step,ranks=8")
+        modes_of = {b"open": 0o755, b"unsearchable": 0o744, b"unlistable": 0o711, b"closed": 0o700}
+        files = {}
+        for name, mode in modes_of.items():
+            below = (await fs.mkdir(top, name, mode, OWNER)).ino
+            files[name] = await stores.write_file(fs, b"file", b"x" * SIZE, below, OWNER)
+        told = {file["ino"]: file["name"] for file in (await ask(fs, top, "group", OTHER))["files"]}
+        assert told == {
+            ino: f"/top/{name.decode()}/file" if name == b"open" else f"inode {ino}"
+            for name, ino in files.items()
+        }
+        for caller in (OWNER, Caller()):
+            names = {file["name"] for file in (await ask(fs, top, "group", caller))["files"]}
+            assert names == {f"/top/{name.decode()}/file" for name in modes_of}
+        await fs.setattr(ROOT, SetAttr(mode=0o711), Caller())
+        assert "/top/open/file" in {
+            file["name"] for file in (await ask(fs, top, "group", OTHER))["files"]
+        }
+        await fs.setattr(ROOT, SetAttr(mode=0o700), Caller())
+        names = {file["name"] for file in (await ask(fs, top, "group", OTHER))["files"]}
+        assert names == {f"inode {ino}" for ino in files.values()}
+        await put(fs, top, "group", "")
+
+
+async def test_what_went_wrong_below_is_for_the_owner(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top = (await fs.mkdir(ROOT, b"top", 0o777, OWNER)).ino
+        await fs.setattr(top, SetAttr(mode=0o777), OWNER)
+        secret = (await fs.mkdir(top, b"secret", 0o700, OWNER)).ino
+        for name, size in ((b"a", SIZE), (b"b", 2 * SIZE)):
+            await stores.write_file(fs, name, b"x" * size, secret, OWNER)
+        await put(fs, top, "pending", "ranks=1")
+        await put(fs, top, "commit", {"rank": 0, "files": {"secret/a": SIZE}})
+        await fs.unlink(secret, b"a")
+        with pytest.raises(Busy):
+            await fs.rename(ROOT, b"top", ROOT, b"final")
+        assert "secret/a" in (await ask(fs, top, "pending", OWNER))["refused"]
+        assert (await ask(fs, top, "pending", OTHER))["refused"] == ""
+        await put(fs, top, "pending", "")
+        await put(fs, top, "group", "name=step,ranks=2,same_size=yes")
+        for name, size in ((b"c", SIZE), (b"d", 2 * SIZE)):
+            await stores.write_file(fs, name, b"x" * size, secret, OWNER)
+        await in_state(fs, top, "failed")
+        assert "/top/secret/" in (await ask(fs, top, "group", OWNER))["error"]
+        assert (await ask(fs, top, "group", OTHER))["error"] == "not all files have one size"
+
+
+def test_others_than_root_are_told_no_paths_of_what_is_wrong() -> None:
+    state = {"wrong": [{"paths": ["/secret/a"], "inode": 7}]}
+    assert reports.without_paths(state, Caller()) == {
+        "wrong": [{"paths": ["/secret/a"], "inode": 7}]
+    }
+    assert reports.without_paths(state, OTHER) == {"wrong": [{"paths": ["inode 7"], "inode": 7}]}
+    failed = {"failed": [{"ino": 7, "path": "/secret/a"}, {"ino": 0, "path": "container 9"}]}
+    assert [one["path"] for one in reports.without_paths(failed, OTHER)["failed"]] == [
+        "inode 7",
+        "container 9",
+    ]
 
 
 # --- set-id bits -------------------------------------------------------------------------------------

@@ -8,16 +8,18 @@ from typing import Any, Protocol
 import trio
 
 from aifs.core.errors import Invalid, NoAttribute
-from aifs.meta import paths
+from aifs.meta import namespace, paths
 from aifs.meta.groups import Options
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
 from aifs.vfs.groups.group_text import parse_group
 from aifs.vfs.groups.groups import Groups
 from aifs.vfs.groups.state import File, Group, describe_ranks
+from aifs.vfs.publishing import permissions
 from aifs.vfs.store import Store
 from aifs.vfs.types import CallerLike
 
+_UNEQUAL = "not all files have one size"
 _SHOWN = 256  # files, and ranks
 _SLICE = 64
 _LENGTH_MAX = 60_000  # an extended attribute has up to 64 KiB
@@ -61,10 +63,12 @@ async def put_commit(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
         await fs.groups.commit_file(inode)
 
 
-async def tell(fs: Host, ino: int, group_id: int = 0) -> dict[str, Any]:
+async def tell(fs: Host, ino: int, caller: CallerLike, group_id: int = 0) -> dict[str, Any]:
     """What ``user.aifs.group`` says of a directory's group, or of the one that ``ino`` lies below; ``user.aifs.group.ID`` of one
     that it may have followed. Of many files and ranks it
-    names some; of ranks those first that have not committed. Raises NoAttribute, Stale."""
+    names some; of ranks those first that have not committed. Files that ``caller`` could not find are told by their inodes,
+    and what has gone wrong, which may name some, is for who began the group, the directory's owner, and root. Raises
+    NoAttribute, Stale."""
     inode = await fs.getattr(ino)
     if not inode.is_dir and not inode.is_file:
         raise NoAttribute()
@@ -74,9 +78,21 @@ async def tell(fs: Host, ino: int, group_id: int = 0) -> dict[str, Any]:
     shown = list(islice(group.files.values(), _SHOWN))
     names: list[str] = []
     for start in range(0, len(shown), _SLICE):
-        names += await fs.store.engine.view(_names, shown[start : start + _SLICE])
+        names += await fs.store.engine.view(
+            _names, shown[start : start + _SLICE], group.ino, caller
+        )
         await trio.lowlevel.checkpoint()
     told = report_of(group)
+    owners = {0, record.uid, (await fs.store.engine.view(_owner, group.ino))}
+    wrong = {
+        "error": record.error,
+        "publish_error": record.publish_error,
+        "refused": group.refused,
+        "drain_error": group.drain_error,
+    }
+    if caller.uid not in owners:
+        error = _UNEQUAL if record.unequal else record.error
+        wrong = dict.fromkeys(wrong, "") | {"error": error}
     missing = group.missing() if group.is_live else []
     answer = {
         "id": record.id,
@@ -93,7 +109,6 @@ async def tell(fs: Host, ino: int, group_id: int = 0) -> dict[str, Any]:
         "job": os.fsdecode(options.job),
         "publish": os.fsdecode(options.publish),
         "published": record.published,
-        "publish_error": record.publish_error,
         "members": describe_ranks(group, _SHOWN),
         "missing": missing[:_SHOWN],
         "missing_ranks": len(missing),
@@ -108,10 +123,8 @@ async def tell(fs: Host, ino: int, group_id: int = 0) -> dict[str, Any]:
         ],
         "file_count": len(group.files),
         "dead": record.dead if record.dead >= 0 else None,
-        "error": record.error,
         "unequal": record.unequal,
-        "refused": group.refused,
-        "drain_error": group.drain_error,
+        **wrong,
         **{key: told.get(key, 0) for key in SUMS},
         "bytes": told.get("bytes", 0) or sum(file.size for file in group.files.values()),
         "plan": told,
@@ -132,5 +145,17 @@ def report_of(group: Group) -> dict[str, Any]:
     return json.loads(group.record.report) if group.record.report else group.report.to_json()
 
 
-def _names(tx: ReadTransaction, files: list[File]) -> list[str]:
-    return [paths.describe(tx, file.ino) for file in files]
+def _names(tx: ReadTransaction, files: list[File], top: int, caller: CallerLike) -> list[str]:
+    inodes = [namespace.find_inode(tx, file.ino) for file in files]
+    return [
+        paths.describe(tx, file.ino)
+        if inode is not None and permissions.may_find(tx, inode, top, caller)
+        else f"inode {file.ino}"
+        for file, inode in zip(files, inodes, strict=True)
+    ]
+
+
+def _owner(tx: ReadTransaction, ino: int) -> int:
+    """0 if the directory is gone."""
+    inode = namespace.find_inode(tx, ino)
+    return 0 if inode is None else inode.uid

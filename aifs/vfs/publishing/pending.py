@@ -85,9 +85,10 @@ async def remove(fs: Host, ino: int) -> None:
     fs.refused.pop(ino, None)
 
 
-async def tell(fs: Host, ino: int) -> dict[str, Any]:
-    """What ``user.aifs.pending`` says. Raises NoAttribute."""
-    mark, members = await fs.store.engine.view(_read, ino)
+async def tell(fs: Host, ino: int, caller: CallerLike) -> dict[str, Any]:
+    """What ``user.aifs.pending`` says. Why it was refused may name what lies below, so that is for the owner and root.
+    Raises NoAttribute."""
+    mark, members, owner = await fs.store.engine.view(_read, ino)
     return {
         "ranks": mark.ranks,
         "step": mark.step,
@@ -96,15 +97,16 @@ async def tell(fs: Host, ino: int) -> dict[str, Any]:
         "age_s": max(0.0, round((time.time_ns() - mark.created_ns) / 1e9, 3)),
         "members": members,
         "missing": publishing.missing(mark.ranks, members),
-        "refused": fs.refused.get(ino, ""),
+        "refused": fs.refused.get(ino, "") if caller.uid in (0, owner) else "",
     }
 
 
-def _read(tx: ReadTransaction, ino: int) -> tuple[Pending, list[int]]:
+def _read(tx: ReadTransaction, ino: int) -> tuple[Pending, list[int], int]:
+    """The mark, which ranks have committed, and whose the directory is."""
     mark = publishing.find_pending(tx, ino)
     if mark is None:
         raise NoAttribute()
-    return mark, publishing.committed(tx, ino)
+    return mark, publishing.committed(tx, ino), namespace.get_inode(tx, ino).uid
 
 
 # --- commits -------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ ownership of the directory or of what is named.
 
 import stat
 
-from aifs.core.errors import AccessDenied, NotPermitted
+from aifs.core.errors import AccessDenied, NotFound, NotPermitted
 from aifs.meta import acl, namespace
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import ReadTransaction
@@ -54,6 +54,21 @@ def require_reach(tx: ReadTransaction, directory: Inode, caller: CallerLike) -> 
     while directory.ino != ROOT_INO:
         directory = namespace.get_directory(tx, directory.parent)
         require_may(directory, caller, SEARCH)
+
+
+def may_find(tx: ReadTransaction, inode: Inode, top: int, caller: CallerLike) -> bool:
+    """Whether ``caller`` may search all that lies above ``inode``, and list it from the directory ``top`` on: only then may
+    this one be told its path. Of what has several names nobody knows where it lies."""
+    wanted = READ | SEARCH
+    try:
+        while inode.ino != ROOT_INO:
+            inode = namespace.get_directory(tx, inode.parent)
+            require_may(inode, caller, wanted)
+            if inode.ino == top:
+                wanted = SEARCH
+    except (AccessDenied, NotFound):
+        return False
+    return True
 
 
 def require_owner(inode: Inode, caller: CallerLike) -> None:
