@@ -1,8 +1,8 @@
 """One owner per metadata directory: its file ``owner``, which is locked (flock) as long as a process uses the store.
 
 Format, 4096 bytes, overwritten in place: on a full disk there is room for nothing else. A JSON object with the fields of
-``Owner``, filled up with spaces, or zeros if nobody uses the store; from byte 3584 on the *epoch*, 20 decimal digits: that of
-the last claim (data/claim.py) that was made with these metadata. A torn write of it leaves one that is not smaller.
+``Owner``, filled up with spaces, or zeros if nobody uses the store; from byte 3584 on the *epoch*, 20 decimal digits, a space and
+the token of the last claim (data/claim.py) that was made with these metadata. A torn write leaves an epoch that is not smaller.
 """
 
 import fcntl
@@ -19,7 +19,7 @@ from aifs.core.errors import StoreBusy, from_oserror
 NAME = "owner"
 
 _RECORD_BYTES = 3584
-_EPOCH_DIGITS = 20
+_LAST_BYTES = 512
 
 IN_ORDER, NOT_IN_ORDER = "in order", "not in order"
 
@@ -49,21 +49,25 @@ class OwnerLock:
         except OSError:
             files.close_file(self._fd)
             raise StoreBusy(_describe(meta_directory)) from None
-        digits = files.read_at(self._fd, _EPOCH_DIGITS, _RECORD_BYTES)
-        self.epoch = int(digits) if digits.isdigit() else 0
+        last = files.read_at(self._fd, _LAST_BYTES, _RECORD_BYTES).strip(b"\0 ")
+        digits, _, token = last.partition(b" ")
+        self.epoch, self.token = (
+            int(digits) if digits.isdigit() else 0,
+            token.decode("ascii", "replace"),
+        )
         """Of the last claim that was made with these metadata."""
         self._me = Owner(os.getpid(), socket.gethostname(), mountpoint)
         self._put(self._me)
 
-    def advance(self, epoch: int) -> None:
-        """Claims of that epoch are made from here on. Durable on return. Raises NoSpace, Unavailable."""
+    def advance(self, epoch: int, token: str) -> None:
+        """A claim is going to be made. Durable on return. Raises NoSpace, Unavailable."""
         try:
-            digits = b"%0*d" % (_EPOCH_DIGITS, epoch)
-            files.write_at(self._fd, digits.ljust(4096 - _RECORD_BYTES, b"\0"), _RECORD_BYTES)
+            last = b"%020d %s" % (epoch, token.encode())
+            files.write_at(self._fd, last.ljust(_LAST_BYTES, b"\0"), _RECORD_BYTES)
             files.sync_file(self._fd)
         except OSError as error:
             raise from_oserror(error) from error
-        self.epoch = epoch
+        self.epoch, self.token = epoch, token
 
     def tell(self, doing: str) -> None:
         """Say in the file what this process waits for. Blocks; not for long. Raises OSError."""

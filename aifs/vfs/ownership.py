@@ -2,8 +2,8 @@
 
 Claims stand against who wants the store next:
 
-* One that was given back (``held`` is False) by these very metadata does not, nor one of an earlier epoch than the metadata's.
-* Metadata with an earlier epoch than a claim's have been overtaken: others have changed what lies on the servers. Refused.
+* One that was made with these very metadata and given back (``held`` is False) does not, nor one of an earlier epoch than theirs.
+* Metadata that know no claim of the latest epoch have been overtaken: others have changed what lies on the servers. Refused.
 * The same metadata directory under the same kernel: its lock is ours, so the owner is dead. The claim counts no more.
 * The same metadata directory after a restart, or that of a machine's clone: for ``WATCH_S`` it is watched whether anybody
   renews the claim, and only then is it taken over.
@@ -30,6 +30,7 @@ from aifs.core.log import logger
 from aifs.data.claim import Claim, put_claim, read_claim
 from aifs.data.marker import NAME as MARKER_NAME
 from aifs.data.marker import read_marker
+from aifs.data.patience import Patience, ask_all
 from aifs.data.patience import background as in_background
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
@@ -41,6 +42,9 @@ INTERVAL_S = 2.0
 
 WATCH_S = 2.5 * INTERVAL_S
 """An owner that lives has renewed its claim, and looked for others, in any such time."""
+
+_ANSWER_S = 30.0
+"""How long a directory of a store that is not open is waited for."""
 
 _log = logger(__name__)
 
@@ -61,14 +65,13 @@ class Ownership:
     async def take(self, force: bool = False) -> None:
         """Claim all directories; durable on return. ``force``: the owner is dead, as somebody says.
 
-        Raises StoreBusy or StoreError, which say who has the store, and then no claim is changed.
+        Raises StoreBusy or StoreError, which say who has the store. Then no claim is changed; or two have asked for it at once,
+        and whoever did not get it, perhaps both, may ask again.
         """
-        before = self._lock.epoch
-        rival, epoch = await _require_right(self._read, self._mine, before, force)
-        self._lock.advance(epoch)
+        rival, epoch = await _require_right(self._read, self._mine, self._lock, force)
         self._mine = replace(self._mine, epoch=epoch, time_s=time.time())
+        self._lock.advance(epoch, self._mine.token)
         if theirs := await self._put(self._mine):
-            self._lock.advance(before)
             await self._put(replace(self._mine, held=False, renewals=1))
             raise StoreBusy(_describe(theirs, self._mine))
         if rival is not None:
@@ -155,7 +158,7 @@ def require_unused(directories: Iterable[str]) -> None:
     paths = list(directories)
 
     async def read() -> list[Claim]:
-        return _claims_of(paths)
+        return _ask_each(read_claim, paths)
 
     if (owner := trio.run(_seen_alive, read)) is not None:
         raise StoreBusy(
@@ -170,7 +173,9 @@ def follow(meta: str, directories: Iterable[str]) -> None:
     """
     lock = OwnerLock(meta, "")
     try:
-        lock.advance(max([lock.epoch, *(claim.epoch for claim in _claims_of(directories))]))
+        newest = max(_ask_each(read_claim, directories), key=lambda claim: claim.age, default=None)
+        if newest is not None:
+            lock.advance(newest.epoch, newest.token)
     finally:
         lock.release(orderly=True)
 
@@ -181,37 +186,39 @@ def end_rights(meta: str, store: str, directories: Iterable[str], *, wait: bool)
 
     Raises StoreBusy, NoSpace, Unavailable.
     """
-    present = [path for path in directories if _is_of(path, store)]
-    claims = _claims_of(present)
+    places = list(directories)
+    claims = _ask_each(read_claim, places)
     lock = OwnerLock(meta, "")
     try:
-        lock.advance(1 + max([lock.epoch, *(claim.epoch for claim in claims)]))
-        mine = replace(_claim_of(meta, ""), epoch=lock.epoch, held=False, time_s=time.time())
-        for path in present:
-            _try(put_claim, path, mine, True)
+        epoch = 1 + max([lock.epoch, *(claim.epoch for claim in claims)])
+        mine = replace(_claim_of(meta, ""), epoch=epoch, held=False, time_s=time.time())
+        lock.advance(epoch, mine.token)
+        _ask_each(_put_as_own, places, mine, store)
     finally:
         lock.release(orderly=True)
     if wait and any(claim.held for claim in claims):
         time.sleep(WATCH_S)
 
 
-def _claims_of(directories: Iterable[str]) -> list[Claim]:
-    return [claim for path in directories if (claim := _try(read_claim, path))]
+def _ask_each(
+    function: Callable[..., Claim | None] | Callable[..., None],
+    directories: Iterable[str],
+    *args: object,
+) -> list[Claim]:
+    """The claims that it finds in directories, at once; what fails or does not answer is done without. Blocks."""
+    paths = list(directories)
+    answers = ask_all([(Patience(), function, (path, *args)) for path in paths], _ANSWER_S)
+    for path, answer in zip(paths, answers, strict=True):
+        if isinstance(answer, OSError | FsError | StoreError):
+            _log.info("who has the store is not known at %s: %s", path, answer)
+        elif isinstance(answer, BaseException):
+            raise answer
+    return [answer for answer in answers if isinstance(answer, Claim)]
 
 
-def _is_of(directory: str, store: str) -> bool:
-    try:
-        return read_marker(directory).store == store
-    except StoreError:
-        return False
-
-
-def _try(function: Callable[..., Claim | None], directory: str, *args: object) -> Claim | None:
-    try:
-        return function(directory, *args)
-    except OSError as error:
-        _log.info("who has the store is not known at %s: %s", directory, error)
-        return None
+def _put_as_own(directory: str, claim: Claim, store: str) -> None:
+    if read_marker(directory).store == store:
+        put_claim(directory, claim, durable=True)
 
 
 # --- what claims mean ---
@@ -220,25 +227,29 @@ _Read = Callable[[], Awaitable[list[Claim]]]
 
 
 async def _require_right(
-    read: _Read, mine: Claim, known: int, force: bool
+    read: _Read, mine: Claim, lock: OwnerLock, force: bool
 ) -> tuple[Claim | None, int]:
-    """The claim that may be in use and is taken over, None if there is none, and the next epoch; ``known``: the metadata's.
+    """The claim that may be in use and is taken over, None if there is none, and the next epoch. ``lock`` knows the last claim
+    that was made with these metadata.
 
     Raises StoreBusy, StoreError.
     """
     claims = await read()
-    newest = max(claims, key=lambda claim: claim.age, default=None)
-    if newest is None or newest.epoch < known:
-        return None, known + 1
-    epoch = newest.epoch + 1
-    if newest.epoch == known:
-        is_ours = (newest.place, newest.boot) == (mine.place, mine.boot)
-        if not newest.held or is_ours:
-            return None, epoch
-        if newest.place[1:] == mine.place[1:] and await _seen_alive(read) is None:
-            return None, epoch
+    if not claims:
+        return None, lock.epoch + 1
+    latest = max(claim.epoch for claim in claims)
+    claims = [claim for claim in claims if claim.epoch == latest]
+    newest = max(claims, key=lambda claim: (claim.held, claim.renewals))
+    is_over = not newest.held or (newest.place, newest.boot) == (mine.place, mine.boot)
+    if latest < lock.epoch:  # a process that was about to take the store over has died
+        return None if is_over else newest, lock.epoch + 1
+    if latest == lock.epoch:
+        if newest.held and is_over or any(claim.token == lock.token for claim in claims):
+            is_same_place = newest.place[1:] == mine.place[1:]
+            if is_over or (is_same_place and await _seen_alive(read) is None):
+                return None, latest + 1
     if force:
-        return newest if newest.held else None, epoch
+        return newest if newest.held else None, latest + 1
     if newest.held:
         raise StoreBusy(_describe(newest, mine))
     raise StoreError(
@@ -255,11 +266,11 @@ async def _seen_alive(read: _Read) -> Claim | None:
         return None
     _log.info("looking for %g s whether %s lives", WATCH_S, _owner(before[0]))
     await trio.sleep(WATCH_S)
-    seen = {claim.token: claim.renewals for claim in before}
-    return next(
-        (claim for claim in await read() if claim.held and seen.get(claim.token) != claim.renewals),
-        None,
-    )
+    seen: dict[str, int] = {}
+    for claim in before:  # a server that has failed lags behind
+        seen[claim.token] = max(claim.renewals, seen.get(claim.token, 0))
+    later = [claim for claim in await read() if claim.held]
+    return next((one for one in later if one.renewals > seen.get(one.token, -1)), None)
 
 
 def place_of(meta: str) -> tuple[int, int, int]:

@@ -128,6 +128,9 @@ async def test_after_a_restart_the_claim_is_watched(
     await die(config)
     monkeypatch.setattr(files, "boot_id", lambda: "another")
     if not alive:
+        late = read_claim(config.servers[0])  # on a server that had failed before the others
+        for path in directories(config)[1:]:
+            put_claim(path, replace(late, renewals=7), durable=True)
         await require_sound(config)
         return
     path = os.path.join(config.servers[1], "owner")
@@ -155,6 +158,39 @@ async def test_a_store_in_use_is_not_formatted(config: Config, renewed: None) ->
         with pytest.raises(StoreBusy):
             await trio.to_thread.run_sync(lambda: format_store(other, force=True))
     await require_sound(config)
+
+
+async def test_of_two_that_come_at_once_one_at_most_has_the_store(config: Config) -> None:
+    """And it is nobody's loss: who was refused may try again, unless the other one has got it."""
+    await require_sound(config)
+    both = (config, with_copy_of_metadata(config))
+    for _ in range(5):
+        inside, refused = [], []
+
+        async def use(one: Config, inside: list = inside, refused: list = refused) -> None:
+            try:
+                async with open_filesystem(one) as fs:
+                    inside.append(one)
+                    assert len(inside) == 1
+                    await trio.sleep(RENEWED_S)
+                    assert not fs.store.ownership.ended
+                    inside.remove(one)
+            except StoreError:
+                refused.append(one)
+
+        async with trio.open_nursery() as nursery:
+            for one in both:
+                nursery.start_soon(use, one)
+        assert refused
+        if len(refused) == 1:
+            break
+    else:
+        refused = [both[1]]
+    winner = both[0] if refused[0] is both[1] else both[1]
+    await require_sound(winner)
+    with pytest.raises(StoreError):
+        async with open_filesystem(refused[0]):
+            pass
 
 
 # --- not refused ---
