@@ -1,23 +1,38 @@
 """Types of command-line arguments that several commands share."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import click
 
+from aifs.core.mountinfo import first_aifs
 from aifs.core.units import parse_duration, parse_size
 
 
 class _PathType(click.ParamType):
     """A path that is not empty: an empty one, from a shell variable that is not set, would mean the directory
-    one happens to be in."""
+    one happens to be in. It does not lie in a mount whose daemon is stuck: commands would wait for it, unkillably."""
 
     name = "path"
+
+    def __init__(self, may_be_stuck: bool = False) -> None:
+        self._may_be_stuck = may_be_stuck
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if not value:
             self.fail("it is empty; was a variable not set?", param, ctx)
+        mount, ends = first_aifs(value)
+        if mount is not None and not (ends and self._may_be_stuck):
+            _require_answer(mount.mountpoint)
         return value
+
+
+@functools.cache
+def _require_answer(mountpoint: str) -> None:
+    from aifs.cli.mounts import require_answer
+
+    require_answer(mountpoint)
 
 
 class _Quantity(click.ParamType):
@@ -35,5 +50,6 @@ class _Quantity(click.ParamType):
 
 
 PATH = _PathType()
+MOUNTPOINT = _PathType(may_be_stuck=True)  # of commands that take mounts away
 SIZE = _Quantity("size", parse_size)  # bytes
 DURATION = _Quantity("duration", parse_duration)  # seconds

@@ -9,6 +9,7 @@ BACKUP = "user.aifs.backup"
 DRAIN = "user.aifs.drain"
 EVICT = "user.aifs.evict"
 GROUP = "user.aifs.group"
+NONE = "user.aifs"  # which nothing has
 INFO = "user.aifs.info"
 REMOVE = "user.aifs.remove"
 SCRUB = "user.aifs.scrub"

@@ -61,8 +61,10 @@ def backup_command(source: str, directory: str) -> None:
 
 def _ask(mountpoint: str, directory: str) -> None:
     """Have the mount make one, and wait for it."""
-    from aifs.cli.mounts import read_status
+    from aifs.cli.mounts import read_status, require_answer
     from aifs.core.errors import MountError
+
+    require_answer(mountpoint)
 
     token = f"{os.getpid()}-{time.time_ns()}"
     hints.put(mountpoint, hints.BACKUP, f"{token}:{directory}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from aifs.cli.arguments import PATH
+from aifs.cli.arguments import MOUNTPOINT, PATH
 from aifs.core.errors import MountError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ Examples:
 
 @click.command("mount", epilog=EPILOG)
 @click.argument("source", type=PATH)
-@click.argument("mountpoint", type=PATH)
+@click.argument("mountpoint", type=MOUNTPOINT)
 @click.option("-o", "options", multiple=True, metavar="OPTION,...", help="Mount options and keys.")
 @click.option("--foreground", is_flag=True, help="Stay in the foreground and log to stderr.")
 @click.option(
@@ -63,7 +63,8 @@ def mount_command(
 ) -> None:
     """Mount the store SOURCE at the directory MOUNTPOINT.
 
-    Returns when the mount serves. A mount that a killed daemon left behind at MOUNTPOINT is cleaned up first.
+    Returns when the mount serves. A mount that a killed daemon left behind at MOUNTPOINT is cleaned up first; a daemon that
+    has not answered there for 30 s is ended.
     A store has one owner. Where its metadata have been copied or restored to another place, the mount is refused while the old
     owner has not given the store back, with its host and the time when it was seen last; --force takes the store over after
     some seconds, and an old owner that is alive all the same notices it, and ends.
@@ -153,11 +154,18 @@ def _name_missing_servers(mountpoint: str) -> None:
 
 def _prepare(mountpoint: str) -> str:
     """The absolute path of a directory that can be mounted on. Raises MountError."""
-    from aifs.cli.mounts import FSTYPE, is_dead, mounted_at, unmount
+    from aifs.cli.mounts import FSTYPE, Stuck, end, is_dead, mounted_at, resolve, unmount
+    from aifs.cli.output import print_error
 
-    path = os.path.realpath(mountpoint)
-    while is_dead(path):
-        unmount(path, lazy=True)
+    path = resolve(mountpoint)
+    while (mount := mounted_at(path)) is not None and mount.fstype == FSTYPE:
+        try:
+            if not is_dead(path):
+                raise MountError(f"{mountpoint}: an AIFS is mounted here already")
+            unmount(path, lazy=True)
+        except Stuck as error:
+            print_error(f"warning: {error}")
+            end(mount)
     if not os.path.isdir(path):
         what = (
             "is not a directory"
@@ -165,7 +173,4 @@ def _prepare(mountpoint: str) -> str:
             else "there is no such directory; make it first"
         )
         raise MountError(f"{mountpoint}: {what}")
-    mount = mounted_at(path)
-    if mount is not None and mount.fstype == FSTYPE:
-        raise MountError(f"{mountpoint}: an AIFS is mounted here already")
     return path

@@ -3,33 +3,103 @@
 import errno
 import glob
 import os
+import select
+import signal
 import subprocess
+from contextlib import suppress
 from typing import Any
 
 from aifs.cli import hints
 from aifs.cli.output import print_error
-from aifs.core.errors import MountError
-from aifs.core.mountinfo import all_mounts, mounted_at
+from aifs.core import connections
+from aifs.core.errors import MountError, UserError
+from aifs.core.limits import within
+from aifs.core.mountinfo import FSTYPE, Mount, all_mounts, first_aifs, mounted_at
 
-FSTYPE = "fuse.aifs"
+ANSWER_S = 30.0
+"""How long a daemon may take to answer what it always can. One that works hard takes some milliseconds."""
+
+_END_S = 10.0  # what a process that was killed may take to end
+
+SAFE = "what was acknowledged survives the end of the daemon; what fsync, syncfs or a publish acknowledged, a power cut, too"
+LOCKED = "Until these calls end, or this host is started anew, the store cannot be mounted"
+
 UMOUNT_HELPER = "/sbin/umount.fuse.aifs"
 
 
-def is_dead(path: str) -> bool:
-    """Whether the daemon of the mount at ``path`` was killed without unmounting.
+class Stuck(MountError):
+    """The daemon of a mount lives, and does not answer."""
 
-    Asked by statvfs, because a stat may be answered from the kernel's cache.
+
+def is_dead(path: str) -> bool:
+    """Whether the daemon of the mount at ``path`` was killed without unmounting. Raises Stuck after ANSWER_S.
+
+    Asked by an extended attribute that nothing has: a stat may be answered from the kernel's cache, and a statvfs
+    wait for a data server.
     """
     try:
-        os.statvfs(path)
+        within(ANSWER_S, os.getxattr, path, hints.NONE)
+    except TimeoutError:
+        raise Stuck(
+            f"{path}: no answer for {ANSWER_S:g} s; the daemon is stuck. To mount the store here again, or aifs umount "
+            "--force, ends it, and loses nothing that was acknowledged"
+        ) from None
     except OSError as error:
         return error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
     return False
 
 
+def require_answer(path: str) -> None:
+    """Raises Stuck if whoever asks about ``path`` would have to wait, and could not be killed."""
+    is_dead(path)
+
+
+def end(mount: Mount) -> None:
+    """Take a mount away and kill its daemon, whether or not it answers; what waits for it gets an error.
+
+    Nothing acknowledged is lost. Raises MountError if the system cannot end the daemon.
+    """
+    pid = _daemon_of(mount)
+    connection = daemon = None
+    with suppress(OSError):  # then the daemon's end is that of the connection
+        connection = connections.open_abort(mount.device)
+    with suppress(OSError, TypeError):
+        daemon = os.pidfd_open(pid)
+    unmount(mount.mountpoint, lazy=True)
+    if daemon is not None:
+        signal.pidfd_send_signal(daemon, signal.SIGKILL)
+    if connection is not None:
+        connections.abort(connection)
+    if daemon is not None and not select.select([daemon], [], [], _END_S)[0]:
+        raise MountError(
+            f"{mount.mountpoint}: unmounted, and its daemon (pid {pid}) is killed, but the system cannot end calls that it "
+            f"has made to a server; {SAFE}. {LOCKED}"
+        )
+
+
+def _daemon_of(mount: Mount) -> int | None:
+    """The pid of the daemon that serves the mount, also if it does not answer; None if nobody does, or that cannot be seen."""
+    from aifs.core import config
+    from aifs.vfs.owner import find_holder
+
+    with suppress(OSError, UserError):
+        pid = find_holder(config.load(mount.source, {}).meta.directory)
+        if pid is not None:
+            return pid
+    with suppress(OSError, MountError):
+        return read_status(mount.mountpoint)["pid"]
+    return None
+
+
+def resolve(path: str) -> str:
+    """realpath(3) of a path that may be a mountpoint; then the mount is asked nothing."""
+    mount, ends = first_aifs(path)
+    return mount.mountpoint if mount is not None and ends else os.path.realpath(path)
+
+
 def require_aifs(path: str) -> str:
     """The absolute path of the AIFS mountpoint ``path``. Raises MountError if it is none."""
-    absolute = os.path.realpath(path)
+    absolute = resolve(path)
     mount = mounted_at(absolute)
     if mount is None or mount.fstype != FSTYPE:
         if not os.path.lexists(absolute):
@@ -54,7 +124,8 @@ def require_inside(path: str, follow: bool = True) -> os.stat_result:
 
 
 def read_status(mountpoint: str) -> dict[str, Any]:
-    """What the daemon says of itself. Raises MountError if it is dead."""
+    """What the daemon says of itself. Raises MountError if it is dead or stuck."""
+    require_answer(mountpoint)
     try:
         return hints.read(mountpoint, hints.STATUS)
     except OSError as error:

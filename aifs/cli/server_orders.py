@@ -136,11 +136,13 @@ def _mountpoint(place: str) -> str:
 
 def _mount_of(config: Config, busy: StoreBusy) -> str:
     """Where the store that is in use is mounted on this host. Raises ``busy`` if nowhere."""
+    from aifs.cli.mounts import require_answer
     from aifs.vfs.owner import read_owner
 
     owner = read_owner(config.meta.directory)
     if owner is None or owner.closed or not owner.mountpoint or owner.host != socket.gethostname():
         raise busy
+    require_answer(owner.mountpoint)
     return owner.mountpoint
 
 

@@ -2,30 +2,24 @@
 
 import os
 import select
-import signal
 import sys
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from aifs.cli.arguments import DURATION, PATH
+from aifs.cli.arguments import DURATION, MOUNTPOINT
 from aifs.cli.drain import Left, drain, left
 from aifs.cli.output import print_error
 from aifs.core.errors import MountError, TimeoutReached, UserError
 
 if TYPE_CHECKING:
-    from aifs.core.mountinfo import Mount
     from aifs.vfs.owner import Owner
 
 NOTICE_S = 5.0
 _PAUSE_S = 0.5
-_ASK_S = 10.0  # what a mount that hangs may take to say something
-_END_S = 5.0  # what a process that was killed may take to end
+_END_S = 5.0  # what a process that has closed the store may take to end
 
-_SAFE = "what was acknowledged survives the end of the daemon; what fsync, syncfs or a publish acknowledged, a power cut, too"
-_LOCKED = "Until these calls end, or this host is started anew, the store cannot be mounted"
 _KERNEL = "the system hands over what programs have changed in memory that they have mapped"
 
 EPILOG = """
@@ -37,7 +31,7 @@ Examples:
 
 
 @click.command("umount", epilog=EPILOG)
-@click.argument("mountpoint", type=PATH)
+@click.argument("mountpoint", type=MOUNTPOINT)
 @click.option("-l", "--lazy", is_flag=True, help="Take it away now; do not wait for its users.")
 @click.option(
     "-f",
@@ -74,13 +68,13 @@ def umount_command(
     With --force programs that use the mount get errors, and what they have changed in mapped memory and not synced is lost;
     what was acknowledged is recovered by the next mount. That is refused as long as the system cannot end calls to a server.
     """
-    from aifs.cli.mounts import is_dead, read_status, require_aifs, unmount
+    from aifs.cli.mounts import LOCKED, end, is_dead, mounted_at, read_status, require_aifs, unmount
 
-    if force:
-        _end_now(mountpoint)
-        return
     path = require_aifs(mountpoint)
     os.chdir("/")  # do not be the one who keeps it busy
+    if force:
+        end(mounted_at(path))
+        return
     if lazy or is_dead(path):
         unmount(path, lazy=True)
         return
@@ -103,7 +97,7 @@ def umount_command(
         print(f"in the burst tier alone until the next mount drains it: {undrained}")
     if closed:
         print_error(
-            f"everything is safe, but the daemon (pid {pid}) cannot end: {closed}. {_LOCKED}"
+            f"everything is safe, but the daemon (pid {pid}) cannot end: {closed}. {LOCKED}"
         )
     else:
         _require_orderly_end(mountpoint, status)
@@ -116,6 +110,7 @@ def _wait(
 
     Raises TimeoutReached; MountError if the store could not be closed in order.
     """
+    from aifs.cli.mounts import SAFE
     from aifs.vfs.owner import IN_ORDER
 
     pid, said, closed_s = status["pid"], "", 0.0
@@ -133,61 +128,13 @@ def _wait(
         why = doing or ("it writes, or a container still has the mount" if is_taken else _KERNEL)
         if now_s >= until_s:
             raise TimeoutReached(
-                f"{mountpoint}: the daemon (pid {pid}) has not closed the store in time: {why}. It goes on; {_SAFE}. "
+                f"{mountpoint}: the daemon (pid {pid}) has not closed the store in time: {why}. It goes on; {SAFE}. "
                 f"To end it now: kill -9 {pid}; the next mount recovers the store"
             )
         if now_s >= notice_s and why != said:
             said = why
             print_error(f"waiting for the daemon (pid {pid}): {why}")
     return ""
-
-
-def _end_now(mountpoint: str) -> None:
-    """Take the mount away, kill the daemon, end what waits for it. Raises MountError if the system cannot end the daemon."""
-    from aifs.cli.mounts import require_aifs, unmount
-    from aifs.core import connections
-    from aifs.core.limits import within
-    from aifs.core.mountinfo import mounted_at
-
-    try:
-        path = within(_ASK_S, require_aifs, mountpoint)
-    except TimeoutError:
-        path = os.path.abspath(mountpoint)
-    os.chdir("/")
-    mount = mounted_at(path)
-    if mount is None:
-        raise MountError(f"{mountpoint}: no AIFS is mounted here")
-    pid = _daemon_of(mount)
-    connection = daemon = None
-    with suppress(OSError):  # then the daemon's end is that of the connection
-        connection = connections.open_abort(mount.device)
-    with suppress(OSError, TypeError):
-        daemon = os.pidfd_open(pid)
-    unmount(path, lazy=True)
-    if daemon is not None:
-        signal.pidfd_send_signal(daemon, signal.SIGKILL)
-    if connection is not None:
-        connections.abort(connection)
-    if daemon is not None and not select.select([daemon], [], [], _END_S)[0]:
-        raise MountError(
-            f"{mountpoint}: unmounted, and its daemon (pid {pid}) is killed, but the system cannot end calls that it has "
-            f"made to a server; {_SAFE}. {_LOCKED}"
-        )
-
-
-def _daemon_of(mount: "Mount") -> int | None:
-    """The pid of the daemon that serves the mount, also if it does not answer; None if nobody does, or that cannot be seen."""
-    from aifs.cli.mounts import read_status
-    from aifs.core import config
-    from aifs.core.limits import within
-    from aifs.vfs.owner import find_holder
-
-    try:
-        return within(_ASK_S, read_status, mount.mountpoint)["pid"]
-    except (OSError, MountError):
-        with suppress(OSError, UserError):
-            return find_holder(config.load(mount.source, {}).meta.directory)
-    return None
 
 
 def _drain(mountpoint: str) -> Left:
@@ -209,6 +156,7 @@ def _require_orderly_end(mountpoint: str, status: dict[str, Any]) -> None:
 
     Then the store's owner file still names it. That file may be out of reach for who is not root.
     """
+    from aifs.cli.mounts import SAFE
     from aifs.core import config
     from aifs.vfs.owner import IN_ORDER
 
@@ -217,7 +165,7 @@ def _require_orderly_end(mountpoint: str, status: dict[str, Any]) -> None:
         log = config.load(status["source"], {}).log.file
         raise MountError(
             f"{mountpoint}: unmounted, but its daemon could not close the store in order, and its log {log} says why; "
-            f"{_SAFE}; the next mount recovers the store"
+            f"{SAFE}; the next mount recovers the store"
         )
 
 

@@ -35,7 +35,9 @@ def within(limit_s: float, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _answer(pipe: Connection, function: Callable[..., Any], args: tuple) -> None:
-    """In the child. Never returns."""
+    """In the child. Never returns. It holds nothing of its parent's that others wait for, such as a pipe of its output."""
+    os.closerange(0, pipe.fileno())
+    os.closerange(pipe.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     try:
         try:
             result = function(*args)

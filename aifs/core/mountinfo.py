@@ -4,6 +4,9 @@ import os
 import re
 from typing import NamedTuple
 
+FSTYPE = "fuse.aifs"
+_LINKS_MAX = 40  # as in the kernel
+
 
 class Mount(NamedTuple):
     """A line of mountinfo; ``device`` is the number that stat gives for its files."""
@@ -23,6 +26,28 @@ def all_mounts() -> list[Mount]:
 def mounted_at(path: str) -> Mount | None:
     """The mount that is on top at the absolute ``path``, or None."""
     return next((mount for mount in reversed(all_mounts()) if mount.mountpoint == path), None)
+
+
+def first_aifs(path: str) -> tuple[Mount | None, bool]:
+    """The first AIFS mount that a path leads into, and whether it ends there, at the mountpoint.
+
+    As the kernel walks it, with its symlinks, until that mount is reached: it is asked nothing.
+    """
+    mounts = {mount.mountpoint: mount for mount in all_mounts()}
+    here, left, links = "/", os.path.join(os.getcwd(), path).split("/")[::-1], 0
+    while left:
+        name = left.pop()
+        if name in ("", "."):
+            continue
+        here = os.path.dirname(here) if name == ".." else os.path.join(here, name)
+        mount = mounts.get(here)
+        if mount is not None and mount.fstype == FSTYPE:
+            return mount, not any(left)
+        if mount is None and os.path.islink(here) and links < _LINKS_MAX:
+            links += 1
+            left += os.readlink(here).split("/")[::-1]
+            here = "/" if left[-1] == "" else os.path.dirname(here)
+    return None, False
 
 
 def _parse_line(line: bytes) -> Mount:

@@ -1,6 +1,7 @@
 """No program waits for a daemon that is dead or stuck: requests end when it dies, and commands of ours in any case."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,3 +68,75 @@ def test_a_killed_daemon_ends_though_the_kernel_holds_one_of_its_threads(
         stalling.kill_only()
         assert program.wait(TIMEOUT_S) != 0
     stalling.mount()
+
+
+IMPATIENT = """
+import sys
+from aifs.cli import mounts
+from aifs.cli.main import main
+
+mounts.ANSWER_S = 2.0
+sys.exit(main())
+"""
+
+
+def impatient(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command ``aifs`` of somebody who waits for two seconds."""
+    return subprocess.run(
+        [sys.executable, "-c", IMPATIENT, *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        timeout=TIMEOUT_S,
+    )
+
+
+@pytest.fixture
+def stopped(mounted: Mounted) -> Iterator[Mounted]:
+    """A mount whose daemon lives and answers nothing."""
+    (mounted.path / "before").write_bytes(b"acknowledged")
+    mounted.signal(signal.SIGSTOP)
+    yield mounted
+    if mounted.is_alive():
+        mounted.signal(signal.SIGCONT)
+
+
+def test_no_command_waits_for_a_daemon_that_is_stuck(stopped: Mounted, tmp_path: Path) -> None:
+    path, link = stopped.path, tmp_path / "link"
+    link.symlink_to(path)
+    for words in (
+        ("status", path),
+        ("status", link),
+        ("umount", path),
+        ("info", path / "before"),
+        ("drain", path),
+        ("rm", path / "before"),
+        ("server", "status", path),
+        ("server", "status", stopped.source),
+        ("meta", "backup", stopped.source),
+        ("doctor", path),
+        ("publish", path / "a", path / "b"),
+    ):
+        done = impatient(*words)
+        assert done.returncode == 6 and "is stuck" in done.stderr, (words, done)
+        assert done.stderr.count("\n") == 1
+    stopped.signal(signal.SIGCONT)
+    assert (path / "before").read_bytes() == b"acknowledged"
+
+
+def test_mount_ends_a_daemon_that_is_stuck(stopped: Mounted) -> None:
+    name = stopped.path / "waits"
+    program = subprocess.Popen([sys.executable, "-c", CREATE, name])
+    wait_until_stalled(program.pid)
+    done = impatient("mount", stopped.source, stopped.path)
+    assert done.returncode == 0 and "is stuck" in done.stderr
+    assert program.wait(TIMEOUT_S) != 0
+    stopped.wait_for_end()
+    stopped.adopt()
+    assert (stopped.path / "before").read_bytes() == b"acknowledged"
+
+
+def test_umount_force_ends_a_daemon_that_is_stuck(stopped: Mounted) -> None:
+    aifs("umount", "--force", stopped.path)
+    stopped.wait_for_end()

@@ -125,6 +125,9 @@ class Mounted:
         threads = [path.read_text() for path in Path(f"/proc/{self.pid}/task").glob("*/wchan")]
         return f"threads in {threads}; the log ends with\n{self.log.read_text()[-2000:] if self.log.exists() else ''}"
 
+    def is_alive(self) -> bool:
+        return self._ended != -1 and not select.select([self._ended], [], [], 0)[0]
+
     def is_mounted(self) -> bool:
         return os.path.ismount(self.path)
 

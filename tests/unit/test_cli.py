@@ -11,7 +11,7 @@ import pytest
 
 from aifs.cli import mounts
 from aifs.cli.main import main
-from aifs.core import config, errors
+from aifs.core import config, errors, mountinfo
 from aifs.fuse.options import parse
 
 
@@ -286,7 +286,10 @@ def test_status_of_a_path_below_a_mount_names_the_mount(
     monkeypatch.setattr(
         mounts,
         "all_mounts",
-        lambda: [mounts.Mount(1, "/", "ext4"), mounts.Mount(2, f"{tmp_path}/m", "fuse.aifs")],
+        lambda: [
+            mountinfo.Mount(1, "/", "ext4", "/dev/vda"),
+            mountinfo.Mount(2, f"{tmp_path}/m", "fuse.aifs", "/src"),
+        ],
     )
     said = f"{tmp_path}/m/d: no AIFS is mounted here; it is below the mount {tmp_path}/m"
     assert refused(capsys, "status", tmp_path / "m/d") == (6, said)
@@ -303,8 +306,34 @@ def test_info_wants_a_path_in_an_aifs_mount(
 
 
 def test_mountinfo_is_decoded() -> None:
-    line = rb"36 35 98:2 / /mnt\040a\134b rw,noatime shared:1 - fuse.aifs /src rw,user_id=0" + b"\n"
-    assert mounts._parse_line(line) == (os.makedev(98, 2), "/mnt a\\b", "fuse.aifs")
+    line = (
+        rb"36 35 98:2 / /mnt\040a\134b rw,noatime shared:1 - fuse.aifs /a\040b rw,user_id=0" + b"\n"
+    )
+    found = (os.makedev(98, 2), "/mnt a\\b", "fuse.aifs", "/a b")
+    assert mountinfo._parse_line(line) == found
+
+
+def test_the_mount_that_a_path_leads_into_is_found_without_asking_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount = mountinfo.Mount(2, f"{tmp_path}/a/m", "fuse.aifs", "/src")
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("a")
+    (tmp_path / "to").symlink_to(f"{tmp_path}/link/m")
+    (tmp_path / "loop").symlink_to("loop")
+    monkeypatch.setattr(mountinfo, "all_mounts", lambda: [mount])
+    monkeypatch.chdir(tmp_path)
+    for path, found in (
+        ("a/m", (mount, True)),
+        ("to", (mount, True)),
+        ("a/b/../m/", (mount, True)),
+        ("link/./m/below/it", (mount, False)),
+        ("to/../other", (mount, False)),
+        ("a/b", (None, False)),
+        ("loop/m", (None, False)),
+        ("missing/m", (None, False)),
+    ):
+        assert mountinfo.first_aifs(path) == found, path
 
 
 def test_a_file_name_that_is_no_text_is_printed_as_it_is(
@@ -410,7 +439,9 @@ def test_fsck_that_cannot_check_exits_with_8(
 
 def test_the_mount_of_another_user_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "fusermount3: entry for /mnt/s not found in /etc/mtab"
-    monkeypatch.setattr(mounts, "_run", lambda *command: SimpleNamespace(returncode=1, stderr=said))
+    monkeypatch.setattr(
+        mounts, "_run", lambda *command, **limits: SimpleNamespace(returncode=1, stderr=said)
+    )
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(
         errors.MountError, match="^/mnt/s: was mounted by another user; only that user or root"
