@@ -7,11 +7,18 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from aifs.core import faults
-from aifs.vfs import ownership
+from aifs.vfs import ownership, store
+from tests.support import engines
 from tests.support.memory import in_memory
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--engines",
+        default="lmdb",
+        help=f"metadata engines to run on: all, or some of {', '.join(engines.ENGINES)}",
+    )
+    parser.addoption("--engine-seed", type=int, default=0, help="when hostile engines suspend")
     parser.addoption(
         "--long", action="store_true", help="also run the tests that take minutes to hours"
     )
@@ -26,6 +33,18 @@ def pytest_configure(config: pytest.Config) -> None:
         derandomize=not config.getoption("--long"),
     )
     settings.load_profile("aifs")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"engines: {config.getoption('--engines')}, seed {config.getoption('--engine-seed')}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Where a store is opened in the test's process, the test runs once on each engine that is asked for."""
+    asked = metafunc.config.getoption("--engines")
+    names = list(engines.ENGINES) if asked == "all" else asked.split(",")
+    if names != ["lmdb"]:
+        metafunc.parametrize("engine_kind", names, indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -47,6 +66,16 @@ def disarm() -> Iterator[None]:
     """What a test armed is reached by no other."""
     yield
     faults.disarm_all()
+
+
+@pytest.fixture(autouse=True)
+def engine_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The engine of the stores that the test opens in its own process."""
+    kind = getattr(request, "param", "lmdb")
+    if kind != "lmdb":
+        engines.draws.seed(request.config.getoption("--engine-seed"))
+        monkeypatch.setattr(store, "LmdbEngine", engines.ENGINES[kind])
+    return kind
 
 
 @pytest.fixture
