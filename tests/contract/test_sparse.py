@@ -205,7 +205,7 @@ async def test_a_protected_one_is_made_whole_and_written_in_place_it_is_protecte
             await fs.scrub.wait()
         assert fs.scrub.status()["flaws"] == 0
 
-        await put(fs, ino, "tier", "capacity")
+        await put(fs, ino, "tier", "capacity", ROOT)
         handle, *_ = await fs.open(ino, os.O_RDWR)
         await fs.write(handle, HUGE // 2, b"x")
         await fs.fsync(handle)
@@ -230,7 +230,7 @@ async def whole(fs: Filesystem) -> None:
 async def test_punching_frees_space_on_the_servers(directory, layout, bounded, mode):
     async with opened(directory, layout, servers=4) as fs:
         ino = await write_spots(fs, b"f")
-        await put(fs, ino, "tier", "capacity")
+        await put(fs, ino, "tier", "capacity", ROOT)
         await moved_out(fs, ino)
         await overwrite(fs, ino, 3 << 40, os.urandom(8 << 20))
         await moved_out(fs, ino)
@@ -260,7 +260,7 @@ async def test_where_servers_cannot_punch_zeros_are_written_where_data_is(
 
     async with opened(directory, layout, servers=4) as fs:
         ino = await write_spots(fs, b"f")
-        await put(fs, ino, "tier", "capacity")
+        await put(fs, ino, "tier", "capacity", ROOT)
         await moved_out(fs, ino)
         handle, *_ = await fs.open(ino, os.O_RDWR)
         await fs.write(handle, 2 << 40, b"y" * 100_000)
