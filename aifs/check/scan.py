@@ -61,7 +61,13 @@ _KEY_LENGTHS = {
     b"y": 9,
     b"z": 9,
 }
-_COUNTERS = (keys.COUNTER_IDS, keys.COUNTER_INODES, keys.COUNTER_SERVERS, keys.COUNTER_BURST)
+_COUNTERS = (
+    keys.COUNTER_IDS,
+    keys.COUNTER_INODES,
+    keys.COUNTER_GUARDED,
+    keys.COUNTER_SERVERS,
+    keys.COUNTER_BURST,
+)
 
 Handler = Callable[[ReadTransaction, bytes, bytes], None]
 

@@ -35,6 +35,10 @@ class Exists(FsError):
     errno = errno.EEXIST
 
 
+class CrossDevice(FsError):
+    errno = errno.EXDEV
+
+
 class NotADirectory(FsError):
     errno = errno.ENOTDIR
 

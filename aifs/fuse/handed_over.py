@@ -10,10 +10,11 @@ import pyfuse3
 import trio
 
 from aifs.core import ioctl
-from aifs.core.errors import Invalid, NoSuchIoctl
+from aifs.core.errors import Invalid, NoSuchIoctl, NotSupported
 from aifs.fuse.operations import PREFERRED_IO, answers
 from aifs.fuse.requests import Scheduler
 from aifs.meta.publishing import Publication
+from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.groups.group_text import make_options
 from aifs.vfs.types import Caller
@@ -34,6 +35,10 @@ _IOCTL = struct.Struct(
     "=QIIQII"
 )  # handle, flags, command, argument, in_size, out_size; then the data
 _IOCTL_REPLY = struct.Struct("=iIII")  # result, flags, in_iovs, out_iovs; then the data
+_GETFLAGS, _SETFLAGS, _FSGETXATTR, _FSSETXATTR = 0x80086601, 0x40086602, 0x801C581F, 0x401C5820
+_FLAGS = struct.Struct("=I")
+_FSXATTR = struct.Struct("=I8xI12x")  # flags, project
+_XFLAGS = {IMMUTABLE: 0x8, APPEND_ONLY: 0x10, INHERITS_PROJECT: 0x200}
 _FALLOCATE = struct.Struct("=QQQII")  # handle, offset, length, mode, padding
 _LSEEK = struct.Struct("=QqII")  # handle, offset (which may be negative), whence, padding
 _STATX_REPLY = struct.Struct("=QII16x")  # how long it holds (s, ns), flags; then the attributes
@@ -131,6 +136,8 @@ class HandedOver:
     @answers
     async def ioctl(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
         _, _, request, _, in_size, out_size = _IOCTL.unpack_from(body)
+        if request in (_GETFLAGS, _SETFLAGS, _FSGETXATTR, _FSSETXATTR):
+            return _IOCTL_REPLY.pack(0, 0, 0, 0) + await self._flags(nodeid, request, body)
         command = ioctl.COMMANDS.get(request)
         if command is None:
             raise NoSuchIoctl()
@@ -143,6 +150,25 @@ class HandedOver:
         if len(data) > out_size:
             raise Invalid("no room for the result")
         return _IOCTL_REPLY.pack(0, 0, 0, 0) + data
+
+    async def _flags(self, ino: int, request: int, body: bytes) -> bytes:
+        """The ioctls of chattr(1) and lsattr(1), for which the kernel has checked who may."""
+        inode = await self._fs.getattr(ino)
+        xflags = sum(xflag for flag, xflag in _XFLAGS.items() if inode.flags & flag)
+        if request == _GETFLAGS:
+            return _FLAGS.pack(inode.flags)
+        if request == _FSGETXATTR:
+            return _FSXATTR.pack(xflags, inode.project)
+        project = inode.project
+        if request == _SETFLAGS:
+            (flags,) = _FLAGS.unpack_from(body, _IOCTL.size)
+        else:
+            wanted, project = _FSXATTR.unpack_from(body, _IOCTL.size)
+            if wanted & ~sum(_XFLAGS.values()):
+                raise NotSupported()
+            flags = sum(flag for flag, xflag in _XFLAGS.items() if wanted & xflag)
+        await self._fs.set_flags(ino, flags, project)
+        return b""
 
     async def _wait_drained(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
         flags, reserved, timeout_ms = argument

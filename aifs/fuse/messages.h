@@ -141,6 +141,12 @@ struct ioctl_in {
 };
 static_assert(sizeof(struct ioctl_in) == 32, "layout");
 
+/* What chattr(1) and lsattr(1) ask; the kernel sends them for ioctls of its own, and has checked who may. */
+#define GETFLAGS 0x80086601
+#define SETFLAGS 0x40086602
+#define FSGETXATTR 0x801c581f
+#define FSSETXATTR 0x401c5820
+
 /* Lengths of the other requests that are handed over. */
 enum { INTERRUPT_SIZE = 8, SYNCFS_SIZE = 8, LSEEK_SIZE = 24, STATX_LENGTH = 24, FALLOCATE_SIZE = 32, COPY_FILE_RANGE_SIZE = 56 };
 
@@ -236,6 +242,11 @@ static inline bool may_have_acl(const struct bridge *bridge, uint64_t nodeid)
     return bridge->acls[nodeid % ACLS_MAX / 8] >> nodeid % 8 & 1;
 }
 
+static inline bool is_of_chattr(uint32_t command)
+{
+    return command == GETFLAGS || command == SETFLAGS || command == FSGETXATTR || command == FSSETXATTR;
+}
+
 /* A request in full (header and body): the verdict, and for ANSWER the error. Edits it in place. */
 static inline enum verdict examine_request(struct bridge *bridge, void *message, size_t size, int *error)
 {
@@ -311,7 +322,7 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
 
     case IOCTL: {
         const struct ioctl_in *in = body;
-        if (size >= sizeof *in && (in->command >> 8 & 0xff) != bridge->ioctl_type) {
+        if (size >= sizeof *in && (in->command >> 8 & 0xff) != bridge->ioctl_type && !is_of_chattr(in->command)) {
             *error = ENOTTY; /* isatty(3), which Python's open() calls, among others */
             return ANSWER;
         }

@@ -55,6 +55,9 @@ _MEMBER = struct.Struct(">cQI").pack
 SUPERBLOCK = b"S"
 COUNTER_IDS = b"cids"  # all ids below it may be in use
 COUNTER_INODES = b"cinodes"  # inodes that exist
+COUNTER_GUARDED = (
+    b"cguarded"  # how often an inode was made immutable or append-only; 0: there is none
+)
 COUNTER_SERVERS = (
     b"cservers"  # data servers that have ever been in the table; so the next one's number
 )

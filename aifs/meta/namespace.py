@@ -9,6 +9,7 @@ are ours.
 import stat
 
 from aifs.core.errors import (
+    CrossDevice,
     Exists,
     Invalid,
     IsADirectory,
@@ -24,6 +25,8 @@ from aifs.meta import acl, chunks, keys
 from aifs.meta.degraded import drop_degraded
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import (
+    IMMUTABLE,
+    INHERITS_PROJECT,
     BurstRecord,
     Copy,
     Dentry,
@@ -134,7 +137,9 @@ def create(tx: Transaction, parent: int, name: bytes, inode: Inode, umask: int =
 @grows
 def create_nameless(tx: Transaction, parent: int, inode: Inode, umask: int = 0) -> Inode:
     """A file that inherits as one in ``parent`` would, and is an orphan until ``link`` names it (O_TMPFILE)."""
-    new = _make(tx, get_directory(tx, parent), inode, umask, 0)
+    directory = get_directory(tx, parent)
+    _require_not_immutable(directory)
+    new = _make(tx, directory, inode, umask, 0)
     tx.put(keys.orphan(new.ino), b"")
     return new
 
@@ -171,6 +176,8 @@ def _make(tx: Transaction, directory: Inode, inode: Inode, umask: int, links: in
         inode.data,
         inode.copy,
         inode.ctime_ns,
+        directory.flags & INHERITS_PROJECT if stat.S_ISDIR(mode) else 0,
+        directory.project if directory.flags & INHERITS_PROJECT else 0,
         access_acl,
         default_acl,
     )
@@ -199,6 +206,8 @@ def link(
     inode = get_inode(tx, ino)
     if inode.is_dir:
         raise NotPermitted("a directory cannot have two names")
+    inode.require_unguarded()
+    _require_same_project(directory, inode)
     if inode.nlink == 0:
         if not nameless:
             raise NotFound()
@@ -223,8 +232,10 @@ def unlink(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
     inode = get_inode(tx, dentry.ino)
     if inode.is_dir:
         raise IsADirectory()
+    directory = get_directory(tx, parent)
+    require_removable(directory, inode)
     remove_name(tx, parent, name, dentry)
-    touch(tx, get_directory(tx, parent), now)
+    touch(tx, directory, now)
     return drop_link(tx, inode, now)
 
 
@@ -232,9 +243,11 @@ def rmdir(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
     """Remove an empty directory, which becomes an orphan. Raises NotADirectory, NotEmpty, NotFound."""
     dentry = get_dentry(tx, parent, name)
     inode = get_inode(tx, dentry.ino)
+    directory = get_directory(tx, parent)
+    require_removable(directory, inode)
     _require_empty(tx, inode)
     remove_name(tx, parent, name, dentry)
-    touch(tx, get_directory(tx, parent), now, links=-1)
+    touch(tx, directory, now, links=-1)
     return drop_link(tx, inode, now)
 
 
@@ -360,6 +373,14 @@ def rename(
     if target is not None and target.ino == dentry.ino:
         return inode, None
     other = get_inode(tx, target.ino) if target is not None else None
+    source_directory, target_directory = get_directory(tx, parent), get_directory(tx, new_parent)
+    require_removable(source_directory, inode)
+    _require_same_project(target_directory, inode)
+    if other is not None:
+        require_removable(target_directory, other)
+        if flags & RENAME_EXCHANGE:
+            _require_same_project(source_directory, other)
+    _require_not_immutable(target_directory)
     if inode.is_dir:
         _require_not_below(tx, inode.ino, new_parent)
     if flags & RENAME_EXCHANGE:
@@ -431,7 +452,25 @@ def _require_free(tx: Transaction, parent: int, name: bytes) -> Inode:
     directory = get_directory(tx, parent)
     if tx.get(keys.dentry(parent, name)) is not None:
         raise Exists()
+    _require_not_immutable(directory)
     return directory
+
+
+def require_removable(directory: Inode, inode: Inode) -> None:
+    """Raises NotPermitted if a name of ``inode`` in ``directory`` must stay, whoever asks."""
+    directory.require_unguarded()
+    inode.require_unguarded()
+
+
+def _require_not_immutable(directory: Inode) -> None:
+    if directory.flags & IMMUTABLE:
+        raise NotPermitted("the directory is immutable (chattr)")
+
+
+def _require_same_project(directory: Inode, inode: Inode) -> None:
+    """Who moves between projects copies."""
+    if directory.flags & INHERITS_PROJECT and directory.project != inode.project:
+        raise CrossDevice("the directory belongs to another project, which its files inherit")
 
 
 def _require_empty(tx: Transaction, inode: Inode) -> None:

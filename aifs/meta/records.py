@@ -6,12 +6,13 @@ inode
     u8 format=2, u8 form, u8 policy length, u8 number of servers, u32 mode, u32 uid, u32 gid, u32 nlink, u32 rdev,
     u64 size, u64 blocks (of 512 bytes), i64 atime, i64 mtime, i64 ctime (ns),
     u64 parent (0: a file that has or had several), u64 oid, u32 unit (of the layout, in bytes), i64 birth (ns; 0: not
-    known), u16 length of the access ACL, u16 length of the default ACL, then: policy, access ACL, default ACL (meta/acl.py),
+    known), u32 flags, u32 project, u16 length of the access ACL, u16 length of the default ACL, then: policy, access ACL, default ACL (meta/acl.py),
     [u8 replicas, u8 parity columns,] servers (u16 each, in the order of columns), burst copy (u16 server, u64 id), inline
     bytes to the end
     form: 0 without a layout, 1 inline (the bytes are at the end; also symlink targets), 2 striped, 3 interleaved, 4
     protected striped (which alone has what is in brackets), 5 interleaved as an extent list; plus 128: there is a burst copy
     Format 1, of stores of format 4 and earlier, had nothing between unit and policy, and no ACLs; it is read, not written.
+    flags: 16 immutable, 32 append only, 2^29 what is made in the directory belongs to its project (those of chattr(1))
 dentry
     u64 ino, u64 cookie, u8 type (mode >> 12)
 entry
@@ -36,7 +37,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from aifs.core.errors import Unavailable
+from aifs.core.errors import NotPermitted, Unavailable
 from aifs.layout.hint import KINDS, PUBLISHES, TIERS, Policy
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.striped import Striped
@@ -45,7 +46,10 @@ FORMAT = 2
 EMPTY, INLINE, STRIPED, INTERLEAVED, PROTECTED, VARIABLE = range(6)
 _HAS_COPY = 128
 
-_INODE = struct.Struct("<BBBBIIIIIQQqqqQQIqHH")
+IMMUTABLE, APPEND_ONLY, INHERITS_PROJECT = 0x10, 0x20, 0x20000000
+_GUARDED = IMMUTABLE | APPEND_ONLY
+
+_INODE = struct.Struct("<BBBBIIIIIQQqqqQQIqIIHH")
 _INODE_OF_FORMAT_1 = struct.Struct("<BBBBIIIIIQQqqqQQI")
 _DENTRY = struct.Struct("<QQB")
 _ENTRY = struct.Struct("<QB")
@@ -99,6 +103,8 @@ class Inode:
     data: bytes | None = None
     copy: Copy | None = None
     birth_ns: int = 0
+    flags: int = 0
+    project: int = 0
     acl: bytes = b""
     default_acl: bytes = b""
 
@@ -106,6 +112,11 @@ class Inode:
     def in_burst(self) -> bool:
         """Whether the newest bytes lie in the burst tier alone."""
         return self.copy is not None and self.layout is None and self.data is None
+
+    def require_unguarded(self) -> None:
+        """Raises NotPermitted if it is immutable or append-only: its names and attributes stay as they are."""
+        if self.flags & _GUARDED:
+            raise NotPermitted("it is immutable or append-only (chattr)")
 
     @property
     def is_privileged(self) -> bool:
@@ -166,6 +177,8 @@ class Inode:
             self.oid,
             unit,
             self.birth_ns,
+            self.flags,
+            self.project,
             len(self.acl),
             len(self.default_acl),
         )
@@ -203,6 +216,8 @@ def decode_inode(ino: int, record: bytes) -> Inode:
             oid,
             unit,
             birth,
+            flags,
+            project,
             acl_length,
             default_length,
         ) = _INODE.unpack_from(record)
@@ -213,7 +228,7 @@ def decode_inode(ino: int, record: bytes) -> Inode:
         inode = Inode(
             ino, mode, uid, gid, nlink, rdev, size, blocks, atime, mtime, ctime, parent, oid
         )
-        inode.birth_ns = birth
+        inode.birth_ns, inode.flags, inode.project = birth, flags, project
         if form == EMPTY and not policy_length and not acl_length and not default_length:
             return inode
         offset = _INODE.size

@@ -14,12 +14,15 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from aifs.core.errors import NotADirectory, Unavailable
+from aifs.core.errors import NotADirectory, NotPermitted, Unavailable
 from aifs.meta import keys, namespace
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import Inode, decode_entry
 
 FORMAT = 1
+
+LOOKED_AT_MAX = 10_000
+"""Names below a tree that are searched for one that must stay: some 100 ms."""
 
 _RECORD = struct.Struct("<BQqI")
 
@@ -55,15 +58,34 @@ def decode_doomed(record: bytes) -> Doomed:
 def doom(tx: Transaction, parent: int, name: bytes, now: int, uid: int) -> Inode:
     """Remove the name of a directory, and put it into the trash with all that lies below; the inode as it is now.
 
-    The cost does not depend on what lies below. Raises NotFound, NotADirectory, NameTooLong.
+    The cost does not depend on what lies below, except in a store that has had immutable or append-only files: there up to
+    LOOKED_AT_MAX names are looked at. Raises NotFound, NotADirectory, NameTooLong, NotPermitted.
     """
     dentry = namespace.get_dentry(tx, parent, name)
     inode = namespace.get_inode(tx, dentry.ino)
     if not inode.is_dir:
         raise NotADirectory()
+    directory = namespace.get_directory(tx, parent)
+    namespace.require_removable(directory, inode)
+    if tx.counter(keys.COUNTER_GUARDED):
+        _require_removable_below(tx, inode.ino)
     namespace.remove_name(tx, parent, name, dentry)
-    namespace.touch(tx, namespace.get_directory(tx, parent), now, links=-1)
+    namespace.touch(tx, directory, now, links=-1)
     return put_doomed(tx, inode, now, uid)
+
+
+def _require_removable_below(tx: ReadTransaction, ino: int) -> None:
+    pending, count = [ino], 0
+    while pending:
+        for _, value in tx.range(*keys.entries_after(pending.pop(), 0), LOOKED_AT_MAX - count + 1):
+            count += 1
+            if count > LOOKED_AT_MAX:
+                raise NotPermitted("too large to be searched for immutable files: use rm -r")
+            inode = namespace.find_inode(tx, decode_entry(value)[0])
+            if inode is not None:
+                inode.require_unguarded()
+                if inode.is_dir:
+                    pending.append(inode.ino)
 
 
 def put_doomed(tx: Transaction, inode: Inode, now: int, uid: int) -> Inode:

@@ -41,6 +41,7 @@ def names(tx: ReadTransaction, ino: int) -> list[bytes]:
 def put(tx: Transaction, ino: int, name: bytes, value: bytes, flags: int, now: int) -> Inode:
     """setxattr(2); returns the inode as it is now. Raises Exists or NoAttribute by ``flags``, ArgumentTooBig, NoSpace for too many names, NotSupported."""
     _check_name(name)
+    get_inode(tx, ino).require_unguarded()
     if len(value) > VALUE_MAX:
         raise ArgumentTooBig()
     key = keys.xattr(ino, name)
@@ -59,6 +60,7 @@ def put(tx: Transaction, ino: int, name: bytes, value: bytes, flags: int, now: i
 
 def remove(tx: Transaction, ino: int, name: bytes, now: int) -> Inode:
     """removexattr(2); returns the inode as it is now. Raises as get."""
+    get_inode(tx, ino).require_unguarded()
     get(tx, ino, name)
     tx.delete(keys.xattr(ino, name))
     return _touch(tx, ino, now)

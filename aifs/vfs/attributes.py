@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from aifs.core.errors import AccessDenied
+from aifs.core.errors import AccessDenied, NotSupported
 from aifs.meta import acl, keys, namespace
 from aifs.meta.kv import Transaction
-from aifs.meta.records import Inode
+from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT, Inode
 from aifs.vfs.types import SetAttr
 
 CAPABILITIES = b"security.capability"
@@ -27,6 +27,7 @@ class AclChange(NamedTuple):
 
 def apply_changes(inode: Inode, changes: SetAttr) -> None:
     """All of ``changes`` but the size. A change of owner takes privileges away, as Linux does for everybody."""
+    inode.require_unguarded()
     if changes.mode is not None:
         inode.mode = stat.S_IFMT(inode.mode) | stat.S_IMODE(changes.mode)
         if inode.acl:
@@ -46,6 +47,7 @@ def apply_changes(inode: Inode, changes: SetAttr) -> None:
 
 def apply_acl(inode: Inode, change: AclChange) -> None:
     """What setfacl(1) and its kind do to mode and ACLs."""
+    inode.require_unguarded()
     before = inode.mode, inode.acl, inode.default_acl
     if change.name == acl.DEFAULT:
         if change.value and not inode.is_dir:
@@ -61,6 +63,16 @@ def apply_acl(inode: Inode, change: AclChange) -> None:
             inode.mode &= ~stat.S_ISGID
     if before != (inode.mode, inode.acl, inode.default_acl):
         inode.ctime_ns = time.time_ns()
+
+
+def apply_flags(inode: Inode, change: tuple[int, int]) -> None:
+    """What chattr(1) does: flags, and project. Raises NotSupported."""
+    flags, project = change
+    known = IMMUTABLE | APPEND_ONLY | (INHERITS_PROJECT if inode.is_dir else 0)
+    if flags & ~known:
+        raise NotSupported("there are the flags i, a and, of directories, P")
+    inode.flags, inode.project = flags, project
+    inode.ctime_ns = time.time_ns()
 
 
 def has_capabilities(tx: Transaction, ino: int) -> bool:

@@ -13,11 +13,11 @@ from typing import Any
 import trio
 
 from aifs.core import ioctl
-from aifs.core.errors import NoAttribute
+from aifs.core.errors import NoAttribute, NotPermitted
 from aifs.core.log import logger
 from aifs.meta import acl, keys, namespace, xattrs
-from aifs.meta.kv import ReadTransaction
-from aifs.meta.records import Inode
+from aifs.meta.kv import ReadTransaction, Transaction
+from aifs.meta.records import APPEND_ONLY, IMMUTABLE, Inode
 from aifs.vfs import attributes, hints
 from aifs.vfs.groups.grouping import Grouping
 from aifs.vfs.io import ranges
@@ -31,6 +31,14 @@ from aifs.vfs.types import BLOCK_SIZE, ROOT, CallerLike, Opened, SetAttr, StatFs
 _log = logger(__name__)
 
 _ATIME_INTERVAL_NS = 24 * 3600 * 10**9  # relatime, as in mount(8)
+
+
+def _require_may_open(inode: Inode, flags: int) -> None:
+    """To write. Raises NotPermitted."""
+    if inode.flags & APPEND_ONLY and (not flags & os.O_APPEND or flags & os.O_TRUNC):
+        raise NotPermitted("the file is append-only (chattr)")
+    if inode.flags & IMMUTABLE:
+        raise NotPermitted("the file is immutable (chattr)")
 
 
 class Filesystem(Grouping):
@@ -60,6 +68,7 @@ class Filesystem(Grouping):
     ) -> Inode:
         """Change attributes; ``size`` truncates or extends. Who may is the kernel's decision."""
         if changes.size is not None:
+            (await self.getattr(ino)).require_unguarded()
             if handle is not None:
                 await self.io.truncate(self.handles.writable(handle), changes.size)
             else:
@@ -77,6 +86,12 @@ class Filesystem(Grouping):
         finally:
             await self.io.release(file)
         await self._closed(file, written=True)
+
+    async def set_flags(self, ino: int, flags: int, project: int) -> None:
+        """chattr(1): ``flags`` as in records.py. Who may is the kernel's decision. Raises NotSupported."""
+        if flags & (IMMUTABLE | APPEND_ONLY):
+            await self._engine.transact(Transaction.add, keys.COUNTER_GUARDED, 1)
+        await self.change_inode(ino, attributes.apply_flags, (flags, project))
 
     async def change_inode(
         self, ino: int, change: Callable[[Inode, Any], None], argument: Any
@@ -122,6 +137,8 @@ class Filesystem(Grouping):
             self.require_writable()
         file = await self.io.acquire(ino)
         try:
+            if writing or flags & os.O_TRUNC:
+                _require_may_open(file.inode, flags)
             if flags & os.O_TRUNC:
                 await self.io.truncate(file, 0)
             if writing:
@@ -171,6 +188,8 @@ class Filesystem(Grouping):
         its cache.
         """
         file = self.handles.writable(handle)
+        if file.inode.flags & APPEND_ONLY and offset < file.inode.size:
+            raise NotPermitted("the file is append-only (chattr)")
         await self._before_change(file, kill_privileges)
         await self.io.write(file, offset, data)
         if file.on_object:
@@ -179,6 +198,8 @@ class Filesystem(Grouping):
 
     async def _before_change(self, file: OpenInode, kill_privileges: bool) -> None:
         """The bytes are about to change. First, so that at no time they run with the owner's rights as others made them."""
+        if file.inode.flags & IMMUTABLE:
+            raise NotPermitted("the file is immutable (chattr)")
         if kill_privileges and file.inode.is_privileged:
             await self._kill_privileges(file)
 
@@ -195,6 +216,8 @@ class Filesystem(Grouping):
         The kernel leaves set-id bits to us, and does not say whether the caller may keep them: only root may.
         """
         file = self.handles.writable(handle)
+        if file.inode.flags & APPEND_ONLY and mode & ~ranges.KEEP_SIZE:
+            raise NotPermitted("the file is append-only (chattr)")
         await self._before_change(file, caller.uid != 0)
         await ranges.fallocate(self.io, file, mode, offset, length)
         await self._sync_written(handle)

@@ -253,6 +253,7 @@ def _change_policy_of_new(inode: Inode, fields: dict[str, Any]) -> None:
 def _change_policy(inode: Inode, fields: dict[str, Any]) -> None:
     if not inode.is_dir and not inode.is_file:
         raise Invalid("it can be set on a directory or a file")
+    inode.require_unguarded()
     policy = (inode.policy or DEFAULT_POLICY)._replace(**fields)
     inode.policy = None if policy == DEFAULT_POLICY else policy
     inode.ctime_ns = time.time_ns()

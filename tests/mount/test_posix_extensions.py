@@ -1,8 +1,10 @@
 """What Linux offers beyond POSIX, on a mount with the bridge: the same calls must have the same outcome on ext4."""
 
 import errno
+import fcntl
 import os
 import stat
+import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +16,8 @@ import pytest
 from aifs.fuse import extension
 from aifs.meta import acl
 from aifs.meta.acl import Entry
-from tests.support.machine import link_open
-from tests.support.mounts import Mounted, mounted_store
+from tests.support.machine import RENAME_EXCHANGE, link_open, renameat2
+from tests.support.mounts import Mounted, aifs, mounted_store
 from tests.support.users import errno_of, in_process
 
 pytestmark = pytest.mark.skipif(extension is None, reason="the bridge has not been built")
@@ -269,6 +271,172 @@ def test_birth_times_outlive_the_mount(mount_store: Callable[..., Mounted]) -> N
     born = shell(f"stat -c %w {store.path} {store.path}/file")
     store.remount()
     assert shell(f"stat -c %w {store.path} {store.path}/file") == born and "-\n" not in born
+
+
+# --- immutable, append-only, projects ----------------------------------------------------------------
+
+
+def changes_of(path: str, other: str) -> dict[str, Callable[[], object]]:
+    """What may not be done to an immutable file."""
+
+    def open_as(flags: int) -> Callable[[], object]:
+        return lambda: os.close(os.open(path, flags))
+
+    return {
+        "write": open_as(os.O_WRONLY),
+        "read and write": open_as(os.O_RDWR),
+        "append": open_as(os.O_WRONLY | os.O_APPEND),
+        "cut when opened": open_as(os.O_WRONLY | os.O_APPEND | os.O_TRUNC),
+        "create again": open_as(os.O_WRONLY | os.O_CREAT),
+        "truncate": lambda: os.truncate(path, 0),
+        "chmod": lambda: os.chmod(path, 0o600),
+        "chown": lambda: os.chown(path, 5, 5),
+        "utime": lambda: os.utime(path, ns=(1, 1)),
+        "setxattr": lambda: os.setxattr(path, "user.new", b"x"),
+        "removexattr": lambda: os.removexattr(path, "user.old"),
+        "setfacl": lambda: os.setxattr(path, acl.ACCESS, acl.encode(ACL)),
+        "link": lambda: os.link(path, "new link"),
+        "rename": lambda: os.rename(path, "renamed"),
+        "replace": lambda: os.rename(other, path),
+        "exchange": lambda: renameat2(other.encode(), path.encode(), RENAME_EXCHANGE),
+        "unlink": lambda: os.unlink(path),
+        "read": lambda: Path(path).read_bytes(),
+        "stat": lambda: os.stat(path).st_size,
+    }
+
+
+@pytest.mark.parametrize("flag", ["i", "a"])
+def test_what_may_be_done_to_a_guarded_file(alike: Alike, flag: str) -> None:
+    def scenario() -> Any:
+        said = []
+        for name in changes_of("", ""):
+            Path("file").write_text("content")
+            Path("other").write_text("other")
+            os.setxattr("file", "user.old", b"x")
+            assert shell(f"chattr +{flag} file") == ""
+            said.append((name, outcome(changes_of("file", "other")[name])))
+            assert (
+                shell(f"chattr -{flag} file renamed 2>/dev/null; rm -f file other *link renamed")
+                == ""
+            )
+        return said
+
+    found = dict(alike(scenario))
+    assert found["unlink"] == found["chmod"] == found["write"] == "EPERM"
+    assert found["append"] == ("EPERM" if flag == "i" else None) and found["read"] == b"content"
+
+
+def test_an_append_only_file_grows_and_nothing_else(alike: Alike) -> None:
+    def scenario() -> Any:
+        Path("log").write_text("first\n")
+        assert shell("chattr +a log; echo second >> log") == ""
+        fd = os.open("log", os.O_WRONLY | os.O_APPEND)
+        said = [os.write(fd, b"third\n"), outcome(os.ftruncate, fd, 0)]
+        os.close(fd)
+        said += [Path("log").read_text(), outcome(os.truncate, "log", 100)]
+        assert shell("chattr -a log") == ""
+        return said
+
+    assert alike(scenario)[2] == "first\nsecond\nthird\n"
+
+
+def test_append_only_holds_also_for_who_takes_o_append_back(here: Path) -> None:
+    Path("log").write_text("first")
+    assert shell("chattr +a log") == ""
+    fd = os.open("log", os.O_WRONLY | os.O_APPEND)
+    fcntl.fcntl(fd, fcntl.F_SETFL, 0)
+    assert errno_of(os.pwrite, fd, b"x", 0) == errno.EPERM
+    os.close(fd)
+    assert shell("chattr -a log; cat log") == "first"
+
+
+@pytest.mark.parametrize("flag", ["i", "a"])
+def test_what_may_be_done_in_a_guarded_directory(alike: Alike, flag: str) -> None:
+    def scenario() -> Any:
+        os.makedirs("dir/below")
+        Path("dir/file").write_text("content")
+        Path("outside").touch()
+        assert shell(f"chattr +{flag} dir") == ""
+        said = [
+            outcome(lambda: Path("dir/new").touch()),
+            outcome(os.mkdir, "dir/new dir"),
+            outcome(os.symlink, "x", "dir/new link"),
+            outcome(os.link, "outside", "dir/other"),
+            outcome(os.unlink, "dir/file"),
+            outcome(os.rmdir, "dir/below"),
+            outcome(os.rename, "dir/file", "taken"),
+            outcome(os.rename, "dir/file", "dir/renamed"),
+            outcome(os.rename, "outside", "dir/brought"),
+            outcome(lambda: os.close(nameless("dir"))),
+            outcome(lambda: Path("dir/file").write_text("changed")),
+            outcome(os.rmdir, "dir"),
+            outcome(os.rename, "dir", "moved"),
+            outcome(os.chmod, "dir", 0o700),
+            sorted(os.listdir("dir")),
+        ]
+        assert shell(f"chattr -{flag} dir") == ""
+        return said
+
+    assert ("new" in alike(scenario)[-1]) == (flag == "a")
+
+
+def test_who_may_guard(alike: Alike) -> None:
+    def scenario() -> Any:
+        Path("file").touch()
+        os.chown("file", USER, USER)
+        said = in_process(lambda: shell("chattr +i file"), USER)
+        return said, shell("lsattr file").split()[0][4]
+
+    alike(scenario)
+
+
+def shell_ioctl(path: str, request: int, argument: bytes) -> bytes:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return fcntl.ioctl(fd, request, argument)
+    finally:
+        os.close(fd)
+
+
+FSGETXATTR, FSSETXATTR, FSXATTR = 0x801C581F, 0x401C5820, struct.Struct("=5I8x")
+
+
+def project_of(path: str) -> tuple[int, int]:
+    flags, _, _, project, _ = FSXATTR.unpack(shell_ioctl(path, FSGETXATTR, bytes(28)))
+    return flags, project
+
+
+def test_projects_are_inherited(here: Path) -> None:
+    """Not beside ext4, which needs to have been made for it."""
+    os.makedirs("dir/before")
+    shell_ioctl("dir", FSSETXATTR, FSXATTR.pack(0x200, 0, 0, 7, 0))
+    assert project_of("dir") == (0x200, 7) and project_of("dir/before") == (0, 0)
+    assert "P" in shell("lsattr -d dir").split()[0]
+    os.mkdir("dir/below")
+    Path("dir/below/file").touch()
+    assert project_of("dir/below") == (0x200, 7) and project_of("dir/below/file") == (0, 7)
+    Path("outside").touch()
+    assert errno_of(os.link, "outside", "dir/link") == errno.EXDEV
+    assert errno_of(os.rename, "outside", "dir/moved") == errno.EXDEV
+    os.rename("dir/below/file", "dir/file")
+    os.rename("dir/file", "taken")
+    assert project_of("taken") == (0, 7)
+
+
+def test_no_tree_is_removed_with_an_immutable_file_in_it(
+    mount_store: Callable[..., Mounted],
+) -> None:
+    store = mount_store()
+    top = store.path / "top"
+    (top / "below").mkdir(parents=True)
+    (top / "below" / "file").touch()
+    assert shell(f"chattr +i {top}/below/file") == ""
+    store.remount()
+    assert errno_of(os.setxattr, store.path, "user.aifs.remove", b"top") == errno.EPERM
+    assert errno_of(os.unlink, top / "below" / "file") == errno.EPERM
+    assert shell(f"chattr -i {top}/below/file") == ""
+    aifs("rm", "-r", top)
+    assert not top.exists()
 
 
 # --- files without a name -------------------------------------------------------------------------

@@ -68,6 +68,8 @@ INODES = some.builds(
     some.none() | POLICIES,
     copy=some.none() | some.builds(Copy, U16, U64),
     birth_ns=I64,
+    flags=U32,
+    project=U32,
     acl=some.binary(max_size=300),
     default_acl=some.binary(max_size=300),
 )
@@ -79,7 +81,7 @@ HEAD = (
     "04000000000000000500000000000000"  # parent, oid
 )
 """Bytes that stores on disk consist of: if a test of them fails, the format number must change."""
-NEW = "0700000000000000" + "0000" + "0000"  # birth, lengths of the ACLs
+NEW = "0700000000000000" + "00000000" * 2 + "0000" * 2  # birth, flags, project, lengths of the ACLs
 
 
 def an_inode(**changes: object) -> Inode:
@@ -163,12 +165,13 @@ def test_golden_inodes(inode: Inode, golden: str) -> None:
     assert records.decode_inode(7, bytes.fromhex(now)) == inode
 
 
-def test_a_golden_inode_with_acls() -> None:
+def test_a_golden_inode_with_flags_and_acls() -> None:
     inode = an_inode(policy=Policy(8192), birth_ns=7, acl=b"abc", default_acl=b"de", data=b"1")
+    inode.flags, inode.project = records.IMMUTABLE, 9
     golden = (
         HEAD.format(form="02010500")
         + "00000000"
-        + ("0700000000000000" + "0300" + "0200")
+        + ("0700000000000000" + "10000000" + "09000000" + "0300" + "0200")
         + ("00200000" + "00" + b"abcde1".hex())
     )
     assert inode.encode().hex() == golden

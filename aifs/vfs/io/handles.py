@@ -8,6 +8,7 @@ from aifs.core.errors import BadHandle, FsError
 from aifs.core.log import logger
 from aifs.data.server import name_of
 from aifs.layout.striped import Striped
+from aifs.meta.records import APPEND_ONLY
 from aifs.vfs.io.open_inode import OpenInode
 from aifs.vfs.types import FileHandle, Opened, Passthrough
 
@@ -70,6 +71,8 @@ class Handles:
         # setuid and setgid must go with a write, which nobody would see.
         if self.passthrough is None or file.users or file.inode.is_privileged:
             return False
+        if file.inode.flags & APPEND_ONLY:
+            return False  # a program may take O_APPEND back
         server = _server(file, flags)
         return server is not None and server not in self._refused
 

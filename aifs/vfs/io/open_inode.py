@@ -25,7 +25,7 @@ class OpenInode:
     """One per open inode, shared by all its handles.
 
     While it exists, ``inode`` is the truth about size, blocks, mtime, atime and the whereabouts of the bytes; the
-    record in the store may lag behind (``unsaved``). Mode, ACL, owner, links and names are the store's; ``adopt`` takes
+    record in the store may lag behind (``unsaved``). Mode, ACL, owner, flags, links and names are the store's; ``adopt`` takes
     them over after each transaction that changed them.
 
     ``objects`` are those of a striped file, or the chunks of an interleaved one; ``copy`` is the burst copy.
@@ -97,6 +97,7 @@ class OpenInode:
         inode.uid, inode.gid = stored.uid, stored.gid
         inode.nlink, inode.parent, inode.policy = stored.nlink, stored.parent, stored.policy
         inode.acl, inode.default_acl = stored.acl, stored.default_acl
+        inode.flags, inode.project = stored.flags, stored.project
         inode.ctime_ns = max(inode.ctime_ns, stored.ctime_ns)
 
     async def data_range(self, offset: int, size: int, strict: bool = True) -> tuple[int, int]:
