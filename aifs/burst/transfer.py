@@ -93,7 +93,6 @@ class Mover:
         self._limiter = limiter
         self._io_priority = io_priority
         self._buffers = BudgetedBuffers(budget)
-        budget.add_cache(self._buffers.give_back)
 
     async def drain_out(
         self,

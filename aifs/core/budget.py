@@ -1,7 +1,8 @@
-"""One budget for the memory of all buffers: hard, first come first served, and given back by caches under pressure.
+"""One budget for the memory of all buffers: hard, first come first served, and given back by caches.
 
 Whoever wants a buffer reserves its bytes first and releases them when the buffer is gone. Caches keep what they have
-reserved as long as nobody else wants it: they register a function that gives memory back.
+reserved while it is of use: they register a function that gives memory back, which is called when somebody else wants it, and
+now and then for a part of it, so that a burst of work is not remembered in memory for ever.
 """
 
 from collections import deque
@@ -13,6 +14,11 @@ import trio
 GiveBack = Callable[[int], None]
 """Release about so many bytes of what can be had again, at once or, where it is in use, when its users let go.
 Does not block and reserves nothing."""
+
+
+RELAX_EVERY_S = 10.0
+_RELAX_SHARE = 2
+"""The part of the memory that caches are asked for then: little beside what fast readers fetch meanwhile, and nearly all in a minute."""
 
 
 class Budget:
@@ -103,6 +109,17 @@ class Budget:
             yield
         finally:
             self.release(size)
+
+    async def run(self) -> None:
+        """Have caches give back what has become too much, until cancelled."""
+        while True:
+            await trio.sleep(RELAX_EVERY_S)
+            target = self.used - self.used // _RELAX_SHARE
+            for give_back in reversed(
+                self._caches
+            ):  # what reads keep, which came first, is of most use
+                if self.used > target:
+                    give_back(self.used - target)
 
     def status(self) -> dict[str, int]:
         """What ``aifs status`` shows: bytes, tasks that wait now, and how often any had to."""

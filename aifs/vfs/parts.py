@@ -101,7 +101,14 @@ class Parts:
 
     def background(self, read_only: bool) -> tuple:
         """What has a method ``run`` to be called for as long as the store is served."""
-        always = (self.collector, self.writeback, self.tier, self.server_admin, self.backup)
+        always = (
+            self.collector,
+            self.writeback,
+            self.tier,
+            self.server_admin,
+            self.backup,
+            self.store.servers.budget,
+        )
         if read_only:
             return always
         between_tiers = (self.drain, self.group_course, self.evictor, self.stager)

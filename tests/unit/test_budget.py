@@ -8,7 +8,7 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aifs.core.budget import Budget
+from aifs.core.budget import RELAX_EVERY_S, Budget
 from aifs.data.reading.buffers import BudgetedBuffers
 
 
@@ -201,3 +201,22 @@ def test_never_more_than_the_total(plan):
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
     assert budget.used == sum(cached) and not budget.short
     assert {number for number, step in enumerate(plan) if not step[3]} <= set(order)
+
+
+async def test_what_nobody_uses_goes_back_in_time(autojump_clock):
+    budget = Budget(1 << 20)
+    buffers = BudgetedBuffers(budget)
+    held = buffers.try_take(64 << 10)
+    for view in [buffers.try_take(64 << 10) for _ in range(15)]:
+        view.release()
+    del view
+    assert budget.used == 1 << 20
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(budget.run)
+        used = []
+        for _ in range(20):
+            await trio.sleep(RELAX_EVERY_S)
+            used.append(budget.used)
+        nursery.cancel_scope.cancel()
+    assert used == sorted(used, reverse=True) and used[0] >= 512 << 10
+    assert budget.used == len(held)

@@ -62,8 +62,7 @@ class Backup:
         self._store = store
         self._engine = engine
         self._read_only = False
-        self._untouched = engine.seq == engine.opened_seq
-        self._changes: Writes = {}  # since _after
+        self._changes: Writes = {}  # since _after; while that is None, since a base that is being taken was begun
         self._changed_bytes = 0
         self._forgotten = 0  # how often there were too many of them
         self._scanned: list[
@@ -93,7 +92,9 @@ class Backup:
             engine.tap = self._tap
 
     def _tap(self, writes: Writes, length: int) -> None:
-        if self.interval_s:
+        if self.interval_s and (
+            self._after is not None or self._scanned
+        ):  # else only a base can follow
             self._changes.update(writes)
             self._changed_bytes += length
             if self._changed_bytes > CHANGES_MAX:
@@ -118,7 +119,8 @@ class Backup:
         if chain is None:
             return
         self._shipped = chain.seq
-        if self._untouched and chain.seq == self._engine.found_seq:
+        untouched = self._engine.seq == self._engine.opened_seq
+        if untouched and chain.seq == self._engine.found_seq:
             self._after, self._base_at_s, self._base_servers = (
                 chain.seq,
                 trio.current_time(),
