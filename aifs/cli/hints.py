@@ -4,6 +4,8 @@ import json
 import os
 from typing import Any
 
+from aifs.core.refusals import explained
+
 ATIME = "user.aifs.atime"
 BACKUP = "user.aifs.backup"
 DRAIN = "user.aifs.drain"
@@ -30,5 +32,6 @@ def read(path: str, name: str, follow: bool = True) -> dict[str, Any]:
 
 
 def put(path: str, name: str, value: str = "") -> None:
-    """Set the hint. Raises OSError."""
-    os.setxattr(path, name, os.fsencode(value))
+    """Set the hint. Raises OSError, which says why the mount has refused it."""
+    with explained(path, name):
+        os.setxattr(path, name, os.fsencode(value))

@@ -77,17 +77,19 @@ def _remove(path: str, recursive: bool, mounts: "list[Mount]") -> None:
     try:
         _remove_tree(parent or ".", name)
     except OSError as error:
-        raise OSError(error.errno, os.strerror(error.errno), path) from None
+        raise OSError(error.errno, error.strerror, path) from None
 
 
 def _remove_tree(parent: str, name: str) -> None:
     """By ioctl, which needs no right to change attributes of the parent; by extended attribute where there is none."""
     from aifs.core.ioctl import AIFS_IOC_REMOVE_TREE as command
+    from aifs.core.refusals import explained
 
     try:
         fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            fcntl.ioctl(fd, command.request, command.argument.pack(0, 0, os.fsencode(name)))
+            with explained(fd, command.name, parent):
+                fcntl.ioctl(fd, command.request, command.argument.pack(0, 0, os.fsencode(name)))
         finally:
             os.close(fd)
     except OSError as error:

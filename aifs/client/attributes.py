@@ -5,6 +5,8 @@ import json
 import os
 from typing import Any
 
+from aifs.core.refusals import explained
+
 INFO = "user.aifs.info"
 LAYOUT = "user.aifs.layout"
 KEEP = "user.aifs.keep"
@@ -50,10 +52,12 @@ def ask_json(path: str, name: str) -> dict[str, Any]:
 
 
 def put(path: str, name: str, value: str) -> None:
-    """Raises OSError."""
-    os.setxattr(path, name, os.fsencode(value))
+    """Raises OSError, which says why the mount has refused it."""
+    with explained(path, name):
+        os.setxattr(path, name, os.fsencode(value))
 
 
 def remove(path: str, name: str) -> None:
-    """Raises OSError."""
-    os.removexattr(path, name)
+    """As ``put``."""
+    with explained(path, name):
+        os.removexattr(path, name)

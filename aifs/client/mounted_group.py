@@ -23,6 +23,7 @@ from aifs.client.coordination import (
     name_missing,
 )
 from aifs.core import files, ioctl
+from aifs.core.refusals import explained
 
 _REASON_MAX, _FILE_MAX = 127, 256  # bytes
 _SLICE_S = 0.5  # of waiting: a process that ends waits until its calls have been answered
@@ -80,7 +81,10 @@ class MountedGroup:
         """Raises OSError."""
         argument = command.argument.pack(*fields)
         while True:
-            with suppress(InterruptedError):
+            with (
+                suppress(InterruptedError),
+                explained(self._fd, command.name, self._options.directory),
+            ):
                 return command.argument.unpack(fcntl.ioctl(self._fd, command.request, argument))
 
     def _told(self, number: int = 0) -> dict[str, Any]:
@@ -210,7 +214,7 @@ class MountedGroup:
                 error.errno != errno.EINVAL or file
             ):  # it will not get any further
                 self._give_up(
-                    told["refused"]
+                    error.strerror
                     if error.errno == errno.EINVAL
                     else f"rank {self._options.rank}: {error}"
                 )
@@ -312,7 +316,7 @@ class MountedGroup:
         if number == errno.ECANCELED:
             return GroupError(f"{self._options}: {why}")
         if number in (errno.EINVAL, errno.ESTALE, errno.ENODATA):
-            why = told.get("error") or told.get("refused") or why
+            why = told.get("error") or why
             return InvalidGroup(f"{self._options}: {why}", self._options.rank)
         if number in _GONE:
             return GroupError(

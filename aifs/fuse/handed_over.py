@@ -4,6 +4,7 @@ import errno
 import os
 import struct
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pyfuse3
@@ -11,6 +12,7 @@ import trio
 
 from aifs.core import ioctl
 from aifs.core.errors import Invalid, NoSuchIoctl, NotSupported
+from aifs.core.ioctl import Command
 from aifs.fuse.operations import PREFERRED_IO, answers
 from aifs.fuse.requests import Scheduler
 from aifs.meta.publishing import Publication
@@ -57,6 +59,9 @@ _COPIED_MAX = (
     1 << 30
 )  # of one COPY_FILE_RANGE: fits its 32 bits, and keeps an interrupt from waiting long
 
+
+_ASKING = (ioctl.AIFS_IOC_GROUP_WAIT, ioctl.AIFS_IOC_GROUP_QUERY)
+"""They refuse nothing: an error tells what has become of the group."""
 
 Handler = Callable[[int, bytes, Caller], Awaitable[bytes]]
 """Inode number, body and caller of a request to the body of the answer."""
@@ -144,9 +149,9 @@ class HandedOver:
         if command is ioctl.AIFS_IOC_VERSION:
             data = command.argument.pack(ioctl.VERSION)
         else:
-            data = await self._ioctls[command](
-                nodeid, command.unpack(body[_IOCTL.size :][:in_size]), caller
-            )
+            argument = command.unpack(body[_IOCTL.size :][:in_size])
+            with self._noted(command, nodeid, caller):
+                data = await self._ioctls[command](nodeid, argument, caller)
         if len(data) > out_size:
             raise Invalid("no room for the result")
         return _IOCTL_REPLY.pack(0, 0, 0, 0) + data
@@ -169,6 +174,11 @@ class HandedOver:
             flags = sum(flag for flag, xflag in _XFLAGS.items() if wanted & xflag)
         await self._fs.set_flags(ino, flags, project)
         return b""
+
+    def _noted(self, command: Command, ino: int, caller: Caller) -> AbstractContextManager[None]:
+        if command in _ASKING:
+            return nullcontext()
+        return self._fs.refusals.noted(ino, caller, command.name)
 
     async def _wait_drained(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
         flags, reserved, timeout_ms = argument

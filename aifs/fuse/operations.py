@@ -221,7 +221,7 @@ class Operations(pyfuse3.Operations):
         flags: int,
         ctx: RequestContext,
     ) -> None:
-        await self._fs.rename(parent, name, new_parent, new_name, flags)
+        await self._fs.rename(parent, name, new_parent, new_name, flags, ctx)
 
     @answers
     async def forget(self, inodes: Sequence[tuple[int, int]]) -> None:

@@ -17,6 +17,7 @@
     user.aifs.group          directory: get (also of what lies below) and set 'name=step,ranks=8', a grouped write; '' ends it
     user.aifs.group.commit   directory: a rank of its group; file, set (empty): it counts as closed (groups/group_hints.py)
     user.aifs.atime          root, write only, root user: noatime, relatime or strictatime, when opening for reading is an access
+    user.aifs.refused        any: JSON, the last request that the caller was refused here, and why (core/refusals.py)
     user.aifs.info           any: JSON, the inode and where its parts lie
     user.aifs.status         root: JSON, the state of the mount
     user.aifs.scrub          root: JSON, what a scrub has done and found; set start[,no-repair][,bandwidth=SIZE] or stop
@@ -33,8 +34,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from aifs.core.errors import Busy, Invalid, NoAttribute, NotPermitted
-from aifs.core.log import logger
+from aifs.core.errors import Invalid, NoAttribute, NotPermitted
 from aifs.core.units import format_size, parse_size
 from aifs.layout.hint import (
     DEFAULT_POLICY,
@@ -53,6 +53,7 @@ from aifs.vfs import reports, rights
 from aifs.vfs.groups import group_hints
 from aifs.vfs.publishing import pending
 from aifs.vfs.publishing.retention import Retention
+from aifs.vfs.refusals import Refusals
 from aifs.vfs.repair import scrub
 from aifs.vfs.servers import server_hints
 from aifs.vfs.tiers import burst_hints
@@ -63,14 +64,13 @@ PREFIX = b"user.aifs."
 DEFAULT_TIER = "default"
 DEFAULT_PUBLISH = "burst"
 
-_log = logger(__name__)
-
 
 class Host(reports.Host, burst_hints.Host, server_hints.Host, group_hints.Host, Protocol):
     """What the hints need of the filesystem."""
 
     retention: Retention
     refused: dict[int, str]
+    refusals: Refusals
     atime: str
 
     async def publish(self, what: Publication, caller: CallerLike) -> None: ...
@@ -91,6 +91,8 @@ async def get(fs: Host, ino: int, name: bytes, caller: CallerLike) -> bytes:
         return _json(await reports.describe(fs, ino))
     if name == b"user.aifs.state":
         return _json(await burst_hints.state(fs, ino))
+    if name == b"user.aifs.refused" and (refused := fs.refusals.find(ino, caller)):
+        return _json(refused)
     if name == b"user.aifs.drain":
         return _json(await burst_hints.progress(fs, ino))
     if name == b"user.aifs.status":
@@ -141,9 +143,9 @@ def _policy_text(inode: Inode, name: bytes) -> str:
 
 
 async def put(fs: Host, ino: int, name: bytes, value: bytes, caller: CallerLike) -> None:
-    """Raises Invalid for a wrong value (the log says what is wrong), NotPermitted for what ``caller`` cannot set, and
-    what the function of the hint raises."""
-    try:
+    """Raises Invalid for a wrong value, NotPermitted and AccessDenied for what ``caller`` cannot set, and what the function
+    of the hint raises; ``user.aifs.refused`` then says why."""
+    with fs.refusals.noted(ino, caller, name.decode("utf-8", "replace")):
         rights.of_hint(name).change(await fs.getattr(ino), caller)
         if name in server_hints.ORDERS:
             await server_hints.order(fs, name, value)
@@ -157,11 +159,6 @@ async def put(fs: Host, ino: int, name: bytes, value: bytes, caller: CallerLike)
             if value:
                 raise Invalid("it takes no value")
             await _REQUESTS[name](fs, ino, caller)
-    except (Invalid, Busy) as error:
-        _log.info(
-            "%s=%r for inode %d is refused: %s", name.decode("utf-8", "replace"), value, ino, error
-        )
-        raise
 
 
 async def _back_up(fs: Host, ino: int, value: bytes, caller: CallerLike) -> None:
@@ -179,7 +176,12 @@ async def _set_atime(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
 
 async def remove(fs: Host, ino: int, name: bytes, caller: CallerLike) -> None:
     """Raises NotPermitted for what cannot be removed, NoAttribute where it is not there."""
-    rights.of_hint(name).change(await fs.getattr(ino), caller)
+    with fs.refusals.noted(ino, caller, name.decode("utf-8", "replace")):
+        rights.of_hint(name).change(await fs.getattr(ino), caller)
+        await _remove(fs, ino, name, caller)
+
+
+async def _remove(fs: Host, ino: int, name: bytes, caller: CallerLike) -> None:
     if name == b"user.aifs.pending":
         await pending.remove(fs, ino)
     elif name == b"user.aifs.group":

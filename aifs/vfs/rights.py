@@ -87,6 +87,7 @@ HINTS: dict[bytes, Right] = {
     b"user.aifs.group": Right(reader, writer),
     b"user.aifs.group.ID": Right(reader, unchangeable),
     b"user.aifs.group.commit": Right(unreadable, writer),
+    b"user.aifs.refused": Right(anybody, unchangeable),  # each is told his own
     b"user.aifs.info": Right(reader, unchangeable),
     b"user.aifs.status": Right(top, unchangeable),
     b"user.aifs.servers": Right(top, unchangeable),

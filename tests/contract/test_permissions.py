@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import struct
 from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,13 @@ import pyfuse3
 import pytest
 
 from aifs.core import ioctl
-from aifs.core.errors import Busy, FsError, NotPermitted
+from aifs.core.errors import Busy, FsError, NoAttribute, NotPermitted
 from aifs.core.files import KEEP_SIZE, PUNCH_HOLE
 from aifs.core.ioctl import Command
 from aifs.fuse.handed_over import HandedOver
 from aifs.fuse.requests import Scheduler
 from aifs.vfs import Caller, Filesystem, SetAttr, hints, reports, rights
+from aifs.vfs.refusals import Refusals
 from aifs.vfs.servers import server_hints
 from tests.contract.test_group_hints import in_state
 from tests.support import modes, stores
@@ -52,6 +54,7 @@ MAY_SET = {
     "group": WRITER,
     "group.ID": NOBODY,
     "group.commit": WRITER,
+    "refused": NOBODY,
     "info": NOBODY,
     "status": NOBODY,
     "servers": NOBODY,
@@ -142,13 +145,16 @@ async def test_who_may_call_each_ioctl(directory: Path, mode: int) -> None:
                 below = (await fs.lookup(top, b"below")).ino
                 ino, argument = arguments(command, top, below)
                 expected[command.name, user] = may(rule, user, mode)
-                size = command.argument.size
-                body = b"".join(
-                    (bytes(8 + 4), command.request.to_bytes(4, "little"), bytes(8))
-                    + (size.to_bytes(4, "little"), size.to_bytes(4, "little"), argument)
-                )
-                found[command.name, user] = await is_let(edge.ioctl(ino, body, caller))
+                found[command.name, user] = await is_let(call(edge, command, ino, argument, caller))
     assert found == expected
+
+
+def call(
+    edge: HandedOver, command: Command, ino: int, argument: bytes, caller: Caller
+) -> Awaitable[bytes]:
+    size = command.argument.size
+    body = struct.pack("=QIIQII", 5, 0, command.request, 0, size, size) + argument
+    return edge.ioctl(ino, body, caller)
 
 
 def arguments(command: Command, top: int, below: int) -> tuple[int, bytes]:
@@ -174,7 +180,7 @@ async def test_hints_are_read_by_who_may_read(directory: Path) -> None:
                 hint = f"user.aifs.{name.replace('ID', '7')}".encode()
                 for user, caller in USERS.items():
                     with_rights = await is_let(fs.getxattr(ino, hint, caller))
-                    unreadable = rights.of_hint(hint).read is rights.unreadable
+                    unreadable = rights.of_hint(hint).read in (rights.unreadable, rights.anybody)
                     elsewhere = rights.of_hint(hint).read is rights.top and ino != ROOT
                     assert with_rights == (user != "other" or unreadable or elsewhere), name
 
@@ -185,6 +191,68 @@ async def test_orders_of_root_are_given_at_the_root(directory: Path) -> None:
         for name in (name for name, rule in MAY_SET.items() if rule == ADMIN):
             with pytest.raises(NotPermitted):
                 await fs.setxattr(top, f"user.aifs.{name}".encode(), b"start", caller=Caller())
+
+
+# --- why something was refused -------------------------------------------------------------------------
+
+
+async def test_each_user_is_told_why_he_was_refused(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top, else_ = await a_directory(fs, "top", 0o777), await a_directory(fs, "else", 0o777)
+        for ino, name, value, caller in (
+            (top, "layout", "unit=1", OWNER),
+            (top, "tier", "burst", OTHER),
+            (else_, "pending", "ranks=0", OWNER),
+        ):
+            with pytest.raises(FsError):
+                await put(fs, ino, name, value, caller)
+        told = await ask(fs, top, "refused", OWNER)
+        assert told["request"] == "user.aifs.layout" and told["errno"] == errno.EINVAL
+        assert "unit" in told["reason"] and told["at_s"] > 0
+        told = await ask(fs, top, "refused", OTHER)
+        assert (told["request"], told["errno"]) == ("user.aifs.tier", errno.EPERM)
+        assert told["reason"] == "only its owner and root may do this"
+        assert "1 to 8192 ranks" in (await ask(fs, else_, "refused", OWNER))["reason"]
+        for ino, caller in ((else_, OTHER), (top, Caller())):
+            with pytest.raises(NoAttribute):
+                await fs.getxattr(ino, b"user.aifs.refused", caller)
+        with pytest.raises(FsError):
+            await fs.removexattr(top, b"user.aifs.keep", OWNER)
+        assert (await ask(fs, top, "refused", OWNER))["request"] == "user.aifs.keep"
+        await put(fs, top, "pending", "ranks=2")
+        with pytest.raises(Busy):
+            await fs.rename(ROOT, b"top", ROOT, b"final", 0, OWNER)
+        told = await ask(fs, top, "refused", OWNER)
+        assert told["request"] == "rename" and "2 of 2 ranks have not committed" in told["reason"]
+
+
+async def test_nobody_pushes_out_what_others_were_refused(directory: Path) -> None:
+    refusals = Refusals()
+
+    def refuse(ino: int, caller: Caller) -> None:
+        with pytest.raises(NotPermitted), refusals.noted(ino, caller, "request"):
+            raise NotPermitted("x" * 10_000)
+
+    refuse(7, OWNER)
+    for ino in range(1000):
+        refuse(ino, OTHER)
+    assert len(refusals.find(7, OWNER)["reason"]) == 1024
+    assert refusals.find(7, OTHER) is None and refusals.find(999, OTHER)
+    for uid in range(5000, 6000):
+        refuse(7, Caller(uid=uid))
+    assert refusals.find(7, OWNER) is None and refusals.find(7, Caller(uid=5999))
+
+
+async def test_ioctls_that_are_refused_say_why(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top = await a_directory(fs, "top", 0o777)
+        edge = HandedOver(fs, Scheduler(0.0))
+        command = ioctl.AIFS_IOC_REMOVE_TREE
+        assert not await is_let(
+            call(edge, command, top, command.argument.pack(0, 0, b"below"), OTHER)
+        )
+        told = await ask(fs, top, "refused", OTHER)
+        assert told["request"] == "AIFS_IOC_REMOVE_TREE" and "owner" in told["reason"]
 
 
 # --- names that are nobody's business ------------------------------------------------------------------

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from aifs.cli import hints, mounts, rm  # noqa: F401 - a child of another user cannot import
+from aifs.cli.output import describe_error
 from aifs.core import ioctl
 from tests.support.mounts import Mounted
 from tests.support.users import errno_of, in_process
@@ -257,6 +259,41 @@ def test_hints_that_decide_about_the_files_of_others_are_for_the_owner(
     assert attempt(ALICE, lambda: os.getxattr(shared, "user.aifs.state")) == 0
     owned(shared, 0, 0, 0o711)
     assert attempt(ALICE, lambda: os.getxattr(shared, "user.aifs.state")) == EACCES
+
+
+def test_a_refusal_says_why_to_who_asked(here: Path, module_mount: Mounted) -> None:
+    mounted_only(here, module_mount)
+    shared = here / "shared"
+    shared.mkdir()
+    owned(shared, ALICE, ALICE, 0o777)
+    assert attempt(ALICE, lambda: hints.put(str(shared), hints.TIER, "fast")) == errno.EINVAL
+    told = in_process(lambda: hints.read(str(shared), "user.aifs.refused"), ALICE)
+    assert told["request"] == hints.TIER and "'fast' is unknown" in told["reason"]
+    assert attempt(BOB, lambda: hints.read(str(shared), "user.aifs.refused")) == errno.ENODATA
+
+    def message(act: Callable[[], object]) -> str:
+        try:
+            act()
+        except OSError as error:
+            return describe_error(error)
+        return ""
+
+    def of_bob(act: Callable[[], object]) -> str:
+        return in_process(lambda: message(act), BOB)
+
+    assert of_bob(lambda: hints.put(str(shared), hints.TIER, "burst")) == (
+        f"{shared}: only its owner and root may do this"
+    )
+    owned(
+        shared, ALICE, ALICE, 0o755
+    )  # the kernel refuses by itself: what was said before does not count
+    assert of_bob(lambda: hints.put(str(shared), hints.DRAIN)) == f"{shared}: Permission denied"
+    (shared / "tree").mkdir()
+    owned(shared / "tree", ALICE, ALICE, 0o755)
+    owned(shared, ALICE, ALICE, 0o777)
+    assert of_bob(lambda: rm._remove(str(shared / "tree"), True, [])) == (
+        f"{shared / 'tree'}: only its owner and root may do this"
+    )
 
 
 def test_ioctls_are_for_who_may_write(here: Path, module_mount: Mounted) -> None:

@@ -20,6 +20,7 @@ from aifs.fuse.bridge import Bridge
 from aifs.fuse.handed_over import HandedOver
 from aifs.fuse.requests import Scheduler
 from aifs.meta.publishing import Publication
+from aifs.vfs.refusals import Refusals
 from aifs.vfs.types import Caller
 
 CALLER = (1, 2, 3)
@@ -30,6 +31,7 @@ class FakeFilesystem:
 
     def __init__(self, answer: Any = None) -> None:
         self.answer = answer
+        self.refusals = Refusals()
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def __getattr__(self, name: str) -> Any:

@@ -21,9 +21,10 @@ from aifs.vfs import rights
 from aifs.vfs.names import Names
 from aifs.vfs.publishing import pending, permissions
 from aifs.vfs.publishing.barrier import sync_below
+from aifs.vfs.refusals import Refusals
 from aifs.vfs.store import Store
 from aifs.vfs.tiers import burst_hints
-from aifs.vfs.types import CallerLike
+from aifs.vfs.types import ROOT, CallerLike
 
 _log = logger(__name__)
 
@@ -43,6 +44,7 @@ class Publishing(Names):
     def __init__(self, store: Store) -> None:
         super().__init__(store)
         self.read_only = True
+        self.refusals = Refusals()
         self.refused: dict[int, str] = {}
         """Why the last publish of a pending directory was refused."""
         self.forget_names: Callable[[Iterable[tuple[int, bytes]]], Awaitable[None]] = _nobody_knows
@@ -50,14 +52,32 @@ class Publishing(Names):
         self.retention.on_removed = lambda parent, name: self.on_entry_change(parent, name)
 
     async def rename(
-        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0
+        self,
+        parent: int,
+        name: bytes,
+        new_parent: int,
+        new_name: bytes,
+        flags: int = 0,
+        caller: CallerLike = ROOT,
     ) -> None:
         """rename(2). A publishing barrier: all below the name is durable first, the rename itself on return.
 
         Raises Busy for a pending directory that is not complete, and what a drain raises where the policy of
-        the new directory is to publish from the capacity tier; then nothing is renamed.
+        the new directory is to publish from the capacity tier; then nothing is renamed. Who may is the kernel's decision.
         """
         moving = await self._engine.view(namespace.get_dentry, parent, name)
+        with self.refusals.noted(moving.ino, caller, "rename"):
+            await self._rename(moving, parent, name, new_parent, new_name, flags)
+
+    async def _rename(
+        self,
+        moving: Dentry,
+        parent: int,
+        name: bytes,
+        new_parent: int,
+        new_name: bytes,
+        flags: int,
+    ) -> None:
         published = await self._make_durable(moving, new_parent)
         if flags == namespace.RENAME_EXCHANGE:
             other = await self._engine.view(namespace.get_dentry, new_parent, new_name)
@@ -92,7 +112,7 @@ class Publishing(Names):
 
         All below is durable first, the names on return. The kernel neither does nor checks it, so who may is
         decided here: who may rename the directory, make the pointers, and remove the tree that is replaced.
-        Raises Busy (the log and ``user.aifs.pending`` say why), Exists, NotEmpty, NotADirectory, NotFound,
+        Raises Busy (``user.aifs.refused`` says why), Exists, NotEmpty, NotADirectory, NotFound,
         Invalid, AccessDenied, NotPermitted.
         """
         self.require_writable()

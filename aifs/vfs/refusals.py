@@ -1,0 +1,53 @@
+"""The last request of each user on each inode that was refused, and why. In memory: it is for who has just asked."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from aifs.core.errors import Busy, FsError, Invalid
+from aifs.core.log import logger
+from aifs.vfs.types import CallerLike
+
+_log = logger(__name__)
+
+_USERS_MAX = 256
+_INODES_MAX = 64  # of each user
+_REASON_MAX = 1024
+
+
+class Refusals:
+    """The newest of ``_USERS_MAX`` users, on ``_INODES_MAX`` inodes each: nobody pushes out those of others by asking."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, dict[int, dict[str, Any]]] = {}
+
+    @contextmanager
+    def noted(self, ino: int, caller: CallerLike, request: str) -> Iterator[None]:
+        """What is refused inside is told to ``caller``, and what is wrong about a request also to the log."""
+        try:
+            yield
+        except FsError as error:
+            if isinstance(error, Invalid | Busy):
+                _log.info("%s of inode %d is refused: %s", request, ino, error)
+            theirs = self._of.pop(caller.uid, {})
+            theirs.pop(ino, None)
+            theirs[ino] = {
+                "request": request,
+                "errno": error.errno,
+                "reason": str(error)[:_REASON_MAX],
+                "at_s": time.time(),
+            }
+            self._of[caller.uid] = theirs  # the newest is the last
+            _cut(theirs, _INODES_MAX)
+            _cut(self._of, _USERS_MAX)
+            raise
+
+    def find(self, ino: int, caller: CallerLike) -> dict[str, Any] | None:
+        """What was refused to ``caller`` on this inode last (core/refusals.py); None: nothing that is known."""
+        return self._of.get(caller.uid, {}).get(ino)
+
+
+def _cut(entries: dict[int, Any], most: int) -> None:
+    while len(entries) > most:
+        del entries[next(iter(entries))]
