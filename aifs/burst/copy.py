@@ -101,6 +101,11 @@ class BurstCopy:
             self._leased = self.device.call("lease", self._key, leases.take_read_lease, fd)
         return self._leased
 
+    async def is_used(self) -> bool:
+        """Whether somebody else has the copy open or mapped, be it for reading."""
+        await self.ensure_open()
+        return leases.is_used(self.fd)
+
     @property
     def is_leased(self) -> bool:
         """Whether the lease has held from ``lease`` until now. Does not block."""

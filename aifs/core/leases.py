@@ -1,4 +1,4 @@
-"""Leases on files: the proof that nobody has one open, or mapped, for writing."""
+"""Leases on files: the proof that nobody has one open, or mapped, for writing, or at all."""
 
 import fcntl
 import signal
@@ -16,6 +16,19 @@ def take_read_lease(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def is_used(fd: int) -> bool:
+    """Whether a file is open or mapped, be it for reading, by anything but ``fd``; False where that cannot be told."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except BlockingIOError:
+        return True
+    except OSError:  # there are no leases here
+        return False
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return False
 
 
 def is_whole(fd: int) -> bool:

@@ -212,6 +212,16 @@ def find_copy_owners(tx: ReadTransaction, copy_ids: Iterable[int]) -> dict[int, 
     }
 
 
+def find_places(tx: ReadTransaction, copy_ids: Iterable[int]) -> list[Copy]:
+    """Where these copies lie, of those that are on record."""
+    records = ((copy_id, tx.get(keys.burst_copy(copy_id))) for copy_id in copy_ids)
+    return [
+        Copy(decode_burst(record).server, copy_id)
+        for copy_id, record in records
+        if record is not None
+    ]
+
+
 def put_evicted(tx: Transaction, victims: Mapping[int, int]) -> list[int]:
     """Files (id of the copy to inode number) give up their cached copies, where they have them still; the ids of those
     that are garbage now."""

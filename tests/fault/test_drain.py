@@ -239,6 +239,23 @@ async def test_a_mapping_that_outlives_its_handle_holds_the_drain_up(directory):
         assert await read_file(fs, ino) == b"new" + b"x" * 99_997
 
 
+async def test_what_a_program_has_mapped_for_reading_is_not_evicted(directory):
+    """Its mapping outlives its descriptor, and shows what is written later."""
+    async with mounted(directory, WAITING) as fs:
+        ino, _ = await write_file(fs, b"f", b"x" * 100_000)
+        with open(path_of(fs, (await fs.getattr(ino)).copy), "rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        await drained(fs, ino)
+        assert not await fs.evictor.evict(ino)
+        opened = await fs.open(ino, os.O_WRONLY)
+        await fs.write(opened.handle, 0, b"new")
+        await fs.release(opened.handle)
+        assert mapping[:4] == b"newx"
+        await drained(fs, ino)
+        mapping.close()
+        assert await fs.evictor.evict(ino)
+
+
 async def test_a_reader_keeps_its_copy(directory):
     async with mounted(directory, WAITING) as fs:
         for size in (2049, 100_000):

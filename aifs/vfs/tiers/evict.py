@@ -86,16 +86,18 @@ class Evictor:
         need theirs are drained from them."""
         for start in range(0, len(copy_ids), _BATCH):
             batch = copy_ids[start : start + _BATCH]
-            await self._evict(batch)
+            await self._evict(batch, mapped=True)
             needed = [copy_id for copy_id in batch if self.is_needed(copy_id)]
             for ino in (await self._engine.view(forms.find_copy_owners, needed)).values():
                 await self.restore(ino)
 
-    async def _evict(self, copy_ids: Iterable[int]) -> int:
+    async def _evict(self, copy_ids: Iterable[int], mapped: bool = False) -> int:
+        """Drop those of these copies that can be; how many. ``mapped``: also what programs have mapped."""
         owners = await self._engine.view(forms.find_copy_owners, copy_ids)
         closed = {copy_id: ino for copy_id, ino in owners.items() if ino not in self._io.open}
         needed = await self.find_needed(closed)
-        victims = {copy_id: ino for copy_id, ino in closed.items() if copy_id not in needed}
+        used = set() if mapped else await self._find_mapped(closed.keys() - needed)
+        victims = {copy_id: ino for copy_id, ino in closed.items() if copy_id not in needed | used}
         garbage = await self._engine.transact(  # some may have been opened meanwhile
             forms.put_evicted,
             {copy_id: ino for copy_id, ino in victims.items() if ino not in self._io.open},
@@ -104,11 +106,26 @@ class Evictor:
         for copy_id in garbage:
             self._tier.evicted(copy_id)
             self._collector.add_garbage(copy_id)
-        for copy_id in needed:
+        for copy_id in needed | used:
             self._tier.touch(copy_id)  # others are looked at first the next time
         self._needed = (self._needed - closed.keys()) | needed
         self._evicted += len(garbage)
         return len(garbage)
+
+    async def _find_mapped(self, copy_ids: Iterable[int]) -> set[int]:
+        """Which copies of closed files programs have mapped: a mapping outlives its descriptor. Without the copy it would
+        show the old bytes for ever, while the file is rewritten elsewhere."""
+        found = set()
+        for place in await self._engine.view(forms.find_places, copy_ids):
+            copy = self._tier.open(place)
+            try:
+                if await copy.is_used():
+                    found.add(copy.id)
+            except FsError:
+                pass  # it does not work, so nobody can use it
+            finally:
+                copy.close()
+        return found
 
     async def find_needed(self, owners: Mapping[int, int]) -> set[int]:
         """Which of these clean copies, with their files, are needed now."""
