@@ -96,6 +96,16 @@ async def test_a_backup_that_is_not_what_was_written_does_not_count(
         assert segments(scratch / "s")
 
 
+async def test_changes_are_collected_only_where_an_increment_can_follow(scratch: Path) -> None:
+    await trio.to_thread.run_sync(modes.make_store, scratch / "s", ON, 2)
+    async with open_filesystem(modes.config_of(scratch / "s")) as fs:
+        await write(fs, b"before the first base", b"bytes")
+        assert fs.backup.status()["changed_bytes"] == 0
+        await fs.backup.ship()
+        await write(fs, b"after it", b"bytes")
+        assert fs.backup.status()["changed_bytes"] > 0
+
+
 # --- any history ---
 
 
