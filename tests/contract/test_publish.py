@@ -31,6 +31,7 @@ from aifs.core.errors import (
 from aifs.meta import keys, namespace, publishing
 from aifs.meta.kv import Transaction
 from aifs.meta.publishing import Publication
+from aifs.meta.records import IMMUTABLE
 from aifs.vfs import Caller, Filesystem, SetAttr
 from aifs.vfs.publishing import manifests
 from aifs.vfs.tiers import waiter
@@ -915,6 +916,19 @@ async def test_a_policy_removes_only_what_who_set_it_could_remove(directory: Pat
         assert await names(fs, runs) == {b"1", b"3", b"6", b"7"}
         await put(fs, runs, "keep", "last=1", ROOT_USER)
         await settle(fs, runs, {b"7"})
+
+
+async def test_an_immutable_checkpoint_stays_and_holds_up_no_other(directory: Path) -> None:
+    async with opened(directory) as fs:
+        runs = await tree(fs, b"runs", files=0)
+        for step in (1, 2, 3, 4):
+            ino = await tree(fs, b"%d" % step, parent=runs)
+            if step in (1, 3):
+                inside = (await fs.lookup(ino, b"0.pt")).ino
+                await fs.set_flags(inside if step == 1 else ino, IMMUTABLE, 0)
+        await put(fs, runs, "keep", "last=1")
+        await settle(fs, runs, {b"1", b"3", b"4"})
+        await fs.retention.enforce(runs)
 
 
 async def test_a_policy_of_an_earlier_version_is_the_owners(directory: Path) -> None:

@@ -163,7 +163,7 @@ class Retention:
     ) -> bool:
         try:
             inode = await self._engine.transact(doom, parent, name, ino, time.time_ns(), *more)
-        except NotFound:
+        except (NotFound, NotPermitted):  # it has gone, or something in it is immutable
             return False
         if inode is None:
             return False
