@@ -10,6 +10,7 @@ from aifs.cli import hints
 from aifs.cli.arguments import PATH
 
 _PAUSE_S = 0.05
+_ANSWER_S = 10.0
 
 
 @click.group("meta")
@@ -90,9 +91,9 @@ def list_command(source: str, directory: str, as_json: bool) -> None:
     from aifs.cli.output import print_json, print_table
     from aifs.core import config
     from aifs.core.units import describe_size
-    from aifs.vfs.backups.restore import find, states
+    from aifs.vfs.backups.restore import answering, find, states
 
-    found = list(states(find(config.load(source, {}), directory)[1]))
+    found = list(states(find(answering(config.load(source, {})), directory)[1]))
     if as_json:
         print_json([asdict(state) for state in found])
         return
@@ -136,9 +137,9 @@ def restore_command(source: str, directory: str, at: int | None, force: bool) ->
     objects, stays on the servers, unknown: aifs fsck names it.
     """
     from aifs.core import config
-    from aifs.vfs.backups.restore import find, restore
+    from aifs.vfs.backups.restore import answering, find, restore
 
-    loaded = config.load(source, {})
+    loaded = answering(config.load(source, {}))
     _require_unmounted(find(loaded, "")[0])
     state = restore(loaded, directory, at, force)
     print(
@@ -154,15 +155,29 @@ def _require_unmounted(store: str) -> None:
 
     Raises MountError if one of this host serves the store with that uuid.
     """
-    from aifs.cli.mounts import FSTYPE, all_mounts, is_dead, read_status
+    from aifs.cli.mounts import FSTYPE, all_mounts
+    from aifs.cli.output import print_error
     from aifs.core.errors import MountError
+    from aifs.core.limits import within
 
     for mount in all_mounts():
-        if (
-            mount.fstype == FSTYPE
-            and not is_dead(mount.mountpoint)
-            and read_status(mount.mountpoint)["uuid"] == store
-        ):
+        if mount.fstype != FSTYPE:
+            continue
+        try:
+            served = within(_ANSWER_S, _store_of, mount.mountpoint)
+        except TimeoutError as error:
+            print_error(
+                f"{mount.mountpoint}: nobody knows which store is mounted here: {error.strerror}"
+            )
+            continue
+        if served == store:
             raise MountError(
                 f"{mount.mountpoint}: the store is mounted here; copy what you need, and unmount it first"
             )
+
+
+def _store_of(mountpoint: str) -> str:
+    """The uuid of the store that is mounted there; '' if its daemon is dead."""
+    from aifs.cli.mounts import is_dead, read_status
+
+    return "" if is_dead(mountpoint) else read_status(mountpoint)["uuid"]

@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from aifs.data.naming import BACKUP, StoredObject, list_all
 from aifs.meta.backup import BASE, parse_name
 from aifs.vfs import Caller, Filesystem, open_filesystem
 from aifs.vfs.backups import backup as vfs_backup
+from aifs.vfs.backups import restore as vfs_restore
 from aifs.vfs.backups.restore import Found, back_up, find, restore, states
 from tests.support import modes
 from tests.support.churn import UNIT, Churn, read_tree
@@ -650,3 +652,24 @@ def test_numbers_of_servers_are_not_given_out_again(scratch: Path) -> None:
     places = (*config.places, config.places[0]._replace(path=str(scratch / "new")))
     restore(config.model_copy(update={"places": places}), str(scratch / "copy"), None)
     assert trio.run(add, "newer") == known + 1
+
+
+def test_a_server_that_does_not_answer_is_done_without(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = modes.config_of(source)
+    read = vfs_restore.read_marker
+    monkeypatch.setattr(vfs_restore, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(
+        vfs_restore,
+        "read_marker",
+        lambda path: read(path) if path != config.servers[1] else time.sleep(3600),
+    )
+    found = vfs_restore.answering(config)
+    assert found.servers == (*config.servers[:1], *config.servers[2:])
+    assert found.burst == config.burst
+    assert f"{config.servers[1]} is done without: no answer within 1 s" in caplog.text
+    lose_metadata(source)
+    restore(found, "", None)
+    monkeypatch.undo()
+    assert trio.run(names_of, source) == [b"a", b"b", b"c"]

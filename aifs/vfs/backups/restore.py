@@ -15,10 +15,12 @@ import trio
 from aifs.core import files
 from aifs.core.config import Config, is_directory_source
 from aifs.core.errors import StoreError, Unavailable
+from aifs.core.limits import within
 from aifs.core.log import logger
 from aifs.core.tasks import first_error
 from aifs.data import backups, naming
 from aifs.data.marker import read_marker
+from aifs.data.patience import Patience, ask_all
 from aifs.meta import chunks, keys, namespace
 from aifs.meta.backup import Chain, Name, Segment, chains, decode_segment, newest, parse_name
 from aifs.meta.kv import Transaction
@@ -46,6 +48,7 @@ _IDS_LOST_AT_MOST = 1 << 32
 _SEQS_LOST_AT_MOST = 1 << 40
 """Transaction numbers that backups may have which are on servers that cannot be read now: those of some 250 mounts."""
 
+_ANSWER_S = 10.0  # what a directory may take to say whether it is there
 _BATCH = 2048
 _SYNC_EVERY = 32  # batches
 
@@ -133,6 +136,29 @@ class Found:
         except Unavailable:
             return False
         return True
+
+
+def answering(config: Config) -> Config:
+    """Without the servers and burst directories that do not answer in time, which are logged."""
+
+    def answers(path: str) -> bool:
+        try:
+            within(_ANSWER_S, read_marker, path)
+        except TimeoutError as error:
+            _log.warning("%s is done without: %s", path, error.strerror)
+            return False
+        except StoreError:
+            pass  # it says that it is none
+        return True
+
+    places = tuple(place for place in config.places if answers(place.path))
+    burst = tuple(filter(answers, config.burst.directories))
+    return config.model_copy(
+        update={
+            "places": places,
+            "burst": config.burst.model_copy(update={"directories": burst}),
+        }
+    )
 
 
 def find(config: Config, source: str) -> tuple[str, Found]:
@@ -321,6 +347,9 @@ def _finish(tx: Transaction, config: Config, seq: int) -> None:
         what = "the store was made with a directory as SOURCE, which its servers lie in; restore it with that"
         raise StoreError(f"{config.source}: {what} (aifs.yaml in it can name others)")
     paths = [os.path.join(config.source, path) for path in recorded]
-    highest = max(map(naming.id_bound, [*paths, *config.servers, *config.burst.directories]))
+    paths += [*config.servers, *config.burst.directories]
+    answers = ask_all([(Patience(), os.path.isdir, (path,)) for path in paths], _ANSWER_S)
+    there = [path for path, answer in zip(paths, answers, strict=True) if answer is True]
+    highest = max(map(naming.id_bound, there), default=0)
     ids = tx.counter(keys.COUNTER_IDS)
     tx.add(keys.COUNTER_IDS, max(highest - ids, 0) + _IDS_LOST_AT_MOST + 2 * WINDOW)
