@@ -148,7 +148,7 @@ def _name_missing_servers(mountpoint: str) -> None:
     from aifs.cli.output import print_error
 
     for server in hints.read(mountpoint, hints.STATUS)["servers"]:
-        if server["state"] == "absent":
+        if server["state"] == "gone":
             print_error(f"warning: mounted without it: {server['last_error']}")
 
 

@@ -97,6 +97,7 @@ class DataConfig(_Section):
     min_spare: Annotated[int, integer(0, 8)]
     hedge_s: Annotated[float, HEDGE] = Field(alias="hedge")
     timeout_s: Annotated[float, duration(0, 86400)] = Field(alias="timeout")
+    lost_after_s: Annotated[float, duration(0, 365 * 86400)] = Field(alias="lost_after")
 
 
 class RebuildConfig(_Section):

@@ -12,6 +12,23 @@ _log = logging.getLogger(__name__)
 LOG_INTERVAL_S = 60.0
 RETRY_S = 30.0
 
+_PROVEN = frozenset(
+    (
+        "claim",
+        "open",
+        "probe",
+        "reach",
+        "read",
+        "remove",
+        "stat",
+        "statvfs",
+        "sync",
+        "truncate",
+        "write",
+    )
+)
+"""Kinds of operation that a probe does, too."""
+
 
 class ObjectFails(Unavailable):
     """The system cannot read, write or sync this one object, though its server works, as a probe has shown."""
@@ -95,6 +112,11 @@ class Health:
         if first and now >= self._log_again_s:
             self._log_again_s = now + LOG_INTERVAL_S
             _log.warning("%s is failing: %s", self._name, answer)
+
+    def works(self) -> None:
+        """A probe has done what its operations need."""
+        for op in _PROVEN & self.failing:
+            self.succeeded(op)
 
     def succeeded(self, op: str) -> None:
         """Called while something fails, after each success."""

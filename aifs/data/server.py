@@ -96,6 +96,14 @@ class DataServer:
         self.domain = ""
         self.absent = ""
         """Why the directory is not used: then all calls are answered with Unavailable, and the path is left alone."""
+        self.missing = ""
+        """Why the directory is not this server's just now, if it was when the store was opened: calls to it fail."""
+        self.down_since_s: float | None = None
+        """Since when it has not worked, of time.monotonic()."""
+        self.given_up = False
+        """It has not worked for so long that what is protected is made anew elsewhere."""
+        self.is_back = False
+        """It was gone, and it has not been seen to what lies there yet."""
         self.seen: Space | None = None
         """The space of its filesystem, as last seen."""
         self.health = workers.patience.health = Health(f"{self.name} ({path})")
@@ -147,17 +155,34 @@ class DataServer:
         self._writable = not read_only
 
     def look(self, read_only: bool) -> None:
-        """See how much is free; if it is absent, whether it is back. Blocks."""
+        """See how much is free, whether the directory is there, and whether what has failed works again. Blocks."""
         try:
             if self.absent:
                 self.identify(read_only)
                 self.absent = ""
                 _log.info("%s (%s) is there again", self.name, self.path)
+            self.missing = self._why_missing()
+            if self.health.failing and not self.missing and self._works():
+                self.health.works()
             self.seen = self.space()
         except StoreError as error:
             self.absent = str(error)
         except FsError:
             self.seen = None
+
+    def _why_missing(self) -> str:
+        try:
+            with self.workers.patience.asking("reach", self.path):
+                self._check_present()
+        except FileNotFoundError:
+            return (
+                f"{self.name}: {self.path}: there is no such directory; is its filesystem mounted?"
+            )
+        except StoreError as error:
+            return "" if isinstance(error.__cause__, OSError) else str(error)
+        except OSError:
+            return ""  # it is there, and fails
+        return ""
 
     def _check_marker(self) -> None:
         try:
@@ -198,12 +223,19 @@ class DataServer:
 
     @property
     def state(self) -> str:
-        """'ok', 'failing' or 'absent'."""
-        return "absent" if self.absent else self.health.state
+        """'ok', 'failing', 'gone' or 'back' (see docs/servers.md)."""
+        if self.is_gone:
+            return "gone"
+        return "back" if self.is_back and self.health.state == "ok" else self.health.state
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its directory is not there, or it has not worked for as long as it is waited for."""
+        return bool(self.absent or self.missing or self.given_up)
 
     @property
     def last_error(self) -> str:
-        return self.absent or self.health.last_error
+        return self.absent or self.missing or self.health.last_error
 
     @property
     def hangs(self) -> bool:

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import trio
@@ -23,6 +24,7 @@ _log = logging.getLogger(__name__)
 BUDGET = 512 << 20
 
 _LOOK_S = 10.0
+_LOOK_AGAIN_S = 1.0  # at one that does not work
 _SAY_S = 1.0
 _END_S = 30.0
 _LOST = "it is lost"
@@ -47,9 +49,10 @@ class Servers:
         threads: int = 16,
         budget: Budget | None = None,
         patience_s: float = FOR_EVER,
+        lost_after_s: float = FOR_EVER,
     ) -> None:
-        """``table``: id to absolute path; ``store``: uuid; ``patience_s``: see patience.py. Does no I/O: call ``check_identity``
-        next."""
+        """``table``: id to absolute path; ``store``: uuid; ``patience_s``: see patience.py; ``lost_after_s``: after how long a
+        server that does not work is given up. Does no I/O: call ``check_identity`` next."""
         self.buffers = BufferPool()
         self.budget = budget or Budget(BUDGET)
         self.cache = ReadCache(self.budget)
@@ -58,6 +61,10 @@ class Servers:
         self._completions = Completions()
         self._threads = threads
         self._patience_s = patience_s
+        self._lost_after_s = lost_after_s
+        self._gone: frozenset[DataServer] = frozenset()  # when that was last judged
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when servers are given up, or are back."""
         self._limit = max(2, -(-threads // max(sum(number < BURST_FIRST for number in table), 1)))
         self.read_only = False
         self._servers = {number: self._new(number, table[number]) for number in sorted(table)}
@@ -123,7 +130,7 @@ class Servers:
 
     def _chosen(self) -> tuple[DataServer, ...]:
         active = tuple(server for server in self.capacity() if server.standing == ACTIVE)
-        present = tuple(server for server in active if not server.absent)
+        present = tuple(server for server in active if not (server.absent or server.missing))
         return tuple(server for server in present if server.health.usable) or present or active
 
     def drop(self, number: int) -> None:
@@ -222,26 +229,78 @@ class Servers:
     # --- in the background ---
 
     async def watch(self) -> None:
-        """See again and again how much is free, and whether absent servers are back, until cancelled."""
-        while True:
-            self.look()
-            await trio.sleep(_LOOK_S)
+        """See again and again how much is free, and which servers work, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            again_s = trio.current_time()
+            while True:
+                is_time = trio.current_time() >= again_s
+                if is_time:
+                    again_s = trio.current_time() + _LOOK_S
+                for server in self.capacity():
+                    if is_time or server.down_since_s is not None or server.health.state != "ok":
+                        nursery.start_soon(self._look_at, server)
+                await trio.sleep(_LOOK_AGAIN_S)
+                self.judge()
 
-    def look(self) -> None:
-        """Have each data server looked at by a thread of its own. Does not block."""
-        for server in () if self._given_up else self.capacity():
-            if server.standing != LOST and server.id not in self._looking:
-                self._looking.add(server.id)
-                server.workers.start(
-                    lambda _, server=server: self._looked(server), server.look, self.read_only
-                )
+    async def look(self) -> None:
+        """Look at each data server; one that hangs is not waited for longer than usual."""
+        async with trio.open_nursery() as nursery:
+            for server in self.capacity():
+                nursery.start_soon(self._look_at, server)
+        self.judge()
 
-    def _looked(self, server: DataServer) -> None:
-        self._looking.discard(server.id)
+    async def _look_at(self, server: DataServer) -> None:
+        if self._given_up or server.standing == LOST or server.id in self._looking:
+            return
+        self._looking.add(server.id)
+        try:
+            with background(), suppress(Unavailable):
+                await self.run(server, server.look, self.read_only)
+        finally:
+            self._looking.discard(server.id)
+        if not server.hangs:
+            server.workers.patience.answered.set()
         if server.standing == LOST:  # it was given up meanwhile
             server.absent = _LOST
         if self._given_up:
             server.absent = self._given_up
+
+    def judge(self) -> None:
+        """Note which servers do not work, since when, and which of them have not for so long that they are given up.
+
+        Not more than half of those in use: when so many seem to be gone, it is rather this host that cannot reach them.
+        """
+        now_s = time.monotonic()
+        active = [server for server in self.capacity() if server.standing == ACTIVE]
+        returned = False
+        for server in active:
+            if server.absent or server.missing or server.health.state != "ok":
+                server.down_since_s = server.down_since_s or now_s
+            else:
+                server.down_since_s = None
+                if server in self._gone:
+                    server.is_back = returned = True
+        late = {
+            server
+            for server in active
+            if server.down_since_s is not None and now_s >= server.down_since_s + self._lost_after_s
+        }
+        if 2 * len(late) > len(active):
+            late = set()
+        before = {server for server in active if server.given_up}
+        for server in active:
+            server.given_up = server in late
+        for server in late - before:
+            _log.warning(
+                "%s (%s) has not worked for %g s, what is protected is made anew on others: %s",
+                server.name,
+                server.path,
+                self._lost_after_s,
+                server.last_error,
+            )
+        self._gone = frozenset(server for server in active if server.is_gone)
+        if late != before or returned:
+            self.on_change()
 
     def idlest(self, numbers: Iterable[int]) -> DataServer:
         """Of these servers the one with the least to do, for work that any may do. Raises Unavailable."""

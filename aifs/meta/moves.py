@@ -228,31 +228,50 @@ def scan_degraded(
 
 
 def scan_files(
-    tx: ReadTransaction, start: bytes, end: bytes, limit: int, staying: Set[int]
+    tx: ReadTransaction,
+    start: bytes,
+    end: bytes,
+    limit: int,
+    staying: Set[int],
+    waiting: Set[int] = frozenset(),
 ) -> tuple[list[Due], bytes]:
-    """The same of a slice of the inodes: striped files that have columns on other servers than those where they may stay."""
+    """The same of a slice of the inodes: striped files that have columns on other servers than those where they may stay.
+
+    What is not protected waits for the servers ``waiting``.
+    """
+    plain = staying | waiting
 
     def judge(key: bytes, value: bytes) -> Due | None:
         inode = decode_inode(keys.number(key), value)
-        if not isinstance(inode.layout, Striped) or staying.issuperset(inode.layout.servers):
+        if not isinstance(inode.layout, Striped):
+            return None
+        allowed = staying if inode.layout.is_protected else plain
+        if allowed.issuperset(inode.layout.servers):
             return None
         objects = ObjectSet(inode.ino, inode.oid, inode.layout, inode.size)
-        return _due(objects, due_columns(inode.layout, 0, staying))
+        return _due(objects, due_columns(inode.layout, 0, allowed))
 
     return _scan(tx, start, end, limit, judge)
 
 
 def scan_containers(
-    tx: ReadTransaction, start: bytes, end: bytes, limit: int, staying: Set[int]
+    tx: ReadTransaction,
+    start: bytes,
+    end: bytes,
+    limit: int,
+    staying: Set[int],
+    waiting: Set[int] = frozenset(),
 ) -> tuple[list[Due], bytes]:
     """The same of a slice of the table of containers."""
+    plain = staying | waiting
 
     def judge(key: bytes, value: bytes) -> Due | None:
         record = chunks.decode_container(value)
-        if staying.issuperset(record.layout.servers):
+        allowed = staying if record.layout.is_protected else plain
+        if allowed.issuperset(record.layout.servers):
             return None
         objects = ObjectSet(0, keys.number(key), record.layout, record.length)
-        return _due(objects, due_columns(record.layout, 0, staying))
+        return _due(objects, due_columns(record.layout, 0, allowed))
 
     return _scan(tx, start, end, limit, judge)
 

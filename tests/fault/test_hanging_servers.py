@@ -620,7 +620,7 @@ async def test_a_store_is_opened_though_a_server_hangs_that_it_can_do_without(
             assert hang.held == held
             hang.release()
             await answered(fs, BAD)
-            fs.store.servers.look()
+            await fs.store.servers.look()
             await until(lambda: server(fs).state == "ok")
             await whole(fs)
             await check(fs, contents)

@@ -11,12 +11,15 @@ import pytest
 import trio
 import trio.testing
 
+from aifs.cli import server as cli_server
+from aifs.cli.server_orders import OpenDoor
 from aifs.core import config as configuration
 from aifs.core import faults
 from aifs.core.config import DIRECTORY_FILE, Config
 from aifs.core.errors import Busy, FsError, Invalid, NotPermitted, StoreError, Unavailable
 from aifs.core.faults import SimulatedCrash
 from aifs.data import patience
+from aifs.data import servers as data_servers
 from aifs.layout.placement import BURST_FIRST
 from aifs.meta import keys
 from aifs.meta.keys import ROOT_INO
@@ -263,7 +266,7 @@ async def test_a_server_that_is_gone_is_replaced_by_rebuilding_at_the_same_place
     shutil.rmtree(config.servers[2])  # a new, empty disk is mounted there
     os.mkdir(config.servers[2])
     async with served(config) as fs:
-        assert (await row(fs, 2))["state"] == "absent"
+        assert (await row(fs, 2))["state"] == "gone"
         await require_all(fs, sizes)
         await order(fs, "replace", id=2, path=config.servers[2])
         assert (await row(fs, 2))["standing"] == "lost"
@@ -298,12 +301,12 @@ async def test_a_missing_server_with_unprotected_bytes_is_refused_or_done_withou
     async with served(allowing(config)) as fs:
         gone = await unreadable(fs, sizes)
         assert 0 < len(gone) < len(sizes)
-        assert (await row(fs, 1))["state"] == "absent"
+        assert (await row(fs, 1))["state"] == "gone"
         sizes |= await write_files(fs, "later")
         assert await unreadable(fs, sizes) == gone
         os.rename(away, config.servers[1])
-        fs.store.servers.look()
-        while (await row(fs, 1))["state"] == "absent":
+        await fs.store.servers.look()
+        while (await row(fs, 1))["state"] == "gone":
             await trio.sleep(0.01)
         await require_all(fs, sizes)
     assert "does without a data server for now: data server 1" in caplog.text
@@ -389,7 +392,7 @@ async def test_a_stale_directory_is_not_taken_for_the_new_one(scratch: Path) -> 
     shutil.copytree(scratch / "backup", scratch / "new")
     async with served(config) as fs:
         new = await row(fs, 5)
-        assert new["state"] == "absent" and "its marker says data 2 of store" in new["last_error"]
+        assert new["state"] == "gone" and "its marker says data 2 of store" in new["last_error"]
         await require_all(fs, sizes)
 
 
@@ -589,3 +592,123 @@ def test_symlinks_are_followed_only_where_paths_are_written_otherwise(
         os.path, "realpath", lambda path: real(path) if "hangs" not in path else pytest.fail()
     )
     assert same_directories(named, known) == {named[0]: known[1], named[1]: known[0]}
+
+
+# --- servers that stop working below a mount -----------------------------------------------------------
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that do not work are looked at all the time."""
+    monkeypatch.setattr(data_servers, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(data_servers, "_LOOK_S", 0.02)
+
+
+@pytest.mark.parametrize("kind", ["replicas", "coded", "coded containers"])
+async def test_what_is_protected_is_rebuilt_when_a_server_stays_away(
+    scratch: Path, kind: str, soon: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the server is used again, without what was rebuilt, when it is back."""
+    config = await make(scratch, KINDS[kind] | {"data.lost_after": "200ms"})
+    async with served(config) as fs:
+        sizes = await write_files(fs)
+        away = scratch / "away"
+        os.rename(config.servers[1], away)
+        server = fs.store.servers[1]
+        await until(lambda: server.given_up)
+        assert server.state == "gone" and "there is no such directory" in server.last_error
+        await until(lambda: fs.rebuild.idle)
+        os.rename(config.servers[2], scratch / "away too")  # so what was made is needed
+        await require_all(fs, sizes)
+        os.rename(scratch / "away too", config.servers[2])
+        os.rename(away, config.servers[1])
+        await until(lambda: server.state in ("ok", "back") and not server.given_up)
+        fs.rebuild.strays._work.set()
+        await until(lambda: fs.rebuild.idle and server.state == "ok")
+        await require_all(fs, sizes)
+    assert "has not worked for 0.2 s" in caplog.text
+    await require_sound(config)
+
+
+async def test_what_is_not_protected_waits_for_a_server_that_is_gone(
+    scratch: Path, soon: None
+) -> None:
+    config = await make(scratch, {"layout.count": 2, "data.lost_after": "100ms"})
+    async with served(config) as fs:
+        sizes = await write_files(fs)
+        os.rename(config.servers[1], scratch / "away")
+        await until(lambda: fs.store.servers[1].given_up)
+        await until(lambda: fs.rebuild.idle)
+        assert not fs.rebuild.status()["failing_objects"]
+        os.rename(scratch / "away", config.servers[1])
+        await until(lambda: fs.store.servers[1].state == "ok")
+        await require_all(fs, sizes)
+    await require_sound(config)
+
+
+async def test_a_server_that_vanished_can_be_given_up(scratch: Path, soon: None) -> None:
+    config = await make(scratch, KINDS["coded"])
+    async with served(config) as fs:
+        sizes = await write_files(fs)
+        with pytest.raises(Busy, match="is there: drain it instead"):
+            await order(fs, "remove", id=1, lost=True)
+        os.rename(config.servers[1], scratch / "away")
+        outcome = await removed(fs, id=1, lost=True)
+        while outcome["passing"]:
+            await until_empty(fs, 1)
+            outcome = await removed(fs, id=1)
+        assert not outcome["reason"]
+        await require_all(fs, sizes)
+    await require_sound(config)
+
+
+async def test_a_server_works_again_as_soon_as_a_probe_does(scratch: Path, soon: None) -> None:
+    config = await make(scratch, {"layout.count": 2})
+    async with served(config) as fs:
+        server = fs.store.servers[1]
+        with failing(("open_file", "write_at"), server.path):
+            with pytest.raises(Unavailable):
+                await fs.store.servers.run(server, server.create_object, (5, 1 << 40))
+            assert server.state == "failing"
+        await until(lambda: server.state == "ok" and server.health.usable)
+    await require_sound(config)
+
+
+async def test_who_waits_for_a_server_that_is_gone_is_told_what_cannot_be_moved(
+    scratch: Path, soon: None
+) -> None:
+    """And of a removal, that what lies there is in the way until the server is back or lost."""
+    config = await make(scratch, {"layout.count": 2})
+    async with served(config) as fs:
+        sizes = await write_files(fs)
+        os.rename(config.servers[1], scratch / "away")
+        await order(fs, "replace", id=1, path=f"{scratch}/new")
+        which = {"role": "data", "id": 1}
+        with pytest.raises(StoreError, match=r"\d+ objects cannot be moved for now.*; /f\d+-\d: "):
+            await cli_server._wait(OpenDoor(fs, "store"), which, None)
+        os.rename(scratch / "away", config.servers[1])
+        await until_empty(fs, 1)
+        await require_all(fs, sizes)
+        assert not (await removed(fs, id=1))["reason"]
+    await require_sound(config)
+
+
+async def test_nobody_waits_for_a_server_that_is_gone_with_nothing_that_is_needed(
+    scratch: Path, soon: None
+) -> None:
+    config = await make(scratch, KINDS["coded"])
+    async with served(config) as fs:
+        sizes = await write_files(fs)
+        await fs.store.engine.transact(mark_unprotected, range(5))
+        await order(fs, "drain", id=1)
+        os.rename(config.servers[1], scratch / "away")
+        await until(lambda: fs.store.servers[1].state == "gone")
+        await until_empty(fs, 1)
+        outcome = await removed(fs, id=1)
+        while outcome["passing"]:
+            outcome = await removed(fs, id=1)
+        assert not outcome["reason"] or "remove it with --lost" in outcome["reason"]
+        if outcome["reason"]:
+            assert not (await removed(fs, id=1, lost=True))["reason"]
+        await require_all(fs, sizes)
+    await require_sound(config)

@@ -123,11 +123,11 @@ def test_a_server_that_is_gone(capsys: pytest.CaptureFixture[str], source: Path)
     shutil.rmtree(source / "burst")  # with the copies
     state = json.loads(run(capsys, "server", "status", "--json", source)[1])
     assert [server["state"] for server in state["servers"]] == [
-        "absent",
+        "gone",
         "ok",
         "ok",
         "ok",
-        "absent",
+        "gone",
     ]
     remove = ("server", "remove", "--lost", source, 0)
     confirmation = "--force-lose-files 'lose the files of data server 0'"

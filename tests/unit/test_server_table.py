@@ -110,7 +110,7 @@ async def test_an_absent_server_is_left_alone_until_it_is_back(tmp_path: Path, c
         servers = Servers(table, STORE)
         try:
             servers.check_identity(dispensable={1})
-            assert [server.state for server in servers.values()] == ["ok", "absent", "ok"]
+            assert [server.state for server in servers.values()] == ["ok", "gone", "ok"]
             assert servers.usable() == (0, 2)
             touched.clear()
             for call in (
@@ -126,7 +126,7 @@ async def test_an_absent_server_is_left_alone_until_it_is_back(tmp_path: Path, c
             await servers.sync_all()
             assert (await servers.statfs()).total > 0
             shutil.move(tmp_path / "away", table[1])
-            servers.look()
+            await servers.look()
             with trio.fail_after(60):
                 while servers[1].state != "ok":
                     await trio.sleep(0.001)
@@ -169,3 +169,31 @@ async def test_space_where_no_new_files_go_is_not_free(tmp_path: Path) -> None:
         servers.classify(1, DRAINING, "", None)
         space = await servers.statfs()
         assert (space.free, space.available) == (0, 0) and space.total > 0
+
+
+async def test_more_than_half_of_the_servers_are_not_given_up(tmp_path: Path, caplog) -> None:
+    """It is rather this host that cannot reach them."""
+    changes: list[list[bool]] = []
+    with data_servers(tmp_path, 5) as servers:
+        servers._lost_after_s = 0.0
+        servers.on_change = lambda: changes.append([s.given_up for s in servers.values()])
+
+        def judged(*missing: int) -> list[str]:
+            for server in servers.values():
+                server.missing = "it is not there" if server.id in missing else ""
+            servers.judge()
+            return [server.state for server in servers.values()]
+
+        assert judged(1) == ["ok", "gone", "ok", "ok", "ok"]
+        assert servers.usable() == (0, 2, 3, 4)
+        assert judged(1, 2) == ["ok", "gone", "gone", "ok", "ok"]
+        assert judged(0, 1, 2) == ["gone", "gone", "gone", "ok", "ok"]
+        assert judged() == ["back", "back", "back", "ok", "ok"]
+    no, yes = False, True
+    assert changes == [
+        [no, yes, no, no, no],
+        [no, yes, yes, no, no],
+        [no, no, no, no, no],
+        [no, no, no, no, no],
+    ]
+    assert caplog.text.count("what is protected is made anew on others: it is not there") == 2

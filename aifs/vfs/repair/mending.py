@@ -139,10 +139,16 @@ class Mender:
         self._on_damage = on_damage
 
     def staying(self) -> frozenset[int]:
-        """Servers where columns may stay."""
+        """Servers where columns may stay: those in use that are not given up for gone."""
         return frozenset(
-            server.id for server in self._servers.capacity() if server.standing == ACTIVE
+            server.id
+            for server in self._servers.capacity()
+            if server.standing == ACTIVE and not server.given_up
         )
+
+    def waiting(self) -> frozenset[int]:
+        """Servers that are in use and given up: what is not protected there can only wait for them."""
+        return frozenset(server.id for server in self._servers.capacity() if server.given_up)
 
     async def mend(self, ino: int, oid: int) -> Outcome:
         """Do all that is due of the object set. Raises NoSpace, Unavailable where some of it cannot be done; Untold if that is

@@ -19,7 +19,7 @@ from aifs.core.errors import FsError
 from aifs.core.log import logger
 from aifs.data.checking.checks import Untold
 from aifs.data.servers import Servers
-from aifs.layout.placement import ACTIVE
+from aifs.layout.placement import ACTIVE, LOST
 from aifs.meta import degraded, keys, moves, paths
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.moves import Due, ObjectSet
@@ -209,6 +209,8 @@ class Rebuild:
                 await self._done.wait()
         else:
             self._settled = asked
+            for server in self._servers.capacity():
+                server.is_back = server.is_back and self.strays.on(server.id) > 0
         self._failed, self._failing = self._round_failed, self._round_failing
         self._tell()
         return self._round_done > 0
@@ -242,7 +244,7 @@ class Rebuild:
 
     async def _count(self) -> None:
         """See what is due."""
-        standing = {server.id: server.standing for server in self._servers.capacity()}
+        standing = self._standing_now()
         leaving = [number for number, state in standing.items() if state != ACTIVE]
         left = _Left(leaving)
         staying = self._mender.staying()
@@ -266,8 +268,9 @@ class Rebuild:
         if len(staying) == len(self._servers.capacity()) or trio.current_time() < self._scan_at_s:
             return
         began, asked = trio.current_time(), self._asked
-        found = await self._show(see, b"i", moves.scan_files, staying)
-        found += await self._show(see, b"t", moves.scan_containers, staying)
+        waiting = self._mender.waiting()
+        found = await self._show(see, b"i", moves.scan_files, staying, waiting)
+        found += await self._show(see, b"t", moves.scan_containers, staying, waiting)
         if not found and asked == self._asked:
             now = trio.current_time()
             self._scan_at_s = now + max(_LOOK_S, _SCAN_SHARE * (now - began))
@@ -352,7 +355,10 @@ class Rebuild:
         return self._settled == self._asked and self._standing == self._standing_now()
 
     def _standing_now(self) -> dict[int, str]:
-        return {server.id: server.standing for server in self._servers.capacity()}
+        return {
+            server.id: "given up" if server.given_up else server.standing
+            for server in self._servers.capacity()
+        }
 
     def left(self, server: int) -> tuple[int, int] | None:
         """Objects, and bytes of columns, that lie on a server which is to be left; None if that is not known yet."""
@@ -363,6 +369,9 @@ class Rebuild:
         ):
             return None
         columns, length = self._left.servers[server]
+        found = self._servers.find(server)
+        if found is not None and found.is_gone and found.standing != LOST:
+            return columns, length  # what is left behind there can only be deleted when it is back
         return columns + self.strays.on(server), length
 
     def status(self) -> dict[str, Any]:

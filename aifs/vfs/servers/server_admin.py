@@ -55,6 +55,7 @@ class ServerAdmin:
         self._drain = drain
         self._evictor = evictor
         self._rebuild = rebuild
+        self._servers.on_change = rebuild.look
         self._wake = trio.Event()
         self._removals: dict[int, tuple[bool, bool]] = {}  # asked for; ``lost``, ``lose_files``
         self._outcomes: dict[int, Outcome] = {}
@@ -146,6 +147,10 @@ class ServerAdmin:
                 return False
         return not server.absent
 
+    async def _answers(self, server: DataServer) -> bool:
+        """Whether it can be reached now, and works."""
+        return not server.hangs and await self._is_there(server) and server.state in ("ok", "back")
+
     async def _is_dispensable(self, server_id: int) -> bool:
         """Whether no file would be lost with a server."""
         if server_id not in await self._engine.view(records.find_unprotected):
@@ -162,7 +167,7 @@ class ServerAdmin:
                 "a burst directory that is gone is taken out of the store like any other one"
             )
         if lost and record.state != LOST:
-            if not self._servers[server_id].absent:
+            if await self._answers(self._servers[server_id]):
                 raise Busy(
                     f"{name_of(server_id)} is there: drain it instead, so that nothing is lost"
                 )
@@ -213,8 +218,13 @@ class ServerAdmin:
             if server_id >= BURST_FIRST:
                 return await self._remove_burst(server_id)
             return await self._remove_data(server_id, lost, lose_files)
+        except Busy as error:
+            server = self._servers.find(server_id)
+            if server is not None and server.is_gone:
+                return Outcome(f"{error}; it is gone: if that is for good, remove it with --lost")
+            return Outcome(str(error), passing=True)
         except (FsError, StoreError) as error:
-            return Outcome(str(error), isinstance(error, Busy))
+            return Outcome(str(error))
 
     async def _remove_data(self, server_id: int, lost: bool, lose_files: bool) -> Outcome:
         name = name_of(server_id)
