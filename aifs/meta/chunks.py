@@ -106,9 +106,24 @@ def put_chunks(tx: Transaction, oid: int, chunks: Chunks) -> None:
 
     The caller points the inode to ``oid`` in the same transaction. Raises Unavailable for an unknown container.
     """
-    for first in range(0, len(chunks), CHUNKS_PER_RECORD):
-        part = chunks[first : first + CHUNKS_PER_RECORD]
-        tx.put(keys.chunk_list(oid, first), encode_chunks(part))
+    _put_list(tx, oid, 0, chunks)
+
+
+@grows
+def put_loose(
+    tx: Transaction, oid: int, first: int, chunks: Chunks, growth: Sequence[Growth] = ()
+) -> None:
+    """Record the next part of a chunk list that no file names yet: chunks from number ``first`` on, a multiple of
+    CHUNKS_PER_RECORD. As extents.put_loose, which says the rest."""
+    tx.put(keys.loose(oid), b"")
+    _put_list(tx, oid, first, chunks)
+    put_growth(tx, [grown._replace(records=0) for grown in growth if grown.lost])
+
+
+def _put_list(tx: Transaction, oid: int, first: int, chunks: Chunks) -> None:
+    for start in range(0, len(chunks), CHUNKS_PER_RECORD):
+        part = chunks[start : start + CHUNKS_PER_RECORD]
+        tx.put(keys.chunk_list(oid, first + start), encode_chunks(part))
     count_in(tx, [place for place in chunks if place is not None])
 
 

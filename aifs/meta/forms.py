@@ -131,7 +131,7 @@ class Drained(NamedTuple):
     """A file as it is from now on, with a copy in the burst tier or without, and the copy that held its bytes.
 
     ``durable``: the copy is on stable storage. ``digests``: those of a striped file. ``chunks``: of an interleaved one,
-    or, if that is variable, its ``extents`` with recipes, unless they are on record as a loose list.
+    or, if that is variable, its ``extents`` with recipes; neither if they are on record as a loose list.
     ``lacking``: mask of the columns of a protected file that could not be written. ``due``: the file should be protected and
     is not.
     """
@@ -175,7 +175,10 @@ def put_drained(
                 put_degraded(tx, inode.oid, inode.ino, lacking)
             namespace.put_checksums(tx, inode.oid, digests)
         elif inode.layout is not None and not inode.layout.variable:
-            chunks.put_chunks(tx, inode.oid, placed)
+            if placed:
+                chunks.put_chunks(tx, inode.oid, placed)
+            else:
+                put_named(tx, inode.oid)
         namespace.put_inode(tx, inode)
         tx.delete(keys.dirty(inode.ino))
         if inode.copy is None:

@@ -9,16 +9,21 @@ import pytest
 from aifs.core import files
 from aifs.core.errors import NoSuchAddress
 from aifs.data.server import DataServer
+from aifs.layout.interleaved import Interleaved
+from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.io.ranges import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE
+from aifs.vfs.tiers import containers, draining
 from aifs.vfs.types import ROOT, SetAttr
 from tests.support import modes
+from tests.support.points import once
 from tests.support.stores import (
     ask,
     drained,
     moved_out,
+    numbers,
     opened,
     overwrite,
     put,
@@ -270,3 +275,29 @@ async def test_where_servers_cannot_punch_zeros_are_written_where_data_is(
         assert bytes(await fs.read(handle, 2 << 40, 100_000)) == bytes(100_000)
         await fs.release(handle)
         await require_spots(fs, ino, {0: b"begin", HUGE - 3: b"end"})
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["unchanged", "changed"])
+async def test_a_long_chunk_list_is_recorded_in_parts(directory, monkeypatch, changes):
+    """No transaction takes long; a file that changes meanwhile gives up what is on record of its list."""
+    for module in (containers, draining):
+        monkeypatch.setattr(module, "LISTED_AT_ONCE", CHUNKS_PER_RECORD)
+    spots = {number * (40 << 20): b"%d" % number * 1000 for number in range(8)}
+    async with opened(directory, WAITING | modes.INTERLEAVED, servers=2) as fs:
+        (handle, *_), inode = await fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
+        ino = inode.ino
+        for offset, data in spots.items():
+            await fs.write(handle, offset, data)
+        await fs.release(handle)
+        if changes:
+            once("vfs.containers.listed", lambda: fs.io.open[ino].cancel_drain())
+        await drained(fs, ino)
+        assert await fs.evictor.evict(ino)
+        inode = await fs.getattr(ino)
+        assert isinstance(inode.layout, Interleaved)
+        handle, *_ = await fs.open(ino, os.O_RDONLY)
+        for offset, data in spots.items():
+            assert bytes(await fs.read(handle, offset, len(data))) == data
+        await fs.release(handle)
+        await fs.collector.drain()
+        assert not await numbers(fs, b"y")

@@ -80,8 +80,7 @@ class FileIO:
     def _make_room(self) -> None:
         """Close descriptors until a quarter of what we allow ourselves is free, first those of files that have not been used since this
         was last called."""
-        before = files.descriptors()
-        excess = before - self._descriptors_max * 3 // 4
+        excess = files.descriptors() - self._descriptors_max * 3 // 4
         opened = list(self.open.values())
         for file in sorted(opened, key=lambda file: file.used):
             if excess <= 0:
@@ -91,9 +90,6 @@ class FileIO:
             file.used = False
         # Where calls use them all, it is not tried again before there are some more.
         self._room_at = max(self._descriptors_max, files.descriptors() + self._descriptors_max // 8)
-        _log.info(
-            "descriptors of files that nobody uses now are closed: %d", before - files.descriptors()
-        )
 
     # --- open inodes ---
 

@@ -31,7 +31,7 @@ from aifs.vfs.collector import Collector
 from aifs.vfs.ids import IdAllocator
 
 _LISTED = faults.declare(
-    "vfs.containers.listed", "a part of a long extent list is on record, no file has it"
+    "vfs.containers.listed", "a part of a long list is on record, no file has it"
 )
 
 LISTED_AT_ONCE = 32 * CHUNKS_PER_RECORD
@@ -183,6 +183,14 @@ class Containers:
             part = extents[first : first + LISTED_AT_ONCE]
             await self._engine.transact(put_loose, oid, first, start, part, new, growth)
             start += sum(extent.length for extent in part)
+            faults.reach(_LISTED)
+            await trio.lowlevel.checkpoint()
+
+    async def list_chunks(self, oid: int, listed: Chunks, growth: Sequence[Growth]) -> None:
+        """The same for a chunk list: ``Drained`` then has no chunks."""
+        for first in range(0, len(listed), LISTED_AT_ONCE):
+            part = listed[first : first + LISTED_AT_ONCE]
+            await self._engine.transact(chunks.put_loose, oid, first, part, growth)
             faults.reach(_LISTED)
             await trio.lowlevel.checkpoint()
 

@@ -23,7 +23,7 @@ from aifs.vfs.collector import Collector
 from aifs.vfs.ids import IdAllocator
 from aifs.vfs.io.file_io import FileIO
 from aifs.vfs.tiers import path_hints
-from aifs.vfs.tiers.containers import Containers
+from aifs.vfs.tiers.containers import LISTED_AT_ONCE, Containers
 from aifs.vfs.tiers.flips import Draining, Flips, Outcome
 
 _COPIED = faults.declare(
@@ -157,6 +157,10 @@ class Drainer:
             async with self._containers.append(sources, servers, redundancy) as stored:
                 for file, source, chunks in zip(files, sources, stored.lists, strict=True):
                     file.layout, file.oid, file.chunks = source.layout, source.oid, chunks
+                    if len(chunks) > LISTED_AT_ONCE:  # no transaction should take long
+                        file.garbage = file.oid
+                        await self._containers.list_chunks(file.oid, chunks, stored.growth)
+                        file.chunks = ()
                 await self._flips.flip(files, stored.growth)
         except FsError as error:
             # One that is cut or deleted meanwhile spoils it for the others.
