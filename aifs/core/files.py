@@ -81,14 +81,9 @@ def open_file(
 
 
 def close_file(fd: int) -> None:
-    leave_file(fd)
+    _open.discard(fd)
     _paths.pop(fd, None)
     os.close(fd)
-
-
-def leave_file(fd: int) -> None:
-    """``close_file`` is going to be called soon: the descriptor does not count any more."""
-    _open.discard(fd)
 
 
 def descriptors() -> int:

@@ -436,7 +436,6 @@ class DataServer:
         if self.in_memory and not removed:
             files.close_file(fd)
         else:
-            files.leave_file(fd)
             self.workers.post(files.close_file, fd)
 
     def close_idle(
@@ -448,9 +447,10 @@ class DataServer:
     ) -> None:
         """A worker closes a descriptor that will be opened again. If something was written it is synced first, and ``lost`` is told
         if that fails: a later descriptor might not. ``unsynced`` is held meanwhile, and by whoever syncs it then. Does not block."""
-        files.leave_file(fd)
         if unsynced is None:
-            self.workers.post(files.close_file, fd)
+            self.close_object(fd)
+        elif self.may_inline:
+            self._sync_and_close(key, fd, unsynced, lost)
         else:
             self.workers.post(self._sync_and_close, key, fd, unsynced, lost)
 

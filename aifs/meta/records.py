@@ -109,6 +109,11 @@ class Inode:
     default_acl: bytes = b""
 
     @property
+    def space(self) -> int:
+        """Bytes that a copy of it takes: its size, without holes."""
+        return min(self.size, self.blocks * 512)
+
+    @property
     def in_burst(self) -> bool:
         """Whether the newest bytes lie in the burst tier alone."""
         return self.copy is not None and self.layout is None and self.data is None

@@ -260,7 +260,7 @@ class Filesystem(Grouping):
         """Somebody has closed the file; ``written``: who may have changed it."""
         inode = file.inode
         if inode.in_burst and inode.nlink and not file.writers:
-            self.tier.dirty(inode.copy.id, inode.copy.server, inode.size)
+            self.tier.dirty(inode.copy.id, inode.copy.server, inode.space)
         withheld = written and not file.writers and await self.groups.closed(inode)
         if not inode.in_burst:
             self.drain.gone(

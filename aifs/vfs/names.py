@@ -43,6 +43,7 @@ class Names(Parts):
         self, parent: int, name: bytes | None, mode: int, flags: int, caller: CallerLike
     ) -> tuple[Opened, Inode]:
         """A new regular file, opened with ``flags``; without a name it is gone when it is closed unless ``link`` names it."""
+        await self.io.find_room()
         copy = None
         if flags & os.O_ACCMODE:
             copy = await self.io.burst.new_copy(await self._policy_of(parent))

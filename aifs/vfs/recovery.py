@@ -288,9 +288,9 @@ async def load_copies(
                 recovered.dropped_copies += 1
             elif record.undrained:
                 undrained.append(Undrained(record.ino, record.since_ns, inode.size))
-                tier.dirty(copy_id, record.server, inode.size)
+                tier.dirty(copy_id, record.server, inode.space)
             elif record.durable or store.same_boot or await sources.has(inode):
-                tier.clean(copy_id, record.server, inode.size)
+                tier.clean(copy_id, record.server, inode.space)
                 tier.pinned(copy_id, inode.policy is not None and inode.policy.tier == "pinned")
             else:
                 collector.add_garbage(

@@ -36,7 +36,7 @@ SPOTS = {0: b"begin", (1 << 40) + 12345: b"middle", HUGE - 3: b"end"}
 BOUND = 2000
 """Calls to servers, or requests of the metadata, of one operation: far fewer than pieces of the file."""
 
-WAITING = modes.WAITING | {"burst.stage_on_read": "0", "burst.capacity": "64TiB"}
+WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
 LAYOUTS = {
     "striped": {},
     "replicated": modes.REPLICAS,
@@ -301,3 +301,23 @@ async def test_a_long_chunk_list_is_recorded_in_parts(directory, monkeypatch, ch
         await fs.release(handle)
         await fs.collector.drain()
         assert not await numbers(fs, b"y")
+
+
+async def test_holes_take_no_space_of_the_burst_tier(directory):
+    """Else one file of 15 TiB has all others evicted, and new ones sent to the data servers."""
+    async with opened(directory, WAITING | {"burst.capacity": "64MiB"}, servers=2) as fs:
+        other = await write_file(fs, b"other", bytes(1 << 20))
+        await drained(fs, other)
+        sparse = await write_spots(fs, b"sparse")
+        await fs.tier.look()
+        assert fs.tier.admit("", 1 << 20) is not None and not fs.tier.needs_eviction()
+        await drained(fs, sparse)
+        await fs.tier.look()
+        assert fs.tier.admit("", 1 << 20) is not None and not fs.tier.needs_eviction()
+    async with opened(directory) as fs:
+        await fs.tier.look()
+        assert fs.tier.admit("", 1 << 20) is not None and not fs.tier.needs_eviction()
+        await fs.evictor.evict(sparse)
+        assert await fs.stager.stage(sparse)
+        await fs.tier.look()
+        assert fs.tier.admit("", 1 << 20) is not None and not fs.tier.needs_eviction()

@@ -459,7 +459,7 @@ def test_a_power_cut_does_not_bring_checksums_back_that_a_write_in_place_has_mad
         async with mounted(directory, WAITING | {"burst.stage_for_write": "0"}) as fs:
             ino, _ = await write_file(fs, b"f", bytes(3 << 20))
             await moved_out(fs, ino)
-            await put(fs, ino, "tier", "capacity")
+            await put(fs, ino, "tier", "capacity", ROOT)
             return ino
 
     async def change(ino: int) -> None:

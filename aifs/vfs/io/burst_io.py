@@ -186,7 +186,7 @@ class BurstIO:
         file.dirty, file.unsaved, file.marked_seq = True, False, self._engine.seq
         file.copy_mtime_ns = inode.mtime_ns
         self.look(file)
-        self._tier.dirty(copy.id, copy.server, inode.size)
+        self._tier.dirty(copy.id, copy.server, inode.space)
         faults.reach(_ENTERED)
         if was_cached:
             await (

@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import trio
+
 from aifs.burst.copy import BurstCopy
 from aifs.burst.tier import BurstTier
 from aifs.core import files
@@ -36,6 +38,9 @@ from aifs.vfs.tiers.containers import Containers
 from aifs.vfs.types import SIZE_MAX
 
 _log = logger(__name__)
+
+_ROOM_S = 5.0  # what is in use so long cannot be closed
+_LOOK_S = 0.01
 
 
 class FileIO:
@@ -70,12 +75,14 @@ class FileIO:
 
     # --- descriptors ---
 
-    def _use(self, file: OpenInode) -> None:
-        """Somebody is going to use the bytes of a file, which may open descriptors: there is room for them on return. So open files that
-        nobody uses take none from others, however many they are. Does not block."""
-        file.used = True
-        if files.descriptors() > self._room_at:
-            self._make_room()
+    async def find_room(self) -> None:
+        """Descriptors may be opened on return. So open files that nobody uses take none from others, however many they are."""
+        if files.descriptors() <= self._room_at:
+            return
+        self._make_room()
+        with trio.move_on_after(_ROOM_S):  # workers close them, which may have much to do
+            while files.descriptors() > self._descriptors_max * 3 // 2:
+                await trio.sleep(_LOOK_S)
 
     def _make_room(self) -> None:
         """Close descriptors until a quarter of what we allow ourselves is free, first those of files that have not been used since this
@@ -95,6 +102,7 @@ class FileIO:
 
     async def acquire(self, ino: int) -> OpenInode:
         """The open inode of a regular file, with one more handle. Raises NotFound, Stale, Unavailable."""
+        await self.find_room()
         file = self.open.get(ino)
         if file is None:
             inode, dirty, lost = await self._engine.view(forms.load, ino)
@@ -104,7 +112,7 @@ class FileIO:
             if file is None:
                 file = self.open[ino] = self._opened(inode, dirty, lost)
         file.handles += 1
-        self._use(file)
+        file.used = True
         return file
 
     def _opened(self, inode: Inode, dirty: bool, lost: int) -> OpenInode:
@@ -162,7 +170,6 @@ class FileIO:
         file.handles = 1
         if copy is not None:
             self.burst.adopt_new(file, copy)
-        self._use(file)
         return file
 
     async def release(self, file: OpenInode) -> None:
@@ -275,7 +282,8 @@ class FileIO:
     async def read(self, file: OpenInode, offset: int, length: int) -> bytes | memoryview:
         """Up to ``length`` bytes; fewer only at the end of the file. Raises Unavailable for lost bytes (I2)."""
         inode = file.inode
-        self._use(file)
+        file.used = True
+        await self.find_room()
         while True:
             if inode.in_burst and file.backing:
                 self.burst.look(file)  # others write past us
@@ -330,7 +338,8 @@ class FileIO:
     async def enter_to_change(self, file: OpenInode, end: int) -> None:
         """Enter the gate, shared, of a file that is in a form whose bytes may be changed up to ``end``."""
         gate = file.gate
-        self._use(file)
+        file.used = True
+        await self.find_room()
         await gate.enter_shared()
         while not self._ready(
             file, end

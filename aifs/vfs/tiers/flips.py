@@ -70,7 +70,7 @@ class Draining:
             file.inode.size,
             file.inode.policy or DEFAULT_POLICY,
         )
-        self.blocks = file.inode.blocks
+        self.blocks, self.space = file.inode.blocks, file.inode.space
         file.drain = self
 
     def cancel(self) -> None:
@@ -208,7 +208,7 @@ class Flips:
         file.drain = None
         copy.unlease()
         self._io.unsynced.pop(inode.ino, None)
-        self._tier.clean(copy.id, copy.server, inode.size)
+        self._tier.clean(copy.id, copy.server, draining.space)
         if inode.copy is None:
             self._io.burst.detach(file)
             self._tier.evicted(copy.id)

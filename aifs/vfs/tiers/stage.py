@@ -96,7 +96,7 @@ class Stager:
         policy = inode.policy or DEFAULT_POLICY
         if objects is None or file.dirty:
             return False
-        device = self._tier.admit(policy.tier, inode.size)
+        device = self._tier.admit(policy.tier, inode.space)
         if device is None:
             return False
 
@@ -108,7 +108,7 @@ class Stager:
                 or file.dirty
             )
 
-        copy = await self._tier.create(device, inode.size)
+        copy = await self._tier.create(device, inode.space)
         try:
             # So that no crash can leak it: the window of ids that recovery looks through may pass meanwhile.
             await self._engine.transact(forms.put_garbage, copy.id, 0, Striped(1, (copy.server,)))
@@ -145,7 +145,7 @@ class Stager:
         file.inode.copy = copy.place
         file.unsaved = False
         self._io.burst.attach(file, copy)
-        self._tier.clean(copy.id, copy.server, file.inode.size)
+        self._tier.clean(copy.id, copy.server, file.inode.space)
         self._files += 1
 
     # --- in the background ---
