@@ -447,8 +447,10 @@ class DataServer:
     ) -> None:
         """A worker closes a descriptor that will be opened again. If something was written it is synced first, and ``lost`` is told
         if that fails: a later descriptor might not. ``unsynced`` is held meanwhile, and by whoever syncs it then. Does not block."""
-        if unsynced is None:
-            self.close_object(fd)
+        if unsynced is None and self.is_local:
+            files.close_file(fd)  # it keeps its name, so there is nothing to be freed
+        elif unsynced is None:
+            self.workers.post(files.close_file, fd)
         elif self.may_inline:
             self._sync_and_close(key, fd, unsynced, lost)
         else:

@@ -22,7 +22,7 @@ from aifs.vfs.types import ROOT, SetAttr
 from tests.support import modes
 from tests.support.data_servers import failing, hooked
 from tests.support.points import crash, once
-from tests.support.powercut import PowerCut, is_crash
+from tests.support.powercut import PowerCut, is_crash, make_copies_one_disk
 from tests.support.stores import (
     assert_sound,
     drained,
@@ -451,9 +451,12 @@ async def test_a_crowded_tier_evicts_the_least_recently_used(directory):
             assert await read_file(fs, ino) == bytes([n]) * (1 << 20)
 
 
-def test_a_power_cut_does_not_bring_checksums_back_that_a_write_in_place_has_made_wrong(scratch):
+def test_a_power_cut_does_not_bring_checksums_back_that_a_write_in_place_has_made_wrong(
+    scratch, monkeypatch
+):
     """The mark that drops them has to be durable before the first byte changes."""
     directory = scratch / "0"
+    make_copies_one_disk(monkeypatch)
 
     async def make() -> int:
         async with mounted(directory, WAITING | {"burst.stage_for_write": "0"}) as fs:
@@ -473,9 +476,9 @@ def test_a_power_cut_does_not_bring_checksums_back_that_a_write_in_place_has_mad
             with pytest.raises(BaseException) as raised:
                 trio.run(change, ino)
             assert is_crash(raised.value)
-            copy = scratch / f"copy {seed}"
-            cut.materialise(copy, random.Random(seed))
-        assert_sound(modes.config_of(copy))
-        shutil.rmtree(copy)
+            cut.materialise(scratch / "left", random.Random(seed))
+        shutil.rmtree(directory)
+        (scratch / "left").rename(directory)
+        assert_sound(modes.config_of(directory))
         shutil.rmtree(directory)
         assert trio.run(make) == ino

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.support.mounts import mounted_store
 
-MAX = 256
+MAX = 512
 
 
 def test_open_files_of_one_program_do_not_keep_others_from_opening_theirs(scratch: Path) -> None:
@@ -19,7 +19,7 @@ def test_open_files_of_one_program_do_not_keep_others_from_opening_theirs(scratc
 def hold_many(path: Path) -> None:
     held = []
     try:
-        for number in range(3 * MAX):
+        for number in range(2 * MAX):
             held.append(os.open(path / f"{number}", os.O_RDWR | os.O_CREAT))
             os.write(held[-1], b"%d" % number * 5000)
         other = path / "other"

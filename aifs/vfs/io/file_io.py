@@ -39,6 +39,7 @@ from aifs.vfs.types import SIZE_MAX
 
 _log = logger(__name__)
 
+_OTHER_DESCRIPTORS = 256  # files made ahead, containers, the database, the kernel's connection
 _ROOM_S = 5.0  # what is in use so long cannot be closed
 _LOOK_S = 0.01
 
@@ -67,7 +68,8 @@ class FileIO:
         self.burst = BurstIO(config, engine, tier, collector, self.save)
         self.on_damage: OnDamage = lambda oid, ino, column: None
         """Told of each column that is found to have wrong bytes while it is read."""
-        self._descriptors_max = self._room_at = files.descriptors_max() // 2
+        most = files.descriptors_max()
+        self._descriptors_max = self._room_at = max((most - _OTHER_DESCRIPTORS) // 2, most // 4)
         self.open: dict[int, OpenInode] = {}
         self.unsynced: dict[int, object | None] = {}
         """Files with a dirty mark that were closed since it was made: a token of that close, None if the
