@@ -10,6 +10,7 @@ from aifs.core import faults
 from aifs.vfs import ownership, store
 from tests.support import engines
 from tests.support.memory import in_memory
+from tests.support.powercut import make_copies_one_disk
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,9 +57,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the owner of a store lives needs no watching: it is of this process."""
+def nobody_else(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the owner of a store lives needs no watching: it is of this process. In modules that cut the power a state that
+    a cut left is opened by the owner that had the store, wherever it was written to."""
     monkeypatch.setattr(ownership, "WATCH_S", 0.0)
+    if hasattr(request.module, "PowerCut"):
+        make_copies_one_disk(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

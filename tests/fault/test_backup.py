@@ -26,7 +26,7 @@ from tests.support.churn import UNIT, Churn, read_tree
 from tests.support.data_servers import failing
 from tests.support.kernel import Kernel
 from tests.support.ledger import Ledger
-from tests.support.powercut import PowerCut, make_copies_one_disk
+from tests.support.powercut import PowerCut
 
 ROOT, OWNER = 1, Caller()
 ON = modes.ON | {"meta.backup_interval": "1h", "layout.unit": str(UNIT)}
@@ -187,11 +187,8 @@ def test_many_losses(scratch: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize("part", [0, 1, 2])
-def test_a_power_cut_while_backing_up(
-    scratch: Path, part: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_power_cut_while_backing_up(scratch: Path, part: int) -> None:
     """Whatever is left, the metadata goes on, and what comes back is a state that was there."""
-    make_copies_one_disk(monkeypatch)
     source, copy = scratch / "0", scratch / "1"
     modes.make_store(source, ON | {"meta.backup_interval": "20ms"})
     rng = random.Random(part)
