@@ -227,7 +227,8 @@ class Rebuild:
 
     def _swept(self) -> None:
         self._tell()
-        if self._round_busy:  # there may be a place again for what had none
+        # There may be a place again for what had none, and a server that is back may be in order.
+        if self._round_busy or any(server.is_back for server in self._servers.capacity()):
             self.wake()
 
     async def _hand_out(self, send: trio.MemorySendChannel, due: Due) -> None:
