@@ -137,6 +137,8 @@ class Operations(pyfuse3.Operations):
         self._note_acl = note_acl
         self._negative = EntryAttributes()
         self._negative.entry_timeout = kernel.negative_timeout_s
+        self._unkept = EntryAttributes()
+        self._unkept.entry_timeout = 0
         self.kernel_cache = KernelCache()
         fs.on_attr_change = drop_attributes
         fs.on_link_change = self.kernel_cache.drop_attributes_soon
@@ -163,9 +165,12 @@ class Operations(pyfuse3.Operations):
     @answers
     async def lookup(self, parent: int, name: bytes, ctx: RequestContext) -> EntryAttributes:
         try:
-            return self._entry(await self._fs.lookup(parent, name))
+            entry = self._entry(await self._fs.lookup(parent, name))
         except NotFound:
-            return self._negative
+            return self._unkept if (parent, name) in self._fs.pointers else self._negative
+        if (parent, name) in self._fs.pointers:
+            entry.entry_timeout = 0
+        return entry
 
     @answers
     async def create(
@@ -324,6 +329,8 @@ class Operations(pyfuse3.Operations):
         while batch := await self._fs.readdir(handle, cookie - 1):
             for name, inode, next_cookie in batch:
                 cookie = next_cookie + 1
+                kept = (handle, name) not in self._fs.pointers
+                entry.entry_timeout = self._kernel.entry_timeout_s if kept else 0
                 if not pyfuse3.readdir_reply(token, name, self._fill(entry, inode), cookie):
                     return
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,33 @@ def test_exchange_then_retention(runs: Path) -> None:
     assert not (runs / "step-1").exists() and not (runs / "step-2").exists()
     renameat2(os.fsencode(runs / "step-3"), os.fsencode(runs / "step-4"), RENAME_EXCHANGE)
     require_step(runs, "step-4", 4)
+
+
+def test_pointers_are_never_seen_one_new_and_one_old(mounted: Mounted) -> None:
+    """Whoever has seen the new one of them sees the other new, too."""
+    latest, tracker = mounted.path / "latest", mounted.path / "tracker"
+    done = False
+
+    def watch() -> None:
+        while not done:
+            for first, second in (
+                (lambda: os.readlink(latest), tracker.read_text),
+                (tracker.read_text, lambda: os.readlink(latest)),
+            ):
+                with suppress(FileNotFoundError):
+                    seen.append((int(first()), int(second())))
+
+    seen: list[tuple[int, int]] = []
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for step in range(1, 101):
+            tmp = mounted.path / ".tmp"
+            tmp.mkdir()
+            wanted = {"final": f"{step}", "latest": "latest", "tracker": "tracker"}
+            wanted["content"] = str(step)
+            os.setxattr(tmp, "user.aifs.publish-as", json.dumps(wanted).encode())
+    finally:
+        done = True
+        watcher.join()
+    assert seen and all(first <= second for first, second in seen)

@@ -41,6 +41,7 @@ class FakeFilesystem:
         self.answer = answer
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.on_attr_change = None
+        self.pointers: set[tuple[int, bytes]] = set()
 
     def forget(self, inos: list[int]) -> None:
         self.calls.append(("forget", (inos,)))

@@ -49,6 +49,9 @@ class Publishing(Names):
         """Why the last publish of a pending directory was refused."""
         self.forget_names: Callable[[Iterable[tuple[int, bytes]]], Awaitable[None]] = _nobody_knows
         """Awaited when names (parent, name) lead somewhere else without the kernel having asked for it."""
+        self.pointers: set[tuple[int, bytes]] = set()
+        """Names (parent, name) that publishing changes together with others. The kernel does not keep what they lead to: it
+        would forget them one after the other, and programs see one new and another old."""
         self.retention.on_removed = lambda parent, name: self.on_entry_change(parent, name)
 
     async def rename(
@@ -120,6 +123,10 @@ class Publishing(Names):
         await self._engine.view(require_may_publish, what, caller)
         published = await self._make_durable(Dentry(what.ino, 0, _DIRECTORY), what.parent)
         faults.reach(_DURABLE)
+        pointers = {(what.parent, name) for name in (what.latest, what.tracker) if name}
+        if not pointers <= self.pointers:
+            self.pointers |= pointers
+            await self.forget_names(pointers)
         ids = (
             await self.ids.take(),
             await self.ids.take(),
