@@ -20,7 +20,6 @@ from aifs.core.budget import Budget
 from aifs.core.errors import Unavailable
 from aifs.core.tasks import run_all
 from aifs.data.checking.digests import HASHED, digests_of, join_digests
-from aifs.data.checking.verified import VerifiedObjects
 from aifs.data.objects.holes import Sparse, pieces_with_data
 from aifs.data.objects.object_label import Label, digest_of
 from aifs.data.objects.protected import ProtectedObjects
@@ -59,10 +58,11 @@ class Limiter:
             await trio.sleep_until(start)
 
 
-class Chunked(Sparse, Protocol):
-    """What is read of an interleaved file."""
+class Source(Sparse, Protocol):
+    """The bytes of a settled file of ``size`` bytes."""
 
-    async def read(self, offset: int, length: int, size: int, strict: bool) -> memoryview: ...
+    async def read_into(self, offset: int, buffer: memoryview, size: int) -> None:
+        """Fill ``buffer`` from ``offset`` on, a multiple of a MiB; its end is another, or the file's. Raises Unavailable."""
 
 
 @dataclass(slots=True)
@@ -161,15 +161,17 @@ class Mover:
 
     async def stage_in(
         self,
-        objects: StripedObjects | ProtectedObjects | VerifiedObjects | Chunked,
+        source: Source,
         size: int,
         copy: BurstCopy,
         cancelled: Callable[[], bool],
         sparse: bool = False,
+        in_order: bool = False,
     ) -> bool:
         """Copy a settled file of ``size`` bytes into a new, empty burst copy; nothing is synced. ``sparse``: it has holes, which are
         not read.
 
+        ``in_order``: piece after piece, for a source that reads ahead by itself.
         Returns False if ``cancelled`` has become true meanwhile. Each MiB of zeros becomes a hole. Nothing of ours is
         open for writing on return. Raises NoSpace, QuotaExceeded, Unavailable.
         """
@@ -180,12 +182,7 @@ class Mover:
             if cancelled():
                 return
             buffer = await self._buffer(length)
-            if isinstance(objects, StripedObjects | ProtectedObjects | VerifiedObjects):
-                await objects.read_into(offset, buffer, size)
-            else:
-                for start in range(0, length, HASHED):
-                    part = buffer[start : start + HASHED]
-                    part[:] = await objects.read(offset + start, len(part), size, True)
+            await source.read_into(offset, buffer, size)
             await self._run(copy, write, offset, buffer)
             self.moved_bytes += length
 
@@ -195,8 +192,9 @@ class Mover:
             await copy.truncate(size)
             offsets: Sequence[int] = range(0, size, PIECE)
             if sparse:
-                offsets = [offset async for offset in pieces_with_data(objects, size, PIECE)]
-            await _in_parallel(partial(move, write=_write_piece), offsets)
+                offsets = [offset async for offset in pieces_with_data(source, size, PIECE)]
+            at_once = 1 if in_order else _PIECES_AT_ONCE
+            await _in_parallel(partial(move, write=_write_piece), offsets, at_once)
             await copy.release_writers()
         return not cancelled()
 
@@ -223,8 +221,12 @@ class Mover:
         return (await gather([(copy.device.workers, files.at_priority, call)]))[0]
 
 
-async def _in_parallel(move: Callable[[int], Awaitable[None]], offsets: Sequence[int]) -> None:
-    """Call ``move`` with each of ``offsets``, a few at a time; none after the first error, which is raised."""
+async def _in_parallel(
+    move: Callable[[int], Awaitable[None]],
+    offsets: Sequence[int],
+    at_once: int = _PIECES_AT_ONCE,
+) -> None:
+    """Call ``move`` with each of ``offsets``, some at a time; none after the first error, which is raised."""
     if len(offsets) == 1:
         await move(offsets[0])  # most files are small; a nursery for each would be felt
         return
@@ -244,7 +246,7 @@ async def _in_parallel(move: Callable[[int], Awaitable[None]], offsets: Sequence
             failed = True
             raise
 
-    await run_all(*[work] * min(_PIECES_AT_ONCE, len(offsets)))
+    await run_all(*[work] * min(at_once, len(offsets)))
 
 
 def _whole_rows(row: int) -> int:

@@ -66,7 +66,7 @@ async def settle(made: Shelf) -> None:
 
 async def check(made: Shelf, files: dict[int, bytes] = FILES) -> None:
     """By a reader that knows nothing yet."""
-    reader = Shelf(made.servers, made.directory, made.files.verify)
+    reader = Shelf(made.servers, made.directory, made.verify)
     reader.go_on(made)
     made.damaged = reader.damaged
     try:

@@ -54,7 +54,8 @@ class Shelf:
         self.servers = servers
         self.directory = directory
         self.slots = slots_on(tuple(servers), redundancy)
-        self.files = ContainerFiles(servers, self.find, verify)
+        self.verify = verify
+        self.files = ContainerFiles(servers, self.find)
         self.damaged = set()
         self.files.on_damage = lambda oid, ino, column: self.damaged.add((oid, column))
         self.budget = Budget(64 << 20)
@@ -213,8 +214,8 @@ class Shelf:
             return starts[first], first, self.extents[oid][first : first + 5]
 
         if self.layouts[oid].variable:
-            return ChunkedObjects(self.files, self.layouts[oid], load_extents)
-        return ChunkedObjects(self.files, self.layouts[oid], load)
+            return ChunkedObjects(self.files, self.layouts[oid], load_extents, self.verify)
+        return ChunkedObjects(self.files, self.layouts[oid], load, self.verify)
 
     async def content(self, oid: int, size: int) -> bytes:
         return bytes(await self.objects(oid).read(0, size, size, True)) if size else b""

@@ -55,7 +55,7 @@ class SavedContainers:
         self._progress = progress
         self._entries: dict[int, Entry] = {}
         self._placed: dict[int, Placed] = {}
-        self.files = ContainerFiles(servers, self._find, verify=False)
+        self.files = ContainerFiles(servers, self._find)
         self.files.on_damage = self._damaged
         self.generations: dict[int, dict[int, _Generation]] = {}  # by ino and oid
         self._shared: dict[

@@ -1,4 +1,5 @@
-"""Reading striped files so that every MiB that comes from servers is compared with its checksum (``data.verify: read``).
+"""Reading striped files so that every MiB that comes from servers is compared with its checksum: what is copied elsewhere
+always is, what programs read with ``data.verify: read``.
 
 What is read is whole MiBs of the file, through the read cache, where only checked bytes enter: so each is checked once
 as long as it is cached. Where a checksum differs, a protected file's bytes are told without the columns that may
@@ -11,6 +12,7 @@ import trio
 
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
+from aifs.data.checking.checks import Untold
 from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED
 from aifs.data.checking.suspects import source_of, suspect_sets
 from aifs.data.containers.chunk_codec import digest_of
@@ -126,7 +128,7 @@ class VerifiedObjects:
     # --- reading ---
 
     async def read(self, offset: int, length: int, size: int, strict: bool) -> memoryview:
-        """As StripedObjects.read. Raises Unavailable also for bytes that are wrong and cannot be told otherwise."""
+        """As StripedObjects.read. Raises Untold for bytes that are wrong and cannot be told otherwise."""
         first, last = offset // HASHED, (offset + length - 1) // HASHED
         if not strict or not (await self._digest(first) and await self._digest(last)):
             return await self._inner.read(offset, length, size, strict)
@@ -143,6 +145,11 @@ class VerifiedObjects:
         """The same into ``buffer``, past all caches; ``offset`` is a multiple of a MiB, and the end another or the file's."""
         for start in range(0, len(buffer), HASHED):
             await self._read_checked(offset + start, buffer[start : start + HASHED], size)
+
+    async def is_right(self, offset: int, part: memoryview) -> bool:
+        """Whether these bytes of the file, a MiB or its last ones, have their checksum, or there is none."""
+        expected = await self._digest(offset // HASHED)
+        return not expected or await self._digest_of(part) == expected
 
     def _block(self, number: int) -> Block | None:
         needed = min(HASHED, self._size - number * HASHED)
@@ -246,7 +253,7 @@ class VerifiedObjects:
             for number in (layout.servers[column] for column in sorted(touched))
         )
         end = offset + len(part) - 1
-        raise Unavailable(
+        raise Untold(
             f"inode {ino}: bytes {offset} to {end}, on {where}, do not have their checksum"
         )
 
@@ -261,6 +268,36 @@ class VerifiedObjects:
                 ino,
                 offset,
             )
+
+
+class FollowedObjects:
+    """For who copies a striped file while others read it: by way of the caches that these use, so that each byte comes from
+    its server once for all, and checked."""
+
+    def __init__(
+        self,
+        objects: StripedObjects | ProtectedObjects | VerifiedObjects,
+        checked: VerifiedObjects,
+    ) -> None:
+        """``objects``: as the others read them; of nobody else. ``checked`` tells what is wrong there."""
+        self._objects = objects
+        self._checked = checked
+
+    async def read_into(self, offset: int, buffer: memoryview, size: int) -> None:
+        """As of VerifiedObjects, but for the caches."""
+        for start in range(0, len(buffer), HASHED):
+            part = buffer[start : start + HASHED]
+            part[:] = await self._objects.read(offset + start, len(part), size, True)
+            if not await self._checked.is_right(offset + start, part):
+                await self._checked.read_into(offset + start, part, size)
+
+    async def data_range(self, offset: int, size: int, strict: bool = True) -> tuple[int, int]:
+        """As of VerifiedObjects."""
+        return await self._checked.data_range(offset, size, strict)
+
+    def close(self) -> None:
+        self._objects.close()
+        self._checked.close()
 
 
 async def read_without(

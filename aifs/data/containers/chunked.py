@@ -13,7 +13,7 @@ from aifs.core.tasks import run_all
 from aifs.data.containers.chunk_codec import PLAIN
 from aifs.data.containers.files import ContainerFiles
 from aifs.data.reading.cached_reads import WHOLE_BLOCKS_FROM
-from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location
+from aifs.layout.interleaved import CHUNK, HEADER_BYTES, Extent, Interleaved, Location
 
 Chunks = Sequence[Location | None]
 Load = Callable[[int], Awaitable[tuple[int, Chunks]]]
@@ -45,12 +45,18 @@ class ChunkedObjects:
     """One interleaved file, for reading: what StripedObjects are for a striped one. It never changes."""
 
     def __init__(
-        self, containers: ContainerFiles, layout: Interleaved, load: Load | LoadExtents
+        self,
+        containers: ContainerFiles,
+        layout: Interleaved,
+        load: Load | LoadExtents,
+        verify: bool = False,
     ) -> None:
-        """``load`` tells extents if the layout is variable."""
+        """``load`` tells extents if the layout is variable. ``verify``: compare all bytes with checksums, not just those of
+        chunks that are fetched whole anyway."""
         self._containers = containers
         self._layout = layout
         self._load = load
+        self._verify = verify
         self._known = _Known((0,), ())
 
     async def read(self, offset: int, length: int, size: int, strict: bool) -> memoryview:
@@ -72,6 +78,12 @@ class ChunkedObjects:
             await run_all(*(partial(self._read_part, part) for part in waiting))
         return buffer
 
+    async def read_into(self, offset: int, buffer: memoryview, size: int) -> None:
+        """The same into ``buffer``, chunk by chunk."""
+        for start in range(0, len(buffer), CHUNK):
+            part = buffer[start : start + CHUNK]
+            part[:] = await self.read(offset + start, len(part), size, True)
+
     def _read_now(self, part: _Part) -> bool:
         place, offset, within, target, _ = part
         if place is None:
@@ -82,7 +94,7 @@ class ChunkedObjects:
             raise Unavailable(
                 f"chunk at {start} in container {place.container} has {place.raw} bytes only"
             )
-        if place.codec != PLAIN or self._containers.verify:
+        if place.codec != PLAIN or self._verify:
             return False
         return self._containers.read_now(
             place.container, place.offset + HEADER_BYTES + within, target
@@ -102,7 +114,7 @@ class ChunkedObjects:
 
     async def _read_waiting(self, part: _Part) -> None:
         place, _, within, target, _ = part
-        if place.codec == PLAIN and not self._containers.verify and not self._reads_whole(part):
+        if place.codec == PLAIN and not self._verify and not self._reads_whole(part):
             await self._containers.read(
                 place.container, place.offset + HEADER_BYTES + within, target
             )

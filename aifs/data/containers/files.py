@@ -12,6 +12,7 @@ from functools import partial
 
 from aifs.core.errors import Unavailable
 from aifs.core.log import logger
+from aifs.data.checking.checks import Untold
 from aifs.data.checking.suspects import suspect_sets
 from aifs.data.containers import chunk_codec
 from aifs.data.containers.readers import Entry, OnDamage, PlainReader, ProtectedReader, Reader
@@ -37,10 +38,8 @@ Check = Callable[[memoryview], None]
 class ContainerFiles:
     """Used from one trio thread. ``on_damage`` is told of columns of protected containers."""
 
-    def __init__(self, servers: Servers, find: Find, verify: bool) -> None:
-        """``verify``: compare every chunk with its checksum each time it is read from its server."""
+    def __init__(self, servers: Servers, find: Find) -> None:
         self.servers = servers
-        self.verify = verify
         self.on_damage: OnDamage = lambda oid, ino, column: None
         self._find = find
         self._open: OrderedDict[int, Reader] = OrderedDict()  # by container, used last at the end
@@ -87,7 +86,7 @@ class ContainerFiles:
         self, container: int, offset: int, target: memoryview, check: Check
     ) -> None:
         """The same for bytes that are right if ``check`` says so. Those of a protected container are put together from
-        other columns until they are. Raises Missing, Unavailable."""
+        other columns until they are. Raises Missing, Unavailable, Untold."""
         await self.read(container, offset, target)
         entry = (await self._reader(container, offset + len(target))).entry
         wrong = await self._work(entry.layout, _what_is_wrong, check, target)
@@ -130,15 +129,15 @@ class ContainerFiles:
         if not layout.is_protected:
             server = self.servers[layout.servers[0]]
             where = f"{server.name}: {server.object_path(0, container)}"
-        raise Unavailable(f"{where}: chunk at {offset}: {wrong}")
+        raise Untold(f"{where}: chunk at {offset}: {wrong}")
 
     async def read_stored(self, place: Location, target: memoryview) -> None:
         """A chunk as it is stored, with its header, checked. Raises Missing, Unavailable."""
         await self.read_right(place.container, place.offset, target, partial(_check_stored, place))
 
     async def read_chunk(self, place: Location) -> memoryview:
-        """The raw bytes of a chunk, checked if that is asked for; fetched once for all who ask meanwhile, and kept for a while.
-        Raises Missing, Unavailable."""
+        """The raw bytes of a chunk, checked; fetched once for all who ask meanwhile, and kept for a while. Raises Missing,
+        Unavailable, Untold."""
         return await self._chunks.get(place, self._fetch)
 
     def find_chunk(self, place: Location) -> memoryview | None:
@@ -150,15 +149,13 @@ class ContainerFiles:
         stored = target if place.codec == chunk_codec.PLAIN else memoryview(bytearray(place.stored))
         if not self.read_now(place.container, offset, stored):
             await self.read(place.container, offset, stored)
-        if stored is target and not self.verify:
-            return
         entry = (await self._reader(place.container, offset + place.stored)).entry
-        wrong = await self._work(entry.layout, _decode, place, self.verify, stored, target)
+        wrong = await self._work(entry.layout, _decode, place, stored, target)
         if wrong:
             await self._put_right(
                 place.container, entry, offset, stored, partial(_check, place), wrong
             )
-            await self._work(entry.layout, _decode, place, False, stored, target)
+            await self._work(entry.layout, _decode, place, stored, target)
 
     async def _work(self, layout: Striped, function: Callable, *args: object) -> object:
         """In a worker thread of whichever of the container's servers has the least to do."""
@@ -229,11 +226,11 @@ def _check_stored(place: Location, stored: memoryview) -> None:
     _check(place, stored[HEADER_BYTES:])
 
 
-def _decode(place: Location, verify: bool, stored: memoryview, target: memoryview) -> str:
+def _decode(place: Location, stored: memoryview, target: memoryview) -> str:
     """Fill ``target`` with the raw bytes; what is wrong with the stored ones, or ""."""
     try:
         data = chunk_codec.decode(stored, place.codec, place.raw)
-        if verify and chunk_codec.digest_of(data) != place.digest:
+        if chunk_codec.digest_of(data) != place.digest:
             raise ValueError("its checksum is wrong")
     except ValueError as error:
         return str(error)

@@ -18,13 +18,16 @@ from aifs.core import files
 from aifs.core.config import Config
 from aifs.core.errors import FileTooLarge, FsError, NoSpace, Stale, Unavailable
 from aifs.core.log import logger
-from aifs.data.checking.verified import OnDamage, VerifiedObjects
+from aifs.data.checking.digests import HASHED
+from aifs.data.checking.verified import FollowedObjects, OnDamage, VerifiedObjects
+from aifs.data.containers.chunked import ChunkedObjects
 from aifs.data.objects.protected import ProtectedObjects
 from aifs.data.objects.striped import StripedObjects
 from aifs.data.patience import background
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
 from aifs.meta import forms, keys
+from aifs.meta.degraded import find_degraded
 from aifs.meta.kv import Engine, Transaction
 from aifs.meta.moves import ObjectSet
 from aifs.meta.namespace import put_inode
@@ -133,14 +136,30 @@ class FileIO:
             return None
         if not isinstance(layout, Striped):
             return self._containers.objects_of(inode)
+        if self._verify:
+            return self._checked_objects_of(inode, lost, background)
+        return self.plain_objects_of(inode, lost, background)
+
+    def _checked_objects_of(self, inode: Inode, lost: int, background: str) -> VerifiedObjects:
         objects = self.plain_objects_of(inode, lost, background)
-        if not self._verify:
-            return objects
         load = partial(self._engine.view, forms.get_checksums, inode.oid)
-        damaged = partial(self._damaged, layout)
+        damaged = partial(self._damaged, inode.layout)
         return VerifiedObjects(
-            self._servers, objects, layout, inode.ino, inode.oid, load, damaged, lost
+            self._servers, objects, inode.layout, inode.ino, inode.oid, load, damaged, lost
         )
+
+    async def source_of(
+        self, inode: Inode, background: str, followed: bool
+    ) -> VerifiedObjects | FollowedObjects | ChunkedObjects:
+        """For who copies the bytes of a settled file elsewhere: checked. ``followed``: somebody reads the file now, so that each
+        byte is to come from its server once for both; else past all caches of striped files, at that I/O priority."""
+        if not isinstance(inode.layout, Striped):
+            return self._containers.objects_of(inode, copied=True)
+        lost = 0
+        if inode.layout.is_protected:
+            lost = await self._engine.view(find_degraded, inode.oid)
+        checked = self._checked_objects_of(inode, lost, background)
+        return FollowedObjects(self.objects_of(inode, lost), checked) if followed else checked
 
     def plain_objects_of(
         self, of: Inode | ObjectSet, lost: int = 0, background: str = ""
@@ -312,6 +331,27 @@ class FileIO:
                     not overtaken
                 ):  # else a truncation went on meanwhile, and the bytes may rightly be gone
                     raise
+
+    async def read_to_copy(self, file: OpenInode, offset: int, length: int) -> bytes | memoryview:
+        """As ``read``, of bytes that are going to be another file's: those that come from servers are compared with their
+        checksums. Raises Untold."""
+        size, objects, changes = file.inode.size, file.objects, file.changes
+        if file.copy is not None or objects is None or file.dirty:
+            return await self.read(file, offset, length)
+        start = offset - offset % HASHED
+        end = min(size, offset + length + -(offset + length) % HASHED)
+        data = memoryview(bytearray(max(0, end - start)))
+        source = await self.source_of(file.inode, "", followed=True)
+        try:
+            await source.read_into(start, data, size)
+        except Unavailable:
+            if file.objects is objects and file.changes == changes:
+                raise
+        finally:
+            source.close()
+        if file.objects is objects and file.changes == changes:
+            return data[offset - start :][:length]
+        return await self.read(file, offset, length)  # it has been changed meanwhile
 
     async def write(self, file: OpenInode, offset: int, data: bytes | memoryview) -> None:
         """All of ``data``, or an error: then none of it counts.

@@ -157,7 +157,7 @@ async def copy(
             target.changed(time.time_ns())
             io.burst.look(target)
             return done
-    data = await io.read(source, offset_in, min(length, _PIECE))
+    data = await io.read_to_copy(source, offset_in, min(length, _PIECE))
     await io.write(target, offset_out, data)
     return len(data)
 

@@ -59,8 +59,9 @@ class Containers:
         verify: bool,
         spare: int = 0,
     ) -> None:
-        """``spare``: see ContainerWriter."""
-        self.files = ContainerFiles(servers, self._find, verify)
+        """``verify``: of all that programs read. ``spare``: see ContainerWriter."""
+        self.files = ContainerFiles(servers, self._find)
+        self._verify = verify
         self._engine = engine
         self._servers = servers
         self._ids = ids
@@ -84,11 +85,11 @@ class Containers:
 
     # --- reading ---
 
-    def objects_of(self, inode: Inode) -> ChunkedObjects:
-        """The bytes of an interleaved file. Does no I/O."""
+    def objects_of(self, inode: Inode, copied: bool = False) -> ChunkedObjects:
+        """The bytes of an interleaved file; ``copied``: to be copied elsewhere, so checked. Does no I/O."""
         get = get_extents if inode.layout.variable else chunks.get_chunks
         load = partial(self._engine.view, get, inode.oid)
-        return ChunkedObjects(self.files, inode.layout, load)
+        return ChunkedObjects(self.files, inode.layout, load, copied or self._verify)
 
     def moved(self, container: int) -> None:
         """The container's record, or what is known of its columns, has changed."""

@@ -1,0 +1,159 @@
+"""Staging: what is copied from servers is checked, and costs no second read of what a program reads anyway."""
+
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import trio
+
+from aifs.data.checking.checks import Untold
+from aifs.meta.keys import ROOT_INO
+from aifs.vfs import Filesystem
+from tests.support.data_servers import hooked
+from tests.support.stores import OWNER, moved_out, opened, read_file, write_file
+
+SIZE = (9 << 20) + 4321
+KINDS = {
+    "striped": {},
+    "one server": {"layout.count": "1"},
+    "interleaved": {"layout.kind": "interleaved"},
+    "replicated": {"layout.replicas": "2"},
+    "coded": {"layout.ec": "2+1"},
+}
+PLAIN = ("striped", "one server", "interleaved")
+REQUEST = 128 << 10  # of a program that reads a file in one go
+
+
+async def idle(fs: Filesystem) -> None:
+    while any(fs.stager.status()[count] for count in ("active_files", "waiting_files")):
+        await trio.sleep(0.01)
+    await fs.store.servers.cache.settle()
+
+
+def flip(directory: Path) -> None:
+    """One bit, of one byte on one server."""
+    path = max((directory / "data").glob("*/objects/*/*/*"), key=lambda path: path.stat().st_size)
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 16]))
+
+
+async def by_reading(fs: Filesystem, ino: int) -> None:
+    await read_file(fs, ino)
+
+
+async def by_asking(fs: Filesystem, ino: int) -> None:
+    fs.stager.request(ino)
+
+
+async def by_opening(fs: Filesystem, ino: int) -> None:
+    assert await fs.stager.stage(ino) == ((await fs.getattr(ino)).copy is not None)
+
+
+WAYS = {"read": by_reading, "asked": by_asking, "now": by_opening}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", ["memory", "disk"])
+async def test_a_bit_that_flips_on_a_server_does_not_become_the_burst_copy(
+    directory: Path, kind: str, way: str, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = os.urandom(SIZE)
+    act: Callable[[Filesystem, int], Awaitable[None]] = WAYS[way]
+    # With a hook, all requests go to the workers, as those for a disk do.
+    with nullcontext() if place == "memory" else hooked():
+        async with opened(directory, KINDS[kind], sound=False) as fs:
+            ino = await write_file(fs, b"file", data)
+            await moved_out(fs, ino)
+            flip(directory)
+            await act(fs, ino)
+            await idle(fs)
+            copy = (await fs.getattr(ino)).copy
+            if kind in PLAIN:
+                assert copy is None, "the wrong bytes have been staged"
+                told = [line for line in caplog.messages if f"inode {ino} is not staged: " in line]
+                assert len(told) == 1
+            else:
+                while (
+                    await fs.getattr(ino)
+                ).copy is None:  # the column that is wrong is being made anew
+                    await fs.stager.stage(ino)
+                assert await read_file(fs, ino) == data
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_bit_that_flips_on_a_server_is_not_copied_to_another_file(
+    directory: Path, kind: str
+) -> None:
+    """By copy_file_range(2), with which cp copies."""
+    data = os.urandom(SIZE)
+    settings = KINDS[kind] | {"burst.stage_on_read": "0"}
+    async with opened(directory, settings, sound=False) as fs:
+        ino = await write_file(fs, b"file", data)
+        await moved_out(fs, ino)
+        flip(directory)
+        source = (await fs.open(ino, os.O_RDONLY)).handle
+        (target, *_), made = await fs.create(ROOT_INO, b"copy", 0o644, os.O_RDWR, OWNER)
+
+        async def copy() -> None:
+            done = 4097  # not where a MiB begins
+            while done < SIZE:
+                done += await fs.copy_file_range(source, done, target, done - 4097, SIZE, OWNER)
+
+        if kind in PLAIN:
+            with pytest.raises(Untold):
+                await copy()
+        else:
+            await copy()
+            assert await read_file(fs, made.ino) == data[4097:]
+        await fs.release(source)
+        await fs.release(target)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("verify", ["off", "read"])
+async def test_a_cold_file_is_read_once_from_its_servers(
+    directory: Path, kind: str, verify: str
+) -> None:
+    size = 48 << 20
+    data = os.urandom(size)
+    with hooked():  # each read is a request to a server, then
+        async with opened(
+            directory, KINDS[kind] | {"data.verify": verify, "data.hedge": "off"}
+        ) as fs:
+            ino = await write_file(fs, b"file", data)
+            await moved_out(fs, ino)
+            servers = fs.store.servers
+            before = sum(server.read_bytes for server in servers.capacity())
+            handle = (await fs.open(ino, os.O_RDONLY)).handle
+            for at in range(0, size, REQUEST):
+                assert await fs.read(handle, at, REQUEST) == data[at : at + REQUEST]
+            await fs.release(handle)
+            await idle(fs)
+            assert (await fs.getattr(ino)).copy is not None
+            from_servers = sum(server.read_bytes for server in servers.capacity()) - before
+            assert from_servers <= 1.01 * size
+            assert await read_file(fs, ino) == data
+
+
+async def test_many_cold_files_at_once_are_read_once(directory: Path) -> None:
+    size, count = 4 << 20, 40
+    data = [os.urandom(size) for _ in range(count)]
+    with hooked():
+        async with opened(directory) as fs:
+            inos = [await write_file(fs, b"%d" % number, data[number]) for number in range(count)]
+            await moved_out(fs, *inos)
+            servers = fs.store.servers
+            before = sum(server.read_bytes for server in servers.capacity())
+            async with trio.open_nursery() as nursery:
+                for ino in inos:
+                    nursery.start_soon(read_file, fs, ino)
+            await idle(fs)
+            assert any([(await fs.getattr(ino)).copy is not None for ino in inos])
+            from_servers = sum(server.read_bytes for server in servers.capacity()) - before
+            assert from_servers <= 1.01 * size * count
