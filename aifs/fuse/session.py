@@ -109,9 +109,19 @@ async def _serve(
                 gc.freeze()
                 fs.store.ownership.on_end = pyfuse3.terminate
                 fs.store.ownership.require()
-                await pyfuse3.main(READER_TASKS, MAX_TASKS)
+                await _read_requests()
                 nursery.cancel_scope.cancel()
         log.info("unmounted %s", mountpoint)
+
+
+async def _read_requests() -> None:
+    """Serve until the connection has ended. A request that is being read at that moment makes the kernel say ECONNABORTED."""
+    try:
+        await pyfuse3.main(READER_TASKS, MAX_TASKS)
+    except BaseException as error:
+        found = first_error(error)
+        if not isinstance(found, OSError) or found.errno != errno.ECONNABORTED:
+            raise
 
 
 def mount_arguments(config: Config, options: MountOptions) -> set[str]:

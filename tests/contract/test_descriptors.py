@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import trio
 
+from aifs.core import files
 from aifs.core.errors import OutOfMemory, Unavailable
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs.filesystem import Filesystem
@@ -30,10 +31,13 @@ WAYS = {
 
 
 @pytest.fixture
-def few() -> Iterator[None]:
+def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What crashes that earlier tests simulated have left open does not count."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(map(int, os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + MAX, hard))
+    monkeypatch.setattr(files, "_open", set())
+    monkeypatch.setattr(files, "descriptors_max", lambda: MAX)
     try:
         yield
     finally:
