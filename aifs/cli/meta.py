@@ -177,7 +177,13 @@ def _require_unmounted(store: str) -> None:
 
 
 def _store_of(mountpoint: str) -> str:
-    """The uuid of the store that is mounted there; '' if its daemon is dead."""
-    from aifs.cli.mounts import is_dead, read_status
+    """The uuid of the store that is mounted there; '' if its daemon is dead, or it has been unmounted meanwhile."""
+    from aifs.cli.mounts import is_dead, mounted_at, read_status
+    from aifs.core.errors import MountError
 
-    return "" if is_dead(mountpoint) else read_status(mountpoint)["uuid"]
+    try:
+        return read_status(mountpoint)["uuid"]
+    except MountError:
+        if is_dead(mountpoint) or mounted_at(mountpoint) is None:
+            return ""
+        raise

@@ -222,7 +222,7 @@ class Shelf:
 
     def close(self) -> None:
         self.writer.close()
-        self.files.close_idle()
+        self.files.close()
 
 
 @contextmanager

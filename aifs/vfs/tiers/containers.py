@@ -81,7 +81,7 @@ class Containers:
     def close(self) -> None:
         """Let go of all descriptors. Does not block."""
         self._writer.close()
-        self.files.close_idle()
+        self.files.close()
 
     # --- reading ---
 
