@@ -250,3 +250,21 @@ async def test_a_closed_file_keeps_its_descriptors_until_loads_end(servers, tmp_
             assert await objects.read(0, MIB, size, True) == data[:MIB]
         assert not seen.total
         objects.close()
+
+
+async def test_what_somebody_else_has_read_into_the_cache_is_forgotten_before_a_change(
+    servers, layout
+):
+    """Staging and copy_file_range read a file by objects of their own."""
+    size = 3 * MIB
+    objects, data = await written(servers, layout, size)
+    other = StripedObjects(servers, layout, INO, OID)
+    with hooked():
+        assert await other.read(0, size, size, True) == data
+        await servers.cache.settle()
+        await objects.write(MIB, b"new" * 1000)
+        await objects.settle(size)
+        expected = data[:MIB] + b"new" * 1000 + data[MIB + 3000 :]
+        assert await objects.read(0, size, size, True) == expected
+    other.close()
+    objects.close()

@@ -33,7 +33,6 @@ class CachedReads:
         self._read = read
         self._in_use = in_use
         self._pattern = Pattern()
-        self._may_hold = True  # what an earlier user of the objects has read
 
     @cached_property
     def _sources(self) -> list[ObjectSource]:
@@ -63,7 +62,6 @@ class CachedReads:
         """As ``find``, with what is missing being fetched. None if that is waste, or there is no memory for it."""
         if self._pattern.random or (length < WHOLE_BLOCKS_FROM and not self._pattern.following):
             return None
-        self._may_hold = True
         source, end = self._sources[index], self._layout.object_length(index, size)
         blocks = []
         for number, needed in _pieces(offset, length):
@@ -77,7 +75,6 @@ class CachedReads:
 
     def read_ahead(self, ranges: list[tuple[int, int]], size: int) -> None:
         """Fetch ``ranges`` of a file of ``size`` bytes, as far as servers and memory are free."""
-        self._may_hold = True
         for begin, length in ranges:
             for index, number, offset in self._blocks_of(begin, min(begin + length, size)):
                 end = self._layout.object_length(index, size)
@@ -87,9 +84,8 @@ class CachedReads:
                         return
 
     def forget(self) -> None:
-        """The objects are about to change."""
-        if self._may_hold:
-            self._may_hold = False
+        """The objects are about to change. What others have read of them counts, too: who copies a file has objects of his own."""
+        if not self._cache.empty:
             for server in self._servers:
                 self._cache.invalidate(object_name(server, self._key))
 
