@@ -176,10 +176,14 @@ class Mover:
         open for writing on return. Raises NoSpace, QuotaExceeded, Unavailable.
         """
 
+        skipped = False  # what has been cancelled for a moment lacks bytes, too
+
         async def move(offset: int, write: Callable[[BurstCopy, int, memoryview], None]) -> None:
+            nonlocal skipped
             length = min(PIECE, size - offset)
             await self._limiter.take(length)
             if cancelled():
+                skipped = True
                 return
             buffer = await self._buffer(length)
             await source.read_into(offset, buffer, size)
@@ -196,7 +200,7 @@ class Mover:
             at_once = 1 if in_order else _PIECES_AT_ONCE
             await _in_parallel(partial(move, write=_write_piece), offsets, at_once)
             await copy.release_writers()
-        return not cancelled()
+        return not skipped and not cancelled()
 
     async def admit(self, count: int) -> None:
         """Wait until somebody else may move ``count`` bytes under our limit."""

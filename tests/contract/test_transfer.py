@@ -239,3 +239,15 @@ async def test_the_limit_holds_for_all_together(autojump_clock):
     limiter.lifted = True
     await move(100)
     assert trio.current_time() - start == pytest.approx(19.5)
+
+
+async def test_what_was_cancelled_for_a_moment_is_not_staged(servers):
+    """As when a file of O_TMPFILE, which is not staged, gets its name meanwhile."""
+    mover, size = make_mover(), 3 * PIECE
+    data, back = random.Random(size).randbytes(size), make_copy(servers)
+    objects = make_objects(servers, Striped(MIB, (0, 1, 2)), new=True)
+    await objects.write(0, data)
+    answers = iter([True])
+    assert not await mover.stage_in(objects, size, back, lambda: next(answers, False))
+    for used in (objects, back):
+        used.close()
