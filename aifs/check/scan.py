@@ -24,7 +24,7 @@ from aifs.layout.striped import UNIT_MAX, UNIT_MIN, Striped
 from aifs.meta import keys, namespace
 from aifs.meta.chunks import decode_container
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
-from aifs.meta.records import Garbage, Inode, decode_garbage, decode_inode
+from aifs.meta.records import Garbage, Inode, decode_garbage, decode_inode, in_this_format
 from aifs.meta.trash import Doomed, decode_doomed
 from aifs.vfs.ids import WINDOW
 
@@ -401,7 +401,7 @@ class MetadataScan:
 def _nonsense(inode: Inode, record: bytes) -> str:
     """What an inode record says that cannot be, or nothing."""
     layout = inode.layout
-    if inode.encode() != record:
+    if inode.encode() != in_this_format(record):
         return "the record has a wrong length, or unknown values"
     if inode.mode & ~0o7777 not in _TYPES:
         return f"there is no file type {inode.mode >> 12}"

@@ -196,12 +196,18 @@ class Inode:
         )
 
 
+def in_this_format(record: bytes) -> bytes:
+    """An inode's record as it would be written now, if it is one of format 1; else the record."""
+    if record[:1] != b"\1":
+        return record
+    end = _INODE_OF_FORMAT_1.size
+    return bytes((FORMAT,)) + record[1:end] + bytes(_INODE.size - end) + record[end:]
+
+
 def decode_inode(ino: int, record: bytes) -> Inode:
     """Raises Unavailable for a record that is damaged or of another format."""
     try:
-        if record[:1] == b"\1":
-            end = _INODE_OF_FORMAT_1.size
-            record = bytes((FORMAT,)) + record[1:end] + bytes(_INODE.size - end) + record[end:]
+        record = in_this_format(record)
         (
             version,
             form,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from aifs.check.fsck import check
 from aifs.core import config as configuration
 from aifs.core.config import Config
 from aifs.core.errors import StoreError
@@ -127,6 +128,7 @@ def test_a_store_of_format_4_keeps_its_inodes(tmp_path: Path) -> None:
     table_of(config)
     change(config, lambda tx: found.append(namespace.get_inode(tx, keys.ROOT_INO)))
     assert found[1] == replace(found[0], birth_ns=0) and found[0].birth_ns
+    assert not check(config, repair=False, deep=True).findings
 
 
 def test_a_store_of_format_3_is_upgraded_where_it_is(tmp_path: Path) -> None:
