@@ -366,7 +366,7 @@ class MetadataScan:
         self._problem("unknown-record", f"record {key.hex()}", f"{len(value)} bytes; left as it is")
 
     async def _unknown_kinds(self) -> None:
-        start = b""
+        start = b"\0"
         for letter in b"Sabcdeghijklmnopqrstuwxyz":
             first, end = keys.all_of(bytes((letter,)))
             await for_each(self._engine, start, first, self._unknown, self._seen)

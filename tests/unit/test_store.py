@@ -125,7 +125,7 @@ def test_a_store_of_format_4_keeps_its_inodes(tmp_path: Path) -> None:
         tx.put(keys.inode(keys.ROOT_INO), b"\1" + record[1:84])
 
     change(config, make_format_4)
-    table_of(config)
+    assert not check(config, repair=False).findings  # upgrades it
     change(config, lambda tx: found.append(namespace.get_inode(tx, keys.ROOT_INO)))
     assert found[1] == replace(found[0], birth_ns=0) and found[0].birth_ns
     assert not check(config, repair=False, deep=True).findings
