@@ -152,6 +152,20 @@ async def test_after_a_restart_the_claim_is_watched(
     await require_sound(config)
 
 
+async def test_a_copy_that_was_mounted_read_only_takes_nothing_over(config: Config) -> None:
+    await require_sound(config)
+    copy = with_copy_of_metadata(config)
+    for _ in range(2):
+        async with open_filesystem(copy, read_only=True):
+            pass
+    async with served(config) as fs:
+        with pytest.raises(StoreBusy):
+            async with open_filesystem(copy):
+                pass
+        assert not fs.store.ownership.ended
+    await require_sound(config)
+
+
 async def test_a_store_in_use_is_not_formatted(config: Config, renewed: None) -> None:
     async with served(config):
         other = moved_to(config, f"{config.meta.directory}-other")
