@@ -146,6 +146,8 @@ class Servers:
         server.standing, server.domain = standing, domain
         if standing == LOST:
             server.absent = _LOST
+        if standing != ACTIVE:  # what lies there has to leave in any case
+            server.given_up, server.down_since_s = False, None
         if successor is not None:
             self.prefer[number] = successor
         else:

@@ -646,6 +646,23 @@ async def test_what_is_not_protected_waits_for_a_server_that_is_gone(
     await require_sound(config)
 
 
+async def test_a_server_that_is_drained_while_it_is_gone_is_emptied_when_it_is_back(
+    scratch: Path, soon: None
+) -> None:
+    config = await make(scratch, {"layout.count": 2, "data.lost_after": "100ms"})
+    async with served(config) as fs:
+        sizes = await write_files(fs)
+        os.rename(config.servers[1], scratch / "away")
+        await until(lambda: fs.store.servers[1].given_up)
+        await order(fs, "drain", id=1)
+        os.rename(scratch / "away", config.servers[1])
+        await until(lambda: fs.store.servers[1].state == "ok")
+        fs.rebuild.wake()
+        await until_empty(fs, 1)
+        await require_all(fs, sizes)
+    await require_sound(config)
+
+
 async def test_a_server_that_vanished_can_be_given_up(scratch: Path, soon: None) -> None:
     config = await make(scratch, KINDS["coded"])
     async with served(config) as fs:
