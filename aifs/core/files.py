@@ -310,6 +310,11 @@ def set_mtime(fd: int, mtime_ns: int) -> None:
     os.utime(fd, ns=(mtime_ns, mtime_ns))
 
 
+def set_owner(fd: int, uid: int, gid: int) -> None:
+    _before("set_owner", _path_of(fd))
+    os.fchown(fd, uid, gid)
+
+
 def set_label(fd: int, name: str, value: bytes) -> None:
     """Give the file an extended attribute; ``sync_file`` makes it durable, on most filesystems. ENOTSUP where there are none."""
     path = _path_of(fd)

@@ -13,6 +13,7 @@ torn write leaves the older one, and a full disk is no obstacle. A slot that is 
 import json
 import os
 import zlib
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from aifs.core import files
@@ -60,7 +61,8 @@ def read_claim(directory: str) -> Claim | None:
 
 
 def put_claim(directory: str, claim: Claim, durable: bool) -> Claim | None:
-    """Put the claim into the directory, unless there is one that ends it, which is returned. Blocks. Raises OSError.
+    """Put the claim into the directory, unless there is one that ends it, which is returned, or a later one of ours. One at a time.
+    Blocks. Raises OSError.
 
     ``durable``: on return it is on stable storage.
     """
@@ -69,7 +71,12 @@ def put_claim(directory: str, claim: Claim, durable: bool) -> Claim | None:
         theirs, slot = _newest(files.read_at(fd, 2 * _SLOT_BYTES, 0))
         if theirs is not None and theirs.ends(claim):
             return theirs
+        if theirs is not None and theirs.token == claim.token and theirs.age > claim.age:
+            return None  # a renewal that has been overtaken
         files.write_at(fd, _encode(claim), (1 - slot) * _SLOT_BYTES)
+        if theirs is None:
+            _give_to_owner_of(directory, fd)
+            files.write_at(fd, _encode(claim), slot * _SLOT_BYTES)  # has its space from now on, too
         if durable:
             files.sync_file(fd)
     finally:
@@ -77,6 +84,14 @@ def put_claim(directory: str, claim: Claim, durable: bool) -> Claim | None:
     if durable:
         files.sync_dir(directory)
     return None
+
+
+def _give_to_owner_of(directory: str, fd: int) -> None:
+    """If root has made the file, by fsck perhaps, in the store of another user, who has to read and write it."""
+    status = os.stat(directory)
+    if status.st_uid != os.geteuid():
+        with suppress(OSError):
+            files.set_owner(fd, status.st_uid, status.st_gid)
 
 
 def _encode(claim: Claim) -> bytes:

@@ -123,6 +123,7 @@ class DataServer:
         self._known: dict[str, None] = {}  # object directories that exist, oldest first
         self._directories_lock = threading.Lock()
         self._probe_lock = threading.Lock()
+        self._claim_lock = threading.Lock()
         self._unsynced_names = Unsynced()
         self._locks = [threading.Lock() for _ in range(16)]
 
@@ -213,7 +214,12 @@ class DataServer:
     def _put_claim(self, mine: Claim, durable: bool) -> Claim | None:
         self._check_present()
         if self._writable:
-            return claim.put_claim(self.path, mine, durable)
+            patience = self.workers.patience
+            with (
+                patience.holding(self._claim_lock, "claim", self.path),
+                patience.asking("claim", self.path),
+            ):
+                return claim.put_claim(self.path, mine, durable)
         theirs = claim.read_claim(self.path)
         return theirs if theirs is not None and theirs.ends(mine) else None
 

@@ -1,5 +1,6 @@
 """The file that says who has a store: of two claims the newer counts, and a torn write leaves the one before."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +42,30 @@ def test_a_claim_is_ended_by_one_of_a_later_epoch_or_a_rival(
     put(tmp_path, other)
     assert put(tmp_path, CLAIM) == (other if ends else None)
     assert (read(tmp_path) == other) == (ends or other.epoch == CLAIM.epoch)
+
+
+def test_a_renewal_that_comes_late_changes_nothing(tmp_path: Path) -> None:
+    """It was under way when the store was given back."""
+    given_back = replace(CLAIM, held=False, renewals=3)
+    put(tmp_path, given_back)
+    assert put(tmp_path, replace(CLAIM, renewals=2)) is None
+    assert read(tmp_path) == given_back
+
+
+def test_both_slots_have_their_space_from_the_beginning(tmp_path: Path) -> None:
+    """On a full disk no other could be had."""
+    put(tmp_path, CLAIM)
+    content = (tmp_path / "owner").read_bytes()
+    assert content[: 1 << 16].rstrip(b"\0") == content[1 << 16 :]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_claim_that_root_makes_is_its_directorys_owners(tmp_path: Path) -> None:
+    """Who may have root check the store, and mounts it then."""
+    os.chown(tmp_path, 12345, 12346)
+    put(tmp_path, CLAIM)
+    status = (tmp_path / "owner").stat()
+    assert (status.st_uid, status.st_gid) == (12345, 12346)
 
 
 def test_a_torn_write_leaves_the_claim_before(tmp_path: Path) -> None:
