@@ -87,7 +87,8 @@ def _daemon_of(mount: Mount) -> int | None:
         if pid is not None:
             return pid
     with suppress(OSError, MountError):
-        return read_status(mount.mountpoint)["pid"]
+        pid = read_status(mount.mountpoint)["pid"]
+        return pid if connections.serves(pid) else None  # that of a container is another's here
     return None
 
 

@@ -7,7 +7,9 @@ keeps the descriptors of a process that was killed, so for such a mount fusectl 
 
 import ctypes
 import os
+from contextlib import suppress
 
+_DEVICE = "/dev/fuse"
 _FUSECTL = "/sys/fs/fuse/connections"
 _FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432  # numbers of system calls, the same on all machines
 _CLOEXEC, _CONFIG_CREATE = 1, 6
@@ -34,6 +36,20 @@ def open_abort(device: int) -> int:
 def abort(fd: int) -> None:
     """All requests of the connection, waiting ones and later ones, end with an error. Nothing if it has ended."""
     os.write(fd, b"1")
+
+
+def open_paths(pid: int) -> list[str]:
+    """What the descriptors of a process lead to, as the system names it: the files are asked nothing. Raises OSError."""
+    paths = []
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            paths.append(os.readlink(entry.path))
+    return paths
+
+
+def serves(pid: int) -> bool:
+    """Whether the process has a FUSE connection. Raises OSError."""
+    return _DEVICE in open_paths(pid)
 
 
 def _mount_unseen() -> int:

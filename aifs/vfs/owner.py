@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from aifs.core import files
+from aifs.core.connections import open_paths
 from aifs.core.errors import StoreBusy, from_oserror
 
 NAME = "owner"
@@ -126,8 +127,7 @@ def find_holder(meta_directory: str) -> int | None:
         return None
     path = os.path.realpath(os.path.join(meta_directory, NAME))
     try:
-        links = [entry.path for entry in os.scandir(f"/proc/{owner.pid}/fd")]
-        return owner.pid if any(os.path.realpath(link) == path for link in links) else None
+        return owner.pid if path in open_paths(owner.pid) else None
     except OSError:
         return None
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from aifs.cli import umount
+from aifs.cli import mounts, umount
+from aifs.core import connections
 from aifs.core.errors import StoreBusy, TimeoutReached
+from aifs.core.mountinfo import FSTYPE, Mount
 from aifs.vfs.owner import IN_ORDER, Owner, OwnerLock, find_holder, read_owner
 
 WAITS = "data server 2 (/two) has not answered 3 calls"
@@ -92,3 +94,18 @@ def test_a_process_that_has_the_number_of_a_dead_daemon_is_not_taken_for_it(daem
     daemon.write()
     assert read_owner(daemon.meta).pid == daemon.status["pid"]
     assert find_holder(daemon.meta) is None
+
+
+def test_a_number_that_is_another_process_here_is_not_a_daemons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon in a container tells its number there; who unmounts outside by force must not kill who has it here."""
+    monkeypatch.setattr(mounts, "read_status", lambda path: {"pid": os.getpid()})
+    mount = Mount(1, str(tmp_path), FSTYPE, str(tmp_path / "store"))
+    assert mounts._daemon_of(mount) is None
+    fuse = os.open("/dev/null", os.O_RDONLY)
+    try:
+        monkeypatch.setattr(connections, "_DEVICE", "/dev/null")
+        assert mounts._daemon_of(mount) == os.getpid()
+    finally:
+        os.close(fuse)
