@@ -51,7 +51,7 @@ class Claim:
 
     def ends(self, other: "Claim") -> bool:
         """Whether the other one counts no more where this one is."""
-        return self.epoch > other.epoch or (self.epoch == other.epoch and self.token != other.token)
+        return self.token != other.token and self.epoch >= other.epoch
 
 
 def read_claim(directory: str) -> Claim | None:

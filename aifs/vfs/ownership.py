@@ -139,8 +139,18 @@ class Ownership:
             raise StoreBusy(self.ended)
 
     def give_back(self) -> None:
-        """Whoever comes next may have the store at once, when the servers' threads have ended. Does not block."""
-        mine = replace(self._mine, held=False, renewals=self._mine.renewals + 1, time_s=time.time())
+        """Whoever comes next may have the store at once, when the servers' threads have ended. Blocks for a moment.
+
+        By a last claim, of an epoch of its own: a copy of the metadata that was made while the store was in use has been overtaken.
+        """
+        epoch, renewals = self._mine.epoch, self._mine.renewals + 1
+        if not self._servers.read_only:
+            try:
+                self._lock.advance(epoch + 1, self._mine.token)
+                epoch, renewals = epoch + 1, 0
+            except FsError as error:
+                _log.info("copies of the metadata cannot be told from these: %s", error)
+        mine = replace(self._mine, epoch=epoch, held=False, renewals=renewals, time_s=time.time())
         for server in self._servers.values():
             if not (server.absent or server.hangs):
                 server.workers.post(_give_back, server, mine)

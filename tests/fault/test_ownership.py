@@ -105,6 +105,20 @@ async def test_metadata_that_were_copied_are_refused_when_the_store_was_used_sin
     await require_sound(config)
 
 
+async def test_metadata_that_were_copied_from_a_mount_are_refused_when_that_has_ended(
+    config: Config,
+) -> None:
+    async with served(config) as fs:
+        copy = with_copy_of_metadata(config)
+        ino = await write_file(fs, b"file", b"content")
+    with pytest.raises(StoreError, match=r"are older than those in .*/meta on host"):
+        async with served(copy):
+            pass
+    async with served(config) as fs:
+        assert await read_file(fs, ino) == b"content"
+    await require_sound(config)
+
+
 async def test_copied_metadata_of_an_owner_that_died_need_force(config: Config) -> None:
     await die(config, lambda fs: write_file(fs, b"file", bytes(100_000)))
     copy = with_copy_of_metadata(config)
