@@ -20,9 +20,9 @@ _PROGRAM = """
 import ctypes, os, signal, sys
 fd, daemon = int(sys.argv[1]), int(sys.argv[2])
 signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
-ctypes.CDLL(None).prctl(1, signal.SIGUSR1)  # sent when the daemon's main thread has ended, whatever the others do
-if os.getppid() == daemon:
-    signal.sigwait([signal.SIGUSR1])
+ctypes.CDLL(None).prctl(1, signal.SIGRTMIN)  # sent when the daemon's main thread has ended, whatever the others do
+while os.getppid() == daemon and signal.sigwaitinfo([signal.SIGRTMIN]).si_pid != daemon:
+    pass  # a batch system may send all processes of a job any signal
 os.write(fd, b"1")
 """
 
@@ -35,27 +35,18 @@ class Guard:
 
     def __init__(self, mountpoint: str) -> None:
         self._fd: int | None = None
-        mount = mountinfo.mounted_at(mountpoint)
+        self._process: subprocess.Popen | None = None
         try:
+            mount = mountinfo.mounted_at(mountpoint)
             if mount is not None:
                 self._fd = connections.open_abort(mount.device)
-        except OSError as error:
+                self._process = _start(self._fd)
+        except OSError as error:  # of a user who may have no more processes, too
             log.info(
                 "if this process is killed, programs may have to wait for aifs mount: %s", error
             )
 
     def __enter__(self) -> Self:
-        self._process = None
-        if self._fd is not None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _PROGRAM, str(self._fd), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                pass_fds=[self._fd],
-                start_new_session=True,  # an interrupt from the terminal is for the daemon
-            )
         return self
 
     def __exit__(
@@ -64,9 +55,21 @@ class Guard:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._fd is None or self._process is None:
-            return
-        connections.abort(self._fd)
-        os.close(self._fd)
-        self._process.kill()
-        self._process.wait()
+        if self._fd is not None:
+            connections.abort(self._fd)
+            os.close(self._fd)
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def _start(fd: int) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _PROGRAM, str(fd), str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        pass_fds=[fd],
+        start_new_session=True,  # an interrupt from the terminal is for the daemon
+    )
