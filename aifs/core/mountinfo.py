@@ -34,7 +34,8 @@ def first_aifs(path: str) -> tuple[Mount | None, bool]:
     As the kernel walks it, with its symlinks, until that mount is reached: it is asked nothing.
     """
     mounts = {mount.mountpoint: mount for mount in all_mounts()}
-    here, left, links = "/", os.path.join(os.getcwd(), path).split("/")[::-1], 0
+    full = path if path.startswith("/") else os.path.join(os.getcwd(), path)  # which may be gone
+    here, left, links = "/", full.split("/")[::-1], 0
     while left:
         name = left.pop()
         if name in ("", "."):

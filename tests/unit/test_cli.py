@@ -336,6 +336,16 @@ def test_the_mount_that_a_path_leads_into_is_found_without_asking_it(
         assert mountinfo.first_aifs(path) == found, path
 
 
+def test_an_absolute_path_needs_no_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a shell whose directory has just been removed."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert mountinfo.first_aifs("/") == (None, False)
+
+
 def test_a_file_name_that_is_no_text_is_printed_as_it_is(
     capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:
