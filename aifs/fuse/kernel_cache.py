@@ -32,7 +32,8 @@ def drop_attributes(ino: int) -> None:
 
 
 class KernelCache:
-    """Invalidations that may wait. They run in ``nursery``, which is set before the first request is read."""
+    """Invalidations that may wait. They run in ``nursery``, which is set while requests are read; there is nothing to
+    invalidate before and afterwards."""
 
     def __init__(self) -> None:
         self.nursery: trio.Nursery | None = None
@@ -61,9 +62,11 @@ class KernelCache:
 
     def _start(self, notifications: list[tuple[Any, ...]]) -> trio.Event:
         """The event is set when the kernel has them all."""
-        assert self.nursery is not None
         done = trio.Event()
-        self.nursery.start_soon(self._run, notifications, done)
+        if self.nursery is None or not notifications:
+            done.set()
+        else:
+            self.nursery.start_soon(self._run, notifications, done)
         return done
 
     async def _run(self, notifications: list[tuple[Any, ...]], done: trio.Event) -> None:

@@ -110,6 +110,7 @@ async def _serve(
                 fs.store.ownership.on_end = pyfuse3.terminate
                 fs.store.ownership.require()
                 await _read_requests()
+                operations.kernel_cache.nursery = None  # background work goes on until it is told
                 nursery.cancel_scope.cancel()
         log.info("unmounted %s", mountpoint)
 

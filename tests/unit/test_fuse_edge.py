@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from aifs.core.errors import FsError, NotEmpty, NotFound
 from aifs.fuse import operations, requests, session
 from aifs.fuse.bridge import HANDLE_BITS
+from aifs.fuse.kernel_cache import KernelCache
 from aifs.fuse.operations import Operations
 from aifs.fuse.options import MountOptions
 from aifs.fuse.requests import ReaderLock, Scheduler
@@ -129,6 +130,13 @@ async def test_no_request_is_counted_as_waiting_after_its_answer(answer: Any) ->
     finally:
         logging.getLogger(operations.__name__).disabled = False
     assert scheduler.waiting_requests == 0 and len(fs.calls) == 1
+
+
+async def test_background_work_may_go_on_when_no_request_is_read_any_more() -> None:
+    cache = KernelCache()
+    cache.drop_attributes_soon([7])
+    cache.drop_name_soon(1, b"name")
+    await cache.forget_names([(1, b"name")])
 
 
 # --- conversions ---
