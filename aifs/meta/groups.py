@@ -1,7 +1,7 @@
 """Groups as transaction functions (see kv.py): what the ranks of a job write below one directory, as one grouped write.
 
     n ino          group of the directory: _GROUP, then, each with its length in two bytes: name, publish, error,
-                   publish error, report (JSON), and, if flags say so, job
+                   publish error, report (JSON), and, if flags say so, job, and the other groups of who began it (u32 each)
     n ino number   member. number: rank that has committed, or inode number of a file that has been closed. _MEMBER: what the
                    file was then; for a rank the size of its files and 1 if all have to have one size, else zeros
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from aifs.core.errors import Unavailable
 from aifs.meta import keys, namespace
 from aifs.meta.kv import ReadTransaction, Transaction, grows
-from aifs.meta.publishing import RANKS_MAX
+from aifs.meta.publishing import RANKS_MAX, Asker
 
 FORMAT = 1
 STATES = ("open", "committed", "draining", "durable", "failed", "cancelled", "expired")
@@ -31,8 +31,8 @@ _GROUP = struct.Struct("<BBHIiIIQQQQqqqq")
 _TEXTS = 5
 _LENGTH = struct.Struct("<H")
 _TEXT_MAX = 0xFFFF
-_EXPLICIT, _REUSE, _PUBLISHED, _SAME_SIZE, _UNEQUAL, _JOB = 1, 2, 4, 8, 16, 32
-_FLAGS = 63
+_EXPLICIT, _REUSE, _PUBLISHED, _SAME_SIZE, _UNEQUAL, _JOB, _GROUPS = 1, 2, 4, 8, 16, 32, 64
+_FLAGS = 127
 _MEMBER = struct.Struct("<BqQq")  # format, when (ns), size, mtime (ns)
 
 
@@ -56,7 +56,8 @@ class Options(NamedTuple):
 
 class GroupRecord(NamedTuple):
     """A group. Times in ns since the epoch, 0: not yet. ``dead``: the rank whose death has ended it, or -1. ``report``: what
-    its drain has said, as JSON. ``unequal``: it has failed because its files have sizes that differ."""
+    its drain has said, as JSON. ``unequal``: it has failed because its files have sizes that differ. ``groups``: what ``uid``
+    is a member of besides ``gid``."""
 
     id: int
     options: Options
@@ -73,11 +74,18 @@ class GroupRecord(NamedTuple):
     publish_error: str = ""
     report: bytes = b""
     unequal: bool = False
+    groups: tuple[int, ...] = ()
+
+    @property
+    def asker(self) -> Asker:
+        """Who has begun the group, and publishes it."""
+        return Asker(self.uid, (self.gid, *self.groups))
 
     def encode(self) -> bytes:
         options = self.options
         flags = _EXPLICIT * options.explicit | _REUSE * options.reuse | _PUBLISHED * self.published
         flags |= _SAME_SIZE * options.same_size | _UNEQUAL * self.unequal | _JOB * bool(options.job)
+        flags |= _GROUPS * bool(self.groups)
         state = "committed" if self.state == "draining" else self.state
         head = _GROUP.pack(
             FORMAT,
@@ -104,8 +112,14 @@ class GroupRecord(NamedTuple):
             *errors,
             report,
             *([options.job] if options.job else []),
+            *([_pack_groups(self.groups)] if self.groups else []),
         ]
         return head + b"".join(_LENGTH.pack(len(text)) + text for text in texts)
+
+
+def _pack_groups(gids: tuple[int, ...]) -> bytes:
+    gids = gids[: _TEXT_MAX // 4]
+    return struct.pack(f"<{len(gids)}I", *gids)
 
 
 def decode_group(record: bytes) -> GroupRecord:
@@ -129,10 +143,13 @@ def decode_group(record: bytes) -> GroupRecord:
             durable_ns,
         ) = _GROUP.unpack_from(record)
         texts, offset = [], _GROUP.size
-        for _ in range(_TEXTS + bool(flags & _JOB)):
+        for _ in range(_TEXTS + bool(flags & _JOB) + bool(flags & _GROUPS)):
             (length,) = _LENGTH.unpack_from(record, offset)
             offset += _LENGTH.size + length
             texts.append(record[offset - length : offset])
+        groups = [
+            gid for (gid,) in struct.iter_unpack("<I", texts.pop() if flags & _GROUPS else b"")
+        ]
     except struct.error:
         raise Unavailable("the record of a group is damaged") from None
     known = (
@@ -172,6 +189,7 @@ def decode_group(record: bytes) -> GroupRecord:
         publish_error.decode(errors="replace"),
         report,
         bool(flags & _UNEQUAL),
+        tuple(groups),
     )
 
 

@@ -30,6 +30,7 @@ from aifs.core.errors import (
 )
 from aifs.meta import keys
 from aifs.meta.kv import Transaction
+from aifs.meta.publishing import Asker
 from aifs.vfs import Caller, Filesystem
 from aifs.vfs.groups.group_drain import GroupDrain
 from aifs.vfs.groups.group_text import parse_group
@@ -37,6 +38,7 @@ from tests.support import modes, stores
 from tests.support.stores import LIMIT_S, OWNER, opened, put, read_file, served
 
 ROOT, ADMIN = 1, Caller()
+MEMBER = Asker(OWNER.uid, (OWNER.gid, 4242))
 SIZE = 100 << 10
 
 
@@ -774,6 +776,23 @@ async def test_who_begins_a_group_must_be_allowed_to_publish(directory: Path) ->
         with pytest.raises(AccessDenied):
             await fs.commit_group(top, 0, 0, Caller(uid=2000))
         assert (await durable(fs, top))["published"] is False
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_all_groups_of_who_begins_a_group_count_when_it_is_published(
+    directory: Path, restarted: bool
+) -> None:
+    """In a directory of a team that is one of the supplementary groups of its members."""
+    async with opened(directory) as fs:
+        team = (await fs.mkdir(ROOT, b"team", 0o770, Caller(gid=4242))).ino
+        top = (await fs.mkdir(team, b"step", 0o755, OWNER)).ino
+        await put(fs, top, "group", "name=step,ranks=1,commit=explicit,publish=final", MEMBER)
+        if not restarted:
+            await put(fs, top, "group.commit", "0")
+    async with opened(directory) as fs:
+        if restarted:
+            await put(fs, top, "group.commit", "0")
+        assert (await fs.lookup(team, b"final")).ino == top
 
 
 async def test_a_group_with_other_ranks_than_the_pending_directory_counts_for_itself(

@@ -62,6 +62,7 @@ def records(draw: st.DrawFn) -> GroupRecord:
         draw(st.text(max_size=50)),
         draw(st.binary(max_size=100)),
         draw(st.booleans()),
+        tuple(draw(st.lists(st.integers(0, (1 << 32) - 1), max_size=5))),
     )
 
 
@@ -164,6 +165,9 @@ def test_the_format_of_records_stays() -> None:
     sized = options._replace(same_size=True, job=b"17")
     assert record._replace(options=sized, unequal=True).encode().hex() == (
         record.encode().hex().replace("01050700", "01053f00") + "02003137"
+    )
+    assert record._replace(groups=(4242, 7)).encode().hex() == (
+        record.encode().hex().replace("01050700", "01054700") + "08009210000007000000"
     )
     assert (
         GroupMember(1, 2, 3).encode().hex() == "01010000000000000002000000000000000300000000000000"

@@ -23,7 +23,7 @@ from aifs.vfs.groups.members import Members
 from aifs.vfs.groups.state import File, FileState, Group
 from aifs.vfs.recovery import Undrained
 from aifs.vfs.tiers.drain import Drain
-from aifs.vfs.types import Caller, CallerLike
+from aifs.vfs.types import CallerLike
 
 _log = logger(__name__)
 
@@ -225,9 +225,8 @@ class Course:
         return ""
 
     async def _publish(self, group: Group) -> None:
-        options, caller = group.record.options, Caller(group.record.uid, group.record.gid)
         try:
-            await self.publish(group.ino, options.publish, caller)
+            await self.publish(group.ino, group.record.options.publish, group.record.asker)
             faults.reach(_PUBLISHED)
             group.record = group.record._replace(published=True)
         except FsError as error:

@@ -26,7 +26,7 @@ from aifs.vfs.groups.state import Group
 from aifs.vfs.ids import IdAllocator
 from aifs.vfs.io.file_io import FileIO
 from aifs.vfs.io.writeback import WriteBack
-from aifs.vfs.publishing import pending
+from aifs.vfs.publishing import pending, permissions
 from aifs.vfs.publishing.barrier import sync_below
 from aifs.vfs.tiers.drain import Drain
 from aifs.vfs.types import CallerLike
@@ -77,7 +77,10 @@ class Groups:
             there = self.course.groups.get(ino)
             if there is None or not there.is_live:
                 number = await self._ids.take()
-                record = GroupRecord(number, options, caller.uid, caller.gid, time.time_ns())
+                asker = permissions.asker_of(caller)
+                record = GroupRecord(
+                    number, options, asker.uid, asker.gid, time.time_ns(), groups=asker.gids[1:]
+                )
                 group = await self.course.begin(ino, record, there)
                 if group is not None:
                     return group
