@@ -97,9 +97,10 @@ class Database:
                 f"{self._path}: the metadata database cannot be opened: {error}"
             ) from error
 
-    def _open(self) -> None:
+    def _open(self, create: bool = True) -> None:
         self._env = lmdb.open(
             self._directory,
+            create=create,
             map_size=self._map_bytes,
             max_dbs=3,
             mode=0o600,
@@ -219,7 +220,7 @@ class Database:
     def reopen(self) -> None:
         """Begin anew from what is on disk, which is whole. Raises DatabaseError."""
         self.close()
-        self._open()
+        self._open(create=False)  # a directory that has been taken away is not made anew
 
     def applied(self) -> int | None:
         """Sequence number of the last transaction that is in LMDB; None in a new database."""
