@@ -123,7 +123,9 @@ class Demo:
         console.print(f"fsck: {report.strip().splitlines()[-1]}")
 
     def save(self, step, done) -> None:
-        """Both directories, in turn, by the same processes: write to a temporary directory, sync, rename."""
+        """Both directories, in turn, by the same processes: write to a temporary directory, sync,
+        rename.
+        """
         targets = {
             "AIFS": self.mountpoint / "checkpoint",
             "plain directory": self.plain / "checkpoint",
@@ -215,7 +217,9 @@ class Demo:
 
 
 class Ranks:
-    """The processes of a job; ``step`` lets all of them do their next step and waits for the last."""
+    """The processes of a job; ``step`` lets all of them do their next step and waits for the
+    last.
+    """
 
     def __init__(self, action: str, size: int, directories: list[str]) -> None:
         arguments = [sys.executable, RANK_PROGRAM, action]

@@ -1,4 +1,6 @@
-"""What all tests share: the option --long, how examples are drawn, directories in memory, no fault that outlives its test."""
+"""What all tests share: the option --long, how examples are drawn, directories in memory, no fault
+that outlives its test.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """No example fails because the machine has much else to do; new ones are drawn with --long, else always the same."""
+    """No example fails because the machine has much else to do; new ones are drawn with --long,
+    else always the same.
+    """
     settings.register_profile(
         "aifs",
         deadline=None,
@@ -41,7 +45,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Where a store is opened in the test's process, the test runs once on each engine that is asked for."""
+    """Where a store is opened in the test's process, the test runs once on each engine that is
+    asked for.
+    """
     asked = metafunc.config.getoption("--engines")
     names = list(engines.ENGINES) if asked == "all" else asked.split(",")
     if names != ["lmdb"]:
@@ -58,8 +64,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def nobody_else(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the owner of a store lives needs no watching: it is of this process. In modules that cut the power a state that
-    a cut left is opened by the owner that had the store, wherever it was written to."""
+    """Whether the owner of a store lives needs no watching: it is of this process. In modules that
+    cut the power a state that a cut left is opened by the owner that had the store, wherever it was
+    written to."""
     monkeypatch.setattr(ownership, "WATCH_S", 0.0)
     if hasattr(request.module, "PowerCut"):
         make_copies_one_disk(monkeypatch)
@@ -97,5 +104,7 @@ def directory(scratch: Path) -> Path:
 
 @pytest.fixture(params=["memory", "disk"])
 def place(request: pytest.FixtureRequest, scratch: Path, tmp_path: Path) -> Path:
-    """An empty directory, of either kind: where calls may stay on the trio thread, and where they go to workers."""
+    """An empty directory, of either kind: where calls may stay on the trio thread, and where they
+    go to workers.
+    """
     return tmp_path if request.param == "disk" else scratch

@@ -1,11 +1,13 @@
 """One burst copy: a file of the burst tier that holds all bytes of one file of the filesystem.
 
-It is the object ``(0, id)`` of its burst directory. Its own length and times count: the kernel may read and write it
-behind our back (passthrough). What is done where: what takes microseconds runs on the trio thread, as reads that
-the page cache can answer, and on a memory filesystem also opening and writing; all else in the directory's workers.
+It is the object ``(0, id)`` of its burst directory. Its own length and times count: the kernel may
+read and write it behind our back (passthrough). What is done where: what takes microseconds runs on
+the trio thread, as reads that the page cache can answer, and on a memory filesystem also opening
+and writing; all else in the directory's workers.
 
-There are two descriptors. The one for reading is also what passthrough is set up with, and what leases are taken
-on; the other one, for writing, exists only while we write ourselves, since a lease is the proof that nobody can write.
+There are two descriptors. The one for reading is also what passthrough is set up with, and what
+leases are taken on; the other one, for writing, exists only while we write ourselves, since a lease
+is the proof that nobody can write.
 """
 
 import errno
@@ -28,10 +30,12 @@ _FREED_INLINE = 1 << 20  # bytes of memory that may be given back on the trio th
 
 
 class BurstCopy:
-    """All use of one copy by the daemon goes through one of these at a time. Does no I/O before it is asked to.
+    """All use of one copy by the daemon goes through one of these at a time. Does no I/O before it
+    is asked to.
 
-    Reads and writes may overlap. Calls that use worker threads are not cancellable while they do. Every call raises
-    Unavailable, naming directory and path, where the copy is missing or its device fails.
+    Reads and writes may overlap. Calls that use worker threads are not cancellable while they do.
+    Every call raises Unavailable, naming directory and path, where the copy is missing or its
+    device fails.
     """
 
     def __init__(
@@ -92,7 +96,8 @@ class BurstCopy:
             await self._do(files.close_file, writer)
 
     def lease(self) -> bool:
-        """Whether nobody has the copy open or mapped for writing, and from now on nobody will unnoticed.
+        """Whether nobody has the copy open or mapped for writing, and from now on nobody will
+        unnoticed.
 
         Somebody who opens it for writing waits until ``unlease``, up to 45 s. Does not block.
         """
@@ -112,7 +117,9 @@ class BurstCopy:
         return self._leased and leases.is_whole(self.fd)
 
     def unlease(self) -> bool:
-        """Give up the lease; returns whether it has held from ``lease`` until now. Does not block."""
+        """Give up the lease; returns whether it has held from ``lease`` until now. Does not
+        block.
+        """
         held, self._leased = self._leased, False
         return held and leases.drop_lease(self.fd)
 
@@ -139,15 +146,19 @@ class BurstCopy:
         return fd
 
     def close(self, removed: bool = False) -> None:
-        """Give up the descriptors, once no call uses them any more. Nothing is synced. Does not block.
+        """Give up the descriptors, once no call uses them any more. Nothing is synced. Does not
+        block.
 
-        ``removed``: the copy has no name any more, so that closing it frees its space, which takes long.
+        ``removed``: the copy has no name any more, so that closing it frees its space, which takes
+        long.
         """
         self._closed, self._removed = True, removed
         self._close_unused()
 
     def close_idle(self) -> int:
-        """Give up the descriptors until they are needed again, unless a call uses them, or a lease; how many. Does not block."""
+        """Give up the descriptors until they are needed again, unless a call uses them, or a lease;
+        how many. Does not block.
+        """
         if self._busy or self._leased:
             return 0
         fds, self.fd, self._writer = (self._writer, self.fd), None, None
@@ -192,7 +203,9 @@ class BurstCopy:
         return self.device.call("stat", self._key, os.stat, path)
 
     async def read(self, offset: int, length: int) -> memoryview:
-        """``length`` bytes, fewer at the copy's end. The memory is reused once no view of it is left."""
+        """``length`` bytes, fewer at the copy's end. The memory is reused once no view of it is
+        left.
+        """
         await self.ensure_open()
         length = min(length, self.stat().st_size - offset)
         if length <= 0:
@@ -203,7 +216,9 @@ class BurstCopy:
         return buffer[: await self._do(self.device.read, self._key, self.fd, buffer, offset)]
 
     async def write(self, offset: int, data: bytes | memoryview) -> None:
-        """All of ``data`` is in the page cache on return. Raises NoSpace, QuotaExceeded: any part may be, then."""
+        """All of ``data`` is in the page cache on return. Raises NoSpace, QuotaExceeded: any part
+        may be, then.
+        """
         await self._do(self.write_now, offset, data)
 
     def write_now(self, offset: int, data: bytes | memoryview) -> None:
@@ -220,7 +235,9 @@ class BurstCopy:
         self.device.truncate(self._key, self._open_writer(), size)
 
     def fill_now(self, parts: Sequence[tuple[int, memoryview]], size: int) -> None:
-        """Write the parts of an empty copy, in a worker of the device, which then has ``size`` bytes and no writer."""
+        """Write the parts of an empty copy, in a worker of the device, which then has ``size``
+        bytes and no writer.
+        """
         fd = self._open(write=True)
         try:
             for offset, data in parts:
@@ -230,14 +247,18 @@ class BurstCopy:
             files.close_file(fd)
 
     async def allocate(self, mode: int, offset: int, length: int) -> None:
-        """fallocate(2), modes as in core.files. Raises NoSpace; NotSupported where the filesystem cannot."""
+        """fallocate(2), modes as in core.files. Raises NoSpace; NotSupported where the filesystem
+        cannot.
+        """
         await self._work(self._allocate, mode, offset, length)
 
     def _allocate(self, mode: int, offset: int, length: int) -> None:
         self.device.allocate(self._key, self._open_writer(), mode, offset, length)
 
     async def copy_range(self, source: "BurstCopy", offset: int, to: int, length: int) -> int:
-        """Copy bytes from ``offset`` of ``source`` to ``to``; returns how many, fewer only at the end of ``source``."""
+        """Copy bytes from ``offset`` of ``source`` to ``to``; returns how many, fewer only at the
+        end of ``source``.
+        """
         await source.ensure_open()
         source._busy += 1
         try:
@@ -252,7 +273,9 @@ class BurstCopy:
         )
 
     async def seek(self, offset: int, whence: int) -> int:
-        """lseek(2) with SEEK_DATA or SEEK_HOLE. Raises NoSuchAddress behind the last data, or the end."""
+        """lseek(2) with SEEK_DATA or SEEK_HOLE. Raises NoSuchAddress behind the last data, or the
+        end.
+        """
         await self.ensure_open()
         return await self._work(self.device.call, "seek", self._key, _seek, self.fd, offset, whence)
 
@@ -272,7 +295,8 @@ class BurstCopy:
     async def sync(self) -> None:
         """All bytes written before, by anyone, the length and the name are durable on return.
 
-        Where the system has failed to write bytes back, it forgets them: then this fails each time it is called.
+        Where the system has failed to write bytes back, it forgets them: then this fails each time
+        it is called.
         """
         await self._do(self._sync)
 

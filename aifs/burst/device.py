@@ -13,7 +13,9 @@ _log = logger(__name__)
 
 _RESERVE_PART = 0.05
 _EVICT_AT = 0.75
-"""Where between the low mark and the high one eviction begins, so that clean copies keep no new file out."""
+"""Where between the low mark and the high one eviction begins, so that clean copies keep no new
+file out.
+"""
 
 _FULL = 1 << 20
 """Bytes left with which a device is called full."""
@@ -22,8 +24,9 @@ _FULL = 1 << 20
 class Device:
     """Figures of one device: its filesystem as last seen, and what is known to have happened since.
 
-    The marks are fractions of the filesystem, and of the device's ``share`` in bytes where the configuration limits
-    it: whatever is nearer to being full counts. Space that others use on the filesystem counts as used.
+    The marks are fractions of the filesystem, and of the device's ``share`` in bytes where the
+    configuration limits it: whatever is nearer to being full counts. Space that others use on the
+    filesystem counts as used.
     """
 
     def __init__(self, server: DataServer, config: BurstConfig, ledger: Ledger) -> None:
@@ -123,7 +126,9 @@ class Device:
 
     @property
     def calm(self) -> bool:
-        """Whether copies are below the low mark, as is known from the last look: then all else need not be worked out."""
+        """Whether copies are below the low mark, as is known from the last look: then all else need
+        not be worked out.
+        """
         totals = self.totals
         return (
             totals.dirty + totals.clean + self._leaving_bytes <= self._calm_used
@@ -188,7 +193,9 @@ class Device:
         return 0.0 if dirty <= low else (dirty - low) / (high - low)
 
     def excess(self) -> int:
-        """Bytes of clean copies that are to be evicted, down to the low mark; 0 before it is time to."""
+        """Bytes of clean copies that are to be evicted, down to the low mark; 0 before it is time
+        to.
+        """
         low, high = self._config.low_water, self._config.high_water
         if not self.totals.evictable or self.calm:
             return 0

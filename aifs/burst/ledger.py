@@ -1,4 +1,6 @@
-"""The copies in the burst tier: how many bytes are dirty and clean on each device, and which copies may be evicted."""
+"""The copies in the burst tier: how many bytes are dirty and clean on each device, and which copies
+may be evicted.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -7,7 +9,9 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Totals:
-    """Of one device. ``clean`` and ``pinned`` (which counts in one of the others, too) are bytes, as is ``dirty``."""
+    """Of one device. ``clean`` and ``pinned`` (which counts in one of the others, too) are bytes,
+    as is ``dirty``.
+    """
 
     server: int
     dirty: int = 0
@@ -37,10 +41,11 @@ class _Copy:
 
 
 class Ledger:
-    """What is known of each copy, by id. All operations take constant time, ``victims`` as long as its answer.
+    """What is known of each copy, by id. All operations take constant time, ``victims`` as long as
+    its answer.
 
-    Whether a copy is open or pinned may be said before, and holds after, it is said to be dirty or clean; ``gone``
-    forgets it all.
+    Whether a copy is open or pinned may be said before, and holds after, it is said to be dirty or
+    clean; ``gone`` forgets it all.
     """
 
     def __init__(self) -> None:
@@ -96,7 +101,9 @@ class Ledger:
         self._enter(copy_id, copy)
 
     def gone(self, copy_id: int) -> tuple[int, int] | None:
-        """The copy belongs to no file any more. Returns its device and bytes, if they were known."""
+        """The copy belongs to no file any more. Returns its device and bytes, if they were
+        known.
+        """
         copy = self._copies.pop(copy_id, None)
         if copy is None:
             return None
@@ -146,7 +153,9 @@ class Ledger:
             copy.totals.oldest_first.move_to_end(copy_id)
 
     def victims(self, server: int, wanted: int) -> list[int]:
-        """Ids of copies of together at least ``wanted`` bytes, or all there are; least recently used first."""
+        """Ids of copies of together at least ``wanted`` bytes, or all there are; least recently
+        used first.
+        """
         chosen = []
         for copy_id, length in self.of(server).oldest_first.items():
             if wanted <= 0:

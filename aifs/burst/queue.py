@@ -1,4 +1,6 @@
-"""Which undrained files are drained next, and when. Pure: times are seconds of one clock, given by the caller."""
+"""Which undrained files are drained next, and when. Pure: times are seconds of one clock, given by
+the caller.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -27,10 +29,10 @@ class Rank(IntEnum):
 class Entry:
     """A file that is not drained yet.
 
-    ``since``: the time from which its oldest undrained byte counts. ``ready_at``: when it may be drained;
-    never, while somebody has it open for writing. ``due``: it is *ready*. ``taken``: it is being drained;
-    ``again``: it has been closed, or lost its name, since it was taken. ``withheld``: somebody else drains it; it is *held*
-    as long as that is so.
+    ``since``: the time from which its oldest undrained byte counts. ``ready_at``: when it may be
+    drained; never, while somebody has it open for writing. ``due``: it is *ready*. ``taken``: it is
+    being drained; ``again``: it has been closed, or lost its name, since it was taken.
+    ``withheld``: somebody else drains it; it is *held* as long as that is so.
     """
 
     ino: int
@@ -48,8 +50,9 @@ class Entry:
 class Queue:
     """All undrained files that have been closed.
 
-    Each is in one of four states: *ready* (by rank, then the oldest first), *later*, *held* (open for
-    writing, until ``closed``, or withheld, until ``give_back``) or *taken*. Every method takes O(log n) for each file that it touches.
+    Each is in one of four states: *ready* (by rank, then the oldest first), *later*, *held* (open
+    for writing, until ``closed``, or withheld, until ``give_back``) or *taken*. Every method takes
+    O(log n) for each file that it touches.
     """
 
     def __init__(self, delay_s: float, deadline_s: float) -> None:
@@ -85,7 +88,9 @@ class Queue:
     # --- what comes in ---
 
     def add(self, ino: int, size: int, since: float, now: float) -> None:
-        """A file that an earlier mount has left undrained; before all else, the oldest file first."""
+        """A file that an earlier mount has left undrained; before all else, the oldest file
+        first.
+        """
         if ino not in self._entries:
             self._insert(Entry(ino, size, since, now))
 
@@ -105,7 +110,9 @@ class Queue:
         return entry.ready_at
 
     def withhold(self, ino: int, size: int, now: float) -> bool:
-        """As ``closed``, but somebody else is going to drain it. False if somebody waits for it, so that nothing changes."""
+        """As ``closed``, but somebody else is going to drain it. False if somebody waits for it, so
+        that nothing changes.
+        """
         entry = self._entries.get(ino)
         if entry is None:
             entry = Entry(ino, size, now, _NEVER, withheld=True)
@@ -173,7 +180,9 @@ class Queue:
     # --- what goes out ---
 
     def take(self, now: float) -> list[Entry]:
-        """The next files to drain, in order: many small ones, or one large one; empty if none is ready."""
+        """The next files to drain, in order: many small ones, or one large one; empty if none is
+        ready.
+        """
         while self._later and self._later[0][0] <= now:
             entry = self._entries[self._later.pop(0)[1]]
             entry.due = True
@@ -191,7 +200,9 @@ class Queue:
         return batch
 
     def done(self, ino: int, now: float) -> bool:
-        """It is drained, or gone; False if it has to be looked at once more, since it was closed meanwhile."""
+        """It is drained, or gone; False if it has to be looked at once more, since it was closed
+        meanwhile.
+        """
         entry = self._entries[ino]
         if entry.again:
             self.again(ino, now)
@@ -200,7 +211,9 @@ class Queue:
         return True
 
     def retry(self, ino: int, now: float) -> float:
-        """It cannot be drained at present: again after a while, which it returns, longer each time."""
+        """It cannot be drained at present: again after a while, which it returns, longer each
+        time.
+        """
         entry = self._entries[ino]
         pause_s = min(_BACK_OFF_MIN_S * 2**entry.failures, _BACK_OFF_MAX_S)
         self._give_back(entry, now + pause_s, min(entry.failures + 1, 16))

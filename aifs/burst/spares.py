@@ -1,6 +1,7 @@
 """Empty files made ahead, for devices on which making one may wait for the disk.
 
-Making one file in a worker costs the caller 80 to 160 us, a batch about 20 us a file, and taking a spare one nothing.
+Making one file in a worker costs the caller 80 to 160 us, a batch about 20 us a file, and taking a
+spare one nothing.
 """
 
 from collections import deque
@@ -19,7 +20,9 @@ _log = logger(__name__)
 
 BATCH = 64
 KEEP_S = 2.0
-"""Spares that nobody takes are removed soon: after a crash they are looked for in the newest ids alone."""
+"""Spares that nobody takes are removed soon: after a crash they are looked for in the newest ids
+alone.
+"""
 
 
 class _Spare(NamedTuple):
@@ -44,7 +47,9 @@ class Spares:
         return not self._files
 
     async def take(self) -> tuple[int, int]:
-        """Id of an empty file, and a descriptor that is open for reading. Raises NoSpace, Unavailable."""
+        """Id of an empty file, and a descriptor that is open for reading. Raises NoSpace,
+        Unavailable.
+        """
         if len(self._files) <= BATCH // 2 and self._done is None and not self._stopped:
             await self._refill()
         if self._files:
@@ -74,7 +79,9 @@ class Spares:
             self.stop()
 
     def expire(self) -> None:
-        """Remove them, in the background, if it is some time that the last ones were made. Does not block."""
+        """Remove them, in the background, if it is some time that the last ones were made. Does not
+        block.
+        """
         if self._files and self._done is None and trio.current_time() - self._made_s > KEEP_S:
             ids = self._close_all()
             self._device.workers.post(remove_copies, self._device, ids)
@@ -112,7 +119,8 @@ def _make(device: DataServer, ids: Sequence[int]) -> list[_Spare]:
 
 
 def remove_copies(device: DataServer, ids: Sequence[int]) -> None:
-    """Remove files that no record knows, durably: recovery looks for them among the newest ids alone. Blocks.
+    """Remove files that no record knows, durably: recovery looks for them among the newest ids
+    alone. Blocks.
 
     Those that cannot be removed, even when it is tried again, are left to recovery and fsck.
     """

@@ -1,11 +1,13 @@
-"""The burst tier: which device a new file goes to, if any; who waits for room; what has to be evicted.
+"""The burst tier: which device a new file goes to, if any; who waits for room; what has to be
+evicted.
 
-Free space is looked up in the background, the more often the nearer a device is to being full, and what is known to
-have been added since is counted; so ``admit`` costs microseconds.
+Free space is looked up in the background, the more often the nearer a device is to being full, and
+what is known to have been added since is counted; so ``admit`` costs microseconds.
 
-``throttle`` works as Linux's balance_dirty_pages does: with pressure p, which grows from 0 to 1 as the undrained bytes
-go from the low to the high mark, each new file waits p / (1 - p) times as long as draining takes for a file of
-the mean size, so that at p = 1/2 as much comes as goes; at most ``throttle_max``.
+``throttle`` works as Linux's balance_dirty_pages does: with pressure p, which grows from 0 to 1 as
+the undrained bytes go from the low to the high mark, each new file waits p / (1 - p) times as long
+as draining takes for a file of the mean size, so that at p = 1/2 as much comes as goes; at most
+``throttle_max``.
 """
 
 import time
@@ -27,7 +29,9 @@ from aifs.meta.records import Copy
 
 _LOOK_MIN_S, _LOOK_MAX_S, _LOOK_IDLE_S = 0.02, 1.0, 5.0
 _FILL_RATE = 4e9
-"""Bytes per second that a device is supposed to be filled with at most, between two looks at its free space."""
+"""Bytes per second that a device is supposed to be filled with at most, between two looks at its
+free space.
+"""
 
 _RATE_MEMORY_S = 5.0
 """How far back the measured rate of draining looks."""
@@ -36,8 +40,8 @@ _RATE_MEMORY_S = 5.0
 class BurstTier:
     """All burst directories of a store. Used from one trio thread; ``run`` is its background task.
 
-    Those who change files say what becomes of each copy (see Ledger): ``begun``, ``dirty``, ``clean``, ``gone``,
-    ``opened``, ``closed``, ``touch``, ``pinned``, ``evicted``.
+    Those who change files say what becomes of each copy (see Ledger): ``begun``, ``dirty``,
+    ``clean``, ``gone``, ``opened``, ``closed``, ``touch``, ``pinned``, ``evicted``.
     """
 
     def __init__(
@@ -91,10 +95,12 @@ class BurstTier:
     # --- new files ---
 
     def admit(self, policy_tier: str, expected: int = 0) -> DataServer | None:
-        """The device for a new file, or one that is brought in; None: it goes to, or stays on, the data servers.
+        """The device for a new file, or one that is brought in; None: it goes to, or stays on, the
+        data servers.
 
-        ``expected``: the bytes that it is going to have, if that is known; pass it to ``create``, too. Of devices that
-        have room, the one with the most of it for each file that is being written there; of equal ones each in turn.
+        ``expected``: the bytes that it is going to have, if that is known; pass it to ``create``,
+        too. Of devices that have room, the one with the most of it for each file that is being
+        written there; of equal ones each in turn.
         """
         if policy_tier == "capacity":
             return None
@@ -114,7 +120,9 @@ class BurstTier:
         return best.server
 
     async def throttle(self) -> None:
-        """Wait before a new file is admitted, if draining does not keep up. Does not suspend where there is room."""
+        """Wait before a new file is admitted, if draining does not keep up. Does not suspend where
+        there is room.
+        """
         if self.pressure == 0:
             return
         self._waiting += 1
@@ -126,7 +134,9 @@ class BurstTier:
 
     @property
     def pressure(self) -> float:
-        """0 while undrained bytes are below the low mark of some device, 1 when they are at the high mark of all."""
+        """0 while undrained bytes are below the low mark of some device, 1 when they are at the
+        high mark of all.
+        """
         return min(
             [device.pressure() for device in self._devices.values() if device.usable], default=0.0
         )
@@ -235,7 +245,9 @@ class BurstTier:
         }
 
     def victims(self, server: int, wanted: int) -> list[int]:
-        """Ids of copies to evict for ``wanted`` bytes: least recently used; never dirty, open or pinned ones."""
+        """Ids of copies to evict for ``wanted`` bytes: least recently used; never dirty, open or
+        pinned ones.
+        """
         return self._ledger.victims(server, wanted)
 
     async def crowded(self) -> None:
@@ -271,7 +283,9 @@ class BurstTier:
                 spares.stop()
 
     async def look(self) -> None:
-        """Look at the free space of all devices, and at the lengths of the copies that are being written."""
+        """Look at the free space of all devices, and at the lengths of the copies that are being
+        written.
+        """
         for server in self._servers.burst():
             if server.id not in self._devices and server.standing == ACTIVE:
                 self._add(server)

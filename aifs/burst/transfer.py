@@ -1,8 +1,9 @@
 """Moving the bytes of whole files between burst copies and the capacity tier.
 
-A file goes in pieces, several at a time: a piece is read in the workers of where it lies and written in
-those of where it goes, so that a device or server that hangs holds up nobody else. Read, and not mapped: a
-mapping would end the process where the device fails or the file is cut; a reused buffer is not slower.
+A file goes in pieces, several at a time: a piece is read in the workers of where it lies and
+written in those of where it goes, so that a device or server that hangs holds up nobody else. Read,
+and not mapped: a mapping would end the process where the device fails or the file is cut; a reused
+buffer is not slower.
 """
 
 import math
@@ -39,7 +40,9 @@ _ZEROS = bytes(HASHED)
 
 
 class Limiter:
-    """Bytes per second for all who share it, 0 for any number. Each waits once, in the order of asking."""
+    """Bytes per second for all who share it, 0 for any number. Each waits once, in the order of
+    asking.
+    """
 
     def __init__(self, rate: int) -> None:
         self.rate = rate
@@ -62,7 +65,9 @@ class Source(Sparse, Protocol):
     """The bytes of a settled file of ``size`` bytes."""
 
     async def read_into(self, offset: int, buffer: memoryview, size: int) -> None:
-        """Fill ``buffer`` from ``offset`` on, a multiple of a MiB; its end is another, or the file's. Raises Unavailable."""
+        """Fill ``buffer`` from ``offset`` on, a multiple of a MiB; its end is another, or the
+        file's. Raises Unavailable.
+        """
 
 
 @dataclass(slots=True)
@@ -84,8 +89,8 @@ class Mover:
         io_priority: str,
         is_in_the_way: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``io_priority``: see core.files. While ``is_in_the_way``, which says whether others need the processor more, drains move one
-        piece at a time."""
+        """``io_priority``: see core.files. While ``is_in_the_way``, which says whether others need
+        the processor more, drains move one piece at a time."""
         self.moved_bytes = 0
         self.is_in_the_way = is_in_the_way
         self._moving = 0
@@ -103,11 +108,12 @@ class Mover:
         spare: int = 0,
         label: Label | None = None,
     ) -> bytes | None:
-        """Copy all ``size`` bytes of a burst copy, which nobody changes, to new ``objects``; durable on return, with
-        ``spare`` more columns than needed of protected ones. The objects get the ``label``, to which the checksum is added.
+        """Copy all ``size`` bytes of a burst copy, which nobody changes, to new ``objects``;
+        durable on return, with ``spare`` more columns than needed of protected ones. The objects
+        get the ``label``, to which the checksum is added.
 
-        Returns the checksums (see join_digests); None if ``cancelled`` has become true
-        meanwhile, which is asked between pieces. Holes stay holes. Raises NoSpace, QuotaExceeded, Unavailable.
+        Returns the checksums (see join_digests); None if ``cancelled`` has become true meanwhile,
+        which is asked between pieces. Holes stay holes. Raises NoSpace, QuotaExceeded, Unavailable.
         """
         protected = objects if isinstance(objects, ProtectedObjects) else None
         piece_size = PIECE if protected is None else _whole_rows(protected.row)
@@ -168,12 +174,12 @@ class Mover:
         sparse: bool = False,
         in_order: bool = False,
     ) -> bool:
-        """Copy a settled file of ``size`` bytes into a new, empty burst copy; nothing is synced. ``sparse``: it has holes, which are
-        not read.
+        """Copy a settled file of ``size`` bytes into a new, empty burst copy; nothing is synced.
+        ``sparse``: it has holes, which are not read.
 
-        ``in_order``: piece after piece, for a source that reads ahead by itself.
-        Returns False if ``cancelled`` has become true meanwhile. Each MiB of zeros becomes a hole. Nothing of ours is
-        open for writing on return. Raises NoSpace, QuotaExceeded, Unavailable.
+        ``in_order``: piece after piece, for a source that reads ahead by itself. Returns False if
+        ``cancelled`` has become true meanwhile. Each MiB of zeros becomes a hole. Nothing of ours
+        is open for writing on return. Raises NoSpace, QuotaExceeded, Unavailable.
         """
 
         skipped = False  # what has been cancelled for a moment lacks bytes, too
@@ -230,7 +236,9 @@ async def _in_parallel(
     offsets: Sequence[int],
     at_once: int = _PIECES_AT_ONCE,
 ) -> None:
-    """Call ``move`` with each of ``offsets``, some at a time; none after the first error, which is raised."""
+    """Call ``move`` with each of ``offsets``, some at a time; none after the first error, which is
+    raised.
+    """
     if len(offsets) == 1:
         await move(offsets[0])  # most files are small; a nursery for each would be felt
         return
@@ -254,7 +262,9 @@ async def _in_parallel(
 
 
 def _whole_rows(row: int) -> int:
-    """The length of pieces that hold whole rows of a layout, and whole ranges of checksums: about PIECE, or more."""
+    """The length of pieces that hold whole rows of a layout, and whole ranges of checksums: about
+    PIECE, or more.
+    """
     step = math.lcm(row, HASHED)
     return max(PIECE // step * step, step)
 

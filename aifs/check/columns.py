@@ -1,4 +1,6 @@
-"""The check of redundancy: records of degraded columns and of strays, marks of servers, columns of protected files."""
+"""The check of redundancy: records of degraded columns and of strays, marks of servers, columns of
+protected files.
+"""
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -18,8 +20,8 @@ Report = Callable[[str, Subject, str, Fix | None, int], None]
 
 
 class ColumnRecords:
-    """``layout`` is called for all striped files and containers, then the others for all ``q``, ``m`` and ``u`` records; then
-    ``conclude``."""
+    """``layout`` is called for all striped files and containers, then the others for all ``q``,
+    ``m`` and ``u`` records; then ``conclude``."""
 
     def __init__(self, servers: Collection[int], report: Report) -> None:
         self._servers = servers
@@ -120,7 +122,9 @@ class ColumnRecords:
 
 
 def lost_columns(tx: ReadTransaction, oid: int) -> int:
-    """The mask of columns that nobody reads; 0 also where the record is damaged, which is named elsewhere."""
+    """The mask of columns that nobody reads; 0 also where the record is damaged, which is named
+    elsewhere.
+    """
     try:
         return find_degraded(tx, oid)
     except FsError:
@@ -144,7 +148,9 @@ def expected_columns(layout: Striped, size: int, lost: int) -> Iterator[tuple[in
 
 
 def lost_bytes(layout: Striped, column: int, length: int, size: int) -> str:
-    """The bytes of a file that are lost when the object of a data column ends after ``length`` bytes, as text."""
+    """The bytes of a file that are lost when the object of a data column ends after ``length``
+    bytes, as text.
+    """
     expected = layout.object_length(column, size)
     first, last = layout.file_offset(column, length), layout.file_offset(column, expected - 1)
     if last - first == expected - length - 1:

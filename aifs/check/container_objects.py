@@ -1,4 +1,6 @@
-"""The check of containers on the data servers: their objects against the table, and the files that lost bytes."""
+"""The check of containers on the data servers: their objects against the table, and the files that
+lost bytes.
+"""
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection
@@ -57,7 +59,9 @@ class ContainerObjects:
         return True
 
     async def conclude(self, listed: Collection[int]) -> None:
-        """Name what is missing or short on the servers ``listed``, and the files that have lost bytes."""
+        """Name what is missing or short on the servers ``listed``, and the files that have lost
+        bytes.
+        """
         for number, expected in self._table.items():
             self._judge(number, expected, listed)
         if self._ends:
@@ -132,7 +136,9 @@ class ContainerObjects:
 
 
 class _Expected:
-    """A container. ``lost``: mask of columns that nobody reads; ``lengths``: of the objects that are there, by column."""
+    """A container. ``lost``: mask of columns that nobody reads; ``lengths``: of the objects that
+    are there, by column.
+    """
 
     def __init__(self, record: Container, lost: int) -> None:
         self.record = record
@@ -148,7 +154,9 @@ class _Expected:
         )
 
     def readable(self) -> int:
-        """How many of the first bytes can be told by what is there. Columns of which nothing is known count as whole."""
+        """How many of the first bytes can be told by what is there. Columns of which nothing is
+        known count as whole.
+        """
 
         def is_lost(size: int) -> bool:
             missing = self.lost

@@ -1,4 +1,6 @@
-"""The check of the records of containers: chunk lists against files, and against the table of containers."""
+"""The check of the records of containers: chunk lists against files, and against the table of
+containers.
+"""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -21,8 +23,8 @@ Report = Callable[[str, Subject, str, Fix | None, int], None]
 
 
 class ContainerCheck:
-    """Handlers are called for all interleaved files, then all ``t``, ``a``, ``y``, ``h`` and ``l`` records; then ``conclude``, and
-    ``references`` for all ``h`` records again.
+    """Handlers are called for all interleaved files, then all ``t``, ``a``, ``y``, ``h`` and ``l``
+    records; then ``conclude``, and ``references`` for all ``h`` records again.
 
     Memory: a few numbers for each container, and what shared chunks take (``SharedCheck``).
     """
@@ -99,7 +101,9 @@ class ContainerCheck:
     def chunk_list(
         self, tx: ReadTransaction, key: bytes, value: bytes, ino: int | None, certain: bool
     ) -> None:
-        """``ino``: the inode with this object id, if there is one; ``certain``: none of them is unreadable."""
+        """``ino``: the inode with this object id, if there is one; ``certain``: none of them is
+        unreadable.
+        """
         oid, first = keys.chunk_list_parts(key)
         self._in_use(oid)
         inode = None if ino is None else _find(tx, ino)
@@ -132,7 +136,9 @@ class ContainerCheck:
             self._count_live(place)
 
     def _count(self, extents: list[Extent], first: int) -> str:
-        """Note what extents name; returns what is wrong with the first of which the bytes cannot be had."""
+        """Note what extents name; returns what is wrong with the first of which the bytes cannot be
+        had.
+        """
         found = ""
         for number, (length, place, is_shared) in enumerate(extents, first):
             if place is None:
@@ -221,7 +227,9 @@ class ContainerCheck:
         self._report("lost-chunk", inode.ino, f"inode {inode.ino}: {which}: {why}", None, RECORDS)
 
     def may_hold_chunks(self, number: int) -> bool:
-        """Whether some file may lie in this container, whatever the table says. All handlers have been called."""
+        """Whether some file may lie in this container, whatever the table says. All handlers have
+        been called.
+        """
         return number in self._live or number in self._undecoded or not self._complete
 
     def conclude(self, tx: ReadTransaction) -> None:
@@ -232,7 +240,8 @@ class ContainerCheck:
             counted = self._live.get(number, 0)
             is_open = tx.get(keys.open_container(number)) is not None
             if counted != record.live or (not counted and not is_open):
-                # Relative: recovery takes from both. Too small a count would cost bytes, when it deletes files.
+                # Relative: recovery takes from both. Too small a count would cost bytes, when it
+                # deletes files.
                 adjust = partial(chunks.adjust_live, container=number, change=counted - record.live)
                 fix = adjust if complete or counted > record.live else None
                 stage = RECOVERY if counted > record.live else RECORDS
@@ -246,7 +255,9 @@ class ContainerCheck:
 
 @dataclass(slots=True)
 class _Walk:
-    """How far the records of an extent list have been met. ``is_broken``: one lacks, which has been told."""
+    """How far the records of an extent list have been met. ``is_broken``: one lacks, which has been
+    told.
+    """
 
     inode: Inode | None = None
     number: int = 0

@@ -1,7 +1,7 @@
 """The check of burst copies and of checksums against the inodes. Part of the metadata scan.
 
-An inode says which burst copy it has; the copy's record, by which mounts find it, follows the inode. A file can do
-without checksums, so all of them go where one cannot be right.
+An inode says which burst copy it has; the copy's record, by which mounts find it, follows the
+inode. A file can do without checksums, so all of them go where one cannot be right.
 """
 
 from collections.abc import Callable, Collection
@@ -23,8 +23,9 @@ _NOBODY = BurstRecord(0, BURST_FIRST, False, False, 0)
 
 
 class CopyCheck:
-    """To be called in order: ``inode`` for all that can be read, ``record`` for all, ``conclude``; and, at any
-    time after the inodes, ``checksums``. ``servers``: the ids of all data servers and burst directories.
+    """To be called in order: ``inode`` for all that can be read, ``record`` for all, ``conclude``;
+    and, at any time after the inodes, ``checksums``. ``servers``: the ids of all data servers and
+    burst directories.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class CopyCheck:
         if ino is not None:
             self._rewrite("unreadable-record", ino, f"inode {ino}: {reason}")
             return
-        # Until recovery is over, some record has to be there, or it would take the copy for a leftover.
+        # Until recovery is over, some record has to be there, or it would take the copy for a
+        # leftover.
         key, where = keys.burst_copy(copy_id), f"record of burst copy {copy_id}"
         keep = partial(repair.put, key=key, value=_NOBODY.encode())
         self._problem("unreadable-record", where, reason, keep, RECOVERY)

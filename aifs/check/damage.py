@@ -16,7 +16,9 @@ _MARKS = b"aowuy"
 
 
 async def find_damaged(engine: Engine) -> dict[bytes, Problem]:
-    """The problems by key. Reads all records; an engine that reads damaged ones as something else finds none."""
+    """The problems by key. Reads all records; an engine that reads damaged ones as something else
+    finds none.
+    """
     found: dict[bytes, Problem] = {}
 
     def read(tx: ReadTransaction, start: bytes) -> bytes | None:

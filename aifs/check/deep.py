@@ -1,8 +1,9 @@
 """The check of bytes: everything that has a checksum is read from its data servers and compared.
 
-Striped files have a checksum per MiB unless they were written in place or are mostly holes; what lies in containers has one per
-chunk. Of protected files and containers all columns are read, replicas and parity too. Cached burst copies, which are
-what programs read, must have the same bytes. What the other checks have found to lack bytes is passed over.
+Striped files have a checksum per MiB unless they were written in place or are mostly holes; what
+lies in containers has one per chunk. Of protected files and containers all columns are read,
+replicas and parity too. Cached burst copies, which are what programs read, must have the same
+bytes. What the other checks have found to lack bytes is passed over.
 """
 
 from collections.abc import Collection, Iterable
@@ -39,7 +40,9 @@ _TOLD_MAX = 8
 
 
 class _Bad(NamedTuple):
-    """Bytes of a file that are not what they should be, and the numbers of the servers that they lie on."""
+    """Bytes of a file that are not what they should be, and the numbers of the servers that they
+    lie on.
+    """
 
     kind: str
     start: int
@@ -72,7 +75,9 @@ class DeepCheck:
         self._problems: list[Problem] = []
 
     async def run(self, damaged: Collection[Subject]) -> list[Problem]:
-        """What is found; ``damaged``: inode numbers of files that lack bytes, and paths of objects of containers."""
+        """What is found; ``damaged``: inode numbers of files that lack bytes, and paths of objects
+        of containers.
+        """
         await for_each(self._engine, *keys.all_of(b"t"), self._expect_container, lambda count: None)
         await for_each(self._engine, *keys.all_of(b"i"), self._expect_file, lambda count: None)
         self._waiting = [
@@ -194,7 +199,9 @@ class DeepCheck:
     async def _lose_chunks(
         self, objects: _Objects, kind: str, start: int, end: int, servers: tuple[int, ...]
     ) -> int:
-        """Note the files that have chunks in a span of a container; returns where to go on. Dead chunks are no loss."""
+        """Note the files that have chunks in a span of a container; returns where to go on. Dead
+        chunks are no loss.
+        """
         users = await users_of(self._engine, objects.oid)
         if end < 0:
             end = min((user.start for user in users if user.start > start), default=objects.size)
@@ -231,7 +238,8 @@ class DeepCheck:
                 told.append(f"its burst copy is whole: {path}")
             self._problems.append(Problem(kind, ino, "; ".join(told), where=where))
         if ino in self._bad_caches:
-            # Where the data servers do not have all bytes either, each may have those that the other lacks.
+            # Where the data servers do not have all bytes either, each may have those that the
+            # other lacks.
             fix = None if bad else partial(repair.drop_copy, ino=ino)
             detail = (
                 f"{self._servers[inode.copy.server].name}: {path} has other bytes than the file"

@@ -1,4 +1,6 @@
-"""What a check finds: kinds, problems while they are worked on, the report. Imports meta for types alone."""
+"""What a check finds: kinds, problems while they are worked on, the report. Imports meta for types
+alone.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,13 +52,16 @@ SILENT = ""
 """The kind of what has to change only because something else is mended; not reported."""
 
 Fix = Callable[[Transaction], None]
-"""A transaction function that mends one problem. It looks at the records as they are when it runs."""
+"""A transaction function that mends one problem. It looks at the records as they are when it runs.
+"""
 
 Subject = str | int | tuple[int, bytes]
 """What a problem is about: a text, an inode, or a name in a directory."""
 
 RECOVERY, RECORDS, NAMELESS = range(3)
-"""When a problem is mended: before recovery would act on it; after that; when all link counts are right."""
+"""When a problem is mended: before recovery would act on it; after that; when all link counts are
+right.
+"""
 
 
 @dataclass(slots=True)
@@ -71,7 +76,9 @@ class Finding:
 
 @dataclass(slots=True)
 class Problem:
-    """A finding on its way; ``where`` comes when all directories are known. No ``fix``: it must stay."""
+    """A finding on its way; ``where`` comes when all directories are known. No ``fix``: it must
+    stay.
+    """
 
     kind: str
     subject: Subject
@@ -87,7 +94,9 @@ class Problem:
 
 @dataclass(slots=True)
 class Report:
-    """``counts``: inodes, directories, files, objects, bytes (on the servers), and what recovery did."""
+    """``counts``: inodes, directories, files, objects, bytes (on the servers), and what recovery
+    did.
+    """
 
     findings: list[Finding] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
@@ -99,7 +108,9 @@ class Report:
 
 
 Progress = Callable[[str, int, int], None]
-"""Called now and then with what is being checked, how much is done, and how much there is (estimated)."""
+"""Called now and then with what is being checked, how much is done, and how much there is
+(estimated).
+"""
 
 
 def printable(name: bytes) -> str:

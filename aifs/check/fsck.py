@@ -1,9 +1,10 @@
 """fsck: check a whole store that nobody uses, and mend what can be mended without guessing.
 
-1. The metadata is read: records that are not as they were stored are named, and count as empty from then on, which no
-   record is that holds something. It is judged as it is (``scan``, ``names``), before anything acts on what it says.
-2. What recovery would trip over is mended, and the store is recovered as by a mount. Without leave to mend, a
-   store that recovery would damage further is not recovered.
+1. The metadata is read: records that are not as they were stored are named, and count as empty from
+   then on, which no record is that holds something. It is judged as it is (``scan``, ``names``),
+   before anything acts on what it says.
+2. What recovery would trip over is mended, and the store is recovered as by a mount. Without leave
+   to mend, a store that recovery would damage further is not recovered.
 3. The rest of the metadata is mended (``repair``).
 4. The objects on the data servers and the burst copies are compared with the inodes (``objects``).
 5. Where it is asked for, all bytes that have checksums are read (``deep``).
@@ -33,11 +34,12 @@ from aifs.vfs.store import Store, open_store, set_clean
 def check(
     config: Config, repair: bool, progress: Progress | None = None, deep: bool = False
 ) -> Report:
-    """Check the store, which must not be mounted; with ``repair`` mend it, durably when this returns. Blocks.
+    """Check the store, which must not be mounted; with ``repair`` mend it, durably when this
+    returns. Blocks.
 
-    ``deep``: also read all files that have checksums, and compare.
-    A store that was not closed in order is recovered, also without ``repair``, as the next mount would do.
-    Raises StoreError and StoreBusy as a mount does, Unavailable or NoSpace if the metadata cannot be changed.
+    ``deep``: also read all files that have checksums, and compare. A store that was not closed in
+    order is recovered, also without ``repair``, as the next mount would do. Raises StoreError and
+    StoreBusy as a mount does, Unavailable or NoSpace if the metadata cannot be changed.
     """
     return trio.run(_check, config, repair, deep, progress or (lambda what, done, total: None))
 

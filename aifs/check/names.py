@@ -1,6 +1,8 @@
-"""The check of names: dentries, their index, and the tree that directories make. Part of the metadata scan.
+"""The check of names: dentries, their index, and the tree that directories make. Part of the
+metadata scan.
 
-Dentries count, the index (entries) follows them. When an inode and its names disagree, the names count.
+Dentries count, the index (entries) follows them. When an inode and its names disagree, the names
+count.
 """
 
 from array import array
@@ -38,7 +40,9 @@ from aifs.meta.records import Dentry, decode_dentry, decode_entry, encode_entry
 
 
 class NameCheck:
-    """To be called in order: ``dentry`` for all, ``resolve_dangling``, ``entry`` for all, ``conclude``."""
+    """To be called in order: ``dentry`` for all, ``resolve_dangling``, ``entry`` for all,
+    ``conclude``.
+    """
 
     def __init__(
         self, table: InodeTable, problems: list[Problem], in_use: Callable[[int], None]

@@ -1,8 +1,9 @@
-"""The check of the data servers: every object against the inode it names, every file for objects that lack.
+"""The check of the data servers: every object against the inode it names, every file for objects
+that lack.
 
 Runs after recovery, and reads inodes as they are then. A file with a dirty mark may differ (I3 of
-docs/metadata.md), and objects may be longer than the file calls for (I4). What blocks runs in the servers'
-workers.
+docs/metadata.md), and objects may be longer than the file calls for (I4). What blocks runs in the
+servers' workers.
 """
 
 import os
@@ -28,7 +29,9 @@ from aifs.meta.records import Copy, Inode, decode_burst, decode_garbage, decode_
 from aifs.vfs.store import Store
 
 ASIDE = "lost+found"
-"""Directory of a server for objects that belong to no file. Some filesystems have one of this name, too."""
+"""Directory of a server for objects that belong to no file. Some filesystems have one of this name,
+too.
+"""
 
 
 class ObjectCheck:
@@ -209,7 +212,9 @@ class ObjectCheck:
     # --- what is found ---
 
     def _lacking(self, tx: ReadTransaction, inode: Inode, server: DataServer, lack: Lack) -> None:
-        """A column is missing or short. What that means for a protected file depends on the others."""
+        """A column is missing or short. What that means for a protected file depends on the
+        others.
+        """
         if inode.layout.is_protected:
             self._lacks.setdefault(inode.ino, []).append(lack)
         else:
@@ -251,7 +256,9 @@ class ObjectCheck:
     # --- repair ---
 
     async def move_orphans_aside(self) -> None:
-        """Move orphan objects to their server's lost+found, durably on return. What cannot be moved stays."""
+        """Move orphan objects to their server's lost+found, durably on return. What cannot be moved
+        stays.
+        """
         for server in {server.id: server for server, _ in self._orphans}.values():
             problems = [problem for owner, problem in self._orphans if owner is server]
             try:
@@ -273,7 +280,9 @@ def _read_inode(tx: ReadTransaction, ino: int) -> Inode | None:
 
 
 def _recorded_user(tx: ReadTransaction, copy_id: int) -> int:
-    """The inode that has a burst copy, by the copy's own record; 0 if there is none that can be read."""
+    """The inode that has a burst copy, by the copy's own record; 0 if there is none that can be
+    read.
+    """
     try:
         return decode_burst(tx.get(keys.burst_copy(copy_id)) or b"").ino
     except FsError:

@@ -1,4 +1,6 @@
-"""The check of what directories are marked with: pending ones, groups, the members of both, policies of retention."""
+"""The check of what directories are marked with: pending ones, groups, the members of both,
+policies of retention.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,8 +15,8 @@ from aifs.meta.kv import ReadTransaction
 
 
 class PendingCheck:
-    """Handlers for the records ``p``, ``n`` and ``r``. A mark that cannot be trusted goes; the directory and its
-    files stay."""
+    """Handlers for the records ``p``, ``n`` and ``r``. A mark that cannot be trusted goes; the
+    directory and its files stay."""
 
     def __init__(
         self, table: InodeTable, problem: Callable[[str, Subject, str, Fix | None, int], None]

@@ -1,7 +1,8 @@
-"""Repairs of the metadata, as transaction functions (see meta/kv.py); they change records and nothing else.
+"""Repairs of the metadata, as transaction functions (see meta/kv.py); they change records and
+nothing else.
 
-Each may run where it, or others, have run before: a repair that was interrupted is just started again.
-What has lost its name gets one in /lost+found; nothing that holds bytes is ever removed.
+Each may run where it, or others, have run before: a repair that was interrupted is just started
+again. What has lost its name gets one in /lost+found; nothing that holds bytes is ever removed.
 """
 
 import os
@@ -38,7 +39,7 @@ def change_inode(tx: Transaction, ino: int, changes: dict[str, Any]) -> None:
     namespace.put_inode(tx, inode)
 
 
-# --- shared chunks -----------------------------------------------------------------------------------
+# --- shared chunks --------------------------------------------------------------------------------
 
 
 def shift_references(tx: Transaction, digest: bytes, change: int) -> None:
@@ -53,7 +54,7 @@ def shift_references(tx: Transaction, digest: bytes, change: int) -> None:
         chunks.count_out(tx, [known.place])
 
 
-# --- burst copies ------------------------------------------------------------------------------------
+# --- burst copies ---------------------------------------------------------------------------------
 
 
 def record_copy(tx: Transaction, ino: int) -> None:
@@ -84,11 +85,13 @@ def forget_copy(tx: Transaction, ino: int) -> None:
         namespace.put_inode(tx, replace(inode, copy=None))
 
 
-# --- names -------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def rewrite_name(tx: Transaction, parent: int, name: bytes, type_: int) -> None:
-    """Give a dentry the right type, and the entry to match; the entry's place changes only if it is taken."""
+    """Give a dentry the right type, and the entry to match; the entry's place changes only if it is
+    taken.
+    """
     dentry = namespace.get_dentry(tx, parent, name)
     _put_name(
         tx, parent, name, Dentry(dentry.ino, _usable_cookie(tx, parent, name, dentry.cookie), type_)
@@ -125,7 +128,9 @@ def is_taken(tx: ReadTransaction, parent: int, cookie: int, name: bytes) -> bool
 
 
 def _usable_cookie(tx: Transaction, parent: int, name: bytes, cookie: int) -> int:
-    """``cookie``; or a fresh one if it is another name's, or was never handed out (that entry is deleted)."""
+    """``cookie``; or a fresh one if it is another name's, or was never handed out (that entry is
+    deleted).
+    """
     if is_taken(tx, parent, cookie, name):
         return fresh_id(tx)
     if 0 < cookie < tx.add(keys.COUNTER_IDS, 0):
@@ -139,11 +144,13 @@ def fresh_id(tx: Transaction) -> int:
     return tx.add(keys.COUNTER_IDS, 1) - 1
 
 
-# --- what has lost its name or its inode -----------------------------------------------------------------
+# --- what has lost its name or its inode ----------------------------------------------------------
 
 
 def restore_directory(tx: Transaction, ino: int, parent: int, links: int) -> None:
-    """An inode, for root alone, for a directory that has none; ``parent`` 0: it goes to /lost+found."""
+    """An inode, for root alone, for a directory that has none; ``parent`` 0: it goes to
+    /lost+found.
+    """
     now = time.time_ns()
     mode = stat.S_IFDIR | (0o755 if ino == keys.ROOT_INO else 0o700)
     inode = Inode(ino, mode, os.getuid(), os.getgid(), links, 0, 0, 0, now, now, now, parent=parent)

@@ -1,7 +1,8 @@
 """The check of the metadata alone: every record is read once and judged against the others.
 
-It allows what a crashed store may hold: dirty marks, orphans, garbage. It changes nothing; each problem
-carries the transaction function that mends it. Reads the engine in batches, with other tasks in between.
+It allows what a crashed store may hold: dirty marks, orphans, garbage. It changes nothing; each
+problem carries the transaction function that mends it. Reads the engine in batches, with other
+tasks in between.
 """
 
 import stat
@@ -75,7 +76,9 @@ Handler = Callable[[ReadTransaction, bytes, bytes], None]
 async def for_each(
     engine: Engine, start: bytes, end: bytes, handle: Handler, seen: Callable[[int], None]
 ) -> None:
-    """Call ``handle`` for each record with start <= key < end, and ``seen`` with the length of each batch."""
+    """Call ``handle`` for each record with start <= key < end, and ``seen`` with the length of each
+    batch.
+    """
 
     def batch(tx: ReadTransaction) -> tuple[int, bytes]:
         count, key = 0, b""

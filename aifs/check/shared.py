@@ -1,7 +1,8 @@
-"""The check of shared chunks: their records against the containers, and their references against the extents that name them.
+"""The check of shared chunks: their records against the containers, and their references against
+the extents that name them.
 
-Memory: 52 bytes for each shared chunk (its digest, the beginning of it to find it by, a count, a length), so that ten million of
-them, 40 TB in chunks of 4 MiB, take 520 MB.
+Memory: 52 bytes for each shared chunk (its digest, the beginning of it to find it by, a count, a
+length), so that ten million of them, 40 TB in chunks of 4 MiB, take 520 MB.
 """
 
 from array import array
@@ -25,8 +26,8 @@ Report = Callable[[str, Subject, str, Fix | None, int], None]
 
 
 class SharedCheck:
-    """To be called in order: ``record`` for all ``h`` records, ``name`` for all extents that name one, ``references`` for all
-    records again."""
+    """To be called in order: ``record`` for all ``h`` records, ``name`` for all extents that name
+    one, ``references`` for all records again."""
 
     def __init__(self, report: Report, what_is_wrong: Callable[[Location], str]) -> None:
         """``what_is_wrong``: says why a chunk cannot lie in a place, or nothing."""
@@ -40,7 +41,8 @@ class SharedCheck:
         self._bad: dict[bytes, str] = {}  # digests of chunks that cannot be read, and why
         self._unreadable: dict[bytes, str] = {}
         self.hides_places = False
-        """Whether extents name chunks that may lie anywhere, as their records are missing or wrong."""
+        """Whether extents name chunks that may lie anywhere, as their records are missing or wrong.
+        """
 
     def record(self, key: bytes, value: bytes) -> Location | None:
         """Returns the chunk's place if the record tells one."""
@@ -62,7 +64,9 @@ class SharedCheck:
         return place
 
     def name(self, digest: bytes, length: int) -> str:
-        """An extent of ``length`` bytes names this chunk; returns why its bytes cannot be had, or nothing."""
+        """An extent of ``length`` bytes names this chunk; returns why its bytes cannot be had, or
+        nothing.
+        """
         row = self._find(digest)
         if row == _NONE:
             self.hides_places = True
@@ -78,8 +82,8 @@ class SharedCheck:
         return ""
 
     def references(self, tx: ReadTransaction, key: bytes, value: bytes, complete: bool) -> None:
-        """``complete``: all lists could be read, so that nobody else names the chunk. Without that a count may be too high, or
-        be right."""
+        """``complete``: all lists could be read, so that nobody else names the chunk. Without that
+        a count may be too high, or be right."""
         digest = keys.shared_digest(key)
         row = self._find(digest)
         if row == _NONE:
@@ -94,7 +98,8 @@ class SharedCheck:
         recorded = shared.decode_shared(digest, value).references
         if counted == recorded or (counted < recorded and not complete):
             return
-        # Relative, as recovery takes references away. What counts too few it would delete too early.
+        # Relative, as recovery takes references away. What counts too few it would delete too
+        # early.
         fix = partial(repair.shift_references, digest=digest, change=counted - recorded)
         detail = f"counts {recorded} references, extents of files name it {counted} times"
         stage = RECOVERY if counted > recorded else RECORDS

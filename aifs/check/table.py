@@ -1,6 +1,7 @@
 """What the check remembers of all inodes: a few numbers each, in columns. Does no I/O.
 
-About 60 bytes per inode, so that a million of them take 60 MB; records are read, judged and dropped.
+About 60 bytes per inode, so that a million of them take 60 MB; records are read, judged and
+dropped.
 """
 
 import stat
@@ -16,8 +17,9 @@ from aifs.meta.records import Dentry, decode_dentry, decode_entry, decode_inode
 DIRECTORY = stat.S_IFDIR >> 12
 
 UNREADABLE, MISSING, ORPHAN, HAS_NAMES, LOSES_NAME, OWN_OID, DOOMED = 1, 2, 4, 8, 16, 32, 64
-"""Flags of a row: the record cannot be decoded; there is none; there is an orphan record; it is the parent of
-a dentry; a name of it will be removed; its object id is its inode number; it is in the trash."""
+"""Flags of a row: the record cannot be decoded; there is none; there is an orphan record; it is the
+parent of a dentry; a name of it will be removed; its object id is its inode number; it is in the
+trash."""
 
 NONE = -1
 
@@ -27,9 +29,9 @@ _LONGEST_NAME = MAX_KEY_BYTES - len(keys.dentry(0, b""))
 class InodeTable:
     """Rows in order of inode number; a row is an index into all columns.
 
-    ``names`` and ``subdirs`` count what will be left when all problems are mended; ``removed`` counts those
-    (names of a file, subdirectories of a directory) that are there now and will go, less those to come.
-    ``at`` and ``cookie`` tell where one of its names is: directory and cookie.
+    ``names`` and ``subdirs`` count what will be left when all problems are mended; ``removed``
+    counts those (names of a file, subdirectories of a directory) that are there now and will go,
+    less those to come. ``at`` and ``cookie`` tell where one of its names is: directory and cookie.
     """
 
     def __init__(self) -> None:
@@ -79,7 +81,9 @@ class InodeTable:
         return f"{self.path(tx, parent).rstrip('/')}/{printable(name)}"
 
     def path(self, tx: ReadTransaction, ino: int) -> str:
-        """One path of the inode; it starts with ``<inode N>`` where the way up to the root is broken."""
+        """One path of the inode; it starts with ``<inode N>`` where the way up to the root is
+        broken.
+        """
         parts: list[str] = []
         seen: set[int] = set()
         while ino != keys.ROOT_INO:
@@ -92,7 +96,9 @@ class InodeTable:
         return "/" + "/".join(reversed(parts))
 
     def place(self, tx: ReadTransaction, ino: int) -> tuple[int, bytes] | None:
-        """Directory and name of the inode: where the check has found it, or else a repair has put it."""
+        """Directory and name of the inode: where the check has found it, or else a repair has put
+        it.
+        """
         row = self.find(ino)
         if row != NONE and self.at[row]:
             parent, cookie = self.at[row], self.cookie[row]

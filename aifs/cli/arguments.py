@@ -11,8 +11,9 @@ from aifs.core.units import parse_duration, parse_size
 
 
 class _PathType(click.ParamType):
-    """A path that is not empty: an empty one, from a shell variable that is not set, would mean the directory
-    one happens to be in. It does not lie in a mount whose daemon is stuck: commands would wait for it, unkillably."""
+    """A path that is not empty: an empty one, from a shell variable that is not set, would mean the
+    directory one happens to be in. It does not lie in a mount whose daemon is stuck: commands would
+    wait for it, unkillably."""
 
     name = "path"
 

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     "checkpoints", short_help="List, verify and remove checkpoints, and say which are kept."
 )
 def checkpoints_group() -> None:
-    """Show, verify and remove the checkpoints of a directory, in an AIFS or any other filesystem."""
+    """Show, verify and remove the checkpoints of a directory, in an AIFS or any other
+    filesystem.
+    """
 
 
 @checkpoints_group.command("ls", epilog="\b\nExample:\n  aifs checkpoints ls /mnt/store/run")
@@ -30,8 +32,8 @@ def checkpoints_group() -> None:
 def ls_command(path: str, pending: bool, as_json: bool) -> None:
     """List the checkpoints in the directory PATH, the newest last.
 
-    A checkpoint is complete if all files that its manifest names are there with their sizes (verify reads
-    them, too).
+    A checkpoint is complete if all files that its manifest names are there with their sizes (verify
+    reads them, too).
     """
     from aifs.cli.output import print_json, print_table
     from aifs.client import list_checkpoints
@@ -80,8 +82,8 @@ def _time(seconds: float) -> str:
 )
 @click.argument("path", type=PATH)
 def latest_command(path: str) -> int:
-    """Print the path of the newest complete checkpoint in the directory PATH. Exit code 1 if there is
-    none."""
+    """Print the path of the newest complete checkpoint in the directory PATH. Exit code 1 if there
+    is none."""
     from aifs.cli.output import print_error
     from aifs.client import latest
 
@@ -212,9 +214,9 @@ def keep_command(
 ) -> None:
     """Say which checkpoints of the directory PATH remain; prints those that have to go.
 
-    An AIFS keeps to this from now on, at once and after each publish; setfattr -x user.aifs.keep PATH ends that.
-    Elsewhere it is done once. What one of --last, --every and --age keeps stays. Never removed: the newest
-    complete one, one that is in use, one that is damaged or pending.
+    An AIFS keeps to this from now on, at once and after each publish; setfattr -x user.aifs.keep
+    PATH ends that. Elsewhere it is done once. What one of --last, --every and --age keeps stays.
+    Never removed: the newest complete one, one that is in use, one that is damaged or pending.
     """
     from aifs.client import keep
     from aifs.core.retention import Keep, format_keep

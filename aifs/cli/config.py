@@ -21,8 +21,8 @@ Examples:
 def config_command(source: str, options: tuple[str, ...], as_json: bool) -> None:
     """Show every configuration key for SOURCE: its value, and where it came from.
 
-    From default, SOURCE directory (implied by it), a file and line, or -o. The file config/default.yaml
-    explains each key.
+    From default, SOURCE directory (implied by it), a file and line, or -o. The file
+    config/default.yaml explains each key.
     """
     from aifs.cli.output import print_json, print_table
     from aifs.core import config

@@ -1,7 +1,8 @@
 """Start a daemon and wait until it is ready: double fork, a session of its own, no terminal.
 
-The daemon reports through a pipe: its pid, then ``ready``, or ``error``, an exit code and one line. Until
-then, what libraries print on stderr (libfuse says only there why it failed) is kept for that line.
+The daemon reports through a pipe: its pid, then ``ready``, or ``error``, an exit code and one line.
+Until then, what libraries print on stderr (libfuse says only there why it failed) is kept for that
+line.
 """
 
 import fcntl
@@ -20,9 +21,11 @@ logger = logging.getLogger(__name__)
 def run_in_background(
     work: Callable[[Callable[[], None]], None], log_file: str, log_level: str
 ) -> None:
-    """Run ``work(on_ready)`` in a daemon that logs to ``log_file``; returns when it has called ``on_ready``.
+    """Run ``work(on_ready)`` in a daemon that logs to ``log_file``; returns when it has called
+    ``on_ready``.
 
-    Raises the UserError that ``work`` ended with before that. When interrupted, the daemon is told to stop.
+    Raises the UserError that ``work`` ended with before that. When interrupted, the daemon is told
+    to stop.
     """
     read_end, write_end = os.pipe()
     child = os.fork()
@@ -97,7 +100,9 @@ def _run(
 
 
 def _leave_terminal(pipe: int) -> int:
-    """Keep no file of the caller's but ``pipe``, nor its directory; returns a file that stderr goes to."""
+    """Keep no file of the caller's but ``pipe``, nor its directory; returns a file that stderr goes
+    to.
+    """
     os.chdir("/")
     os.umask(0o022)
     null = os.open(os.devnull, os.O_RDWR)

@@ -25,9 +25,11 @@ Examples:
 @click.argument("place", required=False, type=PATH, metavar="[MOUNTPOINT|SOURCE]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def doctor_command(place: str | None, as_json: bool) -> int:
-    """Check what a mount needs to run at full speed: on this machine, for the store SOURCE, or of the mount at MOUNTPOINT.
+    """Check what a mount needs to run at full speed: on this machine, for the store SOURCE, or of
+    the mount at MOUNTPOINT.
 
-    Prints what is in use, what is not, why, and what to change. Exit code 0 if nothing limits the speed, else 1.
+    Prints what is in use, what is not, why, and what to change. Exit code 0 if nothing limits the
+    speed, else 1.
     """
     from aifs.cli.mounts import read_status
     from aifs.cli.output import print_json, print_table
@@ -71,7 +73,9 @@ def missing_checks(bridge: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def burst_checks(burst: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of ``burst`` in the status of a mount: whether each device takes new files, and whether they have to wait."""
+    """Of ``burst`` in the status of a mount: whether each device takes new files, and whether they
+    have to wait.
+    """
     checks = []
     for device in burst["devices"]:
         refuses = device["refuses"]

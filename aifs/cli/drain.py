@@ -47,11 +47,11 @@ class Left(NamedTuple):
     "--timeout", "timeout_s", type=DURATION, help="Stop waiting after so long (exit code 7)."
 )
 def drain_command(paths: tuple[str, ...], timeout_s: float | None) -> None:
-    """Drain the files PATH, and all below the directories PATH, ahead of all else; wait until they are on the
-    capacity tier.
+    """Drain the files PATH, and all below the directories PATH, ahead of all else; wait until they
+    are on the capacity tier.
 
-    Returns when all that had been written before the command began is on stable storage of the data servers. What is
-    written below PATH meanwhile is not waited for.
+    Returns when all that had been written before the command began is on stable storage of the data
+    servers. What is written below PATH meanwhile is not waited for.
     """
     from aifs.cli.trees import require_files
 
@@ -66,7 +66,9 @@ def drain_command(paths: tuple[str, ...], timeout_s: float | None) -> None:
 
 
 def left(paths: Sequence[str], before_ns: int | None = None) -> Left:
-    """What is undrained of ``paths``; with ``before_ns`` nothing, once all that was so at that time (epoch) is drained."""
+    """What is undrained of ``paths``; with ``before_ns`` nothing, once all that was so at that time
+    (epoch) is drained.
+    """
     answers = [hints.read(path, hints.DRAIN) for path in paths]
     if before_ns is not None:
         answers = [
@@ -81,7 +83,9 @@ def left(paths: Sequence[str], before_ns: int | None = None) -> Left:
 
 
 def drain(paths: Sequence[str], timeout_s: float | None) -> Left:
-    """Drain ``paths`` and wait, with a progress bar; what there was to drain. Raises TimeoutReached, OSError."""
+    """Drain ``paths`` and wait, with a progress bar; what there was to drain. Raises
+    TimeoutReached, OSError.
+    """
     from aifs.cli.progress import progress
 
     begin_ns, begin = time.time_ns(), time.monotonic()

@@ -27,11 +27,12 @@ _REASONS = {
 @click.command("evict", epilog=EPILOG, short_help="Drop clean copies from the burst tier.")
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 def evict_command(paths: tuple[str, ...]) -> int:
-    """Delete the copies that the files PATH, and those below the directories PATH, have in the burst tier.
+    """Delete the copies that the files PATH, and those below the directories PATH, have in the
+    burst tier.
 
-    The files stay on the data servers. Files that are not drained, are pinned, are open, or that the data servers
-    cannot tell at present keep theirs; the command says how many and why, with exit code 1. The burst tier does
-    this by itself when it needs room.
+    The files stay on the data servers. Files that are not drained, are pinned, are open, or that
+    the data servers cannot tell at present keep theirs; the command says how many and why, with
+    exit code 1. The burst tier does this by itself when it needs room.
     """
     from aifs.cli.output import count, print_error
     from aifs.cli.trees import require_files, walk

@@ -66,7 +66,9 @@ def fsck_command(
     merge: bool,
     no_verify: bool,
 ) -> int:
-    """Check the store SOURCE, which must not be mounted. Changes nothing without --repair or --rebuild-from-servers."""
+    """Check the store SOURCE, which must not be mounted. Changes nothing without --repair or
+    --rebuild-from-servers.
+    """
     if rebuild and (repair or deep):
         raise click.UsageError("--rebuild-from-servers goes alone; check afterwards")
     if not rebuild and (to or force or merge or no_verify):

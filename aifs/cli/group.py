@@ -1,4 +1,6 @@
-"""``aifs group``: grouped reads and writes. ``plan`` explains the plan that a pattern gets, ``show`` a group of a mount."""
+"""``aifs group``: grouped reads and writes. ``plan`` explains the plan that a pattern gets,
+``show`` a group of a mount.
+"""
 
 import errno
 import os
@@ -133,8 +135,8 @@ The directory config/ of the source code has patterns: group-*.yaml.
 def plan_command(file: str, as_json: bool, picture: IO[str] | None, solver: str) -> None:
     """Plan the grouped write of the pattern in FILE and explain the plan.
 
-    It shows how many bytes each source sends, each destination takes and each link carries, what is busy longest, and the
-    time that no plan could beat.
+    It shows how many bytes each source sends, each destination takes and each link carries, what is
+    busy longest, and the time that no plan could beat.
     """
     from aifs.group import pattern_file, planner
 
@@ -191,7 +193,9 @@ def _facts(plan: "Plan") -> list[tuple[str, object]]:
 
 
 def _shown(plan: "Plan") -> list["Load"]:
-    """Sources, destinations, and the links that are busiest, or carry most where none is limited."""
+    """Sources, destinations, and the links that are busiest, or carry most where none is
+    limited.
+    """
     links = sorted(
         (load for load in plan.loads if load.role == "link"),
         key=lambda load: (-load.time_s, -load.bytes),

@@ -1,4 +1,6 @@
-"""The extended attributes through which commands talk to a mount. vfs/hints.py says what each of them means."""
+"""The extended attributes through which commands talk to a mount. vfs/hints.py says what each of
+them means.
+"""
 
 import json
 import os

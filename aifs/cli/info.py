@@ -25,7 +25,9 @@ _TYPES = {
 @click.argument("path", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def info_command(path: str, as_json: bool) -> None:
-    """Show the inode of PATH, its form and layout, and where each part of it lies. A symlink is not followed."""
+    """Show the inode of PATH, its form and layout, and where each part of it lies. A symlink is not
+    followed.
+    """
     from aifs.cli.output import print_facts, print_json, print_table
     from aifs.core.units import describe_size
 

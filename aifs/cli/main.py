@@ -1,4 +1,5 @@
-"""The command ``aifs``: collects the commands, and turns errors into one line and a documented exit code.
+"""The command ``aifs``: collects the commands, and turns errors into one line and a documented exit
+code.
 
 Commands import what they need when they run, so that help and small commands start fast.
 """
@@ -92,7 +93,9 @@ for _command in (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; errors of the user or the system are one line on stderr."""
+    """Run one command and return its exit code; errors of the user or the system are one line on
+    stderr.
+    """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # None: it was closed when we were started
             stream.reconfigure(

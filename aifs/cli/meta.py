@@ -17,7 +17,8 @@ _ANSWER_S = 10.0
 def meta_group() -> None:
     """Back up the metadata of a store, and restore it.
 
-    While a store is mounted this happens by itself, every meta.backup_interval, onto its data servers.
+    While a store is mounted this happens by itself, every meta.backup_interval, onto its data
+    servers.
     """
 
 
@@ -33,7 +34,9 @@ Examples:
     "--to", "directory", default="", help="Write a whole copy into this directory instead."
 )
 def backup_command(source: str, directory: str) -> None:
-    """Back up the metadata of the store SOURCE, mounted or not, or of the mount MNT, now. Returns when it is durable."""
+    """Back up the metadata of the store SOURCE, mounted or not, or of the mount MNT, now. Returns
+    when it is durable.
+    """
     from aifs.cli.mounts import FSTYPE, mounted_at
     from aifs.core import config
     from aifs.core.errors import StoreBusy
@@ -85,7 +88,9 @@ def _ask(mountpoint: str, directory: str) -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def list_command(source: str, directory: str, as_json: bool) -> None:
-    """Show which states of the metadata of the store SOURCE are backed up on its data servers, the newest first."""
+    """Show which states of the metadata of the store SOURCE are backed up on its data servers, the
+    newest first.
+    """
     from dataclasses import asdict
 
     from aifs.cli.output import print_json, print_table
@@ -132,9 +137,9 @@ Examples:
 def restore_command(source: str, directory: str, at: int | None, force: bool) -> None:
     """Make the metadata directory of the store SOURCE anew from the newest backup that is whole.
 
-    The directory must be empty or missing. Whoever used the store with other metadata loses the right to it; that nobody does is
-    looked for first. Files are as they were when the backup was made; what was written since, or its
-    objects, stays on the servers, unknown: aifs fsck names it.
+    The directory must be empty or missing. Whoever used the store with other metadata loses the
+    right to it; that nobody does is looked for first. Files are as they were when the backup was
+    made; what was written since, or its objects, stays on the servers, unknown: aifs fsck names it.
     """
     from aifs.core import config
     from aifs.vfs.backups.restore import answering, find, restore
@@ -151,7 +156,8 @@ def restore_command(source: str, directory: str, at: int | None, force: bool) ->
 
 
 def _require_unmounted(store: str) -> None:
-    """A daemon that has lost its metadata directory goes on, on the same data servers, without anything that says so.
+    """A daemon that has lost its metadata directory goes on, on the same data servers, without
+    anything that says so.
 
     Raises MountError if one of this host serves the store with that uuid.
     """
@@ -177,7 +183,9 @@ def _require_unmounted(store: str) -> None:
 
 
 def _store_of(mountpoint: str) -> str:
-    """The uuid of the store that is mounted there; '' if its daemon is dead, or it has been unmounted meanwhile."""
+    """The uuid of the store that is mounted there; '' if its daemon is dead, or it has been
+    unmounted meanwhile.
+    """
     from aifs.cli.mounts import is_dead, mounted_at, read_status
     from aifs.core.errors import MountError
 

@@ -1,4 +1,6 @@
-"""``aifs mount``: mount a store. Also the protocol of mount(8) helpers (-sfnv, -o, -t after the paths)."""
+"""``aifs mount``: mount a store. Also the protocol of mount(8) helpers (-sfnv, -o, -t after the
+paths).
+"""
 
 import os
 import subprocess
@@ -63,13 +65,13 @@ def mount_command(
 ) -> None:
     """Mount the store SOURCE at the directory MOUNTPOINT.
 
-    Returns when the mount serves. A mount that a killed daemon left behind at MOUNTPOINT is cleaned up first; a daemon that
-    has not answered there for 30 s is ended.
-    A store has one owner. Where its metadata have been copied or restored to another place, the mount is refused while the old
-    owner has not given the store back, with its host and the time when it was seen last; --force takes the store over after
-    some seconds, and an old owner that is alive all the same notices it, and ends.
-    The daemon logs to the file that the configuration key log.file names; SIGTERM and SIGINT unmount it
-    cleanly, SIGUSR1 writes the stacks of all its threads and tasks to the log.
+    Returns when the mount serves. A mount that a killed daemon left behind at MOUNTPOINT is cleaned
+    up first; a daemon that has not answered there for 30 s is ended. A store has one owner. Where
+    its metadata have been copied or restored to another place, the mount is refused while the old
+    owner has not given the store back, with its host and the time when it was seen last; --force
+    takes the store over after some seconds, and an old owner that is alive all the same notices it,
+    and ends. The daemon logs to the file that the configuration key log.file names; SIGTERM and
+    SIGINT unmount it cleanly, SIGUSR1 writes the stacks of all its threads and tasks to the log.
     """
     from aifs.cli.daemon import run_in_background
     from aifs.cli.mounts import register
@@ -107,10 +109,12 @@ def mount_command(
 
 
 def _remount(mountpoint: str, options: "MountOptions") -> None:
-    """Give the mount ``options``: the kernel refuses what ``ro`` forbids, the daemon keeps access times.
+    """Give the mount ``options``: the kernel refuses what ``ro`` forbids, the daemon keeps access
+    times.
 
-    The daemon's background work goes on under ``ro``. A mount whose daemon has opened the store read-only
-    cannot become writable. Raises MountError; then nothing has changed, or access times alone.
+    The daemon's background work goes on under ``ro``. A mount whose daemon has opened the store
+    read-only cannot become writable. Raises MountError; then nothing has changed, or access times
+    alone.
     """
     from aifs.cli import hints
     from aifs.cli.mounts import read_status, require_aifs

@@ -1,4 +1,6 @@
-"""What the system says about mounts, and unmounting: /proc/self/mountinfo, the status xattr, umount(8)."""
+"""What the system says about mounts, and unmounting: /proc/self/mountinfo, the status xattr,
+umount(8).
+"""
 
 import errno
 import glob
@@ -17,7 +19,9 @@ from aifs.core.limits import within
 from aifs.core.mountinfo import FSTYPE, Mount, all_mounts, first_aifs, mounted_at
 
 ANSWER_S = 30.0
-"""How long a daemon may take to answer what it always can. One that works hard takes some milliseconds."""
+"""How long a daemon may take to answer what it always can. One that works hard takes some
+milliseconds.
+"""
 
 _END_S = 10.0  # what a process that was killed may take to end
 
@@ -32,10 +36,11 @@ class Stuck(MountError):
 
 
 def is_dead(path: str) -> bool:
-    """Whether the daemon of the mount at ``path`` was killed without unmounting. Raises Stuck after ANSWER_S.
+    """Whether the daemon of the mount at ``path`` was killed without unmounting. Raises Stuck after
+    ANSWER_S.
 
-    Asked by an extended attribute that nothing has: a stat may be answered from the kernel's cache, and a statvfs
-    wait for a data server.
+    Asked by an extended attribute that nothing has: a stat may be answered from the kernel's cache,
+    and a statvfs wait for a data server.
     """
     try:
         within(ANSWER_S, os.getxattr, path, hints.NONE)
@@ -55,7 +60,8 @@ def require_answer(path: str) -> None:
 
 
 def end(mount: Mount) -> None:
-    """Take a mount away and kill its daemon, whether or not it answers; what waits for it gets an error.
+    """Take a mount away and kill its daemon, whether or not it answers; what waits for it gets an
+    error.
 
     Nothing acknowledged is lost. Raises MountError if the system cannot end the daemon.
     """
@@ -78,7 +84,9 @@ def end(mount: Mount) -> None:
 
 
 def _daemon_of(mount: Mount) -> int | None:
-    """The pid of the daemon that serves the mount, also if it does not answer; None if nobody does, or that cannot be seen."""
+    """The pid of the daemon that serves the mount, also if it does not answer; None if nobody does,
+    or that cannot be seen.
+    """
     from aifs.core import config
     from aifs.vfs.owner import find_holder
 
@@ -117,7 +125,9 @@ def require_aifs(path: str) -> str:
 
 
 def require_inside(path: str, follow: bool = True) -> os.stat_result:
-    """The status of ``path``, or of the symlink itself. Raises MountError if it does not lie in an AIFS, OSError."""
+    """The status of ``path``, or of the symlink itself. Raises MountError if it does not lie in an
+    AIFS, OSError.
+    """
     found = os.stat(path, follow_symlinks=follow)
     if FSTYPE not in {mount.fstype for mount in all_mounts() if mount.device == found.st_dev}:
         raise MountError(f"{path}: does not lie in an AIFS mount")
@@ -141,10 +151,12 @@ def read_status(mountpoint: str) -> dict[str, Any]:
 
 
 def unmount(mountpoint: str, lazy: bool = False, limit_s: float | None = None) -> bool:
-    """Take the mount away; ``lazy``: now, though its users may go on until they are done. MountError.
+    """Take the mount away; ``lazy``: now, though its users may go on until they are done.
+    MountError.
 
-    By umount(8) without helpers, which also forgets what ``register`` noted; by FUSE's own if not root. False if the system
-    is still busy with it after ``limit_s``: it first hands over what programs have mapped and changed.
+    By umount(8) without helpers, which also forgets what ``register`` noted; by FUSE's own if not
+    root. False if the system is still busy with it after ``limit_s``: it first hands over what
+    programs have mapped and changed.
     """
     if os.geteuid() == 0:
         command = ["umount", "--internal-only", "--no-canonicalize", *["--lazy"] * lazy]
@@ -167,7 +179,8 @@ def unmount(mountpoint: str, lazy: bool = False, limit_s: float | None = None) -
 def register(source: str, mountpoint: str) -> None:
     """Let umount(8) call the installed helper for this mount, which waits until all is safe.
 
-    umount(8) looks for umount.fuse.aifs only if its table has the mount; ``mount --fake`` puts it there.
+    umount(8) looks for umount.fuse.aifs only if its table has the mount; ``mount --fake`` puts it
+    there.
     """
     if os.geteuid() == 0 and os.path.exists(UMOUNT_HELPER):
         options = [

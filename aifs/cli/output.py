@@ -27,7 +27,9 @@ def print_facts(facts: Iterable[tuple[str, object]]) -> None:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()
 ) -> None:
-    """One line per row, nothing cut off; the columns named in ``right`` are aligned to the right."""
+    """One line per row, nothing cut off; the columns named in ``right`` are aligned to the
+    right.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -46,7 +48,9 @@ def count(number: int, noun: str) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """What went wrong in one line; an error of the system names its file first, as other commands do."""
+    """What went wrong in one line; an error of the system names its file first, as other commands
+    do.
+    """
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         where = (

@@ -15,10 +15,11 @@ from aifs.cli.arguments import PATH
 )
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 def pin_command(paths: tuple[str, ...]) -> int:
-    """Bring the files PATH, and all below the directories PATH, into the burst tier, and never evict them.
+    """Bring the files PATH, and all below the directories PATH, into the burst tier, and never
+    evict them.
 
-    New files in these directories are pinned, too. Pinned files are drained as all others are. What does not fit
-    is not staged, with exit code 1.
+    New files in these directories are pinned, too. Pinned files are drained as all others are. What
+    does not fit is not staged, with exit code 1.
     """
     from aifs.cli.trees import walk
     from aifs.cli.warm import stage
@@ -45,7 +46,9 @@ def unpin_command(paths: tuple[str, ...]) -> None:
 
 
 def _set_tier(paths: tuple[str, ...], tier: str) -> int:
-    """Set the tier of files and directories that have another one; bytes that are not in the burst tier."""
+    """Set the tier of files and directories that have another one; bytes that are not in the burst
+    tier.
+    """
     from aifs.cli.trees import require_files, walk
 
     require_files(paths)

@@ -1,4 +1,6 @@
-"""How far a long command is: a bar on a terminal, a line now and then elsewhere. On stderr, so that output stays clean."""
+"""How far a long command is: a bar on a terminal, a line now and then elsewhere. On stderr, so that
+output stays clean.
+"""
 
 import time
 from collections.abc import Callable, Iterator

@@ -1,4 +1,6 @@
-"""``aifs publish``: give a directory that has been written its name, whole and durable, with a manifest."""
+"""``aifs publish``: give a directory that has been written its name, whole and durable, with a
+manifest.
+"""
 
 import click
 
@@ -49,9 +51,10 @@ def publish_command(
 ) -> None:
     """Make the directory TMP appear as FINAL, with a manifest of its files.
 
-    Everything below is durable before the name appears; the pointers change with it in an AIFS, right after
-    it elsewhere. Nothing may write to TMP any more. Ranks commit by aifs.client.commit(TMP, RANK), or in an
-    AIFS, where user.aifs.pending says how many there are, by: setfattr -n user.aifs.commit -v RANK TMP
+    Everything below is durable before the name appears; the pointers change with it in an AIFS,
+    right after it elsewhere. Nothing may write to TMP any more. Ranks commit by
+    aifs.client.commit(TMP, RANK), or in an AIFS, where user.aifs.pending says how many there are,
+    by: setfattr -n user.aifs.commit -v RANK TMP
     """
     from aifs.cli.output import count
     from aifs.client import publish

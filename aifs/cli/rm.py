@@ -33,9 +33,10 @@ Space comes back in the background; `aifs status` shows how far that is.
 def rm_command(recursive: bool, paths: tuple[str, ...]) -> int:
     """Remove the files PATH, and with -r the directories PATH, which must lie in an AIFS mount.
 
-    A directory takes the same few milliseconds however much lies below: its name is gone when the command returns, in one
-    step, also after a crash. What programs have open goes on until they close it. Who owns a directory may remove it with
-    what others own below. What cannot be removed is named, the rest is; the exit code is 1 then.
+    A directory takes the same few milliseconds however much lies below: its name is gone when the
+    command returns, in one step, also after a crash. What programs have open goes on until they
+    close it. Who owns a directory may remove it with what others own below. What cannot be removed
+    is named, the rest is; the exit code is 1 then.
     """
     from aifs.cli.mounts import all_mounts
     from aifs.cli.output import describe_error, print_error
@@ -81,7 +82,9 @@ def _remove(path: str, recursive: bool, mounts: "list[Mount]") -> None:
 
 
 def _remove_tree(parent: str, name: str) -> None:
-    """By ioctl, which needs no right to change attributes of the parent; by extended attribute where there is none."""
+    """By ioctl, which needs no right to change attributes of the parent; by extended attribute
+    where there is none.
+    """
     from aifs.core.ioctl import AIFS_IOC_REMOVE_TREE as command
     from aifs.core.refusals import explained
 
@@ -100,9 +103,11 @@ def _remove_tree(parent: str, name: str) -> None:
 
 
 def _look_up_anew(path: str) -> None:
-    """Have the kernel ask for the name, whatever it has cached: it held the directory's lock for setting the attribute.
+    """Have the kernel ask for the name, whatever it has cached: it held the directory's lock for
+    setting the attribute.
 
-    By a link that cannot be made, across filesystems, of which the kernel finds out when it knows about the name.
+    By a link that cannot be made, across filesystems, of which the kernel finds out when it knows
+    about the name.
     """
     with suppress(OSError):
         os.link("/proc/self/exe", path, follow_symlinks=False)

@@ -57,11 +57,12 @@ def scrub_command(
     bandwidth: int | None,
     as_json: bool,
 ) -> int:
-    """Read all bytes on the data servers, copies and parity included, compare them with their checksums, repair what other
-    objects tell, and name the files that are lost.
+    """Read all bytes on the data servers, copies and parity included, compare them with their
+    checksums, repair what other objects tell, and name the files that are lost.
 
-    PLACE is a mountpoint, where it goes on in the background, or a SOURCE that is not mounted, where the command does it. A
-    mount scrubs by itself every scrub.interval. A scrub that is interrupted goes on with the next mount.
+    PLACE is a mountpoint, where it goes on in the background, or a SOURCE that is not mounted,
+    where the command does it. A mount scrubs by itself every scrub.interval. A scrub that is
+    interrupted goes on with the next mount.
     """
     import trio
 

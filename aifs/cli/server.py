@@ -1,4 +1,6 @@
-"""``aifs server``: the data servers and burst directories of a store, which come and go while it is in use."""
+"""``aifs server``: the data servers and burst directories of a store, which come and go while it is
+in use.
+"""
 
 import os
 from typing import Any
@@ -27,8 +29,9 @@ _FAILED_SHOWN = 3
 def server_group() -> None:
     """Look at, add, drain, replace and remove data servers and burst directories of a store.
 
-    PLACE is a mountpoint, or a SOURCE, mounted or not. The work for a store that is not mounted is done by the command
-    itself, to its end; a mount goes on with it when the command has returned, and after a restart.
+    PLACE is a mountpoint, or a SOURCE, mounted or not. The work for a store that is not mounted is
+    done by the command itself, to its end; a mount goes on with it when the command has returned,
+    and after a restart.
     """
 
 
@@ -39,7 +42,9 @@ def server_group() -> None:
 @click.argument("place", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def status_command(place: str, as_json: bool) -> None:
-    """Show the servers of PLACE: whether they work, and what is left on those that are drained or lost."""
+    """Show the servers of PLACE: whether they work, and what is left on those that are drained or
+    lost.
+    """
     import trio
 
     from aifs.cli.output import print_json, print_table
@@ -174,7 +179,9 @@ Examples:
 def drain_command(
     burst: bool, undo: bool, wait: bool, timeout_s: float | None, place: str, server: int
 ) -> None:
-    """Move everything off the server ID. New files do not use it any more; nothing is unavailable meanwhile."""
+    """Move everything off the server ID. New files do not use it any more; nothing is unavailable
+    meanwhile.
+    """
     import trio
 
     from aifs.cli.server_orders import OpenDoor, opened
@@ -206,7 +213,9 @@ def _which(burst: bool, server: int) -> dict[str, Any]:
 
 
 async def _wait(door: Any, which: dict[str, Any], timeout_s: float | None) -> None:
-    """Until nothing is left on a server. Raises TimeoutReached; StoreError if what is left cannot be moved."""
+    """Until nothing is left on a server. Raises TimeoutReached; StoreError if what is left cannot
+    be moved.
+    """
     import trio
 
     from aifs.cli.progress import progress
@@ -312,7 +321,9 @@ def remove_command(
     place: str,
     server: int,
 ) -> None:
-    """Take the server ID out of the store, if nothing lies there any more. Its number is never used again."""
+    """Take the server ID out of the store, if nothing lies there any more. Its number is never used
+    again.
+    """
     import trio
 
     from aifs.cli.server_orders import OpenDoor, opened
@@ -341,7 +352,9 @@ def remove_command(
 
 
 def _warn_if_named(source: str, paths: list[str]) -> None:
-    """A configuration file that names a directory which is no part of the store any more keeps it from being mounted."""
+    """A configuration file that names a directory which is no part of the store any more keeps it
+    from being mounted.
+    """
     from aifs.cli.output import print_error
     from aifs.core import config
 

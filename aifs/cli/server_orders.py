@@ -1,6 +1,8 @@
-"""How ``aifs server`` reaches a store: by the mount that has it, or by opening it for as long as the command runs.
+"""How ``aifs server`` reaches a store: by the mount that has it, or by opening it for as long as
+the command runs.
 
-Both ways the filesystem is told by extended attributes of its root (vfs/servers/server_hints.py), and asked in the same way.
+Both ways the filesystem is told by extended attributes of its root (vfs/servers/server_hints.py),
+and asked in the same way.
 """
 
 import json
@@ -86,8 +88,8 @@ class OpenDoor:
 async def opened(place: str, adding: str = "") -> AsyncIterator[Door]:
     """The door to ``place``, a mountpoint or a SOURCE, mounted or not.
 
-    ``adding``: a directory that the configuration may name already. A store that is not mounted is opened as by a mount,
-    also if servers are missing. Raises StoreError, StoreBusy, ConfigError.
+    ``adding``: a directory that the configuration may name already. A store that is not mounted is
+    opened as by a mount, also if servers are missing. Raises StoreError, StoreBusy, ConfigError.
     """
     from aifs.vfs import open_filesystem
 
@@ -103,7 +105,8 @@ async def opened(place: str, adding: str = "") -> AsyncIterator[Door]:
 
 
 async def look(place: str) -> dict[str, Any]:
-    """The state of ``place``, a mountpoint or a SOURCE; a store that is not mounted is only looked at.
+    """The state of ``place``, a mountpoint or a SOURCE; a store that is not mounted is only looked
+    at.
 
     Raises as ``opened``.
     """

@@ -18,7 +18,9 @@ from aifs.cli.output import count
 @click.argument("mountpoint", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def status_command(mountpoint: str, as_json: bool) -> None:
-    """Show the state of the mount at MOUNTPOINT, of its data servers, its burst tier and its drain."""
+    """Show the state of the mount at MOUNTPOINT, of its data servers, its burst tier and its
+    drain.
+    """
     from aifs.cli.mounts import read_status, require_aifs
     from aifs.cli.output import print_facts, print_json, print_table
 

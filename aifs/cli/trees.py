@@ -17,9 +17,11 @@ def require_files(paths: Iterable[str]) -> None:
 
 
 def walk(path: str, directories: bool = False) -> Iterator[str]:
-    """``path`` if it is a regular file, else those below it, in the order of the directory; on request the directories, too.
+    """``path`` if it is a regular file, else those below it, in the order of the directory; on
+    request the directories, too.
 
-    Symlinks and other mounts below are left alone. What is removed meanwhile is passed over. Raises OSError.
+    Symlinks and other mounts below are left alone. What is removed meanwhile is passed over. Raises
+    OSError.
     """
     if not os.path.isdir(path):
         yield path

@@ -1,4 +1,6 @@
-"""``aifs umount``: unmount, and wait until everything is safe. Also the protocol of umount(8) helpers."""
+"""``aifs umount``: unmount, and wait until everything is safe. Also the protocol of umount(8)
+helpers.
+"""
 
 import os
 import select
@@ -59,14 +61,14 @@ def umount_command(
 ) -> None:
     """Unmount MOUNTPOINT.
 
-    Returns when the daemon has ended: everything that was acknowledged is on stable storage by then. What the burst tier
-    has not drained yet stays there, as safe as its devices are, and is drained after the next mount, or before
-    with --drain.
-    A mount whose daemon was killed is just taken away; what was acknowledged is found by the next mount. The same
-    goes, with an error, where the daemon could not write everything to its servers. While a server does not answer, the
-    command says so.
-    With --force programs that use the mount get errors, and what they have changed in mapped memory and not synced is lost;
-    what was acknowledged is recovered by the next mount. That is refused as long as the system cannot end calls to a server.
+    Returns when the daemon has ended: everything that was acknowledged is on stable storage by
+    then. What the burst tier has not drained yet stays there, as safe as its devices are, and is
+    drained after the next mount, or before with --drain. A mount whose daemon was killed is just
+    taken away; what was acknowledged is found by the next mount. The same goes, with an error,
+    where the daemon could not write everything to its servers. While a server does not answer, the
+    command says so. With --force programs that use the mount get errors, and what they have changed
+    in mapped memory and not synced is lost; what was acknowledged is recovered by the next mount.
+    That is refused as long as the system cannot end calls to a server.
     """
     from aifs.cli.mounts import LOCKED, end, is_dead, mounted_at, read_status, require_aifs, unmount
 
@@ -106,7 +108,8 @@ def umount_command(
 def _wait(
     mountpoint: str, daemon: int, status: dict[str, Any], is_taken: bool, until_s: float
 ) -> str:
-    """Until the daemon has ended, or has closed the store in order but cannot end: then why. Says what it waits for.
+    """Until the daemon has ended, or has closed the store in order but cannot end: then why. Says
+    what it waits for.
 
     Raises TimeoutReached; MountError if the store could not be closed in order.
     """
@@ -170,7 +173,9 @@ def _require_orderly_end(mountpoint: str, status: dict[str, Any]) -> None:
 
 
 def _owner(status: dict[str, Any]) -> "Owner | None":
-    """What the daemon that gave ``status`` has written of itself into its store, if it has not closed that in order."""
+    """What the daemon that gave ``status`` has written of itself into its store, if it has not
+    closed that in order.
+    """
     from aifs.core import config
     from aifs.vfs.owner import read_owner
 

@@ -24,7 +24,9 @@ Examples:
 """
 
 PARALLEL = 64
-"""Files that are being staged, or wait for it, at a time: the oldest is done, as a rule, when it is asked about."""
+"""Files that are being staged, or wait for it, at a time: the oldest is done, as a rule, when it is
+asked about.
+"""
 
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.002, 0.1
 _NO_ROOM = "no room in the burst tier, or changed meanwhile"
@@ -41,11 +43,11 @@ _EVICTED = "evicted again: the burst tier has no room for all"
 @click.option("--limit", type=SIZE, help="Stage so many bytes at most.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def warm_command(paths: tuple[str, ...], check: bool, limit: int | None, as_json: bool) -> int:
-    """Stage the files PATH, and all below the directories PATH: copy them from the data servers into the burst tier, so that
-    the next open reads at the local disk's speed.
+    """Stage the files PATH, and all below the directories PATH: copy them from the data servers
+    into the burst tier, so that the next open reads at the local disk's speed.
 
-    What does not fit stays where it is, with exit code 1. Staged files may be evicted when room is needed;
-    aifs pin keeps them.
+    What does not fit stays where it is, with exit code 1. Staged files may be evicted when room is
+    needed; aifs pin keeps them.
     """
     from aifs.cli.output import print_json
     from aifs.cli.trees import require_files, walk
@@ -89,7 +91,9 @@ def _check(paths: Iterable[str], as_json: bool) -> None:
 
 @dataclass
 class Staged:
-    """What has become of the files: how many were staged, were there, were refused and why, or exceeded the limit."""
+    """What has become of the files: how many were staged, were there, were refused and why, or
+    exceeded the limit.
+    """
 
     files: int = 0
     """Those that are in the burst tier at the end."""
@@ -112,7 +116,9 @@ class Staged:
 
 
 def stage(files: Iterable[str], total: int, limit: int | None = None) -> Staged:
-    """Stage ``files``, several at a time, with a progress bar up to ``total`` bytes. Raises StoreError, OSError."""
+    """Stage ``files``, several at a time, with a progress bar up to ``total`` bytes. Raises
+    StoreError, OSError.
+    """
     from aifs.cli.progress import progress
 
     if limit is not None:

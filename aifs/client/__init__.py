@@ -1,8 +1,8 @@
-"""What a training job imports: checkpoints that appear whole or not at all (docs/checkpoints.md), and files
-that ranks save together (docs/grouped.md).
+"""What a training job imports: checkpoints that appear whole or not at all (docs/checkpoints.md),
+and files that ranks save together (docs/grouped.md).
 
-Works on a mount of AIFS and in any other directory; speaks to a mount only through its files and extended
-attributes.
+Works on a mount of AIFS and in any other directory; speaks to a mount only through its files and
+extended attributes.
 """
 
 from aifs.client.catalog import Checkpoint, keep, latest, list_checkpoints, remove, verify

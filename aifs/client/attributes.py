@@ -1,5 +1,5 @@
-"""What the client knows of a mount: the extended attributes through which programs talk to AIFS. Elsewhere:
-nothing."""
+"""What the client knows of a mount: the extended attributes through which programs talk to AIFS.
+Elsewhere: nothing."""
 
 import json
 import os
@@ -25,8 +25,8 @@ def is_aifs(path: str) -> bool:
 
 
 def get(path: str, name: str) -> str:
-    """The value, or '' if there is none here. A symlink is followed. What somebody has set on another
-    filesystem says nothing."""
+    """The value, or '' if there is none here. A symlink is followed. What somebody has set on
+    another filesystem says nothing."""
     value = _read(path, name)
     return value if value and is_aifs(path) else ""
 

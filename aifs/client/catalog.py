@@ -1,8 +1,9 @@
-"""The checkpoints in a directory: which there are, which is the newest, whether they are whole, which have to
-go.
+"""The checkpoints in a directory: which there are, which is the newest, whether they are whole,
+which have to go.
 
-A checkpoint is a directory with a manifest, or, where a program has renamed one into place by itself, one
-whose name ends in a step; its name does not begin with a dot. The newest is the one that was published last.
+A checkpoint is a directory with a manifest, or, where a program has renamed one into place by
+itself, one whose name ends in a step; its name does not begin with a dot. The newest is the one
+that was published last.
 """
 
 import errno
@@ -35,10 +36,10 @@ _TEMPORARY_AGE_S = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint. ``state`` is *complete*, *pending* (being saved, or what is left of a save), *damaged*
-    (files are missing or have another size than the manifest says, or it cannot be read), or *no manifest*.
-    ``time``: of the publish, seconds since 1970; of a pending one, when it began. ``problem``: what is
-    damaged, or lacks."""
+    """One checkpoint. ``state`` is *complete*, *pending* (being saved, or what is left of a save),
+    *damaged* (files are missing or have another size than the manifest says, or it cannot be read),
+    or *no manifest*. ``time``: of the publish, seconds since 1970; of a pending one, when it began.
+    ``problem``: what is damaged, or lacks."""
 
     path: Path
     state: str
@@ -50,8 +51,8 @@ class Checkpoint:
 
 
 def list_checkpoints(path: PathLike, *, pending: bool = False) -> list[Checkpoint]:
-    """The checkpoints in the directory ``path``, the newest last; on request those that are not published.
-    Raises OSError."""
+    """The checkpoints in the directory ``path``, the newest last; on request those that are not
+    published. Raises OSError."""
     directory = plain(path)
     found = []
     for entry in list(os.scandir(directory)):
@@ -65,8 +66,8 @@ def list_checkpoints(path: PathLike, *, pending: bool = False) -> list[Checkpoin
 
 
 def latest(path: PathLike) -> Path | None:
-    """The newest complete checkpoint in the directory ``path``, or None. One without a manifest counts: its
-    program has renamed it into place. Raises OSError."""
+    """The newest complete checkpoint in the directory ``path``, or None. One without a manifest
+    counts: its program has renamed it into place. Raises OSError."""
     complete = [one for one in list_checkpoints(path) if one.state in (COMPLETE, UNLISTED)]
     return complete[-1].path if complete else None
 
@@ -166,11 +167,11 @@ def _check_sizes(path: str, listed: Files) -> dict[str, str]:
 
 
 def verify(path: PathLike, on_bytes: Callable[[int], None] = lambda count: None) -> list[str]:
-    """Read the checkpoint ``path`` and compare it with its manifest; returns what is wrong, each with the
-    file's name.
+    """Read the checkpoint ``path`` and compare it with its manifest; returns what is wrong, each
+    with the file's name.
 
-    Files that the manifest does not list are not looked at. Raises CheckpointError without a manifest,
-    OSError.
+    Files that the manifest does not list are not looked at. Raises CheckpointError without a
+    manifest, OSError.
     """
     directory = plain(path)
     try:
@@ -203,9 +204,8 @@ def _compare(directory: str, name: str, expected: Digest, on_bytes: Callable[[in
 
 
 def remove(path: PathLike) -> None:
-    """Remove the checkpoint ``path``: its name is gone at one stroke, so nobody finds half of it. Raises
-    OSError.
-
+    """Remove the checkpoint ``path``: its name is gone at one stroke, so nobody finds half of it.
+    Raises OSError.
     """
     directory = plain(path)
     if not stat.S_ISDIR(os.lstat(directory).st_mode):
@@ -221,8 +221,8 @@ def remove(path: PathLike) -> None:
 
 
 def remove_leftovers(directory: str) -> None:
-    """Finish removals that have crashed, and remove what is left of saves that crashed when they had
-    published. Raises OSError."""
+    """Finish removals that have crashed, and remove what is left of saves that crashed when they
+    had published. Raises OSError."""
     names = set(os.listdir(directory))
     for name in names:
         path = os.path.join(directory, name)
@@ -236,11 +236,11 @@ def remove_leftovers(directory: str) -> None:
 
 
 def keep(path: PathLike, policy: str, *, dry_run: bool = False) -> list[Path]:
-    """Which checkpoints of the directory ``path`` remain: a policy such as 'last=3,every=1000'; returns those
-    that have to go now.
+    """Which checkpoints of the directory ``path`` remain: a policy such as 'last=3,every=1000';
+    returns those that have to go now.
 
-    A mount keeps to it from now on. Elsewhere it is applied once, to what nobody of this host has open.
-    Raises CheckpointError for a policy that cannot be read, OSError.
+    A mount keeps to it from now on. Elsewhere it is applied once, to what nobody of this host has
+    open. Raises CheckpointError for a policy that cannot be read, OSError.
     """
     directory, wanted = plain(path), parse_keep(policy)
     found = {os.fsencode(one.path.name): one for one in list_checkpoints(directory)}
@@ -263,7 +263,9 @@ def keep(path: PathLike, policy: str, *, dry_run: bool = False) -> list[Path]:
 
 
 def set_policy(directory: str, wanted: retention.Keep) -> bool:
-    """Have the mount that the directory lies in keep to this; whether there is one. Raises OSError."""
+    """Have the mount that the directory lies in keep to this; whether there is one. Raises
+    OSError.
+    """
     if not attributes.is_aifs(directory):
         return False
     text = retention.format_keep(wanted)
@@ -285,8 +287,8 @@ def parse_keep(policy: str) -> retention.Keep:
 
 
 def _used_below(directory: str) -> set[bytes]:
-    """Names in the directory that a symlink beside them leads to, or below which a process of this host has
-    something open."""
+    """Names in the directory that a symlink beside them leads to, or below which a process of this
+    host has something open."""
     top = os.path.realpath(directory)
     links = [entry.path for entry in os.scandir(directory) if entry.is_symlink()]
     used = {os.path.realpath(link) for link in links}

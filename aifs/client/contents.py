@@ -1,7 +1,9 @@
-"""What may be put into a file: tensors of torch, arrays of numpy, anything with the buffer protocol.
+"""What may be put into a file: tensors of torch, arrays of numpy, anything with the buffer
+protocol.
 
 A mapping of names to tensors, or one tensor, which is called ``tensor`` then, becomes a tensor file
-(``tensor_file``); any other buffer becomes the file as it is. Bytes go to the file from where they lie.
+(``tensor_file``); any other buffer becomes the file as it is. Bytes go to the file from where they
+lie.
 """
 
 import sys

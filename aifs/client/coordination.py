@@ -1,7 +1,7 @@
 """How the ranks of a grouped write agree: what they agree on, how it fails, and who does it.
 
-Two implementations with one contract: ``mounted_group`` asks the daemon of a mount, ``plain_group`` works
-through files in any other directory.
+Two implementations with one contract: ``mounted_group`` asks the daemon of a mount, ``plain_group``
+works through files in any other directory.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from aifs.client.ranks import RanksMissing
 
 
 class GroupError(CheckpointError):
-    """A grouped write has failed, for all of its ranks; nothing was published. ``rank``: whose fault, or
-    None."""
+    """A grouped write has failed, for all of its ranks; nothing was published. ``rank``: whose
+    fault, or None."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -30,21 +30,22 @@ class GroupExpired(GroupError, RanksMissing):
 
 
 class InvalidGroup(GroupError, ValueError):
-    """What was asked for contradicts what the group is: another number of ranks, a rank twice, a second
-    commit."""
+    """What was asked for contradicts what the group is: another number of ranks, a rank twice, a
+    second commit."""
 
 
 REFUSED_AFTER_S = 10.0
-"""How long a rank that meets what another run has left waits for others of its own, who may see to it, before it is
-refused."""
+"""How long a rank that meets what another run has left waits for others of its own, who may see to
+it, before it is refused."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """One rank's view of a group. ``directory``: absolute; ``chunk``: bytes that are deduplicated at a time;
-    ``publish``: the name that the directory gets, beside itself, when all ranks have committed, or '';
-    ``job``: what tells the ranks of a job from those of another one, or ''; ``is_said``: the ranks have said so, and the
-    same in no other run, where else it is what the environment knows."""
+    """One rank's view of a group. ``directory``: absolute; ``chunk``: bytes that are deduplicated
+    at a time; ``publish``: the name that the directory gets, beside itself, when all ranks have
+    committed, or ''; ``job``: what tells the ranks of a job from those of another one, or '';
+    ``is_said``: the ranks have said so, and the same in no other run, where else it is what the
+    environment knows."""
 
     name: str
     rank: int
@@ -64,24 +65,25 @@ class Options:
 
 
 class Coordinator(Protocol):
-    """One rank's part in a group. Making one makes this process the rank, or raises InvalidGroup, OSError; it
-    does not wait for other ranks. Every function may block; ``watch`` and the others are called from
-    different threads."""
+    """One rank's part in a group. Making one makes this process the rank, or raises InvalidGroup,
+    OSError; it does not wait for other ranks. Every function may block; ``watch`` and the others
+    are called from different threads."""
 
     identity: str
     """The same in all ranks of this attempt, '' while it is not known."""
 
     def commit(self, file: str, size: int) -> None:
-        """This rank has written all its files, and they are durable. ``file``: path of one of them, and its size, if all
-        must have one; else ''. Raises GroupError, OSError; InvalidGroup, after which the group fails for all, if the
-        size is not that of the first rank that has committed."""
+        """This rank has written all its files, and they are durable. ``file``: path of one of them,
+        and its size, if all must have one; else ''. Raises GroupError, OSError; InvalidGroup, after
+        which the group fails for all, if the size is not that of the first rank that has committed.
+        """
 
     def fail(self, reason: str) -> None:
         """This rank gives up, and so the group fails. Nothing, if it has an outcome already."""
 
     def watch(self) -> None:
-        """Returns when all ranks have committed, all is durable, and published if it was to be. Raises
-        GroupError, FileExistsError if the final name is taken, OSError. Called once."""
+        """Returns when all ranks have committed, all is durable, and published if it was to be.
+        Raises GroupError, FileExistsError if the final name is taken, OSError. Called once."""
 
     def close(self) -> None:
         """After ``watch``; nothing else is called afterwards."""

@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 class Future(concurrent.futures.Future[T]):
     """``result(timeout)``, ``exception(timeout)``, ``done()``, ``add_done_callback`` as of
-    concurrent.futures, or ``await``. It cannot be cancelled: who stops waiting changes nothing for the
-    others."""
+    concurrent.futures, or ``await``. It cannot be cancelled: who stops waiting changes nothing for
+    the others."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -37,20 +37,22 @@ _NAME = re.compile(r"[A-Za-z0-9_.:@+-]{1,63}")
 
 
 class Group:
-    """One rank of a grouped write. Making one joins it: this process is rank ``rank`` of ``world`` until it
-    has committed, and if it ends before, the group fails for all.
+    """One rank of a grouped write. Making one joins it: this process is rank ``rank`` of ``world``
+    until it has committed, and if it ends before, the group fails for all.
 
-    ``directory``: where the files go, made if it is not there; on a mount, groups of the same ``name`` repeat
-    each other (docs/grouped.md). ``dedup``: bytes that are compared at a time, at most, from 64KiB to 4MiB; 'file' is 4MiB. ``timeout_s``: until
-    all ranks have committed. ``grace_s``: how long a rank that died may stay away. ``publish``: the name that
-    the directory gets, beside itself, when all have committed. ``reuse``: compare by samples what was equal
-    in the group of this name before. ``files_per_rank``: the rank commits with its last file; None: by
-    ``commit()``. ``same_size``: all files must have the size of those of the first rank that commits. ``job``: a
-    name that all ranks of this job give, and no other run of it; None: what the launcher says.
+    ``directory``: where the files go, made if it is not there; on a mount, groups of the same
+    ``name`` repeat each other (docs/grouped.md). ``dedup``: bytes that are compared at a time, at
+    most, from 64KiB to 4MiB; 'file' is 4MiB. ``timeout_s``: until all ranks have committed.
+    ``grace_s``: how long a rank that died may stay away. ``publish``: the name that the directory
+    gets, beside itself, when all have committed. ``reuse``: compare by samples what was equal in
+    the group of this name before. ``files_per_rank``: the rank commits with its last file; None: by
+    ``commit()``. ``same_size``: all files must have the size of those of the first rank that
+    commits. ``job``: a name that all ranks of this job give, and no other run of it; None: what the
+    launcher says.
 
-    As a context manager it waits at its end until all is durable, or cancels the group if the block raises.
-    Raises InvalidGroup, FileExistsError if ``publish`` is taken, OSError; ``durable`` raises GroupError and
-    below.
+    As a context manager it waits at its end until all is durable, or cancels the group if the block
+    raises. Raises InvalidGroup, FileExistsError if ``publish`` is taken, OSError; ``durable``
+    raises GroupError and below.
     """
 
     def __init__(
@@ -108,8 +110,8 @@ class Group:
 
     @classmethod
     def from_torch(cls, process_group: Any = None, *, name: str, **options: Any) -> "Group":
-        """The ranks are those of a process group of torch.distributed, None for the default one; all of them
-        call this. If one cannot join, all raise GroupError."""
+        """The ranks are those of a process group of torch.distributed, None for the default one;
+        all of them call this. If one cannot join, all raise GroupError."""
         import torch.distributed as dist
 
         rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -161,8 +163,8 @@ class Group:
         return self._target if is_published else self._options.directory
 
     def path(self, path: PathLike) -> str:
-        """Of a file of the group, given relative to its directory or absolute. Raises InvalidGroup if it lies
-        elsewhere."""
+        """Of a file of the group, given relative to its directory or absolute. Raises InvalidGroup
+        if it lies elsewhere."""
         wanted = plain(os.path.join(self.directory, path))
         if not wanted.startswith(os.path.join(self.directory, "")):
             raise InvalidGroup(
@@ -185,15 +187,17 @@ class Group:
         return saved
 
     def await_put(self, target: str) -> None:
-        """Until what this rank has put there, if anything, is in the buffer. Raises what that raises."""
+        """Until what this rank has put there, if anything, is in the buffer. Raises what that
+        raises.
+        """
         put = self._puts.get(os.path.relpath(target, self.directory))
         if put is not None:
             put.result()
 
     def commit(self) -> Saved:
-        """This rank has put all its files: for ``files_per_rank=None``, or when there are fewer. ``buffered``
-        is done when the rank has committed. Raises InvalidGroup if it has before, GroupError if the group has
-        failed."""
+        """This rank has put all its files: for ``files_per_rank=None``, or when there are fewer.
+        ``buffered`` is done when the rank has committed. Raises InvalidGroup if it has before,
+        GroupError if the group has failed."""
         with self._changing:
             self._require_open()
             self._has_committed = True
@@ -202,7 +206,9 @@ class Group:
         return saved
 
     def cancel(self, reason: str = "was cancelled") -> None:
-        """The group fails, for all ranks; nothing if it is complete already. Files that are there stay."""
+        """The group fails, for all ranks; nothing if it is complete already. Files that are there
+        stay.
+        """
         with self._changing:
             if not self._is_closed:
                 self._coordinator.fail(reason)
@@ -242,7 +248,9 @@ class Group:
             buffered.set_result(None)
 
     def _named_file(self) -> tuple[str, int]:
-        """One of this rank's files, and its size, if all must have one. Raises InvalidGroup, for all, if its own have not."""
+        """One of this rank's files, and its size, if all must have one. Raises InvalidGroup, for
+        all, if its own have not.
+        """
         if not self._options.same_size:
             return "", 0
         first, *rest = self._sizes.items() or [("", 0)]
@@ -259,8 +267,8 @@ class Group:
         return first
 
     def _watch(self) -> None:
-        """When it ends well, nothing of the group is left before anybody hears of it; else all hear of it
-        first, as a file may still be on its way."""
+        """When it ends well, nothing of the group is left before anybody hears of it; else all hear
+        of it first, as a file may still be on its way."""
         try:
             self._coordinator.watch()
             has_failed = False
@@ -295,22 +303,23 @@ class Group:
 def group_putfile(
     path: PathLike, data: Any, group: Group, metadata: Mapping[str, str] | None = None
 ) -> Saved:
-    """Save ``data`` as the file ``path`` of the group, in the background; see ``putfile`` for what it may be.
+    """Save ``data`` as the file ``path`` of the group, in the background; see ``putfile`` for what
+    it may be.
 
-    ``path``: in the group's directory. If it is the rank's last file (``files_per_rank``), the rank commits,
-    and ``buffered`` is done when it has. Raises TypeError, ValueError for what cannot be saved, InvalidGroup
-    if the rank has committed, GroupError if the group has failed already.
+    ``path``: in the group's directory. If it is the rank's last file (``files_per_rank``), the rank
+    commits, and ``buffered`` is done when it has. Raises TypeError, ValueError for what cannot be
+    saved, InvalidGroup if the rank has committed, GroupError if the group has failed already.
     """
     return group.put(path, data, metadata)
 
 
 def group_getfile(path: PathLike, group: Group, *, together: bool = False) -> Loaded:
-    """The file ``path`` of the group, mapped: what several ranks of one host read is fetched once. Waits
-    until what this rank has put there is in the buffer; what others put is there when the group is durable,
-    before that perhaps an older file is. Raises OSError.
+    """The file ``path`` of the group, mapped: what several ranks of one host read is fetched once.
+    Waits until what this rank has put there is in the buffer; what others put is there when the
+    group is durable, before that perhaps an older file is. Raises OSError.
 
-    ``together``: all ranks of a group from torch.distributed read this one file; those on several hosts read
-    a part each and pass it on. Raises CheckpointError, in all ranks, if one cannot read.
+    ``together``: all ranks of a group from torch.distributed read this one file; those on several
+    hosts read a part each and pass it on. Raises CheckpointError, in all ranks, if one cannot read.
     """
     target = group.path(path)
     group.await_put(target)

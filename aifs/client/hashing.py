@@ -1,7 +1,8 @@
 """The bytes of a checkpoint's files: listed, made durable, hashed.
 
-Hashes are taken by plain reads, right after the bytes were written, so that they come from memory; a mapping
-would be as fast, but an error of the device would end the process (SIGBUS) instead of the save.
+Hashes are taken by plain reads, right after the bytes were written, so that they come from memory;
+a mapping would be as fast, but an error of the device would end the process (SIGBUS) instead of the
+save.
 """
 
 import os
@@ -17,7 +18,9 @@ from aifs.client.manifest import CheckpointError, Digest, Files
 from aifs.core.files import close_file, open_file, read_into, sync_dir, sync_file
 
 WORKERS = 4
-"""Files that are worked on at a time, by a thread each: while one waits for the device, another is hashed."""
+"""Files that are worked on at a time, by a thread each: while one waits for the device, another is
+hashed.
+"""
 
 BUFFER = 1 << 20
 BUFFER_ALONE = 4 << 20  # of a file that is hashed by all processors: enough to spread it over them
@@ -42,7 +45,9 @@ def is_reserved(path: str) -> bool:
 
 
 def list_files(directory: str) -> dict[str, os.stat_result]:
-    """The regular files below, without those of the protocol. Symlinks are not followed. Raises OSError."""
+    """The regular files below, without those of the protocol. Symlinks are not followed. Raises
+    OSError.
+    """
     return {
         path: found
         for path, found in walk(directory)
@@ -51,8 +56,8 @@ def list_files(directory: str) -> dict[str, os.stat_result]:
 
 
 def walk(directory: str, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
-    """Paths below ``directory`` with their status, a directory before what is in it; not what vanishes
-    meanwhile. Raises OSError."""
+    """Paths below ``directory`` with their status, a directory before what is in it; not what
+    vanishes meanwhile. Raises OSError."""
     for entry in list(os.scandir(os.path.join(directory, below))):
         path = os.path.join(below, entry.name)
         with suppress(FileNotFoundError):
@@ -63,7 +68,9 @@ def walk(directory: str, below: str = "") -> Iterator[tuple[str, os.stat_result]
 
 
 def sync_files(directory: str, paths: Iterable[str], hash: bool = True) -> Files:
-    """Make the bytes of the files durable, and say what they are. Raises CheckpointError, OSError."""
+    """Make the bytes of the files durable, and say what they are. Raises CheckpointError,
+    OSError.
+    """
     return _for_all(directory, paths, lambda path, alone: _digest(path, alone, hash, sync_file))
 
 

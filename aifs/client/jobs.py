@@ -12,8 +12,9 @@ _ON_A_HOST = ("SLURM_STEP_ID", "TORCHELASTIC_RESTART_COUNT")
 
 
 def job_of_environment(on_a_host: bool) -> str:
-    """The same in all ranks of a job, and where it differs it is another job, or another run of it; '' if nothing
-    is known. Runs that a launcher does not tell apart have the same. ``on_a_host``: all ranks are on this one."""
+    """The same in all ranks of a job, and where it differs it is another job, or another run of it;
+    '' if nothing is known. Runs that a launcher does not tell apart have the same. ``on_a_host``:
+    all ranks are on this one."""
     names = _EVERYWHERE + (_ON_A_HOST if on_a_host else ())
     job = "/".join(value for value in map(os.environ.get, names) if value)
     return (

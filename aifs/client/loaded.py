@@ -11,7 +11,9 @@ from aifs.core import files
 
 
 class Loaded:
-    """The content of the file ``path``. What is taken from it shares its memory, and keeps it alive."""
+    """The content of the file ``path``. What is taken from it shares its memory, and keeps it
+    alive.
+    """
 
     def __init__(self, path: str, content: memoryview) -> None:
         self.path = path
@@ -31,14 +33,16 @@ class Loaded:
         }
 
     def to_tensor(self, name: str = ONE, device: Any = "cpu") -> Any:
-        """The one tensor that was put, or the one of that name. Raises CheckpointError if there is none."""
+        """The one tensor that was put, or the one of that name. Raises CheckpointError if there is
+        none.
+        """
         from aifs.client.torch.tensors import tensor_at
 
         return tensor_at(self._content, self._entry(name)).to(device)
 
     def to_arrays(self) -> dict[str, Any]:
-        """The tensors as arrays of numpy, by name. Raises TypeError for element types that it lacks,
-        CheckpointError."""
+        """The tensors as arrays of numpy, by name. Raises TypeError for element types that it
+        lacks, CheckpointError."""
         return {name: self._array(name, entry) for name, entry in self._decode()[0].items()}
 
     def to_array(self, name: str = ONE) -> Any:
@@ -47,7 +51,9 @@ class Loaded:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What was put beside the tensors. Raises CheckpointError for what is no file of tensors."""
+        """What was put beside the tensors. Raises CheckpointError for what is no file of
+        tensors.
+        """
         return self._decode()[1]
 
     def _decode(self) -> tuple[dict[str, tensor_file.Entry], dict[str, str]]:
@@ -79,7 +85,9 @@ class Loaded:
 
 
 def map_file(path: str) -> memoryview:
-    """The file's bytes, privately mapped: read when used; changes are not written. Raises OSError."""
+    """The file's bytes, privately mapped: read when used; changes are not written. Raises
+    OSError.
+    """
     fd = files.open_file(path, write=False)
     try:
         size = os.fstat(fd).st_size

@@ -1,8 +1,9 @@
 """Whether the process that works on a file lives: it holds a lock of the file.
 
-Locks are those of open file descriptions (fcntl(2)): the kernel lets go of one when the last descriptor is
-closed, so when the process has ended, however it did; whether a file is locked can be asked without locking
-it. Where the filesystem has no locks, all succeed, and every file counts as locked.
+Locks are those of open file descriptions (fcntl(2)): the kernel lets go of one when the last
+descriptor is closed, so when the process has ended, however it did; whether a file is locked can be
+asked without locking it. Where the filesystem has no locks, all succeed, and every file counts as
+locked.
 """
 
 import errno
@@ -39,7 +40,9 @@ def _lock(fd: int, kind: int) -> bool:
 
 
 def is_locked(path: str) -> bool:
-    """Whether a process lives that holds the file; True, too, where that cannot be told. Raises OSError."""
+    """Whether a process lives that holds the file; True, too, where that cannot be told. Raises
+    OSError.
+    """
     try:
         fd = files.open_file(path, write=False)
     except FileNotFoundError:
@@ -64,8 +67,8 @@ def is_at(path: str, fd: int) -> bool:
 
 
 def create_beside(target: str) -> tuple[str, int]:
-    """A new file beside ``target``, locked as long as it is open: its path, and a descriptor for writing.
-    Raises OSError."""
+    """A new file beside ``target``, locked as long as it is open: its path, and a descriptor for
+    writing. Raises OSError."""
     while True:
         path = trees.beside(target)
         fd = trees.create_file(path)

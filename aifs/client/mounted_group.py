@@ -1,7 +1,7 @@
 """How the ranks of a grouped write agree on a mount: the daemon knows. See docs/grouped.md.
 
-By ioctl; where the mount has none (no bridge), by extended attributes, and then nobody notices a death before
-the time is over.
+By ioctl; where the mount has none (no bridge), by extended attributes, and then nobody notices a
+death before the time is over.
 """
 
 import errno
@@ -88,7 +88,9 @@ class MountedGroup:
                 return command.argument.unpack(fcntl.ioctl(self._fd, command.request, argument))
 
     def _told(self, number: int = 0) -> dict[str, Any]:
-        """What the daemon says of the directory's group, or of the one with this id; {} if there is none."""
+        """What the daemon says of the directory's group, or of the one with this id; {} if there is
+        none.
+        """
         try:
             return json.loads(
                 os.getxattr(
@@ -100,10 +102,12 @@ class MountedGroup:
                 raise
             return {}
 
-    # --- joining -------------------------------------------------------------------------------------
+    # --- joining ----------------------------------------------------------------------------------
 
     def _enter(self) -> int:
-        """Create or find the group, and be its rank; returns its id. Raises InvalidGroup, OSError."""
+        """Create or find the group, and be its rank; returns its id. Raises InvalidGroup,
+        OSError.
+        """
         while True:
             try:
                 found = self._create()
@@ -154,9 +158,9 @@ class MountedGroup:
         return committed > 0 and joined == 0
 
     def _give_up_left_over(self, told: dict[str, Any]) -> bool:
-        """Whether the group is to be looked for once more: ranks had committed to it, and nobody of it lives.
-        Raises InvalidGroup if it may be of this job, or of one that was killed, and nobody comes who
-        knows."""
+        """Whether the group is to be looked for once more: ranks had committed to it, and nobody of
+        it lives. Raises InvalidGroup if it may be of this job, or of one that was killed, and
+        nobody comes who knows."""
         ranks, rank = told.get("members", []), self._options.rank
         if told.get("state") != _OPEN:  # another rank has seen to it
             return True
@@ -196,7 +200,7 @@ class MountedGroup:
                 return False
         raise AssertionError
 
-    # --- what the rank does --------------------------------------------------------------------------
+    # --- what the rank does -----------------------------------------------------------------------
 
     def commit(self, file: str, size: int) -> None:
         try:
@@ -279,7 +283,7 @@ class MountedGroup:
                 numbers = {"failed": failed, "cancelled": errno.ECANCELED, "expired": errno.ETIME}
                 raise self._failure or self._explained(OSError(numbers[state], state), told)
 
-    # --- errors --------------------------------------------------------------------------------------
+    # --- errors -----------------------------------------------------------------------------------
 
     def _told_safely(self) -> dict[str, Any]:
         """What the daemon says of this group; {} if it says nothing."""

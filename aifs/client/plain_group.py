@@ -1,6 +1,8 @@
-"""How the ranks of a grouped write agree where there is no AIFS: through the directory ``.aifs-group.NAME``.
+"""How the ranks of a grouped write agree where there is no AIFS: through the directory
+``.aifs-group.NAME``.
 
-It is in the group's directory, or beside it if that is to be published, as ``.aifs-group.NAME.DIRECTORY``.
+It is in the group's directory, or beside it if that is to be published, as
+``.aifs-group.NAME.DIRECTORY``.
 
     rank.R        what rank R says (``rank_files``): {"attempt", "world", "host", "job", "state", "reason"}; committed,
                   with same_size: "file", "size" (of one of its files), "when"
@@ -8,22 +10,25 @@ It is in the group's directory, or beside it if that is to be published, as ``.a
                   {"kind", "reason", "rank"}; appears once, and never changes
     deciding      locked by who decides
 
-States: *joined*, *committed* (all files of the rank have their names, and are durable), *failed*, *invalid*
-(it is of another group).
+States: *joined*, *committed* (all files of the rank have their names, and are durable), *failed*,
+*invalid* (it is of another group).
 
-1. Rank 0 leads: its file names a new attempt. The others, if they are of the same job, or know of none, adopt
-   it if rank 0 lives (on another host: if it has no outcome), or has committed and no other run has this job's
-   name, and say so in their files. When rank 0 has died and comes again, or what they found was of a crashed
-   job, there is another attempt, and they adopt that: what they have written and committed still counts.
-2. Everybody watches all files, and decides when it sees that all have committed, one has failed, one's
-   process has ended before it had committed (on this host), or the time is over. The first decision is the
-   outcome, for all. The last one to commit decides before its commit returns, as its process may end then.
-3. Who decides that all have committed publishes first, under the lock; if it dies, the next one goes on.
-4. A rank that has seen the outcome removes its file; the last one also the rest. What a killed rank leaves is
-   reused by the next group of that name.
+1. Rank 0 leads: its file names a new attempt. The others, if they are of the same job, or know of
+   none, adopt it if rank 0 lives (on another host: if it has no outcome), or has committed and no
+   other run has this job's name, and say so in their files. When rank 0 has died and comes again,
+   or what they found was of a crashed job, there is another attempt, and they adopt that: what they
+   have written and committed still counts.
+2. Everybody watches all files, and decides when it sees that all have committed, one has failed,
+   one's process has ended before it had committed (on this host), or the time is over. The first
+   decision is the outcome, for all. The last one to commit decides before its commit returns, as
+   its process may end then.
+3. Who decides that all have committed publishes first, under the lock; if it dies, the next one
+   goes on.
+4. A rank that has seen the outcome removes its file; the last one also the rest. What a killed rank
+   leaves is reused by the next group of that name.
 
-A rank on another host is known to be dead only by the time-out, and so is one that dies before it has heard
-of rank 0. The same name must not be used twice at a time.
+A rank on another host is known to be dead only by the time-out, and so is one that dies before it
+has heard of rank 0. The same name must not be used twice at a time.
 """
 
 import hashlib
@@ -134,11 +139,11 @@ class PlainGroup:
             if self._attempt:
                 self._say()
 
-    # --- what the rank does --------------------------------------------------------------------------
+    # --- what the rank does -----------------------------------------------------------------------
 
     def commit(self, file: str, size: int) -> None:
-        """Waits, too, until it is known to which attempt. The last one decides here: its process may end when
-        this returns."""
+        """Waits, too, until it is known to which attempt. The last one decides here: its process
+        may end when this returns."""
         if file:
             self._committed = {"file": file, "size": size, "when": time.time()}
         self._change(_COMMITTED)
@@ -183,7 +188,7 @@ class PlainGroup:
         kinds = {_DEAD: RankDied, _EXPIRED: GroupExpired, _INVALID: InvalidGroup}
         return kinds.get(kind, GroupError)(f"{self._options}: {reason}", rank)
 
-    # --- watching ------------------------------------------------------------------------------------
+    # --- watching ---------------------------------------------------------------------------------
 
     def _poll(self) -> Iterator[bool]:
         """Again and again, ever slower; says whether the time is over."""
@@ -250,8 +255,8 @@ class PlainGroup:
             self._say()
 
     def _present_attempt(self, marks: Marks) -> str:
-        """Rank 0's, if it goes on; for a rank that is in none yet also one that has ended since it came. A
-        rank stays in one that has ended: rank 0's next one is another group."""
+        """Rank 0's, if it goes on; for a rank that is in none yet also one that has ended since it
+        came. A rank stays in one that has ended: rank 0's next one is another group."""
         ended = self._outcomes()
         found = ""
         if self._attempt in ended:
@@ -265,7 +270,9 @@ class PlainGroup:
         return found if found.startswith(self._ours) else ""
 
     def _other_job(self, marks: Marks) -> str:
-        """What is wrong if rank 0 lives, and is of another job, or is about to begin where that was; ''."""
+        """What is wrong if rank 0 lives, and is of another job, or is about to begin where that
+        was; ''.
+        """
         mark = marks.get(0, {"attempt": self._ours})
         if mark["attempt"].startswith(self._ours) or not self._lives(0, mark):
             return ""
@@ -315,14 +322,16 @@ class PlainGroup:
         since = self._dead_since.setdefault(rank, time.monotonic())
         return time.monotonic() - since >= self._options.grace_s
 
-    # --- the outcome ---------------------------------------------------------------------------------
+    # --- the outcome ------------------------------------------------------------------------------
 
     def _read_outcome(self) -> dict[str, Any]:
         data = files.read_file(self._path(f"outcome.{self._attempt}"))
         return json.loads(data) if data else {}
 
     def _decide(self, judged: dict[str, Any]) -> dict[str, Any]:
-        """The outcome: this one, or what another rank has decided before; {} if another one is deciding."""
+        """The outcome: this one, or what another rank has decided before; {} if another one is
+        deciding.
+        """
         try:
             lock = RankFile(self._path("deciding"))
         except RankIsTaken:
@@ -375,7 +384,9 @@ class PlainGroup:
 
 
 def _unequal(committed: Marks) -> dict[str, Any]:
-    """The outcome, if a rank has named a file that has another size than that of the first rank; else {}."""
+    """The outcome, if a rank has named a file that has another size than that of the first rank;
+    else {}.
+    """
     sized = sorted((mark["when"], rank) for rank, mark in committed.items() if "file" in mark)
     for _, rank in sized[1:]:
         mark, first = committed[rank], sized[0][1]

@@ -1,9 +1,9 @@
 """Publish: a directory that has been written gets its name, with a manifest of what belongs to it.
 
-The order, on any filesystem: the bytes are durable; the manifest is; the name appears; then the pointers
-change (the ``latest`` symlink, the tracker file). On AIFS name and pointers change in one transaction;
-elsewhere a crash may leave pointers that still show the checkpoint before, never ones that show a checkpoint
-which is not there.
+The order, on any filesystem: the bytes are durable; the manifest is; the name appears; then the
+pointers change (the ``latest`` symlink, the tracker file). On AIFS name and pointers change in one
+transaction; elsewhere a crash may leave pointers that still show the checkpoint before, never ones
+that show a checkpoint which is not there.
 """
 
 import errno
@@ -27,8 +27,8 @@ PathLike = str | os.PathLike[str]
 
 
 def plain(path: PathLike) -> str:
-    """An absolute path without ``.``, ``..`` and a slash at the end. Raises CheckpointError for an empty
-    one."""
+    """An absolute path without ``.``, ``..`` and a slash at the end. Raises CheckpointError for an
+    empty one."""
     text = os.fspath(path)
     if not text:
         raise CheckpointError("the path is empty")
@@ -43,12 +43,12 @@ def step_of(name: str) -> int | None:
 def commit(
     tmp: PathLike, rank: int, names: Iterable[str] | None = None, *, hash: bool = True
 ) -> None:
-    """Rank ``rank`` has written its files of the pending directory ``tmp``: they are durable when this
-    returns.
+    """Rank ``rank`` has written its files of the pending directory ``tmp``: they are durable when
+    this returns.
 
-    ``names``: paths below ``tmp``; None: all that are there and that no other rank has committed. May be
-    repeated until the publish; the last one counts. ``publish(..., ranks=N)`` wants one of each rank. Raises
-    CheckpointError, OSError.
+    ``names``: paths below ``tmp``; None: all that are there and that no other rank has committed.
+    May be repeated until the publish; the last one counts. ``publish(..., ranks=N)`` wants one of
+    each rank. Raises CheckpointError, OSError.
     """
     directory = plain(tmp)
     if names is None:
@@ -109,10 +109,10 @@ def publish(
 ) -> Manifest:
     """Make the directory ``tmp`` appear as ``final``, whole and durable, with a manifest.
 
-    ``ranks``: refuse unless so many have committed. ``latest``, ``tracker``: names beside ``final`` of a
-    symlink that shall lead to it, and of a file that shall hold its step. ``step``: by default the number at
-    the end of the name. ``replace``: of a ``final`` that is there already; it is removed. Raises
-    CheckpointError, FileExistsError, OSError.
+    ``ranks``: refuse unless so many have committed. ``latest``, ``tracker``: names beside ``final``
+    of a symlink that shall lead to it, and of a file that shall hold its step. ``step``: by default
+    the number at the end of the name. ``replace``: of a ``final`` that is there already; it is
+    removed. Raises CheckpointError, FileExistsError, OSError.
     """
     directory, target = plain(tmp), plain(final)
     step = step_of(os.path.basename(target)) if step is None else step
@@ -139,8 +139,8 @@ def publish(
 
 
 def require_free(target: str, replace: bool) -> None:
-    """A checkpoint may get the name. Raises FileExistsError, CheckpointError for what cannot be replaced,
-    OSError."""
+    """A checkpoint may get the name. Raises FileExistsError, CheckpointError for what cannot be
+    replaced, OSError."""
     there = _mode(target)
     if there and not replace:
         raise FileExistsError(errno.EEXIST, "a checkpoint of this name is there already", target)
@@ -157,8 +157,8 @@ def _mode(path: str) -> int:
 
 
 def check_pointers(target: str, latest: str | None, tracker: str | None, step: int | None) -> None:
-    """Raises CheckpointError if they are no names beside ``target``, or a tracker has no step to hold;
-    OSError."""
+    """Raises CheckpointError if they are no names beside ``target``, or a tracker has no step to
+    hold; OSError."""
     for name in [name for name in (latest, tracker) if name is not None]:
         if os.path.basename(name) != name or name in ("", ".", "..", os.path.basename(target)):
             raise CheckpointError(f"{name!r} cannot be the name of a pointer beside {target}")
@@ -176,7 +176,9 @@ def check_pointers(target: str, latest: str | None, tracker: str | None, step: i
 
 
 def _time_after(target: str, latest: str | None) -> float:
-    """Now; if the clock has gone back, just after the checkpoint before: checkpoints are ordered by this."""
+    """Now; if the clock has gone back, just after the checkpoint before: checkpoints are ordered by
+    this.
+    """
     with suppress(CheckpointError, OSError):
         before = manifest.read(os.path.join(os.path.dirname(target), latest)) if latest else None
         if before is not None:
@@ -187,7 +189,9 @@ def _time_after(target: str, latest: str | None) -> float:
 def _complete(
     directory: str, step: int | None, ranks: int | None, hash: bool, attempt: str, time_s: float
 ) -> Manifest:
-    """Everything in the directory is durable and in its manifest, and nothing else is left there."""
+    """Everything in the directory is durable and in its manifest, and nothing else is left
+    there.
+    """
     commits = read_commits(directory)
     members = attributes.get_json(directory, attributes.PENDING).get("members", [])
     missing = sorted(set(range(ranks or 0)) - commits.keys() - set(members))

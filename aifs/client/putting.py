@@ -40,9 +40,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @dataclass(frozen=True)
 class Saved:
-    """The file ``path``, which is on its way. Its memory must not change before ``buffered`` is done: then
-    the file has its name, whole, and is durable in the burst tier of a mount (elsewhere: in the filesystem).
-    ``durable``: it is on the data servers; for a file of a group, all of the group's files are."""
+    """The file ``path``, which is on its way. Its memory must not change before ``buffered`` is
+    done: then the file has its name, whole, and is durable in the burst tier of a mount (elsewhere:
+    in the filesystem). ``durable``: it is on the data servers; for a file of a group, all of the
+    group's files are."""
 
     path: str
     buffered: Future[None]
@@ -52,10 +53,10 @@ class Saved:
 def putfile(path: PathLike, data: Any, metadata: Mapping[str, str] | None = None) -> Saved:
     """Save ``data`` as the file ``path``, in the background; on a mount it is drained at once.
 
-    A tensor, or a mapping of names to tensors, of torch or numpy, becomes a file of tensors in the format of
-    safetensors, with ``metadata``; anything else that has the buffer protocol becomes the file as it is.
-    Puts of one path by one process follow each other: the last one stays. Raises TypeError, ValueError for
-    what cannot be saved; the futures raise OSError.
+    A tensor, or a mapping of names to tensors, of torch or numpy, becomes a file of tensors in the
+    format of safetensors, with ``metadata``; anything else that has the buffer protocol becomes the
+    file as it is. Puts of one path by one process follow each other: the last one stays. Raises
+    TypeError, ValueError for what cannot be saved; the futures raise OSError.
     """
     global _pool
     target, content = plain(path), content_of(data, metadata)
@@ -82,8 +83,8 @@ def getfile(path: PathLike) -> Loaded:
 
 
 def write_content(target: str, content: Content) -> None:
-    """The file ``target`` appears, whole and durable; what attempts that were killed have left of it goes.
-    Raises OSError."""
+    """The file ``target`` appears, whole and durable; what attempts that were killed have left of
+    it goes. Raises OSError."""
     directory, name = os.path.split(target)
     trees.make_durable_dir(directory)
     left_over = re.compile(re.escape(f".{name}.") + r"[0-9a-f]{8}\.tmp")

@@ -1,5 +1,5 @@
-"""The file by which a rank says that it lives, and what it has done: locked by its process, written by nobody
-else.
+"""The file by which a rank says that it lives, and what it has done: locked by its process, written
+by nobody else.
 
 Each line is one JSON object; the last whole one counts.
 """
@@ -85,7 +85,9 @@ def is_ending(path: str) -> bool:
 
 
 def _after_fork() -> None:
-    """A child is not the rank: with its copies of the descriptors the locks would outlive the parent."""
+    """A child is not the rank: with its copies of the descriptors the locks would outlive the
+    parent.
+    """
     for file in list(_own):
         file.let_go()
 

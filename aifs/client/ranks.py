@@ -8,25 +8,26 @@ Needed for more than one rank alone. Rank 0 leads; each file has one writer and 
               "reason": ""}
     plan      rank 0: {"plan": ID, "tokens": [TOKEN, ...], "sizes": {name: bytes}}: what belongs to it
 
-States: *written*: R has left the body of its ``with``; *names* have changed since it came. *committed*: its
-share of the plan is durable and hashed. *again*: R was started anew after it had written, and waits until its
-mark is removed. *failed*: R gave up.
+States: *written*: R has left the body of its ``with``; *names* have changed since it came.
+*committed*: its share of the plan is durable and hashed. *again*: R was started anew after it had
+written, and waits until its mark is removed. *failed*: R gave up.
 
-1. A rank comes, and notes which files are there: leftovers of a crashed attempt, work of faster ranks. If it
-   finds a mark of its own, in the attempt that is the present one, it had died after that. Then it says
-   *again*, and waits until rank 0 removes the mark, which it does not do while it publishes, so no rank
-   writes into what is being published; or begins anew.
-2. It writes its files, says *written*, with the attempt that it finds. When the attempt changes, because rank
-   0 came later or has died and begins anew, it says so again: what it wrote is still there.
-3. When all have written in rank 0's attempt, rank 0 removes each file that nobody has changed (leftovers),
-   and plans: for the marks with just these tokens, so no rank takes a plan of a crashed attempt for one of
-   its own. Nobody writes any more, so files are shared out by size: each rank syncs and hashes its share, and
-   commits.
-4. When all have committed to that plan, rank 0 publishes and removes the directory. The others see that the
-   attempt is gone and that the manifest under the final name has its ID.
+1. A rank comes, and notes which files are there: leftovers of a crashed attempt, work of faster
+   ranks. If it finds a mark of its own, in the attempt that is the present one, it had died after
+   that. Then it says *again*, and waits until rank 0 removes the mark, which it does not do while
+   it publishes, so no rank writes into what is being published; or begins anew.
+2. It writes its files, says *written*, with the attempt that it finds. When the attempt changes,
+   because rank 0 came later or has died and begins anew, it says so again: what it wrote is still
+   there.
+3. When all have written in rank 0's attempt, rank 0 removes each file that nobody has changed
+   (leftovers), and plans: for the marks with just these tokens, so no rank takes a plan of a
+   crashed attempt for one of its own. Nobody writes any more, so files are shared out by size: each
+   rank syncs and hashes its share, and commits.
+4. When all have committed to that plan, rank 0 publishes and removes the directory. The others see
+   that the attempt is gone and that the manifest under the final name has its ID.
 
-A rank that fails says so, and all others fail when they see it; the last one removes everything. A rank that
-dies says nothing: the others wait for it until their time is over, then name it.
+A rank that fails says so, and all others fail when they see it; the last one removes everything. A
+rank that dies says nothing: the others wait for it until their time is over, then name it.
 """
 
 import errno
@@ -95,7 +96,7 @@ class Ranks:
         self._marks: dict[int, tuple[tuple[int, int], dict[str, Any]]] = {}
         self._before: Stamps = {}
 
-    # --- the directory -------------------------------------------------------------------------------
+    # --- the directory ----------------------------------------------------------------------------
 
     def _path(self, name: str) -> str:
         return os.path.join(self.directory, name)
@@ -142,8 +143,8 @@ class Ranks:
         return {rank: mark for rank, (_, mark) in found.items() if mark}
 
     def _poll(self, lack: Callable[[], str]) -> Iterator[None]:
-        """Again and again, ever slower. Raises RanksMissing, with what ``lack`` says, when the time is
-        over."""
+        """Again and again, ever slower. Raises RanksMissing, with what ``lack`` says, when the time
+        is over."""
         end, delay = time.monotonic() + self._timeout_s, _DELAY_MIN_S
         while True:
             yield
@@ -168,10 +169,12 @@ class Ranks:
         rest = sorted(set(range(1, self.ranks)) - done - {self.rank})
         return f"{name_ranks(rest or [0])} had not {self._state}"
 
-    # --- every rank ----------------------------------------------------------------------------------
+    # --- every rank -------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Returns when this rank may write its files. Raises CheckpointError, RanksMissing, OSError."""
+        """Returns when this rank may write its files. Raises CheckpointError, RanksMissing,
+        OSError.
+        """
         trees.make_dir(self.directory)
         if self.rank == 0:
             self.attempt = os.urandom(16).hex()
@@ -242,7 +245,7 @@ class Ranks:
         mine = share(sizes, self.ranks, self.rank)
         write_commit(self.pending, self.rank, sync_files(self.pending, mine, self._hash))
 
-    # --- rank 0 --------------------------------------------------------------------------------------
+    # --- rank 0 -----------------------------------------------------------------------------------
 
     def lead(self) -> None:
         """Returns when all have committed. Raises CheckpointError, RanksMissing, OSError."""
@@ -263,11 +266,12 @@ class Ranks:
                 return
 
     def _await_all(self, state: str, plan: str = "") -> dict[int, dict[str, Any]]:
-        """The marks of the others when all are that far; {} if one has come again, so that the plan holds no
-        more."""
+        """The marks of the others when all are that far; {} if one has come again, so that the plan
+        holds no more."""
         self._state = state
         for _ in self._poll(self._lacking):
-            # Reading a file asks the mount, where listing may not: so it is seen, too, when the daemon dies.
+            # Reading a file asks the mount, where listing may not: so it is seen, too, when the
+            # daemon dies.
             if self._read("attempt").get("attempt") != self.attempt:
                 raise CheckpointError(f"{self.target}: another process leads a save to this name")
             marks = {
@@ -302,7 +306,7 @@ class Ranks:
                 if error.errno != errno.ENOTEMPTY:
                     raise
 
-    # --- the others ----------------------------------------------------------------------------------
+    # --- the others -------------------------------------------------------------------------------
 
     def follow(self) -> None:
         """Returns when rank 0 has published. Raises CheckpointError, RanksMissing, OSError."""

@@ -1,5 +1,5 @@
-"""Tensor-native files, in the format of safetensors: what is known of the tensors, then their bytes. Needs
-neither torch nor numpy.
+"""Tensor-native files, in the format of safetensors: what is known of the tensors, then their
+bytes. Needs neither torch nor numpy.
 
     8 bytes       length of the header, little-endian
     header        JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]}; filled up with spaces, so
@@ -7,8 +7,8 @@ neither torch nor numpy.
                   the data begin at a multiple of ALIGNMENT
     data          the tensors, row by row, little-endian, with nothing between them
 
-Largest element type first, so each tensor is aligned in a mapping of the file. Source: the format description
-of safetensors.
+Largest element type first, so each tensor is aligned in a mapping of the file. Source: the format
+description of safetensors.
 """
 
 import json
@@ -48,7 +48,9 @@ class Damaged(ValueError):
 
 
 class Entry(NamedTuple):
-    """One tensor: the name that torch and numpy have for its element type, and its place in the file."""
+    """One tensor: the name that torch and numpy have for its element type, and its place in the
+    file.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -65,8 +67,8 @@ class Header(NamedTuple):
 
 
 def itemsize(name: str, dtype: str) -> int:
-    """Bytes of one element. Raises TypeError, which names the tensor ``name``, for what the format does not
-    have."""
+    """Bytes of one element. Raises TypeError, which names the tensor ``name``, for what the format
+    does not have."""
     if dtype not in _CODES:
         raise TypeError(f"{name}: elements of type {dtype} cannot be in a file of tensors")
     return _KINDS[_CODES[dtype]][1]

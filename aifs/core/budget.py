@@ -1,8 +1,10 @@
-"""One budget for the memory of all buffers: hard, first come first served, and given back by caches.
+"""One budget for the memory of all buffers: hard, first come first served, and given back by
+caches.
 
-Whoever wants a buffer reserves its bytes first and releases them when the buffer is gone. Caches keep what they have
-reserved while it is of use: they register a function that gives memory back, which is called when somebody else wants it, and
-now and then for a part of it, so that a burst of work is not remembered in memory for ever.
+Whoever wants a buffer reserves its bytes first and releases them when the buffer is gone. Caches
+keep what they have reserved while it is of use: they register a function that gives memory back,
+which is called when somebody else wants it, and now and then for a part of it, so that a burst of
+work is not remembered in memory for ever.
 """
 
 from collections import deque
@@ -12,21 +14,25 @@ from contextlib import asynccontextmanager
 import trio
 
 GiveBack = Callable[[int], None]
-"""Release about so many bytes of what can be had again, at once or, where it is in use, when its users let go.
-Does not block and reserves nothing."""
+"""Release about so many bytes of what can be had again, at once or, where it is in use, when its
+users let go. Does not block and reserves nothing."""
 
 
 RELAX_EVERY_S = 10.0
 _RELAX_SHARE = 2
-"""The part of the memory that caches are asked for then: little beside what fast readers fetch meanwhile, and nearly all in a minute."""
+"""The part of the memory that caches are asked for then: little beside what fast readers fetch
+meanwhile, and nearly all in a minute.
+"""
 
 
 class Budget:
-    """``total`` bytes for all buffers together. Used from one trio thread, ``release`` and ``retry`` from anywhere.
+    """``total`` bytes for all buffers together. Used from one trio thread, ``release`` and
+    ``retry`` from anywhere.
 
-    A request that does not fit waits, and everybody who comes later waits behind it. So nobody may wait for memory
-    while holding some that others could be waiting for: reserve once, all that a piece of work needs. A request
-    for more than ``total`` can never be met and is refused with ValueError: cut such work into pieces.
+    A request that does not fit waits, and everybody who comes later waits behind it. So nobody may
+    wait for memory while holding some that others could be waiting for: reserve once, all that a
+    piece of work needs. A request for more than ``total`` can never be met and is refused with
+    ValueError: cut such work into pieces.
     """
 
     def __init__(self, total: int) -> None:
@@ -62,7 +68,9 @@ class Budget:
         return bool(self._waiting)
 
     def try_reserve(self, size: int) -> bool:
-        """Reserve ``size`` bytes if they are there, or caches give them back at once, and nobody waits for them."""
+        """Reserve ``size`` bytes if they are there, or caches give them back at once, and nobody
+        waits for them.
+        """
         return not self._waiting and self._take(size)
 
     async def acquire(self, size: int) -> None:
@@ -88,13 +96,18 @@ class Budget:
             raise
 
     def release(self, size: int) -> None:
-        """Give ``size`` reserved bytes back. Does not block; safe in any thread and in finalizers."""
+        """Give ``size`` reserved bytes back. Does not block; safe in any thread and in
+        finalizers.
+        """
         self._released.append(size)
         self.retry()
 
     def retry(self) -> None:
-        """Look soon whether those who wait can go on: a cache has something to give back. As safe as ``release``."""
-        # A waiter is in the queue before it looks at what was released, so one of the two sees the other.
+        """Look soon whether those who wait can go on: a cache has something to give back. As safe
+        as ``release``.
+        """
+        # A waiter is in the queue before it looks at what was released, so one of the two sees the
+        # other.
         if self._waiting and self._token is not None:
             try:
                 self._token.run_sync_soon(self._admit, idempotent=True)

@@ -1,7 +1,8 @@
-"""Configuration: defaults, a SOURCE and overrides become one frozen ``Config`` that knows its origins.
+"""Configuration: defaults, a SOURCE and overrides become one frozen ``Config`` that knows its
+origins.
 
-``config/default.yaml`` documents every key. Reads files, changes nothing. All mistakes are ``ConfigError``:
-one line with the file and line (or ``-o``), the dotted key, and what is allowed.
+``config/default.yaml`` documents every key. Reads files, changes nothing. All mistakes are
+``ConfigError``: one line with the file and line (or ``-o``), the dotted key, and what is allowed.
 """
 
 import difflib
@@ -31,7 +32,8 @@ from aifs.core.kinds import (
     size,
 )
 
-# A link to config/default.yaml, so that a checkout and an installed package find it at the same place.
+# A link to config/default.yaml, so that a checkout and an installed package find it at the same
+# place.
 DEFAULTS_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "default.yaml")
 
 DIRECTORY_FILE = "aifs.yaml"  # the optional configuration inside a SOURCE directory
@@ -148,7 +150,9 @@ class Config(_Section):
     kernel: KernelConfig
     log: LogConfig
     origins: Mapping[str, str]
-    """Where each dotted key's value came from: ``default``, ``SOURCE directory``, ``FILE:LINE`` or ``-o``."""
+    """Where each dotted key's value came from: ``default``, ``SOURCE directory``, ``FILE:LINE`` or
+    ``-o``.
+    """
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -188,7 +192,9 @@ def is_directory_source(source: str) -> bool:
 
 
 def load(source: str, overrides: Mapping[str, str]) -> Config:
-    """The configuration of SOURCE, with ``overrides`` (dotted key to text) on top. Raises ConfigError."""
+    """The configuration of SOURCE, with ``overrides`` (dotted key to text) on top. Raises
+    ConfigError.
+    """
     source = os.path.abspath(source)
     defaults = _read_file(DEFAULTS_FILE, known=None)
     known = list(defaults)
@@ -248,7 +254,9 @@ def _validate(source: str, file: str, settings: dict[str, Setting]) -> Config:
 
 
 def _refuse_double_use(config: Config) -> None:
-    """No directory may be, or lie inside, one that has another use: each holds files of its own alone."""
+    """No directory may be, or lie inside, one that has another use: each holds files of its own
+    alone.
+    """
     used: dict[str, str] = {}
     inner_of: dict[str, str] = {}  # each directory above one in use, with the one in use
     places = [("meta.directory", (config.meta.directory,)), ("servers", config.servers)]
@@ -289,7 +297,9 @@ def _refuse_crossed_marks(config: Config) -> None:
 
 
 def _read_file(path: str, known: list[str] | None) -> dict[str, Setting]:
-    """The leaves of a YAML file by dotted key; refuses keys that are not ``known`` (None: all are new)."""
+    """The leaves of a YAML file by dotted key; refuses keys that are not ``known`` (None: all are
+    new).
+    """
     try:
         with open(path, encoding="utf-8") as file:
             loader = yaml.SafeLoader(file.read())

@@ -1,8 +1,10 @@
-"""The kernel's FUSE connections, and how one is ended from outside. Touches fusectl, the filesystem that lists them.
+"""The kernel's FUSE connections, and how one is ended from outside. Touches fusectl, the filesystem
+that lists them.
 
-A request that a daemon has read cannot be interrupted: who waits for a dead or stuck daemon waits until the
-connection ends. It ends when its last descriptor is closed, or by fusectl. A thread that waits in the kernel
-keeps the descriptors of a process that was killed, so for such a mount fusectl is the only way.
+A request that a daemon has read cannot be interrupted: who waits for a dead or stuck daemon waits
+until the connection ends. It ends when its last descriptor is closed, or by fusectl. A thread that
+waits in the kernel keeps the descriptors of a process that was killed, so for such a mount fusectl
+is the only way.
 """
 
 import ctypes
@@ -16,10 +18,12 @@ _CLOEXEC, _CONFIG_CREATE = 1, 6
 
 
 def open_abort(device: int) -> int:
-    """A descriptor that ends a connection as soon as ``abort`` is called with it; the caller closes it.
+    """A descriptor that ends a connection as soon as ``abort`` is called with it; the caller closes
+    it.
 
-    ``device`` is the number that stat gives for files of the mount. The descriptor means this connection alone,
-    also when the number has been given to another mount. Raises OSError: not there, or neither root nor its owner.
+    ``device`` is the number that stat gives for files of the mount. The descriptor means this
+    connection alone, also when the number has been given to another mount. Raises OSError: not
+    there, or neither root nor its owner.
     """
     path = f"{os.minor(device)}/abort"
     try:
@@ -34,12 +38,16 @@ def open_abort(device: int) -> int:
 
 
 def abort(fd: int) -> None:
-    """All requests of the connection, waiting ones and later ones, end with an error. Nothing if it has ended."""
+    """All requests of the connection, waiting ones and later ones, end with an error. Nothing if it
+    has ended.
+    """
     os.write(fd, b"1")
 
 
 def open_paths(pid: int) -> list[str]:
-    """What the descriptors of a process lead to, as the system names it: the files are asked nothing. Raises OSError."""
+    """What the descriptors of a process lead to, as the system names it: the files are asked
+    nothing. Raises OSError.
+    """
     paths = []
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):  # closed meanwhile
@@ -53,7 +61,9 @@ def serves(pid: int) -> bool:
 
 
 def _mount_unseen() -> int:
-    """The root of fusectl, mounted nowhere: for root where the system has not mounted it. Raises OSError."""
+    """The root of fusectl, mounted nowhere: for root where the system has not mounted it. Raises
+    OSError.
+    """
     context = _call(_FSOPEN, b"fusectl", _CLOEXEC)
     try:
         _call(_FSCONFIG, context, _CONFIG_CREATE, None, None, 0)

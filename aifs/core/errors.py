@@ -2,12 +2,13 @@
 
 Two kinds of error leave this package's functions:
 
-* ``FsError`` and below: what a filesystem call answers. Each class has one errno; the FUSE edge turns
-  it into a reply. Raising one is normal operation.
+* ``FsError`` and below: what a filesystem call answers. Each class has one errno; the FUSE edge
+  turns it into a reply. Raising one is normal operation.
 * ``UserError`` and below: a command cannot do what was asked (bad configuration, a store that is in
   use, a wrong directory). The CLI prints it as one line and exits with ``exit_code``.
 
-Anything else that reaches the FUSE edge is a bug: it is logged with its stack and answered with EIO.
+Anything else that reaches the FUSE edge is a bug: it is logged with its stack and answered with
+EIO.
 """
 
 import errno
@@ -130,7 +131,9 @@ class TimedOut(FsError):
 
 
 class OutOfMemory(FsError):
-    """The daemon lacks memory, or descriptors: neither is the fault of who asks, or of a data server."""
+    """The daemon lacks memory, or descriptors: neither is the fault of who asks, or of a data
+    server.
+    """
 
     errno = errno.ENOMEM
 
@@ -179,7 +182,9 @@ def from_oserror(error: OSError, detail: str = "") -> FsError:
 
 
 class UserError(AifsError):
-    """What the user asked for cannot be done; the message says what, where, and what to do. One line."""
+    """What the user asked for cannot be done; the message says what, where, and what to do. One
+    line.
+    """
 
     exit_code = 1
 

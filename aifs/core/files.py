@@ -1,14 +1,15 @@
 """The only place that opens, writes, syncs, renames or removes persistent files.
 
-Everything here blocks: call it from a worker thread, except where the caller knows that the bytes are
-few and go to the page cache (the journal's append). Errors are the operating system's own ``OSError``;
-the layer above knows what they mean.
+Everything here blocks: call it from a worker thread, except where the caller knows that the bytes
+are few and go to the page cache (the journal's append). Errors are the operating system's own
+``OSError``; the layer above knows what they mean.
 
 Tests put a ``Hook`` below it: to fail or slow down single operations, and to record every change so
 that a power cut can be replayed (what was not synced may be lost, torn or reordered).
 
-What is durable: nothing, until ``sync_file`` (the bytes and size of one file), ``sync_dir`` (the names in one
-directory) or ``sync_filesystem`` (all of the filesystem below a directory) has returned.
+What is durable: nothing, until ``sync_file`` (the bytes and size of one file), ``sync_dir`` (the
+names in one directory) or ``sync_filesystem`` (all of the filesystem below a directory) has
+returned.
 """
 
 import ctypes
@@ -37,14 +38,18 @@ _open: set[int] = set()  # what open_file has given; adding and taking away is a
 
 
 def set_hook(hook: Hook | None) -> None:
-    """Install (or with None remove) the one test hook. Descriptors opened earlier have no path: ''."""
+    """Install (or with None remove) the one test hook. Descriptors opened earlier have no path:
+    ''.
+    """
     global _hook
     _hook = hook
     _paths.clear()
 
 
 def is_hooked() -> bool:
-    """Whether a hook is installed: then any operation may wait, and none may run where waiting is not allowed."""
+    """Whether a hook is installed: then any operation may wait, and none may run where waiting is
+    not allowed.
+    """
     return _hook is not None
 
 
@@ -104,7 +109,9 @@ def read_at(fd: int, length: int, offset: int) -> bytes:
 
 
 def read_into(fd: int, buffer: memoryview, offset: int) -> int:
-    """Fill ``buffer`` from ``offset``; returns the bytes read, fewer only at the end of the file."""
+    """Fill ``buffer`` from ``offset``; returns the bytes read, fewer only at the end of the
+    file.
+    """
     if _hook is not None:
         _hook.before("read_into", _path_of(fd))
     done = os.preadv(fd, [buffer], offset)
@@ -117,7 +124,8 @@ def read_into(fd: int, buffer: memoryview, offset: int) -> int:
 
 
 def read_cached(fd: int, buffer: memoryview, offset: int) -> int:
-    """As much of ``buffer`` as the page cache can fill at once, perhaps nothing; never waits for a device.
+    """As much of ``buffer`` as the page cache can fill at once, perhaps nothing; never waits for a
+    device.
 
     Raises OSError with EOPNOTSUPP where the filesystem cannot promise that.
     """
@@ -180,7 +188,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def sync_filesystem(path: str) -> None:
-    """Everything on the filesystem that holds the directory ``path`` is on stable storage (syncfs(2))."""
+    """Everything on the filesystem that holds the directory ``path`` is on stable storage
+    (syncfs(2)).
+    """
     _before("sync_filesystem", path)
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -193,7 +203,9 @@ def sync_filesystem(path: str) -> None:
 
 
 def make_dir(path: str) -> None:
-    """Make the directory ``path`` (mode 0700) unless it exists; its parent must. The new name is not synced."""
+    """Make the directory ``path`` (mode 0700) unless it exists; its parent must. The new name is
+    not synced.
+    """
     _before("make_dir", path)
     try:
         os.mkdir(path, 0o700)
@@ -245,7 +257,9 @@ def replace_file(path: str, data: bytes) -> None:
 
 
 def read_file(path: str, *, anew: bool = False) -> bytes | None:
-    """The whole of a small file, or None if there is none. ``anew``: from the device, where the kernel goes along."""
+    """The whole of a small file, or None if there is none. ``anew``: from the device, where the
+    kernel goes along.
+    """
     _before("read_file", path)
     try:
         with open(path, "rb") as file:
@@ -258,7 +272,7 @@ def read_file(path: str, *, anew: bool = False) -> bytes | None:
         raise
 
 
-# --- what only files of the burst tier need ----------------------------------------------------------
+# --- what only files of the burst tier need -------------------------------------------------------
 
 KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE = 0x1, 0x2, 0x10
 """Modes of fallocate(2), to be combined; 0 allocates."""
@@ -284,7 +298,9 @@ def change_allocation(fd: int, mode: int, offset: int, length: int) -> None:
 
 
 def copy_range(source: int, offset: int, target: int, to: int, length: int) -> int:
-    """Copy bytes between files, in the kernel where it can; returns how many, fewer only at the end of ``source``."""
+    """Copy bytes between files, in the kernel where it can; returns how many, fewer only at the end
+    of ``source``.
+    """
     path = _path_of(target)
     _before("copy_range", path)
     done = 0
@@ -316,7 +332,9 @@ def set_owner(fd: int, uid: int, gid: int) -> None:
 
 
 def set_label(fd: int, name: str, value: bytes) -> None:
-    """Give the file an extended attribute; ``sync_file`` makes it durable, on most filesystems. ENOTSUP where there are none."""
+    """Give the file an extended attribute; ``sync_file`` makes it durable, on most filesystems.
+    ENOTSUP where there are none.
+    """
     path = _path_of(fd)
     _before("set_label", path)
     os.setxattr(fd, name, value)
@@ -324,7 +342,9 @@ def set_label(fd: int, name: str, value: bytes) -> None:
 
 
 def get_label(path: str | int, name: str) -> bytes | None:
-    """The value of an extended attribute of the file, or descriptor; None if it has none, or can have none."""
+    """The value of an extended attribute of the file, or descriptor; None if it has none, or can
+    have none.
+    """
     try:
         return os.getxattr(path, name)
     except OSError as error:
@@ -334,7 +354,9 @@ def get_label(path: str | int, name: str) -> bytes | None:
 
 
 def next_data(fd: int, offset: int, end: int) -> tuple[int, int] | None:
-    """The first part, as (start, end), of a range of a file that is no hole; None if all of it is."""
+    """The first part, as (start, end), of a range of a file that is no hole; None if all of it
+    is.
+    """
     try:
         start = os.lseek(fd, offset, os.SEEK_DATA) if offset < end else end
         return (start, min(os.lseek(fd, start, os.SEEK_HOLE), end)) if start < end else None
@@ -354,14 +376,15 @@ def data_ranges(fd: int, offset: int, length: int) -> list[tuple[int, int]]:
     return ranges
 
 
-# --- I/O priority ------------------------------------------------------------------------------------
+# --- I/O priority ---------------------------------------------------------------------------------
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}.get(os.uname().machine)
 _IOPRIO_CLASSES = {"none": 0, "best-effort": 2 << 13 | 7, "idle": 3 << 13}
 
 
 def at_priority(priority: str, function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` with this thread at an I/O priority: 'idle', 'best-effort' (its lowest) or 'none'.
+    """``function(*args)`` with this thread at an I/O priority: 'idle', 'best-effort' (its lowest)
+    or 'none'.
 
     It counts where the disk's scheduler knows such a thing, for reads and syncs.
     """
@@ -376,31 +399,37 @@ def at_priority(priority: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def boot_id() -> str:
-    """Names the running kernel: another one after each start of the machine, and so after each power cut."""
+    """Names the running kernel: another one after each start of the machine, and so after each
+    power cut.
+    """
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
 
 
-# --- writing back early --------------------------------------------------------------------------------
+# --- writing back early ---------------------------------------------------------------------------
 
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE
 
 
 def start_writing(fd: int, offset: int, length: int) -> None:
-    """Have the system write these bytes to the device from now on, so that ``sync_file`` finds less to do.
+    """Have the system write these bytes to the device from now on, so that ``sync_file`` finds less
+    to do.
 
-    Does not wait for it, and makes nothing durable. What fails, or cannot be had here, ``sync_file`` will say or do.
+    Does not wait for it, and makes nothing durable. What fails, or cannot be had here,
+    ``sync_file`` will say or do.
     """
     with suppress(OSError):
         _before("start_writing", _path_of(fd))
     _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _WRITE)
 
 
-# --- writing past the page cache -------------------------------------------------------------------------
+# --- writing past the page cache ------------------------------------------------------------------
 
 
 def set_direct(fd: int, direct: bool) -> None:
-    """Have what is written from now on go past the page cache (O_DIRECT), or through it again. EINVAL where that cannot be."""
+    """Have what is written from now on go past the page cache (O_DIRECT), or through it again.
+    EINVAL where that cannot be.
+    """
     _before("set_direct", _path_of(fd))
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)

@@ -6,7 +6,8 @@ import sys
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# f_type in statfs(2): tmpfs, ramfs; and NFS, SMB (3 kinds), FUSE, Ceph, 9P, AFS, Lustre, GPFS, BeeGFS.
+# f_type in statfs(2): tmpfs, ramfs; and NFS, SMB (3 kinds), FUSE, Ceph, 9P, AFS, Lustre, GPFS,
+# BeeGFS.
 _MEMORY_FILESYSTEMS = (0x01021994, 0x858458F6)
 _NETWORK_FILESYSTEMS = (
     0x6969,
@@ -24,7 +25,9 @@ _NETWORK_FILESYSTEMS = (
 
 
 def is_in_memory(path: str) -> bool:
-    """Whether ``path`` lies on a filesystem that never waits for a device, so that calls take microseconds."""
+    """Whether ``path`` lies on a filesystem that never waits for a device, so that calls take
+    microseconds.
+    """
     return _filesystem_of(path) in _MEMORY_FILESYSTEMS
 
 

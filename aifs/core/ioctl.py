@@ -1,8 +1,9 @@
 """The ioctls of AIFS: numbers and arguments, for the daemon, the client and C programs. Pure.
 
-Each command is defined once, by its direction, its number and the fields of its argument; the number that programs pass is
-computed as <linux/ioctl.h> does, and ``c_header`` writes the same for C (fuse/aifs_ioctl.h). Integers are in the machine's
-byte order. A command on any file or directory of the mount means that file, or the tree below that directory.
+Each command is defined once, by its direction, its number and the fields of its argument; the
+number that programs pass is computed as <linux/ioctl.h> does, and ``c_header`` writes the same for
+C (fuse/aifs_ioctl.h). Integers are in the machine's byte order. A command on any file or directory
+of the mount means that file, or the tree below that directory.
 """
 
 import re
@@ -18,7 +19,8 @@ TYPE = 0xAF
 """The type byte of all our commands (``_IOC_TYPE``); the bridge answers any other with ENOTTY."""
 
 VERSION = 2
-"""What AIFS_IOC_VERSION reads. Raised when a command changes; new commands alone do not change it."""
+"""What AIFS_IOC_VERSION reads. Raised when a command changes; new commands alone do not change it.
+"""
 
 _NUMBER_BITS, _TYPE_BITS, _SIZE_BITS = 8, 8, 14
 _WRITE, _READ = 1, 2  # as the caller sees it: it writes an argument, it reads one
@@ -30,8 +32,8 @@ _C_TYPES = {"u32": "__u32", "i32": "__s32", "u64": "__u64", "char": "char"}
 
 @dataclass(frozen=True)
 class Command:
-    """One ioctl. ``direction``: _WRITE, _READ or both; ``fields``: those of its argument, as in ``u32 rank, char list[256]``,
-    naturally aligned; ``meaning``: what it does, for people."""
+    """One ioctl. ``direction``: _WRITE, _READ or both; ``fields``: those of its argument, as in
+    ``u32 rank, char list[256]``, naturally aligned; ``meaning``: what it does, for people."""
 
     name: str
     direction: int

@@ -14,8 +14,8 @@ DOMAIN_MAX = 255
 
 
 class ServerPlace(NamedTuple):
-    """The directory of a data server, the name of what fails with it: a host, a rack ("": itself alone), and the bytes per
-    second that it takes (0: to be measured)."""
+    """The directory of a data server, the name of what fails with it: a host, a rack ("": itself
+    alone), and the bytes per second that it takes (0: to be measured)."""
 
     path: str
     domain: str = ""
@@ -32,7 +32,9 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of value: ``parse`` takes the raw value and its base; ValueError unless it is ``allowed``."""
+    """A kind of value: ``parse`` takes the raw value and its base; ValueError unless it is
+    ``allowed``.
+    """
 
     allowed: str
     parse: Callable[[Any, str], Any]

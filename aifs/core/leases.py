@@ -5,10 +5,11 @@ import signal
 
 
 def take_read_lease(fd: int) -> bool:
-    """Lease a file (``fd`` is open for reading alone); False if it is open, or mapped, for writing anywhere.
+    """Lease a file (``fd`` is open for reading alone); False if it is open, or mapped, for writing
+    anywhere.
 
-    The system breaks the lease when somebody opens the file for writing, after up to 45 s in which that one waits.
-    The signal that it announces this with is one that does no harm.
+    The system breaks the lease when somebody opens the file for writing, after up to 45 s in which
+    that one waits. The signal that it announces this with is one that does no harm.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # the usual one, SIGIO, kills
@@ -19,7 +20,9 @@ def take_read_lease(fd: int) -> bool:
 
 
 def is_used(fd: int) -> bool:
-    """Whether a file is open or mapped, be it for reading, by anything but ``fd``; False where that cannot be told."""
+    """Whether a file is open or mapped, be it for reading, by anything but ``fd``; False where that
+    cannot be told.
+    """
     try:
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)

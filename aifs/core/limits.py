@@ -1,6 +1,8 @@
-"""Calls that may never end, such as a stat below a mount that hangs: asked by a process that can be left behind.
+"""Calls that may never end, such as a stat below a mount that hangs: asked by a process that can be
+left behind.
 
-A thread that waits in the kernel keeps its process from ending, whatever is done to it; a child keeps only itself.
+A thread that waits in the kernel keeps its process from ending, whatever is done to it; a child
+keeps only itself.
 """
 
 import errno
@@ -13,9 +15,11 @@ from typing import Any
 
 
 def within(limit_s: float, function: Callable[..., Any], *args: Any) -> Any:
-    """What ``function(*args)`` returns or raises, by a child of this process, which must have one thread.
+    """What ``function(*args)`` returns or raises, by a child of this process, which must have one
+    thread.
 
-    Raises TimeoutError if it has not ended after ``limit_s``; the child ends when the system lets it.
+    Raises TimeoutError if it has not ended after ``limit_s``; the child ends when the system lets
+    it.
     """
     answer, pipe = Pipe(duplex=False)
     child = os.fork()
@@ -35,7 +39,9 @@ def within(limit_s: float, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _answer(pipe: Connection, function: Callable[..., Any], args: tuple) -> None:
-    """In the child. Never returns. It holds nothing of its parent's that others wait for, such as a pipe of its output."""
+    """In the child. Never returns. It holds nothing of its parent's that others wait for, such as a
+    pipe of its output.
+    """
     os.closerange(0, pipe.fileno())
     os.closerange(pipe.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     try:

@@ -25,10 +25,12 @@ logger = logging.getLogger
 
 
 def setup(file: str | None, level: str) -> None:
-    """Send the log to ``file`` (rotating; its directory is made if missing) or, with None, to stderr.
+    """Send the log to ``file`` (rotating; its directory is made if missing) or, with None, to
+    stderr.
 
-    The file names what users have: others than its owner (and its group, where somebody has let that) cannot read it.
-    Exceptions that nobody catches, in any thread, are logged too. OSError if the file cannot be written.
+    The file names what users have: others than its owner (and its group, where somebody has let
+    that) cannot read it. Exceptions that nobody catches, in any thread, are logged too. OSError if
+    the file cannot be written.
     """
     handler: logging.Handler
     if file is None:
@@ -72,13 +74,17 @@ def _log_uncaught(kind: Any, value: Any, trace: Any) -> None:
 
 
 def dump_stacks(logger: logging.Logger) -> None:
-    """Log the stacks of all threads and trio tasks, whatever the log level. May run in a signal handler."""
+    """Log the stacks of all threads and trio tasks, whatever the log level. May run in a signal
+    handler.
+    """
     text = format_stacks()
     logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None))
 
 
 def format_stacks() -> str:
-    """All thread stacks and, where called on a thread that runs trio, the tree of tasks with their stacks."""
+    """All thread stacks and, where called on a thread that runs trio, the tree of tasks with their
+    stacks.
+    """
     return "\n".join(["stacks of all threads and tasks", *_thread_lines(), *_task_lines()])
 
 

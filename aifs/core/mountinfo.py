@@ -1,4 +1,6 @@
-"""The mounts of this process's namespace, as /proc/self/mountinfo tells them: no mount is asked anything."""
+"""The mounts of this process's namespace, as /proc/self/mountinfo tells them: no mount is asked
+anything.
+"""
 
 import os
 import re

@@ -9,8 +9,9 @@ from aifs.core.errors import Invalid
 def parse_pairs(
     what: str, text: str, keys: Collection[str], example: str
 ) -> Iterator[tuple[str, str]]:
-    """The keys and values of ``text``, in order. Raises Invalid, which names ``what`` it belongs to, at the first item that is no
-    pair, has none of these ``keys``, or one that was given before."""
+    """The keys and values of ``text``, in order. Raises Invalid, which names ``what`` it belongs
+    to, at the first item that is no pair, has none of these ``keys``, or one that was given before.
+    """
     seen = set()
     for item in text.split(","):
         key, equals, value = (part.strip() for part in item.partition("="))

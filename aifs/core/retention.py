@@ -1,13 +1,13 @@
-"""Which checkpoints of a directory are kept, as ``user.aifs.keep`` says it. Pure; the daemon and the client
-share it.
+"""Which checkpoints of a directory are kept, as ``user.aifs.keep`` says it. Pure; the daemon and
+the client share it.
 
     last=3       the newest 3
     every=1000   those whose step is a multiple of 1000
     age=7d       those that are younger
     bytes=2TiB   a bound for all together: the oldest go first, whatever else would keep them
 
-A checkpoint is kept if one of the first three keeps it, or none of them is given. Never removed: the newest
-complete one, one that is in use, one that is not complete.
+A checkpoint is kept if one of the first three keeps it, or none of them is given. Never removed:
+the newest complete one, one that is in use, one that is not complete.
 """
 
 import re
@@ -30,9 +30,10 @@ class Keep(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """``step``: None if it is not known. ``time_ns``: of its publish (epoch). ``in_use``: files of it are
-    open, a pointer such as ``latest`` leads to it, or it is not theirs to remove who set the policy. ``complete``: not pending, nor damaged. ``place``: in the
-    order of publishing, where that is known without a clock; else 0."""
+    """``step``: None if it is not known. ``time_ns``: of its publish (epoch). ``in_use``: files of
+    it are open, a pointer such as ``latest`` leads to it, or it is not theirs to remove who set the
+    policy. ``complete``: not pending, nor damaged. ``place``: in the order of publishing, where
+    that is known without a clock; else 0."""
 
     name: bytes
     step: int | None
@@ -74,14 +75,16 @@ def format_keep(keep: Keep) -> str:
 
 
 def step_of(name: bytes) -> int | None:
-    """The number that a checkpoint's name ends in (``step-100``, ``global_step100``); None if it does not."""
+    """The number that a checkpoint's name ends in (``step-100``, ``global_step100``); None if it
+    does not.
+    """
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def decide(checkpoints: Iterable[Checkpoint], keep: Keep, now_ns: int) -> list[Checkpoint]:
-    """Those that have to go, the oldest first. The order is that of publishing, of steps where times are
-    equal."""
+    """Those that have to go, the oldest first. The order is that of publishing, of steps where
+    times are equal."""
     ordered = newest_last(checkpoints)
     removable = [one for one in ordered[:-1] if not one.in_use]
     going: list[Checkpoint] = []

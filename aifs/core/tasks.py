@@ -22,7 +22,8 @@ _AT_ONCE = 128
 
 
 async def run_all(*functions: Callable[[], Awaitable[Any]]) -> None:
-    """Await all of ``functions``, some at a time. If some fail, the rest still finish; the first error is raised.
+    """Await all of ``functions``, some at a time. If some fail, the rest still finish; the first
+    error is raised.
 
     They must not wait for one another.
     """

@@ -1,8 +1,9 @@
-"""Files and directories of users, on a mount or any other filesystem: made with the caller's umask, as
-programs do.
+"""Files and directories of users, on a mount or any other filesystem: made with the caller's umask,
+as programs do.
 
-The same rules as in ``files``, whose hook sees these operations too: everything blocks, errors are the
-operating system's own, and nothing is durable until it is synced; where a function syncs, it says so.
+The same rules as in ``files``, whose hook sees these operations too: everything blocks, errors are
+the operating system's own, and nothing is durable until it is synced; where a function syncs, it
+says so.
 """
 
 import ctypes
@@ -17,8 +18,8 @@ _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
 
 
 def make_dir(path: str) -> bool:
-    """Make the directory ``path`` and its missing parents; returns whether ``path`` is new. The names are not
-    synced."""
+    """Make the directory ``path`` and its missing parents; returns whether ``path`` is new. The
+    names are not synced."""
     parent = os.path.dirname(path)
     if parent and not os.path.isdir(parent):
         make_dir(parent)
@@ -32,7 +33,9 @@ def make_dir(path: str) -> bool:
 
 
 def make_durable_dir(path: str) -> None:
-    """Make the directory ``path`` and its missing parents; the names that are new are durable on return."""
+    """Make the directory ``path`` and its missing parents; the names that are new are durable on
+    return.
+    """
     parent = os.path.dirname(path)
     if parent and not os.path.isdir(parent):
         make_durable_dir(parent)
@@ -51,7 +54,8 @@ def create_file(path: str) -> int:
 def replace_file(path: str, data: bytes, durable: bool = True) -> None:
     """Make ``path`` hold ``data``, all or nothing, whoever else does so at the same time.
 
-    If ``durable`` the bytes are when they get the name, but not the name: that takes a ``sync_dir``.
+    If ``durable`` the bytes are when they get the name, but not the name: that takes a
+    ``sync_dir``.
     """
     temporary = beside(path)
     fd = create_file(temporary)
@@ -65,8 +69,8 @@ def replace_file(path: str, data: bytes, durable: bool = True) -> None:
 
 
 def replace_symlink(path: str, target: str) -> None:
-    """Make ``path`` a symlink to ``target``, replacing any file or symlink of that name at once. Not
-    synced."""
+    """Make ``path`` a symlink to ``target``, replacing any file or symlink of that name at once.
+    Not synced."""
     temporary = beside(path)
     _before("symlink", temporary)
     os.symlink(target, temporary)
@@ -75,7 +79,9 @@ def replace_symlink(path: str, target: str) -> None:
 
 
 def beside(path: str) -> str:
-    """A name beside ``path`` that nobody else uses, and that says of what it is left over if it is."""
+    """A name beside ``path`` that nobody else uses, and that says of what it is left over if it
+    is.
+    """
     directory, name = os.path.split(path)
     return os.path.join(directory, f".{name}.{os.urandom(4).hex()}.tmp")
 
@@ -86,7 +92,9 @@ def rename_new(old: str, new: str) -> None:
 
 
 def exchange(old: str, new: str) -> None:
-    """Let two names change places, at once. Not synced. EINVAL or ENOSYS where the filesystem cannot."""
+    """Let two names change places, at once. Not synced. EINVAL or ENOSYS where the filesystem
+    cannot.
+    """
     _rename(old, new, _RENAME_EXCHANGE, "exchange")
 
 
@@ -101,14 +109,18 @@ def _rename(old: str, new: str, flags: int, op: str) -> None:
 
 
 def remove_tree(path: str) -> None:
-    """Remove the directory ``path`` and all below it; what is gone already is no error. Not synced."""
+    """Remove the directory ``path`` and all below it; what is gone already is no error. Not
+    synced.
+    """
     with suppress(FileNotFoundError):
         empty_dir(path)
         files.remove_dir(path)
 
 
 def empty_dir(path: str) -> None:
-    """Remove all that is in the directory ``path``. Raises FileNotFoundError if there is none. Not synced."""
+    """Remove all that is in the directory ``path``. Raises FileNotFoundError if there is none. Not
+    synced.
+    """
     for entry in list(os.scandir(path)):
         if entry.is_dir(follow_symlinks=False):
             remove_tree(entry.path)

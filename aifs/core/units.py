@@ -22,7 +22,9 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_size(text: str) -> int:
-    """Bytes, from ``4096``, ``4KiB`` (1024s) or ``2GB`` (1000s). ValueError says what is allowed."""
+    """Bytes, from ``4096``, ``4KiB`` (1024s) or ``2GB`` (1000s). ValueError says what is
+    allowed.
+    """
     match = _QUANTITY.fullmatch(text)
     factor = _SIZES.get(match[2] or "B") if match else None
     size = Decimal(match[1]) * factor if match and factor else None
@@ -50,7 +52,9 @@ def format_size(size: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """The largest unit that divides ``seconds``, which ``parse_duration`` reads back: ``1d``, ``100ms``."""
+    """The largest unit that divides ``seconds``, which ``parse_duration`` reads back: ``1d``,
+    ``100ms``.
+    """
     exact = Decimal(str(seconds))
     for unit in ("d", "h", "min", "s", "ms"):
         if exact and exact % _DURATIONS[unit] == 0:

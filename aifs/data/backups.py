@@ -1,4 +1,5 @@
-"""Backups of the metadata on data servers: small files in one directory of the server, whole or not there.
+"""Backups of the metadata on data servers: small files in one directory of the server, whole or not
+there.
 
 What the files hold is meta/backup.py's business. Errors are FsErrors.
 """
@@ -20,7 +21,9 @@ _log = logger(__name__)
 
 
 class BackupFiles:
-    """The files on all data servers of a store, each on ``copies`` of them. Used from one trio thread."""
+    """The files on all data servers of a store, each on ``copies`` of them. Used from one trio
+    thread.
+    """
 
     def __init__(self, servers: Servers, copies: int) -> None:
         self._servers = servers
@@ -33,7 +36,9 @@ class BackupFiles:
         )
 
     async def put(self, name: str, data: bytes) -> None:
-        """Store a file on as many servers as wanted, durably on return; one must take it. Raises NoSpace, Unavailable."""
+        """Store a file on as many servers as wanted, durably on return; one must take it. Raises
+        NoSpace, Unavailable.
+        """
         stored, error = 0, None
         for server in self._preferred():
             try:
@@ -50,7 +55,9 @@ class BackupFiles:
             _log.info("%s is on %d instead of %d servers: %s", name, stored, self._copies, error)
 
     def _preferred(self) -> list[DataServer]:
-        """The servers, those first that stand for different failure domains, always in the same order."""
+        """The servers, those first that stand for different failure domains, always in the same
+        order.
+        """
         domains: dict[str, int] = {}
         ranked = []
         for candidate in self._servers.candidates():
@@ -100,7 +107,9 @@ def _put(root: str, name: str, data: bytes) -> None:
 
 
 def _replace(path: str, data: bytes) -> None:
-    """Where there is no room for it, or it is not what is read back, nothing is left: the next one will have another name."""
+    """Where there is no room for it, or it is not what is read back, nothing is left: the next one
+    will have another name.
+    """
     try:
         files.replace_file(path, data)
         if files.read_file(path, anew=True) != data:
@@ -167,7 +176,9 @@ def read(path: str) -> bytes:
 
 
 def put_in_directory(directory: str, name: str, data: bytes) -> None:
-    """Store a file in ``directory``, which is made if it is missing; durable on return. Raises NoSpace, Unavailable."""
+    """Store a file in ``directory``, which is made if it is missing; durable on return. Raises
+    NoSpace, Unavailable.
+    """
     try:
         files.make_dirs(directory)
         _replace(os.path.join(directory, name), data)

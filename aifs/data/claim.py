@@ -1,13 +1,16 @@
-"""Claims: the file ``owner`` in each data server and burst directory, which says who has the store it belongs to.
+"""Claims: the file ``owner`` in each data server and burst directory, which says who has the store
+it belongs to.
 
-The metadata directory has a lock (vfs/owner.py), but metadata can be copied, or restored, and used elsewhere with the same data
-servers. So whoever opens a store claims each of its directories, with an *epoch* that is larger than all before; of two claims
-the one with the larger epoch counts, and who finds one that has ended the own must not touch the store any more. What
-is compared are epochs and counts of renewals, never the clocks of two hosts.
+The metadata directory has a lock (vfs/owner.py), but metadata can be copied, or restored, and used
+elsewhere with the same data servers. So whoever opens a store claims each of its directories, with
+an *epoch* that is larger than all before; of two claims the one with the larger epoch counts, and
+who finds one that has ended the own must not touch the store any more. What is compared are epochs
+and counts of renewals, never the clocks of two hosts.
 
-Format: two slots, at 0 and 65536, each an 8-digit hexadecimal CRC-32, a space, a JSON object with the fields of ``Claim``, and
-a newline; what stands behind that means nothing. The slot with the larger (epoch, renewals) counts, and the other one is written next, in place: a
-torn write leaves the older one, and a full disk is no obstacle. A slot that is not whole counts as empty.
+Format: two slots, at 0 and 65536, each an 8-digit hexadecimal CRC-32, a space, a JSON object with
+the fields of ``Claim``, and a newline; what stands behind that means nothing. The slot with the
+larger (epoch, renewals) counts, and the other one is written next, in place: a torn write leaves
+the older one, and a full disk is no obstacle. A slot that is not whole counts as empty.
 """
 
 import json
@@ -36,7 +39,9 @@ class Claim:
     metadata: str
     """Path of the metadata directory."""
     place: tuple[int, int, int]
-    """Which directory that is, told apart from a copy: device, inode and change time (ns) of its marker."""
+    """Which directory that is, told apart from a copy: device, inode and change time (ns) of its
+    marker.
+    """
     boot: str
     """Of the kernel that the owner runs under."""
     held: bool = True
@@ -55,14 +60,16 @@ class Claim:
 
 
 def read_claim(directory: str) -> Claim | None:
-    """The claim that counts in a data server or burst directory, None if there is none. Blocks. Raises OSError."""
+    """The claim that counts in a data server or burst directory, None if there is none. Blocks.
+    Raises OSError.
+    """
     content = files.read_file(os.path.join(directory, NAME)) or b""
     return _newest(content)[0]
 
 
 def put_claim(directory: str, claim: Claim, durable: bool) -> Claim | None:
-    """Put the claim into the directory, unless there is one that ends it, which is returned, or a later one of ours. One at a time.
-    Blocks. Raises OSError.
+    """Put the claim into the directory, unless there is one that ends it, which is returned, or a
+    later one of ours. One at a time. Blocks. Raises OSError.
 
     ``durable``: on return it is on stable storage.
     """
@@ -87,7 +94,9 @@ def put_claim(directory: str, claim: Claim, durable: bool) -> Claim | None:
 
 
 def _give_to_owner_of(directory: str, fd: int) -> None:
-    """If root has made the file, by fsck perhaps, in the store of another user, who has to read and write it."""
+    """If root has made the file, by fsck perhaps, in the store of another user, who has to read and
+    write it.
+    """
     status = os.stat(directory)
     if status.st_uid != os.geteuid():
         with suppress(OSError):

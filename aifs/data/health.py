@@ -31,15 +31,17 @@ _PROVEN = frozenset(
 
 
 class ObjectFails(Unavailable):
-    """The system cannot read, write or sync this one object, though its server works, as a probe has shown."""
+    """The system cannot read, write or sync this one object, though its server works, as a probe
+    has shown.
+    """
 
 
 class Health:
-    """The state of one data server: 'failing' from an error until the kind of operation that failed succeeds. An error
-    that belongs to one object does not count.
+    """The state of one data server: 'failing' from an error until the kind of operation that failed
+    succeeds. An error that belongs to one object does not count.
 
-    Used from any thread. Changes of state are logged, one a minute at most, so that a server where good and bad
-    operations take turns does not fill the log.
+    Used from any thread. Changes of state are logged, one a minute at most, so that a server where
+    good and bad operations take turns does not fill the log.
     """
 
     def __init__(self, name: str) -> None:
@@ -60,7 +62,9 @@ class Health:
 
     @property
     def usable(self) -> bool:
-        """Whether new work should go to the server: not while it fails, but now and then, to see whether it still does."""
+        """Whether new work should go to the server: not while it fails, but now and then, to see
+        whether it still does.
+        """
         return not self._hanging and (not self.failing or time.monotonic() >= self._retry_s)
 
     def failed(
@@ -72,7 +76,8 @@ class Health:
     ) -> FsError:
         """Take note of a failure; returns what to raise.
 
-        ``works`` tells of the server, where what failed concerns one of its objects: then the failure may be that object's.
+        ``works`` tells of the server, where what failed concerns one of its objects: then the
+        failure may be that object's.
         """
         answer: FsError
         if isinstance(error, StoreError):
@@ -90,7 +95,9 @@ class Health:
         return answer
 
     def hangs(self, op: str, detail: str) -> str:
-        """A call does not end: until ``answers`` the server is not usable at all. Returns the message."""
+        """A call does not end: until ``answers`` the server is not usable at all. Returns the
+        message.
+        """
         with self._lock:
             self._hanging.add(op)
             self._note(op, f"{self._name}: {detail}")

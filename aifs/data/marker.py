@@ -1,9 +1,11 @@
-"""Identity markers: the file ``.aifs`` in every directory of a store, which says whose directory it is.
+"""Identity markers: the file ``.aifs`` in every directory of a store, which says whose directory it
+is.
 
-A directory without the right marker (an export that is not mounted, a swapped disk) is never written to.
+A directory without the right marker (an export that is not mounted, a swapped disk) is never
+written to.
 
-Format 1: one JSON object with ``format`` (1), ``store`` (UUID), ``role`` ("meta", "data" or "burst"), ``id`` (number
-within its role) and ``created`` (ISO 8601, UTC), ended by a newline.
+Format 1: one JSON object with ``format`` (1), ``store`` (UUID), ``role`` ("meta", "data" or
+"burst"), ``id`` (number within its role) and ``created`` (ISO 8601, UTC), ended by a newline.
 """
 
 import json
@@ -33,7 +35,9 @@ def write_marker(directory: str, marker: Marker) -> None:
 
 
 def read_marker(directory: str) -> Marker:
-    """The marker of ``directory``. Blocks. Raises StoreError, which names the directory and what is wrong."""
+    """The marker of ``directory``. Blocks. Raises StoreError, which names the directory and what is
+    wrong.
+    """
     path = os.path.join(directory, NAME)
     try:
         content = files.read_file(path)

@@ -2,8 +2,9 @@
 
     objects/<oid >> 16>/<bits 8 to 15 of oid, two digits>/<oid, sixteen digits>.<ino>
 
-All numbers are hexadecimal. 256 consecutive object ids share a directory, so files that are made together lie
-together, and recovery finds a range of ids without a scan. Functions that read the disk block and raise OSError.
+All numbers are hexadecimal. 256 consecutive object ids share a directory, so files that are made
+together lie together, and recovery finds a range of ids without a scan. Functions that read the
+disk block and raise OSError.
 """
 
 import os
@@ -65,7 +66,9 @@ def list_range(root: str, first_oid: int, end_oid: int) -> list[tuple[int, int]]
 
 
 def list_all(root: str) -> Iterator[StoredObject | ForeignFile]:
-    """Everything below ``root`` but marker, claim, a probe, backups and our directories, in order of path."""
+    """Everything below ``root`` but marker, claim, a probe, backups and our directories, in order
+    of path.
+    """
     for name in _names_in(root):
         if name not in (MARKER, CLAIM, PROBE, OBJECTS, BACKUP):
             yield ForeignFile(f"{root}/{name}")

@@ -1,17 +1,22 @@
-"""Giving up calls that do not end: how long work in the background waits for a data server, and what holds afterwards.
+"""Giving up calls that do not end: how long work in the background waits for a data server, and
+what holds afterwards.
 
-A call to a server that hangs (NFS without an answer, a disk that is gone) cannot be ended, only left alone: its thread is stuck,
-and what it does may still be done at any time later. Four rules keep what lands so late from doing harm:
+A call to a server that hangs (NFS without an answer, a disk that is gone) cannot be ended, only
+left alone: its thread is stuck, and what it does may still be done at any time later. Four rules
+keep what lands so late from doing harm:
 
-* What the call uses, memory and descriptors, is nobody else's until it has ended (``on_end`` of ``gather``).
-* Until all calls that were given up have ended, the server *hangs*: nothing more is asked of it in the background. So what lands
-  late lands before whatever is done there next: the same object made anew, deleted, or cut.
-* Programs wait: what they change there is changed when the server has answered, after all that lands late.
-* Who was answered by ``Hanging`` treats what the call would have changed as anything: a container is never appended to again, a
-  column is not read, objects are garbage.
+* What the call uses, memory and descriptors, is nobody else's until it has ended (``on_end`` of
+  ``gather``).
+* Until all calls that were given up have ended, the server *hangs*: nothing more is asked of it in
+  the background. So what lands late lands before whatever is done there next: the same object made
+  anew, deleted, or cut.
+* Programs wait: what they change there is changed when the server has answered, after all that
+  lands late.
+* Who was answered by ``Hanging`` treats what the call would have changed as anything: a container
+  is never appended to again, a column is not read, objects are garbage.
 
-docs/servers.md has each kind of call, and why it does no harm. So who asks in person (a program that reads, writes or syncs a
-file that lies there) gets what a hard NFS mount gives.
+docs/servers.md has each kind of call, and why it does no harm. So who asks in person (a program
+that reads, writes or syncs a file that lies there) gets what a hard NFS mount gives.
 """
 
 import threading
@@ -43,12 +48,16 @@ _here = threading.local()
 
 
 class Hanging(Unavailable):
-    """A data server has not answered in time, or has still not answered others. What was asked may be done later."""
+    """A data server has not answered in time, or has still not answered others. What was asked may
+    be done later.
+    """
 
 
 @contextmanager
 def background() -> Iterator[None]:
-    """Within it, and in the tasks that are started there, data servers are not waited for longer than they may take."""
+    """Within it, and in the tasks that are started there, data servers are not waited for longer
+    than they may take.
+    """
     token = _in_background.set(True)
     try:
         yield
@@ -63,7 +72,9 @@ def is_background() -> bool:
 
 @contextmanager
 def in_time(patience: "Patience") -> Iterator[None]:
-    """What is awaited within it may be cancelled: in the background it is, when it takes too long. Raises Hanging."""
+    """What is awaited within it may be cancelled: in the background it is, when it takes too long.
+    Raises Hanging.
+    """
     if not is_background() or not patience.is_limited:
         yield
         return
@@ -76,7 +87,9 @@ def in_time(patience: "Patience") -> Iterator[None]:
 
 
 class Call:
-    """A function that one thread runs, or leaves, if it has been given up before it came to that."""
+    """A function that one thread runs, or leaves, if it has been given up before it came to
+    that.
+    """
 
     __slots__ = (
         "_args",
@@ -111,8 +124,9 @@ class Call:
 class Patience:
     """With one server. Used from any thread.
 
-    A server that is slow, and does not hang, would make nothing but attempts: so each time that it has answered in the end, it is
-    given twice as long, up to 16 times, until it has behaved for an hour.
+    A server that is slow, and does not hang, would make nothing but attempts: so each time that it
+    has answered in the end, it is given twice as long, up to 16 times, until it has behaved for an
+    hour.
     """
 
     def __init__(self, limit_s: float = FOR_EVER) -> None:
@@ -154,7 +168,9 @@ class Patience:
     # --- in worker threads ---
 
     def enter(self, op: str, where: str | tuple[int, int]) -> None:
-        """The thread is about to ask the server for something: of a path, or of an object, by its key."""
+        """The thread is about to ask the server for something: of a path, or of an object, by its
+        key.
+        """
         call: Call | None = getattr(_here, "call", None)
         if call is not None and call.patience is self:
             call.what, call.asks_since_s = (op, where), time.monotonic()
@@ -208,14 +224,18 @@ class Patience:
     # --- on the trio thread ---
 
     def due_s(self, call: Call, answered_s: float) -> float:
-        """When to give the call up; ``answered_s``: when the server's threads have last done something. Of time.monotonic()."""
+        """When to give the call up; ``answered_s``: when the server's threads have last done
+        something. Of time.monotonic().
+        """
         if not call.has_begun:
             return max(call.queued_s, answered_s) + self.limit_s
         since_s = call.asks_since_s
         return (time.monotonic() if since_s is None else since_s) + self.limit_s
 
     def give_up(self, call: Call, limit_s: float | None = None) -> bool:
-        """Not if it has just ended. ``limit_s``: how long it was waited for, if not as long as usual."""
+        """Not if it has just ended. ``limit_s``: how long it was waited for, if not as long as
+        usual.
+        """
         op, where = call.what
         path = where if isinstance(where, str) else naming.name_of(*where)
         limit_s = self.limit_s if limit_s is None else limit_s
@@ -243,8 +263,8 @@ async def until_answered(servers: "Iterable[Workers]") -> None:
 def ask_all(
     calls: "Sequence[tuple[Patience, Callable[..., Any], tuple]]", limit_s: float
 ) -> list[Any]:
-    """Run all calls at once, before a scheduler does: what each returned or raised; Hanging for those that take longer than
-    ``limit_s``, which are given up. Blocks."""
+    """Run all calls at once, before a scheduler does: what each returned or raised; Hanging for
+    those that take longer than ``limit_s``, which are given up. Blocks."""
     ended: SimpleQueue[tuple[int, Any]] = SimpleQueue()
 
     def run(place: int, call: Call) -> None:
@@ -281,7 +301,9 @@ async def outcomes_in_time(
     on_end: Callable[[], None],
     abandonable: bool,
 ) -> list[Any]:
-    """As ``workers.outcomes``, but a call that takes too long is answered with Hanging; what it raised is among the results."""
+    """As ``workers.outcomes``, but a call that takes too long is answered with Hanging; what it
+    raised is among the results.
+    """
     results: list[Any] = [None] * len(calls)
     waiting: dict[int, tuple[Workers, Call]] = {}
     running = 0

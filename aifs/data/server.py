@@ -1,7 +1,8 @@
 """One data server or burst directory: a directory, marked as the store's, that holds objects.
 
-Everything that touches the directory blocks: it runs in ``workers``, or on the trio thread where ``may_inline``
-says that nothing there can wait. The system's errors become FsErrors here, and are noted in ``health``.
+Everything that touches the directory blocks: it runs in ``workers``, or on the trio thread where
+``may_inline`` says that nothing there can wait. The system's errors become FsErrors here, and are
+noted in ``health``.
 """
 
 import errno
@@ -31,7 +32,9 @@ _log = logging.getLogger(__name__)
 _KNOWN_DIRECTORIES = 1024
 
 _OF_BYTES = frozenset(("open", "read", "write", "sync"))
-"""Operations whose errors may belong to the object alone. They run in a worker, or where nothing waits for a device."""
+"""Operations whose errors may belong to the object alone. They run in a worker, or where nothing
+waits for a device.
+"""
 
 Key = tuple[int, int]
 """Names an object on a server: (ino, oid)."""
@@ -51,7 +54,9 @@ class Missing(Unavailable):
 
 
 class Space(NamedTuple):
-    """Space of filesystems, in bytes and inodes. ``available`` is ``free`` less what is reserved for root."""
+    """Space of filesystems, in bytes and inodes. ``available`` is ``free`` less what is reserved
+    for root.
+    """
 
     total: int
     free: int
@@ -79,10 +84,12 @@ def name_of(server_id: int) -> str:
 
 
 class DataServer:
-    """A registered data server, or burst directory. ``identify`` must have succeeded before objects are used.
+    """A registered data server, or burst directory. ``identify`` must have succeeded before objects
+    are used.
 
-    ``role`` is 'data' or 'burst', and ``number`` the id within it, as in the marker; ``name`` is for messages.
-    ``standing`` (one of SERVER_STATES) and ``domain`` are what the store's table says of it.
+    ``role`` is 'data' or 'burst', and ``number`` the id within it, as in the marker; ``name`` is
+    for messages. ``standing`` (one of SERVER_STATES) and ``domain`` are what the store's table says
+    of it.
     """
 
     def __init__(self, server_id: int, path: str, store: str, workers: Workers) -> None:
@@ -95,9 +102,13 @@ class DataServer:
         self.standing = ACTIVE
         self.domain = ""
         self.absent = ""
-        """Why the directory is not used: then all calls are answered with Unavailable, and the path is left alone."""
+        """Why the directory is not used: then all calls are answered with Unavailable, and the path
+        is left alone.
+        """
         self.missing = ""
-        """Why the directory is not this server's just now, if it was when the store was opened: calls to it fail."""
+        """Why the directory is not this server's just now, if it was when the store was opened:
+        calls to it fail.
+        """
         self.down_since_s: float | None = None
         """Since when it has not worked, of time.monotonic()."""
         self.given_up = False
@@ -111,7 +122,9 @@ class DataServer:
         self.writing, self.giving = Throughput(), Throughput()
         """What writes and syncs come to; what is read of a burst directory for grouped writes."""
         self.read_bytes = 0
-        """What requests to it have read since the mount; what the page cache had at once does not count."""
+        """What requests to it have read since the mount; what the page cache had at once does not
+        count.
+        """
         self.in_memory = self.is_local = False
         self.store = store
         self.labels = True
@@ -156,7 +169,9 @@ class DataServer:
         self._writable = not read_only
 
     def look(self, read_only: bool) -> None:
-        """See how much is free, whether the directory is there, and whether what has failed works again. Blocks."""
+        """See how much is free, whether the directory is there, and whether what has failed works
+        again. Blocks.
+        """
         try:
             if self.absent:
                 self.identify(read_only)
@@ -197,7 +212,9 @@ class DataServer:
             )
 
     def _check_present(self) -> None:
-        """What is missing is missing only where the directory itself is not. Raises OSError, StoreError."""
+        """What is missing is missing only where the directory itself is not. Raises OSError,
+        StoreError.
+        """
         status = os.stat(self.path)
         if (status.st_dev, status.st_ino) != self.inode:
             self._check_marker()
@@ -207,8 +224,8 @@ class DataServer:
         return self.call("read", self.path, claim.read_claim, self.path)
 
     def put_claim(self, mine: Claim, durable: bool) -> Claim | None:
-        """Say there that we have the store, where it can be written; returns a claim that has ended ours. Blocks. Raises
-        FsError."""
+        """Say there that we have the store, where it can be written; returns a claim that has ended
+        ours. Blocks. Raises FsError."""
         return self.call("claim", self.path, self._put_claim, mine, durable)
 
     def _put_claim(self, mine: Claim, durable: bool) -> Claim | None:
@@ -236,7 +253,9 @@ class DataServer:
 
     @property
     def is_gone(self) -> bool:
-        """Whether its directory is not there, or it has not worked for as long as it is waited for."""
+        """Whether its directory is not there, or it has not worked for as long as it is waited
+        for.
+        """
         return bool(self.absent or self.missing or self.given_up)
 
     @property
@@ -245,7 +264,9 @@ class DataServer:
 
     @property
     def hangs(self) -> bool:
-        """Whether calls that were given up have not ended: until then nothing is asked of it in the background."""
+        """Whether calls that were given up have not ended: until then nothing is asked of it in the
+        background.
+        """
         return self.workers.patience.hangs
 
     @property
@@ -341,13 +362,15 @@ class DataServer:
         with self._directories_lock:
             if directory in self._known:
                 return
-            # Never make the root: where its filesystem is not mounted, another one would be written to.
+            # Never make the root: where its filesystem is not mounted, another one would be written
+            # to.
             self._check_marker()
             upper = os.path.dirname(directory)
             objects = os.path.dirname(upper)
             for path in (objects, upper, directory):
                 files.make_dir(path)
-            # Also where they existed: that may be the work of a process that died before it synced them.
+            # Also where they existed: that may be the work of a process that died before it synced
+            # them.
             self._unsynced_names.mark(self.path, objects, upper, directory)
             if len(self._known) >= _KNOWN_DIRECTORIES:
                 del self._known[next(iter(self._known))]
@@ -359,7 +382,9 @@ class DataServer:
         self.call("remove", key, self._after_removals, naming.directory_of(self.path, key[1]))
 
     def remove_objects(self, keys: Sequence[Key]) -> dict[int, FsError]:
-        """Remove those that exist, durably. Returns the errors, by oid, of those that may still be there."""
+        """Remove those that exist, durably. Returns the errors, by oid, of those that may still be
+        there.
+        """
         failed: dict[int, FsError] = {}
         by_directory: dict[str, list[int]] = {}
         for key in keys:
@@ -406,7 +431,9 @@ class DataServer:
         return count
 
     def read_cached(self, fd: int, buffer: memoryview, offset: int) -> bool:
-        """Fill ``buffer`` if that can be done without waiting, wholly or not at all. For the trio thread."""
+        """Fill ``buffer`` if that can be done without waiting, wholly or not at all. For the trio
+        thread.
+        """
         if not self._can_read_cached or self.absent or files.is_hooked():
             return False
         try:
@@ -423,22 +450,30 @@ class DataServer:
         self.call("write", key, files.truncate, fd, length)
 
     def punch(self, key: Key, fd: int, offset: int, length: int) -> None:
-        """What is there of the range reads as zeros on return, and takes no space. Raises NotSupported."""
+        """What is there of the range reads as zeros on return, and takes no space. Raises
+        NotSupported.
+        """
         self.allocate(key, fd, files.PUNCH_HOLE | files.KEEP_SIZE, offset, length)
 
     def allocate(self, key: Key, fd: int, mode: int, offset: int, length: int) -> None:
-        """fallocate(2), modes as in core.files. Raises NoSpace; NotSupported where the filesystem cannot."""
+        """fallocate(2), modes as in core.files. Raises NoSpace; NotSupported where the filesystem
+        cannot.
+        """
         self.call("write", key, _change_allocation, fd, mode, offset, length)
 
     def stat(self, key: Key, fd: int) -> os.stat_result:
         return self.call("stat", key, os.fstat, fd)
 
     def sync_object(self, key: Key, fd: int) -> None:
-        """The object's bytes and length are durable on return; its name after ``sync_names_near``."""
+        """The object's bytes and length are durable on return; its name after
+        ``sync_names_near``.
+        """
         self.writing.measure(0, self.call, "sync", key, files.sync_file, fd)
 
     def close_object(self, fd: int, removed: bool = False) -> None:
-        """Does not block: a worker closes the descriptor where that may take long, as it does for a removed object."""
+        """Does not block: a worker closes the descriptor where that may take long, as it does for a
+        removed object.
+        """
         if self.in_memory and not removed:
             files.close_file(fd)
         else:
@@ -451,8 +486,9 @@ class DataServer:
         unsynced: AbstractContextManager | None,
         lost: Callable[[str], None],
     ) -> None:
-        """A worker closes a descriptor that will be opened again. If something was written it is synced first, and ``lost`` is told
-        if that fails: a later descriptor might not. ``unsynced`` is held meanwhile, and by whoever syncs it then. Does not block."""
+        """A worker closes a descriptor that will be opened again. If something was written it is
+        synced first, and ``lost`` is told if that fails: a later descriptor might not. ``unsynced``
+        is held meanwhile, and by whoever syncs it then. Does not block."""
         if unsynced is None and self.is_local:
             files.close_file(fd)  # it keeps its name, so there is nothing to be freed
         elif unsynced is None:
@@ -535,7 +571,9 @@ class DataServer:
         return self.call("list", self.path, naming.list_range, self.path, first_oid, end_oid)
 
     def list_objects(self) -> Iterator[StoredObject | ForeignFile]:
-        """All that lies in the directory, marker and claim apart, in order of path. Objects may come and go meanwhile."""
+        """All that lies in the directory, marker and claim apart, in order of path. Objects may
+        come and go meanwhile.
+        """
         self.call("reach", self.path, self._check_present)
         walk = naming.list_all(self.path)
         while (item := self.call("list", self.path, next, walk, None)) is not None:

@@ -35,11 +35,13 @@ _WITHOUT = (
 
 
 class Servers:
-    """The registered data servers, and from id BURST_FIRST on the burst directories. Used from one trio thread.
+    """The registered data servers, and from id BURST_FIRST on the burst directories. Used from one
+    trio thread.
 
-    Files are striped over the data servers alone (``capacity``), which also make up the space that users see;
-    everything else here means both kinds. Each has worker threads of its own, so that one that hangs cannot hold up
-    what lies on others. Those of the data servers are together about ``threads``, but none has less than two.
+    Files are striped over the data servers alone (``capacity``), which also make up the space that
+    users see; everything else here means both kinds. Each has worker threads of its own, so that
+    one that hangs cannot hold up what lies on others. Those of the data servers are together about
+    ``threads``, but none has less than two.
     """
 
     def __init__(
@@ -51,8 +53,9 @@ class Servers:
         patience_s: float = FOR_EVER,
         lost_after_s: float = FOR_EVER,
     ) -> None:
-        """``table``: id to absolute path; ``store``: uuid; ``patience_s``: see patience.py; ``lost_after_s``: after how long a
-        server that does not work is given up. Does no I/O: call ``check_identity`` next."""
+        """``table``: id to absolute path; ``store``: uuid; ``patience_s``: see patience.py;
+        ``lost_after_s``: after how long a server that does not work is given up. Does no I/O: call
+        ``check_identity`` next."""
         self.buffers = BufferPool()
         self.budget = budget or Budget(BUDGET)
         self.cache = ReadCache(self.budget)
@@ -115,11 +118,15 @@ class Servers:
         return tuple(server for server in self._servers.values() if server.role == "burst")
 
     def usable(self) -> tuple[int, ...]:
-        """Ids of the data servers that new files should use, ascending: those in use that do not fail, or all if all do."""
+        """Ids of the data servers that new files should use, ascending: those in use that do not
+        fail, or all if all do.
+        """
         return tuple(server.id for server in self._chosen())
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """What ``usable`` says, with failure domains, and weights by the free space as last seen."""
+        """What ``usable`` says, with failure domains, and weights by the free space as last
+        seen.
+        """
         chosen = self._chosen()
         free = [server.seen.available if server.seen else 0 for server in chosen]
         most = max(free, default=0)
@@ -162,13 +169,15 @@ class Servers:
     def check_identity(self, read_only: bool = False, dispensable: Collection[int] = ()) -> None:
         """Each directory is there, carries the right marker, is writable, and is used once.
 
-        ``dispensable``: the store can do without these; they are absent if anything is wrong with them, which is logged.
-        Blocks. Raises StoreError, which names the directory, what is wrong and what to do.
+        ``dispensable``: the store can do without these; they are absent if anything is wrong with
+        them, which is logged. Blocks. Raises StoreError, which names the directory, what is wrong
+        and what to do.
         """
         self.require(self.identify(read_only), dispensable)
 
     def identify(self, read_only: bool = False) -> dict[int, str]:
-        """Look at all servers that are not lost, at once: what is wrong, by number. One that does not answer in time is wrong.
+        """Look at all servers that are not lost, at once: what is wrong, by number. One that does
+        not answer in time is wrong.
 
         Blocks, not longer than ``patience_s``. Raises StoreError if two have one directory.
         """
@@ -200,8 +209,8 @@ class Servers:
         dispensable: Collection[int] = (),
         stakes: Mapping[int, str] | None = None,
     ) -> None:
-        """Do without those of the servers that are ``wrong`` which are ``dispensable``. Raises StoreError for the first other
-        one, with what is at stake."""
+        """Do without those of the servers that are ``wrong`` which are ``dispensable``. Raises
+        StoreError for the first other one, with what is at stake."""
         for number, error in wrong.items():
             server = self._servers[number]
             if number not in dispensable:
@@ -211,8 +220,8 @@ class Servers:
             _log.warning("the store does without a %s for now: %s", kind, error)
 
     async def make_ready(self, number: int, path: str, domain: str = "") -> DataServer:
-        """Look at a directory that carries its marker, in a thread of its own, so that it can be taken in. Raises
-        StoreError."""
+        """Look at a directory that carries its marker, in a thread of its own, so that it can be
+        taken in. Raises StoreError."""
         server = self._new(number, path)
         server.domain = domain
         self._removed.append(server)  # its threads end with the others if it is not taken in
@@ -268,9 +277,11 @@ class Servers:
             server.absent = self._given_up
 
     def judge(self) -> None:
-        """Note which servers do not work, since when, and which of them have not for so long that they are given up.
+        """Note which servers do not work, since when, and which of them have not for so long that
+        they are given up.
 
-        Not more than half of those in use: when so many seem to be gone, it is rather this host that cannot reach them.
+        Not more than half of those in use: when so many seem to be gone, it is rather this host
+        that cannot reach them.
         """
         now_s = time.monotonic()
         active = [server for server in self.capacity() if server.standing == ACTIVE]
@@ -305,7 +316,9 @@ class Servers:
             self.on_change()
 
     def idlest(self, numbers: Iterable[int]) -> DataServer:
-        """Of these servers the one with the least to do, for work that any may do. Raises Unavailable."""
+        """Of these servers the one with the least to do, for work that any may do. Raises
+        Unavailable.
+        """
         known = [self._servers[number] for number in numbers if number in self._servers]
         if not known:
             raise Unavailable(
@@ -327,8 +340,8 @@ class Servers:
         await gather([(s.workers, s.sync_all, ()) for s in self._servers.values() if not s.absent])
 
     async def spaces(self, servers: Sequence[DataServer]) -> list[Space | None]:
-        """The space of each server's filesystem; None where it cannot be told. Of a data server that does not say so within a
-        second it is what was last seen."""
+        """The space of each server's filesystem; None where it cannot be told. Of a data server
+        that does not say so within a second it is what was last seen."""
         found: list[Space | None] = [server.seen for server in servers]
 
         async def ask(number: int, server: DataServer) -> None:
@@ -344,8 +357,8 @@ class Servers:
         return found
 
     async def statfs(self) -> Space:
-        """The space of all data servers that work, each filesystem counted once. What is free where no new files go
-        does not count."""
+        """The space of all data servers that work, each filesystem counted once. What is free where
+        no new files go does not count."""
         servers = sorted(self.capacity(), key=lambda server: server.standing == ACTIVE)
         spaces = await self.spaces(servers)
         by_device = {
@@ -358,9 +371,10 @@ class Servers:
         )
 
     async def status(self) -> list[dict[str, Any]]:
-        """For ``aifs status``: role, id in it, path, domain, standing, state, used_bytes, free_bytes (None: unknown),
-        last_error, labels (whether objects can be labelled, as far as is known), read_bytes (by requests since the mount; what
-        the page cache of this host had is not among them)."""
+        """For ``aifs status``: role, id in it, path, domain, standing, state, used_bytes,
+        free_bytes (None: unknown), last_error, labels (whether objects can be labelled, as far as
+        is known), read_bytes (by requests since the mount; what the page cache of this host had is
+        not among them)."""
         servers = tuple(self._servers.values())
         return [_status(*pair) for pair in zip(servers, await self.spaces(servers), strict=True)]
 
@@ -374,8 +388,8 @@ class Servers:
         return _describe({server: server.workers.outstanding for server in servers})
 
     def close(self) -> tuple[list[threading.Thread], str]:
-        """End the worker threads, when what they have been given is done. Returns those that are still stuck with a server that
-        hangs, and words for that, which are logged. Blocks."""
+        """End the worker threads, when what they have been given is done. Returns those that are
+        still stuck with a server that hangs, and words for that, which are logged. Blocks."""
         stuck: dict[DataServer, list[threading.Thread]] = {}
         until_s = time.monotonic() + max(self._patience_s, _END_S)
         servers = (*self._servers.values(), *self._removed)

@@ -1,7 +1,8 @@
-"""How many bytes per second a data server takes, or a burst device gives, lately: for plans of grouped writes.
+"""How many bytes per second a data server takes, or a burst device gives, lately: for plans of
+grouped writes.
 
-Only the time counts in which a request is under way, and that once however many are: so what is measured is the server, not
-how much is asked of it.
+Only the time counts in which a request is under way, and that once however many are: so what is
+measured is the server, not how much is asked of it.
 """
 
 import threading

@@ -1,11 +1,12 @@
 """Worker threads for calls that block, and the cheapest way to wait for them from trio.
 
-A hand-off through ``trio.to_thread`` costs 30 to 100 us a call here; this one 28 us alone, and 4 to 8 us
-when several are under way, because all results that are ready come back with one wake-up of the scheduler, and
-one task waits for many calls at once.
+A hand-off through ``trio.to_thread`` costs 30 to 100 us a call here; this one 28 us alone, and 4 to
+8 us when several are under way, because all results that are ready come back with one wake-up of
+the scheduler, and one task waits for many calls at once.
 
-A call that has been handed over always runs to its end: so ``gather`` is not cancellable, unless the caller says how
-buffers and descriptors that a thread uses are kept until then. In the background calls are given up after a while (patience.py).
+A call that has been handed over always runs to its end: so ``gather`` is not cancellable, unless
+the caller says how buffers and descriptors that a thread uses are kept until then. In the
+background calls are given up after a while (patience.py).
 """
 
 import logging
@@ -77,8 +78,8 @@ class Completions:
     def put(self, batch: _Batch | _Notice | None, workers: "Workers") -> None:
         """Called by worker threads."""
         self._ready.append((batch, workers))
-        # Two threads may both see False: one wake-up too many, never one too few, since ``_drain`` clears
-        # the flag before it looks.
+        # Two threads may both see False: one wake-up too many, never one too few, since ``_drain``
+        # clears the flag before it looks.
         if not self._awake:
             self._awake = True
             try:
@@ -129,16 +130,22 @@ class Workers:
             thread.start()
 
     def post(self, function: Callable[..., Any], *args: Any) -> None:
-        """Have ``function(*args)`` called some time, before ``close`` returns; an error is logged."""
+        """Have ``function(*args)`` called some time, before ``close`` returns; an error is
+        logged.
+        """
         self.submit(None, 0, function, args)
 
     def start(self, tell: Callable[[Any], None], function: Callable[..., Any], *args: Any) -> None:
-        """Run ``function(*args)``; then, on the trio thread, ``tell`` what it returned or raised. It must not raise."""
+        """Run ``function(*args)``; then, on the trio thread, ``tell`` what it returned or raised.
+        It must not raise.
+        """
         self.submit(_Notice(tell), 0, function, args)
 
     @property
     def busy(self) -> bool:
-        """Whether the next call would wait for a thread: then it is not the time for one that nobody needs yet."""
+        """Whether the next call would wait for a thread: then it is not the time for one that
+        nobody needs yet.
+        """
         return self.outstanding >= self._limit
 
     @property
@@ -152,7 +159,9 @@ class Workers:
             self._queue.put(None)
 
     def join(self, until_s: float = FOR_EVER) -> list[threading.Thread]:
-        """Wait for them, till then (of time.monotonic()), not for a server that hangs; those that have not ended. Blocks."""
+        """Wait for them, till then (of time.monotonic()), not for a server that hangs; those that
+        have not ended. Blocks.
+        """
         for thread in self._threads:
             if until_s == FOR_EVER:
                 thread.join()
@@ -209,9 +218,9 @@ async def outcomes(
 ) -> list[Any]:
     """Run all calls, each in its workers, and wait for all: what each returned or raised, in order.
 
-    ``on_end`` is called on the trio thread when all have ended, also if nobody waits for that any more: because it was cancelled,
-    which it may be if it is ``abandonable``, or because a call has been given up, which then counts as ended, with Hanging
-    (see patience.py).
+    ``on_end`` is called on the trio thread when all have ended, also if nobody waits for that any
+    more: because it was cancelled, which it may be if it is ``abandonable``, or because a call has
+    been given up, which then counts as ended, with Hanging (see patience.py).
     """
     if is_background() and any(workers.patience.is_limited for workers, _, _ in calls):
         return await outcomes_in_time(calls, on_end or _nothing, abandonable)

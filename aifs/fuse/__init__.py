@@ -1,7 +1,8 @@
-"""The pyfuse3 adapter: turns kernel requests into calls of vfs and its answers into replies. Nothing else does.
+"""The pyfuse3 adapter: turns kernel requests into calls of vfs and its answers into replies.
+Nothing else does.
 
-Importing this package loads the bridge (bridge.c), if it has been built: before pyfuse3, and with symbols that
-pyfuse3 can see, so that pyfuse3 mounts through it. ``bridge.py`` says what it is for.
+Importing this package loads the bridge (bridge.c), if it has been built: before pyfuse3, and with
+symbols that pyfuse3 can see, so that pyfuse3 mounts through it. ``bridge.py`` says what it is for.
 """
 
 import importlib

@@ -1,7 +1,8 @@
-"""The bridge (bridge.c) as the daemon uses it: what is asked of the kernel, passthrough, what is missing and why.
+"""The bridge (bridge.c) as the daemon uses it: what is asked of the kernel, passthrough, what is
+missing and why.
 
-Without it everything works but ioctl, fallocate, SEEK_DATA and SEEK_HOLE, copies inside the filesystem, O_TMPFILE, and
-the speed of passthrough.
+Without it everything works but ioctl, fallocate, SEEK_DATA and SEEK_HOLE, copies inside the
+filesystem, O_TMPFILE, and the speed of passthrough.
 """
 
 import errno
@@ -18,7 +19,8 @@ from aifs.fuse import extension, extension_error
 _log = logger(__name__)
 
 HANDLE_BITS = 40
-"""An open file is answered as ``backing << HANDLE_BITS | handle``; the kernel then sends the handle alone."""
+"""An open file is answered as ``backing << HANDLE_BITS | handle``; the kernel then sends the handle alone.
+"""
 
 # Features of the kernel (flags of INIT in <linux/fuse.h>) that pyfuse3 does not ask for.
 DONT_MASK = (
@@ -68,10 +70,11 @@ NO_CAPABILITY = "mount as root, or give the daemon CAP_SYS_ADMIN"
 
 
 class Bridge:
-    """The bridge of the next mount, if it can be used and is wanted: ``in_use`` says so once that is mounted.
+    """The bridge of the next mount, if it can be used and is wanted: ``in_use`` says so once that
+    is mounted.
 
-    It is the ``Passthrough`` of vfs. Made before pyfuse3 mounts, because that is when the bridge steps in. Raises
-    MountError if the configuration requires a bridge that has not been built.
+    It is the ``Passthrough`` of vfs. Made before pyfuse3 mounts, because that is when the bridge
+    steps in. Raises MountError if the configuration requires a bridge that has not been built.
     """
 
     def __init__(self, kernel: KernelConfig, on_request: Callable[..., bool]) -> None:
@@ -92,7 +95,9 @@ class Bridge:
 
     @property
     def passes_through(self) -> bool:
-        """Whether the kernel passes files through for us; known when the mount has answered a request."""
+        """Whether the kernel passes files through for us; known when the mount has answered a
+        request.
+        """
         return self.in_use and bool(extension.negotiated()[1] & PASSTHROUGH) and may_pass_through()
 
     def check(self) -> None:
@@ -109,7 +114,9 @@ class Bridge:
             extension.disconnect()
 
     def attach(self, fd: int) -> int:
-        """A backing id for an open file. Raises OSError: EPERM, ELOOP (its filesystem is a stacked one), ..."""
+        """A backing id for an open file. Raises OSError: EPERM, ELOOP (its filesystem is a stacked
+        one), ...
+        """
         return extension.backing_open(fd)
 
     def detach(self, backing: int) -> None:
@@ -121,11 +128,15 @@ class Bridge:
                 _log.warning("the kernel keeps a backing file: %s", error)
 
     def kill_privileges(self) -> bool:
-        """Whether the request read last owes the clearing of set-id bits. Ask before anything is awaited."""
+        """Whether the request read last owes the clearing of set-id bits. Ask before anything is
+        awaited.
+        """
         return extension is not None and extension.kill_privileges()
 
     def note_acl(self, ino: int) -> None:
-        """Before the kernel is told of an inode with an ACL, or an ACL is set: it may ask for it."""
+        """Before the kernel is told of an inode with an ACL, or an ACL is set: it may ask for
+        it.
+        """
         if extension is not None:
             extension.note_acl(ino)
 
@@ -144,13 +155,17 @@ class Bridge:
                 )  # raised, it would end the mount
 
     def status(self) -> dict[str, object]:
-        """For ``aifs status``: what is in use, and how many requests of each opcode the kernel has sent."""
+        """For ``aifs status``: what is in use, and how many requests of each opcode the kernel has
+        sent.
+        """
         counts = extension.counts() if self.in_use else {}
         requests = {str(opcode): count for opcode, count in counts.items()}
         return {"in_use": self.in_use, "requests": requests}
 
     def missing(self) -> list[Missing]:
-        """What is not in use of a mount that has answered a request; nothing that was switched off."""
+        """What is not in use of a mount that has answered a request; nothing that was switched
+        off.
+        """
         if self._kernel.bridge == "off":
             return []
         if not self.in_use:
@@ -169,7 +184,9 @@ class Bridge:
 
 
 def may_pass_through(status: str | None = None) -> bool:
-    """Whether this process has CAP_SYS_ADMIN in its effective set (``status``: text of a /proc/PID/status)."""
+    """Whether this process has CAP_SYS_ADMIN in its effective set (``status``: text of a
+    /proc/PID/status).
+    """
     lines = (Path("/proc/self/status").read_text() if status is None else status).splitlines()
     effective = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
     return bool(effective >> _CAP_SYS_ADMIN & 1)

@@ -1,8 +1,10 @@
-"""A process that ends the mount's connection when the daemon has died. Touches fusectl and one child process.
+"""A process that ends the mount's connection when the daemon has died. Touches fusectl and one
+child process.
 
-Killing a process ends its connection, unless one of its threads waits in the kernel meanwhile, as those that send
-invalidations may: for a lock that a program holds until it gets an answer from the process that was killed. The guard
-has no descriptor of the connection, so nothing keeps it from ending that, nor is it in the way of anything.
+Killing a process ends its connection, unless one of its threads waits in the kernel meanwhile, as
+those that send invalidations may: for a lock that a program holds until it gets an answer from the
+process that was killed. The guard has no descriptor of the connection, so nothing keeps it from
+ending that, nor is it in the way of anything.
 """
 
 import logging
@@ -28,7 +30,8 @@ os.write(fd, b"1")
 
 
 class Guard:
-    """Guards the mount at ``mountpoint`` from ``with`` on; at its end the connection is aborted in any case.
+    """Guards the mount at ``mountpoint`` from ``with`` on; at its end the connection is aborted in
+    any case.
 
     Made by the main thread, when the mount has been made.
     """

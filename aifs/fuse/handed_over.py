@@ -1,4 +1,6 @@
-"""Requests that pyfuse3 does not know, handed over by the bridge: each is answered by a task of its own."""
+"""Requests that pyfuse3 does not know, handed over by the bridge: each is answered by a task of its
+own.
+"""
 
 import errno
 import os
@@ -73,7 +75,8 @@ def _refuse_unknown(flags: int) -> None:
 
 
 class HandedOver:
-    """Takes requests from the bridge (``take``) and answers them through it, from tasks in ``nursery``.
+    """Takes requests from the bridge (``take``) and answers them through it, from tasks in
+    ``nursery``.
 
     ``reply`` and ``nursery`` are set before the first request is read.
     """
@@ -110,7 +113,9 @@ class HandedOver:
     def take(
         self, opcode: int, unique: int, nodeid: int, caller: tuple[int, int, int], body: bytes
     ) -> bool:
-        """A request of the kernel. Returns at once, True if it will be answered (INTERRUPT: if it was one of ours)."""
+        """A request of the kernel. Returns at once, True if it will be answered (INTERRUPT: if it
+        was one of ours).
+        """
         if opcode == INTERRUPT:
             scope = self._running.get(*_UNIQUE.unpack_from(body))
             if scope is not None:
@@ -304,7 +309,9 @@ class HandedOver:
 
     @answers
     async def statx(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
-        """What the kernel asks for who wants to know when a file was born; else it sends GETATTR."""
+        """What the kernel asks for who wants to know when a file was born; else it sends
+        GETATTR.
+        """
         inode = await self._fs.getattr(nodeid)
         seconds, rest = divmod(self._attr_timeout_s, 1)
         times = (inode.atime_ns, inode.birth_ns, inode.ctime_ns, inode.mtime_ns)

@@ -1,9 +1,10 @@
-"""What the kernel keeps of names and attributes, and how it is made to ask again. Touches pyfuse3's notifications.
+"""What the kernel keeps of names and attributes, and how it is made to ask again. Touches pyfuse3's
+notifications.
 
-An invalidation may wait in the kernel, and nothing can interrupt it: for the lock of a directory, which a program
-holds until we answer its request, or for an inode that is on its way out. So worker threads send them, which nothing
-else waits for without a limit. The connection stays open while one of them waits, also when this process is killed;
-``guard`` ends it then.
+An invalidation may wait in the kernel, and nothing can interrupt it: for the lock of a directory,
+which a program holds until we answer its request, or for an inode that is on its way out. So worker
+threads send them, which nothing else waits for without a limit. The connection stays open while one
+of them waits, also when this process is killed; ``guard`` ends it then.
 """
 
 import logging
@@ -19,21 +20,23 @@ FORGET_S = 1.0
 """How long an answer waits until the kernel has forgotten names."""
 
 _AT_ONCE = 16
-"""Threads that may wait in the kernel; the invalidations of one directory keep no other ones waiting."""
+"""Threads that may wait in the kernel; the invalidations of one directory keep no other ones
+waiting.
+"""
 
 
 def drop_attributes(ino: int) -> None:
     """Have the kernel ask again for the attributes of ``ino``, from now on.
 
-    Only while the kernel waits for an answer about this inode: then the inode cannot be on its way out of the
-    kernel's cache, which this call would wait for.
+    Only while the kernel waits for an answer about this inode: then the inode cannot be on its way
+    out of the kernel's cache, which this call would wait for.
     """
     _send(pyfuse3.invalidate_inode, ino, True)
 
 
 class KernelCache:
-    """Invalidations that may wait. They run in ``nursery``, which is set while requests are read; there is nothing to
-    invalidate before and afterwards."""
+    """Invalidations that may wait. They run in ``nursery``, which is set while requests are read;
+    there is nothing to invalidate before and afterwards."""
 
     def __init__(self) -> None:
         self.nursery: trio.Nursery | None = None
@@ -46,15 +49,18 @@ class KernelCache:
     def drop_name_soon(self, parent: int, name: bytes) -> None:
         """Have the kernel look ``name`` up anew, and list its directory anew, soon.
 
-        For requests that the kernel holds the directory's lock for: it goes out when they have been answered.
+        For requests that the kernel holds the directory's lock for: it goes out when they have been
+        answered.
         """
         self._start(_of_names([(parent, name)]))
 
     async def forget_names(self, names: Iterable[tuple[int, bytes]]) -> None:
-        """Have the kernel look these names (parent, name) up anew, and list their directories anew, from now on.
+        """Have the kernel look these names (parent, name) up anew, and list their directories anew,
+        from now on.
 
-        Waits for requests that hold a directory's lock, but not for long: one of them may be waiting for a lock that
-        the kernel holds for the request that we are answering. Then it happens when they have been answered.
+        Waits for requests that hold a directory's lock, but not for long: one of them may be
+        waiting for a lock that the kernel holds for the request that we are answering. Then it
+        happens when they have been answered.
         """
         done = self._start(_of_names(list(names)))
         with trio.move_on_after(FORGET_S):

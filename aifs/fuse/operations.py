@@ -1,7 +1,9 @@
-"""The FUSE edge: each handler turns one request into one call of the filesystem and its answer into a reply.
+"""The FUSE edge: each handler turns one request into one call of the filesystem and its answer into
+a reply.
 
-Nothing is decided here. Errors pass one choke point (``answers``), because an exception that reaches pyfuse3 would
-end the mount. Permissions are checked by the kernel (default_permissions), so there is no access handler.
+Nothing is decided here. Errors pass one choke point (``answers``), because an exception that
+reaches pyfuse3 would end the mount. Permissions are checked by the kernel (default_permissions), so
+there is no access handler.
 """
 
 import errno
@@ -34,21 +36,27 @@ from aifs.vfs.types import Opened, SetAttr
 log = logging.getLogger(__name__)
 
 PREFERRED_IO = 64 << 10
-"""st_blksize: what stdio and Python's open() buffer by. Each write is a round trip, so more than a page."""
+"""st_blksize: what stdio and Python's open() buffer by. Each write is a round trip, so more than a
+page.
+"""
 
 NAMELESS = b"/"
 """What the bridge has the kernel create for O_TMPFILE; no name can be that."""
 
 LAST_DOT = 2
-"""Where ``..`` lies in a listing: ``.`` is at 1, and what the filesystem has at ``cookie`` is at ``cookie + 1``."""
+"""Where ``..`` lies in a listing: ``.`` is at 1, and what the filesystem has at ``cookie`` is at
+``cookie + 1``.
+"""
 
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
 
 def answers(handler: Handler) -> Handler:
-    """The choke point: FsError is answered with its errno; another exception is logged and answered with EIO.
+    """The choke point: FsError is answered with its errno; another exception is logged and answered
+    with EIO.
 
-    It also counts the requests that are being answered; whoever else runs meanwhile sees those that wait.
+    It also counts the requests that are being answered; whoever else runs meanwhile sees those that
+    wait.
     """
 
     @functools.wraps(handler)
@@ -90,7 +98,9 @@ def file_info(opened: Opened) -> FileInfo:
 
 
 def _kept_time(time_ns: int) -> int:
-    """The nearest time that an inode can hold: years 1677 to 2262. ext4 cuts times to its own range, too."""
+    """The nearest time that an inode can hold: years 1677 to 2262. ext4 cuts times to its own
+    range, too.
+    """
     return max(-(1 << 63), min(time_ns, (1 << 63) - 1))
 
 
@@ -111,9 +121,10 @@ def changes(attr: EntryAttributes, fields: SetattrFields, kill_privileges: bool)
 class Operations(pyfuse3.Operations):
     """pyfuse3's handlers over one open Filesystem.
 
-    ``kill_privileges()`` tells whether the request read last owes the clearing of set-id bits, where the kernel leaves
-    that to us; so it is called before a handler awaits anything. ``note_acl(ino)`` is called for each inode with an ACL
-    before the kernel hears of it. ``synchronous``: of a mount with the option sync.
+    ``kill_privileges()`` tells whether the request read last owes the clearing of set-id bits,
+    where the kernel leaves that to us; so it is called before a handler awaits anything.
+    ``note_acl(ino)`` is called for each inode with an ACL before the kernel hears of it.
+    ``synchronous``: of a mount with the option sync.
     """
 
     enable_acl = True
@@ -295,8 +306,9 @@ class Operations(pyfuse3.Operations):
     async def write(self, handle: int, offset: int, data: bytes) -> int:
         return await self._fs.write(handle, offset, data, self._kill_privileges())
 
-    # No flush: a write leaves nothing to do for close(2). The bridge says so for each open file; without it the
-    # kernel asks once, is told ENOSYS, and saves a round trip per close from then on.
+    # No flush: a write leaves nothing to do for close(2). The bridge says so for each open file;
+    # without it the kernel asks once, is told ENOSYS, and saves a round trip per close from then
+    # on.
 
     @answers
     async def release(self, handle: int) -> None:
@@ -314,8 +326,8 @@ class Operations(pyfuse3.Operations):
 
     @answers
     async def readdir(self, handle: int, cookie: int, token: ReaddirToken) -> None:
-        # What is left of a batch when the reply is full is not kept for the next request: the kernel caches the
-        # names and attributes of a reply as those of the time when it asked.
+        # What is left of a batch when the reply is full is not kept for the next request: the
+        # kernel caches the names and attributes of a reply as those of the time when it asked.
         entry = self._blank()
         if cookie < LAST_DOT:
             directory = await self._fs.getattr(handle)

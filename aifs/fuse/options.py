@@ -1,7 +1,8 @@
 """Mount options: what ``-o`` may hold besides configuration keys. Pure; imports no FUSE binding.
 
-Each option is one of four things: passed on to the kernel, answered here, meant for mount(8) and fstab alone
-(understood and ignored), or a configuration key by its dotted path. Anything else is refused by name.
+Each option is one of four things: passed on to the kernel, answered here, meant for mount(8) and
+fstab alone (understood and ignored), or a configuration key by its dotted path. Anything else is
+refused by name.
 """
 
 from collections.abc import Collection, Iterable
@@ -22,7 +23,8 @@ _KERNEL = {
     "async": "sync",
 }
 
-# When a file that is opened for reading gets a new access time; the daemon decides it, not the kernel.
+# When a file that is opened for reading gets a new access time; the daemon decides it, not the
+# kernel.
 _ATIME = {
     "noatime": "noatime",
     "relatime": "relatime",
@@ -47,9 +49,11 @@ _REPEATED_PREFIXES = ("user_id=", "group_id=", "max_read=", "blksize=", "uhelper
 
 @dataclass(frozen=True)
 class MountOptions:
-    """What the mount needs to know. ``fuse_options`` go to libfuse as they are (``nodev``, ``noatime``).
+    """What the mount needs to know. ``fuse_options`` go to libfuse as they are (``nodev``,
+    ``noatime``).
 
-    ``atime`` is ``noatime``, ``relatime`` or ``strictatime``. ``remount`` asks to change a mount that is there.
+    ``atime`` is ``noatime``, ``relatime`` or ``strictatime``. ``remount`` asks to change a mount
+    that is there.
     """
 
     read_only: bool = False
@@ -64,9 +68,9 @@ def parse(
 ) -> tuple[MountOptions, dict[str, str]]:
     """Mount options and configuration overrides from the ``-o`` arguments; the last one wins.
 
-    A ``privileged`` (root's) mount starts from ``allow_other``, and from ``dev`` and ``suid``, as mount(8)
-    does for every filesystem. Unknown options raise ConfigError, or are ignored when ``sloppy``; wrong dotted
-    keys are left to the configuration, which refuses them.
+    A ``privileged`` (root's) mount starts from ``allow_other``, and from ``dev`` and ``suid``, as
+    mount(8) does for every filesystem. Unknown options raise ConfigError, or are ignored when
+    ``sloppy``; wrong dotted keys are left to the configuration, which refuses them.
     """
     given = [option for item in items for option in item.split(",") if option]
     remount = "remount" in given

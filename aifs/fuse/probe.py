@@ -1,7 +1,9 @@
-"""What ``aifs doctor`` tells: which of the things that make a mount fast are there, which are not, and what to change.
+"""What ``aifs doctor`` tells: which of the things that make a mount fast are there, which are not,
+and what to change.
 
-``look`` reads the facts from this machine and process, ``judge`` makes checks of them (pure), ``probe`` does both. They
-hold for a mount that this user would make now; what a running mount has in use it says itself (``in_use``).
+``look`` reads the facts from this machine and process, ``judge`` makes checks of them (pure),
+``probe`` does both. They hold for a mount that this user would make now; what a running mount has
+in use it says itself (``in_use``).
 """
 
 import ctypes
@@ -29,7 +31,9 @@ _MOUNT_ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 class Check(NamedTuple):
-    """One line of the doctor. ``in_use``: of the running mount; None if there is none or it cannot say."""
+    """One line of the doctor. ``in_use``: of the running mount; None if there is none or it cannot
+    say.
+    """
 
     name: str
     ok: bool
@@ -41,7 +45,9 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """What the checks depend on. ``filesystems``: the type below each burst directory, '' if it cannot be told."""
+    """What the checks depend on. ``filesystems``: the type below each burst directory, '' if it
+    cannot be told.
+    """
 
     kernel: str
     libfuse: str
@@ -61,7 +67,9 @@ class Facts:
 def probe(
     config: Config, mountpoint: str | None = None, in_use: Mapping[str, Any] | None = None
 ) -> list[Check]:
-    """The checks for a mount of ``config``; ``in_use``: "bridge" of the status of the mount there."""
+    """The checks for a mount of ``config``; ``in_use``: "bridge" of the status of the mount
+    there.
+    """
     return judge(look(config.burst.directories, mountpoint), config, in_use or {})
 
 
@@ -188,7 +196,9 @@ def look(burst_directories: Iterable[str], mountpoint: str | None) -> Facts:
 
 
 def filesystem_of(path: str, mountinfo: str) -> str:
-    """The type of the filesystem that ``path`` lies on, from the text of /proc/PID/mountinfo; '' if none fits."""
+    """The type of the filesystem that ``path`` lies on, from the text of /proc/PID/mountinfo; '' if
+    none fits.
+    """
     path = os.path.realpath(path)
     found = (-1, "")
     for line in mountinfo.splitlines():

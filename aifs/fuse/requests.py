@@ -1,14 +1,15 @@
-"""How the daemon waits for the kernel's next request. Touches pyfuse3's scheduler hook and trio, nothing of ours.
+"""How the daemon waits for the kernel's next request. Touches pyfuse3's scheduler hook and trio,
+nothing of ours.
 
-A client that waits for an answer sends its next request some microseconds after it got one. Sleeping in
-epoll until then costs two wake-ups of an idle processor and two passes of the scheduler, several times
-what answering costs. So after a request the reading task looks again for a short while before it sleeps
-(as network stacks and hypervisors do: busy polling). It does so only while that pays: when the wait before was short, when
-no request waits for a worker thread (the thread would want the interpreter), and when there is
-a second processor.
+A client that waits for an answer sends its next request some microseconds after it got one.
+Sleeping in epoll until then costs two wake-ups of an idle processor and two passes of the
+scheduler, several times what answering costs. So after a request the reading task looks again for a
+short while before it sleeps (as network stacks and hypervisors do: busy polling). It does so only
+while that pays: when the wait before was short, when no request waits for a worker thread (the
+thread would want the interpreter), and when there is a second processor.
 
-pyfuse3 takes its scheduler from its module attribute ``trio``; that is how its asyncio mode replaces it.
-``install`` puts ``Scheduler`` there: trio with another lock and another wait_readable.
+pyfuse3 takes its scheduler from its module attribute ``trio``; that is how its asyncio mode
+replaces it. ``install`` puts ``Scheduler`` there: trio with another lock and another wait_readable.
 """
 
 import os
@@ -20,7 +21,9 @@ import pyfuse3
 import trio
 
 BUSY_POLL_S = 100e-6
-"""How long to look before sleeping. About twice the time between two requests of one client process."""
+"""How long to look before sleeping. About twice the time between two requests of one client
+process.
+"""
 
 PASS_INTERVAL_S = 2e-3
 """Other tasks get a turn at least this often while requests keep coming."""
@@ -57,7 +60,9 @@ class ReaderLock:
 
 
 class Scheduler:
-    """What pyfuse3 uses of trio. ``waiting_requests`` counts the requests whose answer waits for something."""
+    """What pyfuse3 uses of trio. ``waiting_requests`` counts the requests whose answer waits for
+    something.
+    """
 
     Lock = ReaderLock
     ClosedResourceError = trio.ClosedResourceError
@@ -75,7 +80,9 @@ class Scheduler:
         self._last_wait_s = 0.0
 
     async def wait_readable(self, fd: int) -> None:
-        """Return when ``fd`` is readable. Suspends, and so lets other tasks run, only if that takes longer."""
+        """Return when ``fd`` is readable. Suspends, and so lets other tasks run, only if that takes
+        longer.
+        """
         start = time.perf_counter()
         if (
             self._last_wait_s < self._busy_poll_s

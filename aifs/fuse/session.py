@@ -1,7 +1,9 @@
-"""One mount, from opening the store to leaving it in order. Touches the kernel's mount and this process's limits.
+"""One mount, from opening the store to leaving it in order. Touches the kernel's mount and this
+process's limits.
 
-The order is what matters: nothing is mounted unless the store is open; nobody is told "ready" before a request
-has been answered; the store is closed only after the kernel can send no more requests.
+The order is what matters: nothing is mounted unless the store is open; nobody is told "ready"
+before a request has been answered; the store is closed only after the kernel can send no more
+requests.
 """
 
 import errno
@@ -38,10 +40,14 @@ READER_TASKS = 1
 """Idle tasks that pyfuse3 keeps besides the one that reads; the lock makes more of them useless."""
 
 MAX_TASKS = 99
-"""Requests that may wait at once: kernel.max_background of the kernel's own, and any number that processes ask."""
+"""Requests that may wait at once: kernel.max_background of the kernel's own, and any number that
+processes ask.
+"""
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a worker thread waits for the interpreter before it asks for it; Python's 5 ms is ten requests."""
+"""How long a worker thread waits for the interpreter before it asks for it; Python's 5 ms is ten
+requests.
+"""
 
 
 _NOBODY_WAITS = os.strerror(errno.ENOENT)
@@ -50,7 +56,9 @@ _FEW_DESCRIPTORS = 4096
 
 
 def is_error(record: logging.LogRecord) -> bool:
-    """pyfuse3 logs each reply that the kernel refuses; that nobody waits for it any more is no error."""
+    """pyfuse3 logs each reply that the kernel refuses; that nobody waits for it any more is no
+    error.
+    """
     return not record.getMessage().endswith(f"failed with {_NOBODY_WAITS}")
 
 
@@ -61,11 +69,13 @@ def serve(
     on_ready: Callable[[], None],
     force: bool = False,
 ) -> None:
-    """Mount the store on ``mountpoint`` and serve until it is unmounted, or SIGTERM or SIGINT arrives.
+    """Mount the store on ``mountpoint`` and serve until it is unmounted, or SIGTERM or SIGINT
+    arrives.
 
-    Blocks. ``on_ready`` is called once, when the mount answers. On return nothing is mounted, and everything
-    acknowledged is on stable storage. Raises StoreError, StoreBusy, MountError; then nothing was mounted, or another host
-    has taken the store over. ``force``: whoever has the store is dead.
+    Blocks. ``on_ready`` is called once, when the mount answers. On return nothing is mounted, and
+    everything acknowledged is on stable storage. Raises StoreError, StoreBusy, MountError; then
+    nothing was mounted, or another host has taken the store over. ``force``: whoever has the store
+    is dead.
     """
     logging.getLogger("pyfuse3").addFilter(is_error)
     _raise_file_limit()
@@ -116,7 +126,9 @@ async def _serve(
 
 
 async def _read_requests() -> None:
-    """Serve until the connection has ended. A request that is being read at that moment makes the kernel say ECONNABORTED."""
+    """Serve until the connection has ended. A request that is being read at that moment makes the
+    kernel say ECONNABORTED.
+    """
     try:
         await pyfuse3.main(READER_TASKS, MAX_TASKS)
     except BaseException as error:
@@ -165,7 +177,9 @@ def _mounted(
 async def _announce(
     fs: Filesystem, bridge: Bridge, read_ahead: int, passthrough: bool, on_ready: Callable[[], None]
 ) -> None:
-    """Wait for the mount's first answer, set its read-ahead, use what the kernel offers, and say that it serves."""
+    """Wait for the mount's first answer, set its read-ahead, use what the kernel offers, and say
+    that it serves.
+    """
     await trio.to_thread.run_sync(
         _set_read_ahead, fs.mountpoint, read_ahead, abandon_on_cancel=True
     )
@@ -221,7 +235,9 @@ def _set_read_ahead(mountpoint: str, read_ahead: int) -> None:
 
 
 async def _handle_signals(mountpoint: str) -> None:
-    """SIGTERM and SIGINT end the mount; a second one does so without waiting for pages that mmap left dirty."""
+    """SIGTERM and SIGINT end the mount; a second one does so without waiting for pages that mmap
+    left dirty.
+    """
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) as received:
         async with trio.open_nursery() as nursery:
             ending = False

@@ -1,10 +1,12 @@
-"""Plans from step to step: the same ranks write the same shapes, so the plan of the last step serves again.
+"""Plans from step to step: the same ranks write the same shapes, so the plan of the last step
+serves again.
 
-Rules of reuse. A plan is for one fingerprint: names, classes (sizes, counts, holders), links, replicas. So duplicates that
-come or go between steps (optimizer state is all zero at first: AITurbo's false duplicates) are another pattern, and are
-planned anew. Bandwidths are measured and never the same twice: a plan serves while none of them has changed by more than
-``TOLERANCE``. Memory and space are what they are now: a plan that no longer fits them is not used. What is handed out is
-the old plan on the new pattern, so its times are those of now; its lower bound stays one.
+Rules of reuse. A plan is for one fingerprint: names, classes (sizes, counts, holders), links,
+replicas. So duplicates that come or go between steps (optimizer state is all zero at first:
+AITurbo's false duplicates) are another pattern, and are planned anew. Bandwidths are measured and
+never the same twice: a plan serves while none of them has changed by more than ``TOLERANCE``.
+Memory and space are what they are now: a plan that no longer fits them is not used. What is handed
+out is the old plan on the new pattern, so its times are those of now; its lower bound stays one.
 """
 
 from collections import OrderedDict
@@ -30,7 +32,9 @@ class PlanCache:
         return len(self._plans)
 
     def plan(self, pattern: Pattern, solver: str = "fast") -> Plan:
-        """A plan for ``pattern``: one from before if the rules allow, else a new one. Raises as ``planner.plan``."""
+        """A plan for ``pattern``: one from before if the rules allow, else a new one. Raises as
+        ``planner.plan``.
+        """
         key = (solver, pattern.fingerprint)
         old = self._plans.get(key)
         found = old and _again(old, pattern)

@@ -1,7 +1,8 @@
 """The reference: the plan's linear program, solved by HiGHS through scipy (extra ``plan``).
 
-AITurbo bisects on the time t and asks each time whether the constraints (see ``pattern``) can be met. They are linear in
-t as well as in the chunks, so the least t comes out of one program, exactly; ``feasible`` asks about one t.
+AITurbo bisects on the time t and asks each time whether the constraints (see ``pattern``) can be
+met. They are linear in t as well as in the chunks, so the least t comes out of one program,
+exactly; ``feasible`` asks about one t.
 """
 
 from aifs.core.errors import Invalid, NoSpace
@@ -13,7 +14,9 @@ _INFEASIBLE = 2  # of scipy.optimize.linprog
 
 
 def solve(pattern: Pattern) -> tuple[list[Part], float]:
-    """Parts of a plan that may cut chunks, and its time, which no plan beats. Raises NoSpace, Invalid (no scipy)."""
+    """Parts of a plan that may cut chunks, and its time, which no plan beats. Raises NoSpace,
+    Invalid (no scipy).
+    """
     if not pattern.classes:
         return [], 0.0
     program = _Program(pattern)
@@ -24,7 +27,9 @@ def solve(pattern: Pattern) -> tuple[list[Part], float]:
 
 
 def feasible(pattern: Pattern, time_s: float) -> bool:
-    """Whether some assignment, which may cut chunks, takes at most ``time_s``. Raises Invalid (no scipy)."""
+    """Whether some assignment, which may cut chunks, takes at most ``time_s``. Raises Invalid (no
+    scipy).
+    """
     return not pattern.classes or _Program(pattern).run(time_s) is not None
 
 
@@ -67,7 +72,9 @@ class _Program:
         fixed: int | None = None,
         rate: int | None = None,
     ) -> None:
-        """Let a column count against the row ``name``: sum <= fixed, or sum - rate * t <= 0; neither: no limit."""
+        """Let a column count against the row ``name``: sum <= fixed, or sum - rate * t <= 0;
+        neither: no limit.
+        """
         if fixed is None and rate is None:
             return
         row = self.rows.get(name)

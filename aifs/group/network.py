@@ -1,9 +1,11 @@
-"""Maximum flow, and the least time in which a flow fits through edges whose capacity grows with time.
+"""Maximum flow, and the least time in which a flow fits through edges whose capacity grows with
+time.
 
-Maximum flow is Dinic's algorithm (Dinitz 1970): O(V^2 E), near linear on the shallow graphs of a plan. The least time
-is found by the discrete Newton method on minimum cuts (Radzik 1992, "Newton's method for fractional combinatorial
-optimization"): a cut that is too small at time t says, being linear in t, from which time on it is large enough; the
-next t is that time. Every t on the way is a lower bound, and the last is exact; a handful of steps do.
+Maximum flow is Dinic's algorithm (Dinitz 1970): O(V^2 E), near linear on the shallow graphs of a
+plan. The least time is found by the discrete Newton method on minimum cuts (Radzik 1992, "Newton's
+method for fractional combinatorial optimization"): a cut that is too small at time t says, being
+linear in t, from which time on it is large enough; the next t is that time. Every t on the way is a
+lower bound, and the last is exact; a handful of steps do.
 """
 
 import math
@@ -41,7 +43,9 @@ class Network:
         return self.residual[edge + 1]
 
     def max_flow(self, start: int, end: int, time: float, enough: float) -> float:
-        """The value of a maximum flow at ``time``; stops when it is within rounding of ``enough``."""
+        """The value of a maximum flow at ``time``; stops when it is within rounding of
+        ``enough``.
+        """
         self.residual = [
             0.0 if edge & 1 else self.capacity(edge, time) for edge in range(len(self.head))
         ]
@@ -57,7 +61,9 @@ class Network:
         return [level >= 0 for level in self._level]
 
     def _label(self, start: int, end: int) -> bool:
-        """Breadth first: the distance of every node from ``start``, -1 where residuals do not lead."""
+        """Breadth first: the distance of every node from ``start``, -1 where residuals do not
+        lead.
+        """
         level = self._level = [-1] * len(self.edges_of)
         level[start] = 0
         queue = deque([start])
@@ -72,7 +78,9 @@ class Network:
         return end >= 0 and level[end] >= 0
 
     def _block(self, start: int, end: int) -> float:
-        """Send a blocking flow along labels that rise, path by path; without recursion, since paths may be long."""
+        """Send a blocking flow along labels that rise, path by path; without recursion, since paths
+        may be long.
+        """
         level, residual, heads, edges_of, least = (
             self._level,
             self.residual,

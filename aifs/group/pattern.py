@@ -1,21 +1,26 @@
-"""The problem of a grouped write: who holds which chunks, who takes them, and how fast bytes move between them.
+"""The problem of a grouped write: who holds which chunks, who takes them, and how fast bytes move
+between them.
 
-A *source* (a host, or a burst device of this one) sends chunks; a *destination* (a data server) takes them. Chunks of
-one size that the same sources hold form a *class*: any holder may send any chunk of it. Each chunk goes to R distinct
-destinations (its replicas). All times are seconds, sizes bytes, bandwidths bytes per second.
+A *source* (a host, or a burst device of this one) sends chunks; a *destination* (a data server)
+takes them. Chunks of one size that the same sources hold form a *class*: any holder may send any
+chunk of it. Each chunk goes to R distinct destinations (its replicas). All times are seconds, sizes
+bytes, bandwidths bytes per second.
 
-An assignment x[k, s, d] (chunks of class k sent by s to d) that takes t seconds obeys seven constraints, those of
-AITurbo's write plan (Hao et al., Fast Cloud Storage for AI Jobs via Grouped I/O, FAST '26), stated here for our terms:
+An assignment x[k, s, d] (chunks of class k sent by s to d) that takes t seconds obeys seven
+constraints, those of AITurbo's write plan (Hao et al., Fast Cloud Storage for AI Jobs via Grouped
+I/O, FAST '26), stated here for our terms:
 
 1. every chunk is assigned R times, by sources that hold it:        sum over s, d of x[k, s, d] = R count[k]
 2. the replicas of a chunk lie on distinct destinations:             sum over s of x[k, s, d] <= count[k]
 3. egress of a source:              sum over k, d of size[k] x[k, s, d] <= t bandwidth[s]
 4. ingress of a destination:        sum over k, s of size[k] x[k, s, d] <= t bandwidth[d]
 5. a link between two:              sum over k of size[k] x[k, s, d] <= t bandwidth[s, d]
-6. memory of a source, which holds what it sends until all of it is durable: sum over k, d of size[k] x <= memory[s]
+6. memory of a source, which holds what it sends until all of it is durable: sum over k, d of
+   size[k] x <= memory[s]
 7. space of a destination:          sum over k, s of size[k] x[k, s, d] <= space[d]
 
-Counts that obey 2 can always be dealt out to single chunks (``plan.Plan.chunks``), so classes lose nothing.
+Counts that obey 2 can always be dealt out to single chunks (``plan.Plan.chunks``), so classes lose
+nothing.
 """
 
 from collections import Counter
@@ -33,7 +38,9 @@ Link = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Sends up to ``bandwidth`` bytes/s, and at most ``memory`` bytes in one plan (None: no limit)."""
+    """Sends up to ``bandwidth`` bytes/s, and at most ``memory`` bytes in one plan (None: no
+    limit).
+    """
 
     name: str
     bandwidth: int
@@ -42,7 +49,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Takes up to ``bandwidth`` bytes/s, and at most ``space`` bytes in one plan (None: no limit)."""
+    """Takes up to ``bandwidth`` bytes/s, and at most ``space`` bytes in one plan (None: no
+    limit).
+    """
 
     name: str
     bandwidth: int
@@ -51,7 +60,9 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class ChunkClass:
-    """``count`` chunks of ``size`` bytes, each held by every one of ``sources`` (indices, ascending)."""
+    """``count`` chunks of ``size`` bytes, each held by every one of ``sources`` (indices,
+    ascending).
+    """
 
     size: int
     count: int
@@ -64,7 +75,8 @@ class ChunkClass:
 
 @dataclass(frozen=True)
 class Pattern:
-    """One grouped write. ``links`` holds the bandwidths of those pairs that have a limit of their own.
+    """One grouped write. ``links`` holds the bandwidths of those pairs that have a limit of their
+    own.
 
     Raises Invalid, which names what is wrong.
     """
@@ -122,7 +134,9 @@ class Pattern:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for patterns that differ in nothing but bandwidths and caps: what a plan can be used again for."""
+        """Equal for patterns that differ in nothing but bandwidths and caps: what a plan can be
+        used again for.
+        """
         shape = (
             tuple(source.name for source in self.sources),
             tuple(destination.name for destination in self.destinations),

@@ -1,4 +1,5 @@
-"""Patterns in YAML files, for ``aifs group plan``: read and checked. Errors are ConfigError: file, line, key, what is allowed.
+"""Patterns in YAML files, for ``aifs group plan``: read and checked. Errors are ConfigError: file,
+line, key, what is allowed.
 
     replicas: 1                                       # default: 1
     sources:
@@ -10,9 +11,10 @@
     chunks:
       - {size: 4MiB, count: 1000, sources: "host[0-7]", sharers: 2}
 
-Bandwidths are sizes per second. ``name[A-B]`` stands for a row of names, ``name[A-B:STEP]`` for every STEPth of it; where
-names are asked for, a list of such is allowed too. ``sharers``: every so many sources, in the order given, hold the same
-chunks, ``count`` of them; default: all hold the same.
+Bandwidths are sizes per second. ``name[A-B]`` stands for a row of names, ``name[A-B:STEP]`` for
+every STEPth of it; where names are asked for, a list of such is allowed too. ``sharers``: every so
+many sources, in the order given, hold the same chunks, ``count`` of them; default: all hold the
+same.
 """
 
 import re
@@ -129,7 +131,9 @@ class _Lines:
         return Setting(value, f"{self.path}:{node.start_mark.line + 1}", "")
 
     def error(self, place: tuple[str | int, ...], message: str) -> ConfigError:
-        """The error of what stands at ``place``, or of the nearest thing around it that is there."""
+        """The error of what stands at ``place``, or of the nearest thing around it that is
+        there.
+        """
         known = place
         while known not in self.line_of:
             known = known[:-1]

@@ -1,4 +1,6 @@
-"""A plan: how many chunks of each class go from which source to which destination, how long that takes, and why."""
+"""A plan: how many chunks of each class go from which source to which destination, how long that
+takes, and why.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,7 +21,9 @@ class Share(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """The chunks ``first`` to ``first + count - 1`` of a class go from a source to a destination."""
+    """The chunks ``first`` to ``first + count - 1`` of a class go from a source to a
+    destination.
+    """
 
     kind: int
     first: int
@@ -43,7 +47,9 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """An answer to ``pattern``. ``lower_bound_s``: no plan at all, not even one that cuts chunks, takes less."""
+    """An answer to ``pattern``. ``lower_bound_s``: no plan at all, not even one that cuts chunks,
+    takes less.
+    """
 
     pattern: Pattern
     shares: tuple[Share, ...]
@@ -89,7 +95,9 @@ class Plan:
 
     @property
     def time_s(self) -> float:
-        """How long the plan takes where everything runs at its bandwidth: as long as its bottleneck is busy."""
+        """How long the plan takes where everything runs at its bandwidth: as long as its bottleneck
+        is busy.
+        """
         return self.bottleneck.time_s
 
     @property
@@ -103,10 +111,12 @@ class Plan:
         return sum(times) / len(times) / max(times) if max(times, default=0.0) else 1.0
 
     def transfers(self) -> Iterator[Transfer]:
-        """The plan by chunks: which of a class's chunks go where; the replicas of a chunk go to distinct destinations.
+        """The plan by chunks: which of a class's chunks go where; the replicas of a chunk go to
+        distinct destinations.
 
-        McNaughton's wrap-around rule (1959): copies are laid out destination by destination, and copy i is of chunk
-        i mod count. A destination has at most ``count`` copies, next to each other, so never two of one chunk.
+        McNaughton's wrap-around rule (1959): copies are laid out destination by destination, and
+        copy i is of chunk i mod count. A destination has at most ``count`` copies, next to each
+        other, so never two of one chunk.
         """
         by_kind: dict[int, list[Share]] = defaultdict(list)
         for share in self.shares:
@@ -124,7 +134,9 @@ class Plan:
 
 
 def problems(pattern: Pattern, shares: Sequence[Share]) -> list[str]:
-    """Which of the constraints 1, 2, 6 and 7 the shares break, in words; empty for a plan that can be carried out."""
+    """Which of the constraints 1, 2, 6 and 7 the shares break, in words; empty for a plan that can
+    be carried out.
+    """
     found = []
     copies, stored = [0] * len(pattern.classes), defaultdict(int)
     sent, taken = [0] * len(pattern.sources), [0] * len(pattern.destinations)

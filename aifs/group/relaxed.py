@@ -1,11 +1,14 @@
-"""The plan in bytes, as if chunks could be cut: maximum flows, and the least time in which they fit.
+"""The plan in bytes, as if chunks could be cut: maximum flows, and the least time in which they
+fit.
 
-Without links of their own, sources and destinations do not meet: which holder sends a byte (constraints 1, 3, 6) is one
-flow from sets of holders to sources, where bytes are put (4, 7, and 2 as "a destination takes no byte twice") another.
-Each has its least time, the larger one is the optimum, and each side is loaded by its own. The two are joined by laying
-all bytes on a line R times over and cutting it at the borders of both (McNaughton's wrap-around rule, which keeps 2).
-With links, it is one flow from sets of holders over sources and links to destinations. For R = 1 it is exact too. For
-R > 1 it knows constraint 2 only summed over classes: its time is a lower bound, and ``whole`` puts right what it breaks.
+Without links of their own, sources and destinations do not meet: which holder sends a byte
+(constraints 1, 3, 6) is one flow from sets of holders to sources, where bytes are put (4, 7, and 2
+as "a destination takes no byte twice") another. Each has its least time, the larger one is the
+optimum, and each side is loaded by its own. The two are joined by laying all bytes on a line R
+times over and cutting it at the borders of both (McNaughton's wrap-around rule, which keeps 2).
+With links, it is one flow from sets of holders over sources and links to destinations. For R = 1 it
+is exact too. For R > 1 it knows constraint 2 only summed over classes: its time is a lower bound,
+and ``whole`` puts right what it breaks.
 """
 
 import math
@@ -30,7 +33,9 @@ class Part(NamedTuple):
 
 
 def relax(pattern: Pattern) -> tuple[list[Part], float]:
-    """The parts of a plan that may cut chunks, and a lower bound of every plan's time. Raises NoSpace."""
+    """The parts of a plan that may cut chunks, and a lower bound of every plan's time. Raises
+    NoSpace.
+    """
     if not pattern.classes:
         return [], 0.0
     return _linked(pattern) if pattern.links else _joined(pattern)
@@ -65,7 +70,9 @@ class _Holders:
     def add_to(
         self, network: Network, start: int, first: int, first_source: int
     ) -> dict[tuple[int, ...], list[int]]:
-        """Edges from ``start`` to a node per set of holders, and on to each holder; returns the latter."""
+        """Edges from ``start`` to a node per set of holders, and on to each holder; returns the
+        latter.
+        """
         edges = {}
         for node, (holders, classes) in enumerate(self.classes.items(), first):
             copies = self.pattern.replicas * sum(chunks.bytes for chunks in classes)
@@ -104,7 +111,9 @@ class _Line:
         return self._at + 1 == len(self._pieces)
 
     def take(self, length: float) -> None:
-        """Take no more than ``left``; the last piece never ends, since sums of parts are rounded."""
+        """Take no more than ``left``; the last piece never ends, since sums of parts are
+        rounded.
+        """
         self.left -= length
         if self.left <= 0 and not self.is_last:
             self._at += 1

@@ -1,13 +1,16 @@
-"""From parts of chunks to whole ones, then better: exchange until the slowest is as fast as it gets.
+"""From parts of chunks to whole ones, then better: exchange until the slowest is as fast as it
+gets.
 
-Parts are rounded down, and what is left over is placed chunk by chunk where it ends first. Then chunks move, a class at a
-time, from where they cost most to where they cost least; a move is made if it lowers the sum over sources, destinations
-and links of exp(sharpness * (time / longest time - 1)). For a class, the counts that obey constraints 1 and 2 are the
-bases of a polymatroid, and single exchanges lead to the optimum of a convex function over it; over classes this is
-coordinate descent, which converges for a smooth convex sum, and the sum tends to the longest time as sharpness grows
-(the exponential potential of fractional packing: Plotkin, Shmoys, Tardos 1995). So it not only repairs rounding, but
-also finds plans where the flow knows too little (several replicas over limited links). One exchange costs
-O(holders * destinations), and only classes that touch what is slowest are tried.
+Parts are rounded down, and what is left over is placed chunk by chunk where it ends first. Then
+chunks move, a class at a time, from where they cost most to where they cost least; a move is made
+if it lowers the sum over sources, destinations and links of exp(sharpness * (time / longest time -
+1)). For a class, the counts that obey constraints 1 and 2 are the bases of a polymatroid, and
+single exchanges lead to the optimum of a convex function over it; over classes this is coordinate
+descent, which converges for a smooth convex sum, and the sum tends to the longest time as sharpness
+grows (the exponential potential of fractional packing: Plotkin, Shmoys, Tardos 1995). So it not
+only repairs rounding, but also finds plans where the flow knows too little (several replicas over
+limited links). One exchange costs O(holders * destinations), and only classes that touch what is
+slowest are tried.
 """
 
 import heapq
@@ -24,12 +27,15 @@ from aifs.group.relaxed import Part
 _SHARPNESS = (5, 20, 60, 200, 600, 2000)
 _BLUNT = 1.0
 _STALE_MAX = 20  # rounds that do not make the time shorter, at each sharpness
-_GOOD = 2e-3  # relative to the lower bound: what more could be gained is less than bandwidths are known to
+# relative to the lower bound: what more could be gained is less than bandwidths are known to
+_GOOD = 2e-3
 _PROGRESS = 2e-4  # relative to the lower bound: less does not count
 _OVERFULL = 1e6  # the price of a chunk beyond memory or space: more than anything else costs
-_PRICED_MAX = 1_000_000  # links that are looked at in all: a second or two, which only large patterns with links need
+# links that are looked at in all: a second or two, which only large patterns with links need
+_PRICED_MAX = 1_000_000
 _TRIED = 3  # of the dearest and the cheapest links: chunks are whole, so the best pair may not do
-_NEAR = 12  # of the cheapest holders and destinations of a class: more of them are looked at in later rounds
+# of the cheapest holders and destinations of a class: more of them are looked at in later rounds
+_NEAR = 12
 _TOO_STEEP = 300.0  # exp of more is out of range soon
 
 
@@ -118,7 +124,9 @@ class Assignment:
             self._fill(kind, wanted[kind])
 
     def _fill(self, kind: int, wanted: dict[Link, float]) -> None:
-        """Place the copies of a class that are missing where they end first, few of them among the cut parts."""
+        """Place the copies of a class that are missing where they end first, few of them among the
+        cut parts.
+        """
         chunks = self.pattern.classes[kind]
         missing = chunks.count * self.pattern.replicas - sum(self.counts[kind].values())
         cut = {link for link, part in wanted.items() if part > self.counts[kind].get(link, 0)}
@@ -167,7 +175,9 @@ class Assignment:
         )
 
     def _busy(self, good_s: float) -> list[int]:
-        """The classes that have chunks where it takes longer than ``good_s``, or where they do not fit."""
+        """The classes that have chunks where it takes longer than ``good_s``, or where they do not
+        fit.
+        """
         hot = {
             id(meter) for meter in self._meters if meter.time_s > good_s or meter.bytes > meter.cap
         }
@@ -178,7 +188,9 @@ class Assignment:
         ]
 
     def _exchange(self, kind: int, sharpness: float, longest_s: float) -> bool:
-        """Move chunks of a class from where they cost most to where they cost least. False: that gains nothing."""
+        """Move chunks of a class from where they cost most to where they cost least. False: that
+        gains nothing.
+        """
         chunks, counts = self.pattern.classes[kind], self.counts[kind]
         prices = self._prices(kind, chunks.size, sharpness, longest_s)
         for gone in heapq.nlargest(_TRIED, counts, prices.__getitem__):
@@ -203,7 +215,9 @@ class Assignment:
     def _step(
         self, gone: Link, came: Link, most: int, size: int, sharpness: float, longest_s: float
     ) -> int:
-        """How many chunks to move from one link to another, up to ``most``; 0: moving any gains nothing."""
+        """How many chunks to move from one link to another, up to ``most``; 0: moving any gains
+        nothing.
+        """
         step, best, trial = 0, 1e-12, 1
         while trial <= most:
             gain = self._gain(gone, came, trial * size, sharpness, longest_s)
@@ -216,8 +230,8 @@ class Assignment:
     def _prices(
         self, kind: int, size: int, sharpness: float, longest_s: float
     ) -> dict[Link, float]:
-        """What a chunk costs, over links that a class uses and those between the cheapest ends that it may use:
-        the same to come as to go, so that what two links share does not count."""
+        """What a chunk costs, over links that a class uses and those between the cheapest ends that
+        it may use: the same to come as to go, so that what two links share does not count."""
 
         def price(meter: _Meter) -> float:
             return meter.cost(size, sharpness, longest_s) - meter.cost(-size, sharpness, longest_s)
@@ -252,7 +266,9 @@ class Assignment:
 
 
 def shares(pattern: Pattern, parts: Iterable[Part], lower_bound_s: float) -> tuple[Share, ...]:
-    """The shares of a plan in whole chunks, close to ``parts`` or better. Raises NoSpace: they do not fit the caps."""
+    """The shares of a plan in whole chunks, close to ``parts`` or better. Raises NoSpace: they do
+    not fit the caps.
+    """
     if not pattern.classes:
         return ()
     assignment = Assignment(pattern)

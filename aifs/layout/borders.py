@@ -1,17 +1,21 @@
-"""Where a file is cut into chunks: at the borders of its tensors, where its format shows them. Pure.
+"""Where a file is cut into chunks: at the borders of its tensors, where its format shows them.
+Pure.
 
-Equal tensors are found in different files, at different offsets, only if they are cut alike: so a tensor of at least
-``SMALL`` bytes begins a chunk, and is cut every ``chunk`` bytes from there; what lies between two such tensors (headers,
-padding, small tensors) is a range of its own that is cut in the same way. Files of no known format are cut every ``chunk``
-bytes.
+Equal tensors are found in different files, at different offsets, only if they are cut alike: so a
+tensor of at least ``SMALL`` bytes begins a chunk, and is cut every ``chunk`` bytes from there; what
+lies between two such tensors (headers, padding, small tensors) is a range of its own that is cut in
+the same way. Files of no known format are cut every ``chunk`` bytes.
 
-Known formats: safetensors (8 bytes length, little-endian; so many bytes of JSON, in which each tensor has
-"data_offsets": [begin, end], counted from the end of the JSON), and archives as torch.save makes them: zip, entries stored
-and not compressed, of which those called NAME/data/NUMBER hold the bytes of tensors (PKWARE APPNOTE 6.3.10: end of the
-central directory 4.3.16, its zip64 form 4.3.14 and 4.3.15, central and local headers 4.3.12 and 4.3.7, zip64 sizes 4.5.3).
+Known formats: safetensors (8 bytes length, little-endian; so many bytes of JSON, in which each
+tensor has "data_offsets": [begin, end], counted from the end of the JSON), and archives as
+torch.save makes them: zip, entries stored and not compressed, of which those called
+NAME/data/NUMBER hold the bytes of tensors (PKWARE APPNOTE 6.3.10: end of the central directory
+4.3.16, its zip64 form 4.3.14 and 4.3.15, central and local headers 4.3.12 and 4.3.7, zip64 sizes
+4.5.3).
 
-Nothing that a file says is trusted: what does not fit together is cut as a file of no known format. Only the choice of
-chunks depends on what is found here, never the bytes. Memory is bounded by ``_HEADER_MAX`` and ``_TENSORS_MAX``.
+Nothing that a file says is trusted: what does not fit together is cut as a file of no known format.
+Only the choice of chunks depends on what is found here, never the bytes. Memory is bounded by
+``_HEADER_MAX`` and ``_TENSORS_MAX``.
 """
 
 import itertools
@@ -34,7 +38,9 @@ Range = tuple[int, int]
 
 
 def cut(read: Read, size: int, chunk: int) -> list[Range]:
-    """Offset and length of each chunk of a file of ``size`` bytes, in order; they cover it. Raises what ``read`` does."""
+    """Offset and length of each chunk of a file of ``size`` bytes, in order; they cover it. Raises
+    what ``read`` does.
+    """
     cuts: list[Range] = []
     end = 0
     for begin, until in [*_tensors(read, size), (size, size)]:
@@ -49,7 +55,9 @@ def _every(begin: int, end: int, chunk: int) -> Iterator[Range]:
 
 
 def _tensors(read: Read, size: int) -> list[Range]:
-    """The tensors that are not small, in order; none where the format is not known, or does not hold what it says."""
+    """The tensors that are not small, in order; none where the format is not known, or does not
+    hold what it says.
+    """
     if size < SMALL:
         return []
     head = read(0, 9)
@@ -71,7 +79,7 @@ class _Odd(Exception):
     """The file is not of the format that it seems to have."""
 
 
-# --- safetensors -------------------------------------------------------------------------------------
+# --- safetensors ----------------------------------------------------------------------------------
 
 _OFFSETS = re.compile(
     rb'"data_offsets"\s{0,8}:\s{0,8}\[\s{0,8}(\d{1,18})\s{0,8},\s{0,8}(\d{1,18})\s{0,8}\]'
@@ -80,7 +88,9 @@ _OFFSETS_MAX = 128  # bytes that such a match takes at most
 
 
 def _safetensors(read: Read, size: int, length: int) -> list[Range]:
-    """Found in the text itself: to parse all of a large JSON would hold up the other threads, and take much memory."""
+    """Found in the text itself: to parse all of a large JSON would hold up the other threads, and
+    take much memory.
+    """
     if not 2 <= length <= min(_HEADER_MAX, size - 8):
         raise _Odd
     start, found, seen = 8 + length, [], 0
@@ -103,7 +113,7 @@ def _safetensors(read: Read, size: int, length: int) -> list[Range]:
     return found
 
 
-# --- torch.save --------------------------------------------------------------------------------------
+# --- torch.save -----------------------------------------------------------------------------------
 
 _END = struct.Struct("<4s4H2IH")
 _END64_PLACE = struct.Struct("<4sIQI")
@@ -203,7 +213,9 @@ def _long_sizes(extra: bytes, *sizes: int) -> list[int]:
 
 
 def _central_directory(read: Read, size: int) -> tuple[int, int, int]:
-    """Offset, length, and number of entries. An archive with a comment at its end is not what torch.save makes."""
+    """Offset, length, and number of entries. An archive with a comment at its end is not what
+    torch.save makes.
+    """
     tail = read(max(0, size - _END.size - _END64_PLACE.size), _END.size + _END64_PLACE.size)
     end = tail[-_END.size :]
     signature, _, _, _, count, length, offset, _ = _END.unpack(end)

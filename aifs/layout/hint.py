@@ -1,4 +1,5 @@
-"""What a user asks for new files of a directory: layout, and whether they go through the burst tier. Pure.
+"""What a user asks for new files of a directory: layout, and whether they go through the burst
+tier. Pure.
 
 The layout's text form is ``kind=interleaved,count=2,compress=zstd:3``."""
 
@@ -60,12 +61,13 @@ def policy_of(layout: Striped) -> Policy:
 
 
 def parse_layout_hint(text: str) -> Policy:
-    """The policy that ``text`` asks for: ``key=value`` joined by commas; a key that is left out is left to the store.
+    """The policy that ``text`` asks for: ``key=value`` joined by commas; a key that is left out is
+    left to the store.
 
-    Keys: ``kind`` (striped, interleaved), ``unit`` (a size), ``count`` (servers per file, 0: all), ``servers`` (ids as
-    ``0:2:3``), ``compress`` (none, zstd:LEVEL; of interleaved files), ``replicas`` (of each byte; 1: no more than one), ``ec``
-    (DATA+PARITY columns, or none).
-    Raises Invalid, which says what is wrong. Whether the servers exist is for the caller to check.
+    Keys: ``kind`` (striped, interleaved), ``unit`` (a size), ``count`` (servers per file, 0: all),
+    ``servers`` (ids as ``0:2:3``), ``compress`` (none, zstd:LEVEL; of interleaved files),
+    ``replicas`` (of each byte; 1: no more than one), ``ec`` (DATA+PARITY columns, or none). Raises
+    Invalid, which says what is wrong. Whether the servers exist is for the caller to check.
     """
     values: dict[str, Any] = {}
     for key, value in parse_pairs("layout", text, _PARSERS, "unit=4MiB,count=2"):
@@ -115,7 +117,9 @@ def format_compress(level: int) -> str:
 
 
 def parse_compress(text: str) -> int:
-    """The zstd level that ``text`` (``none``, ``zstd``, ``zstd:LEVEL``) asks for; 0 for none. Raises Invalid."""
+    """The zstd level that ``text`` (``none``, ``zstd``, ``zstd:LEVEL``) asks for; 0 for none.
+    Raises Invalid.
+    """
     codec, colon, level = text.partition(":")
     if text == "none":
         return 0

@@ -1,11 +1,14 @@
-"""Interleaved layout: a file is cut into chunks, which lie in *containers* that many files share. Pure.
+"""Interleaved layout: a file is cut into chunks, which lie in *containers* that many files share.
+Pure.
 
-The chunks of all files that are stored together, in the order of the files, fill *stripes* of 4 MiB and their headers;
-each stripe is appended as a whole to a container of the next server. So few large writes go to every server whatever
-the sizes of the files, one large file is spread over all servers, and files that lie side by side are read together.
+The chunks of all files that are stored together, in the order of the files, fill *stripes* of 4 MiB
+and their headers; each stripe is appended as a whole to a container of the next server. So few
+large writes go to every server whatever the sizes of the files, one large file is spread over all
+servers, and files that lie side by side are read together.
 
-A container is laid out as a file is (see striped): a plain one is one object, a replicated one several, and a coded one
-is striped in small units over its data columns, so that each stripe is spread over all of them.
+A container is laid out as a file is (see striped): a plain one is one object, a replicated one
+several, and a coded one is striped in small units over its data columns, so that each stripe is
+spread over all of them.
 """
 
 from collections.abc import Sequence
@@ -30,8 +33,8 @@ RECORDS_HEAD = HEADER_BYTES + 72
 """Bytes before the first of these in a stripe, at most."""
 
 STRIPE = RECORDS_HEAD + 4 * (CHUNK + HEADER_BYTES + RECORD_MAX)
-"""Bytes, headers and records of files included, that are appended to one container at a time; more only where one chunk
-takes more."""
+"""Bytes, headers and records of files included, that are appended to one container at a time; more
+only where one chunk takes more."""
 
 UNIT = 64 << 10
 """The stripe unit of containers."""
@@ -40,7 +43,8 @@ UNIT = 64 << 10
 class Location(NamedTuple):
     """Where a chunk lies: ``offset`` in its container is that of its header.
 
-    ``server`` is where the container's first column was when the chunk was appended; where it is now the table says.
+    ``server`` is where the container's first column was when the chunk was appended; where it is
+    now the table says.
     """
 
     server: int
@@ -53,10 +57,11 @@ class Location(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """A range of a file that is an extent list: ``length`` bytes in a chunk, or zeros (``place`` is None).
+    """A range of a file that is an extent list: ``length`` bytes in a chunk, or zeros (``place`` is
+    None).
 
-    ``shared``: other files, or other ranges of this one, may name the same chunk; it is known by its digest, so where
-    it lies ``place`` says as of now, or not yet (``is_named``).
+    ``shared``: other files, or other ranges of this one, may name the same chunk; it is known by
+    its digest, so where it lies ``place`` says as of now, or not yet (``is_named``).
     """
 
     length: int
@@ -91,7 +96,9 @@ class Growth(NamedTuple):
 
 
 class Stripe(NamedTuple):
-    """Chunks ``first`` to ``end`` - 1 of those that are dealt out, and the number of the slot that they go to."""
+    """Chunks ``first`` to ``end`` - 1 of those that are dealt out, and the number of the slot that
+    they go to.
+    """
 
     slot: int
     first: int
@@ -100,10 +107,12 @@ class Stripe(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Interleaved:
-    """The layout of one file: the size of its chunks in bytes; where they lie is the chunk list's to say.
+    """The layout of one file: the size of its chunks in bytes; where they lie is the chunk list's
+    to say.
 
-    ``variable``: the file is an *extent list*: its chunks have different lengths, of which ``chunk`` is the largest
-    possible, and may be shared with other files; ``count`` and ``length`` say nothing of it.
+    ``variable``: the file is an *extent list*: its chunks have different lengths, of which
+    ``chunk`` is the largest possible, and may be shared with other files; ``count`` and ``length``
+    say nothing of it.
     """
 
     chunk: int
@@ -124,7 +133,9 @@ def is_variable(layout: object) -> bool:
 
 
 def container_layout(servers: tuple[int, ...], redundancy: Redundancy = PLAIN) -> Striped:
-    """Of a container on these servers: as many as the redundancy needs, one for a plain container."""
+    """Of a container on these servers: as many as the redundancy needs, one for a plain
+    container.
+    """
     return Striped(UNIT, servers, redundancy.replicas, redundancy.parity)
 
 
@@ -138,15 +149,17 @@ def redundancy_of(layout: Striped) -> Redundancy:
 
 
 def padded(layout: Striped, length: int) -> int:
-    """Where the next append begins: coded containers grow by whole rows, so that no row is ever changed."""
+    """Where the next append begins: coded containers grow by whole rows, so that no row is ever
+    changed.
+    """
     return -(-length // layout.row) * layout.row if layout.parity else length
 
 
 def deal(sizes: Sequence[int], slots: int, start: int) -> list[Stripe]:
     """Chunks as stripes, in order: each as full as it gets, in the slot behind the last one's.
 
-    A slot is what takes one stripe at a time: a server, or a set of them. ``sizes`` include headers and records.
-    ``start``: the slot of the first stripe, taken modulo their number.
+    A slot is what takes one stripe at a time: a server, or a set of them. ``sizes`` include headers
+    and records. ``start``: the slot of the first stripe, taken modulo their number.
     """
     stripes: list[Stripe] = []
     first, filled = 0, RECORDS_HEAD

@@ -1,7 +1,7 @@
 """Which data servers a new file gets, in which order. Pure: no state, no randomness but the seed's.
 
-Algorithms are numbered and never changed once published, so that what a cluster does stays explainable; a
-better one gets the next number. The result is recorded with each file.
+Algorithms are numbered and never changed once published, so that what a cluster does stays
+explainable; a better one gets the next number. The result is recorded with each file.
 """
 
 from collections import Counter
@@ -17,7 +17,9 @@ BURST_FIRST = 0x8000
 """Server numbers from here on are those of burst directories; lower ones those of data servers."""
 
 ACTIVE, DRAINING, LOST = SERVER_STATES = ("active", "draining", "lost")
-"""Of a server: in use; no new objects, and what is there moves away; gone for good, with all that was there."""
+"""Of a server: in use; no new objects, and what is there moves away; gone for good, with all that
+was there.
+"""
 
 WEIGHTS = (1, 2, 4, 8)
 
@@ -33,8 +35,9 @@ class Candidate(NamedTuple):
 
 
 def weight_of(free: int, most: int) -> int:
-    """The weight of a server with ``free`` bytes where the emptiest one has ``most``: that of at least half as much is
-    the largest, less than an eighth the smallest. So it does not change with every file that is written."""
+    """The weight of a server with ``free`` bytes where the emptiest one has ``most``: that of at
+    least half as much is the largest, less than an eighth the smallest. So it does not change with
+    every file that is written."""
     return next(
         (w for w, share in zip(WEIGHTS[::-1], (2, 4, 8), strict=False) if free * share >= most),
         WEIGHTS[0],
@@ -44,10 +47,11 @@ def weight_of(free: int, most: int) -> int:
 def place(algorithm: int, seed: int, servers: tuple[int, ...], count: int) -> tuple[int, ...]:
     """``count`` of ``servers`` (ascending ids; 0, or more than there are: all) in stripe order.
 
-    ``seed`` is the file's inode number. Algorithm 1: seeds go in blocks of n = len(servers). Each block shuffles
-    the servers anew; within a block, file i takes them in that order from place i on, wrapping around. So of each
-    block's files every server is first exactly once and is used by exactly ``count``, and files that are created
-    in a pattern (every other one large) still meet all servers.
+    ``seed`` is the file's inode number. Algorithm 1: seeds go in blocks of n = len(servers). Each
+    block shuffles the servers anew; within a block, file i takes them in that order from place i
+    on, wrapping around. So of each block's files every server is first exactly once and is used by
+    exactly ``count``, and files that are created in a pattern (every other one large) still meet
+    all servers.
     """
     if algorithm != 1:
         raise ValueError(f"there is no placement algorithm {algorithm}")
@@ -59,13 +63,15 @@ def place(algorithm: int, seed: int, servers: tuple[int, ...], count: int) -> tu
 def spread(
     algorithm: int, seed: int, candidates: Sequence[Candidate], columns: int, replicas: int = 1
 ) -> tuple[int, ...]:
-    """Servers for ``columns`` columns (see striped), all different, of ``candidates`` (ascending ids, enough of them).
+    """Servers for ``columns`` columns (see striped), all different, of ``candidates`` (ascending
+    ids, enough of them).
 
-    Algorithm 2: as algorithm 1, but in the ring each server stands as often as its weight says (in lowest terms), and
-    whoever is next in it waits while others there serve better: a column takes the first server of those whose domain
-    has the fewest columns of the same bytes' replicas, then of the file. So as many domains as there are get a column
-    before one gets a second, and the replicas of a column are in different domains: where that fails at the end, a
-    replica is exchanged with one of another column.
+    Algorithm 2: as algorithm 1, but in the ring each server stands as often as its weight says (in
+    lowest terms), and whoever is next in it waits while others there serve better: a column takes
+    the first server of those whose domain has the fewest columns of the same bytes' replicas, then
+    of the file. So as many domains as there are get a column before one gets a second, and the
+    replicas of a column are in different domains: where that fails at the end, a replica is
+    exchanged with one of another column.
     """
     if algorithm != 2:
         raise ValueError(f"there is no placement algorithm {algorithm}")
@@ -120,7 +126,9 @@ def _part(groups: list[list[Candidate]]) -> None:
 
 
 def _shares(group: list[Candidate], place: int, candidate: Candidate) -> bool:
-    """Whether ``candidate`` at this place of the group would share its domain with another member."""
+    """Whether ``candidate`` at this place of the group would share its domain with another
+    member.
+    """
     return any(i != place and member.domain == candidate.domain for i, member in enumerate(group))
 
 

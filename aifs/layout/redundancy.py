@@ -1,4 +1,6 @@
-"""What protects the bytes of new files: which of policy and configuration counts, and what layout that gives. Pure."""
+"""What protects the bytes of new files: which of policy and configuration counts, and what layout
+that gives. Pure.
+"""
 
 from typing import NamedTuple
 
@@ -16,7 +18,9 @@ COLUMNS_MAX = 32
 
 
 class Redundancy(NamedTuple):
-    """``replicas`` of each byte (1: one), or ``parity`` columns for each ``data`` columns (0: none)."""
+    """``replicas`` of each byte (1: one), or ``parity`` columns for each ``data`` columns (0:
+    none).
+    """
 
     replicas: int = 1
     data: int = 0
@@ -37,8 +41,9 @@ class Redundancy(NamedTuple):
         return self.data + self.parity if self.parity else self.replicas
 
     def columns(self, count: int, available: int) -> int:
-        """How many servers a file gets of ``available``, if ``count`` are asked for that its bytes are striped over
-        (0: all). At least ``least_servers``, even if these are not there. Coded files have as many as they have."""
+        """How many servers a file gets of ``available``, if ``count`` are asked for that its bytes
+        are striped over (0: all). At least ``least_servers``, even if these are not there. Coded
+        files have as many as they have."""
         if self.parity:
             return self.least_servers
         width = min(count or available, available // self.replicas)
@@ -47,7 +52,9 @@ class Redundancy(NamedTuple):
         return max(width, 1) * self.replicas
 
     def unit(self, unit: int) -> int:
-        """The stripe unit of new files, if ``unit`` is the usual one: coded files need a row of at most ROW_MAX."""
+        """The stripe unit of new files, if ``unit`` is the usual one: coded files need a row of at
+        most ROW_MAX.
+        """
         if not self.parity:
             return unit
         return 1 << (min(unit, ROW_MAX // self.data).bit_length() - 1)

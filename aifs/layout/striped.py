@@ -1,14 +1,17 @@
-"""Striped layout: RAID-0 order over the objects of one file, with replicas or parity beside it where it is protected.
+"""Striped layout: RAID-0 order over the objects of one file, with replicas or parity beside it
+where it is protected.
 
-A file is cut into *stripe units* of ``unit`` bytes. With ``width`` data columns, unit u lies in data column u mod width,
-at offset (u div width) * unit of its object. *Columns* are the objects in the order of ``servers``; that order is
-chosen once per file (see ``placement``) and recorded with it; no server has two of them.
+A file is cut into *stripe units* of ``unit`` bytes. With ``width`` data columns, unit u lies in
+data column u mod width, at offset (u div width) * unit of its object. *Columns* are the objects in
+the order of ``servers``; that order is chosen once per file (see ``placement``) and recorded with
+it; no server has two of them.
 
 - *plain*: the data columns are all there is.
 - *replicated* (``replicas`` = r > 1): replica j of data column c is column c + j * width.
-- *coded* (``parity`` = m > 0): after the data columns come m parity columns. A *row* is ``width`` units, one of each data
-  column; the units of its parity are computed over them, each zero-padded to the length of the row's first one. So
-  a parity object is as long as that of data column 0, and where a whole row is zeros (a hole), so is its parity.
+- *coded* (``parity`` = m > 0): after the data columns come m parity columns. A *row* is ``width``
+  units, one of each data column; the units of its parity are computed over them, each zero-padded
+  to the length of the row's first one. So a parity object is as long as that of data column 0, and
+  where a whole row is zeros (a hole), so is its parity.
 """
 
 from collections.abc import Iterator
@@ -30,7 +33,9 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Striped:
-    """The layout of one file: the unit in bytes, the ids of its data servers in the order of columns, the redundancy."""
+    """The layout of one file: the unit in bytes, the ids of its data servers in the order of
+    columns, the redundancy.
+    """
 
     unit: int
     servers: tuple[int, ...]
@@ -79,7 +84,9 @@ class Striped:
         return Striped(self.unit, servers, self.replicas, self.parity)
 
     def spare(self, lost: int) -> int:
-        """How many more columns, whichever, may be lost if those of the mask ``lost`` are; negative: bytes are lost."""
+        """How many more columns, whichever, may be lost if those of the mask ``lost`` are;
+        negative: bytes are lost.
+        """
         if self.replicas > 1:
             return (
                 min(
@@ -95,7 +102,9 @@ class Striped:
         return self.spare(lost) >= 0
 
     def extents(self, offset: int, length: int) -> Iterator[Extent]:
-        """The byte range as extents of data columns, in file order. Together they cover it exactly; none is empty."""
+        """The byte range as extents of data columns, in file order. Together they cover it exactly;
+        none is empty.
+        """
         unit, count = self.unit, self.width
         end = offset + length
         while offset < end:
@@ -106,7 +115,9 @@ class Striped:
             offset += step
 
     def object_length(self, index: int, size: int) -> int:
-        """How long the object of column ``index`` is when the file has ``size`` bytes; 0: it does not exist."""
+        """How long the object of column ``index`` is when the file has ``size`` bytes; 0: it does
+        not exist.
+        """
         unit, count = self.unit, self.width
         if index >= count:
             index = 0 if self.parity else index % count
@@ -114,13 +125,17 @@ class Striped:
         return full_rows * unit + min(max(rest - index * unit, 0), unit)
 
     def file_offset(self, column: int, offset: int) -> int:
-        """Where in the file the byte ``offset`` of a column's object lies; of parity, where its row begins."""
+        """Where in the file the byte ``offset`` of a column's object lies; of parity, where its row
+        begins.
+        """
         row, within = divmod(offset, self.unit)
         data = self.data_column(column)
         return row * self.row + (0 if data is None else data * self.unit + within)
 
     def size_from(self, column: int, length: int) -> int:
-        """The smallest file size at which the object of a data ``column`` is ``length`` bytes long; 0 for length 0."""
+        """The smallest file size at which the object of a data ``column`` is ``length`` bytes long;
+        0 for length 0.
+        """
         if not length:
             return 0
         full, rest = divmod(length - 1, self.unit)

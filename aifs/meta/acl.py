@@ -1,8 +1,10 @@
-"""POSIX ACLs (acl(5)), as the kernel has them in extended attributes and we in the records of inodes.
+"""POSIX ACLs (acl(5)), as the kernel has them in extended attributes and we in the records of
+inodes.
 
-Little-endian: u32 version=2, then for each entry u16 tag, u16 permissions, u32 user or group (none: all ones), in the order
-of the tags below. An ACL that says no more than a mode is not kept.
-The kernel checks what a file's ACL allows; we see to what is made of a directory's default ACL, and to chmod(2).
+Little-endian: u32 version=2, then for each entry u16 tag, u16 permissions, u32 user or group (none:
+all ones), in the order of the tags below. An ACL that says no more than a mode is not kept. The
+kernel checks what a file's ACL allows; we see to what is made of a directory's default ACL, and to
+chmod(2).
 """
 
 import stat
@@ -67,7 +69,9 @@ def mode_of(entries: list[Entry]) -> int:
 
 
 def applied(value: bytes, mode: int) -> tuple[int, bytes]:
-    """What setting ``value`` as access ACL makes of a mode, and of the ACL: empty where the mode says it all."""
+    """What setting ``value`` as access ACL makes of a mode, and of the ACL: empty where the mode
+    says it all.
+    """
     entries = decode(value)
     mode = mode & ~0o777 | mode_of(entries)
     return mode, value if len(entries) > len(_OF_MODE) else b""
@@ -81,7 +85,9 @@ def after_chmod(value: bytes, mode: int) -> bytes:
 
 
 def inherited(default: bytes, mode: int) -> tuple[int, bytes]:
-    """Mode and access ACL of what is made, with ``mode``, in a directory of this default ACL; no umask counts."""
+    """Mode and access ACL of what is made, with ``mode``, in a directory of this default ACL; no
+    umask counts.
+    """
     group = _group_tag(entries := decode(default))
     shift = {USER_OBJ: 6, group: 3, OTHER: 0}
     masked = [
@@ -101,7 +107,9 @@ def _group_tag(entries: list[Entry]) -> int:
 def granted(
     value: bytes, mode: int, owner: int, group: int, uid: int, groups: Container[int], wanted: int
 ) -> bool:
-    """Whether ``uid``, member of ``groups``, may all of ``wanted`` to an inode of this mode and ACL, as acl(5) says."""
+    """Whether ``uid``, member of ``groups``, may all of ``wanted`` to an inode of this mode and
+    ACL, as acl(5) says.
+    """
     if uid == owner:
         return mode >> 6 & wanted == wanted
     if not value or not mode & stat.S_IRWXG:

@@ -1,7 +1,8 @@
-"""Backups of the metadata store: what is in their files, how the files are called, which of them make a state. Pure.
+"""Backups of the metadata store: what is in their files, how the files are called, which of them
+make a state. Pure.
 
-A *base* is the whole store, an *increment* what has changed between two transactions. Both are *segments*, files of
-one format (version 1; all numbers little-endian):
+A *base* is the whole store, an *increment* what has changed between two transactions. Both are
+*segments*, files of one format (version 1; all numbers little-endian):
 
     offset  bytes
     0       8      magic "AIFSbkup"
@@ -19,12 +20,14 @@ one format (version 1; all numbers little-endian):
     68      32     BLAKE3-256 of all before and of all behind
     100     ...    changes as in the journal (meta/journal.py), compressed by zstd
 
-    name of a segment:  base-AFTER-PART, and of the last part base-AFTER-PART-SEQ; increment-AFTER-SEQ
+    name of a segment:  base-AFTER-PART, and of the last part base-AFTER-PART-SEQ;
+    increment-AFTER-SEQ
                         (numbers hexadecimal: PART eight digits, the others sixteen)
 
-A base is taken from a store in use: its parts hold slices of the map, read one after the other, and what has changed
-meanwhile. So its parts, applied in order, make the state at SEQ. An increment may be applied to any state from AFTER on
-to just below SEQ, because changes are whole values and deletions.
+A base is taken from a store in use: its parts hold slices of the map, read one after the other, and
+what has changed meanwhile. So its parts, applied in order, make the state at SEQ. An increment may
+be applied to any state from AFTER on to just below SEQ, because changes are whole values and
+deletions.
 """
 
 import re
@@ -113,7 +116,9 @@ class Segment:
 
 
 def decode_segment(name: Name, store: str, data: bytes) -> Segment:
-    """Raises Unavailable, which says why, unless this is that segment of that store, as it was written."""
+    """Raises Unavailable, which says why, unless this is that segment of that store, as it was
+    written.
+    """
     start = _HEAD.size + _DIGEST_BYTES
     head, digest, body = data[: _HEAD.size], data[_HEAD.size : start], data[start:]
     if len(digest) < _DIGEST_BYTES or not head.startswith(_MAGIC):
@@ -136,7 +141,9 @@ def decode_segment(name: Name, store: str, data: bytes) -> Segment:
 
 
 class Chain(NamedTuple):
-    """Segments that make a state, in the order in which they are applied, and the number of its last transaction."""
+    """Segments that make a state, in the order in which they are applied, and the number of its
+    last transaction.
+    """
 
     segments: tuple[Name, ...]
     seq: int

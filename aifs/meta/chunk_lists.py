@@ -1,16 +1,16 @@
 """Records of chunk lists (``l``), both formats, little-endian. Pure.
 
 format 1: chunks of one size (the last one may be smaller), from chunk ``first`` on
-    u8 format=1, u8 number of chunks (1 to CHUNKS_PER_RECORD), u8 number of containers, u64 chunks that are stored
-    (bit i: chunk first + i; the others are holes), then for each container: u64 id, u16 server, u64 bytes of these
-    chunks in it, headers included; then for each stored chunk: u8 container (its place above), u8 codec,
-    u32 stored length, u32 raw length, u64 offset, 32 bytes digest
+    u8 format=1, u8 number of chunks (1 to CHUNKS_PER_RECORD), u8 number of containers, u64 chunks
+    that are stored (bit i: chunk first + i; the others are holes), then for each container: u64 id,
+    u16 server, u64 bytes of these chunks in it, headers included; then for each stored chunk: u8
+    container (its place above), u8 codec, u32 stored length, u32 raw length, u64 offset, 32 bytes
+    digest
 format 2: extents, from extent ``first`` on, which begins at byte ``start`` of the file
-    u8 format=2, u8 number of extents (1 to CHUNKS_PER_RECORD), u8 number of containers, u64 start, then the containers as
-    above, of chunks of the file's own alone; then for each extent one of
-    a chunk as above: it is the file's own
-    u8 254, u32 length, 32 bytes digest: a shared chunk (meta/shared.py)
-    u8 255, u64 length: zeros
+    u8 format=2, u8 number of extents (1 to CHUNKS_PER_RECORD), u8 number of containers, u64 start,
+    then the containers as above, of chunks of the file's own alone; then for each extent one of a
+    chunk as above: it is the file's own u8 254, u32 length, 32 bytes digest: a shared chunk
+    (meta/shared.py) u8 255, u64 length: zeros
 """
 
 import struct
@@ -64,7 +64,9 @@ def encode_chunks(chunks: Chunks) -> bytes:
 
 
 def encode_extents(start: int, extents: Sequence[Extent]) -> bytes:
-    """The record of up to CHUNKS_PER_RECORD extents, of which the first begins at byte ``start``."""
+    """The record of up to CHUNKS_PER_RECORD extents, of which the first begins at byte
+    ``start``.
+    """
     shares, rows = _Shares(), []
     for length, place, shared in extents:
         if place is None:
@@ -78,8 +80,8 @@ def encode_extents(start: int, extents: Sequence[Extent]) -> bytes:
 
 
 def decode_chunks(record: bytes) -> list[Location | None]:
-    """The chunks that are the file's own, by number, of a record of either format. Raises Unavailable for a damaged
-    record, as the others do."""
+    """The chunks that are the file's own, by number, of a record of either format. Raises
+    Unavailable for a damaged record, as the others do."""
     if record[:1] == bytes((EXTENTS_FORMAT,)):
         return [None if extent.shared else extent.place for extent in decode_extents(record)[1]]
     try:
@@ -101,7 +103,9 @@ def decode_chunks(record: bytes) -> list[Location | None]:
 
 
 def decode_extents(record: bytes) -> tuple[int, list[Extent]]:
-    """Where the first begins, and the extents; of shared chunks only the digest is known (see ``named``)."""
+    """Where the first begins, and the extents; of shared chunks only the digest is known (see
+    ``named``).
+    """
     try:
         version, count, _, start = _LIST.unpack_from(record)
         shares = decode_shares(record)
@@ -154,8 +158,8 @@ def is_extents(record: bytes) -> bool:
 
 
 def decode_shares(record: bytes) -> list[tuple[int, int, int]]:
-    """(container, server, live bytes) of the containers that a record of either format names: by chunks of the file's
-    own."""
+    """(container, server, live bytes) of the containers that a record of either format names: by
+    chunks of the file's own."""
     try:
         end = _LIST.size + record[2] * _SHARE.size
         return list(_SHARE.iter_unpack(memoryview(record)[_LIST.size : end]))

@@ -1,18 +1,23 @@
-"""Chunk lists of interleaved files, and the table of containers, as transaction functions (see kv.py).
+"""Chunk lists of interleaved files, and the table of containers, as transaction functions (see
+kv.py).
 
-A container is *open* while chunks may still be appended to it, then *sealed*. Its *live* bytes are those of the
-chunks, headers included, that some file's list names. A sealed container without live bytes becomes garbage in the
-transaction that takes the last of them. ``length`` covers all chunks that a list has ever named; behind it may lie
-what a drain that failed has left. That of a coded container is a number of whole rows.
+A container is *open* while chunks may still be appended to it, then *sealed*. Its *live* bytes are
+those of the chunks, headers included, that some file's list names. A sealed container without live
+bytes becomes garbage in the transaction that takes the last of them. ``length`` covers all chunks
+that a list has ever named; behind it may lie what a drain that failed has left. That of a coded
+container is a number of whole rows.
 
-The table alone says where a container is: it may have been moved since a chunk list named its server.
+The table alone says where a container is: it may have been moved since a chunk list named its
+server.
 
-Chunk lists: meta/chunk_lists.py; those whose chunks have different lengths: meta/extents.py. Record, little-endian:
+Chunk lists: meta/chunk_lists.py; those whose chunks have different lengths: meta/extents.py.
+Record, little-endian:
 
 container
-    u8 format=2, u64 length, u64 live bytes, u64 bytes of records of files, u32 stripe unit, u8 replicas, u8 parity columns,
-    u8 number of columns, servers (u16 each, in the order of columns)
-    Format 1, which is still read, is u8 format=1, u16 server, u64 length, u64 live bytes: a plain one.
+    u8 format=2, u64 length, u64 live bytes, u64 bytes of records of files, u32 stripe unit, u8
+    replicas, u8 parity columns, u8 number of columns, servers (u16 each, in the order of columns)
+    Format 1, which is still read, is u8 format=1, u16 server, u64 length, u64 live bytes: a plain
+    one.
 """
 
 import struct
@@ -48,7 +53,9 @@ _CONTAINER_1 = struct.Struct("<BHQQ")
 
 
 class Container(NamedTuple):
-    """``records``: how many of its bytes say something of files; they are part of ``length``, and nobody's live bytes."""
+    """``records``: how many of its bytes say something of files; they are part of ``length``, and
+    nobody's live bytes.
+    """
 
     layout: Striped
     length: int
@@ -89,11 +96,13 @@ def decode_container(record: bytes) -> Container:
     raise Unavailable("the record of a container is damaged")
 
 
-# --- chunk lists -------------------------------------------------------------------------------------
+# --- chunk lists ----------------------------------------------------------------------------------
 
 
 def get_chunks(tx: ReadTransaction, oid: int, index: int) -> tuple[int, list[Location | None]]:
-    """The chunks of the record that holds chunk ``index``, and the number of the first. Raises Unavailable."""
+    """The chunks of the record that holds chunk ``index``, and the number of the first. Raises
+    Unavailable.
+    """
     first = index - index % CHUNKS_PER_RECORD
     record = tx.get(keys.chunk_list(oid, first))
     if record is None:
@@ -102,9 +111,11 @@ def get_chunks(tx: ReadTransaction, oid: int, index: int) -> tuple[int, list[Loc
 
 
 def put_chunks(tx: Transaction, oid: int, chunks: Chunks) -> None:
-    """Record all chunks of a file, which are durable in containers that the table has. Grows the store.
+    """Record all chunks of a file, which are durable in containers that the table has. Grows the
+    store.
 
-    The caller points the inode to ``oid`` in the same transaction. Raises Unavailable for an unknown container.
+    The caller points the inode to ``oid`` in the same transaction. Raises Unavailable for an
+    unknown container.
     """
     _put_list(tx, oid, 0, chunks)
 
@@ -113,8 +124,8 @@ def put_chunks(tx: Transaction, oid: int, chunks: Chunks) -> None:
 def put_loose(
     tx: Transaction, oid: int, first: int, chunks: Chunks, growth: Sequence[Growth] = ()
 ) -> None:
-    """Record the next part of a chunk list that no file names yet: chunks from number ``first`` on, a multiple of
-    CHUNKS_PER_RECORD. As extents.put_loose, which says the rest."""
+    """Record the next part of a chunk list that no file names yet: chunks from number ``first`` on,
+    a multiple of CHUNKS_PER_RECORD. As extents.put_loose, which says the rest."""
     tx.put(keys.loose(oid), b"")
     _put_list(tx, oid, first, chunks)
     put_growth(tx, [grown._replace(records=0) for grown in growth if grown.lost])
@@ -128,7 +139,9 @@ def _put_list(tx: Transaction, oid: int, first: int, chunks: Chunks) -> None:
 
 
 def put_growth(tx: Transaction, growth: Sequence[Growth]) -> None:
-    """Record what else an append has done to containers, in the transaction that records its chunks: after these."""
+    """Record what else an append has done to containers, in the transaction that records its
+    chunks: after these.
+    """
     for container, records, lost in growth:
         record = find_container(tx, container)
         if record is not None:
@@ -141,7 +154,9 @@ def put_growth(tx: Transaction, growth: Sequence[Growth]) -> None:
 
 
 def put_dead(tx: Transaction, dead: Iterable[Location], growth: Sequence[Growth]) -> None:
-    """Record an append of which no chunk is named: it counts as dead. Raises Unavailable for an unknown container."""
+    """Record an append of which no chunk is named: it counts as dead. Raises Unavailable for an
+    unknown container.
+    """
     count_in(tx, (), dead)
     put_growth(tx, growth)
 
@@ -149,8 +164,8 @@ def put_dead(tx: Transaction, dead: Iterable[Location], growth: Sequence[Growth]
 def drop_chunks(tx: Transaction, oid: int) -> list[int]:
     """Forget the chunk list, or extent list; ids of what is garbage now: containers.
 
-    A very long list is *loose* from now on, and garbage itself: to be dropped piece by piece (``drop_some``), since no
-    transaction should take long.
+    A very long list is *loose* from now on, and garbage itself: to be dropped piece by piece
+    (``drop_some``), since no transaction should take long.
     """
     if tx.get(keys.chunk_list(oid, DROPPED_AT_ONCE * CHUNKS_PER_RECORD)) is not None:
         tx.put(keys.loose(oid), b"")
@@ -159,7 +174,9 @@ def drop_chunks(tx: Transaction, oid: int) -> list[int]:
 
 
 def drop_some(tx: Transaction, oid: int) -> tuple[list[int], bool]:
-    """Forget some of a loose list; ids of the containers that are garbage now, and whether that was all."""
+    """Forget some of a loose list; ids of the containers that are garbage now, and whether that was
+    all.
+    """
     records = list(tx.range(*keys.chunk_lists(oid), DROPPED_AT_ONCE))
     is_all = not records or len(records) < DROPPED_AT_ONCE
     if is_all:
@@ -182,7 +199,9 @@ def _drop(tx: Transaction, records: Sequence[tuple[bytes, bytes]]) -> list[int]:
 
 
 class Move(NamedTuple):
-    """A chunk of a file, by its number, or a shared chunk (``oid`` is 0), that has been copied to another place."""
+    """A chunk of a file, by its number, or a shared chunk (``oid`` is 0), that has been copied to
+    another place.
+    """
 
     oid: int
     index: int
@@ -191,8 +210,8 @@ class Move(NamedTuple):
 
 
 def move_chunks(tx: Transaction, moves: Sequence[Move], growth: Sequence[Growth] = ()) -> list[int]:
-    """Point lists, and records of shared chunks, to the copies where they still name the old places; ids of containers
-    that are garbage now.
+    """Point lists, and records of shared chunks, to the copies where they still name the old
+    places; ids of containers that are garbage now.
 
     ``growth``: what copying them has done to their new containers.
     """
@@ -238,7 +257,7 @@ def is_at(chunks: Chunks, number: int, place: Location) -> bool:
     return known is not None and (known.container, known.offset) == (place.container, place.offset)
 
 
-# --- containers --------------------------------------------------------------------------------------
+# --- containers -----------------------------------------------------------------------------------
 
 
 def find_container(tx: ReadTransaction, container: int) -> Container | None:
@@ -253,7 +272,9 @@ def find_readable(tx: ReadTransaction, container: int) -> tuple[Container, int] 
 
 
 def open_containers(tx: ReadTransaction) -> dict[int, Container]:
-    """Those that are not sealed. One whose record is missing or damaged is left out: fsck names it."""
+    """Those that are not sealed. One whose record is missing or damaged is left out: fsck names
+    it.
+    """
     found = {}
     for container in [keys.number(key) for key, _ in tx.range(*keys.all_of(b"a"))]:
         with suppress(Unavailable):
@@ -275,7 +296,9 @@ def put_container(tx: Transaction, container: int, layout: Striped) -> None:
 
 
 def seal_container(tx: Transaction, container: int) -> list[int]:
-    """Nothing will be appended any more; [container] if it is garbage now. No chunk in it may wait to be recorded."""
+    """Nothing will be appended any more; [container] if it is garbage now. No chunk in it may wait
+    to be recorded.
+    """
     tx.delete(keys.open_container(container))
     return _count_out(tx, {container: 0})
 
@@ -291,8 +314,8 @@ def adjust_live(tx: Transaction, container: int, change: int) -> list[int]:
 
 
 def count_in(tx: Transaction, alive: Iterable[Location], dead: Iterable[Location] = ()) -> None:
-    """Chunks lie in containers now, which therefore reach at least so far: some that somebody names, and some that were
-    appended in vain. Raises Unavailable for an unknown container."""
+    """Chunks lie in containers now, which therefore reach at least so far: some that somebody
+    names, and some that were appended in vain. Raises Unavailable for an unknown container."""
     grown: dict[int, tuple[int, int]] = {}
     for places, counts in ((alive, 1), (dead, 0)):
         for place in places:

@@ -1,4 +1,6 @@
-"""Which columns of an object set must not be read (``q`` records), as transaction functions (see kv.py)."""
+"""Which columns of an object set must not be read (``q`` records), as transaction functions (see
+kv.py).
+"""
 
 from aifs.meta import keys
 from aifs.meta.kv import ReadTransaction, Transaction, grows
@@ -13,7 +15,9 @@ def find_degraded(tx: ReadTransaction, oid: int) -> int:
 
 @grows
 def put_degraded(tx: Transaction, oid: int, ino: int, mask: int) -> None:
-    """These columns, besides those that are known to be, must not be read; mask 0: the plain file is to be protected."""
+    """These columns, besides those that are known to be, must not be read; mask 0: the plain file
+    is to be protected.
+    """
     tx.put(keys.degraded(oid), Degraded(ino, mask | find_degraded(tx, oid)).encode())
 
 

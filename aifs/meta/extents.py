@@ -1,8 +1,10 @@
-"""Extent lists of interleaved files whose chunks have different lengths and may be shared, as transaction functions.
+"""Extent lists of interleaved files whose chunks have different lengths and may be shared, as
+transaction functions.
 
-Records: meta/chunk_lists.py, format 2. An extent list covers its file without gaps; behind the last byte come *recipes*, chunks
-of the file's own of no bytes, which say in a container what the list is (data/containers/chunk_codec.py). Extent lists are dropped,
-and their own chunks moved, as chunk lists are (meta/chunks.py).
+Records: meta/chunk_lists.py, format 2. An extent list covers its file without gaps; behind the last
+byte come *recipes*, chunks of the file's own of no bytes, which say in a container what the list is
+(data/containers/chunk_codec.py). Extent lists are dropped, and their own chunks moved, as chunk
+lists are (meta/chunks.py).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -27,10 +29,11 @@ RESOLVED = 16
 
 
 def get_extents(tx: ReadTransaction, oid: int, offset: int) -> tuple[int, int, list[Extent]]:
-    """The extent with byte ``offset`` of a file, and some that follow it: where it begins, its number, and they.
+    """The extent with byte ``offset`` of a file, and some that follow it: where it begins, its
+    number, and they.
 
-    Shared chunks have their places. Takes time that grows with the logarithm of the list's length. Raises Unavailable
-    if the list does not reach that far, or the shared chunk there lacks.
+    Shared chunks have their places. Takes time that grows with the logarithm of the list's length.
+    Raises Unavailable if the list does not reach that far, or the shared chunk there lacks.
     """
     first = _find_record(tx, oid, offset)
     start, extents = decode_extents(tx.get(keys.chunk_list(oid, first)) or b"")
@@ -65,8 +68,8 @@ def _find_record(tx: ReadTransaction, oid: int, offset: int) -> int:
 
 
 def shares_of(tx: ReadTransaction, record: bytes) -> list[tuple[int, int, int]]:
-    """(container, server, bytes with headers) of all chunks that a record of a chunk list or an extent list names, shared
-    ones included. Raises Unavailable."""
+    """(container, server, bytes with headers) of all chunks that a record of a chunk list or an
+    extent list names, shared ones included. Raises Unavailable."""
     shares = decode_shares(record)
     if not is_extents(record):
         return shares
@@ -95,11 +98,12 @@ def resolve(tx: ReadTransaction, extent: Extent) -> Extent:
 def put_extents(
     tx: Transaction, lists: Mapping[int, Sequence[Extent]], new: Collection[bytes] = ()
 ) -> None:
-    """Record all extents of some files, by oid; chunks are durable in containers that the table has. Grows the store.
+    """Record all extents of some files, by oid; chunks are durable in containers that the table
+    has. Grows the store.
 
-    ``new``: digests of the shared chunks that have been appended for this (see shared.take). The caller points the inodes to
-    the oids in the same transaction. Raises Stale if a chunk that was found earlier has gone, Unavailable for an
-    unknown container.
+    ``new``: digests of the shared chunks that have been appended for this (see shared.take). The
+    caller points the inodes to the oids in the same transaction. Raises Stale if a chunk that was
+    found earlier has gone, Unavailable for an unknown container.
     """
     every = [extent for extents in lists.values() for extent in extents]
     alive, dead = shared.take(tx, every, new)
@@ -119,12 +123,13 @@ def put_loose(
     new: Collection[bytes] = (),
     growth: Sequence[Growth] = (),
 ) -> None:
-    """Record the next part of an extent list that no file names yet: extents from number ``first`` on, a multiple of
-    CHUNKS_PER_RECORD, which begin at byte ``start``. See put_extents for the rest. ``growth``: what appending the chunks has
-    done to containers; of this only the columns that have failed are recorded, the rest is the caller's to (put_growth).
+    """Record the next part of an extent list that no file names yet: extents from number ``first``
+    on, a multiple of CHUNKS_PER_RECORD, which begin at byte ``start``. See put_extents for the
+    rest. ``growth``: what appending the chunks has done to containers; of this only the columns
+    that have failed are recorded, the rest is the caller's to (put_growth).
 
-    The list is *loose*: it is dropped again unless a file gets it (put_named). For long lists, since no
-    transaction should take long.
+    The list is *loose*: it is dropped again unless a file gets it (put_named). For long lists,
+    since no transaction should take long.
     """
     alive, dead = shared.take(tx, extents, new)
     alive += _own(extents)
@@ -146,8 +151,8 @@ def _own(extents: Sequence[Extent]) -> list[Location]:
 def put_list(
     tx: Transaction, oid: int, extents: Sequence[Extent], first: int = 0, start: int = 0
 ) -> None:
-    """The records of an extent list alone, or those from extent ``first`` on, which begins at byte ``start``; nothing is
-    counted."""
+    """The records of an extent list alone, or those from extent ``first`` on, which begins at byte
+    ``start``; nothing is counted."""
     for number in range(0, len(extents), CHUNKS_PER_RECORD):
         part = extents[number : number + CHUNKS_PER_RECORD]
         tx.put(keys.chunk_list(oid, first + number), encode_extents(start, part))
@@ -157,8 +162,9 @@ def put_list(
 def replace_shared(
     tx: Transaction, places: Sequence[Location], growth: Sequence[Growth] = ()
 ) -> list[int]:
-    """Good copies of shared chunks that turned out to be bad have been appended: whoever names them gets these; ids of
-    containers that are garbage now. One that nobody names any more is left alone."""
+    """Good copies of shared chunks that turned out to be bad have been appended: whoever names them
+    gets these; ids of containers that are garbage now. One that nobody names any more is left
+    alone."""
     alive, before = [], []
     for place in places:
         old = shared.replace(tx, place)

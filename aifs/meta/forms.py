@@ -19,7 +19,9 @@ from aifs.meta.servers import mark_unprotected
 
 
 def load(tx: ReadTransaction, ino: int) -> tuple[Inode, bool, int]:
-    """The inode, whether it has a dirty mark, and the mask of columns that must not be read. Raises NotFound."""
+    """The inode, whether it has a dirty mark, and the mask of columns that must not be read. Raises
+    NotFound.
+    """
     inode = namespace.get_inode(tx, ino)
     protected = isinstance(inode.layout, Striped) and inode.layout.is_protected
     return (
@@ -44,7 +46,9 @@ def put_garbage(tx: Transaction, oid: int, ino: int, layout: Striped) -> None:
 
 @grows
 def put_spilled(tx: Transaction, inode: Inode, due: bool) -> None:
-    """Record the inode with its first objects, which are unprotected, and garbage no more. ``due``: they should not be."""
+    """Record the inode with its first objects, which are unprotected, and garbage no more. ``due``:
+    they should not be.
+    """
     tx.delete(keys.garbage(inode.oid))
     _put_plain(tx, inode, due)
     put_dirty(tx, inode)
@@ -65,8 +69,8 @@ def put_emptied(tx: Transaction, inode: Inode) -> list[int]:
 
 
 def put_restriped(tx: Transaction, inode: Inode, oid: int, layout: Striped, due: bool) -> list[int]:
-    """The durable objects of ``oid``, which are unprotected, replace what the file had; the ids of what is garbage now.
-    ``due``: they should not be."""
+    """The durable objects of ``oid``, which are unprotected, replace what the file had; the ids of
+    what is garbage now. ``due``: they should not be."""
     garbage = namespace.discard_layout(tx, inode)
     tx.delete(keys.garbage(oid))
     restriped = replace(inode, oid=oid, layout=layout)
@@ -77,9 +81,11 @@ def put_restriped(tx: Transaction, inode: Inode, oid: int, layout: Striped, due:
 
 @grows
 def put_in_burst(tx: Transaction, inode: Inode, copy: Copy, durable: bool, now: int) -> list[int]:
-    """Record that ``copy`` holds the newest bytes of the file from now on; the ids of what is garbage now.
+    """Record that ``copy`` holds the newest bytes of the file from now on; the ids of what is
+    garbage now.
 
-    The copy holds all that the file holds, durably if ``durable``; without that the file must have been empty.
+    The copy holds all that the file holds, durably if ``durable``; without that the file must have
+    been empty.
     """
     garbage = namespace.discard_layout(tx, inode)
     moved = replace(inode, layout=None, data=None, copy=copy)
@@ -90,7 +96,9 @@ def put_in_burst(tx: Transaction, inode: Inode, copy: Copy, durable: bool, now: 
 
 @grows
 def put_inline(tx: Transaction, inode: Inode, copy: Copy) -> int:
-    """Record a tiny file, with its bytes, that gives up its burst copy; the id of what is garbage now."""
+    """Record a tiny file, with its bytes, that gives up its burst copy; the id of what is garbage
+    now.
+    """
     tx.delete(keys.dirty(inode.ino))
     namespace.put_inode(tx, inode)
     return namespace.discard_copy(tx, copy)
@@ -112,7 +120,9 @@ def put_durable(tx: Transaction, copy_id: int) -> None:
 
 
 def put_changing(tx: Transaction, inode: Inode) -> None:
-    """A file in the burst tier that was in order is going to change again: a dirty mark, and what it is now."""
+    """A file in the burst tier that was in order is going to change again: a dirty mark, and what
+    it is now.
+    """
     namespace.put_inode(tx, inode)
     record = decode_burst(tx.get(keys.burst_copy(inode.copy.id)) or b"")
     namespace.put_copy(tx, inode.ino, inode.copy, undrained=True, durable=True, now=record.since_ns)
@@ -124,16 +134,17 @@ def remove_dirty(tx: Transaction, inos: Iterable[int]) -> None:
         tx.delete(keys.dirty(ino))
 
 
-# --- between the tiers -------------------------------------------------------------------------------
+# --- between the tiers ----------------------------------------------------------------------------
 
 
 class Drained(NamedTuple):
-    """A file as it is from now on, with a copy in the burst tier or without, and the copy that held its bytes.
+    """A file as it is from now on, with a copy in the burst tier or without, and the copy that held
+    its bytes.
 
-    ``durable``: the copy is on stable storage. ``digests``: those of a striped file. ``chunks``: of an interleaved one,
-    or, if that is variable, its ``extents`` with recipes; neither if they are on record as a loose list.
-    ``lacking``: mask of the columns of a protected file that could not be written. ``due``: the file should be protected and
-    is not.
+    ``durable``: the copy is on stable storage. ``digests``: those of a striped file. ``chunks``: of
+    an interleaved one, or, if that is variable, its ``extents`` with recipes; neither if they are
+    on record as a loose list. ``lacking``: mask of the columns of a protected file that could not
+    be written. ``due``: the file should be protected and is not.
     """
 
     inode: Inode
@@ -153,12 +164,13 @@ def put_drained(
     growth: Sequence[Growth] = (),
     new: Collection[bytes] = (),
 ) -> list[int]:
-    """The durable objects or chunks of ``inode.oid``, or inline bytes, are the files now; the ids of copies that are
-    garbage now.
+    """The durable objects or chunks of ``inode.oid``, or inline bytes, are the files now; the ids
+    of copies that are garbage now.
 
-    ``growth``: what else storing the chunks has done to containers. ``new``: digests of the shared chunks that have been
-    appended for these files and are not on record yet; extents that name them have their places. Raises Stale, and
-    changes nothing, if a shared chunk that an extent names is neither new nor on record (any more).
+    ``growth``: what else storing the chunks has done to containers. ``new``: digests of the shared
+    chunks that have been appended for these files and are not on record yet; extents that name them
+    have their places. Raises Stale, and changes nothing, if a shared chunk that an extent names is
+    neither new nor on record (any more).
     """
     lists = {d.inode.oid: d.extents for d in drained if is_variable(d.inode.layout)}
     if lists:
@@ -190,8 +202,8 @@ def put_drained(
 
 
 def get_checksums(tx: ReadTransaction, oid: int, number: int) -> tuple[int, bytes]:
-    """The record of checksums that MiB ``number`` of a file belongs to: number of its first MiB, and the checksums from that
-    on; b"" where the file has none."""
+    """The record of checksums that MiB ``number`` of a file belongs to: number of its first MiB,
+    and the checksums from that on; b"" where the file has none."""
     first = number - number % keys.DIGESTS_PER_RECORD
     return first, tx.get(keys.checksums(oid, first)) or b""
 
@@ -226,8 +238,8 @@ def find_places(tx: ReadTransaction, copy_ids: Iterable[int]) -> list[Copy]:
 
 
 def put_evicted(tx: Transaction, victims: Mapping[int, int]) -> list[int]:
-    """Files (id of the copy to inode number) give up their cached copies, where they have them still; the ids of those
-    that are garbage now."""
+    """Files (id of the copy to inode number) give up their cached copies, where they have them
+    still; the ids of those that are garbage now."""
     garbage = []
     for copy_id, ino in victims.items():
         inode = namespace.find_inode(tx, ino)

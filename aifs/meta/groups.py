@@ -1,12 +1,15 @@
-"""Groups as transaction functions (see kv.py): what the ranks of a job write below one directory, as one grouped write.
+"""Groups as transaction functions (see kv.py): what the ranks of a job write below one directory,
+as one grouped write.
 
     n ino          group of the directory: _GROUP, then, each with its length in two bytes: name, publish, error,
-                   publish error, report (JSON), and, if flags say so, job, and the other groups of who began it (u32 each)
+                   publish error, report (JSON), and, if flags say so, job, and the other groups of
+                   who began it (u32 each)
     n ino number   member. number: rank that has committed, or inode number of a file that has been closed. _MEMBER: what the
-                   file was then; for a rank the size of its files and 1 if all have to have one size, else zeros
+                   file was then; for a rank the size of its files and 1 if all have to have one
+                   size, else zeros
 
-All little-endian; ``number`` in the key is 8 bytes, big-endian. A directory has the record of its last group until the
-next one begins. docs/grouped.md has the protocol.
+All little-endian; ``number`` in the key is 8 bytes, big-endian. A directory has the record of its
+last group until the next one begins. docs/grouped.md has the protocol.
 """
 
 import struct
@@ -26,7 +29,8 @@ STATES = ("open", "committed", "draining", "durable", "failed", "cancelled", "ex
 LIVE = ("open", "committed", "draining")
 """States that lead to others."""
 
-# format, state, flags; ranks; dead rank; uid, gid; id, chunk, timeout_ms, grace_ms; created, committed, buffered, durable (ns)
+# format, state, flags; ranks; dead rank; uid, gid; id, chunk, timeout_ms, grace_ms; created,
+# committed, buffered, durable (ns)
 _GROUP = struct.Struct("<BBHIiIIQQQQqqqq")
 _TEXTS = 5
 _LENGTH = struct.Struct("<H")
@@ -37,10 +41,11 @@ _MEMBER = struct.Struct("<BqQq")  # format, when (ns), size, mtime (ns)
 
 
 class Options(NamedTuple):
-    """What a group is asked to be. ``chunk``: the largest piece that is stored once, in bytes; ``explicit``: each rank
-    commits, where else it is the closing of as many files as there are ranks; ``timeout_ms``: from the beginning until all
-    have committed; ``grace_ms``: how long a rank whose process has ended may stay away; ``publish``: final name, b"": none;
-    ``same_size``: all files have to have one size; ``job``: whose ranks these are, b"": nobody knows."""
+    """What a group is asked to be. ``chunk``: the largest piece that is stored once, in bytes;
+    ``explicit``: each rank commits, where else it is the closing of as many files as there are
+    ranks; ``timeout_ms``: from the beginning until all have committed; ``grace_ms``: how long a
+    rank whose process has ended may stay away; ``publish``: final name, b"": none; ``same_size``:
+    all files have to have one size; ``job``: whose ranks these are, b"": nobody knows."""
 
     name: bytes
     ranks: int
@@ -55,9 +60,9 @@ class Options(NamedTuple):
 
 
 class GroupRecord(NamedTuple):
-    """A group. Times in ns since the epoch, 0: not yet. ``dead``: the rank whose death has ended it, or -1. ``report``: what
-    its drain has said, as JSON. ``unequal``: it has failed because its files have sizes that differ. ``groups``: what ``uid``
-    is a member of besides ``gid``."""
+    """A group. Times in ns since the epoch, 0: not yet. ``dead``: the rank whose death has ended
+    it, or -1. ``report``: what its drain has said, as JSON. ``unequal``: it has failed because its
+    files have sizes that differ. ``groups``: what ``uid`` is a member of besides ``gid``."""
 
     id: int
     options: Options
@@ -194,7 +199,9 @@ def decode_group(record: bytes) -> GroupRecord:
 
 
 class GroupMember(NamedTuple):
-    """A rank that has committed, or a file that has been closed, as it was then: it counts while it is the same."""
+    """A rank that has committed, or a file that has been closed, as it was then: it counts while it
+    is the same.
+    """
 
     when_ns: int
     size: int = 0
@@ -211,13 +218,13 @@ def decode_member(record: bytes) -> GroupMember:
     return GroupMember(*_MEMBER.unpack(record)[1:])
 
 
-# --- transactions --------------------------------------------------------------------------------------
+# --- transactions ---------------------------------------------------------------------------------
 
 
 @grows
 def begin(tx: Transaction, ino: int, group: GroupRecord) -> GroupRecord | None:
-    """The directory's group from now on; what is on record of the one before, if that can be read. Raises NotFound,
-    NotADirectory."""
+    """The directory's group from now on; what is on record of the one before, if that can be read.
+    Raises NotFound, NotADirectory."""
     namespace.get_directory(tx, ino)
     before = None
     with suppress(Unavailable):
@@ -229,8 +236,8 @@ def begin(tx: Transaction, ino: int, group: GroupRecord) -> GroupRecord | None:
 
 @grows
 def update(tx: Transaction, ino: int, group: GroupRecord) -> None:
-    """Record what has become of a group; members of one that has ended are forgotten. Nothing happens if its directory is gone,
-    or another has followed."""
+    """Record what has become of a group; members of one that has ended are forgotten. Nothing
+    happens if its directory is gone, or another has followed."""
     there = find(tx, ino)
     if there is not None and there.id == group.id:
         if group.state not in LIVE:
@@ -273,8 +280,8 @@ def members(tx: ReadTransaction, ino: int) -> dict[int, GroupMember]:
 def load_live(
     tx: ReadTransaction,
 ) -> tuple[dict[int, tuple[GroupRecord, dict[int, GroupMember]]], list[int]]:
-    """All groups that have not ended, by directory, with their members by number; and the directories whose records are
-    damaged."""
+    """All groups that have not ended, by directory, with their members by number; and the
+    directories whose records are damaged."""
     found: dict[int, tuple[GroupRecord, dict[int, GroupMember]]] = {}
     damaged: list[int] = []
     for ino in [
@@ -292,8 +299,8 @@ def load_live(
 
 
 def directory_of(tx: ReadTransaction, ino: int, tops: frozenset[int]) -> int | None:
-    """Which of the directories ``tops`` the file lies in, or else below: the nearest. None also for a file that has or had
-    several names."""
+    """Which of the directories ``tops`` the file lies in, or else below: the nearest. None also for
+    a file that has or had several names."""
     return next((above for above in _way_up(tx, ino) if above in tops), None)
 
 

@@ -1,4 +1,5 @@
-"""The redo journal: transactions on disk before they are visible. Touches its two files, by ``core.files``.
+"""The redo journal: transactions on disk before they are visible. Touches its two files, by
+``core.files``.
 
 On-disk format, version 1. This comment is its only definition; all numbers are little-endian.
 
@@ -24,10 +25,11 @@ On-disk format, version 1. This comment is its only definition; all numbers are 
         2       4      length of the value, or 0xFFFFFFFF: the key is deleted
         6       ...    key, then value
 
-The segments are filled in turn and never erased, so older records stand behind the last one of a segment.
-They are not taken for new ones because a record counts only if its seq follows that of the record before; the
-engine leaves a gap in the numbers at every recovery, so that this also holds for what a power cut left behind
-a torn record. The salt keeps users from forging records inside the values that they store.
+The segments are filled in turn and never erased, so older records stand behind the last one of a
+segment. They are not taken for new ones because a record counts only if its seq follows that of the
+record before; the engine leaves a gap in the numbers at every recovery, so that this also holds for
+what a power cut left behind a torn record. The salt keeps users from forging records inside the
+values that they store.
 """
 
 import os
@@ -84,7 +86,9 @@ def encode_changes(writes: Writes) -> bytes:
 
 
 def decode(data: bytes, salt: int) -> Iterator[tuple[int, bytes]]:
-    """(seq, payload) of each record of a segment's content, up to the first that does not belong there."""
+    """(seq, payload) of each record of a segment's content, up to the first that does not belong
+    there.
+    """
     offset, last = FIRST_RECORD, None
     while offset + _RECORD.size <= len(data):
         length, crc, seq = _RECORD.unpack_from(data, offset)
@@ -166,7 +170,9 @@ class _Segment:
         return decode(files.read_at(self.fd, os.fstat(self.fd).st_size, 0), self.salt)
 
     def cut(self) -> None:
-        """Give back what the file has grown beyond its reserve. Its records are no longer needed."""
+        """Give back what the file has grown beyond its reserve. Its records are no longer
+        needed.
+        """
         if os.fstat(self.fd).st_size > SEGMENT_BYTES:
             files.truncate(self.fd, SEGMENT_BYTES)
 
@@ -185,7 +191,9 @@ class Journal:
 
     @classmethod
     def create(cls, directory: str) -> "Journal":
-        """An empty journal in place of what is there; it and the names beside it are durable on return."""
+        """An empty journal in place of what is there; it and the names beside it are durable on
+        return.
+        """
         segments = []
         try:
             for path in _paths(directory):
@@ -224,7 +232,8 @@ class Journal:
         return False
 
     def replay(self, applied: int) -> Iterator[tuple[int, Writes]]:
-        """(seq, changes) of the transactions after ``applied``, in order, up to the first that is missing.
+        """(seq, changes) of the transactions after ``applied``, in order, up to the first that is
+        missing.
 
         To be read to its end before the first ``append``. What it yields is on stable storage.
         """
@@ -245,8 +254,8 @@ class Journal:
     def append(self, seq: int, writes: Writes) -> None:
         """Record a transaction with one write; ``seq`` follows that of the last.
 
-        It survives kill -9 on return and a power cut after a sync. Raises OSError: then nothing is recorded,
-        and the next append takes the place.
+        It survives kill -9 on return and a power cut after a sync. Raises OSError: then nothing is
+        recorded, and the next append takes the place.
         """
         faults.reach(BEFORE_APPEND)
         segment = self._active
@@ -266,7 +275,9 @@ class Journal:
         self.used_bytes = 0
 
     def unsynced(self, durable: int) -> list[int]:
-        """Descriptors whose sync makes all records durable, given that those up to ``durable`` are."""
+        """Descriptors whose sync makes all records durable, given that those up to ``durable``
+        are.
+        """
         segments = [self._active] if durable >= self._active_since else [self._other, self._active]
         return [segment.fd for segment in segments]
 

@@ -14,8 +14,8 @@
     g oid                            garbage: objects to delete (records.Garbage)
     b id                             burst copy: whose it is (records.BurstRecord)
     k oid first                      checksums of a striped file: BLAKE3, 32 bytes for each MiB of the file, up to
-                                     DIGESTS_PER_RECORD of them from MiB ``first`` on; none if it was written in
-                                     place or was mostly holes
+                                     DIGESTS_PER_RECORD of them from MiB ``first`` on; none if it
+                                     was written in place or was mostly holes
     l oid first                      chunk list, or extent list, of an interleaved file, from chunk or extent ``first`` on
                                      (meta/chunk_lists.py)
     h digest                         shared chunk: where it lies, and how many extents name it (meta/shared.py)
@@ -33,10 +33,11 @@
                                      closed (meta/groups.py)
     j name                           where a background job that goes through the store has got to; its own format
 
-ino, parent, cookie, oid, id and first are 8 bytes, server is 2 bytes, all big-endian, so that numeric order is key
-order. Inode numbers, cookies and object ids come from one sequence (counter ``ids``) and are never used again.
-A cookie is the dentry's place in its directory for readdir: larger than that of every older dentry, so a
-listing in progress neither repeats nor misses an entry that stays.
+ino, parent, cookie, oid, id and first are 8 bytes, server is 2 bytes, all big-endian, so that
+numeric order is key order. Inode numbers, cookies and object ids come from one sequence (counter
+``ids``) and are never used again. A cookie is the dentry's place in its directory for readdir:
+larger than that of every older dentry, so a listing in progress neither repeats nor misses an entry
+that stays.
 """
 
 import struct
@@ -172,7 +173,9 @@ def server(number: int) -> bytes:
 
 
 def describe(key: bytes) -> str:
-    """A key for people: its letter, and what follows it, names as text and other things as numbers."""
+    """A key for people: its letter, and what follows it, names as text and other things as
+    numbers.
+    """
     kind, rest = key[:1].decode(errors="backslashreplace"), key[1:]
     if kind in "cj":
         return f"{kind} {rest.decode(errors='backslashreplace')}"

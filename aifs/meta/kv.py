@@ -1,8 +1,8 @@
 """The interface of metadata engines: an ordered map of bytes to bytes, changed by transactions.
 
-The model is that of FoundationDB's bindings: all logic is in *transaction functions*, plain functions of a
-``Transaction``. An engine may run one several times (a conflict with another host, a map that had to grow)
-and commits the effects of the last run alone, so a transaction function
+The model is that of FoundationDB's bindings: all logic is in *transaction functions*, plain
+functions of a ``Transaction``. An engine may run one several times (a conflict with another host, a
+map that had to grow) and commits the effects of the last run alone, so a transaction function
 
 * touches the store through its transaction only, and has no other side effect;
 * does not block, and does not await;
@@ -43,7 +43,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def grows(function: Function) -> Function:
     """Mark a transaction function that makes the store larger.
 
-    An engine that is short of space refuses it with NoSpace, so that what frees space can always be recorded.
+    An engine that is short of space refuses it with NoSpace, so that what frees space can always be
+    recorded.
     """
     function.grows = True  # type: ignore[attr-defined]
     return function
@@ -66,7 +67,8 @@ class ReadTransaction(ABC):
 
     @abstractmethod
     def range(self, start: bytes, end: bytes, limit: int = 0) -> Iterator[tuple[bytes, bytes]]:
-        """Pairs with start <= key < end in ascending order, at most ``limit`` of them unless it is 0.
+        """Pairs with start <= key < end in ascending order, at most ``limit`` of them unless it is
+        0.
 
         The map must not be changed through this transaction while the iterator is in use.
         """
@@ -94,10 +96,14 @@ class Transaction(ReadTransaction):
 
 
 class Engine(ABC):
-    """One open store. One task-scheduler thread (trio's) calls it; engines that block do so in threads."""
+    """One open store. One task-scheduler thread (trio's) calls it; engines that block do so in
+    threads.
+    """
 
     seq: int
-    """Sequence number of the last transaction that changed something; they ascend, not always by one."""
+    """Sequence number of the last transaction that changed something; they ascend, not always by
+    one.
+    """
 
     durable_seq: int
     """All transactions up to this number are on stable storage."""
@@ -107,13 +113,14 @@ class Engine(ABC):
 
     @abstractmethod
     async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Run ``function(tx, *args)``; when this returns, its changes are visible to all and survive kill -9.
+        """Run ``function(tx, *args)``; when this returns, its changes are visible to all and
+        survive kill -9.
 
-        They survive a power cut after the next ``barrier``, or within the commit interval. The embedded
-        engine never suspends the calling task here.
+        They survive a power cut after the next ``barrier``, or within the commit interval. The
+        embedded engine never suspends the calling task here.
 
-        Raises what the function raises; NoSpace if the change cannot be recorded (nothing is changed);
-        Unavailable if the engine has failed.
+        Raises what the function raises; NoSpace if the change cannot be recorded (nothing is
+        changed); Unavailable if the engine has failed.
         """
 
     @property
@@ -139,4 +146,6 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Make everything durable and let go of the store. Blocks; called when no task uses the engine."""
+        """Make everything durable and let go of the store. Blocks; called when no task uses the
+        engine.
+        """

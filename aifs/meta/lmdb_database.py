@@ -1,16 +1,20 @@
-"""The LMDB environment of the durable engine. The only module that knows of LMDB, but for the pages of its file (lmdb_pages).
+"""The LMDB environment of the durable engine. The only module that knows of LMDB, but for the pages
+of its file (lmdb_pages).
 
-On disk, in LMDB's own format, are two named databases. All values end with a *check value*, 4 bytes: the CRC-32 (the one of
-zlib, little-endian) of the key and of the value before it. So a value that is not what was stored is told when it is read.
+On disk, in LMDB's own format, are two named databases. All values end with a *check value*, 4
+bytes: the CRC-32 (the one of zlib, little-endian) of the key and of the value before it. So a value
+that is not what was stored is told when it is read.
 
     checked       the records (meta/keys.py)
     engine        applied: u64, little-endian, number of the last transaction that is here as a whole
 
-A database of before had its values without check values, in ``records`` and under ``applied_seq``: opening it moves them.
+A database of before had its values without check values, in ``records`` and under ``applied_seq``:
+opening it moves them.
 
-LMDB runs without its lock file, as the store has one owner. It then keeps the pages of the newest snapshot,
-and of no older one, from being reused: so the read transaction is renewed before every write transaction.
-All methods but ``commit`` and ``reserve`` are for the scheduler thread; those are for a worker, one at a time.
+LMDB runs without its lock file, as the store has one owner. It then keeps the pages of the newest
+snapshot, and of no older one, from being reused: so the read transaction is renewed before every
+write transaction. All methods but ``commit`` and ``reserve`` are for the scheduler thread; those
+are for a worker, one at a time.
 """
 
 import logging
@@ -68,11 +72,12 @@ def with_check_value(key: bytes, value: bytes) -> bytes:
 class Database:
     """The LMDB environment, and the one read transaction through which everybody reads it.
 
-    Made if the directory holds none. Opening blocks; raises StoreError, BrokenDatabase. All its pages are looked at then, as LMDB
-    ends the process at some that are damaged; ``thorough``: also all that is in them.
+    Made if the directory holds none. Opening blocks; raises StoreError, BrokenDatabase. All its
+    pages are looked at then, as LMDB ends the process at some that are damaged; ``thorough``: also
+    all that is in them.
 
-    For a record that is not as it was stored, ``get`` raises DamagedRecord, and ``run`` has the error in place of the
-    value; the log names it, once.
+    For a record that is not as it was stored, ``get`` raises DamagedRecord, and ``run`` has the
+    error in place of the value; the log names it, once.
     """
 
     def __init__(self, directory: str, thorough: bool = True) -> None:
@@ -122,7 +127,8 @@ class Database:
         return (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
 
     def usage(self) -> tuple[int, int]:
-        """Bytes of the file that LMDB has ever used, and how many of these hold something in the newest snapshot.
+        """Bytes of the file that LMDB has ever used, and how many of these hold something in the
+        newest snapshot.
 
         It takes the others before it grows, though those of the last two transactions not yet.
         """
@@ -141,10 +147,11 @@ class Database:
         )  # the list of free pages needs less than 16 bytes for each
 
     def reserve(self, length: int, used: int, live: int) -> bool:
-        """Hold disk space for the next ``length`` bytes that LMDB will fill; whether there is as much. Blocks.
+        """Hold disk space for the next ``length`` bytes that LMDB will fill; whether there is as
+        much. Blocks.
 
-        LMDB writes into it without needing the disk to have room, as nobody else can take it meanwhile. ``used`` and
-        ``live``: its present ``usage``.
+        LMDB writes into it without needing the disk to have room, as nobody else can take it
+        meanwhile. ``used`` and ``live``: its present ``usage``.
         """
         now = os.stat(self._path)
         if now.st_size - used >= length or now.st_blocks * 512 - live >= length:
@@ -161,8 +168,9 @@ class Database:
     def _extend(self, needed: int) -> None:
         """Make the file as long as LMDB thinks that it is.
 
-        It may rightly be shorter: LMDB does not write pages that were taken and freed in one transaction. But where
-        it was cut by accident, LMDB shall find empty pages and say so, where reading beyond the end means SIGBUS.
+        It may rightly be shorter: LMDB does not write pages that were taken and freed in one
+        transaction. But where it was cut by accident, LMDB shall find empty pages and say so, where
+        reading beyond the end means SIGBUS.
         """
         if os.path.getsize(self._path) < needed:
             fd = files.open_file(self._path)
@@ -172,7 +180,9 @@ class Database:
                 files.close_file(fd)
 
     def _add_check_values(self) -> None:
-        """Move the records of a database of before, some at a time; a crash leaves each in one of the two places."""
+        """Move the records of a database of before, some at a time; a crash leaves each in one of
+        the two places.
+        """
         try:
             old = self._env.open_db(b"records", create=False)
         except lmdb.NotFoundError:
@@ -267,8 +277,9 @@ class Database:
         self._env.set_mapsize(self._map_bytes)
         self._begin()
 
-    # One write transaction at a time: ``begin``, then ``fill`` as often as needed, then ``commit`` or ``roll_back``.
-    # Each but the last may raise MapFull, after which ``roll_back`` and ``grow`` make room, or another DatabaseError.
+    # One write transaction at a time: ``begin``, then ``fill`` as often as needed, then ``commit``
+    # or ``roll_back``. Each but the last may raise MapFull, after which ``roll_back`` and ``grow``
+    # make room, or another DatabaseError.
 
     def begin(self) -> None:
         self.trim()
@@ -285,7 +296,9 @@ class Database:
                 self._writer.delete(key)
 
     def commit(self, applied: int | None) -> None:
-        """The changes are on stable storage on return, with the ``applied`` sequence number. Blocks, in any thread."""
+        """The changes are on stable storage on return, with the ``applied`` sequence number.
+        Blocks, in any thread.
+        """
         if applied is not None:
             value = with_check_value(_APPLIED, _SEQ.pack(applied))
             self._writer.put(_APPLIED, value, db=self._own)

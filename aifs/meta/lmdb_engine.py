@@ -2,11 +2,12 @@
 
 docs/metadata.md says how the levels fit together. Touches the metadata directory alone. Its rules:
 
-* The journal is written before memory, and synced before LMDB: LMDB never holds a change that the journal
-  could lose. So a memtable may be committed in several LMDB transactions (which bounds LMDB's dirty pages,
-  memory that it never gives back); only the last one moves ``applied``, and replay mends what a crash
-  leaves between.
-* Reads, and everything that moves LMDB's map, happen on the scheduler thread; worker threads write and sync.
+* The journal is written before memory, and synced before LMDB: LMDB never holds a change that the
+  journal could lose. So a memtable may be committed in several LMDB transactions (which bounds
+  LMDB's dirty pages, memory that it never gives back); only the last one moves ``applied``, and
+  replay mends what a crash leaves between.
+* Reads, and everything that moves LMDB's map, happen on the scheduler thread; worker threads write
+  and sync.
 """
 
 import logging
@@ -29,13 +30,17 @@ COMMIT_AGE_S = 10.0
 """The longest that a change waits for its way into LMDB; it bounds what the next mount replays."""
 
 CHUNK_KEYS = 2048
-"""Keys per LMDB transaction: at worst as many dirty pages, 8 MiB. LMDB uses freed pages again two transactions later."""
+"""Keys per LMDB transaction: at worst as many dirty pages, 8 MiB. LMDB uses freed pages again two
+transactions later.
+"""
 
 SLICE_KEYS = 128
 """Keys that are given to LMDB before other tasks have their turn: some 200 us."""
 
 RESERVE_SEGMENTS = 4
-"""Room for LMDB to fill, in journal segments: what both segments may hold, twice because B-tree pages are not full."""
+"""Room for LMDB to fill, in journal segments: what both segments may hold, twice because B-tree
+pages are not full.
+"""
 
 _TRIM_EVERY = 256  # operations; each may map a few times 64 KiB, the kernel's fault-around
 _RECOVERY_GAP = 1 << 32  # more transactions than a journal can hold; see journal.py
@@ -58,8 +63,9 @@ REPLAYED = faults.declare(
 class LmdbEngine(Engine):
     """The store in ``directory``; made there if the directory holds none yet.
 
-    Opening blocks (recovery) and raises StoreError. The caller sees to it that nobody else has it open. ``found_seq`` is
-    the number of the last transaction that it found, ``opened_seq`` the one from which it counts on.
+    Opening blocks (recovery) and raises StoreError. The caller sees to it that nobody else has it
+    open. ``found_seq`` is the number of the last transaction that it found, ``opened_seq`` the one
+    from which it counts on.
     """
 
     def __init__(
@@ -69,7 +75,9 @@ class LmdbEngine(Engine):
         first_seq: int = 0,
         thorough: bool = True,
     ) -> None:
-        """``first_seq``: where the sequence numbers of a store that is made begin. ``thorough``: see Database."""
+        """``first_seq``: where the sequence numbers of a store that is made begin. ``thorough``:
+        see Database.
+        """
         self._directory = directory
         self._commit_interval_s = commit_interval_s
         self._memtable = Memtable()
@@ -78,7 +86,9 @@ class LmdbEngine(Engine):
         self._frozen_at_s = 0.0
         self._first_seq = first_seq
         self.tap: Callable[[Writes, int], None] | None = None
-        """Called with the changes of each transaction, and how long its record is. It must not keep the mapping itself."""
+        """Called with the changes of each transaction, and how long its record is. It must not keep
+        the mapping itself.
+        """
         self._operations = 0
         self._failure = ""  # why the engine takes no more changes
         self._commit_error = ""  # why LMDB takes no changes at present
@@ -159,7 +169,9 @@ class LmdbEngine(Engine):
         return result
 
     def read_damaged_as(self, value: bytes | None) -> None:
-        """From now on damaged records have this value; None, as in the beginning: reading one raises DamagedRecord."""
+        """From now on damaged records have this value; None, as in the beginning: reading one
+        raises DamagedRecord.
+        """
         self._database.damaged_as = value
 
     @property
@@ -206,7 +218,8 @@ class LmdbEngine(Engine):
             self._syncing = None
 
     def _fail(self, error: OSError) -> None:
-        # After a failed sync the kernel may have dropped the pages and call the next sync a success.
+        # After a failed sync the kernel may have dropped the pages and call the next sync a
+        # success.
         self._failure = f"the metadata journal in {self._directory} cannot be synced: {error}"
         log.error("%s; no more changes are taken. Repair the disk and mount again", self._failure)
 
@@ -271,9 +284,9 @@ class LmdbEngine(Engine):
     ) -> None:
         """Commit the frozen memtable and ``_frozen_seq``, the journal being synced that far.
 
-        ``call`` runs what blocks. LMDB's pages are filled here, in turn with the scheduler's other tasks: a thread
-        would fight with them for the interpreter at every key, which costs them more than the work itself.
-        Raises DatabaseError or OSError, and may then be called again.
+        ``call`` runs what blocks. LMDB's pages are filled here, in turn with the scheduler's other
+        tasks: a thread would fight with them for the interpreter at every key, which costs them
+        more than the work itself. Raises DatabaseError or OSError, and may then be called again.
         """
         database = self._database
         if (
@@ -353,7 +366,9 @@ class LmdbEngine(Engine):
         self._database.close()
 
     def _commit_all(self) -> None:
-        """Bring everything into LMDB; what it does not take stays in the journal for the next mount."""
+        """Bring everything into LMDB; what it does not take stays in the journal for the next
+        mount.
+        """
         try:
             while self._frozen.entries or self._memtable.entries:
                 if not self._frozen.entries:

@@ -1,15 +1,20 @@
-"""The pages of LMDB's file, checked without LMDB, which ends the process at some that are damaged. Reads alone.
+"""The pages of LMDB's file, checked without LMDB, which ends the process at some that are damaged.
+Reads alone.
 
-What is checked of the format of LMDB 0.9. All numbers are little-endian; the first number is the offset in the page or node:
+What is checked of the format of LMDB 0.9. All numbers are little-endian; the first number is the
+offset in the page or node:
 
     page          0 u64 its own number, 10 u16 kind (1 branch, 2 leaf, 4 overflow), 12 u16 lower, 14 u16 upper. The offsets of
-                  its nodes (u16) lie between 16 and lower, the nodes between upper and the end of the page.
+                  its nodes (u16) lie between 16 and lower, the nodes between upper and the end of
+                  the page.
     pages 0, 1    16 u32 magic, 20 u32 version, 40 u32 length of a page, 80 u64 root of the free list, 128 u64 root of the list
-                  of databases, 136 u64 last page, 144 u64 transaction. The one of the later transaction counts.
+                  of databases, 136 u64 last page, 144 u64 transaction. The one of the later
+                  transaction counts.
     overflow page 12 u32 number of pages that the value fills, this one being the first
     node          0 u16 low, 2 u16 high, 4 u16 flags, 6 u16 length of the key, 8 key, value. Of a branch, low, high and flags are
-                  the number of the page below. Of a leaf, low and high are the length of the value; with flag 1, the number of
-                  its overflow page stands in its place; with flag 2 the value is a database, whose root is at 40 in it.
+                  the number of the page below. Of a leaf, low and high are the length of the value;
+                  with flag 1, the number of its overflow page stands in its place; with flag 2 the
+                  value is a database, whose root is at 40 in it.
 """
 
 import os
@@ -33,10 +38,11 @@ class BrokenPage(Exception):
 
 
 def check(path: str, thorough: bool) -> None:
-    """Look at every page in use of LMDB's file at ``path``; ``thorough``: also at every node. Raises BrokenPage, OSError.
+    """Look at every page in use of LMDB's file at ``path``; ``thorough``: also at every node.
+    Raises BrokenPage, OSError.
 
-    Blocks, for some 5 us a page that is in memory; thorough, for 20. A file that does not begin as LMDB's do passes, as
-    LMDB itself refuses it.
+    Blocks, for some 5 us a page that is in memory; thorough, for 20. A file that does not begin as
+    LMDB's do passes, as LMDB itself refuses it.
     """
     fd = files.open_file(path, write=False)
     try:
@@ -55,7 +61,8 @@ def _check(fd: int, page_bytes: int, thorough: bool) -> None:
         _META.unpack(files.read_at(fd, page_bytes, n * page_bytes)[: _META.size]) for n in (0, 1)
     ]
     _, _, _, free, main, last, _ = max(metas, key=lambda meta: meta[-1])
-    # The list of databases is short, and leads to all other pages but the free list: its nodes are always looked at.
+    # The list of databases is short, and leads to all other pages but the free list: its nodes are
+    # always looked at.
     pages = _Pages(fd, page_bytes, last)
     databases = pages.check(main, nodes=True)
     pages.check(free, nodes=thorough, in_order=False)  # its keys are numbers
@@ -79,7 +86,8 @@ class _Pages:
         return files.read_at(self._fd, self._page_bytes, page * self._page_bytes)
 
     def check(self, root: int, nodes: bool, in_order: bool = True) -> list[int]:
-        """The tree below page ``root``, in order of its keys. Returns the roots of the databases that are values in it.
+        """The tree below page ``root``, in order of its keys. Returns the roots of the databases
+        that are values in it.
 
         ``nodes``: those in leaves are looked at.
         """

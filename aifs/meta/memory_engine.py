@@ -1,4 +1,5 @@
-"""The metadata engine in memory: the reference for the contract of ``kv.py``, and the engine of fast tests.
+"""The metadata engine in memory: the reference for the contract of ``kv.py``, and the engine of
+fast tests.
 
 Holds nothing on disk, so its barrier has nothing to do. Imports ``kv`` alone.
 """

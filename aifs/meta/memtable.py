@@ -1,7 +1,9 @@
-"""The levels of the LMDB engine: changes in memory over what is stored, read as one map. Touches no file.
+"""The levels of the LMDB engine: changes in memory over what is stored, read as one map. Touches no
+file.
 
-A *run* is an iterator of (key, value) in ascending order of key; a value of None is a tombstone: the key is
-deleted, whatever the levels below say. A DamagedRecord as value is raised, unless a level above has the key.
+A *run* is an iterator of (key, value) in ascending order of key; a value of None is a tombstone:
+the key is deleted, whatever the levels below say. A DamagedRecord as value is raised, unless a
+level above has the key.
 """
 
 from collections.abc import Iterator
@@ -21,8 +23,9 @@ _MISSING: Any = object()  # "this level does not know the key", where None is "t
 class Memtable:
     """Key to newest value, or None for a deleted key.
 
-    Applying a transaction costs a dictionary update. Keys are sorted when a range is first asked for, and only those of
-    the ranges' kind, which is their first byte: a store asks for few kinds, and changes others much more often.
+    Applying a transaction costs a dictionary update. Keys are sorted when a range is first asked
+    for, and only those of the ranges' kind, which is their first byte: a store asks for few kinds,
+    and changes others much more often.
     """
 
     __slots__ = ("_kinds", "_unsorted", "entries")
@@ -37,7 +40,9 @@ class Memtable:
         self._unsorted.extend(writes)
 
     def range(self, start: bytes, end: bytes) -> Run:
-        """The entries with start <= key < end; the table must not change while the run is in use."""
+        """The entries with start <= key < end; the table must not change while the run is in
+        use.
+        """
         for key in self._unsorted:
             kind = self._kinds.get(key[0])
             if kind is None:
@@ -52,8 +57,8 @@ class Memtable:
     def chunks(self, size: int) -> Iterator[list[tuple[bytes, bytes | None]]]:
         """All entries in order of key, ``size`` at a time; at least one list, which may be empty.
 
-        For a table that does not change any more, from any thread. Sorting holds the interpreter, so it is done
-        kind by kind.
+        For a table that does not change any more, from any thread. Sorting holds the interpreter,
+        so it is done kind by kind.
         """
         kinds: dict[int, list[bytes]] = {}
         for key in self.entries:
@@ -85,7 +90,9 @@ class _Kind:
 
 
 def sorted_range(writes: Writes, start: bytes, end: bytes) -> Run:
-    """The entries with start <= key < end of a small unsorted table: one transaction's own writes."""
+    """The entries with start <= key < end of a small unsorted table: one transaction's own
+    writes.
+    """
     return iter(sorted(item for item in writes.items() if start <= item[0] < end))
 
 
@@ -105,7 +112,9 @@ def overlay(upper: Run, lower: Run) -> Run:
 
 
 def visible(run: Run, limit: int) -> Iterator[tuple[bytes, bytes]]:
-    """The run without its tombstones, at most ``limit`` pairs unless it is 0. Raises DamagedRecord."""
+    """The run without its tombstones, at most ``limit`` pairs unless it is 0. Raises
+    DamagedRecord.
+    """
     return islice(_values(run), limit) if limit else _values(run)
 
 
@@ -165,7 +174,8 @@ class LeveledTransaction(LeveledView, Transaction):
         self.writes: Writes = {}
 
     def get(self, key: bytes) -> bytes | None:
-        # The levels of LeveledView.get once more: this is the most frequent call of a metadata operation.
+        # The levels of LeveledView.get once more: this is the most frequent call of a metadata
+        # operation.
         value = self.writes.get(key, _MISSING)
         if value is _MISSING:
             value = self._memtable_entries.get(key, _MISSING)

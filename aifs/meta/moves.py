@@ -1,8 +1,9 @@
 """Columns that are missing, wrong, or on the move, as transaction functions (see kv.py).
 
-Two small records say all that is needed (see keys.py): ``q oid``, *degraded*: these columns must not be read, a rebuild is
-due; ``m oid server``, *stray*: an object may lie there although the layout does not name the server. A column moves
-in one transaction, ``flip``; the steps around it are said in ``vfs/moves``.
+Two small records say all that is needed (see keys.py): ``q oid``, *degraded*: these columns must
+not be read, a rebuild is due; ``m oid server``, *stray*: an object may lie there although the
+layout does not name the server. A column moves in one transaction, ``flip``; the steps around it
+are said in ``vfs/moves``.
 
 An *object set* is (ino, oid): the objects of a file, or with inode number 0 those of a container.
 """
@@ -33,7 +34,9 @@ class ObjectSet(NamedTuple):
 
 
 def find_objects(tx: ReadTransaction, ino: int, oid: int) -> ObjectSet | None:
-    """None if the file, or container, has no such objects (any more). Raises Unavailable for a damaged record."""
+    """None if the file, or container, has no such objects (any more). Raises Unavailable for a
+    damaged record.
+    """
     if ino == 0:
         container = chunks.find_container(tx, oid)
         return None if container is None else ObjectSet(0, oid, container.layout, container.length)
@@ -44,17 +47,20 @@ def find_objects(tx: ReadTransaction, ino: int, oid: int) -> ObjectSet | None:
 
 
 def is_changing(tx: ReadTransaction, ino: int, oid: int) -> bool:
-    """Whether the objects may be changed in place: the file has a dirty mark, or the container is open."""
+    """Whether the objects may be changed in place: the file has a dirty mark, or the container is
+    open.
+    """
     return tx.get(keys.open_container(oid) if ino == 0 else keys.dirty(ino)) is not None
 
 
-# --- degraded ----------------------------------------------------------------------------------------
+# --- degraded -------------------------------------------------------------------------------------
 
 
 @grows
 def put_damaged(tx: Transaction, oid: int, ino: int, mask: int) -> bool:
-    """Columns (a mask) were found to be wrong, and must not be read. False, and nothing is recorded, if that is no news,
-    or old, or would leave less than the file's bytes can be told by."""
+    """Columns (a mask) were found to be wrong, and must not be read. False, and nothing is
+    recorded, if that is no news, or old, or would leave less than the file's bytes can be told by.
+    """
     objects, known = find_objects(tx, ino, oid), find_degraded(tx, oid)
     if objects is None or not mask & ~known or mask >> len(objects.layout.servers):
         return False
@@ -64,7 +70,7 @@ def put_damaged(tx: Transaction, oid: int, ino: int, mask: int) -> bool:
     return True
 
 
-# --- strays ------------------------------------------------------------------------------------------
+# --- strays ---------------------------------------------------------------------------------------
 
 
 class Stray(NamedTuple):
@@ -77,7 +83,9 @@ class Stray(NamedTuple):
 
 @grows
 def put_stray(tx: Transaction, stray: Stray) -> bool:
-    """Before an object is made on a server that the layout does not name; False if there may be one already."""
+    """Before an object is made on a server that the layout does not name; False if there may be one
+    already.
+    """
     key = keys.stray(stray.oid, stray.server)
     if tx.get(key) is not None:
         return False
@@ -86,8 +94,8 @@ def put_stray(tx: Transaction, stray: Stray) -> bool:
 
 
 def put_left_behind(tx: Transaction, stray: Stray) -> bool:
-    """An object has perhaps been made where the layout named the server. Whether it is a stray: the objects are not the
-    file's any more, or that one lies elsewhere; then this is on record."""
+    """An object has perhaps been made where the layout named the server. Whether it is a stray: the
+    objects are not the file's any more, or that one lies elsewhere; then this is on record."""
     objects = find_objects(tx, stray.ino, stray.oid)
     if objects is not None and stray.server in objects.layout.servers:
         return False
@@ -114,17 +122,19 @@ def load_strays(tx: ReadTransaction) -> list[Stray]:
     return [decode_stray(key, value) for key, value in found if len(value) == _INO_BYTES]
 
 
-# --- the flip ----------------------------------------------------------------------------------------
+# --- the flip -------------------------------------------------------------------------------------
 
 
 def flip(
     tx: Transaction, before: ObjectSet, column: int, server: int, lost: int | None = None
 ) -> ObjectSet | None:
-    """The object of ``column`` is whole and durable on ``server``: from now on it lies there and may be read.
+    """The object of ``column`` is whole and durable on ``server``: from now on it lies there and
+    may be read.
 
-    If that is another server than before, what lies on the old one is a stray from now on. None, and nothing is changed,
-    if the objects are not what they were ``before``, may be changed just now, or are degraded otherwise than by the mask
-    ``lost``: it may have been made of a column that is known to be wrong now.
+    If that is another server than before, what lies on the old one is a stray from now on. None,
+    and nothing is changed, if the objects are not what they were ``before``, may be changed just
+    now, or are degraded otherwise than by the mask ``lost``: it may have been made of a column that
+    is known to be wrong now.
     """
     ino, oid, layout, _ = before
     if find_objects(tx, ino, oid) != before or is_changing(tx, ino, oid):
@@ -167,10 +177,11 @@ def put_relaid(
     lost: int,
     due: bool,
 ) -> list[int] | None:
-    """The durable objects ``after``, but for the columns of the mask ``lost``, replace those ``before``.
+    """The durable objects ``after``, but for the columns of the mask ``lost``, replace those
+    ``before``.
 
-    ``due``: the file should be protected, and is not. Returns the ids of what is garbage now; None, and nothing is changed,
-    if the file is not what it was.
+    ``due``: the file should be protected, and is not. Returns the ids of what is garbage now; None,
+    and nothing is changed, if the file is not what it was.
     """
     if find_objects(tx, before.ino, before.oid) != before or is_changing(
         tx, before.ino, before.oid
@@ -188,11 +199,13 @@ def put_relaid(
     return garbage
 
 
-# --- what is due -------------------------------------------------------------------------------------
+# --- what is due ----------------------------------------------------------------------------------
 
 
 class Due(NamedTuple):
-    """Columns that have to be made anew or to move, and how many bytes that is. None: the file is to be protected."""
+    """Columns that have to be made anew or to move, and how many bytes that is. None: the file is
+    to be protected.
+    """
 
     ino: int
     oid: int
@@ -201,7 +214,9 @@ class Due(NamedTuple):
 
 
 def due_columns(layout: Striped, degraded: int, staying: Set[int]) -> tuple[int, ...]:
-    """Columns that are degraded, then those on servers that are not among those where columns may stay."""
+    """Columns that are degraded, then those on servers that are not among those where columns may
+    stay.
+    """
     numbers = range(len(layout.servers))
     wrong = tuple(number for number in numbers if degraded >> number & 1)
     return wrong + tuple(
@@ -212,7 +227,8 @@ def due_columns(layout: Striped, degraded: int, staying: Set[int]) -> tuple[int,
 def scan_degraded(
     tx: ReadTransaction, start: bytes, end: bytes, limit: int
 ) -> tuple[list[Due], bytes]:
-    """What a slice of the ``q`` records calls for, and where the next slice starts (empty: there is none).
+    """What a slice of the ``q`` records calls for, and where the next slice starts (empty: there is
+    none).
 
     Records that say nothing (any more) come with ``length`` 0 and no columns.
     """
@@ -235,7 +251,8 @@ def scan_files(
     staying: Set[int],
     waiting: Set[int] = frozenset(),
 ) -> tuple[list[Due], bytes]:
-    """The same of a slice of the inodes: striped files that have columns on other servers than those where they may stay.
+    """The same of a slice of the inodes: striped files that have columns on other servers than
+    those where they may stay.
 
     What is not protected waits for the servers ``waiting``.
     """

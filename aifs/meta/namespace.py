@@ -1,9 +1,10 @@
-"""Namespace operations as transaction functions (see kv.py): names, links and attributes; no file bytes.
+"""Namespace operations as transaction functions (see kv.py): names, links and attributes; no file
+bytes.
 
-Each function takes the transaction first and raises FsError subclasses. Numbers that must be fresh (inode
-numbers, cookies) are arguments, because a transaction function may run twice. ``now`` is nanoseconds since
-the epoch. Permissions are the kernel's business (``default_permissions``); link counts, setgid inheritance and times
-are ours.
+Each function takes the transaction first and raises FsError subclasses. Numbers that must be fresh
+(inode numbers, cookies) are arguments, because a transaction function may run twice. ``now`` is
+nanoseconds since the epoch. Permissions are the kernel's business (``default_permissions``); link
+counts, setgid inheritance and times are ours.
 """
 
 import stat
@@ -43,13 +44,14 @@ SYMLINK_MAX = 4095
 LINK_MAX = 2**31 - 1
 
 SEVERAL = 0
-"""``parent`` of a file that has or had several names: nobody knows in which directories they are."""
+"""``parent`` of a file that has or had several names: nobody knows in which directories they are.
+"""
 
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
 
 
-# --- reading ---------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def get_inode(tx: ReadTransaction, ino: int) -> Inode:
@@ -74,7 +76,8 @@ def put_inode(tx: Transaction, inode: Inode) -> None:
 def lookup(tx: ReadTransaction, parent: int, name: bytes) -> Inode:
     """The inode that ``name`` leads to. Raises NotFound, NotADirectory, NameTooLong.
 
-    Also of ``.``, which is any linked inode itself, and of ``..``: the kernel asks for what a file handle names.
+    Also of ``.``, which is any linked inode itself, and of ``..``: the kernel asks for what a file
+    handle names.
     """
     if name in (b".", b".."):
         inode = get_inode(tx, parent)
@@ -116,16 +119,17 @@ def list_directory(
     return [(name, get_inode(tx, child), place) for name, child, place in found]
 
 
-# --- making names ----------------------------------------------------------------------------------
+# --- making names ---------------------------------------------------------------------------------
 
 
 @grows
 def create(tx: Transaction, parent: int, name: bytes, inode: Inode, umask: int = 0) -> Inode:
     """Give the new ``inode`` its first name; its number is also the cookie of that name.
 
-    The group and, for directories, the setgid bit are inherited from a setgid parent (inode(7)), the layout
-    policy from any parent, and the ACL from the parent's default ACL; ``umask`` counts where there is none. With a ``copy`` it starts in the burst tier. Returns the inode as it was recorded. Raises
-    Exists, NotFound, NotADirectory, NameTooLong, TooManyLinks.
+    The group and, for directories, the setgid bit are inherited from a setgid parent (inode(7)),
+    the layout policy from any parent, and the ACL from the parent's default ACL; ``umask`` counts
+    where there is none. With a ``copy`` it starts in the burst tier. Returns the inode as it was
+    recorded. Raises Exists, NotFound, NotADirectory, NameTooLong, TooManyLinks.
     """
     directory = _require_free(tx, parent, name)
     new = _make(tx, directory, inode, umask, 2 if stat.S_ISDIR(inode.mode) else 1)
@@ -136,7 +140,9 @@ def create(tx: Transaction, parent: int, name: bytes, inode: Inode, umask: int =
 
 @grows
 def create_nameless(tx: Transaction, parent: int, inode: Inode, umask: int = 0) -> Inode:
-    """A file that inherits as one in ``parent`` would, and is an orphan until ``link`` names it (O_TMPFILE)."""
+    """A file that inherits as one in ``parent`` would, and is an orphan until ``link`` names it
+    (O_TMPFILE).
+    """
     directory = get_directory(tx, parent)
     _require_not_immutable(directory)
     new = _make(tx, directory, inode, umask, 0)
@@ -198,7 +204,8 @@ def link(
     now: int,
     nameless: bool = False,
 ) -> Inode:
-    """Another name for a file; with ``nameless`` the first one, of what ``create_nameless`` has made.
+    """Another name for a file; with ``nameless`` the first one, of what ``create_nameless`` has
+    made.
 
     Raises NotPermitted for a directory, NotFound for an unlinked file, and as create.
     """
@@ -223,11 +230,13 @@ def link(
     return inode
 
 
-# --- removing names --------------------------------------------------------------------------------
+# --- removing names -------------------------------------------------------------------------------
 
 
 def unlink(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
-    """Remove a name that is not a directory's; the last one leaves an orphan. Returns the inode as it is now."""
+    """Remove a name that is not a directory's; the last one leaves an orphan. Returns the inode as
+    it is now.
+    """
     dentry = get_dentry(tx, parent, name)
     inode = get_inode(tx, dentry.ino)
     if inode.is_dir:
@@ -240,7 +249,9 @@ def unlink(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
 
 
 def rmdir(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
-    """Remove an empty directory, which becomes an orphan. Raises NotADirectory, NotEmpty, NotFound."""
+    """Remove an empty directory, which becomes an orphan. Raises NotADirectory, NotEmpty,
+    NotFound.
+    """
     dentry = get_dentry(tx, parent, name)
     inode = get_inode(tx, dentry.ino)
     directory = get_directory(tx, parent)
@@ -252,7 +263,9 @@ def rmdir(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
 
 
 def remove_orphan(tx: Transaction, ino: int) -> list[int]:
-    """Erase an inode without names; the ids of what it leaves as garbage. [] too if it is not an orphan (any more)."""
+    """Erase an inode without names; the ids of what it leaves as garbage. [] too if it is not an
+    orphan (any more).
+    """
     if tx.get(keys.orphan(ino)) is None:
         return []
     inode = find_inode(tx, ino)
@@ -292,12 +305,14 @@ def drop_group(tx: Transaction, ino: int) -> None:
         tx.delete(key)
 
 
-# --- what holds a file's bytes -----------------------------------------------------------------------
+# --- what holds a file's bytes --------------------------------------------------------------------
 # The inode's own record is the caller's to write.
 
 
 def put_undrained(tx: Transaction, inode: Inode, durable: bool, now: int) -> None:
-    """From now on the burst copy of ``inode`` holds its newest bytes, and changes without notice (dirty mark)."""
+    """From now on the burst copy of ``inode`` holds its newest bytes, and changes without notice
+    (dirty mark).
+    """
     assert inode.copy is not None
     put_copy(tx, inode.ino, inode.copy, undrained=True, durable=durable, now=now)
     tx.put(keys.dirty(inode.ino), b"")
@@ -313,7 +328,9 @@ def put_copy(
 
 
 def discard_layout(tx: Transaction, inode: Inode) -> list[int]:
-    """Turn objects or chunks of ``inode`` on the capacity tier into garbage; the ids of what is to be deleted."""
+    """Turn objects or chunks of ``inode`` on the capacity tier into garbage; the ids of what is to
+    be deleted.
+    """
     if inode.layout is None:
         return []
     if isinstance(inode.layout, Striped):
@@ -346,7 +363,7 @@ def drop_checksums(tx: Transaction, oid: int) -> bool:
     return bool(found)
 
 
-# --- rename ----------------------------------------------------------------------------------------
+# --- rename ---------------------------------------------------------------------------------------
 
 
 def rename(
@@ -361,9 +378,9 @@ def rename(
 ) -> tuple[Inode, Inode | None]:
     """rename(2) with RENAME_NOREPLACE and RENAME_EXCHANGE.
 
-    Returns the moved inode, and the one that the target name led to before: with EXCHANGE it now has the old name,
-    else it has lost this one (and is an orphan if that was its last). The second is None where there was none, or
-    both names lead to one file already, which changes nothing.
+    Returns the moved inode, and the one that the target name led to before: with EXCHANGE it now
+    has the old name, else it has lost this one (and is an orphan if that was its last). The second
+    is None where there was none, or both names lead to one file already, which changes nothing.
     """
     if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE) or flags == RENAME_NOREPLACE | RENAME_EXCHANGE:
         raise Invalid("unknown or contradicting rename flags")
@@ -426,7 +443,9 @@ def _target_of_rename(tx: Transaction, parent: int, name: bytes, flags: int) -> 
 
 
 def _require_not_below(tx: Transaction, ino: int, directory: int) -> None:
-    """Raises Invalid if ``directory`` is ``ino`` or lies below it: a rename would cut off a loop."""
+    """Raises Invalid if ``directory`` is ``ino`` or lies below it: a rename would cut off a
+    loop.
+    """
     while directory != keys.ROOT_INO:
         if directory == ino:
             raise Invalid("a directory cannot move below itself")
@@ -442,7 +461,7 @@ def _move(tx: Transaction, inode: Inode, parent: int, name: bytes, cookie: int, 
     put_inode(tx, inode)
 
 
-# --- the steps that these share ------------------------------------------------------------------------
+# --- the steps that these share -------------------------------------------------------------------
 
 
 def _require_free(tx: Transaction, parent: int, name: bytes) -> Inode:

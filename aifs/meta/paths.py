@@ -11,8 +11,8 @@ _LISTED_MAX = (
 
 
 def find_path(tx: ReadTransaction, ino: int) -> bytes | None:
-    """A path from the root, as b"/a/b"; None for a file that has or had several names, or none, or where the name would have
-    to be sought in a large directory, or a record is damaged."""
+    """A path from the root, as b"/a/b"; None for a file that has or had several names, or none, or
+    where the name would have to be sought in a large directory, or a record is damaged."""
     parts: list[bytes] = []
     try:
         while ino != keys.ROOT_INO:

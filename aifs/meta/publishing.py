@@ -1,5 +1,6 @@
-"""Pending directories and publishing as transaction functions (see kv.py): which members have committed, and
-the one transaction that shows a tree under its final name together with the pointers to it.
+"""Pending directories and publishing as transaction functions (see kv.py): which members have
+committed, and the one transaction that shows a tree under its final name together with the pointers
+to it.
 
     p ino        u8 format=2, u32 ranks, i64 step (-1: unknown), i64 created (ns), asker, job to the end; format 1: no asker
     p ino rank   u8 format=1, i64 committed (ns), then for each file that has to be there: u64 size (2^64-1:
@@ -40,12 +41,12 @@ _NO_STEP = -1
 _NAMED_MAX = 8  # ranks that a message names
 
 
-# --- records -------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
 class Asker(NamedTuple):
-    """Who has asked for something that the daemon does later, with this one's rights. It stands for a caller (vfs/types.py)
-    whose process may have ended."""
+    """Who has asked for something that the daemon does later, with this one's rights. It stands for
+    a caller (vfs/types.py) whose process may have ended."""
 
     uid: int
     gids: tuple[int, ...]
@@ -69,8 +70,9 @@ def _decode_asker(record: bytes, offset: int) -> tuple[Asker, int]:
 
 
 class Pending(NamedTuple):
-    """A directory that is to be published when all of ``ranks`` members have committed. Times in ns since the
-    epoch. ``asker``: who has marked it; None: nobody knows, so nobody's rights are enough to remove it."""
+    """A directory that is to be published when all of ``ranks`` members have committed. Times in ns
+    since the epoch. ``asker``: who has marked it; None: nobody knows, so nobody's rights are enough
+    to remove it."""
 
     ranks: int
     step: int | None
@@ -119,8 +121,8 @@ def decode_kept(record: bytes) -> Kept:
 
 
 class Member(NamedTuple):
-    """A rank's commit: when (ns), and the files that have to be there, as (path below the directory, size or
-    ANY_SIZE)."""
+    """A rank's commit: when (ns), and the files that have to be there, as (path below the
+    directory, size or ANY_SIZE)."""
 
     committed_ns: int
     files: tuple[tuple[bytes, int], ...] = ()
@@ -146,7 +148,7 @@ def decode_member(record: bytes) -> Member:
     return Member(committed_ns, tuple(files))
 
 
-# --- pending directories -------------------------------------------------------------------------------
+# --- pending directories --------------------------------------------------------------------------
 
 
 def find_pending(tx: ReadTransaction, ino: int) -> Pending | None:
@@ -180,8 +182,8 @@ def missing(ranks: int, committed_ranks: list[int]) -> list[int]:
 
 @grows
 def mark(tx: Transaction, ino: int, pending: Pending) -> None:
-    """Mark a directory as pending. To mark it the same way again changes nothing, but for a mark of unknown origin.
-    Raises Invalid, NotFound, NotADirectory."""
+    """Mark a directory as pending. To mark it the same way again changes nothing, but for a mark of
+    unknown origin. Raises Invalid, NotFound, NotADirectory."""
     namespace.get_directory(tx, ino)
     if ino == keys.ROOT_INO:
         raise Invalid("the root cannot be published")
@@ -195,7 +197,9 @@ def mark(tx: Transaction, ino: int, pending: Pending) -> None:
 
 
 def abandon(tx: Transaction, ino: int) -> None:
-    """Take the mark and all commits away; the files stay. Raises NoAttribute if there is no mark."""
+    """Take the mark and all commits away; the files stay. Raises NoAttribute if there is no
+    mark.
+    """
     if tx.get(keys.pending(ino)) is None:
         raise NoAttribute()
     namespace.drop_pending(tx, ino)
@@ -203,8 +207,8 @@ def abandon(tx: Transaction, ino: int) -> None:
 
 @grows
 def commit(tx: Transaction, ino: int, rank: int, member: Member, again: bool) -> None:
-    """Record a rank's commit. Raises Invalid: not pending, no such rank, or it has committed and this is not
-    ``again``."""
+    """Record a rank's commit. Raises Invalid: not pending, no such rank, or it has committed and
+    this is not ``again``."""
     pending = get_pending(tx, ino)
     if not 0 <= rank < pending.ranks:
         raise Invalid(f"there is no rank {rank}: they are 0 to {pending.ranks - 1}")
@@ -214,8 +218,8 @@ def commit(tx: Transaction, ino: int, rank: int, member: Member, again: bool) ->
 
 
 def conclude(tx: Transaction, ino: int) -> None:
-    """The directory gets its final name in this transaction, so it is pending no more. Raises Busy if members
-    are missing."""
+    """The directory gets its final name in this transaction, so it is pending no more. Raises Busy
+    if members are missing."""
     pending = find_pending(tx, ino)
     if pending is not None:
         require_complete(tx, ino, pending)
@@ -232,7 +236,7 @@ def require_complete(tx: ReadTransaction, ino: int, pending: Pending) -> None:
         raise Busy(f"{len(lacking)} of {pending.ranks} ranks have not committed: {names}")
 
 
-# --- publishing ----------------------------------------------------------------------------------------
+# --- publishing -----------------------------------------------------------------------------------
 
 
 def rename(
@@ -245,8 +249,8 @@ def rename(
     cookies: tuple[int, int],
     now: int,
 ) -> tuple[Inode, Inode | None]:
-    """namespace.rename, which also publishes a pending directory that it moves. Raises Busy if members are
-    missing."""
+    """namespace.rename, which also publishes a pending directory that it moves. Raises Busy if
+    members are missing."""
     inode, other = namespace.rename(tx, parent, name, new_parent, new_name, flags, cookies, now)
     if inode.is_dir:
         conclude(tx, inode.ino)
@@ -256,12 +260,13 @@ def rename(
 
 
 class Publication(NamedTuple):
-    """What is to be shown: the directory ``ino`` as ``name`` in the directory ``parent``, and pointers beside
-    it.
+    """What is to be shown: the directory ``ino`` as ``name`` in the directory ``parent``, and
+    pointers beside it.
 
-    ``replace``: a tree that has the name goes to the trash; ``exclusive``: nothing may have it; with neither
-    an empty directory may, as in rename(2). ``latest``: name of a symlink to ``name``; ``tracker``: name of a
-    file with ``content``; ``manifest``: name of a file that has to be in the directory. b"": none.
+    ``replace``: a tree that has the name goes to the trash; ``exclusive``: nothing may have it;
+    with neither an empty directory may, as in rename(2). ``latest``: name of a symlink to ``name``;
+    ``tracker``: name of a file with ``content``; ``manifest``: name of a file that has to be in the
+    directory. b"": none.
     """
 
     ino: int
@@ -297,8 +302,8 @@ class Publication(NamedTuple):
 
 
 class Published(NamedTuple):
-    """What a publication has changed: the directory as it is now, its name before, files that have lost a
-    name, and the tree that is in the trash."""
+    """What a publication has changed: the directory as it is now, its name before, files that have
+    lost a name, and the tree that is in the trash."""
 
     inode: Inode
     old_parent: int
@@ -308,8 +313,8 @@ class Published(NamedTuple):
 
 
 def name_of(tx: ReadTransaction, directory: Inode) -> bytes:
-    """The name of a directory in its parent. Costs a read where it has its first name, else a listing. Raises
-    NotFound."""
+    """The name of a directory in its parent. Costs a read where it has its first name, else a
+    listing. Raises NotFound."""
     if directory.nlink and directory.ino != keys.ROOT_INO:
         first = tx.get(keys.entry(directory.parent, directory.ino))
         if first is not None:
@@ -331,8 +336,8 @@ def publish(
 ) -> Published:
     """Show ``what``, all at once. ``owner``: uid and gid of what is made; ``ids``: fresh numbers.
 
-    Raises Busy (members are missing), Exists, NotEmpty, NotADirectory, NotFound (directory, parent or
-    manifest), Invalid.
+    Raises Busy (members are missing), Exists, NotEmpty, NotADirectory, NotFound (directory, parent
+    or manifest), Invalid.
     """
     inode = namespace.get_directory(tx, what.ino)
     old_name, old_parent = name_of(tx, inode), inode.parent
@@ -391,7 +396,9 @@ def _put_pointer(tx: Transaction, parent: int, name: bytes, new: Inode, now: int
 
 
 def find(tx: ReadTransaction, parent: int, name: bytes) -> Inode | None:
-    """The inode that the name leads to, or None. Raises NotADirectory, NotFound for a missing directory."""
+    """The inode that the name leads to, or None. Raises NotADirectory, NotFound for a missing
+    directory.
+    """
     try:
         return namespace.lookup(tx, parent, name)
     except NotFound:

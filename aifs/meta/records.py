@@ -3,30 +3,33 @@
 All numbers are little-endian.
 
 inode
-    u8 format=2, u8 form, u8 policy length, u8 number of servers, u32 mode, u32 uid, u32 gid, u32 nlink, u32 rdev,
-    u64 size, u64 blocks (of 512 bytes), i64 atime, i64 mtime, i64 ctime (ns),
-    u64 parent (0: a file that has or had several), u64 oid, u32 unit (of the layout, in bytes), i64 birth (ns; 0: not
-    known), u32 flags, u32 project, u16 length of the access ACL, u16 length of the default ACL, then: policy, access ACL, default ACL (meta/acl.py),
-    [u8 replicas, u8 parity columns,] servers (u16 each, in the order of columns), burst copy (u16 server, u64 id), inline
-    bytes to the end
-    form: 0 without a layout, 1 inline (the bytes are at the end; also symlink targets), 2 striped, 3 interleaved, 4
-    protected striped (which alone has what is in brackets), 5 interleaved as an extent list; plus 128: there is a burst copy
-    Format 1, of stores of format 4 and earlier, had nothing between unit and policy, and no ACLs; it is read, not written.
-    flags: 16 immutable, 32 append only, 2^29 what is made in the directory belongs to its project (those of chattr(1))
+    u8 format=2, u8 form, u8 policy length, u8 number of servers, u32 mode, u32 uid, u32 gid, u32
+    nlink, u32 rdev, u64 size, u64 blocks (of 512 bytes), i64 atime, i64 mtime, i64 ctime (ns), u64
+    parent (0: a file that has or had several), u64 oid, u32 unit (of the layout, in bytes), i64
+    birth (ns; 0: not known), u32 flags, u32 project, u16 length of the access ACL, u16 length of
+    the default ACL, then: policy, access ACL, default ACL (meta/acl.py), [u8 replicas, u8 parity
+    columns,] servers (u16 each, in the order of columns), burst copy (u16 server, u64 id), inline
+    bytes to the end form: 0 without a layout, 1 inline (the bytes are at the end; also symlink
+    targets), 2 striped, 3 interleaved, 4 protected striped (which alone has what is in brackets), 5
+    interleaved as an extent list; plus 128: there is a burst copy Format 1, of stores of format 4
+    and earlier, had nothing between unit and policy, and no ACLs; it is read, not written. flags:
+    16 immutable, 32 append only, 2^29 what is made in the directory belongs to its project (those
+    of chattr(1))
 dentry
     u64 ino, u64 cookie, u8 type (mode >> 12)
 entry
     u64 ino, u8 type, name
 garbage
-    u64 ino, u32 unit, servers (u16 each; what the columns are for is not recorded, since it does not matter any more)
+    u64 ino, u32 unit, servers (u16 each; what the columns are for is not recorded, since it does
+    not matter any more)
 burst copy
-    u64 ino, u16 server, u8 flags (1 undrained: it holds the newest bytes, which lie nowhere else; 2 durable: it has
-    been synced since it was made), i64 since (ns, undrained since)
+    u64 ino, u16 server, u8 flags (1 undrained: it holds the newest bytes, which lie nowhere else; 2
+    durable: it has been synced since it was made), i64 since (ns, undrained since)
 policy (what new files of a directory get)
-    u32 unit, u8 count (0: all servers), [u8 kind, u8 compress (255: the store's default), u8 tier, u64 expected size,
-    [u8 replicas, u8 data columns, u8 parity columns, u8 publish,]] servers (u16 each; none: any)
-    The parts in brackets are left out where all of them is the default: the outer one, which makes the length odd, and
-    the inner one; where that is there, 128 is added to kind.
+    u32 unit, u8 count (0: all servers), [u8 kind, u8 compress (255: the store's default), u8 tier,
+    u64 expected size, [u8 replicas, u8 data columns, u8 parity columns, u8 publish,]] servers (u16
+    each; none: any) The parts in brackets are left out where all of them is the default: the outer
+    one, which makes the length odd, and the inner one; where that is there, 128 is added to kind.
 degraded
     u64 ino (0: a container), u32 mask of columns
 """
@@ -66,7 +69,9 @@ _DEGRADED = struct.Struct("<QI")
 
 
 class Copy(NamedTuple):
-    """A file's copy in the burst tier: the number of the burst device, and the id that names the copy there."""
+    """A file's copy in the burst tier: the number of the burst device, and the id that names the
+    copy there.
+    """
 
     server: int
     id: int
@@ -76,13 +81,14 @@ class Copy(NamedTuple):
 class Inode:
     """Attributes of an inode and where its bytes are.
 
-    A regular file is *empty*, *inline* (``data`` holds exactly ``size`` bytes), *striped* or *interleaved* (``layout``, and
-    ``oid``, which names the objects or the list of chunks), or *in the burst tier* (``copy`` alone: then size, blocks and
-    mtime are those of the copy while it is open or has a dirty mark). A ``copy`` beside one of the other forms is a
-    clean and complete cache of it. ``data`` of a symlink is its target. ``policy`` is, for a directory, what
-    its new files and directories inherit, and for a file what it will be laid out by when it is drained. ``acl`` is the
-    access ACL, empty where the mode says it all, ``default_acl`` that of a directory, and ``birth_ns`` when the inode
-    was made, 0 where that is not known.
+    A regular file is *empty*, *inline* (``data`` holds exactly ``size`` bytes), *striped* or
+    *interleaved* (``layout``, and ``oid``, which names the objects or the list of chunks), or *in
+    the burst tier* (``copy`` alone: then size, blocks and mtime are those of the copy while it is
+    open or has a dirty mark). A ``copy`` beside one of the other forms is a clean and complete
+    cache of it. ``data`` of a symlink is its target. ``policy`` is, for a directory, what its new
+    files and directories inherit, and for a file what it will be laid out by when it is drained.
+    ``acl`` is the access ACL, empty where the mode says it all, ``default_acl`` that of a
+    directory, and ``birth_ns`` when the inode was made, 0 where that is not known.
     """
 
     ino: int
@@ -119,7 +125,9 @@ class Inode:
         return self.copy is not None and self.layout is None and self.data is None
 
     def require_unguarded(self) -> None:
-        """Raises NotPermitted if it is immutable or append-only: its names and attributes stay as they are."""
+        """Raises NotPermitted if it is immutable or append-only: its names and attributes stay as
+        they are.
+        """
         if self.flags & _GUARDED:
             raise NotPermitted("it is immutable or append-only (chattr)")
 
@@ -130,7 +138,9 @@ class Inode:
 
     @property
     def unprivileged_mode(self) -> int:
-        """The mode without setuid, and without setgid where it is not a mark for mandatory locking."""
+        """The mode without setuid, and without setgid where it is not a mark for mandatory
+        locking.
+        """
         if self.is_dir:
             return self.mode
         return self.mode & ~(stat.S_ISUID | (stat.S_ISGID if self.mode & stat.S_IXGRP else 0))
@@ -304,7 +314,9 @@ def decode_entry(record: bytes) -> tuple[int, int, bytes]:
 
 
 class Garbage(NamedTuple):
-    """Objects to delete: those of ``oid`` (the key), once of inode ``ino``, on the layout's servers."""
+    """Objects to delete: those of ``oid`` (the key), once of inode ``ino``, on the layout's
+    servers.
+    """
 
     ino: int
     layout: Striped
@@ -322,7 +334,9 @@ def decode_garbage(record: bytes) -> Garbage:
 
 
 class BurstRecord(NamedTuple):
-    """Whose copy it is (the key has its id), on which burst device, and what a crash may have done to it."""
+    """Whose copy it is (the key has its id), on which burst device, and what a crash may have done
+    to it.
+    """
 
     ino: int
     server: int
@@ -343,7 +357,8 @@ def decode_burst(record: bytes) -> BurstRecord:
 
 
 class Degraded(NamedTuple):
-    """Columns (a mask) of an object set (the key has its oid) that are missing or wrong, and whose it is (0: a container's).
+    """Columns (a mask) of an object set (the key has its oid) that are missing or wrong, and whose
+    it is (0: a container's).
 
     No column: the file is plain although its policy asks for protection.
     """

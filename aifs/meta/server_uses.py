@@ -1,4 +1,5 @@
-"""What refers to a server, found in slices of keys: transaction functions that only look (see kv.py).
+"""What refers to a server, found in slices of keys: transaction functions that only look (see
+kv.py).
 
 Each returns what it has found in its slice, and where the next one starts (b"": nowhere).
 """
@@ -19,8 +20,9 @@ SLICE = 512
 
 
 class Uses(NamedTuple):
-    """``objects``: how many have a column there, of files or containers; ``length``: the bytes of these columns; ``lost``:
-    the oids of those that cannot be read without it; ``unreadable``: records that nobody can tell anything of."""
+    """``objects``: how many have a column there, of files or containers; ``length``: the bytes of
+    these columns; ``lost``: the oids of those that cannot be read without it; ``unreadable``:
+    records that nobody can tell anything of."""
 
     objects: int = 0
     length: int = 0
@@ -34,7 +36,9 @@ class Uses(NamedTuple):
 def scan_files(
     tx: ReadTransaction, start: bytes, server: int, gone: Set[int]
 ) -> tuple[Uses, bytes]:
-    """Of a slice of the inodes: striped files. ``gone``: all servers that are to be done without."""
+    """Of a slice of the inodes: striped files. ``gone``: all servers that are to be done
+    without.
+    """
     return _scan(tx, start or b"i", server, gone)
 
 
@@ -72,8 +76,8 @@ def _uses_of(tx: ReadTransaction, key: bytes, value: bytes, server: int, gone: S
 
 
 def is_whole(tx: ReadTransaction, inode: Inode, gone: Set[int]) -> bool:
-    """Whether all bytes that a file has on the capacity tier can be told without the servers ``gone``, as far as is
-    on record. Not if a record is damaged."""
+    """Whether all bytes that a file has on the capacity tier can be told without the servers
+    ``gone``, as far as is on record. Not if a record is damaged."""
     try:
         if isinstance(inode.layout, Striped):
             return _survives(tx, inode.oid, inode.layout, inode.size, gone)
@@ -87,7 +91,9 @@ def is_whole(tx: ReadTransaction, inode: Inode, gone: Set[int]) -> bool:
 
 
 def is_file_whole(tx: ReadTransaction, ino: int, gone: Set[int], wrong: Set[int]) -> bool:
-    """The same of a file by its number; of one that is gone, too. ``wrong``: oids of files that are known not to be."""
+    """The same of a file by its number; of one that is gone, too. ``wrong``: oids of files that are
+    known not to be.
+    """
     inode = _find_readable(tx, ino)
     return inode is None or (inode.oid not in wrong and is_whole(tx, inode, gone))
 
@@ -108,8 +114,8 @@ def _survives(tx: ReadTransaction, oid: int, layout: Striped, size: int, gone: S
 def scan_endangered(
     tx: ReadTransaction, start: bytes, end: bytes, limit: int, gone: Set[int]
 ) -> tuple[list[int], bytes]:
-    """Of a slice of the burst copies: inode numbers of files with clean ones that are not ``is_whole``, and where the
-    next slice starts."""
+    """Of a slice of the burst copies: inode numbers of files with clean ones that are not
+    ``is_whole``, and where the next slice starts."""
     found, key, count = [], b"", 0
     for key, value in tx.range(start, end, limit):
         count += 1
@@ -130,7 +136,9 @@ def _find_readable(tx: ReadTransaction, ino: int) -> Inode | None:
 def scan_chunk_lists(
     tx: ReadTransaction, start: bytes, containers: Set[int]
 ) -> tuple[set[int], bytes]:
-    """Of a slice of the chunk lists: the oids of files that have chunks in one of these containers."""
+    """Of a slice of the chunk lists: the oids of files that have chunks in one of these
+    containers.
+    """
     oids, key, count = set(), b"", 0
     for key, value in tx.range(start or b"l", keys.all_of(b"l")[1], SLICE):
         count += 1
@@ -140,7 +148,9 @@ def scan_chunk_lists(
 
 
 class Copies(NamedTuple):
-    """Burst copies: ids of clean ones, inode numbers of files whose newest bytes are in dirty ones."""
+    """Burst copies: ids of clean ones, inode numbers of files whose newest bytes are in dirty
+    ones.
+    """
 
     clean: tuple[int, ...] = ()
     dirty: tuple[int, ...] = ()

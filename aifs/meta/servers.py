@@ -1,9 +1,11 @@
-"""The table of a store's data servers and burst directories: its records, and transaction functions (see kv.py).
+"""The table of a store's data servers and burst directories: its records, and transaction functions
+(see kv.py).
 
-``s server`` is a JSON object: ``path`` (relative for what lies below a SOURCE directory), ``state`` (one of SERVER_STATES), ``domain``
-(what fails together has the same; "": the server alone) and ``successor`` (the number of the server that takes over its
-objects, or null). Formats 1 and 2 had the path alone. Numbers are never used again: the counters ``cservers`` and
-``cburst`` say which come next.
+``s server`` is a JSON object: ``path`` (relative for what lies below a SOURCE directory), ``state``
+(one of SERVER_STATES), ``domain`` (what fails together has the same; "": the server alone) and
+``successor`` (the number of the server that takes over its objects, or null). Formats 1 and 2 had
+the path alone. Numbers are never used again: the counters ``cservers`` and ``cburst`` say which
+come next.
 """
 
 import json
@@ -95,7 +97,8 @@ def remove_server(tx: Transaction, number: int) -> None:
 
 
 def mark_unprotected(tx: Transaction, servers: Iterable[int]) -> None:
-    """Unprotected bytes are going to lie on these servers: a store that misses one of them is incomplete.
+    """Unprotected bytes are going to lie on these servers: a store that misses one of them is
+    incomplete.
 
     Raises Unavailable if one has been removed from the table meanwhile.
     """

@@ -1,11 +1,14 @@
-"""Shared chunks: found by digest, counted by those who name them, as transaction functions (see kv.py).
+"""Shared chunks: found by digest, counted by those who name them, as transaction functions (see
+kv.py).
 
-A shared chunk lies in one place. ``references`` is the number of extents, of all files, that name its digest; there is no
-record with none. Its container counts it as live once. These functions change ``h`` records alone; what that does to
-containers is told to the caller, who counts it in the same transaction (meta/chunks.py, meta/extents.py).
+A shared chunk lies in one place. ``references`` is the number of extents, of all files, that name
+its digest; there is no record with none. Its container counts it as live once. These functions
+change ``h`` records alone; what that does to containers is told to the caller, who counts it in the
+same transaction (meta/chunks.py, meta/extents.py).
 
 Record, little-endian
-    u8 format=1, u64 container, u64 offset, u32 stored length, u32 raw length, u8 codec, u64 references
+    u8 format=1, u64 container, u64 offset, u32 stored length, u32 raw length, u8 codec, u64
+    references
 """
 
 import struct
@@ -25,7 +28,9 @@ _PLACE_BYTES = _SHARED.size - _REFERENCES.size
 
 
 class Shared(NamedTuple):
-    """Where a shared chunk lies (``server`` is 0: the table of containers alone knows), and how many extents name it."""
+    """Where a shared chunk lies (``server`` is 0: the table of containers alone knows), and how
+    many extents name it.
+    """
 
     place: Location
     references: int
@@ -52,7 +57,9 @@ def find_shared(tx: ReadTransaction, digest: bytes) -> Shared | None:
 
 
 def find_all_shared(tx: ReadTransaction, digests: Iterable[bytes]) -> dict[bytes, Shared]:
-    """Those of these digests that the store has. One whose record is damaged is left out: fsck names it."""
+    """Those of these digests that the store has. One whose record is damaged is left out: fsck
+    names it.
+    """
     found = {}
     for digest in digests:
         record = tx.get(keys.shared(digest))
@@ -73,9 +80,10 @@ def take(
 ) -> tuple[list[Location], list[Location]]:
     """Count one more reference for each extent with a shared chunk.
 
-    ``new``: digests of chunks that have been appended for this, durably, and lie where the extents say; the others were
-    found earlier. The recorded place wins over both. Returns the places that are alive from now on, and those of
-    chunks appended in vain. Raises Stale if a chunk that was found is not known any more.
+    ``new``: digests of chunks that have been appended for this, durably, and lie where the extents
+    say; the others were found earlier. The recorded place wins over both. Returns the places that
+    are alive from now on, and those of chunks appended in vain. Raises Stale if a chunk that was
+    found is not known any more.
     """
     counts: dict[bytes, int] = {}
     places: dict[bytes, Location] = {}
@@ -102,8 +110,9 @@ def take(
 
 
 def release(tx: Transaction, counts: Mapping[bytes, int]) -> list[Location]:
-    """Take away references, by digest; the places that are dead from now on. Records that lack are passed over, since what
-    names them goes: fsck names them. Raises Unavailable for a damaged one."""
+    """Take away references, by digest; the places that are dead from now on. Records that lack are
+    passed over, since what names them goes: fsck names them. Raises Unavailable for a damaged one.
+    """
     dead = []
     for digest, count in counts.items():
         key = keys.shared(digest)
@@ -120,7 +129,9 @@ def release(tx: Transaction, counts: Mapping[bytes, int]) -> list[Location]:
 
 
 def move(tx: Transaction, old: Location, new: Location) -> bool:
-    """The chunk has been copied: point its record to the copy if it still names the old place; whether it did."""
+    """The chunk has been copied: point its record to the copy if it still names the old place;
+    whether it did.
+    """
     known = find_shared(tx, old.digest)
     if known is None or not is_same(known.place, old):
         return False
@@ -129,7 +140,9 @@ def move(tx: Transaction, old: Location, new: Location) -> bool:
 
 
 def replace(tx: Transaction, place: Location) -> Location | None:
-    """The chunk lies in this place from now on, for all who name it; where it lay before, None if nobody names it."""
+    """The chunk lies in this place from now on, for all who name it; where it lay before, None if
+    nobody names it.
+    """
     known = find_shared(tx, place.digest)
     if known is None:
         return None

@@ -1,12 +1,14 @@
-"""Removing whole trees as transaction functions (see kv.py): the name goes at once, what lies below in slices.
+"""Removing whole trees as transaction functions (see kv.py): the name goes at once, what lies below
+in slices.
 
 A directory in the trash has no name and no links, keeps its entries, and has a record:
 
     z ino       u8 format=1, u64 tree, i64 since (ns), u32 uid (who has removed it); little-endian
                 ``tree``: the directory whose name was removed, ``ino`` itself or one that it lay in
 
-Emptying a directory puts its subdirectories into the trash, each with a record of its own, so the work is flat however
-deep the tree is, and every state in between is one that the next mount goes on from. The record goes with the inode.
+Emptying a directory puts its subdirectories into the trash, each with a record of its own, so the
+work is flat however deep the tree is, and every state in between is one that the next mount goes on
+from. The record goes with the inode.
 """
 
 import struct
@@ -32,7 +34,9 @@ class DamagedTree(Unavailable):
 
 
 class Doomed(NamedTuple):
-    """The top of the tree that a directory in the trash was removed with, when (ns), and by whom."""
+    """The top of the tree that a directory in the trash was removed with, when (ns), and by
+    whom.
+    """
 
     tree: int
     since_ns: int
@@ -56,10 +60,12 @@ def decode_doomed(record: bytes) -> Doomed:
 
 
 def doom(tx: Transaction, parent: int, name: bytes, now: int, uid: int) -> Inode:
-    """Remove the name of a directory, and put it into the trash with all that lies below; the inode as it is now.
+    """Remove the name of a directory, and put it into the trash with all that lies below; the inode
+    as it is now.
 
-    The cost does not depend on what lies below, except in a store that has had immutable or append-only files: there up to
-    LOOKED_AT_MAX names are looked at. Raises NotFound, NotADirectory, NameTooLong, NotPermitted.
+    The cost does not depend on what lies below, except in a store that has had immutable or
+    append-only files: there up to LOOKED_AT_MAX names are looked at. Raises NotFound,
+    NotADirectory, NameTooLong, NotPermitted.
     """
     dentry = namespace.get_dentry(tx, parent, name)
     inode = namespace.get_inode(tx, dentry.ino)
@@ -101,7 +107,9 @@ def _put(tx: Transaction, inode: Inode, doomed: Doomed, now: int) -> Inode:
 
 
 def all_doomed(tx: ReadTransaction) -> list[tuple[int, Doomed]]:
-    """The directories in the trash, in order of inode number. A damaged record is fsck's to name."""
+    """The directories in the trash, in order of inode number. A damaged record is fsck's to
+    name.
+    """
     found = []
     for key, value in tx.range(*keys.all_of(b"z")):
         try:
@@ -115,9 +123,9 @@ def all_doomed(tx: ReadTransaction) -> list[tuple[int, Doomed]]:
 class Slice:
     """What a step of emptying a directory has done.
 
-    ``erased``: inodes that are gone; ``garbage``: ids of what they leave; ``kept``: files that are open, or have other
-    names, as they are now; ``directories``: subdirectories that are in the trash themselves now. ``finished``: the
-    directory was empty, and is gone, too.
+    ``erased``: inodes that are gone; ``garbage``: ids of what they leave; ``kept``: files that are
+    open, or have other names, as they are now; ``directories``: subdirectories that are in the
+    trash themselves now. ``finished``: the directory was empty, and is gone, too.
     """
 
     erased: list[int] = field(default_factory=list)
@@ -128,10 +136,11 @@ class Slice:
 
 
 def remove_slice(tx: Transaction, ino: int, is_open: Container[int], limit: int, now: int) -> Slice:
-    """Remove up to ``limit`` names of a directory in the trash; the directory itself when nothing is left in it.
+    """Remove up to ``limit`` names of a directory in the trash; the directory itself when nothing
+    is left in it.
 
-    Files without other names are erased, unless they are in ``is_open``: those become orphans. Raises DamagedTree, with
-    nothing changed.
+    Files without other names are erased, unless they are in ``is_open``: those become orphans.
+    Raises DamagedTree, with nothing changed.
     """
     done = Slice()
     record = tx.get(keys.trash(ino))

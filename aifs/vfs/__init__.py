@@ -1,4 +1,5 @@
-"""The filesystem without FUSE: POSIX semantics, open files, durability, recovery. Imports meta, data, layout, core.
+"""The filesystem without FUSE: POSIX semantics, open files, durability, recovery. Imports meta,
+data, layout, core.
 
 ``open_filesystem`` gives a ``Filesystem``; ``store.format_store`` makes the store that it opens.
 """

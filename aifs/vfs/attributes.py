@@ -26,7 +26,9 @@ class AclChange(NamedTuple):
 
 
 def apply_changes(inode: Inode, changes: SetAttr) -> None:
-    """All of ``changes`` but the size. A change of owner takes privileges away, as Linux does for everybody."""
+    """All of ``changes`` but the size. A change of owner takes privileges away, as Linux does for
+    everybody.
+    """
     inode.require_unguarded()
     if changes.mode is not None:
         inode.mode = stat.S_IFMT(inode.mode) | stat.S_IMODE(changes.mode)

@@ -1,4 +1,6 @@
-"""Background removal of what nobody can reach any more: orphan inodes, and the objects left as garbage."""
+"""Background removal of what nobody can reach any more: orphan inodes, and the objects left as
+garbage.
+"""
 
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
@@ -42,9 +44,10 @@ class _Doomed(NamedTuple):
 class Collector:
     """Takes orphans and garbage from the other modules and removes them in batches.
 
-    Objects are deleted only after the transaction that made them garbage is durable (I5). What cannot be deleted
-    (a failing server) keeps its garbage record and is tried again, at the latest by the next mount. What the newest backup of
-    the metadata may refer to waits for a newer one (``covered``).
+    Objects are deleted only after the transaction that made them garbage is durable (I5). What
+    cannot be deleted (a failing server) keeps its garbage record and is tried again, at the latest
+    by the next mount. What the newest backup of the metadata may refer to waits for a newer one
+    (``covered``).
     """
 
     def __init__(self, engine: Engine, servers: Servers) -> None:
@@ -59,8 +62,8 @@ class Collector:
         self.on_deleted: Callable[[list[int]], None] = lambda oids: None
         """Called with the ids of objects and burst copies whose space is free again."""
         self.covered: Callable[[int, bool], Awaitable[bool]] = _always
-        """Waits until what the transactions up to a number have given up may be deleted, soon if the second argument says
-        so; whether it may."""
+        """Waits until what the transactions up to a number have given up may be deleted, soon if
+        the second argument says so; whether it may."""
 
     def add_orphan(self, ino: int) -> None:
         """``ino`` has no name, no handle, and is unknown to the kernel."""
@@ -68,7 +71,9 @@ class Collector:
         self._work.set()
 
     def add_garbage(self, oid: int) -> None:
-        """There is, or is about to be, a garbage record for ``oid``, or it is a loose chunk list."""
+        """There is, or is about to be, a garbage record for ``oid``, or it is a loose chunk
+        list.
+        """
         self._garbage.append(_Doomed(oid, self._engine.seq))
         self._work.set()
 
@@ -79,7 +84,9 @@ class Collector:
 
     @property
     def due(self) -> int:
-        """Those of them that can be removed now, as far as is known: not what a failing server keeps from being."""
+        """Those of them that can be removed now, as far as is known: not what a failing server
+        keeps from being.
+        """
         return len(self._orphans) + len(self._garbage)
 
     async def run(self) -> None:
@@ -103,7 +110,9 @@ class Collector:
                 self._work.set()
 
     async def drain(self, urgent: bool = False) -> None:
-        """Remove all that is waiting; ``urgent``: others that may come soon are not waited for. Raises NoSpace or Unavailable if the metadata store cannot be changed."""
+        """Remove all that is waiting; ``urgent``: others that may come soon are not waited for.
+        Raises NoSpace or Unavailable if the metadata store cannot be changed.
+        """
         async with self._draining:
             while self._orphans or self._garbage:
                 while self._orphans and len(self._garbage) < _BATCH:

@@ -1,8 +1,9 @@
-"""The filesystem's operations: names in ``names`` and ``publish``, attributes here, file bytes through ``file_io``.
+"""The filesystem's operations: names in ``names`` and ``publish``, attributes here, file bytes
+through ``file_io``.
 
-All methods raise FsError subclasses. A change has happened when its method returns: everybody sees it, it
-survives the daemon's death, and a power cut within the commit interval or after the next fsync, fsyncdir or sync.
-A rename is durable when it returns, with all that lies below the new name.
+All methods raise FsError subclasses. A change has happened when its method returns: everybody sees
+it, it survives the daemon's death, and a power cut within the commit interval or after the next
+fsync, fsyncdir or sync. A rename is durable when it returns, with all that lies below the new name.
 """
 
 import os
@@ -42,7 +43,9 @@ def _require_may_open(inode: Inode, flags: int) -> None:
 
 
 class Filesystem(Grouping):
-    """An open store as a POSIX filesystem. Made by ``open_filesystem``; used from one trio thread."""
+    """An open store as a POSIX filesystem. Made by ``open_filesystem``; used from one trio
+    thread.
+    """
 
     def __init__(self, store: Store, mountpoint: str, read_only: bool, atime: str) -> None:
         super().__init__(store)
@@ -88,7 +91,9 @@ class Filesystem(Grouping):
         await self._closed(file, written=True)
 
     async def set_flags(self, ino: int, flags: int, project: int) -> None:
-        """chattr(1): ``flags`` as in records.py. Who may is the kernel's decision. Raises NotSupported."""
+        """chattr(1): ``flags`` as in records.py. Who may is the kernel's decision. Raises
+        NotSupported.
+        """
         if flags & (IMMUTABLE | APPEND_ONLY):
             await self._engine.transact(Transaction.add, keys.COUNTER_GUARDED, 1)
         await self.change_inode(ino, attributes.apply_flags, (flags, project))
@@ -96,7 +101,9 @@ class Filesystem(Grouping):
     async def change_inode(
         self, ino: int, change: Callable[[Inode, Any], None], argument: Any
     ) -> Inode:
-        """Apply ``change(inode, argument)``, which may raise and must be repeatable, and record the result."""
+        """Apply ``change(inode, argument)``, which may raise and must be repeatable, and record the
+        result.
+        """
         self._policies.pop(ino, None)
         file = self.io.open.get(ino)
         if file is None:
@@ -156,14 +163,17 @@ class Filesystem(Grouping):
             raise
 
     async def _give_up(self, file: OpenInode, written: bool) -> None:
-        """An open has failed, or was interrupted. The file may have got into the burst tier all the same."""
+        """An open has failed, or was interrupted. The file may have got into the burst tier all the
+        same.
+        """
         with trio.CancelScope(shield=True):
             await self.io.release(file)
             await self._closed(file, written)
 
     async def _add_handle(self, file: OpenInode, flags: int) -> Opened:
-        """A handle. The kernel syncs what is written with O_SYNC to a file that it passes through, but knows nothing of
-        our records: so the file's name and its mark are on stable storage before that can begin."""
+        """A handle. The kernel syncs what is written with O_SYNC to a file that it passes through,
+        but knows nothing of our records: so the file's name and its mark are on stable storage
+        before that can begin."""
         if file.copy is not None:
             self.tier.touch(file.copy.id)
         opened = await self.handles.add(file, flags)
@@ -176,7 +186,9 @@ class Filesystem(Grouping):
         return opened
 
     async def read(self, handle: int, offset: int, length: int) -> bytes | memoryview:
-        """Up to ``length`` bytes, fewer only at the end of the file; a view is valid until it is dropped."""
+        """Up to ``length`` bytes, fewer only at the end of the file; a view is valid until it is
+        dropped.
+        """
         return await self.io.read(self.handles.readable(handle), offset, length)
 
     async def write(
@@ -184,8 +196,8 @@ class Filesystem(Grouping):
     ) -> int:
         """All of ``data`` is written at ``offset``.
 
-        The kernel sees to O_APPEND, by the offset, and to O_SYNC, by an fsync after the write; not so where it bypasses
-        its cache.
+        The kernel sees to O_APPEND, by the offset, and to O_SYNC, by an fsync after the write; not
+        so where it bypasses its cache.
         """
         file = self.handles.writable(handle)
         if file.inode.flags & APPEND_ONLY and offset < file.inode.size:
@@ -197,7 +209,9 @@ class Filesystem(Grouping):
         return len(data)
 
     async def _before_change(self, file: OpenInode, kill_privileges: bool) -> None:
-        """The bytes are about to change. First, so that at no time they run with the owner's rights as others made them."""
+        """The bytes are about to change. First, so that at no time they run with the owner's rights
+        as others made them.
+        """
         if file.inode.flags & IMMUTABLE:
             raise NotPermitted("the file is immutable (chattr)")
         if kill_privileges and file.inode.is_privileged:
@@ -213,7 +227,8 @@ class Filesystem(Grouping):
     ) -> None:
         """fallocate(2): allocate, keep size, punch hole, zero range. Raises NotSupported, NoSpace.
 
-        The kernel leaves set-id bits to us, and does not say whether the caller may keep them: only root may.
+        The kernel leaves set-id bits to us, and does not say whether the caller may keep them: only
+        root may.
         """
         file = self.handles.writable(handle)
         if file.inode.flags & APPEND_ONLY and mode & ~ranges.KEEP_SIZE:
@@ -235,7 +250,9 @@ class Filesystem(Grouping):
         length: int,
         caller: CallerLike = ROOT,
     ) -> int:
-        """copy_file_range(2): how much has been copied; 0 at the end of the source. Set-id bits: as ``fallocate``."""
+        """copy_file_range(2): how much has been copied; 0 at the end of the source. Set-id bits: as
+        ``fallocate``.
+        """
         source, target = self.handles.readable(handle_in), self.handles.writable(handle_out)
         await self._before_change(target, caller.uid != 0)
         copied = await ranges.copy(self.io, source, offset_in, target, offset_out, length)
@@ -270,7 +287,9 @@ class Filesystem(Grouping):
             self.drain.closed(inode)
 
     async def fsync(self, handle: int, datasync: bool = False) -> None:
-        """The file's bytes, size and name are on stable storage when this returns. Raises Unavailable, NoSpace."""
+        """The file's bytes, size and name are on stable storage when this returns. Raises
+        Unavailable, NoSpace.
+        """
         file = self.handles[handle].file
         await self.io.sync(file)
         self._correct_attributes(file)
@@ -278,7 +297,9 @@ class Filesystem(Grouping):
             self.drain.request([file.inode.ino])
 
     def _correct_attributes(self, file: OpenInode) -> None:
-        """Have the kernel ask again for attributes that were a guess, or that it could not see change."""
+        """Have the kernel ask again for attributes that were a guess, or that it could not see
+        change.
+        """
         if file.shown not in (None, (file.inode.mtime_ns, file.inode.blocks)):
             file.shown = None
             self.on_attr_change(file.inode.ino)
@@ -343,19 +364,21 @@ class Filesystem(Grouping):
     async def wait_drained(
         self, ino: int, timeout_s: float | None = None, caller: CallerLike = ROOT
     ) -> None:
-        """What is undrained now of a file, or below a directory, is on the capacity tier on return. Raises TimedOut,
-        AccessDenied, NotPermitted."""
+        """What is undrained now of a file, or below a directory, is on the capacity tier on return.
+        Raises TimedOut, AccessDenied, NotPermitted."""
         await self.require_may(ioctl.AIFS_IOC_DRAIN, ino, caller)
         await burst_hints.wait_drained(self, ino, timeout_s)
 
     async def remove_tree(
         self, parent: int, name: bytes, caller: CallerLike = ROOT, locked: bool = False
     ) -> None:
-        """Remove a directory with all that lies below it, at a cost that does not depend on how much it is (vfs/publishing/trash.py).
+        """Remove a directory with all that lies below it, at a cost that does not depend on how
+        much it is (vfs/publishing/trash.py).
 
-        The kernel neither does nor checks it, so who may is decided here: who may remove the name, and owns the directory.
-        It sees the name no more when this returns; soon, if it holds the parent's lock for this request (``locked``).
-        Raises NotFound, NotADirectory, AccessDenied, NotPermitted, ReadOnly.
+        The kernel neither does nor checks it, so who may is decided here: who may remove the name,
+        and owns the directory. It sees the name no more when this returns; soon, if it holds the
+        parent's lock for this request (``locked``). Raises NotFound, NotADirectory, AccessDenied,
+        NotPermitted, ReadOnly.
         """
         self.require_writable()
         await self.trash.doom(parent, name, caller)
@@ -367,7 +390,9 @@ class Filesystem(Grouping):
     # --- the whole ---
 
     async def statfs(self) -> StatFs:
-        """Space of the data servers, each device counted once; inodes are limited by space alone."""
+        """Space of the data servers, each device counted once; inodes are limited by space
+        alone.
+        """
         space = await self.store.servers.statfs()
         inodes = await self._engine.view(ReadTransaction.counter, keys.COUNTER_INODES)
         total, free, room = (

@@ -1,4 +1,5 @@
-"""Virtual extended attributes ``user.aifs.*``: how programs talk to the filesystem through plain files.
+"""Virtual extended attributes ``user.aifs.*``: how programs talk to the filesystem through plain
+files.
 
     user.aifs.layout         directory, or empty file: get and set what new files (this file) will be laid out by
     user.aifs.tier           directory or file: get and set burst, capacity, pinned or default
@@ -24,8 +25,10 @@
     user.aifs.servers        root: JSON, the data servers and burst directories
     user.aifs.server-*       root, write only: adding, draining, replacing, removing servers (server_hints.py)
 
-``root`` is the mount's root directory. Who may read and set which of them is one table, rights.py. They are not listed, so that copying tools leave them alone. Policies (the first three, and publish) are stored in the
-inode, and what is made in a directory inherits its. They, ``pending``, ``keep`` and ``group`` can be removed.
+``root`` is the mount's root directory. Who may read and set which of them is one table, rights.py.
+They are not listed, so that copying tools leave them alone. Policies (the first three, and publish)
+are stored in the inode, and what is made in a directory inherits its. They, ``pending``, ``keep``
+and ``group`` can be removed.
 """
 
 import json
@@ -118,7 +121,9 @@ async def get(fs: Host, ino: int, name: bytes, caller: CallerLike) -> bytes:
 
 
 def _json(answer: dict[str, Any]) -> bytes:
-    """Padded, since getfattr(1) asks twice, first for the length, and numbers may have grown meanwhile."""
+    """Padded, since getfattr(1) asks twice, first for the length, and numbers may have grown
+    meanwhile.
+    """
     text = json.dumps(answer).encode()
     return text.ljust(-(-(len(text) + 8) // 64) * 64)
 
@@ -143,8 +148,8 @@ def _policy_text(inode: Inode, name: bytes) -> str:
 
 
 async def put(fs: Host, ino: int, name: bytes, value: bytes, caller: CallerLike) -> None:
-    """Raises Invalid for a wrong value, NotPermitted and AccessDenied for what ``caller`` cannot set, and what the function
-    of the hint raises; ``user.aifs.refused`` then says why."""
+    """Raises Invalid for a wrong value, NotPermitted and AccessDenied for what ``caller`` cannot
+    set, and what the function of the hint raises; ``user.aifs.refused`` then says why."""
     with fs.refusals.noted(ino, caller, name.decode("utf-8", "replace")):
         rights.of_hint(name).change(await fs.getattr(ino), caller)
         if name in server_hints.ORDERS:

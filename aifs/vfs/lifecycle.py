@@ -33,8 +33,9 @@ async def open_filesystem(
 ) -> AsyncIterator[Filesystem]:
     """Own the store, recover it, and serve until the block ends; then everything is made durable.
 
-    Raises StoreError, StoreBusy; StoreBusy also at the end, if another process has taken the store over meanwhile: then nothing
-    is written any more (vfs/ownership.py). ``force``: see ``open_store``. A store that is opened read-only is recovered all the same, as ext4 does.
+    Raises StoreError, StoreBusy; StoreBusy also at the end, if another process has taken the store
+    over meanwhile: then nothing is written any more (vfs/ownership.py). ``force``: see
+    ``open_store``. A store that is opened read-only is recovered all the same, as ext4 does.
     """
     store = await open_store(
         config, mountpoint=mountpoint, read_only=read_only, adding=adding, force=force
@@ -112,7 +113,9 @@ async def _keep_telling(store: Store) -> None:
 
 
 async def _close(fs: Filesystem) -> None:
-    """What is still open is closed, deleted files are removed, all is synced, and the store is marked clean."""
+    """What is still open is closed, deleted files are removed, all is synced, and the store is
+    marked clean.
+    """
     for file in list(fs.io.open.values()):
         file.handles = 1
         await fs.io.release(file)

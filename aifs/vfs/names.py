@@ -1,4 +1,6 @@
-"""Names: what a directory holds, and making, linking and removing it. How a name moves is ``publish``'s business."""
+"""Names: what a directory holds, and making, linking and removing it. How a name moves is
+``publish``'s business.
+"""
 
 import os
 import stat
@@ -28,7 +30,9 @@ class Names(Parts):
         """Called when inodes have lost a name, and no request is about them."""
         self.trash.on_kept = lambda inos: self.on_link_change(inos)
         self.on_entry_change: Callable[[int, bytes], None] = lambda parent, name: None
-        """Called when a name leads to something else, or nowhere, without the kernel having asked for it."""
+        """Called when a name leads to something else, or nowhere, without the kernel having asked
+        for it.
+        """
         self._engine = store.engine
         self._policies: dict[int, Policy | None] = {}
         self._orphans: set[int] = set()
@@ -42,7 +46,9 @@ class Names(Parts):
     async def create(
         self, parent: int, name: bytes | None, mode: int, flags: int, caller: CallerLike
     ) -> tuple[Opened, Inode]:
-        """A new regular file, opened with ``flags``; without a name it is gone when it is closed unless ``link`` names it."""
+        """A new regular file, opened with ``flags``; without a name it is gone when it is closed
+        unless ``link`` names it.
+        """
         await self.io.find_room()
         copy = None
         if flags & os.O_ACCMODE:
@@ -137,7 +143,9 @@ class Names(Parts):
         return inode.data or b""
 
     def forget(self, inos: list[int]) -> None:
-        """The kernel has dropped these inodes; those without a name are removed once they are closed."""
+        """The kernel has dropped these inodes; those without a name are removed once they are
+        closed.
+        """
         for ino in self._orphans.intersection(inos):
             self._orphans.discard(ino)
             self._nameless.discard(ino)
@@ -158,10 +166,11 @@ class Names(Parts):
                 file.cancel_drain()
 
     async def readdir(self, ino: int, cookie: int) -> list[tuple[bytes, Inode, int]]:
-        """The next entries behind ``cookie`` (0: the first) as (name, inode, cookie); [] at the end.
+        """The next entries behind ``cookie`` (0: the first) as (name, inode, cookie); [] at the
+        end.
 
-        An entry that exists during the whole listing appears exactly once, whatever else changes. A directory that has
-        been removed, which some process may still be in, has none.
+        An entry that exists during the whole listing appears exactly once, whatever else changes. A
+        directory that has been removed, which some process may still be in, has none.
         """
         if self.trash.holds(ino):
             return []

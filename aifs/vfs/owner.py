@@ -1,8 +1,10 @@
-"""One owner per metadata directory: its file ``owner``, which is locked (flock) as long as a process uses the store.
+"""One owner per metadata directory: its file ``owner``, which is locked (flock) as long as a
+process uses the store.
 
-Format, 4096 bytes, overwritten in place: on a full disk there is room for nothing else. A JSON object with the fields of
-``Owner``, filled up with spaces, or zeros if nobody uses the store; from byte 3584 on the *epoch*, 20 decimal digits, a space and
-the token of the last claim (data/claim.py) that was made with these metadata. A torn write leaves an epoch that is not smaller.
+Format, 4096 bytes, overwritten in place: on a full disk there is room for nothing else. A JSON
+object with the fields of ``Owner``, filled up with spaces, or zeros if nobody uses the store; from
+byte 3584 on the *epoch*, 20 decimal digits, a space and the token of the last claim (data/claim.py)
+that was made with these metadata. A torn write leaves an epoch that is not smaller.
 """
 
 import fcntl
@@ -29,8 +31,8 @@ IN_ORDER, NOT_IN_ORDER = "in order", "not in order"
 class Owner:
     """Who has the store open; ``mountpoint`` is empty for a command such as fsck.
 
-    ``doing``: what it waits for, once it is unmounted. ``closed``: the store is closed, IN_ORDER or NOT_IN_ORDER, but calls
-    that the process has begun have not ended.
+    ``doing``: what it waits for, once it is unmounted. ``closed``: the store is closed, IN_ORDER or
+    NOT_IN_ORDER, but calls that the process has begun have not ended.
     """
 
     pid: int
@@ -41,7 +43,9 @@ class Owner:
 
 
 class OwnerLock:
-    """Held from construction to ``release``, or to the death of the process. Raises StoreBusy naming the owner."""
+    """Held from construction to ``release``, or to the death of the process. Raises StoreBusy
+    naming the owner.
+    """
 
     def __init__(self, meta_directory: str, mountpoint: str) -> None:
         self._fd = files.open_file(os.path.join(meta_directory, NAME), create=True)
@@ -81,9 +85,9 @@ class OwnerLock:
     def release(
         self, orderly: bool, stuck: Sequence[threading.Thread] = (), waits_for: str = ""
     ) -> None:
-        """Let go. ``orderly``: everything acknowledged is safe; the next one to read the file sees no owner. While threads are
-        ``stuck``, or this process cannot end because they are, nobody else gets the store: what they do would land late.
-        ``waits_for`` says what they wait for.
+        """Let go. ``orderly``: everything acknowledged is safe; the next one to read the file sees
+        no owner. While threads are ``stuck``, or this process cannot end because they are, nobody
+        else gets the store: what they do would land late. ``waits_for`` says what they wait for.
 
         Raises NoSpace or Unavailable, with the store let go, if that cannot be written.
         """
@@ -121,7 +125,9 @@ def read_owner(meta_directory: str) -> Owner | None:
 
 
 def find_holder(meta_directory: str) -> int | None:
-    """The pid of the process of this host that has the store open, as the system says, too; None if there is none."""
+    """The pid of the process of this host that has the store open, as the system says, too; None if
+    there is none.
+    """
     owner = read_owner(meta_directory)
     if owner is None or owner.host != socket.gethostname():
         return None

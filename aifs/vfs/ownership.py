@@ -1,17 +1,23 @@
-"""Who may use a store: one process claims all of its directories (data/claim.py), and renews that while it has the store.
+"""Who may use a store: one process claims all of its directories (data/claim.py), and renews that
+while it has the store.
 
 Claims stand against who wants the store next:
 
-* One that was made with these very metadata and given back (``held`` is False) does not, nor one of an earlier epoch than theirs.
-* Metadata that know no claim of the latest epoch have been overtaken: others have changed what lies on the servers. Refused.
-* The same metadata directory under the same kernel: its lock is ours, so the owner is dead. The claim counts no more.
-* The same metadata directory after a restart, or that of a machine's clone: for ``WATCH_S`` it is watched whether anybody
-  renews the claim, and only then is it taken over.
-* Any other metadata directory is a copy, and its owner may live. Refused, unless somebody says that it is dead (``force``).
+* One that was made with these very metadata and given back (``held`` is False) does not, nor one of
+  an earlier epoch than theirs.
+* Metadata that know no claim of the latest epoch have been overtaken: others have changed what lies
+  on the servers. Refused.
+* The same metadata directory under the same kernel: its lock is ours, so the owner is dead. The
+  claim counts no more.
+* The same metadata directory after a restart, or that of a machine's clone: for ``WATCH_S`` it is
+  watched whether anybody renews the claim, and only then is it taken over.
+* Any other metadata directory is a copy, and its owner may live. Refused, unless somebody says that
+  it is dead (``force``).
 
-An owner looks for claims that have ended its own each time that it renews, every ``INTERVAL_S``. Who takes a right over that
-may be in use waits for ``WATCH_S``, so that the old owner has noticed before anything is changed. A directory that does not answer
-ends no right: one whose owner can be told is enough for the next one to be refused, and for the old one to notice.
+An owner looks for claims that have ended its own each time that it renews, every ``INTERVAL_S``.
+Who takes a right over that may be in use waits for ``WATCH_S``, so that the old owner has noticed
+before anything is changed. A directory that does not answer ends no right: one whose owner can be
+told is enough for the next one to be refused, and for the old one to notice.
 """
 
 import os
@@ -50,7 +56,9 @@ _log = logger(__name__)
 
 
 class Ownership:
-    """The right of this process to a store. Used from one trio thread; ``run`` keeps it up in the background."""
+    """The right of this process to a store. Used from one trio thread; ``run`` keeps it up in the
+    background.
+    """
 
     def __init__(self, meta: str, mountpoint: str, lock: OwnerLock, servers: Servers) -> None:
         """``lock``: of the metadata directory ``meta``. Blocks for a moment."""
@@ -65,8 +73,8 @@ class Ownership:
     async def take(self, force: bool = False) -> None:
         """Claim all directories; durable on return. ``force``: the owner is dead, as somebody says.
 
-        Raises StoreBusy or StoreError, which say who has the store. Then no claim is changed; or two have asked for it at once,
-        and whoever did not get it, perhaps both, may ask again.
+        Raises StoreBusy or StoreError, which say who has the store. Then no claim is changed; or
+        two have asked for it at once, and whoever did not get it, perhaps both, may ask again.
         """
         rival, epoch = await _require_right(self._read, self._mine, self._lock, force)
         self._mine = replace(self._mine, epoch=epoch, time_s=time.time())
@@ -91,7 +99,9 @@ class Ownership:
         return next((theirs for theirs in found if isinstance(theirs, Claim)), None)
 
     async def _ask(self, call: Callable[[DataServer], Claim | None]) -> list[object]:
-        """What each directory answers that is there; one that hangs is not waited for longer than usual."""
+        """What each directory answers that is there; one that hangs is not waited for longer than
+        usual.
+        """
         servers = [server for server in self._servers.values() if not server.absent]
         if not servers:
             return []
@@ -105,13 +115,17 @@ class Ownership:
         return results
 
     async def run(self) -> None:
-        """Renew the claims until cancelled. When somebody has taken the right over no directory is used any more."""
+        """Renew the claims until cancelled. When somebody has taken the right over no directory is
+        used any more.
+        """
         while not self.ended:
             await trio.sleep(INTERVAL_S)
             self._renew()
 
     def _renew(self) -> None:
-        """Each directory in a thread of its own; one that has not answered since the last time is left alone."""
+        """Each directory in a thread of its own; one that has not answered since the last time is
+        left alone.
+        """
         renewals = self._mine.renewals + 1
         self._mine = replace(self._mine, renewals=renewals, time_s=time.time())
         for server in self._servers.values():
@@ -139,9 +153,11 @@ class Ownership:
             raise StoreBusy(self.ended)
 
     def give_back(self) -> None:
-        """Whoever comes next may have the store at once, when the servers' threads have ended. Blocks for a moment.
+        """Whoever comes next may have the store at once, when the servers' threads have ended.
+        Blocks for a moment.
 
-        By a last claim, of an epoch of its own: a copy of the metadata that was made while the store was in use has been overtaken.
+        By a last claim, of an epoch of its own: a copy of the metadata that was made while the
+        store was in use has been overtaken.
         """
         epoch, renewals = self._mine.epoch, self._mine.renewals + 1
         if not self._servers.read_only:
@@ -167,7 +183,9 @@ def _give_back(server: DataServer, claim: Claim) -> None:
 
 
 def require_unused(directories: Iterable[str]) -> None:
-    """Nobody renews a claim to one of them. Blocks, for ``WATCH_S`` if one is held. Raises StoreBusy."""
+    """Nobody renews a claim to one of them. Blocks, for ``WATCH_S`` if one is held. Raises
+    StoreBusy.
+    """
     paths = list(directories)
 
     async def read() -> list[Claim]:
@@ -180,7 +198,8 @@ def require_unused(directories: Iterable[str]) -> None:
 
 
 def follow(meta: str, directories: Iterable[str]) -> None:
-    """The metadata in ``meta``, made just now, may be used once the owner has given the store back; nobody loses a right.
+    """The metadata in ``meta``, made just now, may be used once the owner has given the store back;
+    nobody loses a right.
 
     Durable on return. Blocks. Raises StoreBusy, NoSpace, Unavailable.
     """
@@ -194,8 +213,9 @@ def follow(meta: str, directories: Iterable[str]) -> None:
 
 
 def end_rights(meta: str, store: str, directories: Iterable[str], *, wait: bool) -> None:
-    """The metadata in ``meta``, made just now, are the store's from here on; whoever used others with these directories is its
-    owner no more. Durable on return. Blocks; with ``wait`` until an owner that lives has noticed.
+    """The metadata in ``meta``, made just now, are the store's from here on; whoever used others
+    with these directories is its owner no more. Durable on return. Blocks; with ``wait`` until an
+    owner that lives has noticed.
 
     Raises StoreBusy, NoSpace, Unavailable.
     """
@@ -218,7 +238,9 @@ def _ask_each(
     directories: Iterable[str],
     *args: object,
 ) -> list[Claim]:
-    """The claims that it finds in directories, at once; what fails or does not answer is done without. Blocks."""
+    """The claims that it finds in directories, at once; what fails or does not answer is done
+    without. Blocks.
+    """
     paths = list(directories)
     answers = ask_all([(Patience(), function, (path, *args)) for path in paths], _ANSWER_S)
     for path, answer in zip(paths, answers, strict=True):
@@ -242,8 +264,8 @@ _Read = Callable[[], Awaitable[list[Claim]]]
 async def _require_right(
     read: _Read, mine: Claim, lock: OwnerLock, force: bool
 ) -> tuple[Claim | None, int]:
-    """The claim that may be in use and is taken over, None if there is none, and the next epoch. ``lock`` knows the last claim
-    that was made with these metadata.
+    """The claim that may be in use and is taken over, None if there is none, and the next epoch.
+    ``lock`` knows the last claim that was made with these metadata.
 
     Raises StoreBusy, StoreError.
     """
@@ -287,7 +309,9 @@ async def _seen_alive(read: _Read) -> Claim | None:
 
 
 def place_of(meta: str) -> tuple[int, int, int]:
-    """What tells a metadata directory from a copy of it; the first number is another one after a restart."""
+    """What tells a metadata directory from a copy of it; the first number is another one after a
+    restart.
+    """
     status = os.stat(os.path.join(meta, MARKER_NAME))
     return status.st_dev, status.st_ino, status.st_ctime_ns
 

@@ -1,4 +1,6 @@
-"""What an open filesystem is made of: each part is made here, once, and knows only those above it."""
+"""What an open filesystem is made of: each part is made here, once, and knows only those above
+it.
+"""
 
 from aifs.burst.tier import BurstTier
 from aifs.data.latency import Hedging
@@ -95,7 +97,9 @@ class Parts:
         self.backup.is_urgent = lambda: bool(tier.pressure)
 
     async def clean_up(self) -> None:
-        """Delete now what waits to be deleted on servers. Raises NoSpace or Unavailable if the metadata store cannot be changed."""
+        """Delete now what waits to be deleted on servers. Raises NoSpace or Unavailable if the
+        metadata store cannot be changed.
+        """
         await self.collector.drain(urgent=True)
         await self.rebuild.strays.sweep(urgent=True)
 

@@ -1,4 +1,5 @@
-"""What a mount does after a crash (docs/metadata.md, crash table). The journal has been replayed by then.
+"""What a mount does after a crash (docs/metadata.md, crash table). The journal has been replayed by
+then.
 
 The work depends on what was in flight: dirty marks, orphans, garbage, and the last window of ids.
 """
@@ -65,8 +66,9 @@ class Recovered:
 async def recover(store: Store, tier: BurstTier, collector: Collector) -> Recovered:
     """Bring the store into order; what only needs deleting is left to the collector.
 
-    A file on a server that does not work keeps its dirty mark, and is settled by a later mount; so does a server that is
-    absent the record of what is to be looked for there. Moved objects are the rebuild's to delete.
+    A file on a server that does not work keeps its dirty mark, and is settled by a later mount; so
+    does a server that is absent the record of what is to be looked for there. Moved objects are the
+    rebuild's to delete.
     """
     recovered = Recovered(transactions=store.engine.recovered)
     dirty, orphans, garbage = await store.engine.view(_read_in_flight)
@@ -117,7 +119,9 @@ async def _settle(
 
 
 async def _settle_copy(store: Store, tier: BurstTier, collector: Collector, inode: Inode) -> None:
-    """Take over what the burst copy says, and sync it. One that a power cut has undone leaves an empty file."""
+    """Take over what the burst copy says, and sync it. One that a power cut has undone leaves an
+    empty file.
+    """
     copy = tier.open(inode.copy)
     try:
         await copy.ensure_open()
@@ -166,9 +170,11 @@ def _put_settled(tx: Transaction, ino: int, inode: Inode | None) -> None:
 
 
 async def _delete_unknown_objects(store: Store) -> int:
-    """Delete objects in the last window of ids that neither an inode nor a garbage record knows (I7).
+    """Delete objects in the last window of ids that neither an inode nor a garbage record knows
+    (I7).
 
-    A server that does not say what it has, or does not delete it, is put on record, with the window, for the next mount.
+    A server that does not say what it has, or does not delete it, is put on record, with the
+    window, for the next mount.
     """
     servers = store.servers
     earlier = await store.engine.view(_read_unlisted)
@@ -212,7 +218,9 @@ def _may_have_objects(server: DataServer | None) -> bool:
 
 
 class _Unlisted(NamedTuple):
-    """Unknown objects with first <= id < end may lie on a server that could not be looked at (key ``j unlisted``)."""
+    """Unknown objects with first <= id < end may lie on a server that could not be looked at (key
+    ``j unlisted``).
+    """
 
     server: int
     first: int
@@ -250,7 +258,7 @@ def _is_known(tx: ReadTransaction, ino: int, oid: int) -> bool:
     return inode is not None and inode.layout is not None and inode.oid == oid
 
 
-# --- burst copies --------------------------------------------------------------------------------------
+# --- burst copies ---------------------------------------------------------------------------------
 
 
 class Undrained(NamedTuple):
@@ -266,8 +274,8 @@ async def load_copies(
 ) -> list[Undrained]:
     """Tell the tier what it holds; returns what has to be drained.
 
-    A cached copy that is not durable counts only while the machine has not been started anew: a power cut may have left
-    anything in it. Then it is kept if it is needed, and has its checksums.
+    A cached copy that is not durable counts only while the machine has not been started anew: a
+    power cut may have left anything in it. Then it is kept if it is needed, and has its checksums.
     """
     undrained: list[Undrained] = []
     sources = _Sources(store)
@@ -283,7 +291,8 @@ async def load_copies(
                 continue  # fsck names it
             server = store.servers.find(record.server)
             if server is None or server.absent:
-                # What the missing directory holds is on record as garbage, should it ever come back.
+                # What the missing directory holds is on record as garbage, should it ever come
+                # back.
                 await store.engine.transact(forms.put_without_copy, record.ino, copy_id)
                 recovered.dropped_copies += 1
             elif record.undrained:
@@ -311,8 +320,8 @@ class _Sources:
         self._memory = memoryview(b"")
 
     async def has(self, inode: Inode) -> bool:
-        """Whether the data servers cannot tell a file, but its copy can, though it was not synced before a power cut. It
-        is on record as durable then."""
+        """Whether the data servers cannot tell a file, but its copy can, though it was not synced
+        before a power cut. It is on record as durable then."""
         engine, servers = self._store.engine, self._store.servers
         if self._wrong is None:
             state = await scrub_state.load(engine)

@@ -1,4 +1,6 @@
-"""The last request of each user on each inode that was refused, and why. In memory: it is for who has just asked."""
+"""The last request of each user on each inode that was refused, and why. In memory: it is for who
+has just asked.
+"""
 
 import time
 from collections.abc import Iterator
@@ -17,14 +19,18 @@ _REASON_MAX = 1024
 
 
 class Refusals:
-    """The newest of ``_USERS_MAX`` users, on ``_INODES_MAX`` inodes each: nobody pushes out those of others by asking."""
+    """The newest of ``_USERS_MAX`` users, on ``_INODES_MAX`` inodes each: nobody pushes out those
+    of others by asking.
+    """
 
     def __init__(self) -> None:
         self._of: dict[int, dict[int, dict[str, Any]]] = {}
 
     @contextmanager
     def noted(self, ino: int, caller: CallerLike, request: str) -> Iterator[None]:
-        """What is refused inside is told to ``caller``, and what is wrong about a request also to the log."""
+        """What is refused inside is told to ``caller``, and what is wrong about a request also to
+        the log.
+        """
         try:
             yield
         except FsError as error:
@@ -44,7 +50,9 @@ class Refusals:
             raise
 
     def find(self, ino: int, caller: CallerLike) -> dict[str, Any] | None:
-        """What was refused to ``caller`` on this inode last (core/refusals.py); None: nothing that is known."""
+        """What was refused to ``caller`` on this inode last (core/refusals.py); None: nothing that
+        is known.
+        """
         return self._of.get(caller.uid, {}).get(ino)
 
 

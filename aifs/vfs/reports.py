@@ -1,4 +1,6 @@
-"""What the filesystem tells of itself, as JSON-able dictionaries: an inode and where its parts lie, the whole mount."""
+"""What the filesystem tells of itself, as JSON-able dictionaries: an inode and where its parts lie,
+the whole mount.
+"""
 
 import os
 import stat
@@ -153,7 +155,9 @@ def _part(fs: Host, server: int, ino: int, oid: int, length: int) -> dict[str, A
 
 
 async def _shares(fs: Host, oid: int) -> Counter[int]:
-    """How many bytes of an interleaved file are in each container, as they are stored, without redundancy."""
+    """How many bytes of an interleaved file are in each container, as they are stored, without
+    redundancy.
+    """
     shares = Counter[int]()
     start, end = keys.chunk_lists(oid)
     while start:
@@ -178,7 +182,9 @@ def _container_layouts(tx: ReadTransaction, containers: Iterable[int]) -> dict[i
 
 
 def without_paths(state: dict[str, Any], caller: CallerLike) -> dict[str, Any]:
-    """What a scrub or a rebuild says of itself; to others than root, files by their inodes alone."""
+    """What a scrub or a rebuild says of itself; to others than root, files by their inodes
+    alone.
+    """
     if caller.uid != 0:
         for entry in state.get("wrong", ()):
             entry["paths"] = [f"inode {entry['inode']}"]

@@ -1,9 +1,10 @@
 """Who may read and set which hint (vfs/hints.py), and who may call which ioctl: one table.
 
-The kernel checks extended attributes before it asks, by mode alone, and ioctls not at all. So all is decided here, by the
-inode that the request names. Where a request concerns names besides, the transaction that changes them checks those as
-well (publishing/permissions.py); the table says so. What the daemon removes later because somebody has asked for it, it
-removes with that one's rights at that time (``publishing.Asker``), never with its own.
+The kernel checks extended attributes before it asks, by mode alone, and ioctls not at all. So all
+is decided here, by the inode that the request names. Where a request concerns names besides, the
+transaction that changes them checks those as well (publishing/permissions.py); the table says so.
+What the daemon removes later because somebody has asked for it, it removes with that one's rights
+at that time (``publishing.Asker``), never with its own.
 """
 
 import stat

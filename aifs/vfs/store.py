@@ -1,9 +1,10 @@
 """A store on disk: making one, opening one.
 
-The metadata holds the store's identity and the table of its data servers and burst directories (server_table); every
-directory carries the same identity in its marker. Format 1 knew burst directories by their markers alone; format 2 had
-no protected files, and no marks of the servers that unprotected bytes lie on; format 3 had no extent lists, shared chunks and
-groups; format 4 had no times of birth and no ACLs (records of inodes of format 1, which are read as they are).
+The metadata holds the store's identity and the table of its data servers and burst directories
+(server_table); every directory carries the same identity in its marker. Format 1 knew burst
+directories by their markers alone; format 2 had no protected files, and no marks of the servers
+that unprotected bytes lie on; format 3 had no extent lists, shared chunks and groups; format 4 had
+no times of birth and no ACLs (records of inodes of format 1, which are read as they are).
 """
 
 import json
@@ -53,8 +54,8 @@ _log = logger(__name__)
 class Store:
     """An open store.
 
-    ``clean``: it was closed in order, so nothing needs to be recovered. ``same_boot``: the kernel that was running when it
-    was last used is running still, with all that it had in its page cache.
+    ``clean``: it was closed in order, so nothing needs to be recovered. ``same_boot``: the kernel
+    that was running when it was last used is running still, with all that it had in its page cache.
     """
 
     config: Config
@@ -68,10 +69,11 @@ class Store:
     ownership: Ownership
 
     def close(self, orderly: bool = True) -> None:
-        """Blocks; the metadata is durable when it returns. The caller has stopped all use of the store.
+        """Blocks; the metadata is durable when it returns. The caller has stopped all use of the
+        store.
 
-        ``orderly``: all else is durable too. Raises Unavailable, with the store let go, if something acknowledged
-        is not on stable storage.
+        ``orderly``: all else is durable too. Raises Unavailable, with the store let go, if
+        something acknowledged is not on stable storage.
         """
         if orderly:
             self.ownership.give_back()
@@ -97,14 +99,15 @@ class Store:
         self.owner.release(orderly=False, stuck=stuck, waits_for=waits_for)
 
 
-# --- format ------------------------------------------------------------------------------------------
+# --- format ---------------------------------------------------------------------------------------
 
 
 def format_store(config: Config, force: bool) -> str:
-    """Make an empty store in the configured directories; returns its uuid. Blocks; durable when it returns.
+    """Make an empty store in the configured directories; returns its uuid. Blocks; durable when it
+    returns.
 
-    Without ``force`` all directories must be empty or missing; with it, stores in them are erased. Files that
-    are not a store's are never erased. Raises StoreError, StoreBusy.
+    Without ``force`` all directories must be empty or missing; with it, stores in them are erased.
+    Files that are not a store's are never erased. Raises StoreError, StoreBusy.
     """
     meta = config.meta.directory
     roles = [("meta", 0, meta)]
@@ -154,11 +157,13 @@ def _write_first_records(tx: Transaction, identity: str, table: dict[int, Server
     put_servers(tx, table)
 
 
-# --- open --------------------------------------------------------------------------------------------
+# --- open -----------------------------------------------------------------------------------------
 
 
 def require_metadata(config: Config) -> None:
-    """There is a directory for the metadata. Raises StoreError, which says what to do; OSError if it may not be seen."""
+    """There is a directory for the metadata. Raises StoreError, which says what to do; OSError if
+    it may not be seen.
+    """
     meta, source = config.meta.directory, config.source
     with suppress(FileNotFoundError, NotADirectoryError):
         if stat.S_ISDIR(os.stat(meta).st_mode):
@@ -184,8 +189,8 @@ async def open_store(
 ) -> Store:
     """Own and open a store, with its journal replayed. Raises StoreError, StoreBusy.
 
-    ``adding``: a directory that the configuration may name though it is no part of the store yet. ``force``: whoever has
-    claimed its directories is dead.
+    ``adding``: a directory that the configuration may name though it is no part of the store yet.
+    ``force``: whoever has claimed its directories is dead.
 
     Opening blocks the thread: it is done before anything else runs in it.
     """
@@ -275,8 +280,9 @@ async def _upgrade(
 ) -> dict[int, ServerRecord]:
     """Make a store of an earlier format one of this. Durable on return.
 
-    Format 1 made no use of its burst directories: they enter the table; returns their rows, by id. Format
-    2 had no marks of the servers that unprotected bytes lie on: that may be any of them. Formats 3 and 4 lack nothing.
+    Format 1 made no use of its burst directories: they enter the table; returns their rows, by id.
+    Format 2 had no marks of the servers that unprotected bytes lie on: that may be any of them.
+    Formats 3 and 4 lack nothing.
     """
     rows = {}
     for path in config.burst.directories if before == 1 else ():

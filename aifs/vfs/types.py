@@ -11,7 +11,9 @@ SIZE_MAX = 1 << 62
 """Largest file size in bytes; servers may have smaller limits of their own (EFBIG)."""
 
 ATIMES = ("noatime", "relatime", "strictatime")
-"""When opening a file for reading counts as access: never, once a day or after a change, or each time."""
+"""When opening a file for reading counts as access: never, once a day or after a change, or each
+time.
+"""
 
 
 class CallerLike(Protocol):
@@ -60,7 +62,8 @@ class Passthrough(Protocol):
 class Opened(NamedTuple):
     """An open file: its handle, and the backing id that it is passed through to (0: it is not).
 
-    ``direct``: all the same its reads and writes come to us, uncached; only its mappings are passed through.
+    ``direct``: all the same its reads and writes come to us, uncached; only its mappings are passed
+    through.
     """
 
     handle: int

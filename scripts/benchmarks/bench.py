@@ -1,4 +1,6 @@
-"""AIFS against the plain directory and the do-nothing filesystem: ratios of rates measured in the same run."""
+"""AIFS against the plain directory and the do-nothing filesystem: ratios of rates measured in the
+same run.
+"""
 
 import statistics
 import sys
@@ -62,7 +64,8 @@ def bench(
     bare: bool,
     as_json: bool,
 ) -> None:
-    """Measure AIFS, a do-nothing pyfuse3 filesystem and a plain directory in turn, and print their ratios.
+    """Measure AIFS, a do-nothing pyfuse3 filesystem and a plain directory in turn, and print their
+    ratios.
 
     Exits with 1 if a target is missed. Needs root (mounts, dropping the kernel's caches).
     """

@@ -1,6 +1,6 @@
-"""Checkpoints of PyTorch: the client's save against torch.save and dd in the same plain directory, and what a
-checkpoint at each iteration costs a loop whose iteration is longer than its write. Without torch
-there is nothing to measure.
+"""Checkpoints of PyTorch: the client's save against torch.save and dd in the same plain directory,
+and what a checkpoint at each iteration costs a loop whose iteration is longer than its write.
+Without torch there is nothing to measure.
 
     python scripts/benchmarks/checkpoint.py [DIRECTORY] [MIB] [ROUNDS]
 """

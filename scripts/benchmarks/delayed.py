@@ -1,4 +1,6 @@
-"""The command ``aifs`` with 1 ms added to every request to a data server, through the tests' hook."""
+"""The command ``aifs`` with 1 ms added to every request to a data server, through the tests'
+hook.
+"""
 
 import sys
 import time

@@ -1,4 +1,6 @@
-"""The daemon's memory: after listing very many files, while streaming, and over very many operations."""
+"""The daemon's memory: after listing very many files, while streaming, and over very many
+operations.
+"""
 
 from pathlib import Path
 
@@ -12,7 +14,9 @@ STREAM_MIB = 2048
 
 
 def endurance_rows(base: Path, entries: int, stream_gib: int, operations: int) -> list[Row]:
-    """Resident memory after listing ``entries`` files, while streaming, and its growth over ``operations``."""
+    """Resident memory after listing ``entries`` files, while streaming, and its growth over
+    ``operations``.
+    """
     with Aifs("endurance", base) as system:
         return [
             _listing(system, entries),

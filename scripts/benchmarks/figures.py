@@ -1,5 +1,5 @@
-"""Measure grouped I/O and put the numbers into the guide: docs/figures/grouped.json, the figures beside it, and the tables of
-docs/grouped.md, between the marks.
+"""Measure grouped I/O and put the numbers into the guide: docs/figures/grouped.json, the figures
+beside it, and the tables of docs/grouped.md, between the marks.
 
     scripts/figures                                   measure, then draw
     scripts/figures --from docs/figures/grouped.json  draw again what has been measured
@@ -78,7 +78,9 @@ def with_numbers(guide: str, text: str) -> str:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """What the guide says of a run: targets, then every way beside the one before, then the readers."""
+    """What the guide says of a run: targets, then every way beside the one before, then the
+    readers.
+    """
     lines = [
         (
             f"{found['ranks']} ranks save {found['mib']} MiB each, the same in all; medians of {found['rounds']}"
@@ -126,7 +128,9 @@ def _alone_s(found: dict[str, Any], what: str) -> float:
 
 
 def _draw_factors(found: dict[str, Any], path: Path) -> None:
-    """One panel for each kind of servers; for each way how long ranks wait, and until all is durable."""
+    """One panel for each kind of servers; for each way how long ranks wait, and until all is
+    durable.
+    """
     pyplot = _pyplot()
     figure, panels = pyplot.subplots(1, len(WHERE), figsize=(10, 3.4), layout="constrained")
     for panel, (key, where) in zip(panels, WHERE.items(), strict=True):
@@ -152,7 +156,9 @@ def _label(way: str) -> str:
 
 
 def _draw_reads(found: dict[str, Any], path: Path) -> None:
-    """By number of readers: how long they take, and what the servers had to give; both to those of one reader."""
+    """By number of readers: how long they take, and what the servers had to give; both to those of
+    one reader.
+    """
     figure, panels = _pyplot().subplots(1, 2, figsize=(7, 2.8), layout="constrained")
     for what, label in READS.items():
         cases = [one for one in found["reads"] if one["files"] == what]

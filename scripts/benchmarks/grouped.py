@@ -1,8 +1,9 @@
-"""Grouped writes: four ranks of a data-parallel job save the same tensors, in ways that differ by one thing each, as in the
-factor analyses of AITurbo (Figures 14 and 15); and what planning and coordination of 64 ranks cost.
+"""Grouped writes: four ranks of a data-parallel job save the same tensors, in ways that differ by
+one thing each, as in the factor analyses of AITurbo (Figures 14 and 15); and what planning and
+coordination of 64 ranks cost.
 
-Once with servers in memory, once with such as across a network, one of them slower than the others. *In the buffer*: until
-all ranks may go on. *Durable*: until all is on the servers.
+Once with servers in memory, once with such as across a network, one of them slower than the others.
+*In the buffer*: until all ranks may go on. *Durable*: until all is on the servers.
 
     python scripts/benchmarks/grouped.py [DIRECTORY] [MIB] [ROUNDS] [--json]
 """
@@ -35,8 +36,9 @@ OPTIONS = "burst.drain_delay=0s,burst.stage_on_read=0,meta.backup_interval=0,scr
 
 
 class Way(NamedTuple):
-    """``name`` adds one thing to the way before. ``system``: where it is done. ``fast``: with the client's save. ``group``: text
-    of the hint, None: no group. ``tier``: as the hint of that name."""
+    """``name`` adds one thing to the way before. ``system``: where it is done. ``fast``: with the
+    client's save. ``group``: text of the hint, None: no group. ``tier``: as the hint of that name.
+    """
 
     name: str
     system: str
@@ -106,7 +108,9 @@ class Ranks:
 
 
 class GroupAifs(Aifs):
-    """AIFS that drains at once. ``bandwidths``: of its servers, in MiB/s. ``blind``: it is told that they are all alike."""
+    """AIFS that drains at once. ``bandwidths``: of its servers, in MiB/s. ``blind``: it is told
+    that they are all alike.
+    """
 
     def __init__(
         self, name: str, base: Path, bandwidths: Sequence[float] = (), blind: bool = False
@@ -234,7 +238,9 @@ def _medians(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _coordination(base: Path, rounds: int) -> dict[str, Any]:
-    """64 ranks have written a file each and commit; the plan of their pattern is known from the step before."""
+    """64 ranks have written a file each and commit; the plan of their pattern is known from the
+    step before.
+    """
     from aifs.group.cache import PlanCache
 
     cache, commits, plans = PlanCache(), [], []
@@ -269,8 +275,8 @@ def _coordination(base: Path, rounds: int) -> dict[str, Any]:
 
 
 def _reads(base: Path, mib: int, rounds: int) -> list[dict[str, Any]]:
-    """Readers of one file, and of a file each that shares its chunks with the others; servers are 1 ms away, and nothing is in
-    any cache."""
+    """Readers of one file, and of a file each that shares its chunks with the others; servers are 1
+    ms away, and nothing is in any cache."""
     cases = [("one", readers) for readers in READERS] + [
         ("shared", readers) for readers in READERS if readers <= RANKS
     ]
@@ -295,7 +301,9 @@ def _reads(base: Path, mib: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def _write_evicted(aifs: ReadAifs, name: str, mib: int) -> list[Path]:
-    """A file, or ("shared") the files of a grouped write with the same bytes, that are on the servers alone."""
+    """A file, or ("shared") the files of a grouped write with the same bytes, that are on the
+    servers alone.
+    """
     directory = aifs.path / name
     directory.mkdir()
     files = RANKS if name == "shared" else 1

@@ -1,7 +1,9 @@
-"""Readers of the same bytes at once: how much longer they take than one alone, and what is read from the servers.
+"""Readers of the same bytes at once: how much longer they take than one alone, and what is read
+from the servers.
 
-N processes read one file; or 4 read a file each, which share their chunks. Of files on the data servers alone, with a cold
-page cache: on servers in memory, and on such that take 1 ms more per request, as across a network.
+N processes read one file; or 4 read a file each, which share their chunks. Of files on the data
+servers alone, with a cold page cache: on servers in memory, and on such that take 1 ms more per
+request, as across a network.
 
     python scripts/benchmarks/grouped_read.py [DIRECTORY] [MIB] [ROUNDS]
 """
@@ -39,8 +41,9 @@ TIMED = ("buffered", "mapped")
 
 
 class Reading(NamedTuple):
-    """Seconds until the last reader is done; bytes read from servers; of which the cache had asked another server, too, because the
-    first one took long (a hedge, which reads about as much more)."""
+    """Seconds until the last reader is done; bytes read from servers; of which the cache had asked
+    another server, too, because the first one took long (a hedge, which reads about as much more).
+    """
 
     seconds: float
     fetched: int
@@ -198,7 +201,9 @@ def _members(
 def _row(
     work: str, mib: int, found: Sequence[Reading], alone: float, timed: bool, counts: bool
 ) -> Row:
-    """``alone``: seconds of one reader. ``timed``, ``counts``: whether time, or what is fetched, has a target."""
+    """``alone``: seconds of one reader. ``timed``, ``counts``: whether time, or what is fetched,
+    has a target.
+    """
     seconds, most = (
         statistics.median(one.seconds for one in found),
         max(found, key=lambda one: one.fetched),

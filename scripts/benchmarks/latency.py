@@ -1,6 +1,6 @@
-"""Do stripes and read-ahead hide a slow server? A cold sequential read of 1 MiB at a time with 1 ms added to every
-server request, against the same read with the kernel's default read-ahead, which has hardly more than one request
-under way, and against single requests of 1 MiB."""
+"""Do stripes and read-ahead hide a slow server? A cold sequential read of 1 MiB at a time with 1 ms
+added to every server request, against the same read with the kernel's default read-ahead, which has
+hardly more than one request under way, and against single requests of 1 MiB."""
 
 import os
 import statistics

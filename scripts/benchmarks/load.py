@@ -2,9 +2,10 @@
 
     python load.py WORK DIRECTORY key=value...
 
-The same loops run on every filesystem that is compared; they are as close to the bare system calls as Python gets.
-Works on names stay on the first processor (systems.py keeps the daemons off it): whether the scheduler puts client
-and daemon on one processor or on two changes their rates by a factor of two, at random.
+The same loops run on every filesystem that is compared; they are as close to the bare system calls
+as Python gets. Works on names stay on the first processor (systems.py keeps the daemons off it):
+whether the scheduler puts client and daemon on one processor or on two changes their rates by a
+factor of two, at random.
 """
 
 import json
@@ -110,7 +111,9 @@ def write_shard(name: str, mib: int) -> None:
 
 
 def read_single(name: str, mib: int) -> None:
-    """The kernel does not read ahead: it sends the next request when the one before has been answered."""
+    """The kernel does not read ahead: it sends the next request when the one before has been
+    answered.
+    """
     fd = os.open(name, os.O_RDONLY)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     block = memoryview(bytearray(MIB))
@@ -128,7 +131,9 @@ def drop_pages(jobs: int) -> None:
 
 
 def in_processes(work: Callable[[str, int], None], jobs: int, mib: int) -> float:
-    """Seconds from the common start of ``jobs`` processes, one file each, to the end of the last."""
+    """Seconds from the common start of ``jobs`` processes, one file each, to the end of the
+    last.
+    """
     return together([partial(work, f"stream{job}", mib) for job in range(jobs)])
 
 
@@ -178,7 +183,9 @@ def small_read(names: list[str]) -> None:
 
 
 def checkpoint(jobs: int, mib: int) -> float:
-    """Seconds from the common start of the ranks to the end of the rename that publishes their shards."""
+    """Seconds from the common start of the ranks to the end of the rename that publishes their
+    shards.
+    """
     shutil.rmtree("checkpoint", ignore_errors=True)
     begin = time.perf_counter()
     in_processes(write_shard, jobs, mib)

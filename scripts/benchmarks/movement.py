@@ -1,5 +1,5 @@
-"""What the tiers cost: draining and staging against cp, writing meanwhile, the first read of what is not in the burst
-tier, and the daemon's processor time while bytes flow past it."""
+"""What the tiers cost: draining and staging against cp, writing meanwhile, the first read of what
+is not in the burst tier, and the daemon's processor time while bytes flow past it."""
 
 import json
 import os

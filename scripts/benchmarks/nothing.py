@@ -1,14 +1,16 @@
-"""The do-nothing filesystem: pyfuse3 with answers from dictionaries, no bytes kept, nothing persistent.
+"""The do-nothing filesystem: pyfuse3 with answers from dictionaries, no bytes kept, nothing
+persistent.
 
-It is the baseline that shows what a filesystem in this binding costs before it does anything: the kernel,
-libfuse, pyfuse3 and trio. So it is as bare as it can be while every work of the benchmark runs on it:
-attributes are ready-made objects, files hold zeros, and only the number of links, the size and the
-names are kept. Timeouts, open flags and read-ahead are those of AIFS, so that the kernel asks as often.
+It is the baseline that shows what a filesystem in this binding costs before it does anything: the
+kernel, libfuse, pyfuse3 and trio. So it is as bare as it can be while every work of the benchmark
+runs on it: attributes are ready-made objects, files hold zeros, and only the number of links, the
+size and the names are kept. Timeouts, open flags and read-ahead are those of AIFS, so that the
+kernel asks as often.
 
     python nothing.py MOUNTPOINT [--bare]
 
-It serves until it is unmounted. It waits for requests as AIFS does
-(aifs.fuse.requests), so that the difference is the cost of the filesystem alone; with --bare, as pyfuse3 does.
+It serves until it is unmounted. It waits for requests as AIFS does (aifs.fuse.requests), so that
+the difference is the cost of the filesystem alone; with --bare, as pyfuse3 does.
 """
 
 import os

@@ -1,6 +1,7 @@
 """The command ``aifs`` with 200 ms added to every read of one data server, through the tests' hook.
 
-The server is the one whose directory the file that SLOW_FLAG (environment) names has in it, as soon as it is there.
+The server is the one whose directory the file that SLOW_FLAG (environment) names has in it, as soon
+as it is there.
 """
 
 import os

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""How long plans of grouped writes take: a model of 38 billion parameters on 64 ranks (target 0.1 s), 1,024 (target 2 s).
+"""How long plans of grouped writes take: a model of 38 billion parameters on 64 ranks (target 0.1
+s), 1,024 (target 2 s).
 
-Parameters (2 bytes each) are shared by the ranks of a data-parallel set, optimizer state (12 bytes) is divided among them
-(ZeRO-1), in chunks of 4 MiB. The last column: how much longer than the lower bound the plan takes.
+Parameters (2 bytes each) are shared by the ranks of a data-parallel set, optimizer state (12 bytes)
+is divided among them (ZeRO-1), in chunks of 4 MiB. The last column: how much longer than the lower
+bound the plan takes.
 
     python scripts/benchmarks/planning.py [--json]
 """

@@ -1,5 +1,6 @@
-"""What redundancy costs and what it is worth: draining with replicas and parity against draining without, per byte that
-goes to the servers; reading with a server lost, or slow; scrubbing and rebuilding against plain reads and copies."""
+"""What redundancy costs and what it is worth: draining with replicas and parity against draining
+without, per byte that goes to the servers; reading with a server lost, or slow; scrubbing and
+rebuilding against plain reads and copies."""
 
 import json
 import os

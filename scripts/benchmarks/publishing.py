@@ -1,5 +1,6 @@
-"""What making a checkpoint visible costs: a rename of a tree that is synced already, small and large; a rename that has to
-sync it, against fdatasync of the same files in a plain directory; and giving a huge tree up."""
+"""What making a checkpoint visible costs: a rename of a tree that is synced already, small and
+large; a rename that has to sync it, against fdatasync of the same files in a plain directory; and
+giving a huge tree up."""
 
 import os
 import shutil
@@ -101,7 +102,9 @@ def _publish_synced(system: System, files: int, mib: int, round_: int) -> float:
 
 
 def _publish_unsynced(system: System, mib: int, round_: int) -> float:
-    """Seconds until the tree is durable under its name: the plain directory's files have to be synced one by one."""
+    """Seconds until the tree is durable under its name: the plain directory's files have to be
+    synced one by one.
+    """
     pending, final = system.path / "pending", system.path / f"unsynced{round_}"
     paths = _write_tree(pending, FILES, mib)
     begin = time.perf_counter()

@@ -9,7 +9,9 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Row:
-    """One measured work. Rates are per second in ``unit``; ratios are of rates, None where they mean nothing."""
+    """One measured work. Rates are per second in ``unit``; ratios are of rates, None where they
+    mean nothing.
+    """
 
     work: str
     plain: str

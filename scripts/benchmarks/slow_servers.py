@@ -1,7 +1,8 @@
-"""The command ``aifs`` with data servers that take so many bytes per second, through the tests' hook.
+"""The command ``aifs`` with data servers that take so many bytes per second, through the tests'
+hook.
 
-SERVER_BANDWIDTHS (environment) has them in MiB/s, by the number that is a server's directory's name: 200,200,200,50. Writes to
-one server queue up behind each other as behind a network link.
+SERVER_BANDWIDTHS (environment) has them in MiB/s, by the number that is a server's directory's
+name: 200,200,200,50. Writes to one server queue up behind each other as behind a network link.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""What is compared: a plain directory, the do-nothing filesystem, and AIFS, each below one directory of one medium."""
+"""What is compared: a plain directory, the do-nothing filesystem, and AIFS, each below one
+directory of one medium.
+"""
 
 import json
 import os
@@ -48,7 +50,9 @@ class System:
         shutil.rmtree(self.path / directory, ignore_errors=True)
 
     def use_capacity_tier(self, directory: str) -> None:
-        """New files below ``directory`` are to go straight to the data servers, where there are any."""
+        """New files below ``directory`` are to go straight to the data servers, where there are
+        any.
+        """
 
 
 class MountedSystem(System):
@@ -149,8 +153,8 @@ class DelayedAifs(Aifs):
 def medium(directory: str | None) -> Iterator[Path]:
     """An empty directory on the medium: below ``directory``, or on a tmpfs of its own.
 
-    That tmpfs has huge pages: allocating memory by pages of 4 KiB costs more than copying into it, and would be most of
-    what the streams measure.
+    That tmpfs has huge pages: allocating memory by pages of 4 KiB costs more than copying into it,
+    and would be most of what the streams measure.
     """
     with tempfile.TemporaryDirectory(prefix="aifs-bench-", dir=directory) as path:
         if directory is None:
@@ -166,7 +170,9 @@ def medium(directory: str | None) -> Iterator[Path]:
 
 
 def touch_memory(directory: Path, mib: int) -> None:
-    """Use ``mib`` MiB once: a virtual machine may have to get memory from its host, which costs more than a write."""
+    """Use ``mib`` MiB once: a virtual machine may have to get memory from its host, which costs
+    more than a write.
+    """
     file = directory / "touched"
     with file.open("wb", buffering=0) as target:
         for _ in range(mib):

@@ -1,7 +1,7 @@
 """The works: how each is done, in what it is counted, and what AIFS must reach.
 
-Works that build on each other are done in one go, a *course*: one directory's files are created, looked at,
-renamed, removed. A course runs on one system after the other in every round.
+Works that build on each other are done in one go, a *course*: one directory's files are created,
+looked at, renamed, removed. A course runs on one system after the other in every round.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,8 +21,9 @@ class Size:
 
 
 class Work(NamedTuple):
-    """``of_nothing`` and ``of_plain``: the least ratio of AIFS's rate to the do-nothing filesystem's, the plain
-    directory's. ``peer`` says whose mark ``of_plain`` is, where it is one."""
+    """``of_nothing`` and ``of_plain``: the least ratio of AIFS's rate to the do-nothing
+    filesystem's, the plain directory's. ``peer`` says whose mark ``of_plain`` is, where it is one.
+    """
 
     name: str
     unit: str

@@ -1,4 +1,6 @@
-"""A small GPT, one pipeline-parallel shard of it, trained for one step: real state to save and load."""
+"""A small GPT, one pipeline-parallel shard of it, trained for one step: real state to save and
+load.
+"""
 
 import torch
 from torch import nn
@@ -33,7 +35,9 @@ class Block(nn.Module):
 
 
 class Shard(nn.Module):
-    """The layers that one rank of a pipeline holds, with an embedding and a head of its own for the loss."""
+    """The layers that one rank of a pipeline holds, with an embedding and a head of its own for the
+    loss.
+    """
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -52,7 +56,9 @@ class Shard(nn.Module):
 
 
 def trained_state(rank: int, size: int, width: int = 512) -> dict:
-    """The state of one shard after a training step: weights and Adam's moments, about ``size`` bytes."""
+    """The state of one shard after a training step: weights and Adam's moments, about ``size``
+    bytes.
+    """
     torch.manual_seed(rank)
     per_layer = 12 * width * width + 13 * width
     fixed = (VOCABULARY + CONTEXT) * width

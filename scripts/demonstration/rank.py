@@ -1,8 +1,9 @@
 """One process of the demo: ``rank.py save|load RANK SIZE DIRECTORY...``; lines on standard input start each step.
 
-save: builds its shard's state once; for each DIRECTORY, waits for a line, saves, syncs, prints seconds and bytes.
-load: for each DIRECTORY, waits for a line, loads, prints seconds and bytes; at the end compares them all with
-one another and prints how many tensors are equal. Exit status 1 if any differ.
+save: builds its shard's state once; for each DIRECTORY, waits for a line, saves, syncs, prints
+seconds and bytes. load: for each DIRECTORY, waits for a line, loads, prints seconds and bytes; at
+the end compares them all with one another and prints how many tensors are equal. Exit status 1 if
+any differ.
 """
 
 import io

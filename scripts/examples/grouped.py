@@ -2,7 +2,8 @@
 
     python scripts/examples/grouped.py DIRECTORY [hint] [files] [published]
 
-All ranks hold the same state: on a mount of AIFS its bytes are stored once. In any other directory the same program runs.
+All ranks hold the same state: on a mount of AIFS its bytes are stored once. In any other directory
+the same program runs.
 """
 
 import os
@@ -80,7 +81,9 @@ def save_files(run: Path, replica: Replica) -> None:
 
 
 def save_published(run: Path, replica: Replica) -> None:
-    """torch.distributed.checkpoint: the step appears whole or not at all; what has not changed is not stored again."""
+    """torch.distributed.checkpoint: the step appears whole or not at all; what has not changed is
+    not stored again.
+    """
     for step in range(1, STEPS + 1):
         replica.train(step)
         dcp.save(

@@ -1,4 +1,6 @@
-"""Burst copies against a bytes oracle, on a memory filesystem and on a disk; who may lease them, and when."""
+"""Burst copies against a bytes oracle, on a memory filesystem and on a disk; who may lease them,
+and when.
+"""
 
 import errno
 import mmap
@@ -175,7 +177,7 @@ async def test_the_first_sync_of_an_inherited_copy_covers_its_name(device, place
     copy.close()
 
 
-# --- leases ----------------------------------------------------------------------------------------------
+# --- leases ---------------------------------------------------------------------------------------
 
 
 async def test_nobody_writes_a_leased_copy(device):
@@ -236,7 +238,7 @@ async def test_closing_ends_the_lease_though_others_have_the_descriptor(device):
     os.close(other)
 
 
-# --- what data servers and burst directories share -------------------------------------------------------------
+# --- what data servers and burst directories share ------------------------------------------------
 
 
 async def test_copies_are_listed_and_deleted_as_objects_are(tmp_path):

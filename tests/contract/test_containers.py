@@ -1,4 +1,6 @@
-"""Files stored in containers, against plain bytes: what is appended is read back, what fails leaves nothing."""
+"""Files stored in containers, against plain bytes: what is appended is read back, what fails leaves
+nothing.
+"""
 
 import errno
 import os
@@ -230,7 +232,9 @@ async def test_after_a_failed_sync_nothing_is_appended_to_the_container(servers,
 async def test_full_containers_are_sealed_when_the_metadata_takes_it(
     servers, tmp_path, monkeypatch
 ):
-    """What has been recorded in them is; and others that are full at the same time are not forgotten."""
+    """What has been recorded in them is; and others that are full at the same time are not
+    forgotten.
+    """
     with shelf(servers, tmp_path) as made:
         made.writer._size = 100_000
         with monkeypatch.context() as patch:
@@ -409,7 +413,9 @@ async def test_descriptors_are_shared_and_given_back(servers, tmp_path):
 
 
 async def test_neighbours_come_with_one_request(tmp_path):
-    """Small files in the order in which they were stored: large reads, whatever the size of the files."""
+    """Small files in the order in which they were stored: large reads, whatever the size of the
+    files.
+    """
     with data_servers(tmp_path, 2) as servers, shelf(servers, tmp_path) as made:
         expected = {number: content(number, 20_000) for number in range(600)}
         await made.store(expected)

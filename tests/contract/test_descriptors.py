@@ -1,4 +1,6 @@
-"""Descriptors of the daemon: open files that nobody uses take none, and a want of them is nobody else's fault."""
+"""Descriptors of the daemon: open files that nobody uses take none, and a want of them is nobody
+else's fault.
+"""
 
 import errno
 import os

@@ -1,4 +1,6 @@
-"""Files that are extent lists, as programs meet them: read anywhere, sought in, changed, staged, asked about."""
+"""Files that are extent lists, as programs meet them: read anywhere, sought in, changed, staged,
+asked about.
+"""
 
 import os
 import random

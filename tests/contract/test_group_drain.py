@@ -1,4 +1,6 @@
-"""Draining members of a group: equal bytes are stored once, whatever happens meanwhile, and every file keeps its own."""
+"""Draining members of a group: equal bytes are stored once, whatever happens meanwhile, and every
+file keeps its own.
+"""
 
 import errno
 import os
@@ -198,11 +200,13 @@ async def test_long_lists_are_on_record_before_the_flip(directory, monkeypatch):
         await check_contents(fs, contents)
 
 
-# --- what others do meanwhile ------------------------------------------------------------------------
+# --- what others do meanwhile ---------------------------------------------------------------------
 
 
 async def test_who_opens_a_member_for_writing_has_it_stored_without_it(directory):
-    """The others lose nothing, also where their chunks were to come from the one that has changed."""
+    """The others lose nothing, also where their chunks were to come from the one that has
+    changed.
+    """
     async with mounted(directory) as fs:
         drain, data = group_drain(fs), ranks(3)
         contents = await write_files(fs, data)
@@ -529,7 +533,7 @@ async def test_files_are_flipped_some_at_a_time(directory, monkeypatch):
         await check_contents(fs, contents)
 
 
-# --- servers that fail -------------------------------------------------------------------------------
+# --- servers that fail ----------------------------------------------------------------------------
 
 
 async def test_a_full_server_leaves_the_files_in_the_burst_tier(directory):
@@ -593,7 +597,7 @@ async def test_a_bad_chunk_is_replaced_for_all_before_more_files_lean_on_it(dire
         await check_contents(fs, contents)
 
 
-# --- policies ----------------------------------------------------------------------------------------
+# --- policies -------------------------------------------------------------------------------------
 
 
 async def test_a_chunk_that_is_protected_too_little_is_stored_anew_for_all(directory):
@@ -640,7 +644,7 @@ async def test_a_file_that_must_lie_on_some_servers_does_not_lean_on_others(dire
         await check_contents(fs, {anywhere: data[0], here: data[1]})
 
 
-# --- plans and reuse ---------------------------------------------------------------------------------
+# --- plans and reuse ------------------------------------------------------------------------------
 
 
 async def test_the_plan_of_the_last_step_serves_again(directory):
@@ -722,7 +726,7 @@ async def test_a_pattern_is_dropped_where_samples_differ_or_zeros_come_back(dire
         assert not report.reused and report.zero_bytes == 16 * CHUNK
 
 
-# --- what reuse takes for equal, and is not ----------------------------------------------------------
+# --- what reuse takes for equal, and is not -------------------------------------------------------
 
 
 def samples_of_the_beginning(length: int) -> list[tuple[int, int]]:
@@ -746,7 +750,9 @@ async def almost_equal(
 
 
 async def test_a_wrong_reuse_never_gives_a_chunk_a_wrong_digest(directory, monkeypatch):
-    """The bytes of a copy that was not hashed are never stored under the digest of the one that was."""
+    """The bytes of a copy that was not hashed are never stored under the digest of the one that
+    was.
+    """
     monkeypatch.setattr("aifs.vfs.groups.reuse.samples", samples_of_the_beginning)
     async with mounted(directory) as fs:
         drain = group_drain(fs)
@@ -790,7 +796,7 @@ async def test_members_that_are_stored_apart_are_not_taken_for_copies(directory)
             await check_contents(fs, dict.fromkeys(inos, same))
 
 
-# --- protection --------------------------------------------------------------------------------------
+# --- protection -----------------------------------------------------------------------------------
 
 
 async def test_a_protected_file_never_comes_to_lean_on_an_unprotected_chunk(directory, monkeypatch):

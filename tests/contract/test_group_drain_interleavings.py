@@ -1,4 +1,6 @@
-"""Storing a group while others do something at any of its steps: whatever it is, every file keeps its own bytes."""
+"""Storing a group while others do something at any of its steps: whatever it is, every file keeps
+its own bytes.
+"""
 
 import random
 from collections.abc import Awaitable, Callable
@@ -42,7 +44,9 @@ class AtStep(trio.abc.Instrument):
 
 
 class Step:
-    """One group of three files with other policies, which have chunks in common with each other and with files of before."""
+    """One group of three files with other policies, which have chunks in common with each other and
+    with files of before.
+    """
 
     def __init__(
         self, fs: Filesystem, rng: random.Random, contents: dict[bytes, bytes], pool: list[bytes]

@@ -1,4 +1,6 @@
-"""Groups on the filesystem in process: what the hints begin, refuse and tell; which files belong; who dies; what is left."""
+"""Groups on the filesystem in process: what the hints begin, refuse and tell; which files belong;
+who dies; what is left.
+"""
 
 import errno
 import os
@@ -102,7 +104,7 @@ async def in_state(fs: Filesystem, ino: int, wanted: str) -> dict:
     return await ask(fs, ino)
 
 
-# --- committing ------------------------------------------------------------------------------------------
+# --- committing -----------------------------------------------------------------------------------
 
 
 async def test_files_are_one_write_when_all_have_been_closed(directory: Path) -> None:
@@ -217,7 +219,7 @@ async def test_a_store_without_a_burst_tier_has_groups(directory: Path) -> None:
         assert [await read_file(fs, ino) for ino in inos] == [b"x" * SIZE] * 2
 
 
-# --- beginning and ending --------------------------------------------------------------------------------
+# --- beginning and ending -------------------------------------------------------------------------
 
 
 async def test_all_ranks_may_begin_the_same_group(directory: Path) -> None:
@@ -392,7 +394,7 @@ async def test_a_read_only_mount_tells_and_changes_nothing(directory: Path) -> N
             await fs.begin_group(top, parse_group("name=a,ranks=1"), OWNER)
 
 
-# --- which files belong ----------------------------------------------------------------------------------
+# --- which files belong ---------------------------------------------------------------------------
 
 
 async def test_files_belong_by_where_they_are_when_they_are_closed(directory: Path) -> None:
@@ -540,7 +542,7 @@ async def test_a_file_that_is_unlinked_belongs_no_more(directory: Path) -> None:
         assert (await durable(fs, top))["file_count"] == 2
 
 
-# --- the usual drain ------------------------------------------------------------------------------------
+# --- the usual drain ------------------------------------------------------------------------------
 
 
 async def test_a_drain_that_is_asked_for_does_not_wait_for_the_group(directory: Path) -> None:
@@ -640,7 +642,7 @@ async def test_what_cannot_be_stored_is_tried_again_and_then_left_to_the_usual_d
         assert told["files"][0]["state"] == "usual" and await state(fs, ino) == "cached"
 
 
-# --- ranks that die -------------------------------------------------------------------------------------
+# --- ranks that die -------------------------------------------------------------------------------
 
 
 async def test_a_rank_that_dies_is_told_to_all_at_once(
@@ -712,7 +714,7 @@ async def test_a_rank_that_has_committed_may_end(
         await durable(fs, top)
 
 
-# --- pending directories --------------------------------------------------------------------------------
+# --- pending directories --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by", ["commit", "group.commit"])
@@ -735,7 +737,9 @@ async def test_the_last_commit_publishes_a_pending_directory(directory: Path, by
 
 
 async def test_closing_files_does_not_publish_a_pending_directory(directory: Path) -> None:
-    """Its ranks have to commit, so who asks for both is told at once, and not when all have written."""
+    """Its ranks have to commit, so who asks for both is told at once, and not when all have
+    written.
+    """
     async with opened(directory) as fs:
         top = await tree(fs, b"final.pending")
         await put(fs, top, "pending", "ranks=2,step=1")
@@ -808,7 +812,7 @@ async def test_a_group_with_other_ranks_than_the_pending_directory_counts_for_it
         assert (await ask(fs, top, "pending"))["missing"] == [1]
 
 
-# --- from mount to mount --------------------------------------------------------------------------------
+# --- from mount to mount --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("commit", ["close", "explicit"])

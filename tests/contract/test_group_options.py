@@ -1,5 +1,5 @@
-"""Groups whose files must have one size, groups of jobs that were killed, and how groups ended that others have followed; on the
-filesystem in process."""
+"""Groups whose files must have one size, groups of jobs that were killed, and how groups ended that
+others have followed; on the filesystem in process."""
 
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -51,7 +51,7 @@ async def commit(fs: Filesystem, ino: int, rank: int, file: bytes = b"") -> None
     await fs.commit_group(ino, 0, rank, OWNER, file)
 
 
-# --- one size ----------------------------------------------------------------------------------------------
+# --- one size -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [b"1", b"\xff1"])
@@ -173,7 +173,7 @@ async def test_a_pending_directory_with_other_sizes_is_not_published(
         await fs.rename(ROOT, b"final.pending", ROOT, b"final")
 
 
-# --- groups of other jobs ----------------------------------------------------------------------------------
+# --- groups of other jobs -------------------------------------------------------------------------
 
 
 async def test_what_another_job_has_left_does_not_count(
@@ -202,7 +202,7 @@ async def test_what_another_job_has_left_does_not_count(
         assert isinstance(error, GroupCancelled) and "job 2 has begun anew" in str(error)
 
 
-# --- groups that were followed -----------------------------------------------------------------------------
+# --- groups that were followed --------------------------------------------------------------------
 
 
 async def test_who_asks_late_is_told_how_its_own_group_ended(directory: Path) -> None:

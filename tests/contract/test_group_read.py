@@ -1,6 +1,8 @@
-"""Readers of the same bytes: what files share is fetched once from the servers, however many files and readers ask.
+"""Readers of the same bytes: what files share is fetched once from the servers, however many files
+and readers ask.
 
-Files are extent lists whose chunks are shared; what is read by requests to servers, and not from a page cache, is counted.
+Files are extent lists whose chunks are shared; what is read by requests to servers, and not from a
+page cache, is counted.
 """
 
 import math
@@ -26,7 +28,8 @@ from tests.support.shelf import KINDS, Shelf, shelf
 MIB = 1 << 20
 READERS = 4
 MOST = READERS - 1
-"""Bytes fetched to bytes stored: which of them are fetched by the block depends on who comes first."""
+"""Bytes fetched to bytes stored: which of them are fetched by the block depends on who comes first.
+"""
 
 LAYOUT = Interleaved(4 * MIB, variable=True)
 
@@ -115,7 +118,8 @@ async def test_what_files_share_is_fetched_once(servers, tmp_path, redundancy, m
                 readers.start_soon(read, number)
         await servers.cache.settle()
         assert all(content == b"".join(chunks) for content in contents.values())
-        # Headers, and records of files, and what is read by the block beside a range that was read by itself before.
+        # Headers, and records of files, and what is read by the block beside a range that was read
+        # by itself before.
         assert stored(extents) <= fetched(servers) - before <= MOST * stored(extents)
 
 
@@ -318,8 +322,8 @@ class Object:
 
 @pytest.mark.parametrize(("lag", "most"), [(15, 1.0), (60, 1.3), (300, 2.0)])
 async def test_readers_some_way_apart_have_blocks_fetched_once(lag, most):
-    """An eighth of the budget is 32 blocks, a half 128. In front of the second reader is what was dropped before it came, and
-    what it has fetched again takes half of the room."""
+    """An eighth of the budget is 32 blocks, a half 128. In front of the second reader is what was
+    dropped before it came, and what it has fetched again takes half of the room."""
     cache, source, count = ReadCache(Budget(4 * BLOCK_MAX)), Object(), 600
     end = count * Object.block
     for number in range(count + lag):

@@ -1,5 +1,5 @@
-"""Readers of one protected file: what they read is asked of the servers once, also where one of these is slow. Bytes are
-counted, not time."""
+"""Readers of one protected file: what they read is asked of the servers once, also where one of
+these is slow. Bytes are counted, not time."""
 
 import errno
 import math
@@ -115,7 +115,9 @@ async def test_each_byte_of_a_healthy_file_is_asked_for_once(servers, layout, be
 async def test_what_a_slow_server_holds_is_told_once_for_all(
     servers, layout, behind, hangs, monkeypatch
 ):
-    """Beside the file, some blocks are read: parity, and what the slow server gives in the end after all."""
+    """Beside the file, some blocks are read: parity, and what the slow server gives in the end
+    after all.
+    """
     monkeypatch.setattr(latency, "_LATE_S", math.inf)
     await stored(servers, layout)
     servers.hedging = Impatient(servers[SLOW].latency)

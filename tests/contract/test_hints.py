@@ -1,4 +1,6 @@
-"""The hints of the burst tier on the filesystem in process: what they tell, set, start and refuse."""
+"""The hints of the burst tier on the filesystem in process: what they tell, set, start and
+refuse.
+"""
 
 import os
 from functools import partial
@@ -46,7 +48,7 @@ async def until_staged(fs: Filesystem, ino: int) -> None:
         await trio.lowlevel.checkpoint()
 
 
-# --- policies ----------------------------------------------------------------------------------------
+# --- policies -------------------------------------------------------------------------------------
 
 
 async def test_policies_can_be_taken_back(directory: Path) -> None:
@@ -138,7 +140,7 @@ async def test_only_what_is_known_can_be_set(directory: Path) -> None:
         assert await fs.listxattr(ROOT) == []
 
 
-# --- state, drain ------------------------------------------------------------------------------------
+# --- state, drain ---------------------------------------------------------------------------------
 
 
 async def test_state_counts_what_lies_where(directory: Path) -> None:
@@ -237,7 +239,7 @@ async def test_state_of_a_large_tree_does_not_hold_up_others(directory: Path) ->
             nursery.cancel_scope.cancel()
 
 
-# --- stage, evict ------------------------------------------------------------------------------------
+# --- stage, evict ---------------------------------------------------------------------------------
 
 
 async def test_evict_and_stage(directory: Path) -> None:
@@ -297,7 +299,7 @@ async def test_a_pinned_file_stays_when_it_has_been_drained_or_staged(directory:
         assert (await ask(fs, ROOT, "status"))["burst"]["devices"][0]["pinned_bytes"] >= SIZE
 
 
-# --- reports -----------------------------------------------------------------------------------------
+# --- reports --------------------------------------------------------------------------------------
 
 
 async def test_info_names_the_containers_of_an_interleaved_file(directory: Path) -> None:

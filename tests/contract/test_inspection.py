@@ -1,4 +1,6 @@
-"""Judging object sets column by column: every flip is found, named and told right, and nothing else is."""
+"""Judging object sets column by column: every flip is found, named and told right, and nothing else
+is.
+"""
 
 import os
 import random

@@ -1,4 +1,6 @@
-"""The contract of ``meta/kv.py``, kept by every engine; where an engine has inner states, in each of them."""
+"""The contract of ``meta/kv.py``, kept by every engine; where an engine has inner states, in each
+of them.
+"""
 
 import itertools
 import os
@@ -172,7 +174,9 @@ async def test_run_works_in_the_background_while_the_store_changes(engine):
 
 
 async def test_reads_are_right_between_the_lmdb_transactions_of_one_commit(tmp_path):
-    """LMDB reuses pages that only snapshots before the newest hold, so nobody may read through such a one."""
+    """LMDB reuses pages that only snapshots before the newest hold, so nobody may read through such
+    a one.
+    """
     engine = LmdbEngine(str(tmp_path))
     expected = {b"k%04d" % number: bytes([number % 256]) * 900 for number in range(300)}
     await put(engine, *expected.items())

@@ -1,4 +1,6 @@
-"""What every layout's objects owe, against a plain bytearray. Each layout adds itself to ``LAYOUTS``."""
+"""What every layout's objects owe, against a plain bytearray. Each layout adds itself to
+``LAYOUTS``.
+"""
 
 import os
 import tempfile
@@ -55,7 +57,7 @@ def exact(layout: Striped, size: int) -> list[int | None]:
     return [layout.object_length(index, size) or None for index in range(len(layout.servers))]
 
 
-# --- random use --------------------------------------------------------------------------------------
+# --- random use -----------------------------------------------------------------------------------
 
 offsets = st.integers(0, LARGEST - 1) | st.integers(0, LARGEST // 4096 - 1).map(
     lambda page: page * 4096
@@ -142,7 +144,7 @@ def test_like_a_bytearray(parent, threaded, plan, layout):
             trio.run(use, servers, layout, plan)
 
 
-# --- holes, damage, lengths ----------------------------------------------------------------------------
+# --- holes, damage, lengths -----------------------------------------------------------------------
 
 
 async def test_what_no_object_holds_is_zeros_or_damage(servers, layout):
@@ -262,7 +264,7 @@ async def test_streaming_needs_no_question_to_the_servers(servers, layout):
     objects.close()
 
 
-# --- durability ------------------------------------------------------------------------------------------
+# --- durability -----------------------------------------------------------------------------------
 
 
 async def test_sync_covers_bytes_and_names_once(servers, layout):
@@ -352,7 +354,7 @@ async def test_sync_all_covers_names(servers, layout):
     assert calls == ["sync_filesystem"] * len(servers)
 
 
-# --- tasks together ----------------------------------------------------------------------------------------
+# --- tasks together -------------------------------------------------------------------------------
 
 
 async def test_many_tasks_share_one_file(servers, layout):
@@ -393,7 +395,7 @@ async def test_a_view_keeps_its_bytes(servers):
     objects.close()
 
 
-# --- what lies there -----------------------------------------------------------------------------------------
+# --- what lies there ------------------------------------------------------------------------------
 
 
 async def test_windows_and_listings(servers, layout):

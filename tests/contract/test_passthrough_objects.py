@@ -1,4 +1,6 @@
-"""Files that are one object of a local server, passed through to it for reading: who else may do what meanwhile."""
+"""Files that are one object of a local server, passed through to it for reading: who else may do
+what meanwhile.
+"""
 
 import errno
 import logging

@@ -1,4 +1,6 @@
-"""Who may do what, on the filesystem in process: requests whose callers the kernel does not check, or not enough."""
+"""Who may do what, on the filesystem in process: requests whose callers the kernel does not check,
+or not enough.
+"""
 
 import errno
 import json
@@ -32,7 +34,7 @@ SHAPE = modes.WAITING | {"layout.unit": "4KiB"}
 opened = partial(stores.opened, base=SHAPE)
 
 
-# --- the table of rights -----------------------------------------------------------------------------
+# --- the table of rights --------------------------------------------------------------------------
 
 DENIED = {errno.EPERM, errno.EACCES}
 ANYBODY, WRITER, OWNERS, ADMIN, NOBODY = "anybody", "writer", "owner", "root", "nobody"
@@ -193,7 +195,7 @@ async def test_orders_of_root_are_given_at_the_root(directory: Path) -> None:
                 await fs.setxattr(top, f"user.aifs.{name}".encode(), b"start", caller=Caller())
 
 
-# --- why something was refused -------------------------------------------------------------------------
+# --- why something was refused --------------------------------------------------------------------
 
 
 async def test_each_user_is_told_why_he_was_refused(directory: Path) -> None:
@@ -255,7 +257,7 @@ async def test_ioctls_that_are_refused_say_why(directory: Path) -> None:
         assert told["request"] == "AIFS_IOC_REMOVE_TREE" and "owner" in told["reason"]
 
 
-# --- names that are nobody's business ------------------------------------------------------------------
+# --- names that are nobody's business -------------------------------------------------------------
 
 
 async def ask(fs: Filesystem, ino: int, name: str, caller: Caller) -> dict:
@@ -325,7 +327,7 @@ def test_others_than_root_are_told_no_paths_of_what_is_wrong() -> None:
     ]
 
 
-# --- set-id bits -------------------------------------------------------------------------------------
+# --- set-id bits ----------------------------------------------------------------------------------
 
 
 async def _punch(fs: Filesystem, handle: int, caller: Caller) -> None:

@@ -1,5 +1,5 @@
-"""Protected objects: what is written in whole rows comes back, whatever columns are lost, in whatever way; nothing waits
-for a server that hangs; a drain gets by with what works."""
+"""Protected objects: what is written in whole rows comes back, whatever columns are lost, in
+whatever way; nothing waits for a server that hangs; a drain gets by with what works."""
 
 import errno
 import itertools
@@ -75,7 +75,9 @@ async def stored(servers: Servers, layout: Striped, data: bytes = DATA, rows: in
 
 
 async def quiet(servers: Servers) -> None:
-    """Wait until the servers have ended all that was asked of them, and nobody waits for any more."""
+    """Wait until the servers have ended all that was asked of them, and nobody waits for any
+    more.
+    """
     while any(server.workers.outstanding for server in servers.values()):
         await trio.lowlevel.checkpoint()
 
@@ -110,7 +112,7 @@ def path_of(servers: Servers, layout: Striped, oid: int, column: int) -> Path:
     return Path(servers[layout.servers[column]].object_path(INO, oid))
 
 
-# --- reading -----------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 @layouts
@@ -264,7 +266,7 @@ async def test_columns_are_written_one_by_one(servers: Servers) -> None:
     columns.close()
 
 
-# --- slow servers ------------------------------------------------------------------------------------
+# --- slow servers ---------------------------------------------------------------------------------
 
 
 @layouts
@@ -303,7 +305,7 @@ async def test_a_server_that_hangs_holds_up_nobody(
         await quiet(servers)
 
 
-# --- writing -----------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 @layouts
@@ -410,7 +412,9 @@ def test_errors_are_those_of_the_filesystem() -> None:
 @pytest.mark.parametrize("layout", [LAYOUTS["3+2"], LAYOUTS["4+2"]], ids=["3+2", "4+2"])
 @pytest.mark.parametrize("step", [64 << 10, 100_000, 1 << 20])
 async def test_a_stream_reads_each_byte_of_a_degraded_file_once(servers, monkeypatch, layout, step):
-    """What is read to tell lost bytes is what the stream needs next; nobody asks for lost columns, nor ahead."""
+    """What is read to tell lost bytes is what the stream needs next; nobody asks for lost columns,
+    nor ahead.
+    """
     servers.hedging = Hedging(math.inf)  # a machine that is held up has bytes read twice, rightly
     data = random.Random(3).randbytes((5 << 20) + 4321)
     oid = await stored(servers, layout, data, rows=20)

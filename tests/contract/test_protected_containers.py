@@ -1,4 +1,6 @@
-"""Containers with replicas or parity: read right whatever servers are lost, appended to while one of them fails."""
+"""Containers with replicas or parity: read right whatever servers are lost, appended to while one
+of them fails.
+"""
 
 import errno
 import os

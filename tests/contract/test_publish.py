@@ -1,4 +1,6 @@
-"""Publishing on the filesystem in process: pending directories, commits, pointers, permissions, races, retention."""
+"""Publishing on the filesystem in process: pending directories, commits, pointers, permissions,
+races, retention.
+"""
 
 import json
 import os
@@ -50,7 +52,9 @@ ask = partial(stores.ask, name="pending")
 
 @asynccontextmanager
 async def opened(directory: Path, sound: bool = True) -> AsyncIterator[Filesystem]:
-    """The store of the test, in whose root all may write; without ``sound`` the test sees to fsck itself."""
+    """The store of the test, in whose root all may write; without ``sound`` the test sees to fsck
+    itself.
+    """
     async with stores.opened(
         directory, base=modes.WAITING | {"layout.unit": "4KiB"}, sound=sound
     ) as fs:
@@ -99,7 +103,7 @@ async def marks(fs: Filesystem) -> set[int]:
     )
 
 
-# --- pending directories -----------------------------------------------------------------------------
+# --- pending directories --------------------------------------------------------------------------
 
 
 async def test_a_pending_directory_tells_who_has_committed(directory: Path) -> None:
@@ -352,7 +356,7 @@ async def test_what_is_above_a_pending_directory_can_be_moved_and_removed(direct
         )
 
 
-# --- publishing --------------------------------------------------------------------------------------
+# --- publishing -----------------------------------------------------------------------------------
 
 
 async def test_name_and_pointers_change_together(directory: Path) -> None:
@@ -416,8 +420,8 @@ async def test_an_open_tracker_keeps_its_content(directory: Path) -> None:
 async def test_a_tracker_that_is_opened_while_it_is_replaced_is_removed_later(
     directory: Path,
 ) -> None:
-    """Until the kernel is told, it opens the old one by the name that it knows; that was erased already, and was
-    made again when it was closed, for its access time."""
+    """Until the kernel is told, it opens the old one by the name that it knows; that was erased
+    already, and was made again when it was closed, for its access time."""
     async with opened(directory) as fs:
         opened_late: list[int] = []
         old = 0
@@ -558,7 +562,7 @@ async def test_everything_below_is_durable_before_it_shows(directory: Path) -> N
         assert fs.store.engine.durable_seq == fs.store.engine.seq > before
 
 
-# --- permissions -------------------------------------------------------------------------------------
+# --- permissions ----------------------------------------------------------------------------------
 
 
 async def chmod(fs: Filesystem, ino: int, mode: int, caller: Caller = OWNER) -> None:
@@ -631,7 +635,7 @@ async def test_a_commit_by_ioctl_needs_write_permission(directory: Path) -> None
         await fs.commit(ino, 0, b"", True, OWNER)
 
 
-# --- from the capacity tier --------------------------------------------------------------------------
+# --- from the capacity tier -----------------------------------------------------------------------
 
 
 async def test_publishing_from_the_capacity_tier_waits_for_the_drain(directory: Path) -> None:
@@ -713,7 +717,7 @@ async def test_a_file_that_stays_open_fails_the_publish(
         assert await names(fs) == {b"final"}
 
 
-# --- retention ---------------------------------------------------------------------------------------
+# --- retention ------------------------------------------------------------------------------------
 
 
 async def settle(fs: Filesystem, ino: int, expected: set[bytes]) -> None:
@@ -852,7 +856,8 @@ async def test_nobody_has_a_directory_of_others_removed_by_marking_it(
         with pytest.raises(NotPermitted):
             await fs.removexattr(theirs, b"user.aifs.pending", OTHER)
         await put(fs, theirs, "pending", "", ROOT_USER)
-        # Who marked it could not remove it now: it was given away, its parent was closed, or is not to be reached.
+        # Who marked it could not remove it now: it was given away, its parent was closed, or is not
+        # to be reached.
         kept = {b"theirs"}
         for name in (b"given", b"closed", b"hidden"):
             above = (await fs.mkdir(ROOT, b"above " + name, 0o755, OWNER)).ino
@@ -988,7 +993,9 @@ async def kept(fs: Filesystem, parent: int, policy: str) -> set[bytes]:
 
 
 async def test_the_newest_is_the_one_that_was_published_last(directory: Path) -> None:
-    """Not the one that has the newest mtime: of a clock that has gone back, or because a file was added."""
+    """Not the one that has the newest mtime: of a clock that has gone back, or because a file was
+    added.
+    """
     async with opened(directory) as fs:
         runs = await tree(fs, b"runs", files=0)
         first = await saved(fs, runs, "step-1", 1, time.time_ns() + 10**18)
@@ -1061,7 +1068,7 @@ async def test_a_clock_that_leaps_ahead_makes_nothing_old(
         assert b"being saved" in await names(fs)
 
 
-# --- what has been synced by programs ------------------------------------------------------------------
+# --- what has been synced by programs -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("later", ["nothing", "write", "mapping"])
@@ -1087,7 +1094,7 @@ async def test_a_file_that_was_synced_before_it_was_closed_is_in_order(
             assert await marks(fs) == set()
 
 
-# --- fsck ----------------------------------------------------------------------------------------------
+# --- fsck -----------------------------------------------------------------------------------------
 
 
 async def test_fsck_takes_marks_away_that_cannot_be_true(directory: Path) -> None:

@@ -1,4 +1,6 @@
-"""What the read cache owes: one request for many readers, never stale or torn bytes, memory within the budget."""
+"""What the read cache owes: one request for many readers, never stale or torn bytes, memory within
+the budget.
+"""
 
 import random
 from collections.abc import Callable
@@ -19,7 +21,9 @@ FLOOR = BLOCK_MAX
 
 
 class Source:
-    """An object in memory whose server takes its time. Copies at the start and at the end of a request, half each."""
+    """An object in memory whose server takes its time. Copies at the start and at the end of a
+    request, half each.
+    """
 
     def __init__(
         self,
@@ -139,7 +143,9 @@ async def test_a_failure_reaches_all_who_wait_and_is_not_kept(autojump_clock, nu
 
 
 async def hedged(cache: ReadCache, slow: Source, other: Source) -> list[object]:
-    """What three readers of a block get that is asked of another source, too, after half a second."""
+    """What three readers of a block get that is asked of another source, too, after half a
+    second.
+    """
     results = []
 
     async def read() -> None:
@@ -334,7 +340,7 @@ async def test_settle_waits_for_all_loads(autojump_clock, nursery):
     await cache.settle()
 
 
-# --- random use ---------------------------------------------------------------------------------------------
+# --- random use -----------------------------------------------------------------------------------
 
 BLOCKS = 6
 steps = st.lists(
@@ -352,7 +358,9 @@ steps = st.lists(
 @settings(deadline=None, max_examples=150)
 @given(plan=steps, blocks=st.integers(0, 8), seed=st.integers(0, 1000))
 def test_like_the_object_itself(plan, blocks, seed):
-    """Each byte read is one that was there at some moment of the read: its content counts the writes to it."""
+    """Each byte read is one that was there at some moment of the read: its content counts the
+    writes to it.
+    """
     chance = random.Random(seed)
     cache, budget = new_cache(blocks)
     quarter, total = UNIT // 4, BLOCKS * UNIT
@@ -379,7 +387,8 @@ def test_like_the_object_itself(plan, blocks, seed):
         if writers:
             return
         oldest = completed[place : place + count]
-        # Objects that may change are loaded before the first wait, as data/objects/striped.py does it.
+        # Objects that may change are loaded before the first wait, as data/objects/striped.py does
+        # it.
         first, last = place // 4, (place + len(oldest) - 1) // 4
         blocks = [
             cache.find(source, index, UNIT) or cache.start(source, index, total)

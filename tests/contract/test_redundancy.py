@@ -1,5 +1,5 @@
-"""Files of directories that ask for redundancy, on the filesystem in process: how they come to be, are read, changed, and told
-of; what happens while servers fail or are too few."""
+"""Files of directories that ask for redundancy, on the filesystem in process: how they come to be,
+are read, changed, and told of; what happens while servers fail or are too few."""
 
 import errno
 import json

@@ -1,4 +1,6 @@
-"""Files that are nearly all hole, of any size: what each operation costs is bounded by the bytes that exist."""
+"""Files that are nearly all hole, of any size: what each operation costs is bounded by the bytes
+that exist.
+"""
 
 import os
 from collections.abc import Iterator
@@ -34,7 +36,9 @@ from tests.support.stores import (
 HUGE = 15 << 40
 SPOTS = {0: b"begin", (1 << 40) + 12345: b"middle", HUGE - 3: b"end"}
 BOUND = 2000
-"""Calls to servers, or requests of the metadata, of one operation: far fewer than pieces of the file."""
+"""Calls to servers, or requests of the metadata, of one operation: far fewer than pieces of the
+file.
+"""
 
 WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
 LAYOUTS = {
@@ -59,7 +63,9 @@ class Counted:
 
 @pytest.fixture
 def bounded(monkeypatch: pytest.MonkeyPatch):
-    """A context in which no more than BOUND calls go to servers, and as many requests to the metadata."""
+    """A context in which no more than BOUND calls go to servers, and as many requests to the
+    metadata.
+    """
     counted = Counted()
     call, view, transact = DataServer.call, LmdbEngine.view, LmdbEngine.transact
 
@@ -279,7 +285,9 @@ async def test_where_servers_cannot_punch_zeros_are_written_where_data_is(
 
 @pytest.mark.parametrize("changes", [False, True], ids=["unchanged", "changed"])
 async def test_a_long_chunk_list_is_recorded_in_parts(directory, monkeypatch, changes):
-    """No transaction takes long; a file that changes meanwhile gives up what is on record of its list."""
+    """No transaction takes long; a file that changes meanwhile gives up what is on record of its
+    list.
+    """
     for module in (containers, draining):
         monkeypatch.setattr(module, "LISTED_AT_ONCE", CHUNKS_PER_RECORD)
     spots = {number * (40 << 20): b"%d" % number * 1000 for number in range(8)}

@@ -1,4 +1,6 @@
-"""Moving whole files between the tiers, on memory and on a disk: bytes, checksums, holes, failures."""
+"""Moving whole files between the tiers, on memory and on a disk: bytes, checksums, holes,
+failures.
+"""
 
 import errno
 import os

@@ -1,4 +1,6 @@
-"""Removing whole trees on the filesystem in process: what is seen at once, what goes later, what may not be removed."""
+"""Removing whole trees on the filesystem in process: what is seen at once, what goes later, what
+may not be removed.
+"""
 
 import json
 import os
@@ -331,7 +333,9 @@ async def test_fsck_mends_the_trash(source: Path, damage: str, kind: str) -> Non
 async def test_what_cannot_be_deleted_does_not_hold_up_what_can(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Objects on a server that is away are tried again; other trees do not wait for that, nor make backups of their own."""
+    """Objects on a server that is away are tried again; other trees do not wait for that, nor make
+    backups of their own.
+    """
     monkeypatch.setattr(vfs_trash, "_BACKLOG_MAX", 3)
     monkeypatch.setattr(vfs_collector, "_BACKLOG_MAX", 3)
     async with opened(source) as fs:

@@ -1,4 +1,6 @@
-"""Reads that are compared with checksums: right bytes, each MiB checked once, and no wrong byte for anybody."""
+"""Reads that are compared with checksums: right bytes, each MiB checked once, and no wrong byte for
+anybody.
+"""
 
 import random
 from collections.abc import Iterator

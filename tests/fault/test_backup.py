@@ -1,4 +1,6 @@
-"""The metadata directory is lost: what comes back from the backups on the data servers, and what deletions wait for."""
+"""The metadata directory is lost: what comes back from the backups on the data servers, and what
+deletions wait for.
+"""
 
 import os
 import random
@@ -50,7 +52,9 @@ def lose_metadata(source: Path) -> None:
 
 
 def restored(source: Path, at: int | None = None) -> None:
-    """The metadata comes back, and fsck finds nothing but what is unknown to it; that it moves aside."""
+    """The metadata comes back, and fsck finds nothing but what is unknown to it; that it moves
+    aside.
+    """
     restore(modes.config_of(source), "", at)
     unknown = {"orphan-object"}
     found = check(modes.config_of(source), repair=False).findings
@@ -218,7 +222,9 @@ def test_a_power_cut_while_backing_up(scratch: Path, part: int) -> None:
 
 
 def test_deletions_wait_for_a_backup(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the newest backup refers to stays until the next one, in whichever tier it is; without backups nothing waits."""
+    """What the newest backup refers to stays until the next one, in whichever tier it is; without
+    backups nothing waits.
+    """
     monkeypatch.setattr(vfs_backup, "HOLD_S", 3600.0)
     source = scratch / "0"
     modes.make_store(source, ON | {"layout.inline_limit": "0"})
@@ -286,7 +292,9 @@ def test_deletions_where_no_backup_can_be_made(
 
 
 def test_bases_take_the_place_of_increments(scratch: Path) -> None:
-    """The servers hold one base, what came after it, and nothing that a crash has left; each on two servers."""
+    """The servers hold one base, what came after it, and nothing that a crash has left; each on two
+    servers.
+    """
     source = scratch / "0"
     modes.make_store(source, ON)
 
@@ -545,7 +553,9 @@ def test_a_server_on_its_way_out_is_not_relied_on(scratch: Path) -> None:
 
 
 def test_a_server_that_is_removed_leaves_a_backup_behind(scratch: Path) -> None:
-    """What lies in its directory goes with it, also where that is all that there is, long before the next backup is due."""
+    """What lies in its directory goes with it, also where that is all that there is, long before
+    the next backup is due.
+    """
     source = scratch / "0"
     modes.make_store(source, ON | {"meta.backup_copies": "1"})
 
@@ -577,7 +587,9 @@ def test_a_server_that_is_removed_leaves_a_backup_behind(scratch: Path) -> None:
 
 
 def test_backups_that_were_made_after_the_one_that_is_restored_are_done_with(scratch: Path) -> None:
-    """What a directory has may be older than what lies on the servers by then: that is of another history."""
+    """What a directory has may be older than what lies on the servers by then: that is of another
+    history.
+    """
     source = scratch / "0"
     modes.make_store(source, ON)
 

@@ -1,4 +1,6 @@
-"""Burst devices that are full, fail, vanish, are missing at mount; and servers that fail under a drain."""
+"""Burst devices that are full, fail, vanish, are missing at mount; and servers that fail under a
+drain.
+"""
 
 import errno
 import logging
@@ -53,7 +55,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-# --- full ----------------------------------------------------------------------------------------------
+# --- full -----------------------------------------------------------------------------------------
 
 
 async def test_new_files_go_to_the_servers_when_the_device_is_full(directory: Path) -> None:
@@ -110,7 +112,7 @@ async def test_a_file_is_written_in_place_where_it_cannot_be_staged(directory: P
     await require_sound(config_of(directory))
 
 
-# --- failing, vanished ---------------------------------------------------------------------------------
+# --- failing, vanished ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("settings", [WAITING, BY_DAEMON], ids=["passed through", "by daemon"])
@@ -203,7 +205,7 @@ async def test_a_file_that_cannot_be_synced_does_not_keep_the_store_from_being_c
     await require_sound(config_of(directory))
 
 
-# --- missing at mount ----------------------------------------------------------------------------------
+# --- missing at mount -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replacement", ["nothing", "empty directory"])
@@ -230,7 +232,7 @@ async def test_a_missing_device_is_named_with_what_is_at_stake(
     await require_sound(config_of(directory))
 
 
-# --- servers under a drain -----------------------------------------------------------------------------
+# --- servers under a drain ------------------------------------------------------------------------
 
 FAULTS = {"read-only": errno.EROFS, "full": errno.ENOSPC, "failing": errno.EIO}
 

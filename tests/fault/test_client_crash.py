@@ -1,7 +1,7 @@
 """SIGKILL of a process that saves a checkpoint, at every operation on files that it does.
 
-Whatever was there stays whole, what is found is the old or the new checkpoint, and the next save succeeds,
-with nothing of the crashed one in it or beside it.
+Whatever was there stays whole, what is found is the old or the new checkpoint, and the next save
+succeeds, with nothing of the crashed one in it or beside it.
 """
 
 import os
@@ -21,8 +21,8 @@ OPERATIONS_MAX = 400
 
 
 class Killer:
-    """A hook that ends the process at its n-th operation on files: before it is done, or when it has been
-    done."""
+    """A hook that ends the process at its n-th operation on files: before it is done, or when it
+    has been done."""
 
     def __init__(self, at: int) -> None:
         self._left = at
@@ -40,8 +40,8 @@ class Killer:
 
 
 def crash(function: Callable[[], None], at: int) -> bool:
-    """Run ``function`` in a process that is killed at its operation ``at``; whether it was, or has ended
-    before."""
+    """Run ``function`` in a process that is killed at its operation ``at``; whether it was, or has
+    ended before."""
     pid = os.fork()
     if pid == 0:
         files.set_hook(Killer(at))
@@ -73,8 +73,8 @@ def read(path: Path) -> str:
 
 
 def check(run: Path) -> list[str]:
-    """The names of the published checkpoints, all whole; the pointers lead to one of them, in the order of
-    the publish."""
+    """The names of the published checkpoints, all whole; the pointers lead to one of them, in the
+    order of the publish."""
     found = client.list_checkpoints(run)
     assert {one.state for one in found} == {"complete"}
     for one in found:
@@ -90,8 +90,8 @@ def check(run: Path) -> list[str]:
 def sweep(
     tmp_path: Path, function: Callable[[Path], None], prepare: Callable[[Path], None], stride: int
 ) -> list[tuple[int, Path]]:
-    """For every operation of ``function``, or one in ``stride``: a directory that was prepared, and in which
-    it was killed there."""
+    """For every operation of ``function``, or one in ``stride``: a directory that was prepared, and
+    in which it was killed there."""
     found = []
     for at in range(0, OPERATIONS_MAX, stride):
         run = tmp_path / str(at)
@@ -189,8 +189,8 @@ def _rank(run: Path, rank: int, timeout_s: float) -> None:
 @STRIDES
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_save_of_two_ranks(tmp_path: Path, victim: int, stride: int) -> None:
-    """One is killed at each of its operations, is started anew, and both end with the checkpoint; or it was
-    published."""
+    """One is killed at each of its operations, is started anew, and both end with the checkpoint;
+    or it was published."""
     for at in range(0, OPERATIONS_MAX, stride * 2 - 1):
         run = tmp_path / str(at)
         run.mkdir()

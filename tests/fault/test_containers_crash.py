@@ -1,6 +1,8 @@
-"""Containers after power cuts at every step of storing, deleting and compacting, and compaction itself.
+"""Containers after power cuts at every step of storing, deleting and compacting, and compaction
+itself.
 
-Files here are inodes without names: what a drain does to a file, and nothing else of the filesystem.
+Files here are inodes without names: what a drain does to a file, and nothing else of the
+filesystem.
 """
 
 import errno
@@ -144,7 +146,9 @@ class Mounted:
         return inos
 
     async def share(self, contents: list[bytes], fd_of: "Copies") -> list[int]:
-        """The same as extent lists: equal chunks are stored once, but for the first of each third file."""
+        """The same as extent lists: equal chunks are stored once, but for the first of each third
+        file.
+        """
         inos = [await self.ids.take() for _ in contents]
         oids = [await self.ids.take() for _ in contents]
         lists: list[list[Extent]] = []
@@ -349,7 +353,9 @@ async def work(
     cut: PowerCut,
     redundancy: Redundancy,
 ) -> None:
-    """Store, delete and compact until a crash. ``expected``: durable; ``doubtful``: may be there or not."""
+    """Store, delete and compact until a crash. ``expected``: durable; ``doubtful``: may be there or
+    not.
+    """
     rng = random.Random(seed)
     copies = Copies(directory.parent)
     try:

@@ -1,4 +1,6 @@
-"""Bits and pages of the metadata database that are not what was written: all is named, nothing is served, nothing dies."""
+"""Bits and pages of the metadata database that are not what was written: all is named, nothing is
+served, nothing dies.
+"""
 
 import logging
 import random

@@ -1,4 +1,6 @@
-"""Draining, staging, eviction, without a mount: what counts when, and what others may do meanwhile."""
+"""Draining, staging, eviction, without a mount: what counts when, and what others may do
+meanwhile.
+"""
 
 import logging
 import mmap
@@ -66,7 +68,7 @@ def objects_in(fs: Filesystem) -> list[str]:
     )
 
 
-# --- drain -------------------------------------------------------------------------------------------
+# --- drain ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["striped", "interleaved"])
@@ -168,7 +170,8 @@ async def test_a_change_cancels_the_drain_without_a_trace(directory, kind, chang
                 done.set()
 
             calls = once(point, lambda: nursery.start_soon(act))
-            # The flip waits for the gate, so the change, which has been started, may overtake it or not.
+            # The flip waits for the gate, so the change, which has been started, may overtake it or
+            # not.
             fs.drain.request([ino])
             await done.wait()
             await drained(fs, ino)
@@ -195,7 +198,9 @@ async def test_a_change_cancels_the_drain_without_a_trace(directory, kind, chang
 
 
 async def test_cancelled_between_pieces(directory):
-    """A drain that is cancelled while it copies stops there, and the writer does not wait for it."""
+    """A drain that is cancelled while it copies stops there, and the writer does not wait for
+    it.
+    """
     data = random.Random(2).randbytes(16 << 20)
     async with mounted(directory, WAITING | {"burst.drain_bandwidth": "4MiB"}) as fs:
         ino, _ = await write_file(fs, b"f", data)
@@ -326,7 +331,7 @@ async def test_a_crash_leaves_the_old_form_or_the_new_one(directory, point):
         assert not await numbers(fs, b"g") and len(objects_in(fs)) == 4
 
 
-# --- stage and evict -----------------------------------------------------------------------------------
+# --- stage and evict ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["striped", "interleaved"])

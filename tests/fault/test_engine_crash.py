@@ -1,7 +1,8 @@
 """The durable engine after kill -9, power cuts at every fault point, full and failing disks.
 
-Transaction n of a *history* is a pure function of n, so what a store must hold after the first n transactions
-can be computed, and what recovery finds must be exactly that for some n: a prefix of the history.
+Transaction n of a *history* is a pure function of n, so what a store must hold after the first n
+transactions can be computed, and what recovery finds must be exactly that for some n: a prefix of
+the history.
 """
 
 import errno
@@ -132,7 +133,9 @@ def test_every_point_of_the_metadata_is_swept():
 
 
 def crash_and_recover(directory, copy, begin, point, rng):
-    """One life of the store; checks what the next one finds, and returns how many transactions that are."""
+    """One life of the store; checks what the next one finds, and returns how many transactions that
+    are.
+    """
     with PowerCut(directory) as cut:
         engine = LmdbEngine(str(directory), commit_interval_s=0.001)
         assert content(engine) == after(begin)
@@ -236,7 +239,9 @@ def test_a_power_cut_while_the_store_is_made_leaves_one_that_can_be_made(scratch
 
 
 def test_what_a_cut_left_behind_a_torn_record_never_comes_back(scratch):
-    """Records 1 and 3 reached the disk, 2 did not; after recovery a new record ends just where 3 begins."""
+    """Records 1 and 3 reached the disk, 2 did not; after recovery a new record ends just where 3
+    begins.
+    """
     path = scratch / "0"
     engine = LmdbEngine(str(path))
     for number in (b"1", b"2", b"3"):
@@ -285,7 +290,9 @@ def test_kill_9_loses_nothing_acknowledged(scratch, life):
 
 
 def child_main(directory, begin):
-    """Commit transactions for ever, and write the number of each to standard output when it has returned."""
+    """Commit transactions for ever, and write the number of each to standard output when it has
+    returned.
+    """
     shrink()
     engine = LmdbEngine(directory, commit_interval_s=0.001)
 
@@ -412,7 +419,9 @@ def fill(path):
 
 
 def test_a_full_disk(small_disk, caplog, monkeypatch):
-    """The journal's reserve takes changes while LMDB cannot; then they are refused; nothing is lost."""
+    """The journal's reserve takes changes while LMDB cannot; then they are refused; nothing is
+    lost.
+    """
     monkeypatch.setattr(journal, "SEGMENT_BYTES", 64 << 10)
     store = small_disk / "meta"
     store.mkdir()
@@ -464,7 +473,9 @@ def test_a_full_disk(small_disk, caplog, monkeypatch):
 
 
 def test_on_a_full_disk_what_frees_space_still_works(small_disk, caplog, monkeypatch):
-    """Also after a restart: what makes the store larger is refused while LMDB still has room in its own file."""
+    """Also after a restart: what makes the store larger is refused while LMDB still has room in its
+    own file.
+    """
     monkeypatch.setattr(journal, "SEGMENT_BYTES", 32 << 10)
 
     @grows
@@ -557,7 +568,8 @@ def test_a_truncated_database_is_refused(scratch):
 
 
 def test_a_database_without_its_unwritten_last_pages_is_whole(scratch):
-    # LMDB does not write pages that one transaction takes and frees, so the file may end before its "last page".
+    # LMDB does not write pages that one transaction takes and frees, so the file may end before its
+    # "last page".
     directory = str(scratch / "0")
     engine = LmdbEngine(directory)
     trio.run(run_some, engine, 0, 50)

@@ -1,7 +1,8 @@
-"""The whole filesystem after power cuts and kill -9 at every fault point, and with failing and full disks.
+"""The whole filesystem after power cuts and kill -9 at every fault point, and with failing and full
+disks.
 
-``churn`` works at random; ``ledger`` says what may be found afterwards. Every store that is recovered must please
-fsck, and hold exactly the objects that its files call for.
+``churn`` works at random; ``ledger`` says what may be found afterwards. Every store that is
+recovered must please fsck, and hold exactly the objects that its files call for.
 """
 
 import errno
@@ -36,8 +37,9 @@ from tests.support.modes import config_of, make_store
 from tests.support.powercut import PowerCut, make_sizes_small
 
 ELSEWHERE = ("vfs.server.", "vfs.group.", "vfs.containers.")
-"""Points that ``churn`` has no way to: those of adding and removing servers are in test_server_life,
-those of groups in test_groups_crash and test_group_drain_crash, those of long lists in test_containers_crash."""
+"""Points that ``churn`` has no way to: those of adding and removing servers are in
+test_server_life, those of groups in test_groups_crash and test_group_drain_crash, those of long
+lists in test_containers_crash."""
 POINTS = sorted(
     name
     for name in faults.POINTS
@@ -88,7 +90,9 @@ def reaches(mode: str, point: str) -> bool:
 
 
 def cases_of(points: list[str]) -> list[tuple[str, str]]:
-    """Each point without a burst tier, where there is a way to it then, and in one other mode in turn."""
+    """Each point without a burst tier, where there is a way to it then, and in one other mode in
+    turn.
+    """
     chosen = []
     for number, point in enumerate(points):
         modes = [mode for mode in MODES if reaches(mode, point)]
@@ -164,8 +168,8 @@ def find(directory: Path) -> dict[bytes, Found]:
 async def require_no_leak(directory: Path) -> None:
     """Each stored object of a closed store belongs to a file, and each file has all of its objects.
 
-    So with burst copies and containers. A file that grew in vain may keep objects beyond its size; they are cut
-    when it grows again, and go with it.
+    So with burst copies and containers. A file that grew in vain may keep objects beyond its size;
+    they are cut when it grows again, and go with it.
     """
     store = await open_store(config_of(directory))
     try:
@@ -210,7 +214,9 @@ def require_sound(directory: Path) -> None:
 
 
 def cut_power(directory: Path, copy: Path, point: str, ledger: Ledger, rng: random.Random) -> Lives:
-    """Work until the power fails at ``point``; what may be left of the store is in ``copy`` then."""
+    """Work until the power fails at ``point``; what may be left of the store is in ``copy``
+    then.
+    """
     with PowerCut(directory) as cut:
 
         def stop_if_crashed() -> None:
@@ -232,7 +238,9 @@ def cut_power(directory: Path, copy: Path, point: str, ledger: Ledger, rng: rand
 
 
 def cut_power_again(directory: Path, copy: Path, rng: random.Random) -> bool:
-    """The power fails while the store recovers, if it gets that far; then the outcome is in ``copy``."""
+    """The power fails while the store recovers, if it gets that far; then the outcome is in
+    ``copy``.
+    """
 
     async def recover() -> None:
         async with open_filesystem(config_of(directory)) as fs:
@@ -402,7 +410,9 @@ def fs_error_in(error: BaseException) -> FsError:
 async def work_through(
     directory: Path, hook: OneFault, rng: random.Random, scrubs_clean: bool
 ) -> tuple[Ledger, list[int]]:
-    """Work, with one fault in between. Returns what must be there afterwards, and the errors that came."""
+    """Work, with one fault in between. Returns what must be there afterwards, and the errors that
+    came.
+    """
     ledger, errors = Ledger(), []
     try:
         async with open_filesystem(config_of(directory)) as fs, Kernel(fs) as kernel:
@@ -433,7 +443,9 @@ async def work_through(
 
 
 def sweep_fault(directory: Path, error: int, seed: int, scrubs_clean: bool = False) -> str:
-    """``scrubs_clean``: a scrub beside the failing disk may find nothing. Returns what has failed."""
+    """``scrubs_clean``: a scrub beside the failing disk may find nothing. Returns what has
+    failed.
+    """
     rng = random.Random(f"{error} {seed}")
     hook = OneFault(rng.randint(1, 400), error)
     files.set_hook(hook)

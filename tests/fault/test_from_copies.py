@@ -1,4 +1,6 @@
-"""Clean burst copies as a source: what the data servers cannot tell any more comes back from them, and they stay until then."""
+"""Clean burst copies as a source: what the data servers cannot tell any more comes back from them,
+and they stay until then.
+"""
 
 import errno
 import json
@@ -136,7 +138,9 @@ class Files:
         return list(found.values())
 
     async def objects_beyond_help(self, fs: Filesystem) -> list[Path]:
-        """Of each object set, one object more than it can do without, the same bytes in all of them."""
+        """Of each object set, one object more than it can do without, the same bytes in all of
+        them.
+        """
         paths = []
         for ino, oid, layout in await self.layouts(fs):
             columns = (
@@ -234,7 +238,7 @@ async def needy(files: Files, fs: Filesystem) -> set[int]:
     return {ino for ino in files.contents if not await fs.evictor.evict(ino)}
 
 
-# --- wrong bytes ---------------------------------------------------------------------------------------
+# --- wrong bytes ----------------------------------------------------------------------------------
 
 
 @every_policy
@@ -462,7 +466,7 @@ def test_who_reads_or_writes_it_meanwhile_notices_nothing(files: Files) -> None:
     files.assert_sound()
 
 
-# --- lost servers --------------------------------------------------------------------------------------
+# --- lost servers ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -505,7 +509,9 @@ def test_files_survive_more_lost_servers_than_are_tolerated(
 def test_a_server_that_is_away_when_it_is_to_be_left_is_done_without(
     files: Files, policy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """``aifs server drain``: what only it has comes from copies, and when it is back it is removed like any other."""
+    """``aifs server drain``: what only it has comes from copies, and when it is back it is removed
+    like any other.
+    """
 
     async def leave(fs: Filesystem) -> None:
         for number in gone:
@@ -586,7 +592,7 @@ def test_only_files_without_copies_are_lost_with_a_server(
     caplog.clear()
 
 
-# --- eviction ------------------------------------------------------------------------------------------
+# --- eviction -------------------------------------------------------------------------------------
 
 
 @some_policies
@@ -741,7 +747,7 @@ def test_a_burst_directory_is_left_by_draining_what_is_needed(
     caplog.clear()
 
 
-# --- crashes -------------------------------------------------------------------------------------------
+# --- crashes --------------------------------------------------------------------------------------
 
 
 def test_a_copy_that_was_never_synced_is_judged_after_a_power_cut_if_it_is_needed(

@@ -1,4 +1,6 @@
-"""fsck under stress: a repair that is killed anywhere is completed by the next; no damage makes it stumble."""
+"""fsck under stress: a repair that is killed anywhere is completed by the next; no damage makes it
+stumble.
+"""
 
 import random
 import shutil
@@ -37,11 +39,13 @@ def new_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], DamagedS
     files.set_hook(None)
 
 
-# --- crashes -----------------------------------------------------------------------------------------
+# --- crashes --------------------------------------------------------------------------------------
 
 
 class Crash:
-    """Crashes when something happens for the ``occurrence``-th time; ``happened``: it came to that."""
+    """Crashes when something happens for the ``occurrence``-th time; ``happened``: it came to
+    that.
+    """
 
     def __init__(self, occurrence: int) -> None:
         self._left = occurrence
@@ -79,7 +83,9 @@ def _damage(store: DamagedStore) -> None:
 
 
 def _lose_objects(store: DamagedStore) -> None:
-    """Objects that belong to nobody, beyond the last window of ids, where recovery does not look."""
+    """Objects that belong to nobody, beyond the last window of ids, where recovery does not
+    look.
+    """
     for number, root in enumerate(store.config.servers):
         directory = Path(root, "objects/f/00")
         directory.mkdir(parents=True)
@@ -147,11 +153,13 @@ def test_a_repair_that_crashes_while_it_moves_objects_loses_none(
     assert 8 < crashes < 2 * CRASHES
 
 
-# --- any damage --------------------------------------------------------------------------------------
+# --- any damage -----------------------------------------------------------------------------------
 
 
 def _random_damage(rng: random.Random, tx: Transaction) -> None:
-    """Remove, change, double or exchange a few records; identity and server table stay: the store opens."""
+    """Remove, change, double or exchange a few records; identity and server table stay: the store
+    opens.
+    """
     records = [(key, value) for key, value in tx.range(b"T", b"\xff") if key[:1] != b"s"]
     for _ in range(rng.randint(1, 4)):
         key, value = rng.choice(records)

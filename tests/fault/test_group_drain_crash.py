@@ -1,4 +1,6 @@
-"""Grouped drains and power cuts: at each step every file that was durable still is, and the store is sound."""
+"""Grouped drains and power cuts: at each step every file that was durable still is, and the store
+is sound.
+"""
 
 import os
 import random
@@ -56,8 +58,8 @@ async def read_file(fs: Filesystem, name: bytes) -> bytes:
 async def work(
     directory: Path, rng: random.Random, durable: dict[bytes, bytes], rounds: int
 ) -> None:
-    """Groups whose members share chunks with each other, and with those of other groups and other protection; some
-    files are deleted. ``durable``: what must be there, whatever happens."""
+    """Groups whose members share chunks with each other, and with those of other groups and other
+    protection; some files are deleted. ``durable``: what must be there, whatever happens."""
     pool = [rng.randbytes(CHUNK) for _ in range(6)] + [bytes(CHUNK)]
     async with open_filesystem(config_of(directory)) as fs:
         store = fs.store

@@ -1,7 +1,8 @@
-"""SIGKILL of one rank of a grouped write in a plain directory, at every operation on files that it does.
+"""SIGKILL of one rank of a grouped write in a plain directory, at every operation on files that it
+does.
 
-The other rank hears of it, or saves with it if it had committed; nothing partial is visible; the next attempt
-succeeds.
+The other rank hears of it, or saves with it if it had committed; nothing partial is visible; the
+next attempt succeeds.
 """
 
 from pathlib import Path

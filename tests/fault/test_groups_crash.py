@@ -1,8 +1,9 @@
-"""Grouped writes until the power fails, or the daemon dies, at every fault point and anywhere between.
+"""Grouped writes until the power fails, or the daemon dies, at every fault point and anywhere
+between.
 
-Afterwards: what a rank has been told is committed is there, byte for byte; a directory that is published is whole; every group
-either goes on to be durable or is cancelled, and its files are drained as usual; and fsck finds nothing. docs/grouped.md has
-the crash table.
+Afterwards: what a rank has been told is committed is there, byte for byte; a directory that is
+published is whole; every group either goes on to be durable or is cancelled, and its files are
+drained as usual; and fsck finds nothing. docs/grouped.md has the crash table.
 """
 
 import json
@@ -68,8 +69,8 @@ def content(rng: random.Random) -> bytes:
 
 
 class Job:
-    """Saves steps as groups. ``written``: all files by step, then name; ``promised``: which of them are acknowledged;
-    ``published``: the steps whose last commit has returned."""
+    """Saves steps as groups. ``written``: all files by step, then name; ``promised``: which of them
+    are acknowledged; ``published``: the steps whose last commit has returned."""
 
     def __init__(self, directory: Path, rng: random.Random, stop: Callable[[], None]) -> None:
         self.directory, self.rng = directory, rng

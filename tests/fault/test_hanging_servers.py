@@ -1,4 +1,6 @@
-"""A data server that does not answer stops nobody else; and what it does when it answers at last, long after, harms nobody."""
+"""A data server that does not answer stops nobody else; and what it does when it answers at last,
+long after, harms nobody.
+"""
 
 import os
 import re
@@ -55,7 +57,9 @@ SMALL = 3000  # many fit into a container
 
 @pytest.fixture(autouse=True)
 def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """So that the paths of all descriptors are known, and everything is done by workers; and failed drains are soon tried again."""
+    """So that the paths of all descriptors are known, and everything is done by workers; and failed
+    drains are soon tried again.
+    """
     monkeypatch.setattr(queue, "_BACK_OFF_MIN_S", 0.05)
     with hooked():
         yield
@@ -69,7 +73,9 @@ async def opened(
     sound: bool = True,
     servers: int = SERVERS,
 ) -> AsyncIterator[Filesystem]:
-    """``sound``: the server answers when this ends. However slow the machine is, the others do not seem to hang."""
+    """``sound``: the server answers when this ends. However slow the machine is, the others do not
+    seem to hang.
+    """
     settings = MODES[mode] | (settings or {})
     async with stores.opened(
         directory, settings, base=SETTINGS, servers=servers, sound=sound
@@ -107,7 +113,7 @@ def server(fs: Filesystem, number: int = BAD):
     return fs.store.servers[number]
 
 
-# --- all that goes on -----------------------------------------------------------------------------------
+# --- all that goes on -----------------------------------------------------------------------------
 
 
 def longer(*values: str) -> list[object]:
@@ -179,7 +185,7 @@ async def test_others_go_on_and_what_lands_late_harms_nobody(
         await check(fs, before | contents)
 
 
-# --- containers -------------------------------------------------------------------------------------------
+# --- containers -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ["write_at", "truncate", *longer("sync_file", "start_writing")])
@@ -229,7 +235,7 @@ def open_on_bad(tx) -> set[int]:
     }
 
 
-# --- groups -----------------------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["plain", "replicas"])
@@ -260,7 +266,7 @@ async def test_groups_are_stored_by_others(directory: Path, mode: str) -> None:
         await check(fs, contents)
 
 
-# --- columns ----------------------------------------------------------------------------------------------
+# --- columns --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ["write_at", "truncate", *longer("open_file", "sync_file")])
@@ -312,7 +318,9 @@ async def test_a_column_that_is_made_anew_in_its_place(directory: Path, op: str)
 async def test_nobody_waits_for_its_bytes_in_the_background(
     directory: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A scrub goes through all there is, files that can be told by others leave the server, staging of others goes on."""
+    """A scrub goes through all there is, files that can be told by others leave the server, staging
+    of others goes on.
+    """
     monkeypatch.setattr(scrub, "_PAUSE_S", 0.01)
     async with opened(directory, mode, {"layout.count": 1}, servers=SERVERS + 1) as fs:
         contents = await write_some(fs, *(b"%d" % number for number in range(12)))
@@ -341,7 +349,7 @@ async def test_nobody_waits_for_its_bytes_in_the_background(
         await check(fs, contents)
 
 
-# --- files that are written in place ----------------------------------------------------------------------
+# --- files that are written in place --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ["truncate", "sync_file"])
@@ -476,7 +484,7 @@ async def test_a_close_does_not_wait_for_ever(directory: Path) -> None:
             )
 
 
-# --- backups ----------------------------------------------------------------------------------------------
+# --- backups --------------------------------------------------------------------------------------
 
 
 async def test_backups_go_to_other_servers(directory: Path) -> None:
@@ -509,14 +517,16 @@ async def test_backups_go_to_other_servers(directory: Path) -> None:
         )
 
 
-# --- the end ----------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["plain", "replicas", "interleaved"])
 async def test_a_mount_ends_though_a_server_hangs(
     directory: Path, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In order: what lies there is drained, or stays where it is. Nobody gets the store before all has landed."""
+    """In order: what lies there is drained, or stays where it is. Nobody gets the store before all
+    has landed.
+    """
     contents = {}
     with hanging(str(directory / "data" / str(BAD))) as hang:
         hang.release()
@@ -572,7 +582,7 @@ async def test_a_mount_ends_though_what_is_written_there_cannot_be_synced(direct
             await trio.sleep(0.01)
 
 
-# --- what is asked of the whole ---------------------------------------------------------------------------
+# --- what is asked of the whole -------------------------------------------------------------------
 
 
 async def test_space_is_told_though_a_server_does_not_say_it(
@@ -594,7 +604,7 @@ async def test_space_is_told_though_a_server_does_not_say_it(
             go.set()
 
 
-# --- the beginning ----------------------------------------------------------------------------------------
+# --- the beginning --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["replicas", "interleaved-coded"])

@@ -1,7 +1,8 @@
-"""What each policy survives, on whole filesystems: any servers, up to as many as the policy tolerates, lost in any way.
+"""What each policy survives, on whole filesystems: any servers, up to as many as the policy
+tolerates, lost in any way.
 
-Every file reads right with the servers lost, also after a restart; then a scrub and a rebuild make the store whole again,
-and fsck, which reads all bytes, has nothing to say.
+Every file reads right with the servers lost, also after a restart; then a scrub and a rebuild make
+the store whole again, and fsck, which reads all bytes, has nothing to say.
 """
 
 import os
@@ -61,7 +62,9 @@ def flip_bits(server: str, snapshot: Path) -> None:
 
 
 def restore_old_state(server: str, snapshot: Path) -> None:
-    """An administrator puts a backup of the directory back, from before half of the files were written."""
+    """An administrator puts a backup of the directory back, from before half of the files were
+    written.
+    """
     shutil.rmtree(Path(server) / "objects", ignore_errors=True)
     shutil.copytree(snapshot / Path(server).name, server, dirs_exist_ok=True)
 
@@ -109,7 +112,9 @@ async def survive(scratch: Path, policy: str, kind: str, lost: tuple[int, ...]) 
 
 
 def cases(chosen: Callable[[int], bool]) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Every policy, kind of loss and set of servers; of them every one whose number is ``chosen``."""
+    """Every policy, kind of loss and set of servers; of them every one whose number is
+    ``chosen``.
+    """
     found = [
         (policy, kind, lost)
         for policy, (_, tolerated) in POLICIES.items()

@@ -1,4 +1,6 @@
-"""A store has one owner, also where its metadata directory has been copied or restored: docs/servers.md, Owner."""
+"""A store has one owner, also where its metadata directory has been copied or restored:
+docs/servers.md, Owner.
+"""
 
 import os
 import re

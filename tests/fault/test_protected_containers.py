@@ -1,4 +1,6 @@
-"""Interleaved files that are protected, in a whole filesystem: drained, read with servers lost, compacted, checked."""
+"""Interleaved files that are protected, in a whole filesystem: drained, read with servers lost,
+compacted, checked.
+"""
 
 import errno
 import os

@@ -1,7 +1,8 @@
-"""Publishing random trees until the power fails, or the daemon dies: the reader sees the old or the new ones, whole.
+"""Publishing random trees until the power fails, or the daemon dies: the reader sees the old or the
+new ones, whole.
 
-Names, sizes, bytes, the symlink and the tracker file have to be those of one moment: the one before or the one after the
-publication that was under way. docs/publish.md has the crash table.
+Names, sizes, bytes, the symlink and the tracker file have to be those of one moment: the one before
+or the one after the publication that was under way. docs/publish.md has the crash table.
 """
 
 import os
@@ -70,7 +71,9 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Saver:
-    """Saves checkpoints one after the other. ``seen`` is what has been acknowledged, ``coming`` what is under way."""
+    """Saves checkpoints one after the other. ``seen`` is what has been acknowledged, ``coming``
+    what is under way.
+    """
 
     def __init__(self, directory: Path, rng: random.Random, seen: State) -> None:
         self.directory, self.rng = directory, rng
@@ -217,7 +220,9 @@ def stop(cut: Cut, saver: Saver, arm: Callable[[], None], saves: int) -> None:
 
 
 def sweep(scratch: Path, mode: str, point: str | None, seed: int) -> int:
-    """Two crashes, one after the other. Returns how many publications were under way when they came."""
+    """Two crashes, one after the other. Returns how many publications were under way when they
+    came.
+    """
     rng = random.Random(f"{mode} {point} {seed}")
     directory, state, caught = scratch / "0", State({}), 0
     make_store(directory, SETTINGS | MODES[mode])

@@ -1,4 +1,6 @@
-"""Readers beside everything that moves a file or changes it: they see whole versions, and never stale ones."""
+"""Readers beside everything that moves a file or changes it: they see whole versions, and never
+stale ones.
+"""
 
 import os
 import random
@@ -29,8 +31,9 @@ MODES = {
 class Story:
     """Some files that are rewritten, drained, evicted and staged while others read them.
 
-    Each byte of a version is its number, so a piece that is read must be all of one number, which is at least that of
-    the last version whose writing had ended before the read began, and at most that of the last one begun.
+    Each byte of a version is its number, so a piece that is read must be all of one number, which
+    is at least that of the last version whose writing had ended before the read began, and at most
+    that of the last one begun.
     """
 
     def __init__(self, kernel: Kernel, seed: int, seconds: float) -> None:
@@ -58,7 +61,9 @@ class Story:
         return self.reads > 100 and self.moves > 5 and sum(self.written) > 2
 
     async def write(self) -> None:
-        """A new version, piece by piece, in place. Readers may meet two numbers in a file, but not in a piece."""
+        """A new version, piece by piece, in place. Readers may meet two numbers in a file, but not
+        in a piece.
+        """
         while self.goes_on:
             number = self.rng.randrange(FILES)
             version = self.begun[number] + 1

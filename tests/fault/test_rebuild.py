@@ -1,4 +1,6 @@
-"""Rebuild: whatever is lost comes back, servers are left with nothing behind, and files change meanwhile as they like."""
+"""Rebuild: whatever is lost comes back, servers are left with nothing behind, and files change
+meanwhile as they like.
+"""
 
 import errno
 import os
@@ -129,7 +131,7 @@ def garble(path: Path) -> None:
         path.write_bytes(data)
 
 
-# --- columns that are lost -----------------------------------------------------------------------------
+# --- columns that are lost ------------------------------------------------------------------------
 
 
 @mostly_long
@@ -179,7 +181,9 @@ async def test_a_read_that_meets_a_missing_column_has_it_rebuilt(directory, kind
 
 
 async def test_wrong_bytes_are_not_spread(directory):
-    """A column is told by the right ones of the others, and the wrong ones are found and mended, too."""
+    """A column is told by the right ones of the others, and the wrong ones are found and mended,
+    too.
+    """
     files = Files()
     async with mounted(directory, REDUNDANT["3+2"]) as fs:
         await files.write(fs, [3 << 20])
@@ -220,7 +224,7 @@ async def test_what_cannot_be_told_is_left_and_named(directory):
         assert await fs.store.engine.view(degraded.find_degraded, oid) == 1
 
 
-# --- servers ---------------------------------------------------------------------------------------------
+# --- servers --------------------------------------------------------------------------------------
 
 
 async def change(fs: Filesystem, number: int, standing: str) -> None:
@@ -316,11 +320,13 @@ async def test_files_that_need_all_servers_stay(directory):
         await files.check(fs)
 
 
-# --- meanwhile -------------------------------------------------------------------------------------------
+# --- meanwhile ------------------------------------------------------------------------------------
 
 
 async def paused_move(fs: Filesystem, number: int, act: Callable[[], Awaitable[None]]) -> None:
-    """Have all leave a server; when the first object is being written somewhere, ``act`` before it goes on."""
+    """Have all leave a server; when the first object is being written somewhere, ``act`` before it
+    goes on.
+    """
     waiting, go_on = trio.Event(), trio.Event()
 
     async def hold() -> None:
@@ -427,7 +433,7 @@ async def test_moves_are_throttled_and_make_way(directory):
         )
 
 
-# --- protection that is due --------------------------------------------------------------------------------
+# --- protection that is due -----------------------------------------------------------------------
 
 
 @redundant
@@ -452,7 +458,7 @@ async def test_files_that_were_written_in_place_are_protected_later(directory, k
         await files.check(fs)
 
 
-# --- crashes -------------------------------------------------------------------------------------------------
+# --- crashes --------------------------------------------------------------------------------------
 
 POINTS = sorted(name for name in faults.POINTS if name.startswith(("vfs.move.", "vfs.relayout.")))
 
@@ -492,7 +498,7 @@ async def test_strays_of_servers_that_are_gone_are_forgotten(directory):
         assert not await numbers(fs, b"m")
 
 
-# --- containers, burst copies, successors -----------------------------------------------------------------
+# --- containers, burst copies, successors ---------------------------------------------------------
 
 
 async def interleaved(fs: Filesystem, files: Files, sizes: list[int]) -> None:
@@ -547,7 +553,9 @@ async def test_columns_of_containers_are_made_anew(directory, kind, spoil):
 
 @asynccontextmanager
 async def containers_of(directory: Path, kind: str, sizes: list[int], sound: bool = True):
-    """A filesystem with files in containers alone; it, the files, and the paths of the columns of each container."""
+    """A filesystem with files in containers alone; it, the files, and the paths of the columns of
+    each container.
+    """
     files = Files()
     async with mounted(
         directory, REDUNDANT[kind] | {"layout.kind": "interleaved"}, sound=sound
@@ -570,7 +578,9 @@ CHUNKED = [5000, 60_000, 3000, 900_000, 1 << 20, 1 << 20, 100_000] * 4
 
 @pytest.mark.parametrize("kind", ["1x3", "3+2"])
 async def test_wrong_bytes_of_containers_are_not_spread(directory, kind):
-    """Of a lost column, a wrong byte in one that is left, in any part of it: in records, headers, chunks, padding."""
+    """Of a lost column, a wrong byte in one that is left, in any part of it: in records, headers,
+    chunks, padding.
+    """
     rng = random.Random(2)
     async with containers_of(directory, kind, CHUNKED) as (fs, files, paths):
         for container, columns in paths.items():

@@ -1,4 +1,6 @@
-"""Operations on files of the burst tier that meet in the middle, and what outlives what it was made for."""
+"""Operations on files of the burst tier that meet in the middle, and what outlives what it was made
+for.
+"""
 
 import errno
 import os

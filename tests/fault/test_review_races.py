@@ -35,7 +35,9 @@ async def opened(directory: Path) -> AsyncIterator[Filesystem]:
 
 
 class Held:
-    """Operations that wait in their worker threads until ``release``; ``seen`` are the paths of all that came."""
+    """Operations that wait in their worker threads until ``release``; ``seen`` are the paths of all
+    that came.
+    """
 
     def __init__(self) -> None:
         self.arrived = trio.Event()

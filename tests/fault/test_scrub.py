@@ -1,4 +1,6 @@
-"""Scrub: it finds every flip that was planted and only those, repairs what can be, and names the rest."""
+"""Scrub: it finds every flip that was planted and only those, repairs what can be, and names the
+rest.
+"""
 
 import json
 import os
@@ -159,7 +161,9 @@ def test_nothing_is_found_where_nothing_is_wrong(store: Config) -> None:
 def test_what_is_wrong_only_once_is_not_wrong(
     store: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes, or lengths, that were read while something changed, which looks afterwards as it did before."""
+    """Bytes, or lengths, that were read while something changed, which looks afterwards as it did
+    before.
+    """
     files, spoilt = Files(), set()
     read_now = Columns.read_now
 
@@ -186,7 +190,9 @@ def test_what_is_wrong_only_once_is_not_wrong(
 
 
 def test_every_flip_is_found_and_repaired(store: Config) -> None:
-    """Data, replicas, parity, chunks, headers: whatever is hit, the bytes are what they were afterwards."""
+    """Data, replicas, parity, chunks, headers: whatever is hit, the bytes are what they were
+    afterwards.
+    """
     files, chance = Files(), random.Random(3)
 
     async def work(fs: Filesystem) -> None:

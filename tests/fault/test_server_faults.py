@@ -52,7 +52,7 @@ def messages(caplog, level: int) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == level]
 
 
-# --- errors --------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 async def test_a_failing_server_concerns_what_lies_on_it_alone(servers, caplog):
@@ -176,7 +176,7 @@ async def test_a_server_that_is_not_registered(servers):
     )  # what lies there is nobody's concern
 
 
-# --- directories that vanish ---------------------------------------------------------------------------
+# --- directories that vanish ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replacement", ["nothing", "empty", "another server"])
@@ -220,7 +220,7 @@ async def test_a_vanished_directory_is_an_error_and_never_made_anew(servers, tmp
     later.close()
 
 
-# --- slow servers ----------------------------------------------------------------------------------------
+# --- slow servers ---------------------------------------------------------------------------------
 
 
 async def test_servers_work_in_parallel_for_one_request(servers):
@@ -307,7 +307,9 @@ async def test_a_server_that_hangs_does_not_hold_up_others(servers):
 
 
 async def test_a_cancelled_read_leaves_its_thread_buffer_and_descriptor(servers, tmp_path):
-    """It ends at once; neither the buffer nor the descriptor is given to others while the thread uses them."""
+    """It ends at once; neither the buffer nor the descriptor is given to others while the thread
+    uses them.
+    """
     objects = new_objects(servers, Striped(MIB, (1,)))
     await objects.write(0, b"a" * MIB)
     stall = Stall("read_into", servers[1].path)
@@ -384,7 +386,7 @@ async def test_an_unexpected_error_reaches_the_caller_and_ends_no_thread(servers
     objects.close()
 
 
-# --- identity --------------------------------------------------------------------------------------------
+# --- identity -------------------------------------------------------------------------------------
 
 
 def remove_marker(path: Path) -> None:
@@ -487,12 +489,14 @@ async def test_a_server_is_added_while_others_work(servers, tmp_path):
     objects.close()
 
 
-# --- power cuts --------------------------------------------------------------------------------------------
+# --- power cuts -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_what_was_synced_survives_a_power_cut(tmp_path, seed):
-    """Files that share directories are written, synced, left unsynced and deleted; then the power goes."""
+    """Files that share directories are written, synced, left unsynced and deleted; then the power
+    goes.
+    """
     rng = random.Random(seed)
     root = tmp_path / "store"
     root.mkdir()

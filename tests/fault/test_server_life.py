@@ -1,4 +1,6 @@
-"""Servers come and go: added, drained, replaced, removed, lost, missing at mount and back, stale, the wrong one."""
+"""Servers come and go: added, drained, replaced, removed, lost, missing at mount and back, stale,
+the wrong one.
+"""
 
 import logging
 import os
@@ -143,7 +145,7 @@ def objects_in(path: Path) -> list[str]:
     return sorted(file.name for file in path.glob("objects/*/*/*"))
 
 
-# --- coming and going ----------------------------------------------------------------------------------
+# --- coming and going -----------------------------------------------------------------------------
 
 
 @every_kind
@@ -280,7 +282,7 @@ async def test_a_server_that_is_gone_is_replaced_by_rebuilding_at_the_same_place
     assert [record for record in caplog.records if record.levelno > logging.WARNING] == []
 
 
-# --- missing ones --------------------------------------------------------------------------------------
+# --- missing ones ---------------------------------------------------------------------------------
 
 
 async def test_a_missing_server_with_unprotected_bytes_is_refused_or_done_without(
@@ -396,7 +398,7 @@ async def test_a_stale_directory_is_not_taken_for_the_new_one(scratch: Path) -> 
         await require_all(fs, sizes)
 
 
-# --- burst directories ---------------------------------------------------------------------------------
+# --- burst directories ----------------------------------------------------------------------------
 
 
 async def test_a_burst_directory_is_emptied_and_removed(scratch: Path) -> None:
@@ -425,7 +427,7 @@ async def test_a_burst_directory_is_emptied_and_removed(scratch: Path) -> None:
     await require_sound(config)
 
 
-# --- crashes, races, nonsense --------------------------------------------------------------------------
+# --- crashes, races, nonsense ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("point", ["vfs.server.marked", "vfs.server.removed"])
@@ -507,7 +509,9 @@ def test_domains_of_the_configuration_are_those_of_the_table(tmp_path: Path) -> 
 async def test_a_removal_that_is_asked_for_in_other_words_meanwhile_is_not_forgotten(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first look through the store takes its time; then the answer is that to the last order."""
+    """The first look through the store takes its time; then the answer is that to the last
+    order.
+    """
     config = await make(scratch, KINDS["plain"])
     count, going_on = server_admin.count_uses, trio.Event()
 
@@ -594,7 +598,7 @@ def test_symlinks_are_followed_only_where_paths_are_written_otherwise(
     assert same_directories(named, known) == {named[0]: known[1], named[1]: known[0]}
 
 
-# --- servers that stop working below a mount -----------------------------------------------------------
+# --- servers that stop working below a mount ------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""Shared chunks: references after any work, damage that several files suffer from, servers that are lost."""
+"""Shared chunks: references after any work, damage that several files suffer from, servers that are
+lost.
+"""
 
 import os
 import random
@@ -69,7 +71,9 @@ def findings(source: Path, deep: bool = True) -> list[Finding]:
 
 
 class Work:
-    """Random saves and all that ends them. ``contents``: what the files have, by inode number; ``names``: where they are."""
+    """Random saves and all that ends them. ``contents``: what the files have, by inode number;
+    ``names``: where they are.
+    """
 
     def __init__(self, redundancy: Redundancy, seed: int) -> None:
         self.contents: dict[int, bytes] = {}

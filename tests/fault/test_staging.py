@@ -1,4 +1,6 @@
-"""Staging: what is copied from servers is checked, and costs no second read of what a program reads anyway."""
+"""Staging: what is copied from servers is checked, and costs no second read of what a program reads
+anyway.
+"""
 
 import os
 from collections.abc import Awaitable, Callable

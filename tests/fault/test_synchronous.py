@@ -1,4 +1,6 @@
-"""What was written with O_SYNC or O_DSYNC survives a power cut that comes when the write has returned."""
+"""What was written with O_SYNC or O_DSYNC survives a power cut that comes when the write has
+returned.
+"""
 
 import os
 import random

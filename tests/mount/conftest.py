@@ -22,7 +22,9 @@ def scratch() -> Iterator[Path]:
 
 @pytest.fixture
 def mounted(scratch: Path) -> Iterator[Mounted]:
-    """A mounted store with the default options; afterwards it is unmounted, fsck'ed and its log checked."""
+    """A mounted store with the default options; afterwards it is unmounted, fsck'ed and its log
+    checked.
+    """
     with mounted_store(scratch) as store:
         yield store
 
@@ -69,7 +71,8 @@ def shared() -> Iterator[Mounted]:
     ],
 )
 def module_mount(request: pytest.FixtureRequest) -> Iterator[Mounted]:
-    """One mount for all cases of a file: each works in a directory of its own. All users can reach it.
+    """One mount for all cases of a file: each works in a directory of its own. All users can reach
+    it.
 
     With all that the bridge gives, and with plain pyfuse3.
     """

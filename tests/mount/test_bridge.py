@@ -1,4 +1,6 @@
-"""The bridge on a real mount: what the kernel is not asked any more, ioctls, listings that the kernel caches."""
+"""The bridge on a real mount: what the kernel is not asked any more, ioctls, listings that the
+kernel caches.
+"""
 
 import ctypes
 import errno

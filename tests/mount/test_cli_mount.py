@@ -69,7 +69,9 @@ def refused(*arguments: str | Path) -> tuple[int, str]:
 
 @pytest.fixture
 def place(scratch: Path) -> Iterator[Place]:
-    """A store, not mounted. Afterwards it is sound, its log is clean, and no mount or daemon is left."""
+    """A store, not mounted. Afterwards it is sound, its log is clean, and no mount or daemon is
+    left.
+    """
     made = Place(scratch)
     try:
         yield made
@@ -102,7 +104,7 @@ def daemons_of(source: Path) -> list[str]:
     return found
 
 
-# --- mount -------------------------------------------------------------------------------------------
+# --- mount ----------------------------------------------------------------------------------------
 
 
 def test_a_mount_serves_when_the_command_returns(place: Place) -> None:
@@ -343,7 +345,7 @@ def test_mount_py_is_the_same_command(place: Place) -> None:
     assert "nosuid" in place.mounts()[0][3]
 
 
-# --- umount, info, server ----------------------------------------------------------------------------
+# --- umount, info, server -------------------------------------------------------------------------
 
 
 def test_umount_of_a_busy_mount_names_who_uses_it(place: Place) -> None:

@@ -1,4 +1,6 @@
-"""Files that ranks save together, on a mount: the contract of ``Group``, and what only a mount has."""
+"""Files that ranks save together, on a mount: the contract of ``Group``, and what only a mount
+has.
+"""
 
 import json
 import os
@@ -83,7 +85,9 @@ def test_what_a_killed_job_had_committed_is_not_taken_for_the_next_ones(
 
 @pytest.fixture
 def left(mount: Mounted, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory where a job was killed when one rank had committed and the others had not come."""
+    """A directory where a job was killed when one rank had committed and the others had not
+    come.
+    """
     for name in (*jobs._EVERYWHERE, *jobs._ON_A_HOST):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")

@@ -1,4 +1,6 @@
-"""Random system calls on a mount and on a directory of a local kernel filesystem: they must answer alike."""
+"""Random system calls on a mount and on a directory of a local kernel filesystem: they must answer
+alike.
+"""
 
 import os
 import shutil

@@ -1,4 +1,6 @@
-"""A program that writes a file past the page cache (O_DIRECT) and through a mapping at once: its errors are its own."""
+"""A program that writes a file past the page cache (O_DIRECT) and through a mapping at once: its
+errors are its own.
+"""
 
 import json
 import mmap
@@ -17,7 +19,9 @@ TRIES = 300
 
 
 def write_both_ways(path: Path) -> int:
-    """How often fsync fails with EIO: the kernel says so when it meets pages that a mapping has just made dirty again."""
+    """How often fsync fails with EIO: the kernel says so when it meets pages that a mapping has
+    just made dirty again.
+    """
     errors = 0
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     os.ftruncate(fd, SIZE)

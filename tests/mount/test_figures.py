@@ -1,4 +1,6 @@
-"""The numbers of docs/grouped.md are those of docs/figures/grouped.json, and scripts/figures makes both."""
+"""The numbers of docs/grouped.md are those of docs/figures/grouped.json, and scripts/figures makes
+both.
+"""
 
 import json
 import re

@@ -1,7 +1,8 @@
 """One file, thrashed: random reads, writes, truncations and mappings over the borders of stripes.
 
-A bytearray says what the file must hold. After the manner of fsx: every size and offset is likely to lie near a
-border, and every so often the file is closed, and the whole is unmounted, or killed after an fsync.
+A bytearray says what the file must hold. After the manner of fsx: every size and offset is likely
+to lie near a border, and every so often the file is closed, and the whole is unmounted, or killed
+after an fsync.
 """
 
 import itertools
@@ -295,7 +296,9 @@ def test_kill_loses_no_byte_that_was_written(mounted: Mounted) -> None:
 
 
 def _thrash_region(path: Path, start: int, end: int, seed: int) -> bytes:
-    """Random writes to, and reads of, the bytes from ``start`` to ``end`` of a shared file; what is there at last."""
+    """Random writes to, and reads of, the bytes from ``start`` to ``end`` of a shared file; what is
+    there at last.
+    """
     rng = random.Random(seed)
     expected = bytearray(end - start)
     fd = os.open(path, os.O_RDWR)

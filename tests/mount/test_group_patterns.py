@@ -1,5 +1,6 @@
-"""What ranks save of a real GPT, for the ways of parallel training of AITurbo's Table 1: a grouped write puts the distinct
-bytes on the servers, and no more than metadata beyond. Skipped where torch is not installed."""
+"""What ranks save of a real GPT, for the ways of parallel training of AITurbo's Table 1: a grouped
+write puts the distinct bytes on the servers, and no more than metadata beyond. Skipped where torch
+is not installed."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,9 @@ OF_BYTES, PER_FILE = 0.03, 64 << 10
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mounted]:
-    """One mount for all cases, which have different models; no backup of the metadata comes onto its servers."""
+    """One mount for all cases, which have different models; no backup of the metadata comes onto
+    its servers.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with mounted_store(tmp_path_factory.mktemp("group"), ("meta.backup_interval=0",)) as store:
@@ -35,7 +38,9 @@ def on_servers(store: Mounted) -> int:
 def save_step(
     store: Mounted, name: str, states: Sequence[gpt.State], form: str, options: str = ""
 ) -> int:
-    """All ranks save into a directory of their own as one grouped write; the bytes that this has put on the servers."""
+    """All ranks save into a directory of their own as one grouped write; the bytes that this has
+    put on the servers.
+    """
     before = on_servers(store)
     directory = store.path / name
     directory.mkdir()
@@ -96,7 +101,9 @@ def test_what_has_not_changed_since_the_last_step_costs_nothing(store: Mounted, 
 
 
 def test_a_pattern_that_is_used_again_never_changes_a_byte(store: Mounted) -> None:
-    """With reuse=yes: at step 0 the moments of all parameters are equal (zero), afterwards no two are."""
+    """With reuse=yes: at step 0 the moments of all parameters are equal (zero), afterwards no two
+    are.
+    """
     training = gpt.Training(seed=200)
     for step in range(3):
         states = gpt.data_parallel(training, RANKS)

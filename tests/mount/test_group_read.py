@@ -21,9 +21,10 @@ MIB = 1 << 20
 SIZE = 16 * MIB
 READERS = 4
 MOST = READERS - 1
-"""Bytes that servers are asked for, to those of a file. One, what is fetched by the block before it is known that the rest of the
-block is wanted, which depends on who comes first, and what is read ahead behind its end, where the files that were stored with
-it lie: as much again for one that is as small as this. But not as many as there are readers."""
+"""Bytes that servers are asked for, to those of a file. One, what is fetched by the block before it
+is known that the rest of the block is wanted, which depends on who comes first, and what is read
+ahead behind its end, where the files that were stored with it lie: as much again for one that is as
+small as this. But not as many as there are readers."""
 
 WAYS = {"together": (0, False), "apart": (0, True), "past the page cache": (os.O_DIRECT, False)}
 
@@ -65,7 +66,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mounted]:
 def read_at_once(
     store: Mounted, paths: Sequence[Path], content: bytes, flags: int = 0, apart: bool = False
 ) -> float:
-    """Processes begin to read these at the same time. How often the servers are asked for each byte of a file."""
+    """Processes begin to read these at the same time. How often the servers are asked for each byte
+    of a file.
+    """
     evict(store, set(paths))
     before = asked(store)
     firsts = [number * (SIZE // len(paths) // MIB * MIB) * apart for number in range(len(paths))]

@@ -1,4 +1,6 @@
-"""The example of docs/grouped.md, on a mount and in a plain directory. Skipped where torch is not installed."""
+"""The example of docs/grouped.md, on a mount and in a plain directory. Skipped where torch is not
+installed.
+"""
 
 import subprocess
 import sys

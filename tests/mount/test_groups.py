@@ -1,4 +1,6 @@
-"""Groups on a real mount: by setfattr and ioctl, from shells, Python and C; processes that die; the daemon too."""
+"""Groups on a real mount: by setfattr and ioctl, from shells, Python and C; processes that die; the
+daemon too.
+"""
 
 import errno
 import fcntl
@@ -108,7 +110,9 @@ def until(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def other_process(code: str, *args: object) -> Iterator[subprocess.Popen]:
-    """A process that may be a rank; ``code`` ends with the line "ready". It is killed in the end."""
+    """A process that may be a rank; ``code`` ends with the line "ready". It is killed in the
+    end.
+    """
     text = "import sys; from tests.mount.test_groups import *; top = Path(sys.argv[1])\n" + code
     command = [sys.executable, "-c", text, *map(str, args)]
     root = Path(__file__).parents[2]
@@ -125,7 +129,7 @@ def other_process(code: str, *args: object) -> Iterator[subprocess.Popen]:
 READY = "print('ready', flush=True); sys.stdin.read()"
 
 
-# --- shells --------------------------------------------------------------------------------------------
+# --- shells ---------------------------------------------------------------------------------------
 
 
 def test_a_shell_is_enough(mounted: Mounted) -> None:
@@ -169,7 +173,7 @@ def test_without_the_bridge_attributes_are_enough(mount_store: Callable[..., Mou
     assert errno_of(create, store.path, 1) in (errno.ENOTTY, errno.ENOSYS)
 
 
-# --- ioctls --------------------------------------------------------------------------------------------
+# --- ioctls ---------------------------------------------------------------------------------------
 
 
 @needs_bridge
@@ -295,7 +299,7 @@ int main(int argc, char **argv)
     assert tell(top)["name"] == "from c"
 
 
-# --- death ---------------------------------------------------------------------------------------------
+# --- death ----------------------------------------------------------------------------------------
 
 
 @needs_bridge
@@ -370,7 +374,7 @@ def test_who_waits_may_be_interrupted(top: Path) -> None:
     wait(top)
 
 
-# --- from mount to mount -------------------------------------------------------------------------------
+# --- from mount to mount --------------------------------------------------------------------------
 
 
 @needs_bridge

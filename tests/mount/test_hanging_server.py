@@ -1,4 +1,6 @@
-"""A data server that does not answer, below a real mount: a directory of another AIFS mount, whose daemon is stopped."""
+"""A data server that does not answer, below a real mount: a directory of another AIFS mount, whose
+daemon is stopped.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""kill -9 of the daemon of a real mount, under load, again and again, with manifests of what was acknowledged."""
+"""kill -9 of the daemon of a real mount, under load, again and again, with manifests of what was
+acknowledged.
+"""
 
 import errno
 import hashlib
@@ -20,14 +22,17 @@ LINES_MIN = 60
 
 
 def content(name: str, part: int) -> bytes:
-    """What a client writes; a function of the name it first had, so that anybody can check it. Never zero."""
+    """What a client writes; a function of the name it first had, so that anybody can check it.
+    Never zero.
+    """
     rng = random.Random(f"{name} {part}")
     length = rng.choice((rng.randint(1, 3000), rng.randint(1, 200_000)))
     return bytes([rng.randint(1, 255)]) * length
 
 
 class Manifest:
-    """One client's acknowledged operations, in a file on another filesystem: a line each, written after it.
+    """One client's acknowledged operations, in a file on another filesystem: a line each, written
+    after it.
 
     ``#`` lines say what is about to be done, so that what was in flight at the kill is known too.
     """
@@ -110,7 +115,9 @@ def _walk(top: Path) -> tuple[set[str], dict[str, Path]]:
 
 
 def client(top: str, manifest: str, seed: str) -> None:
-    """Runs in a process of its own, until the daemon is gone: that is the one error that may come."""
+    """Runs in a process of its own, until the daemon is gone: that is the one error that may
+    come.
+    """
     rng = random.Random(seed)
     known = Manifest()
     known.read(Path(manifest))
@@ -169,7 +176,9 @@ def client(top: str, manifest: str, seed: str) -> None:
 
 
 def _mend_append(path: str, first: str, parts: int) -> bool:
-    """Finish an append that a kill has cut: it may have been part of several requests to the daemon."""
+    """Finish an append that a kill has cut: it may have been part of several requests to the
+    daemon.
+    """
     with open(path, "r+b") as file:
         data = content(first, parts)
         file.seek(sum(len(content(first, n)) for n in range(parts)))
@@ -244,7 +253,9 @@ class Load:
         return subprocess.Popen([sys.executable, "-c", code, *words], cwd=ROOT)
 
     def _await_lines(self, process: subprocess.Popen, number: int, goal: int) -> None:
-        """Until the client has written so many lines; it is the client that is waited for, not the clock."""
+        """Until the client has written so many lines; it is the client that is waited for, not the
+        clock.
+        """
         watch = os.pidfd_open(process.pid)
         try:
             while self._read(number).count < goal:

@@ -1,4 +1,6 @@
-"""aifs meta on a real store: backups of a mount, by itself and on demand; the metadata directory is lost and comes back."""
+"""aifs meta on a real store: backups of a mount, by itself and on demand; the metadata directory is
+lost and comes back.
+"""
 
 import json
 import os
@@ -42,12 +44,15 @@ def test_a_lost_metadata_directory_comes_back(mounted: Mounted, tmp_path: Path) 
     assert len(json.loads(aifs("meta", "list", mounted.source, "--json").stdout)) == 1, (
         "closing makes a backup, too"
     )
-    # What the first restored mount did not know of (the file "later", copies made ahead) has been kept, and is moved aside.
+    # What the first restored mount did not know of (the file "later", copies made ahead) has been
+    # kept, and is moved aside.
     assert aifs("fsck", "--repair", mounted.source, check=False).returncode == 1
 
 
 def test_nothing_is_restored_under_a_daemon_that_goes_on(mounted: Mounted, tmp_path: Path) -> None:
-    """It does not notice that its metadata directory is gone; a second one would write to the same servers."""
+    """It does not notice that its metadata directory is gone; a second one would write to the same
+    servers.
+    """
     (mounted.path / "file").write_bytes(b"here")
     aifs("meta", "backup", mounted.path)
     meta = mounted.source / "meta"

@@ -1,4 +1,6 @@
-"""mount(8), umount(8) and fstab with the installed helpers, in a namespace with its own /sbin and /etc."""
+"""mount(8), umount(8) and fstab with the installed helpers, in a namespace with its own /sbin and
+/etc.
+"""
 
 import os
 import re
@@ -30,7 +32,9 @@ exec cat
 
 
 class System:
-    """A mount namespace of its own with a formatted store: what is installed there is nowhere else."""
+    """A mount namespace of its own with a formatted store: what is installed there is nowhere
+    else.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

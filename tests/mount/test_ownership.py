@@ -1,4 +1,6 @@
-"""Two daemons, one with a copy of the other's metadata directory: the data servers have one owner."""
+"""Two daemons, one with a copy of the other's metadata directory: the data servers have one
+owner.
+"""
 
 import os
 import shutil

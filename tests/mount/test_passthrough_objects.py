@@ -1,4 +1,6 @@
-"""Files that are one object of a local server on a real mount: the kernel reads them by itself, whatever others do."""
+"""Files that are one object of a local server on a real mount: the kernel reads them by itself,
+whatever others do.
+"""
 
 import fcntl
 import json

@@ -1,4 +1,6 @@
-"""What POSIX and Linux promise about modes, owners, times and extended attributes, case by case, on a mount."""
+"""What POSIX and Linux promise about modes, owners, times and extended attributes, case by case, on
+a mount.
+"""
 
 import ctypes
 import errno

@@ -1,4 +1,6 @@
-"""What Linux offers beyond POSIX, on a mount with the bridge: the same calls must have the same outcome on ext4."""
+"""What Linux offers beyond POSIX, on a mount with the bridge: the same calls must have the same
+outcome on ext4.
+"""
 
 import errno
 import fcntl
@@ -39,8 +41,8 @@ def module_mount(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mounted]:
 
 @pytest.fixture
 def alike(here: Path, tmp_path: Path) -> Alike:
-    """A function that calls a scenario in an empty directory of the local filesystem and in one of the mount, for all
-    users to write to; the outcome, which must be the same."""
+    """A function that calls a scenario in an empty directory of the local filesystem and in one of
+    the mount, for all users to write to; the outcome, which must be the same."""
 
     def run(scenario: Callable[[], Any]) -> Any:
         outcomes = []
@@ -273,7 +275,7 @@ def test_birth_times_outlive_the_mount(mount_store: Callable[..., Mounted]) -> N
     assert shell(f"stat -c %w {store.path} {store.path}/file") == born and "-\n" not in born
 
 
-# --- immutable, append-only, projects ----------------------------------------------------------------
+# --- immutable, append-only, projects -------------------------------------------------------------
 
 
 def changes_of(path: str, other: str) -> dict[str, Callable[[], object]]:

@@ -1,4 +1,6 @@
-"""Programs that people run, on a mount: what they make is right, and right again after a remount."""
+"""Programs that people run, on a mount: what they make is right, and right again after a
+remount.
+"""
 
 import hashlib
 import os
@@ -153,7 +155,9 @@ for number in range(100_000):
 
 @pytest.mark.parametrize("journal", ["wal", "delete", "truncate"])
 def test_sqlite_survives_kill(mounted: Mounted, journal: str) -> None:
-    """A writer, and then the whole filesystem, is killed in mid-transaction; what was committed is there."""
+    """A writer, and then the whole filesystem, is killed in mid-transaction; what was committed is
+    there.
+    """
     path = mounted.path / "base.sqlite"
     base = sqlite3.connect(path)
     base.execute(f"pragma journal_mode = {journal}")

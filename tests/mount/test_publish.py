@@ -1,4 +1,6 @@
-"""Publishing on a real mount: by setfattr, mv and ioctl; what the kernel has cached; who may; two processes for one name."""
+"""Publishing on a real mount: by setfattr, mv and ioctl; what the kernel has cached; who may; two
+processes for one name.
+"""
 
 import errno
 import fcntl

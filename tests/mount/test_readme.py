@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 900  # of one command, on a machine with much else to do
 
-# Commands that take longer than a reader of the test's output would wait, and what shows that they start and work.
+# Commands that take longer than a reader of the test's output would wait, and what shows that they
+# start and work.
 SHORTER = {
     "scripts/demo": "scripts/demo --size 210MB",
     "scripts/test": "scripts/test --collect-only -q tests/unit/test_units.py",

@@ -1,5 +1,5 @@
-"""The recipes of docs/training.md, run by the packages that they are for. Each is skipped where its package is not installed
-(the recipes extra)."""
+"""The recipes of docs/training.md, run by the packages that they are for. Each is skipped where its
+package is not installed (the recipes extra)."""
 
 import os
 import re

@@ -1,4 +1,6 @@
-"""What the kernel has cached is never stale: listings in progress, and counts of blocks that were guesses."""
+"""What the kernel has cached is never stale: listings in progress, and counts of blocks that were
+guesses.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""aifs rm on a real mount: the name goes at once, also from the kernel's cache; who may; what is refused."""
+"""aifs rm on a real mount: the name goes at once, also from the kernel's cache; who may; what is
+refused.
+"""
 
 import errno
 import json
@@ -84,7 +86,9 @@ def test_a_name_is_free_as_soon_as_the_command_returns(
 
 
 def _removed(name: Path) -> tuple[int, int]:
-    """Removes a tree; the errors of looking for it and of making a file of its name, asked for at once."""
+    """Removes a tree; the errors of looking for it and of making a file of its name, asked for at
+    once.
+    """
     assert main(["rm", "-r", str(name)]) == 0
     return errno_of(os.lstat, name), errno_of(os.close, os.open(name, os.O_CREAT | os.O_WRONLY))
 

@@ -1,4 +1,6 @@
-"""A mount's life: ready only when it serves, ended by signals or umount, nothing lost, nothing left."""
+"""A mount's life: ready only when it serves, ended by signals or umount, nothing lost, nothing
+left.
+"""
 
 import mmap
 import os

@@ -1,4 +1,6 @@
-"""No program waits for a daemon that is dead or stuck: requests end when it dies, and commands of ours in any case."""
+"""No program waits for a daemon that is dead or stuck: requests end when it dies, and commands of
+ours in any case.
+"""
 
 import os
 import signal
@@ -35,7 +37,9 @@ def wait_until_stalled(pid: int) -> None:
 
 @contextmanager
 def blocked(mounted: Mounted) -> Iterator[subprocess.Popen]:
-    """A program that holds a directory's lock and waits for the daemon, which wants to invalidate a name there."""
+    """A program that holds a directory's lock and waits for the daemon, which wants to invalidate a
+    name there.
+    """
     directory = mounted.path / "directory"
     (directory / "tree").mkdir(parents=True)
     abort = connections.open_abort(os.stat(mounted.path).st_dev)
@@ -132,7 +136,8 @@ def test_no_command_waits_for_a_daemon_that_is_stuck(stopped: Mounted, tmp_path:
     stopped.signal(signal.SIGCONT)
     assert (path / "before").read_bytes() == b"acknowledged"
     while any(os.fsencode(path) in command for command in commands(besides=stopped.pid)):
-        pass  # the children that commands have left behind keep the mount busy until they are answered
+        # the children that commands have left behind keep the mount busy until they are answered
+        pass
 
 
 def test_mount_ends_a_daemon_that_is_stuck(stopped: Mounted) -> None:

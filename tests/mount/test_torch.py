@@ -1,4 +1,6 @@
-"""PyTorch on a mount: save, load, and load by mapping the file. Skipped where torch is not installed."""
+"""PyTorch on a mount: save, load, and load by mapping the file. Skipped where torch is not
+installed.
+"""
 
 import os
 import subprocess

@@ -23,8 +23,8 @@ def aligned(data: bytes) -> memoryview:
 
 
 def write_fast(path: Path, pieces: list[bytes]) -> None:
-    """As DeepSpeed's fast file writer: O_DIRECT while it is aligned, the tail buffered; further pieces are
-    appended by O_DIRECT again."""
+    """As DeepSpeed's fast file writer: O_DIRECT while it is aligned, the tail buffered; further
+    pieces are appended by O_DIRECT again."""
     for number, piece in enumerate(pieces):
         whole = len(piece) // ALIGNMENT * ALIGNMENT
         flags = os.O_CREAT | os.O_TRUNC if number == 0 else os.O_APPEND

@@ -1,6 +1,6 @@
-"""A training job of four ranks that saves at each step, while ranks and the daemon are killed: it always goes
-on from the newest published checkpoint, bit by bit what an undisturbed run has at that step. Skipped where
-torch is not installed."""
+"""A training job of four ranks that saves at each step, while ranks and the daemon are killed: it
+always goes on from the newest published checkpoint, bit by bit what an undisturbed run has at that
+step. Skipped where torch is not installed."""
 
 import errno
 import multiprocessing
@@ -25,7 +25,9 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Replica:
-    """One rank's model and optimizer. What it holds after a step depends on the rank and the step alone."""
+    """One rank's model and optimizer. What it holds after a step depends on the rank and the step
+    alone.
+    """
 
     def __init__(self, rank: int) -> None:
         torch.set_num_threads(1)
@@ -69,8 +71,8 @@ class Replica:
 
 
 def rank_main(run: Path, rank: int, goal: int, say: Any) -> None:
-    """Resume, then train and save until ``goal``; says (rank, step, digest) of what it resumes with, then of
-    each saved step."""
+    """Resume, then train and save until ``goal``; says (rank, step, digest) of what it resumes
+    with, then of each saved step."""
     try:
         replica = Replica(rank)
         newest = client.latest(run)
@@ -116,8 +118,8 @@ class Job:
         self._expected = [expected(rank, goal) for rank in range(RANKS)]
 
     def start(self, *ranks: int) -> None:
-        """Start ranks; all resume with the newest published checkpoint, which is at least the newest that was
-        told."""
+        """Start ranks; all resume with the newest published checkpoint, which is at least the
+        newest that was told."""
         newest = client.latest(self.run)
         published = 0 if newest is None else int(newest.name.removeprefix("step-"))
         assert published >= self.saved
@@ -147,7 +149,9 @@ class Job:
                 continue
 
     def await_moment(self, rng: random.Random) -> None:
-        """Until some moment of some save: one of its files shows, or it has ended before we have seen it."""
+        """Until some moment of some save: one of its files shows, or it has ended before we have
+        seen it.
+        """
         step, rank = self.saved + rng.randint(1, 3), rng.randrange(RANKS)
         name = rng.choice(
             (

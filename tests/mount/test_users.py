@@ -1,6 +1,7 @@
 """Users other than root: what they may do, and may not, is what a local filesystem lets them do.
 
-Each case runs on the mount and on a plain directory; where the two agree with the table, permissions are right.
+Each case runs on the mount and on a plain directory; where the two agree with the table,
+permissions are right.
 """
 
 import errno
@@ -28,7 +29,9 @@ EACCES, EPERM = errno.EACCES, errno.EPERM
 
 @pytest.fixture(params=["mount", "plain"])
 def here(module_mount: Mounted, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """An empty directory, on the mount or on the filesystem below it, that everybody may write to."""
+    """An empty directory, on the mount or on the filesystem below it, that everybody may write
+    to.
+    """
     parent = module_mount.path if request.param == "mount" else module_mount.path.parent
     with tempfile.TemporaryDirectory(dir=parent) as directory:
         os.chmod(directory, 0o777)
@@ -238,7 +241,9 @@ def mounted_only(here: Path, module_mount: Mounted) -> None:
 def test_hints_that_decide_about_the_files_of_others_are_for_the_owner(
     here: Path, module_mount: Mounted
 ) -> None:
-    """Who may write to a directory could have it removed by marking it, and have others' files stored without copies."""
+    """Who may write to a directory could have it removed by marking it, and have others' files
+    stored without copies.
+    """
     mounted_only(here, module_mount)
     shared = here / "shared"
     shared.mkdir()

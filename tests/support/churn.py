@@ -65,8 +65,8 @@ WEIGHTS = {
 class Churn:
     """Works on ``fs`` as programs do, and enters all of it in ``ledger``.
 
-    ``before_note`` is called before each entry, under ``lock``; it may raise to end the work. Whoever holds
-    the lock can be sure that no call begins or counts as acknowledged.
+    ``before_note`` is called before each entry, under ``lock``; it may raise to end the work.
+    Whoever holds the lock can be sure that no call begins or counts as acknowledged.
     """
 
     def __init__(
@@ -81,10 +81,13 @@ class Churn:
         self._kind = ""
         self._handles: dict[int, int] = {}  # handle -> ino
         self.disks_fail = False
-        """Whether a scrub may find flaws: what a failing disk has kept from being written or read."""
+        """Whether a scrub may find flaws: what a failing disk has kept from being written or read.
+        """
 
     async def step(self) -> None:
-        """One random operation, if there is something to do it to. Raises FsError as the filesystem does."""
+        """One random operation, if there is something to do it to. Raises FsError as the filesystem
+        does.
+        """
         kind = self.rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         self._kind = kind
         await getattr(self, f"_{kind}")()
@@ -251,7 +254,9 @@ class Churn:
         await self._publish(path, new, state)
 
     async def _publish(self, path: bytes, new: bytes, state: State, flags: int = 0) -> None:
-        """A rename: if the new name is there, so are the bytes below it, and when it returns, the name is."""
+        """A rename: if the new name is there, so are the bytes below it, and when it returns, the
+        name is.
+        """
         moving = (path, new) if flags == EXCHANGE else (path,)
         below = {
             entry.ino
@@ -394,7 +399,9 @@ class Churn:
                 await self._drained([ino])
 
     async def _group(self) -> None:
-        """Some files get equal parts, and are stored together as far as nobody else has drained them already."""
+        """Some files get equal parts, and are stored together as far as nobody else has drained
+        them already.
+        """
         paths = [
             path
             for path in self._paths(stat.S_IFREG)

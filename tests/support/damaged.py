@@ -1,4 +1,6 @@
-"""A store for fsck's tests: filled with every feature, then damaged record by record or object by object."""
+"""A store for fsck's tests: filled with every feature, then damaged record by record or object by
+object.
+"""
 
 import copy
 import os
@@ -125,7 +127,9 @@ class DamagedStore:
             os.close(source.fd)
 
     async def _share(self, fs: Filesystem) -> None:
-        """Two files that have the chunk COMMON in common; the first one has many records of its extent list."""
+        """Two files that have the chunk COMMON in common; the first one has many records of its
+        extent list.
+        """
         private = Segment(os.urandom(70), is_shared=False)
         contents = {
             "/a/first": [COMMON, private, *[Segment(bytes(UNIT))] * 150, COMMON],
@@ -271,7 +275,9 @@ class DamagedStore:
         )
 
     def shared_container(self) -> tuple[int, Path]:
-        """Number and path of the container that all shared chunks lie in, beside the recipe of /z/other."""
+        """Number and path of the container that all shared chunks lie in, beside the recipe of
+        /z/other.
+        """
         oid = self.inode("/z/other").oid
         record = self.transact(lambda tx: tx.get(keys.chunk_list(oid, 0)))
         ((number, _, _),) = chunk_lists.decode_shares(record)

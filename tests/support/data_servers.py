@@ -1,4 +1,6 @@
-"""Data servers in temporary directories, and a hook that makes single operations on them fail or wait."""
+"""Data servers in temporary directories, and a hook that makes single operations on them fail or
+wait.
+"""
 
 import errno
 import os
@@ -41,7 +43,9 @@ def opened(table: dict[int, str], threads: int = 8) -> Iterator[Servers]:
 
 @contextmanager
 def data_servers(parent: Path, count: int = 4) -> Iterator[Servers]:
-    """``count`` new servers below ``parent``, identified; on leaving, no thread and no descriptor may be left."""
+    """``count`` new servers below ``parent``, identified; on leaving, no thread and no descriptor
+    may be left.
+    """
     with opened(make_table(parent, count)) as servers:
         yield servers
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("aifs-data")]
@@ -60,7 +64,9 @@ def open_below(parent: Path) -> list[str]:
 
 
 class FaultHook:
-    """Calls ``action(op, path)`` before each operation on persistent files; it may raise or wait."""
+    """Calls ``action(op, path)`` before each operation on persistent files; it may raise or
+    wait.
+    """
 
     installed: "FaultHook | None" = None
 
@@ -99,7 +105,9 @@ def hooked(action: Callable[[str, str], None] = lambda op, path: None) -> Iterat
 
 @contextmanager
 def failing(ops: str | tuple[str, ...], below: str, number: int = errno.EIO) -> Iterator[list[str]]:
-    """Operations ``ops`` on paths below ``below`` fail with ``number``. Yields the list of those that did, but for probes."""
+    """Operations ``ops`` on paths below ``below`` fail with ``number``. Yields the list of those
+    that did, but for probes.
+    """
     ops = (ops,) if isinstance(ops, str) else ops
     failed: list[str] = []
 
@@ -114,7 +122,9 @@ def failing(ops: str | tuple[str, ...], below: str, number: int = errno.EIO) -> 
 
 
 async def list_window(servers: Servers, first_oid: int, end_oid: int) -> list[tuple[int, int, int]]:
-    """(server id, ino, oid) of all objects with first_oid <= oid < end_oid on servers that are present. Raises Unavailable."""
+    """(server id, ino, oid) of all objects with first_oid <= oid < end_oid on servers that are
+    present. Raises Unavailable.
+    """
     everywhere = [server for server in servers.values() if not server.absent]
     results = await gather(
         [(server.workers, server.list_range, (first_oid, end_oid)) for server in everywhere]

@@ -1,10 +1,13 @@
-"""Metadata engines that use every freedom that kv.py leaves them, to find callers that rely on more.
+"""Metadata engines that use every freedom that kv.py leaves them, to find callers that rely on
+more.
 
-LMDB's engine never suspends, runs each function once and commits at once. One behind a socket does none of that:
+LMDB's engine never suspends, runs each function once and commits at once. One behind a socket does
+none of that:
 
 * ``suspending`` lets other tasks run before and after a transaction or a view;
 * ``repeating`` runs each function on state that is thrown away, and then again;
-* ``conflicting`` runs each function on state that is thrown away, lets others commit, and runs it on what they left.
+* ``conflicting`` runs each function on state that is thrown away, lets others commit, and runs it
+  on what they left.
 
 How often they suspend is drawn from a seed that pytest prints (``--engine-seed``).
 """

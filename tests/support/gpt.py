@@ -1,8 +1,9 @@
 """A small GPT that is trained for real, and what each rank of a parallel training would save of it.
 
-bfloat16 parameters with Adam in float32 (master weights, first and second moments), as large models are trained: 2 + 12
-bytes per parameter. The ways in which ranks share a model are those of Table 1 of AITurbo. A rank's state is flat: names
-such as ``model/blocks.0.mlp.up.weight`` and ``exp_avg/...``, each tensor with storage of its own.
+bfloat16 parameters with Adam in float32 (master weights, first and second moments), as large models
+are trained: 2 + 12 bytes per parameter. The ways in which ranks share a model are those of Table 1
+of AITurbo. A rank's state is flat: names such as ``model/blocks.0.mlp.up.weight`` and
+``exp_avg/...``, each tensor with storage of its own.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -65,9 +66,11 @@ class Gpt(nn.Module):
 
 
 class Training:
-    """The model and its optimizer after ``step`` steps: what they hold depends on ``size``, ``seed`` and ``step`` alone.
+    """The model and its optimizer after ``step`` steps: what they hold depends on ``size``,
+    ``seed`` and ``step`` alone.
 
-    ``frozen``: the first so many blocks and both embeddings are not trained, so the optimizer has no state for them.
+    ``frozen``: the first so many blocks and both embeddings are not trained, so the optimizer has
+    no state for them.
     """
 
     def __init__(self, size: Size | None = None, seed: int = 0, frozen: int = 0) -> None:
@@ -91,7 +94,9 @@ class Training:
     def train(
         self, rate: float = 1e-3, beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8
     ) -> None:
-        """One step of Adam (Kingma and Ba, 2015). The batch has every token, so no gradient is all zero."""
+        """One step of Adam (Kingma and Ba, 2015). The batch has every token, so no gradient is all
+        zero.
+        """
         self.step += 1
         order = torch.randperm(
             self.size.vocabulary, generator=torch.Generator().manual_seed(self.seed + self.step)
@@ -130,7 +135,9 @@ def data_parallel(training: Training, ranks: int) -> list[State]:
 
 
 def zero1(training: Training, ranks: int) -> list[State]:
-    """ZeRO-1, and ZeRO-2, which differs in gradients alone: parameters everywhere, flat slices of the optimizer's state."""
+    """ZeRO-1, and ZeRO-2, which differs in gradients alone: parameters everywhere, flat slices of
+    the optimizer's state.
+    """
     parts = _flat_parts(training.optimizer(), ranks)
     return [_own(training.parameters()) | part for part in parts]
 
@@ -141,9 +148,11 @@ def zero3(training: Training, ranks: int) -> list[State]:
 
 
 def tensor_pipeline(training: Training, ranks: int) -> list[State]:
-    """Megatron: linear layers divided among 2 ranks, blocks among 2 stages, all of it ``ranks`` / 4 times.
+    """Megatron: linear layers divided among 2 ranks, blocks among 2 stages, all of it ``ranks`` / 4
+    times.
 
-    Embeddings are on both stages (the output is tied to them); norms and biases that follow a sum are not divided.
+    Embeddings are on both stages (the output is tied to them); norms and biases that follow a sum
+    are not divided.
     """
     assert ranks % 4 == 0 and training.size.blocks % 2 == 0
     state, states = training.parameters() | training.optimizer(), []
@@ -226,7 +235,9 @@ def new_bytes(
 
 
 def save(state: State, path: Path) -> None:
-    """Written by torch.save (nested: model, optimizer's kinds), or as safetensors, by the name's ending."""
+    """Written by torch.save (nested: model, optimizer's kinds), or as safetensors, by the name's
+    ending.
+    """
     if path.suffix == ".safetensors":
         save_safetensors(state, path)
         return

@@ -1,5 +1,5 @@
-"""Ranks of grouped writes as processes, and what must hold of them in any directory: the contract of
-``Group``, run on a plain directory (tests/unit) and on a mount (tests/mount)."""
+"""Ranks of grouped writes as processes, and what must hold of them in any directory: the contract
+of ``Group``, run on a plain directory (tests/unit) and on a mount (tests/mount)."""
 
 import multiprocessing
 import os
@@ -29,8 +29,9 @@ Body = Callable[..., Any]
 
 
 class Rank:
-    """A process that runs ``body(rank, self)``. ``outcome()``, to be asked for when it waits nowhere: what it
-    returned, or the exception that it raised as (name of its class, message); None if it was killed."""
+    """A process that runs ``body(rank, self)``. ``outcome()``, to be asked for when it waits
+    nowhere: what it returned, or the exception that it raised as (name of its class, message); None
+    if it was killed."""
 
     def __init__(self, rank: int, body: Body, *args: Any) -> None:
         self.rank = rank
@@ -198,7 +199,9 @@ def open_below(directory: Path) -> Iterator[str]:
 
 
 def await_closed(directory: Path) -> None:
-    """Until this process has nothing open there: what failed is closed a little later. A mount would be busy."""
+    """Until this process has nothing open there: what failed is closed a little later. A mount
+    would be busy.
+    """
     end = time.monotonic() + WAIT_S
     while any(open_below(directory)):
         assert time.monotonic() < end

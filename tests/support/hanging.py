@@ -1,4 +1,6 @@
-"""Servers that do not answer: operations below a directory wait until they are released, and are done then."""
+"""Servers that do not answer: operations below a directory wait until they are released, and are
+done then.
+"""
 
 import threading
 from collections.abc import Collection, Iterator

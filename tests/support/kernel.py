@@ -1,8 +1,10 @@
-"""Programs and the kernel's part of their calls, in process: descriptors, and passthrough to local files.
+"""Programs and the kernel's part of their calls, in process: descriptors, and passthrough to local
+files.
 
-``Kernel`` has the methods of the filesystem, with plain handles. Where the filesystem answers an open with a backing
-id, reads and writes go to that file directly, behind the filesystem's back, as FUSE passthrough does; where the open file
-is also "direct", they go to the filesystem. They go through ``files``, so that a test's hook sees them.
+``Kernel`` has the methods of the filesystem, with plain handles. Where the filesystem answers an
+open with a backing id, reads and writes go to that file directly, behind the filesystem's back, as
+FUSE passthrough does; where the open file is also "direct", they go to the filesystem. They go
+through ``files``, so that a test's hook sees them.
 """
 
 import errno
@@ -25,10 +27,12 @@ _ERRORS = {
 
 
 class Kernel:
-    """What lies between programs and ``fs``. It passes files through unless the configuration forbids it.
+    """What lies between programs and ``fs``. It passes files through unless the configuration
+    forbids it.
 
-    Like the kernel, it insists that all opens of an inode at a time are of one kind, and it opens the backing
-    file anew for each handle, with the handle's access mode. That must not have to wait for a lease.
+    Like the kernel, it insists that all opens of an inode at a time are of one kind, and it opens
+    the backing file anew for each handle, with the handle's access mode. That must not have to wait
+    for a lease.
     """
 
     def __init__(self, fs: Filesystem) -> None:
@@ -126,7 +130,9 @@ class Kernel:
         return len(data)
 
     def map(self, handle: int, length: int) -> mmap.mmap | None:
-        """A shared, writable mapping of a passed-through file, which outlives the handle; None if it cannot be."""
+        """A shared, writable mapping of a passed-through file, which outlives the handle; None if
+        it cannot be.
+        """
         fd, flags = self._direct.get(handle, _NOT_DIRECT)
         if (
             fd is None

@@ -1,9 +1,9 @@
 """What a filesystem has acknowledged, and what may therefore be found after a crash.
 
-Names and attributes change one transaction at a time, so they are a list of *states*; after a crash the tree must
-be exactly one of them. The bytes of each file are a list of *versions*. A *floor* says that from some state on
-some files have at least these versions. Of what was changed after that, any byte may be old or new, or zero where
-the file did not always reach.
+Names and attributes change one transaction at a time, so they are a list of *states*; after a crash
+the tree must be exactly one of them. The bytes of each file are a list of *versions*. A *floor*
+says that from some state on some files have at least these versions. Of what was changed after
+that, any byte may be old or new, or zero where the file did not always reach.
 """
 
 from collections.abc import Iterable
@@ -33,7 +33,9 @@ State = dict[bytes, Entry]
 
 @dataclass
 class Ledger:
-    """Filled by whoever calls the filesystem: ``begin`` before each change of names, ``done`` after it."""
+    """Filled by whoever calls the filesystem: ``begin`` before each change of names, ``done`` after
+    it.
+    """
 
     states: list[State] = field(default_factory=lambda: [{}])
     acknowledged: int = 0  # index of a state
@@ -96,7 +98,9 @@ class Ledger:
     def promise(
         self, state: int, files: Iterable[int], written: dict[int, int] | None = None
     ) -> None:
-        """If the tree is at ``state`` or later, ``files`` have at least the versions acknowledged by now."""
+        """If the tree is at ``state`` or later, ``files`` have at least the versions acknowledged
+        by now.
+        """
         written = written or self.written
         self.floors.append((state, {ino: written[ino] for ino in files}))
 
@@ -113,8 +117,8 @@ class Ledger:
     def check(self, tree: dict[bytes, Found], killed: bool, any_size: bool = False) -> None:
         """AssertionError unless a crash may leave ``tree``.
 
-        ``killed``: only the process died, so everything acknowledged must be there. ``any_size``: what is not durable may
-        have any size between those that it had, as on a local filesystem.
+        ``killed``: only the process died, so everything acknowledged must be there. ``any_size``:
+        what is not durable may have any size between those that it had, as on a local filesystem.
         """
         found = {path: one.entry for path, one in tree.items()}
         first = self.acknowledged if killed else self.durable

@@ -1,7 +1,7 @@
 """A run of the model test is a chain of *lives*.
 
-Each life opens the store in a process of its own, and ends with a clean close or with SIGKILL. The oracle
-travels from one to the next.
+Each life opens the store in a process of its own, and ends with a clean close or with SIGKILL. The
+oracle travels from one to the next.
 """
 
 import logging
@@ -42,7 +42,9 @@ class Mismatch(AssertionError):
 
 
 def run(config: Config, ops: list[Op]) -> int:
-    """All operations, on a freshly formatted store; returns how often it was killed. Raises Mismatch."""
+    """All operations, on a freshly formatted store; returns how often it was killed. Raises
+    Mismatch.
+    """
     oracle, numbers, position, kills = Oracle(), {ROOT: ROOT}, 0, 0
     while position < len(ops):
         oracle, numbers, position, killed = in_child(_live, config, oracle, numbers, ops, position)
@@ -51,7 +53,9 @@ def run(config: Config, ops: list[Op]) -> int:
 
 
 def in_child(function: Callable, *args: Any) -> Any:
-    """What ``function`` returns in a process of its own. Where that ends with ``True`` the process was killed."""
+    """What ``function`` returns in a process of its own. Where that ends with ``True`` the process
+    was killed.
+    """
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,6 @@
-"""Runs operations on the real filesystem, in process, and on the oracle, and compares what they say."""
+"""Runs operations on the real filesystem, in process, and on the oracle, and compares what they
+say.
+"""
 
 import errno
 import mmap
@@ -19,7 +21,9 @@ from tests.support.sequences import Op, payload
 
 _END_OF_TIME = 1 << 63
 _CLOCK_TICK_NS = 20 * 10**6
-"""How far the clock that the kernel takes file times from may be behind: burst copies tell such times."""
+"""How far the clock that the kernel takes file times from may be behind: burst copies tell such
+times.
+"""
 
 _WAIT_S = 60  # for what must happen; a test that waits so long fails
 
@@ -33,7 +37,8 @@ class Life:
         self.oracle = oracle
         self.numbers = numbers
         self._inline_limit = layout.inline_limit
-        # Chunks of interleaved files have no holes of single pages, nor has what is staged, protected or unprotected later.
+        # Chunks of interleaved files have no holes of single pages, nor has what is staged,
+        # protected or unprotected later.
         plain = layout.kind == "striped" and layout.replicas == 1 and not layout.ec[1]
         self._exact_blocks = plain and not config.burst.directories
         self._slots: dict[int, tuple[Any, int]] = {}
@@ -48,7 +53,9 @@ class Life:
     async def both(
         self, method: str, real_args: tuple, oracle_args: tuple
     ) -> tuple[Any, Any] | None:
-        """Call the method of both. The two results, or None where both failed with the same errno."""
+        """Call the method of both. The two results, or None where both failed with the same
+        errno.
+        """
         self.oracle.clock = clock = Stamp(time.time_ns() - _CLOCK_TICK_NS, _END_OF_TIME)
         expected, expected_error = _attempt(getattr(self.oracle, method), oracle_args)
         found, found_error = None, None
@@ -292,7 +299,9 @@ class Life:
                 assert found == expected, f"{method} {args}: {_difference(found, expected)}"
 
     def _place(self, slot: int, offset: int) -> int:
-        """Where a write goes; for a handle with O_APPEND the kernel asks for the end of the file."""
+        """Where a write goes; for a handle with O_APPEND the kernel asks for the end of the
+        file.
+        """
         return self.target(slot).size if slot in self._appending else offset
 
     async def _write(self, slot: int, seed: int, length: int, offset: int) -> None:
@@ -333,7 +342,9 @@ class Life:
             await self._getattr_(to_slot)
 
     async def _seek(self, slot: int, offset: int, whence: int) -> None:
-        """What is passed over on the way to the next data, and what follows a hole's begin, must be zeros."""
+        """What is passed over on the way to the next data, and what follows a hole's begin, must be
+        zeros.
+        """
         inode = self.target(slot)
         if inode is None:
             return
@@ -469,7 +480,9 @@ class Life:
             self._dirs[slot] = (self.numbers[inode.ino], self.oracle.opendir(inode.ino), 0, [])
 
     async def _list_some(self, slot: int, batches: int) -> None:
-        """Go on with a listing; at its end, it must have been true to what stayed and what came and went."""
+        """Go on with a listing; at its end, it must have been true to what stayed and what came and
+        went.
+        """
         if slot not in self._dirs:
             return
         number, handle, cookie, seen = self._dirs[slot]

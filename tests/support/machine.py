@@ -91,7 +91,9 @@ class Machine:
             os.close(before)
 
     def run(self, op: Op) -> tuple:
-        """("ok", value) or (errno's name,), and what the operation did to the files that it mentions."""
+        """("ok", value) or (errno's name,), and what the operation did to the files that it
+        mentions.
+        """
         with self.inside():
             before = self._describe(op)
             started_ns = time.time_ns()
@@ -113,7 +115,9 @@ class Machine:
         return self._slots.get(slot, _NO_DESCRIPTOR)
 
     def _describe(self, op: Op) -> dict[Any, dict[str, int] | None]:
-        """Attributes of everything mentioned: paths, the directories that they are in, descriptors."""
+        """Attributes of everything mentioned: paths, the directories that they are in,
+        descriptors.
+        """
         if op[0] == "as_user":
             op = op[2]
         found: dict[Any, dict[str, int] | None] = {}
@@ -126,7 +130,9 @@ class Machine:
         return found
 
     def tree(self) -> dict[bytes, tuple]:
-        """Everything below the root: attributes, content, extended attributes, and which names are links."""
+        """Everything below the root: attributes, content, extended attributes, and which names are
+        links.
+        """
         found: dict[bytes, tuple] = {}
         inodes: dict[int, bytes] = {}
         with self.inside():
@@ -281,7 +287,9 @@ class Machine:
     def _map(
         self, slot: int, length: int, offset: int, protection: int
     ) -> tuple[mmap.mmap, int] | None:
-        """A shared mapping of the whole range, or None where a page of it lies beyond the end of the file."""
+        """A shared mapping of the whole range, or None where a page of it lies beyond the end of
+        the file.
+        """
         fd = self._fd(slot)
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode) or not length or offset + length > info.st_size:
@@ -318,7 +326,9 @@ class Machine:
         return True
 
     def _poke(self, number: int, seed: int, length: int, offset: int) -> int | None:
-        """Write to a kept mapping, by way of /proc: where the file has been cut, that is an error and no signal."""
+        """Write to a kept mapping, by way of /proc: where the file has been cut, that is an error
+        and no signal.
+        """
         mapping = self._maps.get(number)
         if mapping is None or offset + length > len(mapping):
             return None
@@ -472,7 +482,8 @@ def _changes(op: Op, before: dict, after: dict, started_ns: int, timed: bool) ->
         fifo = stat.S_ISFIFO(
             new["mode"]
         )  # the kernel alone carries its bytes, and tells FUSE nothing
-        # Cutting a file to the size that it has may touch its times or not, and the kernel's "now" has coarse ticks.
+        # Cutting a file to the size that it has may touch its times or not, and the kernel's "now"
+        # has coarse ticks.
         if old is None or kind in _UNTIMED or same_size or fifo or sets_now or not timed:
             continue
         for name in ("mtime_ns", "ctime_ns"):

@@ -1,4 +1,6 @@
-"""Directories in memory: what tests write there costs no disk, and the filesystem may do it on the trio thread."""
+"""Directories in memory: what tests write there costs no disk, and the filesystem may do it on the
+trio thread.
+"""
 
 import tempfile
 from collections.abc import Iterator

@@ -1,6 +1,8 @@
-"""Random operations for the filesystem without a kernel: what they are called, and with which arguments.
+"""Random operations for the filesystem without a kernel: what they are called, and with which
+arguments.
 
-Paths are tuples of names, slots stand for handles. What each operation does is ``lockstep``'s business.
+Paths are tuples of names, slots stand for handles. What each operation does is ``lockstep``'s
+business.
 """
 
 import os

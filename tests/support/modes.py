@@ -1,7 +1,8 @@
 """Ways to configure a store, for suites that are to hold in all of them.
 
-The burst tier is off, on, or tiny, so that admission, draining, eviction and staging happen all the time; bytes are
-passed through to it or go by way of the daemon; drained files are striped or interleaved, plain, replicated or coded.
+The burst tier is off, on, or tiny, so that admission, draining, eviction and staging happen all the
+time; bytes are passed through to it or go by way of the daemon; drained files are striped or
+interleaved, plain, replicated or coded.
 """
 
 from collections.abc import Mapping
@@ -34,8 +35,8 @@ CONTAINER_SIZE = 64 << 10
 
 
 def make_store(directory: Path, settings: Mapping[str, object], servers: int = 0) -> None:
-    """An empty store in the missing ``directory``, which keeps its settings in itself, with so many data servers (0: as
-    many as by default)."""
+    """An empty store in the missing ``directory``, which keeps its settings in itself, with so many
+    data servers (0: as many as by default)."""
     directory.mkdir()
     tree: dict = {"servers": [f"data/{number}" for number in range(servers)]} if servers else {}
     for key, value in ({"meta.backup_interval": "0"} | dict(settings)).items():

@@ -1,4 +1,6 @@
-"""A real mount for tests: its own store, a daemon process started through the command line, checks at the end."""
+"""A real mount for tests: its own store, a daemon process started through the command line, checks
+at the end.
+"""
 
 import json
 import os
@@ -22,7 +24,8 @@ _PROBLEM = re.compile(r" (WARNING|ERROR|CRITICAL) ")
 def aifs(
     *args: str | Path, check: bool = True, descriptors: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command ``aifs`` with ``args``; with ``check`` a failure fails the test with what it said.
+    """Run the command ``aifs`` with ``args``; with ``check`` a failure fails the test with what it
+    said.
 
     ``descriptors``: how many it, and a daemon that it starts, may have (0: as many as we)."""
     command = [sys.executable, "-m", "aifs.cli.main", *map(str, args)]
@@ -53,7 +56,9 @@ def aifs_on_terminal(*args: str | Path) -> str:
 
 
 class Mounted:
-    """A store and its mount. ``path`` is the mountpoint, ``source`` the store's directory, ``pid`` the daemon."""
+    """A store and its mount. ``path`` is the mountpoint, ``source`` the store's directory, ``pid``
+    the daemon.
+    """
 
     def __init__(self, directory: Path, options: Sequence[str] = (), burst: bool = True) -> None:
         self.path = directory / "mnt"

@@ -1,8 +1,8 @@
 """A POSIX filesystem in memory, naive and obviously right, with the methods of the real one.
 
-It answers what a correct filesystem answers below a kernel that checks permissions (it has no permission checks
-of its own). Times are ``Stamp`` intervals: the caller sets ``clock`` to a new one before each call, and
-narrows it down afterwards. Contents may be sparse.
+It answers what a correct filesystem answers below a kernel that checks permissions (it has no
+permission checks of its own). Times are ``Stamp`` intervals: the caller sets ``clock`` to a new one
+before each call, and narrows it down afterwards. Contents may be sparse.
 """
 
 import os
@@ -468,7 +468,9 @@ class Oracle:
                 del self.inodes[ino]
 
     def end(self, crashed: bool) -> None:
-        """The filesystem ends, with open files. A crash loses no byte, but may set times of writes back."""
+        """The filesystem ends, with open files. A crash loses no byte, but may set times of writes
+        back.
+        """
         self.handles.clear()
         self._access.clear()
         self.dir_handles.clear()

@@ -1,7 +1,7 @@
 """Random system calls: what they are called, and with which arguments.
 
-They mention only names, slots (for descriptors) and numbers, so that the same sequence runs on any filesystem.
-``machine`` runs them.
+They mention only names, slots (for descriptors) and numbers, so that the same sequence runs on any
+filesystem. ``machine`` runs them.
 """
 
 import mmap
@@ -59,7 +59,8 @@ def _slot(rng: random.Random) -> int:
 def _mode(rng: random.Random) -> int:
     usual = (0o644, 0o600, 0o755, 0o777, 0o4755, 0o2755, 0o1777, 0o444, 0o000)
     mode = rng.choice((*usual, rng.randrange(0o10000)))
-    # FUSE in the kernel does not clear a setgid bit that comes without group execution: nothing to compare.
+    # FUSE in the kernel does not clear a setgid bit that comes without group execution: nothing to
+    # compare.
     return mode | 0o010 if mode & 0o2000 else mode
 
 

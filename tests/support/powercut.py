@@ -1,16 +1,20 @@
-"""Power cuts: record what the program does to persistent files, and make states that a cut could leave.
+"""Power cuts: record what the program does to persistent files, and make states that a cut could
+leave.
 
 ``PowerCut`` hooks itself below ``aifs.core.files``. The model is strict:
 
-* Nothing of a file is on disk but what ``sync_file`` (or ``sync_filesystem``) covered. Of the writes and
-  truncations since then a random prefix is kept; of the writes after the last truncation in it any may be
-  missing, and the last may be torn.
-* Names are on disk when their directory is synced, whatever became of the file. Of the changes of names since
-  then a random prefix is kept, for each directory by itself. A rename within a directory is all or nothing.
-* LMDB writes its data file itself. Its content is copied at the fault points around an LMDB commit; a crash
-  at the later one may leave the old content, the new one, or all new pages with the old meta pages.
+* Nothing of a file is on disk but what ``sync_file`` (or ``sync_filesystem``) covered. Of the
+  writes and truncations since then a random prefix is kept; of the writes after the last truncation
+  in it any may be missing, and the last may be torn.
+* Names are on disk when their directory is synced, whatever became of the file. Of the changes of
+  names since then a random prefix is kept, for each directory by itself. A rename within a
+  directory is all or nothing.
+* LMDB writes its data file itself. Its content is copied at the fault points around an LMDB commit;
+  a crash at the later one may leave the old content, the new one, or all new pages with the old
+  meta pages.
 
-Files that are there at the start, or come to be in other ways than through ``files``, count as synced.
+Files that are there at the start, or come to be in other ways than through ``files``, count as
+synced.
 """
 
 import os
@@ -104,7 +108,9 @@ class _Directory:
 
 
 def make_sizes_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that commits, new windows of ids and growth of the map happen all the time; each cut is a new boot."""
+    """So that commits, new windows of ids and growth of the map happen all the time; each cut is a
+    new boot.
+    """
     monkeypatch.setattr(journal, "SEGMENT_BYTES", 64 << 10)
     monkeypatch.setattr(lmdb_engine, "CHUNK_KEYS", 20)
     monkeypatch.setattr(lmdb_engine, "COMMIT_AGE_S", 0.02)
@@ -118,16 +124,19 @@ def make_sizes_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_copies_one_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state that a cut left is opened by the owner that had the store, wherever it was written to."""
+    """A state that a cut left is opened by the owner that had the store, wherever it was written
+    to.
+    """
     monkeypatch.setattr(ownership, "place_of", lambda meta: (0, 0, 0))
 
 
 class PowerCut:
-    """``with PowerCut(root) as cut:`` records everything below ``root`` that is opened from then on.
+    """``with PowerCut(root) as cut:`` records everything below ``root`` that is opened from then
+    on.
 
-    ``crashed`` says whether a fault point given to ``crash_at`` was reached; from then on nothing more is
-    recorded, so the program under test may be closed in the ordinary way. ``boots`` counts the states that were
-    made: the machine has been started anew for each.
+    ``crashed`` says whether a fault point given to ``crash_at`` was reached; from then on nothing
+    more is recorded, so the program under test may be closed in the ordinary way. ``boots`` counts
+    the states that were made: the machine has been started anew for each.
     """
 
     boots = 0
@@ -154,7 +163,9 @@ class PowerCut:
         faults.disarm_all()
 
     def crash_at(self, point: str, occurrence: int = 1) -> None:
-        """Raise SimulatedCrash when ``point`` is reached for the ``occurrence``-th time from now."""
+        """Raise SimulatedCrash when ``point`` is reached for the ``occurrence``-th time from
+        now.
+        """
         self._crash_points[point] = occurrence
         faults.arm(point, lambda: self._reached(point))
 
@@ -267,7 +278,9 @@ class PowerCut:
     # The outcome
 
     def materialise(self, target: Path, rng: random.Random) -> None:
-        """Fill the empty or missing ``target`` with a state that a cut now, or at the crash, may leave."""
+        """Fill the empty or missing ``target`` with a state that a cut now, or at the crash, may
+        leave.
+        """
         PowerCut.boots += 1
         with self._lock:
             _write_tree(self._tree, target, rng)
@@ -333,7 +346,8 @@ def _prefix(count: int, rng: random.Random) -> int:
 
 
 class Cut(PowerCut):
-    """A power cut that comes after a number of changes of files, wherever that is; or at a fault point.
+    """A power cut that comes after a number of changes of files, wherever that is; or at a fault
+    point.
 
     ``killed``: the daemon alone ends; nothing that it would do to files while it unwinds happens.
     """

@@ -1,8 +1,8 @@
 """Random operation sequences that can be replayed and made smaller.
 
-An operation is a tuple of plain values that means something in every state (it may fail there, of course).
-So any subset of a failing sequence is a sequence too, and the shortest one that still fails is found by leaving
-operations out.
+An operation is a tuple of plain values that means something in every state (it may fail there, of
+course). So any subset of a failing sequence is a sequence too, and the shortest one that still
+fails is found by leaving operations out.
 """
 
 import random
@@ -13,7 +13,9 @@ Generator = Callable[[random.Random], Op]
 
 
 class Weighted:
-    """Chooses among named generators in proportion to their weights; begins with those of ``base``."""
+    """Chooses among named generators in proportion to their weights; begins with those of
+    ``base``.
+    """
 
     def __init__(self, base: "Weighted | None" = None) -> None:
         self._generators: dict[str, Generator] = dict(base._generators) if base else {}

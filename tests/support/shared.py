@@ -1,4 +1,6 @@
-"""Files that are extent lists, stored without a group: shared chunks, chunks of their own, zeros."""
+"""Files that are extent lists, stored without a group: shared chunks, chunks of their own,
+zeros.
+"""
 
 import os
 import random
@@ -23,7 +25,9 @@ ME = Caller()
 
 
 class Segment(NamedTuple):
-    """A range of a file, which becomes one extent: zeros (of ``data``, the length counts), or a chunk of these bytes."""
+    """A range of a file, which becomes one extent: zeros (of ``data``, the length counts), or a
+    chunk of these bytes.
+    """
 
     data: bytes
     is_shared: bool = True
@@ -73,8 +77,8 @@ async def store(
     level: int = 0,
     servers: Sequence[int] = (),
 ) -> None:
-    """Give files, which nobody has open and which have no burst copy, these bytes, as a grouped drain of them all does.
-    ``servers``: where new chunks may go (none: anywhere)."""
+    """Give files, which nobody has open and which have no burst copy, these bytes, as a grouped
+    drain of them all does. ``servers``: where new chunks may go (none: anywhere)."""
     fd = os.memfd_create("segments")
     try:
         os.write(fd, b"".join(bytes_of(segments) for segments in contents.values()))

@@ -42,7 +42,9 @@ def slots_on(servers: tuple[int, ...], redundancy: Redundancy) -> tuple[Striped,
 
 
 class Shelf:
-    """Writer, reader, and a catalogue in memory. ``lists``: chunks by oid, those of the file's own."""
+    """Writer, reader, and a catalogue in memory. ``lists``: chunks by oid, those of the file's
+    own.
+    """
 
     def __init__(
         self,
@@ -155,8 +157,8 @@ class Shelf:
     async def store_extents(
         self, contents: dict[int, bytes], chunk: int = 65536, level: int = 0
     ) -> None:
-        """The same as extent lists: cut at borders that differ from file to file, with zeros left out, and equal chunks stored
-        once, but for each fifth, which is the file's own."""
+        """The same as extent lists: cut at borders that differ from file to file, with zeros left
+        out, and equal chunks stored once, but for each fifth, which is the file's own."""
         layout = Interleaved(chunk, True)
         with self.sources(contents, chunk, level) as sources:
             lists: dict[int, list[Extent]] = {}

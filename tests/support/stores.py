@@ -1,4 +1,6 @@
-"""The filesystem in process, on a store in memory, and what most suites do with it: files written, drained, read."""
+"""The filesystem in process, on a store in memory, and what most suites do with it: files written,
+drained, read.
+"""
 
 import json
 import os
@@ -39,8 +41,9 @@ async def opened(
     servers: int = 0,
     sound: bool = True,
 ) -> AsyncIterator[Filesystem]:
-    """The filesystem of the store in ``directory``, which is made where it is missing: with a suite's settings ``base``
-    and a test's own. When it is closed its garbage has been collected, and with ``sound`` fsck finds nothing."""
+    """The filesystem of the store in ``directory``, which is made where it is missing: with a
+    suite's settings ``base`` and a test's own. When it is closed its garbage has been collected,
+    and with ``sound`` fsck finds nothing."""
     if not directory.exists():
         await trio.to_thread.run_sync(modes.make_store, directory, {**base, **settings}, servers)
     config = modes.config_of(directory)

@@ -10,7 +10,8 @@ from typing import Any
 def in_process(
     function: Callable[[], Any], uid: int = 0, gid: int | None = None, groups: tuple[int, ...] = ()
 ) -> Any:
-    """What ``function()`` returns, or the OSError that it raises, in a child process of user ``uid``.
+    """What ``function()`` returns, or the OSError that it raises, in a child process of user
+    ``uid``.
 
     The group is ``uid`` too unless ``gid`` is given.
     """

@@ -1,4 +1,6 @@
-"""Where files are cut: at tensors, alike wherever they lie; and never wrongly, whatever a file pretends to be."""
+"""Where files are cut: at tensors, alike wherever they lie; and never wrongly, whatever a file
+pretends to be.
+"""
 
 import io
 import itertools

@@ -1,4 +1,6 @@
-"""What the bridge hands over, its ioctls, and what is said where something is missing; without a kernel."""
+"""What the bridge hands over, its ioctls, and what is said where something is missing; without a
+kernel.
+"""
 
 import errno
 import logging

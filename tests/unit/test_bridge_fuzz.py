@@ -1,4 +1,6 @@
-"""The bridge's message code under the address and undefined-behaviour sanitizers, fed with damaged messages."""
+"""The bridge's message code under the address and undefined-behaviour sanitizers, fed with damaged
+messages.
+"""
 
 import shutil
 import subprocess

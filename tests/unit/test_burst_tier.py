@@ -1,4 +1,6 @@
-"""Admission, throttling and the choice of victims: whatever happens, by the tier's own accounting."""
+"""Admission, throttling and the choice of victims: whatever happens, by the tier's own
+accounting.
+"""
 
 import logging
 from types import SimpleNamespace
@@ -68,7 +70,7 @@ def promise(tier: BurstTier, server: FakeServer, copy_id: int, expected: int) ->
     tier._devices[server.id].promise(copy_id, expected)
 
 
-# --- admission -----------------------------------------------------------------------------------------
+# --- admission ------------------------------------------------------------------------------------
 
 
 def test_policy_and_room_decide():
@@ -194,7 +196,7 @@ async def test_the_length_of_what_is_written_behind_our_back_is_looked_at():
     assert tier.admit("") is None
 
 
-# --- throttle --------------------------------------------------------------------------------------------
+# --- throttle -------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 100), min_size=2, max_size=30), st.sampled_from([0.0, 1e6, 1e9]))
@@ -252,7 +254,7 @@ def test_what_others_store_there_moves_the_marks():
     assert tier.pressure == pytest.approx(1)
 
 
-# --- eviction --------------------------------------------------------------------------------------------
+# --- eviction -------------------------------------------------------------------------------------
 
 
 def test_eviction_goes_down_to_the_low_mark_and_spares_what_is_dirty():
@@ -318,7 +320,7 @@ async def test_the_background_task_ends_when_told(autojump_clock):
     await tier.close()
 
 
-# --- the ledger ------------------------------------------------------------------------------------------
+# --- the ledger -----------------------------------------------------------------------------------
 
 EVENTS = st.lists(
     st.tuples(

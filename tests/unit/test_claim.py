@@ -1,4 +1,6 @@
-"""The file that says who has a store: of two claims the newer counts, and a torn write leaves the one before."""
+"""The file that says who has a store: of two claims the newer counts, and a torn write leaves the
+one before.
+"""
 
 import os
 from dataclasses import replace

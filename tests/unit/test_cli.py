@@ -1,4 +1,6 @@
-"""The command line in process: what it prints, its exit codes, its options. Mounts: test_cli_mount.py."""
+"""The command line in process: what it prints, its exit codes, its options. Mounts:
+test_cli_mount.py.
+"""
 
 import errno
 import json
@@ -29,7 +31,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
     return code, err.removeprefix("aifs: ").rstrip("\n")
 
 
-# --- help and usage ----------------------------------------------------------------------------------
+# --- help and usage -------------------------------------------------------------------------------
 
 
 def test_help_documents_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +115,7 @@ def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Commands:" in err
 
 
-# --- config ------------------------------------------------------------------------------------------
+# --- config ---------------------------------------------------------------------------------------
 
 
 def test_config_shows_values_and_origins(
@@ -145,7 +147,7 @@ def test_a_wrong_configuration_exits_with_3(
     assert said == "-o layout.unti: unknown key; the nearest valid key is layout.unit"
 
 
-# --- mount options -----------------------------------------------------------------------------------
+# --- mount options --------------------------------------------------------------------------------
 
 KEYS = ["servers", "layout.unit"]
 
@@ -227,7 +229,7 @@ def test_a_sloppy_mount_ignores_unknown_options() -> None:
     assert parse(["uid=5,ro"], KEYS, True, sloppy=True) == parse(["ro"], KEYS, True)
 
 
-# --- commands on what is no store and no mount -------------------------------------------------------
+# --- commands on what is no store and no mount ----------------------------------------------------
 
 
 def test_mount_without_a_store(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -356,7 +358,7 @@ def test_a_file_name_that_is_no_text_is_printed_as_it_is(
     )
 
 
-# --- format, server add ------------------------------------------------------------------------------
+# --- format, server add ---------------------------------------------------------------------------
 
 
 def test_format_makes_a_store_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -391,7 +393,7 @@ def test_a_server_is_added_to_a_store_that_is_not_mounted(
     assert json.loads((burst / ".aifs").read_text())["role"] == "burst"
 
 
-# --- fsck --------------------------------------------------------------------------------------------
+# --- fsck -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""The commands of the burst tier in process, on a mount that is played: what they ask of it, print, and exit with."""
+"""The commands of the burst tier in process, on a mount that is played: what they ask of it, print,
+and exit with.
+"""
 
 import errno
 import json
@@ -17,7 +19,9 @@ MIB = 1 << 20
 
 
 class Played:
-    """A directory of plain files whose hints are answered here. Each pause of a command is a step of the background work."""
+    """A directory of plain files whose hints are answered here. Each pause of a command is a step
+    of the background work.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -141,7 +145,7 @@ def test_a_dead_daemon_is_named() -> None:
     assert said == "/mnt/s/x: the daemon of this mount is gone; mount the store here again"
 
 
-# --- drain -------------------------------------------------------------------------------------------
+# --- drain ----------------------------------------------------------------------------------------
 
 
 def test_drain_waits_until_all_is_drained(capsys, mount: Played) -> None:
@@ -198,7 +202,7 @@ def test_drain_says_once_that_a_server_fails(capsys, mount: Played) -> None:
     )
 
 
-# --- warm --------------------------------------------------------------------------------------------
+# --- warm -----------------------------------------------------------------------------------------
 
 
 def test_warm_stages_several_at_a_time(capsys, mount: Played, monkeypatch) -> None:
@@ -290,7 +294,7 @@ def test_warm_check_only_counts(capsys, mount: Played) -> None:
     assert json.loads(out)[f"{mount.root}/tree"]["bytes"]["clean"] == 3 * MIB
 
 
-# --- evict, pin --------------------------------------------------------------------------------------
+# --- evict, pin -----------------------------------------------------------------------------------
 
 
 def test_evict_says_what_stays_and_why(capsys, mount: Played) -> None:
@@ -336,7 +340,7 @@ def test_what_is_no_file_is_refused(capsys, mount: Played) -> None:
         assert err == f"aifs: {mount.root}/fifo: is neither a file nor a directory\n"
 
 
-# --- progress, doctor, status ------------------------------------------------------------------------
+# --- progress, doctor, status ---------------------------------------------------------------------
 
 
 def test_progress_elsewhere_than_on_a_terminal_is_a_line_now_and_then(capsys, monkeypatch) -> None:

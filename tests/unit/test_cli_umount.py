@@ -1,4 +1,6 @@
-"""What ``aifs umount`` says and when it ends, of a daemon that does not end. The daemon is another process that sleeps."""
+"""What ``aifs umount`` says and when it ends, of a daemon that does not end. The daemon is another
+process that sleeps.
+"""
 
 import os
 import socket
@@ -99,7 +101,9 @@ def test_a_process_that_has_the_number_of_a_dead_daemon_is_not_taken_for_it(daem
 def test_a_number_that_is_another_process_here_is_not_a_daemons(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A daemon in a container tells its number there; who unmounts outside by force must not kill who has it here."""
+    """A daemon in a container tells its number there; who unmounts outside by force must not kill
+    who has it here.
+    """
     monkeypatch.setattr(mounts, "read_status", lambda path: {"pid": os.getpid()})
     mount = Mount(1, str(tmp_path), FSTYPE, str(tmp_path / "store"))
     assert mounts._daemon_of(mount) is None

@@ -28,7 +28,7 @@ PATHS = st.lists(NAMES.filter(lambda name: name not in (".", "..")), min_size=1,
 )
 
 
-# --- the manifest ---------------------------------------------------------------------------------------
+# --- the manifest ---------------------------------------------------------------------------------
 
 
 @given(st.none() | st.integers(0), st.dictionaries(PATHS, DIGESTS, max_size=8))
@@ -72,7 +72,7 @@ def test_a_damaged_manifest_is_refused(damage, tmp_path: Path) -> None:  # noqa:
         manifest.read(str(tmp_path))
 
 
-# --- saving ---------------------------------------------------------------------------------------------
+# --- saving ---------------------------------------------------------------------------------------
 
 
 def test_a_save_gives_name_manifest_and_pointers(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_forked_child_can_hash_when_its_parent_has(tmp_path: Path) -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
-# --- publishing what programs have written ---------------------------------------------------------------
+# --- publishing what programs have written --------------------------------------------------------
 
 
 @pytest.fixture
@@ -300,7 +300,7 @@ def test_of_publishers_that_race_for_a_name_one_wins(tmp_path: Path) -> None:
         assert client.verify(directory / "latest") == []
 
 
-# --- the catalogue ---------------------------------------------------------------------------------------
+# --- the catalogue --------------------------------------------------------------------------------
 
 
 def test_the_list_tells_what_state_each_is_in(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A file that all ranks of a process group read: the plan, the exchange between hosts, and what they hear of failures."""
+"""A file that all ranks of a process group read: the plan, the exchange between hosts, and what
+they hear of failures.
+"""
 
 import errno
 import os

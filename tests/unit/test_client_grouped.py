@@ -60,7 +60,7 @@ class TestPlainDirectory(GroupContract):
         return tmp_path
 
 
-# --- the format ------------------------------------------------------------------------------------------
+# --- the format -----------------------------------------------------------------------------------
 
 
 @given(
@@ -132,7 +132,7 @@ def test_a_type_that_is_not_known_is_named() -> None:
         tensor_file.decode(memoryview(struct.pack("<Q", len(text)) + text.encode() + b"x"))
 
 
-# --- putfile, getfile ------------------------------------------------------------------------------------
+# --- putfile, getfile -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_directories_that_are_made_are_durable(tmp_path: Path) -> None:
     assert synced.directories == [str(tmp_path / part) for part in ("", "c", "c/d")]
 
 
-# --- futures ---------------------------------------------------------------------------------------------
+# --- futures --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("run", [asyncio.run, lambda coroutine: trio.run(lambda: coroutine)])
@@ -324,7 +324,7 @@ def test_a_future_cannot_be_cancelled() -> None:
     assert future.result() == 7
 
 
-# --- groups ----------------------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -467,7 +467,9 @@ def test_what_a_killed_rank_left_is_not_published(tmp_path: Path) -> None:
 def test_a_group_is_not_taken_for_the_one_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 is in the next group of this name and directory before rank 1 has seen how the last one ended."""
+    """Rank 0 is in the next group of this name and directory before rank 1 has seen how the last
+    one ended.
+    """
     may_look, is_waiting = threading.Event(), threading.Event()
     may_look.set()
     look = plain_group.PlainGroup._poll

@@ -1,4 +1,6 @@
-"""Checkpoints, where what is asked for, what is there or the clock is wrong: nothing is lost by it."""
+"""Checkpoints, where what is asked for, what is there or the clock is wrong: nothing is lost by
+it.
+"""
 
 import json
 import logging

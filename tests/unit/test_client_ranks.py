@@ -1,5 +1,5 @@
-"""Several ranks, here threads, save one checkpoint in a plain directory: who waits for whom, and what is in
-it at the end."""
+"""Several ranks, here threads, save one checkpoint in a plain directory: who waits for whom, and
+what is in it at the end."""
 
 import json
 import os

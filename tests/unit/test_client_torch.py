@@ -115,7 +115,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return directory
 
 
-# --- save -----------------------------------------------------------------------------------------------
+# --- save -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", [sinks.BUFFERED, sinks.DIRECT])
@@ -283,7 +283,7 @@ def _refuse() -> None:
     raise OSError(errno.EINVAL, "no")
 
 
-# --- pipelined ------------------------------------------------------------------------------------------
+# --- pipelined ------------------------------------------------------------------------------------
 
 
 def test_pipelined_saves_what_the_state_was(tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_the_end_of_the_training_process_ends_the_helper(tmp_path: Path) -> None
     assert names(tmp_path) == set()
 
 
-# --- parallel -------------------------------------------------------------------------------------------
+# --- parallel -------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 1 << 45), st.integers(1, 5000))
@@ -465,7 +465,7 @@ def test_a_named_group(tmp_path: Path) -> None:
         parallel_load(tmp_path / "step-1")
 
 
-# --- adapters -------------------------------------------------------------------------------------------
+# --- adapters -------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -24,7 +24,7 @@ def refusal(source: str, overrides: dict[str, str] | None = None) -> str:
     return message
 
 
-# --- values and where they come from ---------------------------------------------------------------
+# --- values and where they come from --------------------------------------------------------------
 
 
 def test_a_directory_source_implies_all_places(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_the_defaults_can_be_used_as_a_source(tmp_path: Path) -> None:
     assert loaded.data.threads == yaml.safe_load(text)["data"]["threads"]
 
 
-# --- mistakes --------------------------------------------------------------------------------------
+# --- mistakes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_the_low_mark_is_below_the_high_one(tmp_path: Path) -> None:
     )
 
 
-# --- data servers and their failure domains ----------------------------------------------------------
+# --- data servers and their failure domains -------------------------------------------------------
 
 
 def test_servers_may_have_failure_domains(tmp_path: Path) -> None:

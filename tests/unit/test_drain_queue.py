@@ -1,4 +1,6 @@
-"""The order in which files are drained: rank, then age; never before their time, and each by one worker."""
+"""The order in which files are drained: rank, then age; never before their time, and each by one
+worker.
+"""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,4 +1,6 @@
-"""fsck: each kind of damage is found and named, alone; what can be mended is, and then nothing is found."""
+"""fsck: each kind of damage is found and named, alone; what can be mended is, and then nothing is
+found.
+"""
 
 import errno
 import itertools
@@ -46,7 +48,8 @@ Found = list[tuple[str, str]]
 
 @dataclass
 class Damage:
-    """What to do to a store, the findings (kind, where), and where paths are after the repair (None: gone).
+    """What to do to a store, the findings (kind, where), and where paths are after the repair
+    (None: gone).
 
     ``{/path}`` stands for an inode number, ``{server N}`` for a server's directory.
     """
@@ -105,7 +108,7 @@ def _kinds(report: Report) -> Found:
     return sorted((finding.kind, finding.where) for finding in report.findings)
 
 
-# --- what is mended ----------------------------------------------------------------------------------
+# --- what is mended -------------------------------------------------------------------------------
 
 
 @mended(("wrong-link-count", "/a/striped"))
@@ -684,7 +687,7 @@ def _moved(
     return moved
 
 
-# --- what stays --------------------------------------------------------------------------------------
+# --- what stays -----------------------------------------------------------------------------------
 
 
 @stays(("unreadable-record", "/inline"))
@@ -853,7 +856,7 @@ def test_what_cannot_be_mended_is_named_and_left_alone(store: DamagedStore, dama
     assert store.stored() == objects
 
 
-# --- objects -----------------------------------------------------------------------------------------
+# --- objects --------------------------------------------------------------------------------------
 
 
 def test_a_missing_object_is_named_with_the_lost_bytes_and_stays_missing(
@@ -1014,7 +1017,7 @@ def test_lost_bytes_are_told_as_ranges_of_the_file(index: int, length: int, text
     assert lost_bytes(Striped(4, (0, 1, 2)), index, length, 26) == text
 
 
-# --- burst copies, containers, and what they hold --------------------------------------------------------
+# --- burst copies, containers, and what they hold -------------------------------------------------
 
 
 def test_a_missing_burst_copy_is_named_with_the_lost_bytes(store: DamagedStore) -> None:
@@ -1191,7 +1194,7 @@ def test_all_files_that_lost_a_shared_chunk_are_named(store: DamagedStore) -> No
     assert store.check().findings[-1].detail.endswith(f"3 chunks from 0 to 2 lay in {path}")
 
 
-# --- all bytes ---------------------------------------------------------------------------------------
+# --- all bytes ------------------------------------------------------------------------------------
 
 
 def test_all_bytes_are_what_was_stored(store: DamagedStore) -> None:
@@ -1359,7 +1362,7 @@ def _spoil(path: Path, offset: int) -> None:
         file.write(bytes((byte[0] ^ 255,)))
 
 
-# --- the whole ---------------------------------------------------------------------------------------
+# --- the whole ------------------------------------------------------------------------------------
 
 
 def test_a_healthy_store_has_no_findings_and_is_counted(store: DamagedStore) -> None:

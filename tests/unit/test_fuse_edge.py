@@ -1,4 +1,6 @@
-"""The FUSE edge without a kernel: error choke point, conversions, directory listings, waiting for requests."""
+"""The FUSE edge without a kernel: error choke point, conversions, directory listings, waiting for
+requests.
+"""
 
 import errno
 import logging

@@ -115,7 +115,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         pattern_file.read(str(binary))
 
 
-# --- the cache ----------------------------------------------------------------------------------------
+# --- the cache ------------------------------------------------------------------------------------
 
 
 def grown(pattern: Pattern, factor: float) -> Pattern:
@@ -178,7 +178,7 @@ def test_the_plans_used_last_are_kept() -> None:
     assert cache.hits == 2
 
 
-# --- the command --------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_there_are_examples() -> None:

@@ -1,4 +1,6 @@
-"""The planner of grouped writes: against the linear program, against brute force, and whole chunks placed by the rules."""
+"""The planner of grouped writes: against the linear program, against brute force, and whole chunks
+placed by the rules.
+"""
 
 import itertools
 import random
@@ -58,7 +60,9 @@ def patterns(
 
 
 def chunk_s(pattern: Pattern) -> float:
-    """How long the largest chunk takes over the slowest part: no rounding can be blamed for more."""
+    """How long the largest chunk takes over the slowest part: no rounding can be blamed for
+    more.
+    """
     slowest = min(
         *(node.bandwidth for node in (*pattern.sources, *pattern.destinations)),
         *pattern.links.values(),
@@ -68,7 +72,9 @@ def chunk_s(pattern: Pattern) -> float:
 
 
 def check(plan: Plan) -> None:
-    """A plan that can be carried out: every chunk from holders, to R distinct destinations, within the caps."""
+    """A plan that can be carried out: every chunk from holders, to R distinct destinations, within
+    the caps.
+    """
     assert not problems(plan.pattern, plan.shares)
     placed: Counter[tuple[int, int, int]] = Counter()
     moved = 0

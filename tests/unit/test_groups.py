@@ -1,4 +1,6 @@
-"""Groups without a filesystem: their texts, records and the state machine, on a clock that the tests turn."""
+"""Groups without a filesystem: their texts, records and the state machine, on a clock that the
+tests turn.
+"""
 
 import math
 import re
@@ -66,7 +68,7 @@ def records(draw: st.DrawFn) -> GroupRecord:
     )
 
 
-# --- texts -------------------------------------------------------------------------------------------------
+# --- texts ----------------------------------------------------------------------------------------
 
 
 def test_what_is_left_out_is_the_usual() -> None:
@@ -125,7 +127,7 @@ def test_a_wrong_text_is_refused_and_named(text: str, named: str) -> None:
         parse_group(text)
 
 
-# --- records -----------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
 @given(records())
@@ -190,7 +192,7 @@ def test_a_damaged_record_is_no_group(record: GroupRecord, data: st.DataObject) 
         groups.decode_member(GroupMember(1).encode()[:-1])
 
 
-# --- the state machine -------------------------------------------------------------------------------------
+# --- the state machine ----------------------------------------------------------------------------
 
 
 def make(text: str = "", now: float = 1000.0, age_s: int = 0) -> Group:
@@ -342,7 +344,7 @@ def test_a_cancelled_group_says_so() -> None:
         group.require_success()
 
 
-# --- ioctls ------------------------------------------------------------------------------------------------
+# --- ioctls ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ioctl.COMMANDS.values(), ids=lambda command: command.name)

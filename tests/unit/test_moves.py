@@ -1,4 +1,6 @@
-"""Records of columns that lack or move: what each transaction does, and refuses; where a column moves to."""
+"""Records of columns that lack or move: what each transaction does, and refuses; where a column
+moves to.
+"""
 
 import os
 import stat

@@ -1,4 +1,6 @@
-"""Giving up calls: who is told what, when; what is kept until a call ends; what a server that hangs is asked for."""
+"""Giving up calls: who is told what, when; what is kept until a call ends; what a server that hangs
+is asked for.
+"""
 
 import math
 import threading

@@ -81,7 +81,8 @@ def test_a_spread_is_distinct_servers_in_domains_as_different_as_can_be(seed, ca
     assert set(chosen) <= set(domain)
     sizes = Counter(domain.values())
     if replicas == 1:
-        # No domain has more columns than it must: none could give one up to a domain with room that has two fewer.
+        # No domain has more columns than it must: none could give one up to a domain with room that
+        # has two fewer.
         used = Counter(domain[server] for server in chosen)
         assert all(
             used[low] == sizes[low] or used[high] - used[low] < 2 for high in used for low in sizes

@@ -77,7 +77,8 @@ INODES = some.builds(
 HEAD = (
     "{form}"  # format, form, policy length, number of servers
     "a4810000e8030000e90300000200000000000000"  # mode, uid, gid, nlink, rdev
-    "0900000000000000100000000000000001000000000000000200000000000000fdffffffffffffff"  # size to ctime
+    # size to ctime
+    "0900000000000000100000000000000001000000000000000200000000000000fdffffffffffffff"
     "04000000000000000500000000000000"  # parent, oid
 )
 """Bytes that stores on disk consist of: if a test of them fails, the format number must change."""
@@ -156,7 +157,9 @@ GOLDEN = [
     ],
 )
 def test_golden_inodes(inode: Inode, golden: str) -> None:
-    """``golden`` is format 1: it is still read, and differs from what is written in the first byte and in what is new."""
+    """``golden`` is format 1: it is still read, and differs from what is written in the first byte
+    and in what is new.
+    """
     assert records.decode_inode(7, bytes.fromhex(golden)) == inode
     inode.birth_ns = 7
     unit = len(HEAD.format(form="01000000")) + 8

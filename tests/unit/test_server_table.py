@@ -1,4 +1,6 @@
-"""The table of servers: its records, numbers, marks; and what those in use do without and prefer."""
+"""The table of servers: its records, numbers, marks; and what those in use do without and
+prefer.
+"""
 
 import logging
 import shutil
@@ -16,7 +18,7 @@ from aifs.meta.memory_engine import MemoryEngine
 from aifs.meta.servers import ServerRecord, decode_server
 from tests.support.data_servers import STORE, data_servers, failing, hooked, make_table, opened
 
-# --- records -------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
 def test_a_record_is_as_documented() -> None:
@@ -96,7 +98,7 @@ async def test_nothing_refers_to_a_server_of_an_empty_store() -> None:
         assert await engine.view(scan, b"", 1, frozenset()) == (server_uses.Uses(), b"")
 
 
-# --- servers in use ------------------------------------------------------------------------------------
+# --- servers in use -------------------------------------------------------------------------------
 
 
 async def test_an_absent_server_is_left_alone_until_it_is_back(tmp_path: Path, caplog) -> None:

@@ -104,7 +104,7 @@ def test_what_a_container_is_good_enough_for():
     assert not sharing.is_allowed(replicas, (1, 2))
 
 
-# --- reuse -------------------------------------------------------------------------------------------
+# --- reuse ----------------------------------------------------------------------------------------
 
 
 def test_copies_are_equal_across_members_alone():
@@ -146,7 +146,7 @@ def test_samples_lie_in_the_chunk_and_apart(length):
     assert ends[-1] <= length and (length > 32768 or found == [(0, length)])
 
 
-# --- bandwidths --------------------------------------------------------------------------------------
+# --- bandwidths -----------------------------------------------------------------------------------
 
 
 def test_only_time_in_which_something_is_under_way_counts(monkeypatch):

@@ -174,7 +174,9 @@ def test_a_store_of_a_later_format_is_refused(tmp_path: Path) -> None:
 
 
 def put_copies(undrained: int) -> Callable[[Transaction], None]:
-    """The records of five copies in the first burst directory, so many of which are undrained, and of one elsewhere."""
+    """The records of five copies in the first burst directory, so many of which are undrained, and
+    of one elsewhere.
+    """
 
     def put(tx: Transaction) -> None:
         for copy_id in range(5):

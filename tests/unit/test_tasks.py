@@ -7,7 +7,8 @@ from aifs.core.tasks import run_all
 
 
 def test_only_some_of_many_run_at_a_time():
-    # A rename of a directory with more unsynced files than the daemon may open failed for ever with EMFILE.
+    # A rename of a directory with more unsynced files than the daemon may open failed for ever with
+    # EMFILE.
     running = most = finished = 0
 
     async def one() -> None:

@@ -1,7 +1,8 @@
-"""Interleaved files, told by what lies in containers alone: headers of chunks, records of files, recipes.
+"""Interleaved files, told by what lies in containers alone: headers of chunks, records of files,
+recipes.
 
-A file with a recipe is an extent list: the recipe says which chunks it is made of, which are its own, or shared ones that lie
-anywhere.
+A file with a recipe is an extent list: the recipe says which chunks it is made of, which are its
+own, or shared ones that lie anywhere.
 """
 
 from dataclasses import dataclass, field
@@ -35,7 +36,9 @@ _HOLE = digests_of(bytes(HASHED))
 
 @dataclass(slots=True)
 class _Generation:
-    """What was found of one generation of a file. ``places``: of each chunk, by number, where copies of it lie."""
+    """What was found of one generation of a file. ``places``: of each chunk, by number, where
+    copies of it lie.
+    """
 
     record: FileRecord | None = None
     places: dict[int, list[Location]] = field(default_factory=dict)
@@ -306,7 +309,9 @@ def _shorter(placed: Placed, length: int) -> int:
 
 
 def _read_layout(server: DataServer, container: int) -> Striped | None:
-    """The layout that the object's first bytes tell, if they are the first of its container. Blocks."""
+    """The layout that the object's first bytes tell, if they are the first of its container.
+    Blocks.
+    """
     key = (0, container)
     fd = server.open_object(key, create=False, write=False)
     if fd is None:

@@ -1,4 +1,5 @@
-"""What lies on the servers of a store whose metadata is lost: objects and burst copies, with their labels.
+"""What lies on the servers of a store whose metadata is lost: objects and burst copies, with their
+labels.
 
 Everything is held in memory, some 500 bytes for each object.
 """
@@ -40,8 +41,9 @@ class Part(NamedTuple):
 class Saved:
     """A regular file as it can be told without the metadata; ``path`` is a hint.
 
-    ``layout`` is that of the objects, ``chunks`` or ``extents`` of ``oid``, or None: it is in its burst ``copy`` alone. ``lost``:
-    mask of the columns that must not be read. ``digests``: of all its MiBs, if they are known. ``note``: what is doubtful about it.
+    ``layout`` is that of the objects, ``chunks`` or ``extents`` of ``oid``, or None: it is in its
+    burst ``copy`` alone. ``lost``: mask of the columns that must not be read. ``digests``: of all
+    its MiBs, if they are known. ``note``: what is doubtful about it.
     """
 
     ino: int
@@ -77,7 +79,9 @@ class Saved:
 
 @dataclass(slots=True)
 class Inventory:
-    """Parts of object sets by (ino, oid), where ino 0 means a container; burst copies by server and id."""
+    """Parts of object sets by (ino, oid), where ino 0 means a container; burst copies by server and
+    id.
+    """
 
     sets: dict[tuple[int, int], list[Part]] = field(default_factory=dict)
     copies: dict[Copy, Part] = field(default_factory=dict)
@@ -145,14 +149,18 @@ def _some(walk: Iterator[tuple[int, int, Part]]) -> list[tuple[int, int, Part]]:
 
 
 class Placed(NamedTuple):
-    """An object set: ``parts`` by column, and its layout, in which columns that were not found are where labels say."""
+    """An object set: ``parts`` by column, and its layout, in which columns that were not found are
+    where labels say.
+    """
 
     layout: Striped
     parts: dict[int, Part]
 
 
 def place(parts: Iterable[Part], layout: Striped, known: Iterable[int]) -> Placed:
-    """``layout``: what a label says, perhaps before columns were moved; ``known``: numbers of all servers."""
+    """``layout``: what a label says, perhaps before columns were moved; ``known``: numbers of all
+    servers.
+    """
     found: dict[int, Part] = {}
     unlabelled, numbers = [], set(known)
     for part in sorted(parts, key=lambda part: part.server):

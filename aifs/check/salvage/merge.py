@@ -1,8 +1,9 @@
-"""``aifs fsck --rebuild-from-servers --merge``: what the servers have and the metadata does not know of becomes files.
+"""``aifs fsck --rebuild-from-servers --merge``: what the servers have and the metadata does not
+know of becomes files.
 
-So after a restore of an older backup: files that were stored since come back under their path hints, and files that were
-rewritten since get their newer bytes. All else of the metadata stays. Nothing is deleted, but chunks in containers that a
-rewritten file does not need any more are dead.
+So after a restore of an older backup: files that were stored since come back under their path
+hints, and files that were rewritten since get their newer bytes. All else of the metadata stays.
+Nothing is deleted, but chunks in containers that a rewritten file does not need any more are dead.
 """
 
 import stat
@@ -34,7 +35,8 @@ from aifs.vfs.store import Store, open_store
 
 
 def merge(config: Config, verify: bool, progress: Progress) -> Result:
-    """Add what is unknown to the metadata, which is checked and recovered first. Blocks; durable on return.
+    """Add what is unknown to the metadata, which is checked and recovered first. Blocks; durable on
+    return.
 
     ``verify``: as for rebuild. Raises StoreError, StoreBusy, NoSpace, Unavailable.
     """
@@ -104,8 +106,8 @@ async def _merge_into(store: Store, verify: bool, progress: Progress) -> Result:
 
 
 def _forget_dead(tx: ReadTransaction, containers: SavedContainers) -> None:
-    """Pass over generations of which all chunks lie where the metadata knows a container: if they were alive, it would know
-    them, too."""
+    """Pass over generations of which all chunks lie where the metadata knows a container: if they
+    were alive, it would know them, too."""
     ends: dict[int, int] = {}
 
     def is_new(place: Location) -> bool:
@@ -200,8 +202,8 @@ def _put_container(tx: Transaction, containers: SavedContainers, container: int,
 
 
 def _put_file(tx: Transaction, saved: Saved) -> tuple[bytes, bool, list[int]]:
-    """Its path, whether the metadata had the file already, with other bytes, and the id of the list of these, which is to be
-    dropped."""
+    """Its path, whether the metadata had the file already, with other bytes, and the id of the list
+    of these, which is to be dropped."""
     replaced: list[int] = []
     inode, now = find_inode(tx, saved.ino), time.time_ns()
     if inode is not None:
@@ -255,7 +257,9 @@ def _put_file(tx: Transaction, saved: Saved) -> tuple[bytes, bool, list[int]]:
 
 
 def _directory(tx: Transaction, parents: Sequence[bytes], saved: Saved) -> tuple[int, bytes]:
-    """The directory of these names, made as far as it does not exist; another name where a file has one of them."""
+    """The directory of these names, made as far as it does not exist; another name where a file has
+    one of them.
+    """
     parent, path = ROOT_INO, b""
     for name in parents:
         ino = _find(tx, parent, name)

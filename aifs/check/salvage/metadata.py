@@ -36,8 +36,8 @@ _BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A store as its metadata is going to tell it. ``next_id``: beyond all that it has ever used; ``first_seq``: the same of
-    transactions."""
+    """A store as its metadata is going to tell it. ``next_id``: beyond all that it has ever used;
+    ``first_seq``: the same of transactions."""
 
     uuid: str
     table: Mapping[int, ServerRecord]
@@ -49,7 +49,8 @@ class Plan:
 
 
 async def build(meta: str, plan: Plan) -> None:
-    """Make the metadata directory, which must be empty or missing; durable on return. If it fails nothing is left there.
+    """Make the metadata directory, which must be empty or missing; durable on return. If it fails
+    nothing is left there.
 
     Raises StoreError, NoSpace, Unavailable.
     """
@@ -106,7 +107,8 @@ def container_ends(saved_files: Iterable[Saved]) -> dict[int, int]:
 
 def _put_first(tx: Transaction, plan: Plan) -> None:
     now_s = time.time_ns() // 10**9
-    # Closed in order, so that nothing is looked for in the last ids; of another boot, so that no cache is trusted.
+    # Closed in order, so that nothing is looked for in the last ids; of another boot, so that no
+    # cache is trusted.
     superblock = {
         "format": FORMAT,
         "uuid": plan.uuid,

@@ -1,15 +1,19 @@
-"""``aifs fsck --rebuild-from-servers``: a store without metadata, rebuilt from what its servers can tell alone.
+"""``aifs fsck --rebuild-from-servers``: a store without metadata, rebuilt from what its servers can
+tell alone.
 
-1. The servers say which store it is, and which of them they are (markers). Those that are missing count as lost.
-2. Every object, container and burst copy is looked at: labels, headers, records of files, lengths (``inventory``).
-3. For each inode the newest generation is taken of which all bytes are there, or can be told from redundancy
-   (``striped``, ``containers``). Where there are checksums the bytes are compared with them.
+1. The servers say which store it is, and which of them they are (markers). Those that are missing
+   count as lost.
+2. Every object, container and burst copy is looked at: labels, headers, records of files, lengths
+   (``inventory``).
+3. For each inode the newest generation is taken of which all bytes are there, or can be told from
+   redundancy (``striped``, ``containers``). Where there are checksums the bytes are compared with
+   them.
 4. Paths come from hints (``tree``), and a new metadata directory is written (``metadata``).
 
-Nothing is changed on the servers, and nothing is deleted: what no file is made of stays where it is, and fsck names it. What
-only the metadata knew is lost: files that were inline, empty files and directories, links, symlinks, extended attributes,
-policies, changes of mode, owner or name since a file was stored. Files that were deleted come back where their bytes are
-still there.
+Nothing is changed on the servers, and nothing is deleted: what no file is made of stays where it
+is, and fsck names it. What only the metadata knew is lost: files that were inline, empty files and
+directories, links, symlinks, extended attributes, policies, changes of mode, owner or name since a
+file was stored. Files that were deleted come back where their bytes are still there.
 """
 
 import os
@@ -56,8 +60,9 @@ _AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of a file that is not simply there again: "incomplete" (not recovered), "doubtful", "renamed", "newer"
-    (merge: it has newer bytes now); or of a "server" or "container"."""
+    """What became of a file that is not simply there again: "incomplete" (not recovered),
+    "doubtful", "renamed", "newer" (merge: it has newer bytes now); or of a "server" or "container".
+    """
 
     state: str
     where: str
@@ -66,7 +71,9 @@ class Row:
 
 @dataclass(slots=True)
 class Result:
-    """``counts``: files, bytes, directories, undrained, checked (files), incomplete, doubtful, unused (objects), and more."""
+    """``counts``: files, bytes, directories, undrained, checked (files), incomplete, doubtful,
+    unused (objects), and more.
+    """
 
     meta: str
     rows: list[Row] = field(default_factory=list)
@@ -85,10 +92,12 @@ def rebuild(
     verify: bool = True,
     progress: Progress | None = None,
 ) -> Result:
-    """Make a metadata directory, the configured one or ``to``, of what the servers can tell. Blocks; durable on return.
+    """Make a metadata directory, the configured one or ``to``, of what the servers can tell.
+    Blocks; durable on return.
 
-    ``force``: even if there is one that can be opened (it is moved aside), or a backup. Without ``verify`` bytes of striped
-    files are not read, and these have no checksums then. Raises StoreError, StoreBusy, NoSpace, Unavailable.
+    ``force``: even if there is one that can be opened (it is moved aside), or a backup. Without
+    ``verify`` bytes of striped files are not read, and these have no checksums then. Raises
+    StoreError, StoreBusy, NoSpace, Unavailable.
     """
     meta = os.path.abspath(to) if to else config.meta.directory
     places = (*config.servers, *config.burst.directories)
@@ -127,7 +136,9 @@ def _silent(what: str, done: int, total: int) -> None:
 
 
 def _require_need(meta: str, force: bool) -> None:
-    """The directory is empty, or missing; if it is damaged beyond use, or ``force``, what is there is moved aside."""
+    """The directory is empty, or missing; if it is damaged beyond use, or ``force``, what is there
+    is moved aside.
+    """
     if not os.path.isdir(meta) or not set(os.listdir(meta)) - {directories.LOST_AND_FOUND}:
         return
     owner = OwnerLock(meta, "")  # nobody uses it
@@ -172,7 +183,9 @@ def _can_be_opened(meta: str) -> bool:
 
 
 def _servers_of(config: Config, store: str) -> tuple[Servers, dict[int, ServerRecord]]:
-    """The servers, and the table that the store will have. Those that are configured but missing count as lost."""
+    """The servers, and the table that the store will have. Those that are configured but missing
+    count as lost.
+    """
     table: dict[int, ServerRecord] = {}
     missing: list[tuple[int, str]] = []
     domains = {place.path: place.domain for place in config.places}
@@ -277,7 +290,9 @@ async def _rebuild(
 
 
 def _named_servers(inventory: Inventory) -> set[int]:
-    """The numbers of all servers that labels name, as far as the columns there were not found elsewhere."""
+    """The numbers of all servers that labels name, as far as the columns there were not found
+    elsewhere.
+    """
     named: set[int] = set()
     for parts in inventory.sets.values():
         label = best_label(parts)
@@ -350,7 +365,9 @@ async def find_drained(
     result: Result,
     generations: Mapping[int, set[int]],
 ) -> list[Saved]:
-    """Of each inode the newest of these generations that is whole; if none is, ``result`` gets a row that says why."""
+    """Of each inode the newest of these generations that is whole; if none is, ``result`` gets a
+    row that says why.
+    """
     found: list[Saved] = []
     following = iter(generations.items())
 

@@ -1,4 +1,6 @@
-"""Striped files, told by their objects and labels alone; and burst copies, which hold what has not been drained."""
+"""Striped files, told by their objects and labels alone; and burst copies, which hold what has not
+been drained.
+"""
 
 from collections.abc import Collection, Iterable, Sequence
 from math import lcm
@@ -89,7 +91,9 @@ def _judge_protected(saved: Saved, placed: Placed) -> None:
 
 
 def _judge_plain(servers: Servers, saved: Saved, placed: Placed) -> None:
-    """Such a file may have been changed in place since it was labelled: then its objects tell how long it is."""
+    """Such a file may have been changed in place since it was labelled: then its objects tell how
+    long it is.
+    """
     layout, parts = placed.layout, placed.parts
     told = max((layout.size_from(column, part.length) for column, part in parts.items()), default=0)
     lengths = {
@@ -126,9 +130,11 @@ def _judge_plain(servers: Servers, saved: Saved, placed: Placed) -> None:
 
 
 async def verify(servers: Servers, saved: Saved) -> None:
-    """Compare the bytes of a striped file with the checksum in its label, if it has one; from then on it has ``digests``.
+    """Compare the bytes of a striped file with the checksum in its label, if it has one; from then
+    on it has ``digests``.
 
-    Columns of a protected file without which they are right are ``lost``. Raises Incomplete if they cannot be read.
+    Columns of a protected file without which they are right are ``lost``. Raises Incomplete if they
+    cannot be read.
     """
     if not saved.root:
         return
@@ -183,8 +189,8 @@ async def undrained(
 ) -> list[Saved]:
     """The burst copies that hold what lies nowhere else, as files; an ``ino`` of 0 is unknown.
 
-    A copy that holds the bytes of a drained file becomes its cache; one that has its size and mtime, or is older, is left
-    alone. ``read``: look at their bytes.
+    A copy that holds the bytes of a drained file becomes its cache; one that has its size and
+    mtime, or is older, is left alone. ``read``: look at their bytes.
     """
     by_ino = {saved.ino: saved for saved in drained}
     by_size: dict[int, list[Saved]] = {}
@@ -232,7 +238,9 @@ def from_copy(label: Label, copy: Copy, part: Part) -> Saved:
 
 
 async def _find_equal(servers: Servers, copy: Copy, part: Part, alike: list[Saved]) -> Saved | None:
-    """One of these files that has the bytes of the copy, which are durable then; rather one without a copy."""
+    """One of these files that has the bytes of the copy, which are durable then; rather one without
+    a copy.
+    """
     known = [
         saved for saved in alike if saved.size == part.length and (saved.checksum or saved.extents)
     ]

@@ -1,4 +1,6 @@
-"""Names for files that are known by hints at their paths alone, and the directories for these. Pure."""
+"""Names for files that are known by hints at their paths alone, and the directories for these.
+Pure.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -40,7 +42,9 @@ class Named:
 def plant(
     files: Iterable[Saved], take_id: Callable[[], int]
 ) -> tuple[list[Directory], list[Named]]:
-    """All directories, the root first and each behind its parent, and all files. Of files with one path the newest has it."""
+    """All directories, the root first and each behind its parent, and all files. Of files with one
+    path the newest has it.
+    """
     newest_first = sorted(files, key=lambda saved: (-saved.mtime_ns, saved.ino))
     directories = {b"": Directory(ROOT_INO, ROOT_INO, b"", 0, 0)}
     placed = [(saved, *place_of(saved)) for saved in newest_first]

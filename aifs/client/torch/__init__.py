@@ -1,7 +1,7 @@
 """Checkpoints of PyTorch at the speed of the device: see docs/training.md.
 
-Works on a mount of AIFS and in any other directory. Each name is loaded when it is first asked for, so that
-the helper process, which needs no torch, does not load it.
+Works on a mount of AIFS and in any other directory. Each name is loaded when it is first asked for,
+so that the helper process, which needs no torch, does not load it.
 """
 
 from importlib import import_module

@@ -8,9 +8,10 @@
     NAME/version                3
     NAME/.data/serialization_id 40 digits: a hash over the names, one over the CRC-32s
 
-The data of each record begin at a multiple of the alignment, which a field ``FB`` of the local header fills
-up to; CRC-32 and size follow the data. Offsets and sizes from 2**32 - 1 on take zip64 fields, and zip64 end
-records are always there. Source: PKWARE APPNOTE 6.3.10, and what torch 2.13 writes. Needs no torch.
+The data of each record begin at a multiple of the alignment, which a field ``FB`` of the local
+header fills up to; CRC-32 and size follow the data. Offsets and sizes from 2**32 - 1 on take zip64
+fields, and zip64 end records are always there. Source: PKWARE APPNOTE 6.3.10, and what torch 2.13
+writes. Needs no torch.
 """
 
 import struct
@@ -51,8 +52,9 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Image:
-    """What an archive holds, but for the storages' bytes. ``name``: of the folder in it. ``names_hash``: the
-    first 20 digits of the serialization id. ``crc``: whether CRC-32s are taken (else they are 0)."""
+    """What an archive holds, but for the storages' bytes. ``name``: of the folder in it.
+    ``names_hash``: the first 20 digits of the serialization id. ``crc``: whether CRC-32s are taken
+    (else they are 0)."""
 
     name: str
     pickle: bytes
@@ -200,7 +202,9 @@ class _Writer:
 
 
 def _zip64(size: int, stored: int, offset: int) -> bytes:
-    """The extra field of what does not fit into 32 bits. ``stored``: the size as it is in the archive."""
+    """The extra field of what does not fit into 32 bits. ``stored``: the size as it is in the
+    archive.
+    """
     values = [size, stored] if size >= _MAX32 else []
     values += [offset] if offset >= _MAX32 else []
     return struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""

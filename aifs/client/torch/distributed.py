@@ -3,9 +3,9 @@
     dcp.save(state, storage_writer=AifsWriter("run/step-100"))
     dcp.load(state, storage_reader=AifsReader("run"))               # the newest
 
-The files are those of torch's own FileSystemWriter, and either reader reads them. They are written into a
-pending directory and are durable when their rank has written them; the coordinator publishes when it has
-written the metadata, so a save that failed or crashed shows no checkpoint.
+The files are those of torch's own FileSystemWriter, and either reader reads them. They are written
+into a pending directory and are durable when their rank has written them; the coordinator publishes
+when it has written the metadata, so a save that failed or crashed shows no checkpoint.
 """
 
 import io
@@ -52,7 +52,9 @@ class _Stream(io.RawIOBase):
 
 
 class _Files(FileSystem):
-    """Where FileSystemWriter writes: into the pending directory, through sinks. Nothing is synced."""
+    """Where FileSystemWriter writes: into the pending directory, through sinks. Nothing is
+    synced.
+    """
 
     method = "buffered"
 
@@ -83,10 +85,11 @@ class _Files(FileSystem):
 
 
 class AifsWriter(FileSystemWriter):
-    """Saves the checkpoint ``path``. ``latest``, ``tracker``, ``keep``, ``step``, ``hash``, ``replace``: as
-    of ``aifs.client.checkpoint``; ``options``: of FileSystemWriter. Each save needs a path of its own (dcp's
-    ``checkpoint_id``), unless ``replace``. ``group``: on a mount, the ranks' files are one grouped write with these
-    options, such as 'name=step': what the servers hold already is not stored again (docs/grouped.md).
+    """Saves the checkpoint ``path``. ``latest``, ``tracker``, ``keep``, ``step``, ``hash``,
+    ``replace``: as of ``aifs.client.checkpoint``; ``options``: of FileSystemWriter. Each save needs
+    a path of its own (dcp's ``checkpoint_id``), unless ``replace``. ``group``: on a mount, the
+    ranks' files are one grouped write with these options, such as 'name=step': what the servers
+    hold already is not stored again (docs/grouped.md).
 
     Raises (wrapped by dcp) FileExistsError, CheckpointError, OSError.
     """
@@ -173,7 +176,9 @@ class AifsWriter(FileSystemWriter):
 
 
 def _begin_group(directory: str, text: str) -> None:
-    """The files that are written into the directory are one grouped write; an attempt that crashed is given up."""
+    """The files that are written into the directory are one grouped write; an attempt that crashed
+    is given up.
+    """
     if not attributes.is_aifs(directory):
         return
     if attributes.get(directory, attributes.GROUP):

@@ -1,7 +1,7 @@
 """A checkpoint engine with the methods that DeepSpeed calls, without DeepSpeed.
 
-DeepSpeed names the directory and the files, and writes the file ``latest`` itself after ``commit``; so each
-file appears whole and durable, and the checkpoint is complete when ``commit`` has returned.
+DeepSpeed names the directory and the files, and writes the file ``latest`` itself after ``commit``;
+so each file appears whole and durable, and the checkpoint is complete when ``commit`` has returned.
 """
 
 import os
@@ -15,7 +15,9 @@ from aifs.core import files, trees
 
 
 class CheckpointEngine:
-    """``create``, then ``save`` for each file, then ``commit``; ``load`` at any time. The others tell DeepSpeed how to use it."""
+    """``create``, then ``save`` for each file, then ``commit``; ``load`` at any time. The others
+    tell DeepSpeed how to use it.
+    """
 
     def __init__(self, config_params: Any = None) -> None:
         self.name = "aifs"
@@ -26,11 +28,15 @@ class CheckpointEngine:
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:
-        """Whether it saves in the background: no, what ``save`` was given is durable when it returns."""
+        """Whether it saves in the background: no, what ``save`` was given is durable when it
+        returns.
+        """
         return False
 
     def preserves_storage_sharing(self) -> bool:
-        """Tensors that share memory share it in the file: so views are to be copied before a save."""
+        """Tensors that share memory share it in the file: so views are to be copied before a
+        save.
+        """
         return True
 
     def set_commit_info(self, info: Any) -> None:
@@ -63,8 +69,8 @@ class CheckpointEngine:
         return torch.load(plain(path), map_location=map_location, weights_only=False)
 
     def commit(self, info: Any) -> bool:
-        """All that this rank has saved since ``create`` is durable, also the names of its directories. Raises
-        OSError."""
+        """All that this rank has saved since ``create`` is durable, also the names of its
+        directories. Raises OSError."""
         for directory in sorted(self._directories):
             files.sync_dir(os.path.dirname(directory))
         self._directories.clear()

@@ -1,4 +1,6 @@
-"""The files that ranks read together, one after the other as if they were one, and how fast that goes lately."""
+"""The files that ranks read together, one after the other as if they were one, and how fast that
+goes lately.
+"""
 
 import os
 import time
@@ -16,7 +18,9 @@ _measured: dict[str, float] = {}
 
 
 class Found(NamedTuple):
-    """What a rank has found. ``identity``: what makes it other bytes than files of these names and sizes."""
+    """What a rank has found. ``identity``: what makes it other bytes than files of these names and
+    sizes.
+    """
 
     paths: Sequence[str]
     identity: str = ""
@@ -47,7 +51,9 @@ class Files:
         return sum(self._sizes)
 
     def fill(self, content: memoryview, begin: int, end: int) -> None:
-        """Read a range to its place in memory for all. Raises CheckpointError where a file has become shorter, OSError."""
+        """Read a range to its place in memory for all. Raises CheckpointError where a file has
+        become shorter, OSError.
+        """
         begin_s, start = time.monotonic(), 0
         for number, size in enumerate(self._sizes):
             first, last = max(begin, start), min(end, start + size)

@@ -4,7 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 READ, GATHER, CHAIN = "read", "gather", "chain"
-"""Each host reads all by itself; each reads a part and passes it on; one reads all, and each passes on to the next."""
+"""Each host reads all by itself; each reads a part and passes it on; one reads all, and each passes
+on to the next.
+"""
 
 PIECE = 64 << 20
 """Bytes that are on their way at a time."""
@@ -14,18 +16,21 @@ Range = tuple[int, int]
 
 
 class Speeds(NamedTuple):
-    """Bytes per second that a host reads from storage, and that it passes on to another; None: not known."""
+    """Bytes per second that a host reads from storage, and that it passes on to another; None: not
+    known.
+    """
 
     storage: float | None = None
     network: float | None = None
 
 
 def choose(size: int, speeds: Sequence[Speeds]) -> tuple[str, int]:
-    """The way that takes least time for ``size`` bytes, by the speeds of the hosts; and which one begins a chain.
+    """The way that takes least time for ``size`` bytes, by the speeds of the hosts; and which one
+    begins a chain.
 
-    A ring in which each host passes on what it has got takes as long as its slowest link, or as the slowest host needs
-    to read its part; a chain as long as its slowest link, or as its first host needs to read all. Where speeds are
-    not known, hosts share the reading.
+    A ring in which each host passes on what it has got takes as long as its slowest link, or as the
+    slowest host needs to read its part; a chain as long as its slowest link, or as its first host
+    needs to read all. Where speeds are not known, hosts share the reading.
     """
     count = len(speeds)
     if count == 1 or not size:
@@ -48,8 +53,8 @@ def split(length: int, count: int) -> list[Range]:
 
 
 def pieces(size: int, order: Sequence[Range], piece: int) -> Iterator[Range]:
-    """The ranges of a file of ``size`` bytes, each of at most ``piece``, that cover each byte once: those in ``order`` first,
-    then the rest as it lies."""
+    """The ranges of a file of ``size`` bytes, each of at most ``piece``, that cover each byte once:
+    those in ``order`` first, then the rest as it lies."""
     done: list[Range] = []  # ascending, apart from each other
     for begin, end in (*order, (0, size)):
         rest = list(_without(max(begin, 0), min(end, size), done))

@@ -1,8 +1,9 @@
-"""All ranks of a process group read one file, or several as if they were one: the bytes come once from storage, and from rank to rank across hosts.
+"""All ranks of a process group read one file, or several as if they were one: the bytes come once
+from storage, and from rank to rank across hosts.
 
-On one host all read from the mount, which fetches what is not in the page cache once. Of several hosts, one rank
-each takes part in an exchange (``gather_plan``): what it reads it passes on, a piece at a time, and the next one is
-read meanwhile. The other ranks of its host map its memory.
+On one host all read from the mount, which fetches what is not in the page cache once. Of several
+hosts, one rank each takes part in an exchange (``gather_plan``): what it reads it passes on, a
+piece at a time, and the next one is read meanwhile. The other ranks of its host map its memory.
 """
 
 import mmap
@@ -62,15 +63,15 @@ def read(
     arrived: Arrived = lambda begin, end: None,
     speeds: Speeds | None = None,
 ) -> memoryview:
-    """The bytes of the file ``path`` in every rank of ``group`` (None: the default one), which all call this with the same
-    arguments. Without torch.distributed it is just read.
+    """The bytes of the file ``path`` in every rank of ``group`` (None: the default one), which all
+    call this with the same arguments. Without torch.distributed it is just read.
 
-    ``into``: a writable buffer of the file's size to read into; else the memory is private to this rank.
-    ``order``: ranges, as (begin, end), that are wanted first. ``arrived``: told of each range that is there (in ``into``), in
-    this order, by another thread; a rank that shares another one's memory is told when all is there. ``speeds``: of this
-    host; as measured, if not given.
-    Raises in all ranks what one meets: GatherError, which names it, also if it ends; then the process group cannot be used
-    any more. Without a group: CheckpointError, OSError.
+    ``into``: a writable buffer of the file's size to read into; else the memory is private to this
+    rank. ``order``: ranges, as (begin, end), that are wanted first. ``arrived``: told of each range
+    that is there (in ``into``), in this order, by another thread; a rank that shares another one's
+    memory is told when all is there. ``speeds``: of this host; as measured, if not given. Raises in
+    all ranks what one meets: GatherError, which names it, also if it ends; then the process group
+    cannot be used any more. Without a group: CheckpointError, OSError.
     """
     found = Found([plain(path)])
     return read_files(
@@ -88,8 +89,9 @@ def read_files(
     arrived: Arrived = lambda begin, end: None,
     speeds: Speeds | None = None,
 ) -> memoryview:
-    """As ``read``, for the bytes of the files that ``find`` tells, one after the other; it may raise CheckpointError, OSError.
-    All ranks must find files of the same names, sizes and identity. ``what``: for messages."""
+    """As ``read``, for the bytes of the files that ``find`` tells, one after the other; it may
+    raise CheckpointError, OSError. All ranks must find files of the same names, sizes and identity.
+    ``what``: for messages."""
     if not dist.is_initialized():
         return read_alone(find, into, order, arrived)
     return _Reading(find, what, group, into, order, arrived).run(speeds or known_speeds())
@@ -165,8 +167,9 @@ class _Reading:
             return content
 
     def _open(self, stack: ExitStack, speeds: Speeds) -> tuple[Files, Sequence[_Statement]]:
-        """What all ranks find alike, and what each says of itself. They look again where a name, as that of the latest checkpoint,
-        means something else to some: it may have been changed at this moment."""
+        """What all ranks find alike, and what each says of itself. They look again where a name, as
+        that of the latest checkpoint, means something else to some: it may have been changed at
+        this moment."""
         for is_last in (False,) * _LOOKS + (True,):
             found, source = Found([]), Files([])
             with self._noting():
@@ -248,7 +251,9 @@ class _Reading:
             files.close_file(fd)
 
     def _ring(self, ring: Sequence[int], source: Files, content: memoryview) -> None:
-        """Each reads a part of each piece, and passes on what it has got, until all have all (a ring all-gather)."""
+        """Each reads a part of each piece, and passes on what it has got, until all have all (a
+        ring all-gather).
+        """
         count, me = len(ring), ring.index(self._watch.rank)
         todo = list(pieces(len(content), self._order, PIECE))
         cut = [
@@ -302,7 +307,9 @@ class _Reading:
     def _reading(
         self, source: Files, content: memoryview, parts: Sequence[Range]
     ) -> Iterator[Iterator[torch.Tensor]]:
-        """Yields for each part, when it has been read, whether that went well; the next one is read meanwhile."""
+        """Yields for each part, when it has been read, whether that went well; the next one is read
+        meanwhile.
+        """
 
         def fill(begin: int, end: int) -> torch.Tensor:
             with self._noting():

@@ -1,8 +1,10 @@
-"""The helper process of a PipelinedCheckpointer: writes and publishes what the training process stages.
+"""The helper process of a PipelinedCheckpointer: writes and publishes what the training process
+stages.
 
-Both have the arena, a piece of shared memory without a name, and a socket. The training process sends a
-``Job``, then how many bytes of the arena are staged, again and again up to all; it gets a ``Report``. None,
-or its end, ends the helper; an end before all is staged gives the checkpoint up. Needs no torch.
+Both have the arena, a piece of shared memory without a name, and a socket. The training process
+sends a ``Job``, then how many bytes of the arena are staged, again and again up to all; it gets a
+``Report``. None, or its end, ends the helper; an end before all is staged gives the checkpoint up.
+Needs no torch.
 """
 
 import mmap
@@ -23,7 +25,9 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Job:
-    """Write ``image`` as the file ``file`` of the checkpoint ``target``; ``options`` of ``checkpoint``."""
+    """Write ``image`` as the file ``file`` of the checkpoint ``target``; ``options`` of
+    ``checkpoint``.
+    """
 
     target: str
     file: str

@@ -1,9 +1,9 @@
 """The replicas of a data-parallel job write and read one checkpoint together.
 
-All hold the same state, so each writer writes a part of what ``torch.save`` would make of it: the file
-``FILE.DIGEST.0002-of-0004`` holds the third quarter of its bytes, to the byte. The parts one after the other
-are a file for ``torch.load``; ``DIGEST`` says of which state they are. CRC-32s are not taken, as no replica
-looks at all bytes; the checkpoint's manifest has a hash of each part.
+All hold the same state, so each writer writes a part of what ``torch.save`` would make of it: the
+file ``FILE.DIGEST.0002-of-0004`` holds the third quarter of its bytes, to the byte. The parts one
+after the other are a file for ``torch.load``; ``DIGEST`` says of which state they are. CRC-32s are
+not taken, as no replica looks at all bytes; the checkpoint's manifest has a hash of each part.
 """
 
 import io
@@ -36,7 +36,8 @@ REPLICA, SOCKET, DEVICE = "replica", "socket", "device"
 _PART = re.compile(r"(.+)\.([0-9a-f]{16})\.(\d{4,})-of-(\d{4,})", re.DOTALL)
 
 Named = tuple[str, int, int]
-"""Name, rank and size of a group without torch.distributed. The name is that of its file: NAME.pt."""
+"""Name, rank and size of a group without torch.distributed. The name is that of its file: NAME.pt.
+"""
 
 
 def choose(places: Sequence[Hashable]) -> list[int]:
@@ -55,11 +56,11 @@ def parallel_save(
 ) -> None:
     """All ranks of ``group`` save the same ``state`` as the checkpoint ``path``, each its part.
 
-    ``group``: a process group of torch.distributed, None for the default one, or (name, rank, size). Who
-    writes: every 'replica', or the first rank of each processor 'socket', or of each 'device' (on each host)
-    that the checkpoint goes to. ``options``: of ``aifs.client.checkpoint``. Rank 0's pickle is the one that
-    counts; with a named group all must be equal. Raises CheckpointError if the replicas differ, and as
-    ``checkpoint``.
+    ``group``: a process group of torch.distributed, None for the default one, or (name, rank,
+    size). Who writes: every 'replica', or the first rank of each processor 'socket', or of each
+    'device' (on each host) that the checkpoint goes to. ``options``: of ``aifs.client.checkpoint``.
+    Rank 0's pickle is the one that counts; with a named group all must be equal. Raises
+    CheckpointError if the replicas differ, and as ``checkpoint``.
     """
     if writers not in (REPLICA, SOCKET, DEVICE):
         raise ValueError(f"writers={writers!r}: it is one of {REPLICA!r}, {SOCKET!r}, {DEVICE!r}")
@@ -120,7 +121,9 @@ def _place(writers: str, rank: int, target: str) -> Hashable:
 
 
 def _agree(image: Image, place: Hashable, group: Any, target: str) -> tuple[Image, list[Hashable]]:
-    """The image with rank 0's pickle, whose devices may be named otherwise; and the places of all."""
+    """The image with rank 0's pickle, whose devices may be named otherwise; and the places of
+    all.
+    """
     mine = (place, image.sizes, image.pickle if dist.get_rank(group) == 0 else b"")
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group)
@@ -155,8 +158,8 @@ class _Window:
 
 
 def find_parts(directory: str, file: str | None = None) -> list[str]:
-    """Paths of the parts in their order. ``file``: whose; None: there must be one. Raises CheckpointError,
-    OSError."""
+    """Paths of the parts in their order. ``file``: whose; None: there must be one. Raises
+    CheckpointError, OSError."""
     found: dict[tuple[str, str, int], dict[int, str]] = {}
     for name in os.listdir(directory):
         match = _PART.fullmatch(name)
@@ -182,8 +185,9 @@ def parallel_load(
 ) -> Any:
     """What was saved by ``parallel_save``, in every rank of ``group``, which may have another size.
 
-    Across hosts each byte is read once, and passed on (see ``gathered``). With a named group, or without torch.distributed,
-    all is read. Raises CheckpointError (in all ranks, if one cannot read, or ends), OSError.
+    Across hosts each byte is read once, and passed on (see ``gathered``). With a named group, or
+    without torch.distributed, all is read. Raises CheckpointError (in all ranks, if one cannot
+    read, or ends), OSError.
     """
     directory = plain(path)
     find = partial(_find, directory, file)
@@ -192,8 +196,8 @@ def parallel_load(
 
 
 def _find(directory: str, file: str | None) -> Found:
-    """Parts of equal names and sizes may be of different states; their manifests differ. All are of what a pointer, as that of the
-    latest checkpoint, means now: it may be moved at this moment."""
+    """Parts of equal names and sizes may be of different states; their manifests differ. All are of
+    what a pointer, as that of the latest checkpoint, means now: it may be moved at this moment."""
     directory = os.path.realpath(directory)
     parts = find_parts(directory, file)
     try:

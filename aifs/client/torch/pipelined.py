@@ -5,8 +5,8 @@
     checkpointer.wait()                # the state may be changed from now on
     optimizer.step()
 
-A thread copies the state into shared memory (which costs the interpreter's lock nothing), and a helper
-process hashes, writes and publishes it from there.
+A thread copies the state into shared memory (which costs the interpreter's lock nothing), and a
+helper process hashes, writes and publishes it from there.
 """
 
 import ctypes
@@ -40,10 +40,10 @@ END_S = 10.0
 class PipelinedCheckpointer:
     """Checkpoints of one rank, at most one of which is in flight.
 
-    ``template``: the checkpoint's path, such as ``run/step-{step}``; ``file``: the name of this rank's file
-    in it; ``options``: of ``aifs.client.checkpoint``, such as ``keep='last=3'``. Takes as much memory as the
-    state. What failed is raised by the next ``save``, ``wait`` or ``close``, once; after that a new save may
-    be tried. Not for use by several threads.
+    ``template``: the checkpoint's path, such as ``run/step-{step}``; ``file``: the name of this
+    rank's file in it; ``options``: of ``aifs.client.checkpoint``, such as ``keep='last=3'``. Takes
+    as much memory as the state. What failed is raised by the next ``save``, ``wait`` or ``close``,
+    once; after that a new save may be tried. Not for use by several threads.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class PipelinedCheckpointer:
             self.close()
 
     def save(self, state: Any, step: int) -> None:
-        """Begin to save ``state``, which must not change until ``wait`` has returned. Waits for the one
-        before to be durable. Raises what that one failed with, CheckpointError, OSError, and what pickling
-        raises."""
+        """Begin to save ``state``, which must not change until ``wait`` has returned. Waits for the
+        one before to be durable. Raises what that one failed with, CheckpointError, OSError, and
+        what pickling raises."""
         self.wait(durable=True)
         self._target = plain(self._template.format(step=step))
         image, storages = describe(state, archive_name(self._file))
@@ -100,8 +100,8 @@ class PipelinedCheckpointer:
         )
 
     def wait(self, *, durable: bool = False) -> None:
-        """Until the state may be changed; with ``durable`` until the checkpoint is published. Raises what it
-        failed with: OSError, CheckpointError (also if the helper is gone)."""
+        """Until the state may be changed; with ``durable`` until the checkpoint is published.
+        Raises what it failed with: OSError, CheckpointError (also if the helper is gone)."""
         if self._staging is None:
             return
         assert self._helper is not None
@@ -178,8 +178,8 @@ class _Arena:
     def fill(
         self, sources: list[Chunks], places: list[int], connection: Connection, alive: Any
     ) -> None:
-        """Copy the storages, and tell the helper how far that is. ``alive``: whose memory they are. Raises
-        OSError if the helper is gone."""
+        """Copy the storages, and tell the helper how far that is. ``alive``: whose memory they are.
+        Raises OSError if the helper is gone."""
         told = 0
         for source, place in zip(sources, places, strict=False):
             for chunk in source:

@@ -1,7 +1,7 @@
 """Which way of writing reaches a device soonest: measured once, and remembered.
 
-Remembered in the process, and for the user in ``$XDG_CACHE_HOME/aifs/writing.json``: device -> way. A device
-is known by its number, kind and source of its filesystem, as in /proc/self/mountinfo.
+Remembered in the process, and for the user in ``$XDG_CACHE_HOME/aifs/writing.json``: device -> way.
+A device is known by its number, kind and source of its filesystem, as in /proc/self/mountinfo.
 """
 
 import json

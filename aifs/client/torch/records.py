@@ -1,4 +1,6 @@
-"""An object as what ``torch.save`` makes of it: a pickle in which storages are numbers, and the storages."""
+"""An object as what ``torch.save`` makes of it: a pickle in which storages are numbers, and the
+storages.
+"""
 
 import io
 import pickle
@@ -18,8 +20,8 @@ CHUNK = 32 << 20  # bytes that are copied from an accelerator at a time
 def describe(
     obj: Any, name: str, pickle_module: Any = pickle, pickle_protocol: int = 2
 ) -> tuple[Image, list[Any]]:
-    """The archive of ``obj``, and its storages, none of whose bytes are looked at. Raises what pickling
-    raises."""
+    """The archive of ``obj``, and its storages, none of whose bytes are looked at. Raises what
+    pickling raises."""
     storages: dict[
         int, Any
     ] = {}  # address of the storage's handle -> it; in the order of the archive
@@ -61,8 +63,8 @@ def describe(
 
 
 def names_hash(count: int) -> str:
-    """The first half of the serialization id. It depends on the order of a hash table, so torch's own writer,
-    which is given the names, has to say it."""
+    """The first half of the serialization id. It depends on the order of a hash table, so torch's
+    own writer, which is given the names, has to say it."""
     written: list[bytes] = []
 
     class Recorder:
@@ -95,8 +97,8 @@ def chunks_of(storage: Any) -> Iterator[memoryview]:
 
 
 def chunks(source: torch.Tensor) -> Iterator[memoryview]:
-    """A tensor of bytes, one after the other in memory: as it lies there, or copied from its device through
-    two page-locked buffers, one of which is filled while the other is used."""
+    """A tensor of bytes, one after the other in memory: as it lies there, or copied from its device
+    through two page-locked buffers, one of which is filled while the other is used."""
     size = source.numel()
     if source.device.type == "cpu":
         if size:

@@ -28,9 +28,9 @@ def save(
 ) -> None:
     """Like ``torch.save(obj, path)``, and the same file, which appears whole or not at all.
 
-    With ``sync`` it is durable when this returns, and written in the way that a measurement of this device
-    found to be the fastest; else it goes to the page cache. ``method``: 'buffered' or 'direct' to decide
-    oneself. Raises OSError, and what pickling raises.
+    With ``sync`` it is durable when this returns, and written in the way that a measurement of this
+    device found to be the fastest; else it goes to the page cache. ``method``: 'buffered' or
+    'direct' to decide oneself. Raises OSError, and what pickling raises.
     """
     from aifs.client.torch.records import chunks_of, describe
 
@@ -56,7 +56,9 @@ def save_image(
 
 
 def write_file(target: str, fill: "Callable[[Sink], object]", *, sync: bool, method: str) -> None:
-    """What ``fill`` writes becomes the file ``target``, whole; with ``sync`` durably. Raises OSError."""
+    """What ``fill`` writes becomes the file ``target``, whole; with ``sync`` durably. Raises
+    OSError.
+    """
     temporary, fd = locks.create_beside(target)
     try:
         try:

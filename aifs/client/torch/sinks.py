@@ -1,10 +1,12 @@
-"""Where a checkpoint's bytes go: large writes through the page cache, or past it through aligned buffers.
+"""Where a checkpoint's bytes go: large writes through the page cache, or past it through aligned
+buffers.
 
-*buffered*: what is large goes to the kernel straight from where it lies; what is small is gathered. The
-system is told to write it back early.
+*buffered*: what is large goes to the kernel straight from where it lies; what is small is gathered.
+The system is told to write it back early.
 
-*direct* (O_DIRECT): two aligned buffers, one of which is filled while a thread writes the other. The rest
-behind the last multiple of the alignment is written through the page cache (FastPersist, section 4.1).
+*direct* (O_DIRECT): two aligned buffers, one of which is filled while a thread writes the other.
+The rest behind the last multiple of the alignment is written through the page cache (FastPersist,
+section 4.1).
 """
 
 import ctypes
@@ -67,7 +69,9 @@ class BufferedSink:
 
 
 class DirectSink:
-    """Past the page cache, to the empty file ``fd``. Raises OSError (EINVAL) where that cannot be."""
+    """Past the page cache, to the empty file ``fd``. Raises OSError (EINVAL) where that cannot
+    be.
+    """
 
     def __init__(self, fd: int) -> None:
         files.set_direct(fd, True)

@@ -1,5 +1,5 @@
-"""Tensors of torch in files of safetensors (``client/tensor_file.py``), written at the speed of the device
-and loaded by mapping them."""
+"""Tensors of torch in files of safetensors (``client/tensor_file.py``), written at the speed of the
+device and loaded by mapping them."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -25,9 +25,9 @@ def save_safetensors(
     sync: bool = True,
     method: str | None = None,
 ) -> None:
-    """Write ``tensors`` as the file ``path``, which appears whole or not at all; ``sync`` and ``method`` as
-    of ``save``. Tensors that share memory are written each. Raises TypeError for an element type that the
-    format does not have, OSError."""
+    """Write ``tensors`` as the file ``path``, which appears whole or not at all; ``sync`` and
+    ``method`` as of ``save``. Tensors that share memory are written each. Raises TypeError for an
+    element type that the format does not have, OSError."""
     target = plain(path)
     content = content_of(dict(tensors), metadata)
     if method is None:
@@ -36,8 +36,8 @@ def save_safetensors(
 
 
 def load_safetensors(path: PathLike, device: Any = "cpu") -> dict[str, torch.Tensor]:
-    """The tensors by name. On the CPU they are a private mapping of the file: read when used, changes are not
-    written. Raises CheckpointError for what is no such file, OSError."""
+    """The tensors by name. On the CPU they are a private mapping of the file: read when used,
+    changes are not written. Raises CheckpointError for what is no such file, OSError."""
     target = plain(path)
     return Loaded(target, map_file(target)).to_tensors(device)
 
@@ -51,7 +51,9 @@ def require_plain(name: str, tensor: torch.Tensor) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The elements row by row; copied only if they do not lie so. Each piece is used before the next."""
+    """The elements row by row; copied only if they do not lie so. Each piece is used before the
+    next.
+    """
     values = tensor.detach().resolve_conj().resolve_neg().contiguous()
     yield from chunks(
         values.flatten().view(torch.uint8)

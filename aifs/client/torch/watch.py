@@ -1,8 +1,10 @@
-"""Waiting for other ranks of torch.distributed, and knowing which of them is to blame when that is in vain.
+"""Waiting for other ranks of torch.distributed, and knowing which of them is to blame when that is
+in vain.
 
-A collective in which a rank lacks fails, in those that were to hear from it, or takes the time-out of the process
-group, in all others. So who sees a failure says so in the store of the process group, which all look into while
-they wait. Then all say that they are there: those who do not are named.
+A collective in which a rank lacks fails, in those that were to hear from it, or takes the time-out
+of the process group, in all others. So who sees a failure says so in the store of the process
+group, which all look into while they wait. Then all say that they are there: those who do not are
+named.
 """
 
 import threading
@@ -28,7 +30,9 @@ _calls: Counter[tuple[int, ...]] = Counter()
 
 
 class GatherError(CheckpointError):
-    """A file was not read, in any rank. ``rank``: the first of those whose fault that is, None: nobody knows."""
+    """A file was not read, in any rank. ``rank``: the first of those whose fault that is, None:
+    nobody knows.
+    """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -36,7 +40,9 @@ class GatherError(CheckpointError):
 
 
 class Watch:
-    """One collective undertaking, for which each rank of ``group`` makes one; ``what``: for messages."""
+    """One collective undertaking, for which each rank of ``group`` makes one; ``what``: for
+    messages.
+    """
 
     def __init__(self, group: Any, what: str) -> None:
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
@@ -49,9 +55,9 @@ class Watch:
         self._store = dist.PrefixStore(f"aifs/{'-'.join(map(str, ranks))}/{_calls[ranks]}", store)
 
     def run(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns; it may wait for other ranks, and runs in another thread. Raises GatherError where one of them
-        has failed or ended, then ``work`` may go on until the process group's time is over; and what ``work`` raises
-        but the errors of the process group."""
+        """What ``work`` returns; it may wait for other ranks, and runs in another thread. Raises
+        GatherError where one of them has failed or ended, then ``work`` may go on until the process
+        group's time is over; and what ``work`` raises but the errors of the process group."""
         future: Future[T] = Future()
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
         threading.Thread(

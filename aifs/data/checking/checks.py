@@ -1,4 +1,6 @@
-"""What says whether bytes are right: checksums of a file, chunks of a container. For worker threads."""
+"""What says whether bytes are right: checksums of a file, chunks of a container. For worker
+threads.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,11 +13,15 @@ from aifs.layout.interleaved import CHUNK_MAX, HEADER_BYTES
 
 
 class Untold(Unavailable):
-    """Nobody can tell what bytes were: more columns are lost or wrong than the others can replace."""
+    """Nobody can tell what bytes were: more columns are lost or wrong than the others can
+    replace.
+    """
 
 
 class FileCheck:
-    """A striped file of ``size`` bytes; ``digests``: those of all MiBs from ``first`` on that are looked at, b"": none."""
+    """A striped file of ``size`` bytes; ``digests``: those of all MiBs from ``first`` on that are
+    looked at, b"": none.
+    """
 
     def __init__(self, size: int, first: int, digests: bytes) -> None:
         self._size = size
@@ -32,7 +38,9 @@ class FileCheck:
 
 
 class ContainerCheck:
-    """A container; ``row``: what is appended ends with whole rows, filled with zeros (1: it is not)."""
+    """A container; ``row``: what is appended ends with whole rows, filled with zeros (1: it is
+    not).
+    """
 
     def __init__(self, row: int = 1) -> None:
         self._row = row
@@ -60,7 +68,7 @@ class ContainerCheck:
             return end, False
 
 
-# --- local copies of files -----------------------------------------------------------------------------
+# --- local copies of files ------------------------------------------------------------------------
 
 
 class Part(NamedTuple):

@@ -1,9 +1,10 @@
-"""What belongs in one column of an object set: read from its own object, or told by the others, and checked.
+"""What belongs in one column of an object set: read from its own object, or told by the others, and
+checked.
 
-A column that is only moved is read where it lies, and compared with the file's checksums where these cover whole runs
-of it; else a wrong byte stays as wrong as it was, for a scrub to find. A column that others have to tell is never made of
-bytes that cannot be right: each MiB of the file that it has a part in is told without the columns that may be wrong,
-until the checksum is right.
+A column that is only moved is read where it lies, and compared with the file's checksums where
+these cover whole runs of it; else a wrong byte stays as wrong as it was, for a scrub to find. A
+column that others have to tell is never made of bytes that cannot be right: each MiB of the file
+that it has a part in is told without the columns that may be wrong, until the checksum is right.
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,9 @@ _PIECE = 4 << 20
 
 
 class ColumnSource:
-    """Reads one column of ``columns``. The file's bytes, its layout and its size do not change meanwhile."""
+    """Reads one column of ``columns``. The file's bytes, its layout and its size do not change
+    meanwhile.
+    """
 
     def __init__(
         self,
@@ -40,8 +43,8 @@ class ColumnSource:
         load: LoadDigests,
         worker: DataServer,
     ) -> None:
-        """``lost``: mask of columns that must not be read. ``worker``: the server in whose threads bytes are compared with
-        checksums."""
+        """``lost``: mask of columns that must not be read. ``worker``: the server in whose threads
+        bytes are compared with checksums."""
         self._servers = servers
         self._buffers = buffers
         self._columns = columns
@@ -73,8 +76,8 @@ class ColumnSource:
         return min(max(_PIECE // self._layout.row, 1) * self._layout.unit, _PIECE)
 
     async def skip_holes(self, there: Columns) -> None:
-        """Leave out what is zeros anyway: holes of the file, where ``there`` has none of the column's bytes either. For a file
-        without checksums."""
+        """Leave out what is zeros anyway: holes of the file, where ``there`` has none of the
+        column's bytes either. For a file without checksums."""
         layout, starts = self._layout, set[int]()
         lost = frozenset(c for c in range(len(layout.servers)) if self._lost >> c & 1)
         for find in (
@@ -103,7 +106,9 @@ class ColumnSource:
             raise Untold(str(error)) from error
 
     async def _fill(self, offset: int, part: memoryview) -> memoryview:
-        """What belongs there, in ``part``, or memory of its length. Raises Unavailable, which says why that cannot be told."""
+        """What belongs there, in ``part``, or memory of its length. Raises Unavailable, which says
+        why that cannot be told.
+        """
         own = None
         if not self._lost >> self._column & 1:
             try:
@@ -181,7 +186,9 @@ class ColumnSource:
             code_of(layout.width, layout.parity).encode(units, targets)
 
     async def _tell(self, first: int, data: memoryview) -> None:
-        """Fill ``data`` with bytes of the file from ``first`` on, told without the column itself."""
+        """Fill ``data`` with bytes of the file from ``first`` on, told without the column
+        itself.
+        """
         failure: FsError | None = None
         expected = await self._expected(first, len(data))
         for suspects in self._suspicions(first, len(data)):
@@ -203,8 +210,8 @@ class ColumnSource:
     async def _read_without(
         self, suspects: frozenset[int], first: int, data: memoryview, hashed: bool
     ) -> bytes:
-        """Fill ``data`` with bytes of the file, told by columns that are not ``suspects``: one run of each is read. Their
-        checksums if ``hashed``, else b"".
+        """Fill ``data`` with bytes of the file, told by columns that are not ``suspects``: one run
+        of each is read. Their checksums if ``hashed``, else b"".
 
         Raises Unavailable.
         """
@@ -277,7 +284,9 @@ class ColumnSource:
             self.wrong |= doubtful
 
     async def _is_right(self, first: int, data: memoryview) -> bool:
-        """Whether bytes of the file, of whole MiBs, have their checksums; True where there are none."""
+        """Whether bytes of the file, of whole MiBs, have their checksums; True where there are
+        none.
+        """
         expected = await self._expected(first, len(data))
         return not expected or await self._servers.run(self._worker, digests_of, data) == expected
 

@@ -1,4 +1,6 @@
-"""Checksums of striped files: BLAKE3-256 of each MiB of the file's bytes, the last one of what is left."""
+"""Checksums of striped files: BLAKE3-256 of each MiB of the file's bytes, the last one of what is
+left.
+"""
 
 from collections.abc import Mapping
 
@@ -22,9 +24,11 @@ def digests_of(data: bytes | memoryview) -> bytes:
 
 
 def join_digests(digests: Mapping[int, bytes], size: int, piece: int, is_protected: bool) -> bytes:
-    """The checksums of a file of ``size`` bytes, from those of its pieces of ``piece`` bytes, by offset; what lacks is a hole.
+    """The checksums of a file of ``size`` bytes, from those of its pieces of ``piece`` bytes, by
+    offset; what lacks is a hole.
 
-    A file that is mostly holes gets none, unless it is protected and not too large: they would take more space than it does.
+    A file that is mostly holes gets none, unless it is protected and not too large: they would take
+    more space than it does.
     """
     if 2 * len(digests) * piece < size and not (is_protected and size <= _SPARSE_HASHED):
         return b""

@@ -1,9 +1,11 @@
-"""Reading an object set column by column, and judging all of it: data, replicas, parity. For scrub and fsck.
+"""Reading an object set column by column, and judging all of it: data, replicas, parity. For scrub
+and fsck.
 
-An object set goes by in *windows* of some MiB. All columns of a window are read, from all servers at once; the bytes of the
-file are put together and compared with their checksums (``data/checking/checks``), and where they are wrong it is tried
-without which columns they are right (``data/checking/window``). What the file's bytes are is known then, and so what belongs
-into each column: everything else that was read there is a *flaw*.
+An object set goes by in *windows* of some MiB. All columns of a window are read, from all servers
+at once; the bytes of the file are put together and compared with their checksums
+(``data/checking/checks``), and where they are wrong it is tried without which columns they are
+right (``data/checking/window``). What the file's bytes are is known then, and so what belongs into
+each column: everything else that was read there is a *flaw*.
 """
 
 import math
@@ -54,8 +56,8 @@ class Inspection:
         background: str = "",
         columns: Columns | None = None,
     ) -> None:
-        """``lost``: mask of columns that are not to be read, nor told about. ``step``: more than what one check covers.
-        ``columns``: those of the object set, if there are any already."""
+        """``lost``: mask of columns that are not to be read, nor told about. ``step``: more than
+        what one check covers. ``columns``: those of the object set, if there are any already."""
         self.columns = columns or Columns(servers, layout, ino, oid, background=background)
         self._servers = servers
         self._buffers = buffers
@@ -67,10 +69,12 @@ class Inspection:
         self._row = layout.row if layout.parity else 1
         grain = math.lcm(self._row, HASHED)
         self.step = grain * -(-step // grain) if layout.parity else step
-        """Windows of a file that begin at multiples of this do not depend on one another, and may be judged at the same time."""
+        """Windows of a file that begin at multiples of this do not depend on one another, and may
+        be judged at the same time.
+        """
         self.known: tuple[bytes | memoryview, list[Span]] = b"", []
-        """Of the row that the next window begins in: its first bytes, as they should be, and ranges of which nobody knows. Who
-        keeps it may judge the same window again."""
+        """Of the row that the next window begins in: its first bytes, as they should be, and ranges
+        of which nobody knows. Who keeps it may judge the same window again."""
 
     def close(self) -> None:
         self.columns.close()
@@ -81,8 +85,9 @@ class Inspection:
         ]
 
     async def starts(self, has_checksums: bool) -> Sequence[int]:
-        """Where the windows of a file begin that have to be judged. Without checksums these are those where a column has
-        something, and the last ones, which tell objects that are too short."""
+        """Where the windows of a file begin that have to be judged. Without checksums these are
+        those where a column has something, and the last ones, which tell objects that are too
+        short."""
         every = range(0, self._size, self.step)
         if has_checksums:
             return every
@@ -109,7 +114,9 @@ class Inspection:
         return flaws
 
     async def judge(self, start: int, check: Check) -> Verdict:
-        """Look at the window from ``start`` on: whole rows. Each one begins where another one ended, or behind a loss."""
+        """Look at the window from ``start`` on: whole rows. Each one begins where another one
+        ended, or behind a loss.
+        """
         window = await self._look(start, self._lost)
         verdict = await self._work(window.judge, start, check)
         self.known = window.carried, window.doubtful
@@ -118,8 +125,9 @@ class Inspection:
     async def tell(
         self, start: int, check: Check, column: int, spare: int
     ) -> tuple[Verdict, int, memoryview]:
-        """The same, and what belongs in ``column`` of the rows that are judged up to their end: offset in its object, and
-        bytes. Columns of the mask ``spare`` are read only if that cannot be told without them."""
+        """The same, and what belongs in ``column`` of the rows that are judged up to their end:
+        offset in its object, and bytes. Columns of the mask ``spare`` are read only if that cannot
+        be told without them."""
         for lost in dict.fromkeys((self._lost | spare, self._lost)):
             window = await self._look(start, lost)
             verdict, offset, right = await self._work(window.tell, start, check, column)

@@ -1,4 +1,6 @@
-"""Which columns to do without when bytes of a protected file are wrong and nobody says whose fault that is. Pure."""
+"""Which columns to do without when bytes of a protected file are wrong and nobody says whose fault
+that is. Pure.
+"""
 
 from collections.abc import Iterable, Iterator
 from itertools import combinations, islice
@@ -11,10 +13,11 @@ _SETS_MAX = 256
 def suspect_sets(
     layout: Striped, columns: Iterable[int], lost: int = 0
 ) -> Iterator[frozenset[int]]:
-    """Sets of columns, the smaller ones first, without which the bytes of the data ``columns`` can still be told.
+    """Sets of columns, the smaller ones first, without which the bytes of the data ``columns`` can
+    still be told.
 
-    Each includes those of the mask ``lost``; the first one is these alone. At most 256 sets, beyond which the search is
-    given up: that is damage of many replicas in one place.
+    Each includes those of the mask ``lost``; the first one is these alone. At most 256 sets, beyond
+    which the search is given up: that is damage of many replicas in one place.
     """
     gone = frozenset(column for column in range(len(layout.servers)) if lost >> column & 1)
     if layout.parity:

@@ -1,9 +1,10 @@
-"""Reading striped files so that every MiB that comes from servers is compared with its checksum: what is copied elsewhere
-always is, what programs read with ``data.verify: read``.
+"""Reading striped files so that every MiB that comes from servers is compared with its checksum:
+what is copied elsewhere always is, what programs read with ``data.verify: read``.
 
-What is read is whole MiBs of the file, through the read cache, where only checked bytes enter: so each is checked once
-as long as it is cached. Where a checksum differs, a protected file's bytes are told without the columns that may
-be wrong, by trying which. Files without checksums, which are those that were written in place, are read as they are.
+What is read is whole MiBs of the file, through the read cache, where only checked bytes enter: so
+each is checked once as long as it is cached. Where a checksum differs, a protected file's bytes are
+told without the columns that may be wrong, by trying which. Files without checksums, which are
+those that were written in place, are read as they are.
 """
 
 from collections.abc import Awaitable, Callable
@@ -29,17 +30,19 @@ from aifs.layout.striped import Striped
 _log = logger(__name__)
 
 LoadDigests = Callable[[int], Awaitable[tuple[int, bytes]]]
-"""Checksums of the DIGESTS_AT_ONCE MiBs of a file among which is the one asked for: number of the first, and BLAKE3 of each;
-b"": none."""
+"""Checksums of the DIGESTS_AT_ONCE MiBs of a file among which is the one asked for: number of the
+first, and BLAKE3 of each; b"": none."""
 
 OnDamage = Callable[[int, int, int], None]
 """Called with oid, ino and the column whose object has wrong bytes. Does not block."""
 
 
 class VerifiedObjects:
-    """StripedObjects or ProtectedObjects, with checked reads. It is a Source of the read cache, for the file's bytes.
+    """StripedObjects or ProtectedObjects, with checked reads. It is a Source of the read cache, for
+    the file's bytes.
 
-    Changes go straight through; from the first one on nothing is known of checksums until they are loaded again.
+    Changes go straight through; from the first one on nothing is known of checksums until they are
+    loaded again.
     """
 
     block = HASHED
@@ -94,7 +97,9 @@ class VerifiedObjects:
         await self._inner.punch(offset, length)
 
     async def data_range(self, offset: int, size: int, strict: bool = True) -> tuple[int, int]:
-        """As StripedObjects.data_range; but what has checksums may be no hole, even where it seems to be one."""
+        """As StripedObjects.data_range; but what has checksums may be no hole, even where it seems
+        to be one.
+        """
         if strict and offset < size and await self._digest(offset // HASHED):
             return offset, size
         return await self._inner.data_range(offset, size, strict)
@@ -128,7 +133,9 @@ class VerifiedObjects:
     # --- reading ---
 
     async def read(self, offset: int, length: int, size: int, strict: bool) -> memoryview:
-        """As StripedObjects.read. Raises Untold for bytes that are wrong and cannot be told otherwise."""
+        """As StripedObjects.read. Raises Untold for bytes that are wrong and cannot be told
+        otherwise.
+        """
         first, last = offset // HASHED, (offset + length - 1) // HASHED
         if not strict or not (await self._digest(first) and await self._digest(last)):
             return await self._inner.read(offset, length, size, strict)
@@ -142,12 +149,16 @@ class VerifiedObjects:
         return await self._servers.cache.fetch(self, offset, length, size)
 
     async def read_into(self, offset: int, buffer: memoryview, size: int) -> None:
-        """The same into ``buffer``, past all caches; ``offset`` is a multiple of a MiB, and the end another or the file's."""
+        """The same into ``buffer``, past all caches; ``offset`` is a multiple of a MiB, and the end
+        another or the file's.
+        """
         for start in range(0, len(buffer), HASHED):
             await self._read_checked(offset + start, buffer[start : start + HASHED], size)
 
     async def is_right(self, offset: int, part: memoryview) -> bool:
-        """Whether these bytes of the file, a MiB or its last ones, have their checksum, or there is none."""
+        """Whether these bytes of the file, a MiB or its last ones, have their checksum, or there is
+        none.
+        """
         expected = await self._digest(offset // HASHED)
         return not expected or await self._digest_of(part) == expected
 
@@ -199,8 +210,9 @@ class VerifiedObjects:
             await self._tell_right(offset, part, size, expected)
 
     async def _read_at_once(self, offset: int, part: memoryview) -> bytes | None:
-        """Fill ``part`` and return its checksum, by one call, while it is in the processor's cache, if it lies in one object of
-        an unprotected file: for all else others know better who is to be asked. None also for what cannot be read."""
+        """Fill ``part`` and return its checksum, by one call, while it is in the processor's cache,
+        if it lies in one object of an unprotected file: for all else others know better who is to
+        be asked. None also for what cannot be read."""
         index, object_offset, _, length = next(self._layout.extents(offset, len(part)))
         if self._layout.is_protected or length < len(part):
             return None
@@ -237,7 +249,9 @@ class VerifiedObjects:
     # --- wrong bytes ---
 
     async def _tell_right(self, offset: int, part: memoryview, size: int, expected: bytes) -> None:
-        """Fill ``part`` with the bytes that have the checksum ``expected``, and report whose were wrong."""
+        """Fill ``part`` with the bytes that have the checksum ``expected``, and report whose were
+        wrong.
+        """
         (ino, oid), layout = self._key, self._layout
         touched = {extent.index for extent in layout.extents(offset, len(part))}
         for suspects in suspect_sets(layout, touched, self._lost):
@@ -271,15 +285,17 @@ class VerifiedObjects:
 
 
 class FollowedObjects:
-    """For who copies a striped file while others read it: by way of the caches that these use, so that each byte comes from
-    its server once for all, and checked."""
+    """For who copies a striped file while others read it: by way of the caches that these use, so
+    that each byte comes from its server once for all, and checked."""
 
     def __init__(
         self,
         objects: StripedObjects | ProtectedObjects | VerifiedObjects,
         checked: VerifiedObjects,
     ) -> None:
-        """``objects``: as the others read them; of nobody else. ``checked`` tells what is wrong there."""
+        """``objects``: as the others read them; of nobody else. ``checked`` tells what is wrong
+        there.
+        """
         self._objects = objects
         self._checked = checked
 
@@ -308,7 +324,9 @@ async def read_without(
     part: memoryview,
     size: int,
 ) -> None:
-    """Fill ``part`` with bytes of a file of ``size`` bytes, told by columns that are not ``suspects``. Raises Unavailable."""
+    """Fill ``part`` with bytes of a file of ``size`` bytes, told by columns that are not
+    ``suspects``. Raises Unavailable.
+    """
     for index, object_offset, file_offset, length in layout.extents(offset, len(part)):
         target = part[file_offset - offset : file_offset - offset + length]
         source = source_of(layout, index, suspects)

@@ -1,4 +1,5 @@
-"""Some rows of an object set in memory: what each column has of them, what they should have, and where the two differ.
+"""Some rows of an object set in memory: what each column has of them, what they should have, and
+where the two differ.
 
 Pure but for the memory. What takes long (``judge``) is called in worker threads.
 """
@@ -22,7 +23,9 @@ Span = tuple[int, int]
 
 
 class Flaw(NamedTuple):
-    """Bytes of a column's object that are not what they should be; ``right``: what belongs there, None if nobody knows."""
+    """Bytes of a column's object that are not what they should be; ``right``: what belongs there,
+    None if nobody knows.
+    """
 
     column: int
     kind: str
@@ -32,9 +35,11 @@ class Flaw(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """Bytes of the file, or container, that nothing tells any more, and the columns that they lie in.
+    """Bytes of the file, or container, that nothing tells any more, and the columns that they lie
+    in.
 
-    ``end`` -1: nobody knows where what is lost ends. ``certain`` False: columns differ, and there is no checksum.
+    ``end`` -1: nobody knows where what is lost ends. ``certain`` False: columns differ, and there
+    is no checksum.
     """
 
     start: int
@@ -44,7 +49,9 @@ class Loss(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """On one window. ``next``: where the next one starts; ``read_bytes``: from all columns together."""
+    """On one window. ``next``: where the next one starts; ``read_bytes``: from all columns
+    together.
+    """
 
     flaws: list[Flaw]
     losses: list[Loss]
@@ -53,19 +60,22 @@ class Verdict(NamedTuple):
 
 
 class Check(Protocol):
-    """What says whether bytes are right: those of a file by its checksums, those of a container by its chunks."""
+    """What says whether bytes are right: those of a file by its checksums, those of a container by
+    its chunks.
+    """
 
     def at(self, data: memoryview, offset: int, is_last: bool) -> tuple[int, bool | None] | None:
-        """What begins at ``offset``, with ``data`` from there to the end of the window, which ``is_last``: how long it is, and
-        whether it is right (None: nobody knows). None: it does not end in this window. (0, False): nobody knows where
-        it ends."""
+        """What begins at ``offset``, with ``data`` from there to the end of the window, which
+        ``is_last``: how long it is, and whether it is right (None: nobody knows). None: it does not
+        end in this window. (0, False): nobody knows where it ends."""
 
 
 class Window:
     """Bytes ``begin`` to ``end`` of a file: whole rows if it is coded.
 
-    ``found``: by column its offset in the object, and what is read there; ``failed``: kinds of flaws of columns that have not
-    all of it. ``carried``: the first bytes, as they should be; ``doubtful``: spans of the file nobody knows about.
+    ``found``: by column its offset in the object, and what is read there; ``failed``: kinds of
+    flaws of columns that have not all of it. ``carried``: the first bytes, as they should be;
+    ``doubtful``: spans of the file nobody knows about.
     """
 
     def __init__(self, layout: Striped, size: int, begin: int, end: int, lost: int) -> None:
@@ -98,7 +108,9 @@ class Window:
         return self.layout.data_column(column) or 0
 
     def place(self, memory: memoryview) -> None:
-        """Lay out the window in ``space`` bytes: the file's bytes, then what has to be read apart from them."""
+        """Lay out the window in ``space`` bytes: the file's bytes, then what has to be read apart
+        from them.
+        """
         used = self.end - self.begin
         self._plain = memory[:used]
         for column in range(len(self.layout.servers)):
@@ -119,7 +131,9 @@ class Window:
     # --- the file's bytes ---
 
     def judge(self, start: int, check: Check) -> Verdict:
-        """All of the window from ``start`` of the file on. ``carried`` and ``doubtful`` are those of the next one then."""
+        """All of the window from ``start`` of the file on. ``carried`` and ``doubtful`` are those
+        of the next one then.
+        """
         for column in range(self.layout.width):
             if column in self._apart:
                 scatter(self.found[column][1], [self._plain[a:b] for a, b in self._spans[column]])
@@ -227,7 +241,9 @@ class Window:
         self.doubtful = [(a, b) for a, b in self.doubtful if b > self.begin + begin]
 
     def tell(self, start: int, check: Check, column: int) -> tuple[Verdict, int, memoryview]:
-        """As ``judge``, and what belongs in ``column`` of all rows that are judged up to their end: offset, and bytes."""
+        """As ``judge``, and what belongs in ``column`` of all rows that are judged up to their end:
+        offset, and bytes.
+        """
         verdict, layout = self.judge(start, check), self.layout
         end = verdict.next - self.begin
         if layout.parity and verdict.next < self.size:
@@ -245,7 +261,9 @@ class Window:
     def _flaws(
         self, truth: memoryview, start: int, end: int, unsure: list[Span]
     ) -> tuple[list[Flaw], list[Loss]]:
-        """Where columns differ from the file's bytes between ``start`` and ``end``; losses where nobody knows who is right."""
+        """Where columns differ from the file's bytes between ``start`` and ``end``; losses where
+        nobody knows who is right.
+        """
         flaws = [
             Flaw(column, kind, self.found[column][0], len(self.found[column][1]))
             for column, kind in self.failed.items()
@@ -280,7 +298,9 @@ class Window:
     def _copies(
         self, column: int, truth: memoryview, start: int, end: int
     ) -> Iterator[tuple[int, memoryview, Span]]:
-        """(place in the column, the bytes that belong there, the span of the window that they are) of data or a replica."""
+        """(place in the column, the bytes that belong there, the span of the window that they are)
+        of data or a replica.
+        """
         place = 0
         for a, b in self._spans[self._like(column)]:
             first, last = max(a, start), min(b, end)

@@ -1,28 +1,31 @@
-"""What lies in containers, format 1: chunks and records of files; for each a header of 76 bytes, then the stored bytes,
-without gaps.
+"""What lies in containers, format 1: chunks and records of files; for each a header of 76 bytes,
+then the stored bytes, without gaps.
 
 header (all numbers little-endian)
-    4 bytes magic "AIFC", u8 format=1, u8 codec (0 as they are, 1 zstd, 2 records of files, 3 recipe), u16 zero, u64 ino, u64 oid
-    (the generation of the file's bytes), u32 index of the chunk in the file, u32 chunk size of the file, u32 stored
-    length, u32 raw length, 32 bytes BLAKE3-256 of the raw bytes, u32 crc32 of all before
+    4 bytes magic "AIFC", u8 format=1, u8 codec (0 as they are, 1 zstd, 2 records of files, 3
+    recipe), u16 zero, u64 ino, u64 oid (the generation of the file's bytes), u32 index of the chunk
+    in the file, u32 chunk size of the file, u32 stored length, u32 raw length, 32 bytes BLAKE3-256
+    of the raw bytes, u32 crc32 of all before
 records of files (ino, index and chunk size are 0, oid is the id of the container)
-    u8 format=1, u8 replicas, u8 parity columns, u8 number of columns, u32 stripe unit, then of each column u16 server: the
-    layout of the container when this was written; then for each file: u64 ino, u64 oid, u64 size, u32 mode, u32 uid,
-    u32 gid, i64 mtime (ns), u32 chunk size, u32 number of chunks that are stored (holes have none), u16 length of the
-    path hint, the path hint
+    u8 format=1, u8 replicas, u8 parity columns, u8 number of columns, u32 stripe unit, then of each
+    column u16 server: the layout of the container when this was written; then for each file: u64
+    ino, u64 oid, u64 size, u32 mode, u32 uid, u32 gid, i64 mtime (ns), u32 chunk size, u32 number
+    of chunks that are stored (holes have none), u16 length of the path hint, the path hint
 
-recipe (of a file that is an extent list; index is that of the extent which names it, behind all others; raw length is 0; the
-digest is that of the stored bytes)
-    u8 format=1, u64 number of the first extent that it tells, u64 number of extents of the file without recipes, then for
-    each extent: u64 length, plus 2**63 where it is zeros; if it is not, 32 bytes digest
+recipe (of a file that is an extent list; index is that of the extent which names it, behind all
+others; raw length is 0; the digest is that of the stored bytes)
+    u8 format=1, u64 number of the first extent that it tells, u64 number of extents of the file
+    without recipes, then for each extent: u64 length, plus 2**63 where it is zeros; if it is not,
+    32 bytes digest
 A shared chunk has ino, oid, index and chunk size 0: it is of whoever names its digest.
 
-A stripe begins with the records of the files that its chunks are of, if it has such; the first one of a container with at least
-the layout. So a container can be read without the metadata: the
-chunk's place in its file is index * chunk size. The path hint is the file's path when it was stored, as far as it could be
-told cheaply: the end of it, "?" for a name that was not known, nothing for a file with several names. What counts is the
-first part of a container, as long as the metadata says; what a crash has left behind it is cut before the next append. In a
-coded container zeros fill the last row of each append.
+A stripe begins with the records of the files that its chunks are of, if it has such; the first one
+of a container with at least the layout. So a container can be read without the metadata: the
+chunk's place in its file is index * chunk size. The path hint is the file's path when it was
+stored, as far as it could be told cheaply: the end of it, "?" for a name that was not known,
+nothing for a file with several names. What counts is the first part of a container, as long as the
+metadata says; what a crash has left behind it is cut before the next append. In a coded container
+zeros fill the last row of each append.
 """
 
 import struct
@@ -73,7 +76,9 @@ class Header(NamedTuple):
 
 
 class FileRecord(NamedTuple):
-    """What is said of a file beside its chunks. ``count``: of the chunks that are stored. ``path``: a hint, may be empty."""
+    """What is said of a file beside its chunks. ``count``: of the chunks that are stored. ``path``:
+    a hint, may be empty.
+    """
 
     ino: int
     oid: int
@@ -129,10 +134,11 @@ def encode(
     chunk: int,
     digest: bytes = b"",
 ) -> Header:
-    """Make ``memory`` the stored form of a chunk whose ``raw`` bytes lie in it behind the place of the header.
+    """Make ``memory`` the stored form of a chunk whose ``raw`` bytes lie in it behind the place of
+    the header.
 
-    ``level``: of zstd, 0 for none; bytes that it does not make fewer stay as they are. ``digest``: of the bytes, if it is
-    known. The header comes first, then as many bytes as it says.
+    ``level``: of zstd, 0 for none; bytes that it does not make fewer stay as they are. ``digest``:
+    of the bytes, if it is known. The header comes first, then as many bytes as it says.
     """
     data = memory[HEADER_BYTES : HEADER_BYTES + raw]
     digest = digest or digest_of(data)
@@ -148,8 +154,8 @@ def encode(
 
 
 def decode(stored: memoryview, codec: int, raw: int) -> memoryview:
-    """The raw bytes of a chunk, or the bytes of a recipe. Raises ValueError if they cannot be had, or are not ``raw`` in
-    number."""
+    """The raw bytes of a chunk, or the bytes of a recipe. Raises ValueError if they cannot be had,
+    or are not ``raw`` in number."""
     if codec == RECIPE and not raw:
         return stored
     data = stored
@@ -191,7 +197,9 @@ def records_space(layout: Striped, records: Iterable[FileRecord]) -> int:
 
 
 def unpack_records(body: bytes | memoryview) -> tuple[Striped, list[FileRecord]]:
-    """The layout that a container had, and the files, of what follows the header. Raises ValueError if it is damaged."""
+    """The layout that a container had, and the files, of what follows the header. Raises ValueError
+    if it is damaged.
+    """
     try:
         version, replicas, parity, columns, unit = _LAYOUT.unpack_from(body)
         if version != _FORMAT:
@@ -212,7 +220,9 @@ def unpack_records(body: bytes | memoryview) -> tuple[Striped, list[FileRecord]]
 
 
 class Recipe(NamedTuple):
-    """What extents ``first``, ``first`` + 1, ... of a file's ``count`` extents are: lengths, and digests (b"": zeros)."""
+    """What extents ``first``, ``first`` + 1, ... of a file's ``count`` extents are: lengths, and
+    digests (b"": zeros).
+    """
 
     first: int
     count: int

@@ -1,4 +1,6 @@
-"""Reading interleaved files: chunk by chunk, from containers that many files share (see ``files``)."""
+"""Reading interleaved files: chunk by chunk, from containers that many files share (see
+``files``).
+"""
 
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,22 +19,28 @@ from aifs.layout.interleaved import CHUNK, HEADER_BYTES, Extent, Interleaved, Lo
 
 Chunks = Sequence[Location | None]
 Load = Callable[[int], Awaitable[tuple[int, Chunks]]]
-"""Where some chunks of a file lie, among them the one asked for: number of the first, places (None: a hole)."""
+"""Where some chunks of a file lie, among them the one asked for: number of the first, places (None:
+a hole).
+"""
 
 LoadExtents = Callable[[int], Awaitable[tuple[int, int, Sequence[Extent]]]]
-"""Some extents of a file, among them that with the byte asked for: where the first begins, its number, and they."""
+"""Some extents of a file, among them that with the byte asked for: where the first begins, its
+number, and they.
+"""
 
 
 class _Known(NamedTuple):
-    """Chunks of a file that follow each other. Chunk i is bytes ``starts``[i] to ``starts``[i + 1] - 1."""
+    """Chunks of a file that follow each other. Chunk i is bytes ``starts``[i] to ``starts``[i + 1]
+    - 1.
+    """
 
     starts: Sequence[int]
     places: Chunks
 
 
 class _Part(NamedTuple):
-    """Bytes of one chunk, to be read: those from ``within`` on, of which the first is byte ``offset`` of the file. ``asked``: how
-    many the request is for that they are a part of."""
+    """Bytes of one chunk, to be read: those from ``within`` on, of which the first is byte
+    ``offset`` of the file. ``asked``: how many the request is for that they are a part of."""
 
     place: Location | None
     offset: int
@@ -42,7 +50,9 @@ class _Part(NamedTuple):
 
 
 class ChunkedObjects:
-    """One interleaved file, for reading: what StripedObjects are for a striped one. It never changes."""
+    """One interleaved file, for reading: what StripedObjects are for a striped one. It never
+    changes.
+    """
 
     def __init__(
         self,
@@ -51,8 +61,8 @@ class ChunkedObjects:
         load: Load | LoadExtents,
         verify: bool = False,
     ) -> None:
-        """``load`` tells extents if the layout is variable. ``verify``: compare all bytes with checksums, not just those of
-        chunks that are fetched whole anyway."""
+        """``load`` tells extents if the layout is variable. ``verify``: compare all bytes with
+        checksums, not just those of chunks that are fetched whole anyway."""
         self._containers = containers
         self._layout = layout
         self._load = load
@@ -60,7 +70,9 @@ class ChunkedObjects:
         self._known = _Known((0,), ())
 
     async def read(self, offset: int, length: int, size: int, strict: bool) -> memoryview:
-        """Exactly ``length`` bytes of a file that has ``size``, as StripedObjects.read; what lacks is never zeros."""
+        """Exactly ``length`` bytes of a file that has ``size``, as StripedObjects.read; what lacks
+        is never zeros.
+        """
         buffer = self._containers.servers.buffers.take(length)
         waiting = []
         done = 0

@@ -1,10 +1,12 @@
 """What belongs in one column of a protected container, checked chunk by chunk.
 
-A container says itself what its bytes should be: each chunk has a header with a checksum. So it is gone through from its
-beginning, window by window, and only what has been judged becomes part of the column. No more columns are read than the bytes
-take as long as they are right. What is wrong, whichever columns tell it, is an error if a file needs it; else it stays as it is.
+A container says itself what its bytes should be: each chunk has a header with a checksum. So it is
+gone through from its beginning, window by window, and only what has been judged becomes part of the
+column. No more columns are read than the bytes take as long as they are right. What is wrong,
+whichever columns tell it, is an error if a file needs it; else it stays as it is.
 
-A column of a coded container that is only moved is copied from where it lies; a wrong byte in it stays as wrong as it was.
+A column of a coded container that is only moved is copied from where it lies; a wrong byte in it
+stays as wrong as it was.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -52,7 +54,9 @@ class ContainerColumn:
         lost: int,
         load_live: LoadLive,
     ) -> None:
-        """``columns`` are those of the container. ``lost``: mask of columns that must not be read."""
+        """``columns`` are those of the container. ``lost``: mask of columns that must not be
+        read.
+        """
         self.wrong: set[int] = set()
         """Other columns that turned out to have wrong bytes."""
         self._columns = columns
@@ -82,7 +86,8 @@ class ContainerColumn:
         return sum(1 << column for column in usable[layout.width :])
 
     async def following(self) -> tuple[int, memoryview] | None:
-        """The next bytes of the column, and their offset; None behind the last ones. Several tasks may ask at a time.
+        """The next bytes of the column, and their offset; None behind the last ones. Several tasks
+        may ask at a time.
 
         Raises Unavailable, which says why they cannot be told.
         """

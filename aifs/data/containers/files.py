@@ -1,9 +1,10 @@
 """Reading of containers, by descriptors that all files share.
 
-Bytes that lie in the page cache are read on the trio thread straight into the answer, as striped objects are. Everything
-else of a plain container goes through the read cache, in pieces of about a stripe; what will be read next is seen here
-and not at the files: files that were stored together lie together, so who reads them in this order reads ahead, too.
-Protected containers are read as protected files are (see protected.py), which does the same.
+Bytes that lie in the page cache are read on the trio thread straight into the answer, as striped
+objects are. Everything else of a plain container goes through the read cache, in pieces of about a
+stripe; what will be read next is seen here and not at the files: files that were stored together
+lie together, so who reads them in this order reads ahead, too. Protected containers are read as
+protected files are (see protected.py), which does the same.
 """
 
 from collections import OrderedDict
@@ -46,13 +47,17 @@ class ContainerFiles:
         self._chunks = ChunkCache(servers.budget)
 
     def changed(self, container: int, layout: Striped) -> None:
-        """Bytes have been appended to a container, or what an append left behind its end counts no more."""
+        """Bytes have been appended to a container, or what an append left behind its end counts no
+        more.
+        """
         for number in layout.servers:
             if (server := self.servers.find(number)) is not None:
                 self.servers.cache.invalidate(object_name(server, (0, container)))
 
     def moved(self, container: int) -> None:
-        """The table says something else of a container now: where it is, or which columns are good. Does not block."""
+        """The table says something else of a container now: where it is, or which columns are good.
+        Does not block.
+        """
         self._chunks.forget(container)
         self._retire(container)
 
@@ -64,7 +69,9 @@ class ContainerFiles:
     # --- bytes ---
 
     def read_now(self, container: int, offset: int, target: memoryview) -> bool:
-        """Fill ``target`` from byte ``offset`` of a container, if that can be done without waiting."""
+        """Fill ``target`` from byte ``offset`` of a container, if that can be done without
+        waiting.
+        """
         reader = self._open.get(container)
         if reader is None:
             return False
@@ -85,8 +92,8 @@ class ContainerFiles:
     async def read_right(
         self, container: int, offset: int, target: memoryview, check: Check
     ) -> None:
-        """The same for bytes that are right if ``check`` says so. Those of a protected container are put together from
-        other columns until they are. Raises Missing, Unavailable, Untold."""
+        """The same for bytes that are right if ``check`` says so. Those of a protected container
+        are put together from other columns until they are. Raises Missing, Unavailable, Untold."""
         await self.read(container, offset, target)
         entry = (await self._reader(container, offset + len(target))).entry
         wrong = await self._work(entry.layout, _what_is_wrong, check, target)
@@ -136,8 +143,8 @@ class ContainerFiles:
         await self.read_right(place.container, place.offset, target, partial(_check_stored, place))
 
     async def read_chunk(self, place: Location) -> memoryview:
-        """The raw bytes of a chunk, checked; fetched once for all who ask meanwhile, and kept for a while. Raises Missing,
-        Unavailable, Untold."""
+        """The raw bytes of a chunk, checked; fetched once for all who ask meanwhile, and kept for a
+        while. Raises Missing, Unavailable, Untold."""
         return await self._chunks.get(place, self._fetch)
 
     def find_chunk(self, place: Location) -> memoryview | None:
@@ -164,7 +171,9 @@ class ContainerFiles:
     # --- descriptors ---
 
     async def _reader(self, container: int, end: int) -> Reader:
-        """Of a container that has at least ``end`` bytes. Raises Missing if the table does not have it."""
+        """Of a container that has at least ``end`` bytes. Raises Missing if the table does not have
+        it.
+        """
         reader = self._open.get(container)
         if reader is None or not reader.covers(end):
             entry = await self._find(container)
@@ -186,7 +195,9 @@ class ContainerFiles:
         return PlainReader(self.servers, container, entry)
 
     def _damaged(self, layout: Striped, container: int, ino: int, column: int) -> None:
-        """Found by a reader that goes by this layout; if it is not the one in use any more, the column may have moved."""
+        """Found by a reader that goes by this layout; if it is not the one in use any more, the
+        column may have moved.
+        """
         reader = self._open.get(container)
         if reader is not None and reader.entry.layout.servers[column] == layout.servers[column]:
             self.on_damage(container, ino, column)
@@ -197,11 +208,15 @@ class ContainerFiles:
                 self._open.pop(container).close()
 
     def close_idle(self) -> None:
-        """Close what nobody reads now, so that deleted containers give back their space. Does not block."""
+        """Close what nobody reads now, so that deleted containers give back their space. Does not
+        block.
+        """
         self._close_some(0)
 
     def close(self) -> None:
-        """Close all, each when what is under way has been read. Nobody begins to read any more. Does not block."""
+        """Close all, each when what is under way has been read. Nobody begins to read any more.
+        Does not block.
+        """
         while self._open:
             self._open.popitem()[1].retire()
 

@@ -1,7 +1,7 @@
 """Containers that are appended to: one object, or several that protect each other.
 
-What a server that hangs has not answered may land late, behind the end or at it. So nothing more is appended to a plain container
-then; of a protected one the column is lost.
+What a server that hangs has not answered may land late, behind the end or at it. So nothing more is
+appended to a plain container then; of a protected one the column is lost.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ class Damaged(Exception):
 class OpenContainer:
     """A container that may be appended to, by one task at a time.
 
-    ``end``: of what has been appended. ``carried``: how many bytes before it are still in the caller's memory, at its
-    beginning. ``pins``: users whose chunks in it are not recorded yet. ``full``: nothing more is appended.
-    ``lost``: mask of the columns that have failed.
+    ``end``: of what has been appended. ``carried``: how many bytes before it are still in the
+    caller's memory, at its beginning. ``pins``: users whose chunks in it are not recorded yet.
+    ``full``: nothing more is appended. ``lost``: mask of the columns that have failed.
     """
 
     def __init__(self, servers: Servers, layout: Striped, container: int, end: int) -> None:
@@ -49,14 +49,16 @@ class OpenContainer:
         """Make ready for ``append``. Raises Damaged, NoSpace, Unavailable."""
 
     async def append(self, build: Build, memory: memoryview) -> None:
-        """Write a stripe behind the end. It may stay in memory in part, until the next ``append`` or ``finish``, with the
-        same memory."""
+        """Write a stripe behind the end. It may stay in memory in part, until the next ``append``
+        or ``finish``, with the same memory."""
 
     async def finish(self, memory: memoryview) -> None:
         """Write what has stayed in memory."""
 
     async def sync(self, spare: int) -> None:
-        """All is durable on return, but for the columns that are ``lost``. Raises NoSpace, Unavailable."""
+        """All is durable on return, but for the columns that are ``lost``. Raises NoSpace,
+        Unavailable.
+        """
 
     def rewind(self, end: int) -> None:
         """What lies behind ``end`` counts no more."""
@@ -162,7 +164,9 @@ class _Plain(OpenContainer):
 
 
 class _Protected(OpenContainer):
-    """Replicas, or columns with parity. Coded ones are written by whole rows; what lacks of the last one is zeros."""
+    """Replicas, or columns with parity. Coded ones are written by whole rows; what lacks of the
+    last one is zeros.
+    """
 
     def __init__(self, servers: Servers, layout: Striped, container: int, end: int) -> None:
         super().__init__(servers, layout, container, end)

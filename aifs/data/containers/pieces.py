@@ -1,4 +1,6 @@
-"""Chunks on their way into a container: those of a file's burst copy, and those of another container."""
+"""Chunks on their way into a container: those of a file's burst copy, and those of another
+container.
+"""
 
 import errno
 import os
@@ -15,8 +17,8 @@ from aifs.layout.interleaved import HEADER_BYTES, RECORD_MAX, Extent, Interleave
 class Source(NamedTuple):
     """A file to be stored as it is. Nobody changes it meanwhile.
 
-    ``fd``: open for reading, of ``size`` bytes. ``level``: of zstd, 0 for no compression. ``record``: what is to be said of
-    it in the container; its sizes and counts are filled in.
+    ``fd``: open for reading, of ``size`` bytes. ``level``: of zstd, 0 for no compression.
+    ``record``: what is to be said of it in the container; its sizes and counts are filled in.
     """
 
     ino: int
@@ -49,10 +51,12 @@ class FilePiece(NamedTuple):
 
 
 class HashedPiece(NamedTuple):
-    """A range of a file whose digest is known: it is not hashed again, so nobody may have changed the file since.
+    """A range of a file whose digest is known: it is not hashed again, so nobody may have changed
+    the file since.
 
-    ``fd``: open for reading. ``ino``: of whose burst copy that is, for errors. ``level``: of zstd, 0 for no compression.
-    It becomes a shared chunk, or, with ``oid``, extent ``index`` of that file, whose largest chunk is ``chunk``.
+    ``fd``: open for reading. ``ino``: of whose burst copy that is, for errors. ``level``: of zstd,
+    0 for no compression. It becomes a shared chunk, or, with ``oid``, extent ``index`` of that
+    file, whose largest chunk is ``chunk``.
     """
 
     fd: int
@@ -102,7 +106,9 @@ class RecipePiece(NamedTuple):
 
 
 class StoredPiece(NamedTuple):
-    """A chunk that lies in another container. ``read`` fills memory with it, header and all, and checks it."""
+    """A chunk that lies in another container. ``read`` fills memory with it, header and all, and
+    checks it.
+    """
 
     header: Header
     place: Location
@@ -119,11 +125,15 @@ class StoredPiece(NamedTuple):
         return RECORD_MAX + self.length
 
     async def load(self, memory: memoryview) -> None:
-        """Make the beginning of ``memory`` the chunk as it is stored. Raises Unavailable if it is damaged."""
+        """Make the beginning of ``memory`` the chunk as it is stored. Raises Unavailable if it is
+        damaged.
+        """
         await self.read(self.place, memory[: self.length])
 
     def fill(self, memory: memoryview) -> Header:
-        """What is in memory since ``load`` is the chunk. Raises Unavailable if it is another one."""
+        """What is in memory since ``load`` is the chunk. Raises Unavailable if it is another
+        one.
+        """
         if memory[:HEADER_BYTES] != chunk_codec.pack_header(self.header):
             raise Unavailable(
                 f"container {self.place.container}: chunk at {self.place.offset} is not what it was"
@@ -155,8 +165,8 @@ def recipes(
 ) -> list[RecipePiece]:
     """Those of a file that is an extent list, to be appended when its other chunks have been.
 
-    Where they lie are more extents, of length 0, behind the others, in this order (``with_recipes``). Blocks for
-    long lists.
+    Where they lie are more extents, of length 0, behind the others, in this order
+    (``with_recipes``). Blocks for long lists.
     """
     count = len(extents)
     starts = range(0, count, RECIPE_EXTENTS)

@@ -28,7 +28,9 @@ class Entry(NamedTuple):
 
 
 OnDamage = Callable[[int, int, int], None]
-"""Called with the container, 0 and the column whose object is missing, short or wrong. Does not block."""
+"""Called with the container, 0 and the column whose object is missing, short or wrong. Does not
+block.
+"""
 
 
 class PlainReader:
@@ -57,7 +59,9 @@ class PlainReader:
             self.close()
 
     def covers(self, end: int) -> bool:
-        """Whether what is known of the container will do to read up to ``end``: its object itself says how long it is."""
+        """Whether what is known of the container will do to read up to ``end``: its object itself
+        says how long it is.
+        """
         return True
 
     def read_now(self, offset: int, target: memoryview) -> bool:

@@ -41,7 +41,9 @@ class ContainerScan:
         return self._offset
 
     async def following(self) -> list[Found]:
-        """The next chunks; none behind the last one. Raises Unavailable where something is damaged."""
+        """The next chunks; none behind the last one. Raises Unavailable where something is
+        damaged.
+        """
         found: list[Found] = []
         while self._offset < self._length and not found:
             size = min(_WINDOW, self._length - self._offset)
@@ -55,8 +57,8 @@ class ContainerScan:
         return found
 
     def _parse(self, window: memoryview) -> tuple[list[Found], int]:
-        """Chunks whose headers are in the window, and how many bytes they take; none if the first header is not whole
-        there, or damaged. In a worker thread."""
+        """Chunks whose headers are in the window, and how many bytes they take; none if the first
+        header is not whole there, or damaged. In a worker thread."""
         found: list[Found] = []
         at = 0
         while at < len(window):

@@ -1,8 +1,9 @@
 """Appending to containers: many chunks become a few large writes on each server.
 
-A container is an object set of its own (inode number 0, its id as oid): one object, or several that protect each other.
-What is appended to it is a *stripe* at a time, by one task at a time, which keeps the container to itself until the bytes
-are durable: so what fails or is cancelled leaves nothing but bytes behind the end, which the next append overwrites.
+A container is an object set of its own (inode number 0, its id as oid): one object, or several that
+protect each other. What is appended to it is a *stripe* at a time, by one task at a time, which
+keeps the container to itself until the bytes are durable: so what fails or is cancelled leaves
+nothing but bytes behind the end, which the next append overwrites.
 """
 
 import mmap
@@ -46,10 +47,14 @@ _SYNCED = faults.declare(
 )
 
 _LANES_MIN = 4
-"""Few servers get several tasks, each with a container of its own, so that hashing does not wait for writing."""
+"""Few servers get several tasks, each with a container of its own, so that hashing does not wait
+for writing.
+"""
 
 _IDLE_MAX = 64
-"""Layouts of protected containers that are kept open; those that were used least recently are sealed."""
+"""Layouts of protected containers that are kept open; those that were used least recently are
+sealed.
+"""
 
 _ROW_MAX = DATA_MAX * UNIT
 _BUFFER = max(STRIPE, RECORDS_HEAD + RECORD_MAX + HEADER_BYTES + CHUNK_MAX) + _ROW_MAX
@@ -60,17 +65,23 @@ class Catalogue(Protocol):
     """Who keeps the table of containers."""
 
     async def new(self, layout: Striped) -> int:
-        """The id of a new container, which is on record when this returns. Raises NoSpace, Unavailable."""
+        """The id of a new container, which is on record when this returns. Raises NoSpace,
+        Unavailable.
+        """
 
     async def seal(self, container: int) -> None:
         """Nothing will be appended any more, and no chunk in it waits to be recorded."""
 
     def changed(self, container: int, layout: Striped) -> None:
-        """What has been read of a container may differ from now on, behind what its table entry covers."""
+        """What has been read of a container may differ from now on, behind what its table entry
+        covers.
+        """
 
 
 class Appended(NamedTuple):
-    """Where chunks lie now, and what else has become of their containers; to be recorded together."""
+    """Where chunks lie now, and what else has become of their containers; to be recorded
+    together.
+    """
 
     places: list[Location]
     growth: list[Growth]
@@ -82,8 +93,9 @@ class ContainerWriter:
     def __init__(
         self, servers: Servers, catalogue: Catalogue, budget: Budget, size: int, spare: int = 0
     ) -> None:
-        """``size``: when a container has reached it, the next one is begun. ``spare``: how many columns more than their
-        bytes need protected ones must have, if others fail; see ProtectedObjects.sync."""
+        """``size``: when a container has reached it, the next one is begun. ``spare``: how many
+        columns more than their bytes need protected ones must have, if others fail; see
+        ProtectedObjects.sync."""
         self._servers = servers
         self._catalogue = catalogue
         self._buffers = _Buffers(budget)
@@ -103,12 +115,13 @@ class ContainerWriter:
     async def append(
         self, pieces: Sequence[Piece], slots: Sequence[Striped]
     ) -> AsyncIterator[Appended]:
-        """Put all chunks into containers that are laid out like ``slots``, in turn; within the block they are durable,
-        and to be recorded.
+        """Put all chunks into containers that are laid out like ``slots``, in turn; within the
+        block they are durable, and to be recorded.
 
-        The places are in the order of ``pieces``. Cancellable between stripes. Raises NoSpace, QuotaExceeded,
-        Unavailable: then, as where the block does not record them, nothing is left of them that counts. A protected
-        container of which a column fails is still good if enough others are durable; nothing more is appended to it.
+        The places are in the order of ``pieces``. Cancellable between stripes. Raises NoSpace,
+        QuotaExceeded, Unavailable: then, as where the block does not record them, nothing is left
+        of them that counts. A protected container of which a column fails is still good if enough
+        others are durable; nothing more is appended to it.
         """
         work = _Append(pieces)
         stripes = deal([piece.space for piece in pieces], len(slots), self._turn)
@@ -215,7 +228,9 @@ class ContainerWriter:
     # --- sealing ---
 
     async def retire(self, unwanted: Callable[[int, Striped], bool]) -> None:
-        """Seal the open containers of which ``unwanted`` says so, by id and layout, unless they are in use."""
+        """Seal the open containers of which ``unwanted`` says so, by id and layout, unless they are
+        in use.
+        """
         await self._seal_unsealed()
         retired: list[OpenContainer] = []
         for layout, idle in self._idle.items():
@@ -253,7 +268,9 @@ class ContainerWriter:
             await self._seal_if_done(container)
 
     def close(self) -> None:
-        """Let go of all containers; the next mount goes on with them. Nobody appends any more. Does not block."""
+        """Let go of all containers; the next mount goes on with them. Nobody appends any more. Does
+        not block.
+        """
         for idle in self._idle.values():
             for container in idle:
                 container.close()
@@ -261,7 +278,9 @@ class ContainerWriter:
 
 
 class _Buffers:
-    """Memory for stripes. Fresh memory costs as much as filling it, so buffers are kept while nobody wants theirs."""
+    """Memory for stripes. Fresh memory costs as much as filling it, so buffers are kept while
+    nobody wants theirs.
+    """
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget

@@ -1,9 +1,11 @@
-"""The erasure code of coded files: Reed-Solomon over GF(2^8), systematic, with a Cauchy matrix (isa_l_rs_cauchy).
+"""The erasure code of coded files: Reed-Solomon over GF(2^8), systematic, with a Cauchy matrix
+(isa_l_rs_cauchy).
 
-Byte i of a parity unit depends on bytes i of the data units alone, so any range of a row can be encoded or told apart
-from the rest. Where ISA-L can be called directly that is done (see isal); else it goes by way of liberasurecode, with the
-same result, in slices that stay in the processor's cache. That library puts a header before each fragment, which depends on its
-number and length only; it is not stored, and put back for decoding. Its calls hold Python's lock, a few microseconds each.
+Byte i of a parity unit depends on bytes i of the data units alone, so any range of a row can be
+encoded or told apart from the rest. Where ISA-L can be called directly that is done (see isal);
+else it goes by way of liberasurecode, with the same result, in slices that stay in the processor's
+cache. That library puts a header before each fragment, which depends on its number and length only;
+it is not stored, and put back for decoding. Its calls hold Python's lock, a few microseconds each.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,15 +24,17 @@ _HEADER = 80
 
 
 class Code(Protocol):
-    """``data`` units give ``parity`` more; any ``data`` of them all give the others. Used from any thread."""
+    """``data`` units give ``parity`` more; any ``data`` of them all give the others. Used from any
+    thread.
+    """
 
     def encode(self, units: Sequence[memoryview], parity: Sequence[memoryview]) -> None:
-        """Fill the ``parity`` units, which are as long as the first of ``units``; the others may be shorter, and count as
-        if zeros followed."""
+        """Fill the ``parity`` units, which are as long as the first of ``units``; the others may be
+        shorter, and count as if zeros followed."""
 
     def reconstruct(self, units: Mapping[int, memoryview], wanted: int, target: memoryview) -> None:
-        """Fill ``target`` with unit ``wanted``; ``units`` are ``data`` others by number, ascending, none longer, those that are
-        shorter count as if zeros followed."""
+        """Fill ``target`` with unit ``wanted``; ``units`` are ``data`` others by number, ascending,
+        none longer, those that are shorter count as if zeros followed."""
 
 
 class Fragments:
@@ -84,7 +88,9 @@ def code_of(data: int, parity: int) -> Code:
 
 
 def encode_rows(layout: Striped, spans: Iterable[tuple[int, memoryview, list[memoryview]]]) -> None:
-    """Encode whole rows (the last may be the end of the file): of each span the bytes of the file, and memory for their parity."""
+    """Encode whole rows (the last may be the end of the file): of each span the bytes of the file,
+    and memory for their parity.
+    """
     row, unit = layout.row, layout.unit
     code = code_of(layout.width, layout.parity)
     for _, memory, parity in spans:

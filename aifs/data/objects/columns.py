@@ -1,4 +1,6 @@
-"""One object set, column by column: for rebuild, move, scrub and repair, and below protected objects."""
+"""One object set, column by column: for rebuild, move, scrub and repair, and below protected
+objects.
+"""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from functools import partial
@@ -31,9 +33,10 @@ _READS = {"open", "read", "reach"}
 class Columns:
     """The objects of one striped file (or container: ino 0) as they lie on their servers.
 
-    Everything runs in the servers' workers, at the I/O priority ``background``. ``fetch`` and ``reconstruct`` may be cancelled:
-    what a server does for them then ends by itself; the others may not while they wait. Nothing here fails over to other
-    columns, except ``reconstruct``, which is that.
+    Everything runs in the servers' workers, at the I/O priority ``background``. ``fetch`` and
+    ``reconstruct`` may be cancelled: what a server does for them then ends by itself; the others
+    may not while they wait. Nothing here fails over to other columns, except ``reconstruct``, which
+    is that.
     """
 
     def __init__(
@@ -46,8 +49,9 @@ class Columns:
         new: bool = False,
         background: str = "",
     ) -> None:
-        """Does no I/O; a server that is not registered raises Unavailable when its column is used. ``new``: no object of this
-        oid has ever been made, so no earlier process may have left one whose name is not durable."""
+        """Does no I/O; a server that is not registered raises Unavailable when its column is used.
+        ``new``: no object of this oid has ever been made, so no earlier process may have left one
+        whose name is not durable."""
         self.on_short: Callable[[int], None] = lambda column: None
         """Told of columns whose objects ended where ``reconstruct`` needed bytes."""
         self.label: Label | None = None
@@ -80,7 +84,8 @@ class Columns:
     # --- bytes ---
 
     async def read(self, column: int, offset: int, buffer: memoryview) -> int:
-        """Fill ``buffer`` from the column's object; the bytes read, fewer only at its end, 0 if it does not exist.
+        """Fill ``buffer`` from the column's object; the bytes read, fewer only at its end, 0 if it
+        does not exist.
 
         Raises Unavailable.
         """
@@ -112,8 +117,8 @@ class Columns:
         return 0 if fd is None else self.server(column).read(self._key, fd, buffer, offset)
 
     async def write(self, column: int, offset: int, data: bytes | memoryview) -> None:
-        """All of ``data`` is in the server's page cache on return; the object is made if need be. Raises NoSpace,
-        QuotaExceeded, Unavailable."""
+        """All of ``data`` is in the server's page cache on return; the object is made if need be.
+        Raises NoSpace, QuotaExceeded, Unavailable."""
         await self._run(column, self.write_now, column, offset, [data])
 
     def write_now(self, column: int, offset: int, parts: Sequence[bytes | memoryview]) -> None:
@@ -131,11 +136,13 @@ class Columns:
         without: frozenset[int] = frozenset(),
         read: Exact | None = None,
     ) -> memoryview:
-        """What belongs at ``offset`` of the column's object, told by other columns: up to ``length`` bytes, fewer only
-        at the end that the object has where the file has ``size`` bytes.
+        """What belongs at ``offset`` of the column's object, told by other columns: up to
+        ``length`` bytes, fewer only at the end that the object has where the file has ``size``
+        bytes.
 
-        Neither the column itself nor those of ``without`` are read; those whose servers are slow only if nothing else
-        is left; ``read``: how, if not by ``exact``. Raises Unavailable, which names what lacks.
+        Neither the column itself nor those of ``without`` are read; those whose servers are slow
+        only if nothing else is left; ``read``: how, if not by ``exact``. Raises Unavailable, which
+        names what lacks.
         """
         layout = self._layout
         length = min(length, layout.object_length(column, size) - offset)
@@ -165,8 +172,8 @@ class Columns:
         return await self.decode(column, units, length)
 
     async def decode(self, column: int, units: Mapping[int, memoryview], length: int) -> memoryview:
-        """``length`` bytes of a coded column, from as many others as there are data columns, which have the same range of
-        theirs; shorter ones count as if zeros followed."""
+        """``length`` bytes of a coded column, from as many others as there are data columns, which
+        have the same range of theirs; shorter ones count as if zeros followed."""
         target = self._servers.buffers.take(length)
         code = code_of(self._layout.width, self._layout.parity)
         answered = max(units, key=lambda other: (len(units[other]) > 0, self.is_good(other)))
@@ -174,7 +181,9 @@ class Columns:
         return target
 
     async def exact(self, column: int, offset: int, length: int, size: int) -> memoryview:
-        """As ``fetch``, of bytes that the object must have where the file has ``size``. Raises Unavailable if it has not."""
+        """As ``fetch``, of bytes that the object must have where the file has ``size``. Raises
+        Unavailable if it has not.
+        """
         if not length:
             return memoryview(b"")
         data = await self.fetch(column, offset, length)
@@ -182,7 +191,9 @@ class Columns:
         return data
 
     def require(self, column: int, offset: int, found: int, length: int, size: int) -> None:
-        """Raises Unavailable, and tells ``on_short``, if there are fewer bytes than there must be."""
+        """Raises Unavailable, and tells ``on_short``, if there are fewer bytes than there must
+        be.
+        """
         if found < length:
             self.on_short(column)
             raise self._too_short(column, offset + length, size)
@@ -195,8 +206,8 @@ class Columns:
     async def data_range(
         self, offset: int, size: int, without: frozenset[int] = frozenset()
     ) -> tuple[int, int]:
-        """As StripedObjects.data_range, as far as it can be told without the columns of ``without``, and without those that
-        fail: else all of the file may be data."""
+        """As StripedObjects.data_range, as far as it can be told without the columns of
+        ``without``, and without those that fail: else all of the file may be data."""
         unusable = set(without)
         while columns := self._telling(unusable):
             calls = [(c, self._find_data, (c, offset, size, True)) for c in columns]
@@ -240,7 +251,8 @@ class Columns:
     # --- length and durability ---
 
     async def settle(self, column: int, length: int) -> int:
-        """The object is exactly so long on return, made, cut or extended (0: removed); its blocks of 512 bytes.
+        """The object is exactly so long on return, made, cut or extended (0: removed); its blocks
+        of 512 bytes.
 
         Raises NoSpace, QuotaExceeded, Unavailable.
         """
@@ -263,8 +275,8 @@ class Columns:
         return server.stat(self._key, fd).st_blocks
 
     async def sync(self, column: int) -> None:
-        """The object's bytes, length and name (or absence) are durable on return. Raises NoSpace, QuotaExceeded,
-        Unavailable."""
+        """The object's bytes, length and name (or absence) are durable on return. Raises NoSpace,
+        QuotaExceeded, Unavailable."""
         await self._run(column, self.sync_now, column)
 
     def sync_now(self, column: int) -> None:
@@ -318,8 +330,9 @@ class Columns:
     async def attempt(
         self, calls: Sequence[tuple[int, Callable[..., Any], tuple]], abandonable: bool = False
     ) -> list[Any]:
-        """Run (column, function, args) in the workers of the columns' servers, all at once; what each returned, or its
-        FsError, in order. ``abandonable``: it may be cancelled, for what the calls write to is nobody else's."""
+        """Run (column, function, args) in the workers of the columns' servers, all at once; what
+        each returned, or its FsError, in order. ``abandonable``: it may be cancelled, for what the
+        calls write to is nobody else's."""
         handed: list[Call] = []
         places: list[int] = []
         answers: list[Any] = [None] * len(calls)
@@ -363,7 +376,9 @@ class Columns:
         return len(fds)
 
     def close(self) -> None:
-        """Give up the descriptors, once no call uses them any more. Nothing is synced. Does not block."""
+        """Give up the descriptors, once no call uses them any more. Nothing is synced. Does not
+        block.
+        """
         self._closed = True
         self._close_unused()
 

@@ -1,7 +1,8 @@
-"""Blocks of a protected file that a server takes long for, told by other columns: once for all who wait for them.
+"""Blocks of a protected file that a server takes long for, told by other columns: once for all who
+wait for them.
 
-What is read for that goes through the read cache, too: the other data columns of a coded file are there, or will be asked for
-next. So a hedge costs the parity of a block, and not what tells it.
+What is read for that goes through the read cache, too: the other data columns of a coded file are
+there, or will be asked for next. So a hedge costs the parity of a block, and not what tells it.
 """
 
 from collections.abc import Awaitable, Callable, Hashable, Sequence
@@ -18,10 +19,14 @@ from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
 
 HEAD_START_S = 0.005
-"""What the columns that a hedged read waits for have before others are asked: those that do not hang need less."""
+"""What the columns that a hedged read waits for have before others are asked: those that do not
+hang need less.
+"""
 
 _GRACE_S = 0.05
-"""What a server at most has to answer after all: one that is new, or has been slow before, is not known to be late otherwise."""
+"""What a server at most has to answer after all: one that is new, or has been slow before, is not
+known to be late otherwise.
+"""
 
 Fill = Callable[[memoryview, int], Awaitable[int]]
 
@@ -39,8 +44,9 @@ class Hedges:
     def hedge(
         self, offset: int, length: int, size: int, sources: list[int], lost: frozenset[int]
     ) -> bool:
-        """A range of a file of ``size`` bytes is late, whose data columns are read from the columns ``sources``: have its blocks
-        that are still loading told without these, and without those of ``lost``.
+        """A range of a file of ``size`` bytes is late, whose data columns are read from the columns
+        ``sources``: have its blocks that are still loading told without these, and without those of
+        ``lost``.
 
         False: the range is not read by blocks, or there is no memory.
         """
@@ -112,8 +118,8 @@ class Hedges:
         return len(data)
 
     async def _judge(self, block: Block, column: int, taken_s: float) -> None:
-        """The block has been told in so long. Where all servers have much to do, its own one answers in as long again, or what is
-        usual for it; else it is late."""
+        """The block has been told in so long. Where all servers have much to do, its own one
+        answers in as long again, or what is usual for it; else it is late."""
         latency = self._columns.server(column).latency
         await trio.sleep(
             max(taken_s, min(self._servers.hedging.usual_s([latency], block.size), _GRACE_S))
@@ -137,8 +143,8 @@ class Hedges:
 
 
 class _Told:
-    """As a source of the read cache. ``fill``: memory with what is at an offset; how many bytes there were. ``judge``: what came
-    of it, and the seconds that it took."""
+    """As a source of the read cache. ``fill``: memory with what is at an offset; how many bytes
+    there were. ``judge``: what came of it, and the seconds that it took."""
 
     block = BLOCK
     busy = False

@@ -1,4 +1,6 @@
-"""Where the data of a striped file is, outside of which there are holes: told by the objects of its columns."""
+"""Where the data of a striped file is, outside of which there are holes: told by the objects of its
+columns.
+"""
 
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
@@ -18,7 +20,9 @@ class Sparse(Protocol):
 
 
 async def pieces_with_data(source: Sparse, size: int, piece: int) -> AsyncIterator[int]:
-    """Offsets of the pieces of a file of ``size`` bytes that are no holes, in order: multiples of ``piece``."""
+    """Offsets of the pieces of a file of ``size`` bytes that are no holes, in order: multiples of
+    ``piece``.
+    """
     at = 0
     while at < size:
         start, end = await source.data_range(at, size)
@@ -36,8 +40,9 @@ def find_data(
     offset: int,
     end: int,
 ) -> Range | None:
-    """The first range of a column's object that is no hole, of its first ``end`` bytes, behind which the file's byte ``offset``
-    is not passed; None if there is none. ``fd`` None: there is no object. Blocks."""
+    """The first range of a column's object that is no hole, of its first ``end`` bytes, behind
+    which the file's byte ``offset`` is not passed; None if there is none. ``fd`` None: there is no
+    object. Blocks."""
     if layout.data_column(column) is None:
         offset -= offset % layout.row
     begin = layout.object_length(column, offset)
@@ -49,8 +54,8 @@ def find_data(
 def first_range(
     layout: Striped, found: Mapping[int, Range | None], offset: int, size: int
 ) -> Range:
-    """See StripedObjects.data_range; ``found``: what ``find_data`` says, of columns that tell all data. Where these are not
-    those of data alone, whole rows count. Pure."""
+    """See StripedObjects.data_range; ``found``: what ``find_data`` says, of columns that tell all
+    data. Where these are not those of data alone, whole rows count. Pure."""
     whole_rows = any(layout.data_column(column) is None for column in found)
     ranges = []
     for column, part in found.items():

@@ -1,7 +1,8 @@
-"""Arithmetic of erasure codes by Intel's ISA-L, called directly: without copies, and other threads run meanwhile.
+"""Arithmetic of erasure codes by Intel's ISA-L, called directly: without copies, and other threads
+run meanwhile.
 
-The library comes with pyeclib, which has it from the same source but copies all that passes through. Functions are those of
-ISA-L's ``erasure_code.h``.
+The library comes with pyeclib, which has it from the same source but copies all that passes
+through. Functions are those of ISA-L's ``erasure_code.h``.
 """
 
 import ctypes

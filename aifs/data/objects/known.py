@@ -7,7 +7,9 @@ _PAGE = 4096  # what filesystems allocate by
 
 @dataclass(slots=True)
 class Known:
-    """Length and space of one object. They can be known, since this process is the only one that changes them."""
+    """Length and space of one object. They can be known, since this process is the only one that
+    changes them.
+    """
 
     length: int | None = None  # None: nothing is known
     blocks: int = 0  # of 512 bytes

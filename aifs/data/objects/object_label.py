@@ -1,22 +1,25 @@
-"""Labels of objects: what each says of the file that it is a part of, for whoever has lost the metadata.
+"""Labels of objects: what each says of the file that it is a part of, for whoever has lost the
+metadata.
 
-Objects hold nothing but bytes of files, so a label is an extended attribute, ``user.aifs.object``, of the object's file.
-It says what was so when it was written: for drained files when they were drained, for files that are written in place
-when they were last synced or just made (then ``size`` may be too small), for columns that were moved when the file was
-stored. Newer are the object's own name and length, and the server that it lies on.
+Objects hold nothing but bytes of files, so a label is an extended attribute, ``user.aifs.object``,
+of the object's file. It says what was so when it was written: for drained files when they were
+drained, for files that are written in place when they were last synced or just made (then ``size``
+may be too small), for columns that were moved when the file was stored. Newer are the object's own
+name and length, and the server that it lies on.
 
 Format 1, all numbers little-endian:
-    4 bytes magic "AIFL", u8 format=1, u8 replicas, u8 parity columns, u8 number of columns, u8 column of this object,
-    u8 number of checksum bytes (0 or 32), u16 length of the path hint, u32 stripe unit, 16 bytes UUID of the store,
-    u64 ino (0: a container), u64 oid (the generation of the file's bytes), u64 size, u32 mode, u32 uid, u32 gid, i64 mtime (ns);
-    then of each column u16 server, the checksum (BLAKE3-256 of the file's checksums, those of each MiB, one after the
+    4 bytes magic "AIFL", u8 format=1, u8 replicas, u8 parity columns, u8 number of columns, u8
+    column of this object, u8 number of checksum bytes (0 or 32), u16 length of the path hint, u32
+    stripe unit, 16 bytes UUID of the store, u64 ino (0: a container), u64 oid (the generation of
+    the file's bytes), u64 size, u32 mode, u32 uid, u32 gid, i64 mtime (ns); then of each column u16
+    server, the checksum (BLAKE3-256 of the file's checksums, those of each MiB, one after the
     other), the path hint, u32 crc32 of all before
 The path hint is as in containers (chunk_codec), but longer.
 
-Burst copies get a shorter one, from their first fsync on, which fits into the inodes of most filesystems: so it takes no block
-that stat(2) would show.
-    u8 0xB1, u32 mode, u32 uid, u32 gid, u64 ino, the end of the path hint (35 bytes at most), u32 crc32 of the UUID of the
-    store, u64 id of the copy, and all before
+Burst copies get a shorter one, from their first fsync on, which fits into the inodes of most
+filesystems: so it takes no block that stat(2) would show.
+    u8 0xB1, u32 mode, u32 uid, u32 gid, u64 ino, the end of the path hint (35 bytes at most), u32
+    crc32 of the UUID of the store, u64 id of the copy, and all before
 """
 
 import struct
@@ -48,7 +51,9 @@ _log = logger(__name__)
 
 
 class Label(NamedTuple):
-    """``layout``: None for a burst copy. ``digest``: b"" if the file has no checksums. The rest as in FileRecord."""
+    """``layout``: None for a burst copy. ``digest``: b"" if the file has no checksums. The rest as
+    in FileRecord.
+    """
 
     ino: int
     oid: int
@@ -65,7 +70,9 @@ class Label(NamedTuple):
 def label_of(
     record: FileRecord, oid: int, layout: Striped | None, size: int, digests: bytes = b""
 ) -> Label:
-    """Of a file of which ``record`` says the rest; ``digests``: the checksums of all its MiBs, if it has any."""
+    """Of a file of which ``record`` says the rest; ``digests``: the checksums of all its MiBs, if
+    it has any.
+    """
     digest = digest_of(digests) if digests else b""
     return Label(
         record.ino,
@@ -115,7 +122,9 @@ def encode(label: Label, store: str, column: int) -> bytes:
 
 
 def decode(value: bytes) -> tuple[Label, str, int]:
-    """The label, the store's uuid, and the column. Raises ValueError for what is damaged, or of another format."""
+    """The label, the store's uuid, and the column. Raises ValueError for what is damaged, or of
+    another format.
+    """
     body, crc = value[: -_CRC.size], value[-_CRC.size :]
     if len(value) < _HEAD.size + _CRC.size or _CRC.pack(zlib.crc32(body)) != crc:
         raise ValueError("its label is damaged")
@@ -181,7 +190,9 @@ def _crc_of_copy(packed: bytes, store: str, copy_id: int) -> int:
 
 
 def put(server: DataServer, key: Key, fd: int, label: Label | None, column: int = 0) -> None:
-    """Label an object, if there is something to say. Where that cannot be it is said once, and nothing else fails. Blocks."""
+    """Label an object, if there is something to say. Where that cannot be it is said once, and
+    nothing else fails. Blocks.
+    """
     if label is None or not server.labels:
         return
     try:

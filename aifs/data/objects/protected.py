@@ -28,11 +28,13 @@ _NOTHING = memoryview(b"")
 
 
 class ProtectedObjects:
-    """Replaces StripedObjects where the layout is protected. Such a file is written once, by a drain or a rebuild into a new
-    oid, and never changed; so there is no ``trim``, and no ``backing``.
+    """Replaces StripedObjects where the layout is protected. Such a file is written once, by a
+    drain or a rebuild into a new oid, and never changed; so there is no ``trim``, and no
+    ``backing``.
 
-    A *healthy* read is one of StripedObjects that are made of one good column for each data column; it costs
-    the same. It is *hedged*: when it takes too long, the bytes are also told around the columns that it waits for.
+    A *healthy* read is one of StripedObjects that are made of one good column for each data column;
+    it costs the same. It is *hedged*: when it takes too long, the bytes are also told around the
+    columns that it waits for.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class ProtectedObjects:
         background: str = "",
         on_damage: Callable[[int, int, int], None] = lambda oid, ino, column: None,
     ) -> None:
-        """``lost``: mask of columns that must not be read. ``on_damage`` is called with oid, ino and column, once for each
-        whose object turns out to be missing or short. The rest as for StripedObjects."""
+        """``lost``: mask of columns that must not be read. ``on_damage`` is called with oid, ino
+        and column, once for each whose object turns out to be missing or short. The rest as for
+        StripedObjects."""
         self._servers = servers
         self._layout = layout
         self._key = (ino, oid)
@@ -90,8 +93,8 @@ class ProtectedObjects:
     # --- reads ---
 
     async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:
-        """As StripedObjects.read of a settled file; bytes of columns that cannot be read are told by others. Raises
-        Unavailable if too many cannot."""
+        """As StripedObjects.read of a settled file; bytes of columns that cannot be read are told
+        by others. Raises Unavailable if too many cannot."""
         if self._layout.parity and None in self._sources(range(self._layout.width)):
             data = await self._rows.read(offset, length, size)
             if data is not None:
@@ -164,7 +167,9 @@ class ProtectedObjects:
         )
 
     def _sources(self, touched: Iterable[int]) -> list[int | None]:
-        """For each data column, the column to read it from; None for one of ``touched`` that none is good for."""
+        """For each data column, the column to read it from; None for one of ``touched`` that none
+        is good for.
+        """
         sources: list[int | None] = list(range(self._layout.width))
         for column in touched if self._layout.parity else sources[:]:
             copies = self._copies(column)
@@ -174,7 +179,9 @@ class ProtectedObjects:
         return sources
 
     def _copies(self, column: int) -> tuple[int, ...]:
-        """Those that hold the bytes of a data column and may be read; which comes first depends on the file."""
+        """Those that hold the bytes of a data column and may be read; which comes first depends on
+        the file.
+        """
         copies = self._layout.copies(column)
         first = self._key[0] % len(copies)
         return tuple(copy for copy in copies[first:] + copies[:first] if not self._lost >> copy & 1)
@@ -205,8 +212,9 @@ class ProtectedObjects:
     async def _read_degraded(
         self, runs: Sequence[Run], sources: Sequence[int | None], size: int, fetch_all: FetchAll
     ) -> bool:
-        """Fill the memory of ``runs``, with one request for each range of a column that is needed; those of data columns
-        without a source are told by parity. Whether that has worked; else nothing counts. Does not wait for slow servers."""
+        """Fill the memory of ``runs``, with one request for each range of a column that is needed;
+        those of data columns without a source are told by parity. Whether that has worked; else
+        nothing counts. Does not wait for slow servers."""
         columns = self._columns
         lost = self._lost
         good = [
@@ -227,7 +235,8 @@ class ProtectedObjects:
                 [(worker, self._read_and_assemble, (runs, sources, others, ranges, buffers))]
             )
             return done is True
-        # Not into the memory itself: a server that hangs may write to what it was given at any time later.
+        # Not into the memory itself: a server that hangs may write to what it was given at any time
+        # later.
         with trio.move_on_after(self._delay_s(touched, max(length for _, _, length in ranges))):
             answers = await fetch_all(ranges)
             if any(
@@ -250,7 +259,9 @@ class ProtectedObjects:
         ranges: Sequence[Range],
         buffers: Sequence[memoryview],
     ) -> bool:
-        """Fill the memory of ``runs``, by way of ``buffers`` for ``ranges``; False if these end too early. Blocks."""
+        """Fill the memory of ``runs``, by way of ``buffers`` for ``ranges``; False if these end too
+        early. Blocks.
+        """
         for (column, offset, length), buffer in zip(ranges, buffers, strict=True):
             if self._columns.read_now(column, buffer, offset) < length:
                 return False
@@ -348,10 +359,11 @@ class ProtectedObjects:
     # --- writes ---
 
     async def write(self, offset: int, data: bytes | memoryview, ranges: Ranges = ()) -> None:
-        """Write whole rows (the last may be the end of the file) of an oid that is new, to all columns.
+        """Write whole rows (the last may be the end of the file) of an oid that is new, to all
+        columns.
 
-        ``ranges`` of the file, if given, are all of it that are not holes, which stay holes. A column that fails is left
-        out from then on. Raises what failed if too many have.
+        ``ranges`` of the file, if given, are all of it that are not holes, which stay holes. A
+        column that fails is left out from then on. Raises what failed if too many have.
         """
         memory = memoryview(data)
         calls = []
@@ -389,7 +401,9 @@ class ProtectedObjects:
     def _parity_of(
         self, offset: int, memory: memoryview, ranges: Ranges
     ) -> list[tuple[int, memoryview, list[memoryview]]]:
-        """The rows that have to be encoded: offset in the parity objects, bytes of the file, and memory for the result."""
+        """The rows that have to be encoded: offset in the parity objects, bytes of the file, and
+        memory for the result.
+        """
         row, unit = self._layout.row, self._layout.unit
         spans: list[list[int]] = []
         for start, end in ranges or ((offset, offset + len(memory)),):
@@ -412,8 +426,8 @@ class ProtectedObjects:
         ]
 
     async def settle(self, size: int) -> None:
-        """Objects exist on return as a file of ``size`` bytes calls for, except those of columns that fail. Raises what failed
-        if too many have."""
+        """Objects exist on return as a file of ``size`` bytes calls for, except those of columns
+        that fail. Raises what failed if too many have."""
         lengths = {c: self._layout.object_length(c, size) for c in range(len(self._layout.servers))}
         self._present = [column for column, length in lengths.items() if length]
         settled = await self._run(
@@ -429,18 +443,19 @@ class ProtectedObjects:
         )
 
     async def sync(self, spare: int = 0) -> int:
-        """The objects are durable on return, except those of the mask that is returned, which failed.
+        """The objects are durable on return, except those of the mask that is returned, which
+        failed.
 
-        Raises what failed if not even ``spare`` more columns (at most one less than the layout tolerates) than the bytes
-        need are durable.
+        Raises what failed if not even ``spare`` more columns (at most one less than the layout
+        tolerates) than the bytes need are durable.
         """
         await self._run([(column, self._columns.sync_now, (column,)) for column in self._present])
         self._check(min(spare, self._layout.tolerates - 1))
         return self._failed
 
     async def _run(self, calls: Iterable[tuple[int, Callable[..., Any], tuple]]) -> dict[int, Any]:
-        """Run (column, function, args) where the column has not failed; by column, what those returned that do not fail now
-        (of several, any)."""
+        """Run (column, function, args) where the column has not failed; by column, what those
+        returned that do not fail now (of several, any)."""
         usable = [call for call in calls if not self._failed >> call[0] & 1]
         results = await self._columns.attempt(usable)
         for (column, _, _), result in zip(usable, results, strict=True):
@@ -459,8 +474,8 @@ class ProtectedObjects:
             raise self._error
 
     def blocks(self) -> int | None:
-        """Blocks of 512 bytes that the file's bytes took when they were settled, once and without parity, as du(1) shows for
-        files without protection; None if they were not."""
+        """Blocks of 512 bytes that the file's bytes took when they were settled, once and without
+        parity, as du(1) shows for files without protection; None if they were not."""
         return self._blocks
 
     def close_idle(self) -> int:

@@ -5,11 +5,15 @@ from collections.abc import Sequence
 from aifs.layout.striped import Striped
 
 Run = tuple[int, int, list[memoryview]]
-"""Index of an object, offset in it, and the parts of a request's memory that lie there one after the other."""
+"""Index of an object, offset in it, and the parts of a request's memory that lie there one after
+the other.
+"""
 
 
 def runs_of(layout: Striped, offset: int, memory: memoryview) -> list[Run]:
-    """Where ``memory``, which is a file's from ``offset`` on, lies in the data columns: one run for each."""
+    """Where ``memory``, which is a file's from ``offset`` on, lies in the data columns: one run for
+    each.
+    """
     unit, count = layout.unit, layout.width
     number, within = divmod(offset, unit)
     if within + len(memory) <= unit:
@@ -29,8 +33,9 @@ def ranges_of(
     others: Sequence[int],
     size: int,
 ) -> list[tuple[int, int, int]]:
-    """What has to be read for runs of a file of ``size`` bytes, as (column, offset, length) without overlaps. ``sources``: the
-    column to read each data column from; ``others``: those that tell one that has none."""
+    """What has to be read for runs of a file of ``size`` bytes, as (column, offset, length) without
+    overlaps. ``sources``: the column to read each data column from; ``others``: those that tell one
+    that has none."""
     ends: dict[int, list[tuple[int, int]]] = {}
     for index, offset, parts in runs:
         end, source = offset + sum(map(len, parts)), sources[index]

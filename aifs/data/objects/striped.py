@@ -1,9 +1,9 @@
 """The objects of one striped file: reads and writes of byte ranges, exact lengths, durability.
 
-What is done where: reads that the page cache can answer and writes to memory filesystems run on the trio thread,
-since that takes less than the hand-off to a worker; everything else runs in the servers' workers, for all objects
-of a request at once. Whatever may cut or remove an object runs in workers even in memory, where freeing a large
-file takes long.
+What is done where: reads that the page cache can answer and writes to memory filesystems run on the
+trio thread, since that takes less than the hand-off to a worker; everything else runs in the
+servers' workers, for all objects of a request at once. Whatever may cut or remove an object runs in
+workers even in memory, where freeing a large file takes long.
 """
 
 from collections.abc import Mapping
@@ -33,9 +33,10 @@ from aifs.layout.striped import Striped
 class StripedObjects:
     """All use of one file's objects goes through one of these at a time.
 
-    ``read`` and ``sync`` may overlap with everything; ``write`` with other writes; ``settle`` and ``trim`` with
-    neither ``write`` nor each other. Calls that use worker threads are not cancellable while they do, but for ``read``.
-    Descriptors are opened when an object is first touched.
+    ``read`` and ``sync`` may overlap with everything; ``write`` with other writes; ``settle`` and
+    ``trim`` with neither ``write`` nor each other. Calls that use worker threads are not
+    cancellable while they do, but for ``read``. Descriptors are opened when an object is first
+    touched.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class StripedObjects:
         new: bool = False,
         background: str = "",
     ) -> None:
-        """``new``: no object of this oid has ever been made, which spares asking. Raises Unavailable.
+        """``new``: no object of this oid has ever been made, which spares asking. Raises
+        Unavailable.
 
-        ``background``: an I/O priority (see core.files). Everything runs in workers, at that priority.
+        ``background``: an I/O priority (see core.files). Everything runs in workers, at that
+        priority.
         """
         self.label: Label | None = None
         """Given to each object that is made or synced from now on."""
@@ -77,11 +80,12 @@ class StripedObjects:
     # --- bytes ---
 
     async def read(self, offset: int, length: int, size: int, strict: bool) -> memoryview:
-        """Exactly ``length`` bytes, of a file that has ``size``; bytes that no object holds are zeros.
+        """Exactly ``length`` bytes, of a file that has ``size``; bytes that no object holds are
+        zeros.
 
-        With ``strict`` the file is settled: bytes that an object must hold are not allowed to be missing, and what
-        has to come from servers is cached and read ahead. Raises Unavailable, naming server and object. The memory is
-        reused once no view of it is left.
+        With ``strict`` the file is settled: bytes that an object must hold are not allowed to be
+        missing, and what has to come from servers is cached and read ahead. Raises Unavailable,
+        naming server and object. The memory is reused once no view of it is left.
         """
         buffer = self._buffers.take(length)
         calls: list[Call] = []
@@ -128,7 +132,9 @@ class StripedObjects:
         )
 
     async def backing(self, size: int) -> int | None:
-        """The descriptor, ours, of the first object, if that is on a local server and has exactly ``size`` bytes."""
+        """The descriptor, ours, of the first object, if that is on a local server and has exactly
+        ``size`` bytes.
+        """
         server, fd = self._servers[0], self._fds[0]
         if fd is None and server.is_local:
             [fd] = await self._gather([(server.workers, self._descriptor, (0, False))])
@@ -139,7 +145,8 @@ class StripedObjects:
         )
 
     async def write(self, offset: int, data: bytes | memoryview) -> None:
-        """All of ``data`` is in the servers' page caches on return. Objects are made as they are needed.
+        """All of ``data`` is in the servers' page caches on return. Objects are made as they are
+        needed.
 
         Raises NoSpace, QuotaExceeded, Unavailable: then any part of it may have been written.
         """
@@ -219,8 +226,9 @@ class StripedObjects:
     # --- holes ---
 
     async def data_range(self, offset: int, size: int, strict: bool = True) -> tuple[int, int]:
-        """Start and end of what comes first from byte ``offset`` on of a file of ``size`` bytes and may be no hole: all before it is
-        one. Both are ``size`` if there is nothing. One call to each server; ``strict``: see ``read``. Raises Unavailable.
+        """Start and end of what comes first from byte ``offset`` on of a file of ``size`` bytes and
+        may be no hole: all before it is one. Both are ``size`` if there is nothing. One call to
+        each server; ``strict``: see ``read``. Raises Unavailable.
         """
         found = await self._gather(
             [
@@ -242,9 +250,11 @@ class StripedObjects:
         return find_data(server, self._key, fd, self._layout, index, offset, min(end, length))
 
     async def punch(self, offset: int, length: int) -> None:
-        """The range reads as zeros on return, and takes no space. One call to each server that has an object.
+        """The range reads as zeros on return, and takes no space. One call to each server that has
+        an object.
 
-        Raises NotSupported where a server's filesystem has no such thing, Unavailable: then any part of it may be zeros.
+        Raises NotSupported where a server's filesystem has no such thing, Unavailable: then any
+        part of it may be zeros.
         """
         self._cached.forget()
         for known in self._known:
@@ -268,7 +278,9 @@ class StripedObjects:
     # --- lengths ---
 
     async def trim(self, size: int) -> None:
-        """No object is longer on return than a file of ``size`` bytes calls for. Raises Unavailable."""
+        """No object is longer on return than a file of ``size`` bytes calls for. Raises
+        Unavailable.
+        """
         self._cached.forget()
         calls = []
         for index, known in enumerate(self._known):
@@ -278,10 +290,11 @@ class StripedObjects:
         await self._learn(calls)
 
     async def settle(self, size: int) -> None:
-        """Objects exist on return exactly as a file of ``size`` bytes calls for: made, cut, extended or removed.
+        """Objects exist on return exactly as a file of ``size`` bytes calls for: made, cut,
+        extended or removed.
 
-        ``sync`` then covers whatever may not be durable of them, also the work of earlier users of the file.
-        Raises NoSpace, QuotaExceeded, Unavailable.
+        ``sync`` then covers whatever may not be durable of them, also the work of earlier users of
+        the file. Raises NoSpace, QuotaExceeded, Unavailable.
         """
         self._cached.forget()
         calls = []
@@ -342,10 +355,11 @@ class StripedObjects:
         self._lost.pop(index, None)
 
     def blocks(self) -> int | None:
-        """Blocks of 512 bytes that the objects take: exact after ``settle``, a good guess while being written.
+        """Blocks of 512 bytes that the objects take: exact after ``settle``, a good guess while
+        being written.
 
-        None while nothing is known, which is before the first ``trim`` or ``settle`` of objects that are not new.
-        Does not block.
+        None while nothing is known, which is before the first ``trim`` or ``settle`` of objects
+        that are not new. Does not block.
         """
         if self._inherited and any(known.length is None for known in self._known):
             return None
@@ -354,10 +368,11 @@ class StripedObjects:
     # --- durability ---
 
     async def sync(self, all_objects: bool = False) -> None:
-        """Every object that has changed, by us, is durable on return, with its length, its name, or its absence.
+        """Every object that has changed, by us, is durable on return, with its length, its name, or
+        its absence.
 
-        Raises NoSpace, QuotaExceeded, Unavailable. Where the system has failed to write bytes back, it forgets them:
-        then this fails each time it is called.
+        Raises NoSpace, QuotaExceeded, Unavailable. Where the system has failed to write bytes back,
+        it forgets them: then this fails each time it is called.
         """
         if all_objects:
             self._unsynced.mark(*range(len(self._servers)))
@@ -407,7 +422,9 @@ class StripedObjects:
     async def _gather(
         self, calls: list[Call], abandonable: bool = False, waits: bool = True
     ) -> list:
-        """``abandonable``: it may be cancelled, for what the calls write to is nobody else's. ``waits``: see until_answered."""
+        """``abandonable``: it may be cancelled, for what the calls write to is nobody else's.
+        ``waits``: see until_answered.
+        """
         if waits:
             await until_answered(workers for workers, _, _ in calls)
         if self._background:
@@ -423,7 +440,9 @@ class StripedObjects:
         self._close_unused()
 
     def close_idle(self) -> int:
-        """Give up the descriptors until they are needed again, unless a call uses them; how many. Does not block."""
+        """Give up the descriptors until they are needed again, unless a call uses them; how many.
+        Does not block.
+        """
         if self._busy:
             return 0
         unsynced = self._unsynced.snapshot()
@@ -436,7 +455,9 @@ class StripedObjects:
         return len(closed)
 
     def close(self) -> None:
-        """Give up the descriptors, once no call uses them any more. Nothing is synced. Does not block."""
+        """Give up the descriptors, once no call uses them any more. Nothing is synced. Does not
+        block.
+        """
         self._closed = True
         self._close_unused()
 
@@ -454,7 +475,9 @@ class StripedObjects:
 
 
 async def delete_objects(servers: Servers, layout: Striped, ino: int, oid: int) -> None:
-    """Delete the objects of ``oid``, durably; those that do not exist are no error. Raises NoSpace, Unavailable."""
+    """Delete the objects of ``oid``, durably; those that do not exist are no error. Raises NoSpace,
+    Unavailable.
+    """
     failed = await delete_batch(servers, {oid: (ino, layout)})
     if failed:
         raise failed[oid]
@@ -463,9 +486,11 @@ async def delete_objects(servers: Servers, layout: Striped, ino: int, oid: int) 
 async def delete_batch(
     servers: Servers, doomed: Mapping[int, tuple[int, Striped]]
 ) -> dict[int, FsError]:
-    """Delete the objects of many files: oid to (ino, layout). What is deleted is durably so on return.
+    """Delete the objects of many files: oid to (ino, layout). What is deleted is durably so on
+    return.
 
-    Returns the errors, by oid, of those of which something may be left. One request to each server, for all.
+    Returns the errors, by oid, of those of which something may be left. One request to each server,
+    for all.
     """
     failed: dict[int, FsError] = {}
     keys: dict[int, list[tuple[int, int]]] = {}

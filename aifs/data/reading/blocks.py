@@ -17,7 +17,9 @@ class Source(Protocol):
     name: Hashable
     """What it is invalidated by: the same for all sources of an object."""
     block: int
-    """Bytes that are fetched by one request, at most BLOCK_MAX: the same for all sources of an object."""
+    """Bytes that are fetched by one request, at most BLOCK_MAX: the same for all sources of an
+    object.
+    """
 
     @property
     def busy(self) -> bool:
@@ -26,7 +28,9 @@ class Source(Protocol):
     def start(
         self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int
     ) -> None:
-        """Begin to fill ``buffer``; ``tell``, on the trio thread, how many bytes there were, or the error."""
+        """Begin to fill ``buffer``; ``tell``, on the trio thread, how many bytes there were, or the
+        error.
+        """
 
 
 def object_name(server: DataServer, key: Key) -> Hashable:
@@ -35,9 +39,11 @@ def object_name(server: DataServer, key: Key) -> Hashable:
 
 
 class ObjectSource:
-    """An object of a data server. ``read`` runs in the server's workers: (buffer, offset) to bytes read.
+    """An object of a data server. ``read`` runs in the server's workers: (buffer, offset) to bytes
+    read.
 
-    ``in_use`` is told +1 when a read is handed to them and -1 when it has ended, on the trio thread.
+    ``in_use`` is told +1 when a read is handed to them and -1 when it has ended, on the trio
+    thread.
     """
 
     __slots__ = ("_in_use", "_read", "_workers", "block", "name")
@@ -115,7 +121,8 @@ class Block:
             self._ready.set()
 
     async def bytes(self) -> memoryview:
-        """What the object has of this block, read-only: shorter than a block where it ends. Raises the load's error.
+        """What the object has of this block, read-only: shorter than a block where it ends. Raises
+        the load's error.
 
         Does not suspend if the block is loaded.
         """

@@ -1,4 +1,6 @@
-"""Reused read buffers. A fresh megabyte costs a page fault per 4 KiB, about as much as reading into it."""
+"""Reused read buffers. A fresh megabyte costs a page fault per 4 KiB, about as much as reading into
+it.
+"""
 
 import ctypes
 import mmap
@@ -17,10 +19,11 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class BufferPool:
-    """Page-aligned buffers, handed out as memoryviews; one is free again when no view of it is left.
+    """Page-aligned buffers, handed out as memoryviews; one is free again when no view of it is
+    left.
 
-    So nobody gives a buffer back: whoever holds the view, or a slice of it, holds the buffer. At most ``limit``
-    buffers are kept; while all are in use, ``take`` makes ordinary memory.
+    So nobody gives a buffer back: whoever holds the view, or a slice of it, holds the buffer. At
+    most ``limit`` buffers are kept; while all are in use, ``take`` makes ordinary memory.
     """
 
     def __init__(self, limit: int = 32) -> None:
@@ -45,11 +48,12 @@ class BufferPool:
 
 
 class BudgetedBuffers:
-    """Page-aligned buffers whose memory counts in a budget from when they are taken until no view of them is left.
+    """Page-aligned buffers whose memory counts in a budget from when they are taken until no view
+    of them is left.
 
-    ``take`` hands out memory that nobody gives back: whoever holds it or a memoryview of it holds the buffer. What
-    is free again is kept for reuse, and given back to the budget when somebody else needs it. Used from one trio
-    thread; views may die in any.
+    ``take`` hands out memory that nobody gives back: whoever holds it or a memoryview of it holds
+    the buffer. What is free again is kept for reuse, and given back to the budget when somebody
+    else needs it. Used from one trio thread; views may die in any.
     """
 
     def __init__(self, budget: Budget) -> None:
@@ -65,7 +69,9 @@ class BudgetedBuffers:
         return sum(size * len(buffers) for size, buffers in self._free.items())
 
     def try_take(self, size: int) -> memoryview | None:
-        """A writable view of ``size`` bytes of undefined content; None if neither we nor the budget have them."""
+        """A writable view of ``size`` bytes of undefined content; None if neither we nor the budget
+        have them.
+        """
         if self._budget.short:
             return None
         self._bury()
@@ -74,7 +80,9 @@ class BudgetedBuffers:
         return self._lend(mmap.mmap(-1, size)) if self._budget.try_reserve(size) else None
 
     async def take(self, size: int) -> memoryview:
-        """The same, but waits for the memory. Raises ValueError where the budget will never have it."""
+        """The same, but waits for the memory. Raises ValueError where the budget will never have
+        it.
+        """
         view = self.try_take(size)
         if view is None:
             await self._budget.acquire(size)
@@ -92,8 +100,8 @@ class BudgetedBuffers:
                 released += length
 
     def _lend(self, buffer: mmap.mmap) -> memoryview:
-        # Views of a buffer keep the object alive that they were made of. So each time it is lent that is a fresh one,
-        # whose death says that the last view has gone.
+        # Views of a buffer keep the object alive that they were made of. So each time it is lent
+        # that is a fresh one, whose death says that the last view has gone.
         lent = (ctypes.c_ubyte * len(buffer)).from_buffer(buffer)
         weakref.finalize(lent, self._died, buffer).atexit = False
         return memoryview(lent).cast("B")
@@ -117,8 +125,8 @@ def scatter(source: memoryview, parts: Sequence[memoryview]) -> None:
 
 
 def is_equal(first: memoryview, second: memoryview) -> bool:
-    """Whether two writable views of the same length have the same bytes; many times faster than comparing memoryviews,
-    and other threads run meanwhile."""
+    """Whether two writable views of the same length have the same bytes; many times faster than
+    comparing memoryviews, and other threads run meanwhile."""
     return not first or not _memcmp(_address(first), _address(second), len(first))
 
 

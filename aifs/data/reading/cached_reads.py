@@ -1,4 +1,6 @@
-"""Reads of a settled striped file that have to wait for servers: through the read cache, and ahead of the reader."""
+"""Reads of a settled striped file that have to wait for servers: through the read cache, and ahead
+of the reader.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
@@ -10,11 +12,15 @@ from aifs.data.server import DataServer, Key
 from aifs.layout.striped import Striped
 
 WHOLE_BLOCKS_FROM = 64 << 10
-"""A smaller request, which the kernel has not read ahead of, fetches only what it asks for until a stream is seen."""
+"""A smaller request, which the kernel has not read ahead of, fetches only what it asks for until a
+stream is seen.
+"""
 
 
 class CachedReads:
-    """One per user of a file's objects, used only while nobody changes them; blocks are shared. Does not suspend."""
+    """One per user of a file's objects, used only while nobody changes them; blocks are shared.
+    Does not suspend.
+    """
 
     def __init__(
         self,
@@ -25,7 +31,9 @@ class CachedReads:
         read: Callable[[int, memoryview, int], int],
         in_use: Callable[[int], None],
     ) -> None:
-        """``read``: (number of the object, buffer, offset) to bytes read, in a worker; ``in_use``: see ObjectSource."""
+        """``read``: (number of the object, buffer, offset) to bytes read, in a worker; ``in_use``:
+        see ObjectSource.
+        """
         self._cache = cache
         self._layout = layout
         self._servers = servers
@@ -36,14 +44,18 @@ class CachedReads:
 
     @cached_property
     def _sources(self) -> list[ObjectSource]:
-        """Made when they are first needed: most files are never read from a server that one has to wait for."""
+        """Made when they are first needed: most files are never read from a server that one has to
+        wait for.
+        """
         return [
             ObjectSource(server, self._key, partial(self._read, index), in_use=self._in_use)
             for index, server in enumerate(self._servers)
         ]
 
     def find(self, index: int, offset: int, length: int) -> list[Block] | None:
-        """The blocks that hold a range of object ``index``, loaded or loading; None if some are missing."""
+        """The blocks that hold a range of object ``index``, loaded or loading; None if some are
+        missing.
+        """
         if self._cache.empty:
             return None
         blocks = []
@@ -55,11 +67,15 @@ class CachedReads:
         return blocks
 
     def observe(self, offset: int, length: int) -> list[tuple[int, int]]:
-        """Note a read of the file that waits for servers, or would without the cache; what to ``read_ahead`` after it."""
+        """Note a read of the file that waits for servers, or would without the cache; what to
+        ``read_ahead`` after it.
+        """
         return self._pattern.observe(offset, length, self._cache.window_max)
 
     def load(self, index: int, offset: int, length: int, size: int) -> list[Block] | None:
-        """As ``find``, with what is missing being fetched. None if that is waste, or there is no memory for it."""
+        """As ``find``, with what is missing being fetched. None if that is waste, or there is no
+        memory for it.
+        """
         if self._pattern.random or (length < WHOLE_BLOCKS_FROM and not self._pattern.following):
             return None
         source, end = self._sources[index], self._layout.object_length(index, size)
@@ -84,13 +100,17 @@ class CachedReads:
                         return
 
     def forget(self) -> None:
-        """The objects are about to change. What others have read of them counts, too: who copies a file has objects of his own."""
+        """The objects are about to change. What others have read of them counts, too: who copies a
+        file has objects of his own.
+        """
         if not self._cache.empty:
             for server in self._servers:
                 self._cache.invalidate(object_name(server, self._key))
 
     def _blocks_of(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """(object, block, an offset in the file up to which all before it suffice), in the order of the file."""
+        """(object, block, an offset in the file up to which all before it suffice), in the order of
+        the file.
+        """
         unit, count = self._layout.unit, len(self._servers)
         if unit >= BLOCK:
             for index, object_offset, offset, length in self._layout.extents(begin, end - begin):
@@ -106,13 +126,17 @@ class CachedReads:
 
 
 def _pieces(offset: int, length: int) -> Iterator[tuple[int, int]]:
-    """The blocks that hold a range of an object, and how many bytes of each, from its start on, that takes."""
+    """The blocks that hold a range of an object, and how many bytes of each, from its start on,
+    that takes.
+    """
     for number in range(offset // BLOCK, (offset + length - 1) // BLOCK + 1):
         yield number, min(BLOCK, offset + length - number * BLOCK)
 
 
 async def collect(blocks: Sequence[Block], offset: int, length: int) -> memoryview:
-    """A range of an object, from the blocks that hold it; shorter where the object ends. Copied if they are several."""
+    """A range of an object, from the blocks that hold it; shorter where the object ends. Copied if
+    they are several.
+    """
     views = []
     for block in blocks:
         views.append(await block.bytes())

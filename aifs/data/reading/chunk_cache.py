@@ -1,12 +1,15 @@
-"""Whole chunks in memory: those of extent lists, which files share, and those that had to be unpacked or compared.
+"""Whole chunks in memory: those of extent lists, which files share, and those that had to be
+unpacked or compared.
 
-Files that share a chunk are different files to the kernel: its page cache helps the readers of each one only. So whoever
-reads a part of such a chunk has the whole of it fetched, unpacked and compared, once for all who ask meanwhile, and it stays
-for those who come later; where there is no memory for one, those get it who wait for it already.
+Files that share a chunk are different files to the kernel: its page cache helps the readers of each
+one only. So whoever reads a part of such a chunk has the whole of it fetched, unpacked and
+compared, once for all who ask meanwhile, and it stays for those who come later; where there is no
+memory for one, those get it who wait for it already.
 
-Chunks go in the order in which they were fetched: that one was read again says that a reader has passed it, not that more
-will come, and so none is fetched twice for readers who are no further apart than what is kept. That is a quarter of the
-budget; a half, once somebody reads what is half way out, until as much as the whole budget has been fetched without that.
+Chunks go in the order in which they were fetched: that one was read again says that a reader has
+passed it, not that more will come, and so none is fetched twice for readers who are no further
+apart than what is kept. That is a quarter of the budget; a half, once somebody reads what is half
+way out, until as much as the whole budget has been fetched without that.
 """
 
 from collections.abc import Awaitable, Callable
@@ -69,7 +72,8 @@ class ChunkCache:
         return chunk.data
 
     async def get(self, place: Location, load: Load) -> memoryview:
-        """The file's bytes of a chunk, read-only: those that are here, or that others fetch, or what ``load`` fetches.
+        """The file's bytes of a chunk, read-only: those that are here, or that others fetch, or
+        what ``load`` fetches.
 
         Cancellable: then one of the others who wait fetches it. Raises what ``load`` raises.
         """

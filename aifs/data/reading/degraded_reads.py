@@ -1,7 +1,8 @@
-"""Streams of reads of a coded file some of whose columns cannot be read: whole rows at a time, through the read cache.
+"""Streams of reads of a coded file some of whose columns cannot be read: whole rows at a time,
+through the read cache.
 
-To tell a unit that is lost takes the other units of its row, which a stream will ask for next. So rows are put together
-once, for all readers, and ahead of them, from all servers at a time.
+To tell a unit that is lost takes the other units of its row, which a stream will ask for next. So
+rows are put together once, for all readers, and ahead of them, from all servers at a time.
 """
 
 from collections.abc import Awaitable, Callable, Hashable
@@ -26,7 +27,9 @@ def rows_name(key: Key) -> Hashable:
 
 
 def forget_columns(cache: ReadCache, layout: Striped, key: Key) -> None:
-    """A column of an object set was wrong, and is not any more: so may be what it has told others by, rows and blocks."""
+    """A column of an object set was wrong, and is not any more: so may be what it has told others
+    by, rows and blocks.
+    """
     cache.invalidate(rows_name(key))
     for number in layout.servers:
         cache.invalidate((number, *key))
@@ -49,8 +52,8 @@ class DegradedReads:
         self._size = 0
 
     async def read(self, offset: int, length: int, size: int) -> memoryview | None:
-        """Bytes of a file of ``size`` bytes; None if the read is none of a stream, and others have not had the rows put together:
-        then rows are not worth it.
+        """Bytes of a file of ``size`` bytes; None if the read is none of a stream, and others have
+        not had the rows put together: then rows are not worth it.
 
         Raises Unavailable.
         """

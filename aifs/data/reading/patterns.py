@@ -1,11 +1,13 @@
 """What a file's reads have in common, and so what will be read next. Pure: offsets in, ranges out.
 
-A file is read by several *streams* at once: threads, processes that map it, the tensors of one that is loaded lazily.
-Each request continues the stream that it fits, or begins one. A stream is *sequential* (a request begins about where
-the last one ended, or inside what has been announced) or *strided* (requests are a constant distance apart, either way).
+A file is read by several *streams* at once: threads, processes that map it, the tensors of one that
+is loaded lazily. Each request continues the stream that it fits, or begins one. A stream is
+*sequential* (a request begins about where the last one ended, or inside what has been announced) or
+*strided* (requests are a constant distance apart, either way).
 
-As in Linux' on-demand read-ahead (Wu, Xi and Xu, 2008) a window is announced ahead of the reader, the next and
-twice as large one when half of it has been read. Requests that fit nothing halve all windows.
+As in Linux' on-demand read-ahead (Wu, Xi and Xu, 2008) a window is announced ahead of the reader,
+the next and twice as large one when half of it has been read. Requests that fit nothing halve all
+windows.
 """
 
 STREAMS = 16
@@ -55,7 +57,9 @@ class Pattern:
 
     @property
     def random(self) -> bool:
-        """Whether the last requests had nothing in common: what lies beside them is not worth fetching."""
+        """Whether the last requests had nothing in common: what lies beside them is not worth
+        fetching.
+        """
         return self._misfits >= _RANDOM_AFTER
 
     @property
@@ -64,9 +68,11 @@ class Pattern:
         return self._last is not None
 
     def observe(self, offset: int, length: int, limit: int = WINDOW_MAX) -> list[tuple[int, int]]:
-        """Note a request; returns (offset, length) of what to fetch ahead, most urgent first, often nothing.
+        """Note a request; returns (offset, length) of what to fetch ahead, most urgent first, often
+        nothing.
 
-        Ranges may lie beyond the end of the file, which is not known here. Windows grow up to ``limit`` bytes.
+        Ranges may lie beyond the end of the file, which is not known here. Windows grow up to
+        ``limit`` bytes.
         """
         for stream in self._streams:
             if stream.continued_by(offset, length):
@@ -85,7 +91,8 @@ class Pattern:
         return []
 
     def refused(self, begin: int, offset: int) -> None:
-        """Of the range at ``begin`` that the last ``observe`` announced, nothing was fetched from ``offset`` on.
+        """Of the range at ``begin`` that the last ``observe`` announced, nothing was fetched from
+        ``offset`` on.
 
         That and the ranges after it will be announced again.
         """

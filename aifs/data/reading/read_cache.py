@@ -1,25 +1,32 @@
-"""Blocks of objects in memory: each is fetched once however many read it, ahead of them where that pays.
+"""Blocks of objects in memory: each is fetched once however many read it, ahead of them where that
+pays.
 
-An object is cut into aligned blocks. A block is *loading* or *loaded*; a load belongs to no task, so a reader that is
-cancelled while it waits disturbs nobody. Its memory counts in the budget until the last view of it has gone.
+An object is cut into aligned blocks. A block is *loading* or *loaded*; a load belongs to no task,
+so a reader that is cancelled while it waits disturbs nobody. Its memory counts in the budget until
+the last view of it has gone.
 
-No reader sees stale or torn bytes. Whoever changes an object calls ``invalidate`` before the first byte changes, and
-has nobody load of it until the last one has changed. A load that was under way then is not kept: its result goes to
-those who waited already, whose reads overlap the change, and to no one who comes later.
+No reader sees stale or torn bytes. Whoever changes an object calls ``invalidate`` before the first
+byte changes, and has nobody load of it until the last one has changed. A load that was under way
+then is not kept: its result goes to those who waited already, whose reads overlap the change, and
+to no one who comes later.
 
-A read never waits for memory that others hold, who may in turn be waiting for what it reads: a small part of the
-budget is the cache's own, and what is fetched into that is handed to its readers and not kept.
+A read never waits for memory that others hold, who may in turn be waiting for what it reads: a
+small part of the budget is the cache's own, and what is fetched into that is handed to its readers
+and not kept.
 
-Loaded blocks are in one of two queues: those that were fetched ahead and that nobody has read yet, oldest first, and
-the others, in the order in which they were first read. Memory is taken from the latter as long as there are any. That a
-block was read again does not count: a reader has passed it, which says nothing of more to come.
+Loaded blocks are in one of two queues: those that were fetched ahead and that nobody has read yet,
+oldest first, and the others, in the order in which they were first read. Memory is taken from the
+latter as long as there are any. That a block was read again does not count: a reader has passed it,
+which says nothing of more to come.
 
-What has been read is kept for those who follow the first reader and do not get it from a page cache: readers of other
-files that share its chunks, and those who read past the page cache. Little is kept while nobody follows: an eighth of the
-budget. Where a block is read that is half way out, up to half of the budget is, until as much as the whole budget has been
-fetched without that happening again. So readers of the same bytes that are no further apart have them fetched once.
+What has been read is kept for those who follow the first reader and do not get it from a page
+cache: readers of other files that share its chunks, and those who read past the page cache. Little
+is kept while nobody follows: an eighth of the budget. Where a block is read that is half way out,
+up to half of the budget is, until as much as the whole budget has been fetched without that
+happening again. So readers of the same bytes that are no further apart have them fetched once.
 
-A block that its server takes long for may be asked of another source, too (*hedged*): once, for all who wait for it.
+A block that its server takes long for may be asked of another source, too (*hedged*): once, for all
+who wait for it.
 """
 
 from collections.abc import Hashable
@@ -39,7 +46,9 @@ _SMALLEST = 64 << 10  # buffers come in sizes 4 times larger than the one before
 
 
 class ReadCache:
-    """All blocks of a mount. Used from one trio thread. Nothing here blocks; only ``fetch`` and ``settle`` suspend."""
+    """All blocks of a mount. Used from one trio thread. Nothing here blocks; only ``fetch`` and
+    ``settle`` suspend.
+    """
 
     def __init__(self, budget: Budget) -> None:
         """``budget``: unused as yet, of at least 4 times BLOCK_MAX."""
@@ -101,7 +110,8 @@ class ReadCache:
         return self._objects.get(source.name, {}).get(index)
 
     def start(self, source: Source, index: int, end: int) -> Block | None:
-        """Begin to load block ``index`` of an object of ``end`` bytes, which ``find`` has not found.
+        """Begin to load block ``index`` of an object of ``end`` bytes, which ``find`` has not
+        found.
 
         None if there is no memory now.
         """
@@ -109,7 +119,9 @@ class ReadCache:
         return None if memory is None else self._load(source, index, memory)
 
     def read_ahead(self, source: Source, index: int, end: int) -> bool:
-        """Have block ``index`` loaded before somebody asks. False: not now, the server or memory is needed otherwise."""
+        """Have block ``index`` loaded before somebody asks. False: not now, the server or memory is
+        needed otherwise.
+        """
         if index in self._objects.get(source.name, ()):
             return True
         size = _size(source, index, end)
@@ -124,9 +136,10 @@ class ReadCache:
     def hedge(self, block: Block, source: Source) -> bool:
         """Have a block that is loading loaded from another source, too: what is there first counts.
 
-        An error of the other source does not count, one of its own does at once: so others may wait for the block to tell theirs,
-        in a circle, and no circle outlasts what is asked of the servers themselves.
-        False: there is no memory. For a block that has been hedged already nothing is done.
+        An error of the other source does not count, one of its own does at once: so others may wait
+        for the block to tell theirs, in a circle, and no circle outlasts what is asked of the
+        servers themselves. False: there is no memory. For a block that has been hedged already
+        nothing is done.
         """
         if block.loading and not block.hedged:
             memory = self._memory(block.size)
@@ -138,11 +151,11 @@ class ReadCache:
         return True
 
     async def fetch(self, source: Source, offset: int, length: int, end: int) -> memoryview:
-        """Bytes of an object of ``end`` bytes that nobody changes, read-only; fewer than ``length`` only at its end.
+        """Bytes of an object of ``end`` bytes that nobody changes, read-only; fewer than ``length``
+        only at its end.
 
-        A range inside one block is not copied. May wait until others let go of their views: so keep none while fetching
-        another.
-        Raises what the server's read raises.
+        A range inside one block is not copied. May wait until others let go of their views: so keep
+        none while fetching another. Raises what the server's read raises.
         """
         length = min(length, end - offset)
         if length <= 0:
@@ -247,7 +260,9 @@ class ReadCache:
             await self._idle.wait()
 
     def invalidate(self, name: Hashable) -> None:
-        """Forget all blocks of an object, those that are loading too. Views that readers hold stay as they are."""
+        """Forget all blocks of an object, those that are loading too. Views that readers hold stay
+        as they are.
+        """
         for block in list(self._objects.get(name, {}).values()):
             self._drop(block)
 
@@ -280,7 +295,9 @@ class ReadCache:
             self._keep(block)
 
     def _keep(self, block: Block) -> None:
-        """Somebody reads, or has read, what is loaded: the kernel has it now, so little of that is kept if nobody follows."""
+        """Somebody reads, or has read, what is loaded: the kernel has it now, so little of that is
+        kept if nobody follows.
+        """
         block.read_at = self._fetched
         self._used[block] = None
         self._used_bytes += block.size
@@ -318,7 +335,9 @@ class ReadCache:
         self._buffers.give_back(size)
 
     def _may_read_ahead(self, size: int) -> bool:
-        """Reading ahead takes half of the memory at most, and none from what was read ahead and still has a future."""
+        """Reading ahead takes half of the memory at most, and none from what was read ahead and
+        still has a future.
+        """
         while self._ahead and self._is_forgotten(oldest := next(iter(self._ahead))):
             self._drop(oldest)
         spare = self._budget.free + self._buffers.free_bytes + self._used_bytes
@@ -330,8 +349,8 @@ class ReadCache:
     # --- status ---
 
     def status(self) -> dict[str, Any]:
-        """Counters since the mount. ``joined``: reads that waited for a load that was under way already;
-        ``hedged_bytes``: of blocks that were asked of another source, too."""
+        """Counters since the mount. ``joined``: reads that waited for a load that was under way
+        already; ``hedged_bytes``: of blocks that were asked of another source, too."""
         return {
             "hits": self._hits,
             "misses": self._misses,
@@ -346,7 +365,9 @@ class ReadCache:
 
 
 def _size(source: Source, index: int, end: int) -> int:
-    """The buffer for a block of an object of ``end`` bytes: no larger than it may need, in few sizes."""
+    """The buffer for a block of an object of ``end`` bytes: no larger than it may need, in few
+    sizes.
+    """
     needed = min(source.block, end - index * source.block)
     size = _SMALLEST
     while size < needed:

@@ -1,8 +1,10 @@
-"""Backups of the metadata on the data servers, while the store is in use (docs/metadata.md, B1 to B5).
+"""Backups of the metadata on the data servers, while the store is in use (docs/metadata.md, B1 to
+B5).
 
-A base when there is none that can be gone on from, daily, when the increments have become larger than it, and when a server is on its way out; else an
-increment, every ``meta.backup_interval``. An orderly close makes one, too. ``covered`` keeps deletions from running ahead: what
-the newest backup may refer to stays until a newer one is on the servers.
+A base when there is none that can be gone on from, daily, when the increments have become larger
+than it, and when a server is on its way out; else an increment, every ``meta.backup_interval``. An
+orderly close makes one, too. ``covered`` keeps deletions from running ahead: what the newest backup
+may refer to stays until a newer one is on the servers.
 """
 
 import time
@@ -30,10 +32,13 @@ HOLD_S = 10.0
 """How long a deletion waits for others that the same increment can cover."""
 
 PART_BYTES = 4 << 20
-"""Of changes in one part of a base; and an increment is made ahead of time when it gets as large."""
+"""Of changes in one part of a base; and an increment is made ahead of time when it gets as large.
+"""
 
 CHANGES_MAX = 256 << 20
-"""Bytes of changes that wait in memory while no server takes them; more are forgotten, and a base has to be made."""
+"""Bytes of changes that wait in memory while no server takes them; more are forgotten, and a base
+has to be made.
+"""
 
 BASE_AGE_S = 86400.0
 
@@ -62,7 +67,8 @@ class Backup:
         self._store = store
         self._engine = engine
         self._read_only = False
-        self._changes: Writes = {}  # since _after; while that is None, since a base that is being taken was begun
+        # since _after; while that is None, since a base that is being taken was begun
+        self._changes: Writes = {}
         self._changed_bytes = 0
         self._forgotten = 0  # how often there were too many of them
         self._scanned: list[
@@ -106,7 +112,9 @@ class Backup:
             changes.update(writes)
 
     async def load(self, read_only: bool) -> None:
-        """See what earlier mounts have left on the servers. ``read_only``: nothing is to be added to it."""
+        """See what earlier mounts have left on the servers. ``read_only``: nothing is to be added
+        to it.
+        """
         if not self.interval_s:
             return
         if read_only:
@@ -134,9 +142,11 @@ class Backup:
     # --- what others ask ---
 
     async def covered(self, seq: int, urgent: bool = False) -> bool:
-        """Wait until the newest backup refers to nothing that the transactions up to ``seq`` have given up.
+        """Wait until the newest backup refers to nothing that the transactions up to ``seq`` have
+        given up.
 
-        True: it may be deleted (at once where there are no backups). False: no backup could be made; ask again later.
+        True: it may be deleted (at once where there are no backups). False: no backup could be
+        made; ask again later.
         """
         if self._is_covered(seq):
             return True
@@ -170,7 +180,8 @@ class Backup:
         )
 
     async def ship(self, seq: int | None = None) -> None:
-        """The newest backup has the state after ``seq`` (None: as it is now), or a later one, on return.
+        """The newest backup has the state after ``seq`` (None: as it is now), or a later one, on
+        return.
 
         Raises NoSpace, Unavailable.
         """
@@ -194,13 +205,15 @@ class Backup:
             faults.reach(_SHIPPED)
 
     async def leave_servers(self) -> None:
-        """The newest backup needs no server that is on its way out, on return. Raises NoSpace, Unavailable."""
+        """The newest backup needs no server that is on its way out, on return. Raises NoSpace,
+        Unavailable.
+        """
         if self.interval_s and self._shipped is not None and self._is_server_leaving():
             await self.ship()
 
     async def write_to(self, directory: str) -> int:
-        """A base in a directory of the user's, which is made if it is missing; returns how many bytes it has. Raises
-        NoSpace, Unavailable."""
+        """A base in a directory of the user's, which is made if it is missing; returns how many
+        bytes it has. Raises NoSpace, Unavailable."""
 
         async def put(name: str, data: bytes) -> None:
             await trio.to_thread.run_sync(backups.put_in_directory, directory, name, data)
@@ -209,14 +222,14 @@ class Backup:
         return length
 
     def request(self, token: str, directory: str) -> None:
-        """Have a backup made in the background, on the servers or in a directory; what came of it is in ``status`` by its
-        token: "", or an error."""
+        """Have a backup made in the background, on the servers or in a directory; what came of it
+        is in ``status`` by its token: "", or an error."""
         self._requests.append((token, directory))
         self._wake.set()
 
     def status(self) -> dict[str, Any]:
-        """``sequence``: the state that the newest backup makes; ``changed_bytes``: of changes since; ``answers``: to the last
-        requests, by token."""
+        """``sequence``: the state that the newest backup makes; ``changed_bytes``: of changes
+        since; ``answers``: to the last requests, by token."""
         return {
             "interval_s": self.interval_s,
             "sequence": self._shipped,
@@ -338,7 +351,9 @@ class Backup:
         await self._files.delete(lambda text: _is_useless(parse_name(text), begin))
 
     async def _take_base(self, put: Put) -> tuple[int, int]:
-        """The state that it makes, and its length. The records are read a slice at a time, with others in between."""
+        """The state that it makes, and its length. The records are read a slice at a time, with
+        others in between.
+        """
         begin, changes = self._engine.seq, {}
         self._scanned.append(changes)
         if self._engine.tap is None:
@@ -362,7 +377,9 @@ class Backup:
         return seq, length
 
     async def _read_part(self, start: bytes) -> tuple[Writes, bytes | None]:
-        """Records from ``start`` on, and where to go on; None at the end. Nothing is awaited after the last of them."""
+        """Records from ``start`` on, and where to go on; None at the end. Nothing is awaited after
+        the last of them.
+        """
         writes: Writes = {}
         size = 0
         while True:
@@ -383,8 +400,9 @@ class Backup:
 
 
 def _is_useless(name: Name | None, begin: int) -> bool:
-    """All but the parts of the base that was begun there, just now: also what a crash has left of a file that was being
-    written, and increments beyond it, which are of what there was before the metadata was restored."""
+    """All but the parts of the base that was begun there, just now: also what a crash has left of a
+    file that was being written, and increments beyond it, which are of what there was before the
+    metadata was restored."""
     return not _is_part(name, begin)
 
 

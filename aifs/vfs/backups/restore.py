@@ -1,7 +1,9 @@
-"""Backups of the metadata of a store that is not mounted: making one, listing them, making a metadata directory of one.
+"""Backups of the metadata of a store that is not mounted: making one, listing them, making a
+metadata directory of one.
 
-What has been written since the backup is unknown to the restored metadata. Nothing of it is deleted: what would have other
-objects deleted, or trusts what may have changed, does not come back (``_disarm``), and no id is given out again.
+What has been written since the backup is unknown to the restored metadata. Nothing of it is
+deleted: what would have other objects deleted, or trusts what may have changed, does not come back
+(``_disarm``), and no id is given out again.
 """
 
 import json
@@ -40,13 +42,17 @@ from aifs.vfs.store import FORMAT, open_store
 _log = logger(__name__)
 
 _NOT_RESTORED = b"gmj"
-"""Kinds of records that would have objects deleted that newer files may be in, or say where a job was that has gone on."""
+"""Kinds of records that would have objects deleted that newer files may be in, or say where a job
+was that has gone on.
+"""
 
 _IDS_LOST_AT_MOST = 1 << 32
 """Ids that may have been given out since the backup without leaving an object."""
 
 _SEQS_LOST_AT_MOST = 1 << 40
-"""Transaction numbers that backups may have which are on servers that cannot be read now: those of some 250 mounts."""
+"""Transaction numbers that backups may have which are on servers that cannot be read now: those of
+some 250 mounts.
+"""
 
 _ANSWER_S = 10.0  # what a directory may take to say whether it is there
 _BATCH = 2048
@@ -54,7 +60,8 @@ _SYNC_EVERY = 32  # batches
 
 
 def back_up(config: Config, to: str) -> None:
-    """Make a backup now of a store that is not in use: on the data servers, or a base in the directory ``to``. Blocks.
+    """Make a backup now of a store that is not in use: on the data servers, or a base in the
+    directory ``to``. Blocks.
 
     Raises StoreError, StoreBusy, NoSpace, Unavailable.
     """
@@ -79,7 +86,9 @@ def back_up(config: Config, to: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A state that can be restored; ``bytes`` of ``segments`` files, the last of which was made at ``created_ns``."""
+    """A state that can be restored; ``bytes`` of ``segments`` files, the last of which was made at
+    ``created_ns``.
+    """
 
     seq: int
     created_ns: int
@@ -162,7 +171,8 @@ def answering(config: Config) -> Config:
 
 
 def find(config: Config, source: str) -> tuple[str, Found]:
-    """The store's uuid, as the data servers tell it, and the backups on them or in the directory ``source``.
+    """The store's uuid, as the data servers tell it, and the backups on them or in the directory
+    ``source``.
 
     Raises StoreError.
     """
@@ -193,7 +203,9 @@ def find(config: Config, source: str) -> tuple[str, Found]:
 
 
 def states(found: Found) -> Iterator[State]:
-    """The newest state of each base, the newest first. Only what says when it was made is read. Raises Unavailable."""
+    """The newest state of each base, the newest first. Only what says when it was made is read.
+    Raises Unavailable.
+    """
     for chain in chains(found.sizes):
         size = sum(found.sizes[name] for name in chain.segments)
         yield State(chain.seq, found.read(chain.segments[-1]).created_ns, len(chain.segments), size)
@@ -203,11 +215,12 @@ def states(found: Found) -> Iterator[State]:
 
 
 def restore(config: Config, source: str, at: int | None, force: bool = False) -> State:
-    """Make the metadata directory anew from the newest whole backup (with ``at``: up to that transaction). Blocks.
+    """Make the metadata directory anew from the newest whole backup (with ``at``: up to that
+    transaction). Blocks.
 
-    Whoever used other metadata with these servers has lost the right to them, and stops when it notices. Raises StoreError:
-    also if there is something in the metadata directory. Nothing is left there then. StoreBusy, unless ``force``: if somebody
-    is seen to use the servers.
+    Whoever used other metadata with these servers has lost the right to them, and stops when it
+    notices. Raises StoreError: also if there is something in the metadata directory. Nothing is
+    left there then. StoreBusy, unless ``force``: if somebody is seen to use the servers.
     """
     meta = config.meta.directory
     if os.path.isdir(meta) and set(os.listdir(meta)) - {directories.LOST_AND_FOUND, OWNER_NAME}:
@@ -302,7 +315,8 @@ def _drop_some(tx: Transaction, start: bytes, end: bytes) -> bool:
 
 
 def _distrust_copies(tx: Transaction, start: bytes, end: bytes) -> bytes:
-    """A burst copy that was a cache may hold newer bytes by now; one that was the only place is taken as it is.
+    """A burst copy that was a cache may hold newer bytes by now; one that was the only place is
+    taken as it is.
 
     Handles some records; the last key, b"" if there was none.
     """
@@ -335,7 +349,8 @@ def _finish(tx: Transaction, config: Config, seq: int) -> None:
         raise StoreError(
             f"the backup is of a store of format {superblock.get('format')}; this version knows {FORMAT}"
         )
-    # Closed in order, so that nothing is looked for in the last ids; of another boot, so that no cache is trusted.
+    # Closed in order, so that nothing is looked for in the last ids; of another boot, so that no
+    # cache is trusted.
     superblock |= {"clean": True, "boot": None, "restored_from": seq}
     tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())
     for path in (*config.servers, *config.burst.directories):

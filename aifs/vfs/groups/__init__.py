@@ -1,1 +1,3 @@
-"""Grouped writes: which files belong to which group, when it is complete, and how it is drained as one. docs/grouped.md."""
+"""Grouped writes: which files belong to which group, when it is complete, and how it is drained as
+one. docs/grouped.md.
+"""

@@ -1,4 +1,6 @@
-"""How fast burst devices give bytes and data servers take them, as plans are made with: configured, else measured."""
+"""How fast burst devices give bytes and data servers take them, as plans are made with: configured,
+else measured.
+"""
 
 from collections.abc import Iterable
 
@@ -8,7 +10,8 @@ from aifs.data.servers import Servers
 from aifs.vfs.servers.directories import same_directories
 
 _UNKNOWN = 1 << 30  # only ratios matter, as long as nothing else is known
-_NOTICEABLE = 0.35  # by what fraction a rate has to differ from the one in use: measured ones are never the same twice
+# by what fraction a rate has to differ from the one in use: measured ones are never the same twice
+_NOTICEABLE = 0.35
 
 
 class Bandwidths:
@@ -44,7 +47,9 @@ class Bandwidths:
         return self._configured.get(server.path, 0)
 
     def _steady(self, measured: dict[int, int]) -> dict[int, int]:
-        """One that has not been measured is taken for as fast as the fastest. Those that hardly differ are taken for equal."""
+        """One that has not been measured is taken for as fast as the fastest. Those that hardly
+        differ are taken for equal.
+        """
         fastest = max(measured.values(), default=0) or _UNKNOWN
         for number, rate in measured.items():
             rate = rate or fastest

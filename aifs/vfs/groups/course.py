@@ -1,5 +1,5 @@
-"""What becomes of groups by themselves: time-outs and deaths, and, after the last commit, the publish and the drain; and what
-an earlier mount has left. docs/grouped.md has the protocol.
+"""What becomes of groups by themselves: time-outs and deaths, and, after the last commit, the
+publish and the drain; and what an earlier mount has left. docs/grouped.md has the protocol.
 """
 
 import json
@@ -40,14 +40,17 @@ _PUBLISHED = faults.declare(
 _SLICE = 256
 _RESERVED = (".aifs-", "..aifs-")  # names of what ranks tell each other in a checkpoint's directory
 _ENDED_MAX = 16  # groups that have ended and are remembered with their files
-_FOLLOWED_MAX = 64  # groups of which it is known how they ended, though another one of the directory has followed
+# groups of which it is known how they ended, though another one of the directory has followed
+_FOLLOWED_MAX = 64
 _LOOK_S = 1.0  # how often the burst tier's room is looked at while files are withheld
 
 Publish = Callable[[int, bytes, CallerLike], Awaitable[None]]
 
 
 class Course:
-    """All groups, by directory, and what happens to them. ``run`` does what takes time; used from one trio thread."""
+    """All groups, by directory, and what happens to them. ``run`` does what takes time; used from
+    one trio thread.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,8 @@ class Course:
         self.open: frozenset[int] = frozenset()
         """The directories whose groups are open."""
         self.recording = trio.Lock()
-        """Held while records of groups are written, so that they are in the order of what happens."""
+        """Held while records of groups are written, so that they are in the order of what happens.
+        """
         self._engine = engine
         self._drain = drain
         self._members = members
@@ -75,11 +79,11 @@ class Course:
         self._durable = 0
         self._last: dict[str, Any] | None = None
 
-    # --- which group -----------------------------------------------------------------------------------
+    # --- which group ------------------------------------------------------------------------------
 
     async def find(self, ino: int, group_id: int = 0) -> Group:
-        """The group of a directory, or one that it has followed, by its id (0: the present, or last, one). Raises NoAttribute;
-        Stale: nothing is known of that one (any more)."""
+        """The group of a directory, or one that it has followed, by its id (0: the present, or
+        last, one). Raises NoAttribute; Stale: nothing is known of that one (any more)."""
         group = self.groups.get(ino)
         if group is None:
             record = await self._engine.view(groups.find, ino)
@@ -96,7 +100,9 @@ class Course:
         return group
 
     async def find_above(self, ino: int) -> Group:
-        """The group of a directory, or of the nearest one that ``ino`` lies below. Raises NoAttribute."""
+        """The group of a directory, or of the nearest one that ``ino`` lies below. Raises
+        NoAttribute.
+        """
         group = self._members.group_of.get(ino)
         if group is not None:
             return group
@@ -113,8 +119,9 @@ class Course:
         return Group(ino, record, self._new_report(), trio.current_time(), time.time_ns())
 
     async def begin(self, ino: int, record: GroupRecord, before: Group | None) -> Group | None:
-        """A new group of a directory, after ``before``, which has ended; None if another one has begun meanwhile. How the one
-        before has ended is known to those who ask by its id. Raises NotFound, NotADirectory."""
+        """A new group of a directory, after ``before``, which has ended; None if another one has
+        begun meanwhile. How the one before has ended is known to those who ask by its id. Raises
+        NotFound, NotADirectory."""
         async with self.recording:
             if self.groups.get(ino) is not before:
                 return None
@@ -139,7 +146,7 @@ class Course:
         self._news.set()
         self._news = trio.Event()
 
-    # --- after the last commit --------------------------------------------------------------------------
+    # --- after the last commit --------------------------------------------------------------------
 
     def complete(self, group: Group) -> None:
         if group.is_open and group.is_complete and not group.settling:
@@ -194,7 +201,9 @@ class Course:
         faults.reach(_COMMITTED)
 
     async def unequal(self, ino: int) -> str:
-        """Which file of the directory's group has not the size that all have to have, or had when the group failed; ''."""
+        """Which file of the directory's group has not the size that all have to have, or had when
+        the group failed; ''.
+        """
         try:
             group = await self.find(ino)
         except NoAttribute:
@@ -272,7 +281,9 @@ class Course:
             await self.end(group, group.record._replace(state="cancelled", error=reason))
 
     async def _put(self, group: Group) -> None:
-        """What has become of it is on stable storage on return. Where that cannot be written, it counts in this mount alone."""
+        """What has become of it is on stable storage on return. Where that cannot be written, it
+        counts in this mount alone.
+        """
         async with self.recording:
             try:
                 await self._engine.transact(groups.update, group.ino, group.record)
@@ -285,7 +296,7 @@ class Course:
                     error,
                 )
 
-    # --- in the background ------------------------------------------------------------------------------
+    # --- in the background ------------------------------------------------------------------------
 
     async def load(self, undrained: list[Undrained]) -> None:
         """What an earlier mount has left; the drain knows of the files already."""
@@ -379,7 +390,9 @@ class Course:
             await self._news.wait()
 
     def status(self) -> dict[str, Any]:
-        """What ``aifs status`` shows. ``last``: the group that has been durable last, in this mount."""
+        """What ``aifs status`` shows. ``last``: the group that has been durable last, in this
+        mount.
+        """
         return {
             "open": len(self.open),
             "committed": len(self.live) - len(self.open),
@@ -406,7 +419,9 @@ def _unchanged(tx: ReadTransaction, members: dict[int, GroupMember]) -> list[Ino
 def _below(
     tx: ReadTransaction, files: Sequence[Undrained], tops: frozenset[int]
 ) -> list[tuple[int, Inode, int]]:
-    """Those of the files that lie below one of the directories: directory, inode, since when it is undrained."""
+    """Those of the files that lie below one of the directories: directory, inode, since when it is
+    undrained.
+    """
     found = []
     for file in files:
         top = groups.directory_of(tx, file.ino, tops)

@@ -1,14 +1,17 @@
-"""Digests of chunks that may be equal: every byte is read once, and what is equal is hashed once. For worker threads.
+"""Digests of chunks that may be equal: every byte is read once, and what is equal is hashed once.
+For worker threads.
 
-Chunks of the same length are read side by side, a part of each at a time. As long as their parts are equal, byte by
-byte, one state of the hash stands for all of them; where they part, each kind goes on with a copy of it. So a digest is
-always that of the very bytes that were read of this chunk, whatever happens to the files of the others meanwhile. The
-parts that are compared lie in the processor's cache: a chunk that is equal to another one costs little more than the
-copying. Chunks that differ cost what they would alone.
+Chunks of the same length are read side by side, a part of each at a time. As long as their parts
+are equal, byte by byte, one state of the hash stands for all of them; where they part, each kind
+goes on with a copy of it. So a digest is always that of the very bytes that were read of this
+chunk, whatever happens to the files of the others meanwhile. The parts that are compared lie in the
+processor's cache: a chunk that is equal to another one costs little more than the copying. Chunks
+that differ cost what they would alone.
 
-Bytes are read, not mapped: a failing device would end the process, and page faults cost as much as copying does. A chunk of
-zeros alone is recognised on the way, before anything is hashed; holes are not even read. Other threads run meanwhile, which
-is why the parts are large: each read, comparison and hash ends with a wait for the interpreter, which other threads use.
+Bytes are read, not mapped: a failing device would end the process, and page faults cost as much as
+copying does. A chunk of zeros alone is recognised on the way, before anything is hashed; holes are
+not even read. Other threads run meanwhile, which is why the parts are large: each read, comparison
+and hash ends with a wait for the interpreter, which other threads use.
 """
 
 import threading
@@ -64,14 +67,18 @@ Place = tuple[Source, int]
 
 
 class Digests(NamedTuple):
-    """Of some chunks, in order; an error of one that cannot be read. ``compared``: bytes that needed no hash."""
+    """Of some chunks, in order; an error of one that cannot be read. ``compared``: bytes that
+    needed no hash.
+    """
 
     digests: list[bytes | FsError]
     compared: int
 
 
 def digest_all(columns: Sequence[tuple[int, Sequence[Place]]]) -> list[Digests]:
-    """The BLAKE3-256 digests of the chunks of each column: their length, and up to TOGETHER of them. ZEROS of zeros."""
+    """The BLAKE3-256 digests of the chunks of each column: their length, and up to TOGETHER of
+    them. ZEROS of zeros.
+    """
     return [digest(length, places) for length, places in columns]
 
 

@@ -1,9 +1,10 @@
 """Draining the members of a group together: what is equal in them is stored once.
 
-A member is *prepared* when it has been written: it is leased, as for any drain, cut (layout/borders.py), and hashed, while
-others are still being written. When the group is complete, its members are stored (storing.py): what is new, by a plan;
-then their files are flipped, some at a time. Digests count as long as the lease holds that they were computed under,
-so they are never those of bytes that have changed.
+A member is *prepared* when it has been written: it is leased, as for any drain, cut
+(layout/borders.py), and hashed, while others are still being written. When the group is complete,
+its members are stored (storing.py): what is new, by a plan; then their files are flipped, some at a
+time. Digests count as long as the lease holds that they were computed under, so they are never
+those of bytes that have changed.
 """
 
 import os
@@ -52,7 +53,9 @@ _COMPARED_AT_ONCE = 4
 
 
 class GroupDrain:
-    """All groups of one mount. Used from one trio thread; prepares many at a time, and stores one group at a time."""
+    """All groups of one mount. Used from one trio thread; prepares many at a time, and stores one
+    group at a time.
+    """
 
     def __init__(
         self,
@@ -95,9 +98,9 @@ class GroupDrain:
     async def prepare(self, name: str, member: Prepared, options: Options, report: Report) -> None:
         """Lease, cut and hash a file that nobody writes to any more, for a group of this name.
 
-        It can be stored if it has no outcome on return; else, and if this is cancelled, it has been released. Hashing waits
-        for ``store``, which does it for all members together, as soon as the member is in a hurry; and with ``reuse``, where
-        the name has a pattern.
+        It can be stored if it has no outcome on return; else, and if this is cancelled, it has been
+        released. Hashing waits for ``store``, which does it for all members together, as soon as
+        the member is in a hurry; and with ``reuse``, where the name has a pattern.
         """
         done = False
         async with member.busy:
@@ -118,8 +121,9 @@ class GroupDrain:
                     await self._release(member)
 
     async def release(self, member: Prepared) -> None:
-        """Give up lease and digests, and let go of the file; it has an outcome on return. May be called again, and while the
-        member is being prepared, which then ends soon; not while it is being stored."""
+        """Give up lease and digests, and let go of the file; it has an outcome on return. May be
+        called again, and while the member is being prepared, which then ends soon; not while it is
+        being stored."""
         member.unwanted = True
         with trio.CancelScope(shield=True):
             async with member.busy:
@@ -162,7 +166,9 @@ class GroupDrain:
                 )
 
     def hurry(self) -> None:
-        """Some members have come to be in a hurry: those that are being prepared get the rest of their digests in ``store``."""
+        """Some members have come to be in a hurry: those that are being prepared get the rest of
+        their digests in ``store``.
+        """
         self._hasher.hurry()
 
     async def _work(self, copy: BurstCopy, function: Any, *args: Any) -> Any:
@@ -177,10 +183,11 @@ class GroupDrain:
     async def store(
         self, name: str, members: Sequence[Prepared], options: Options, report: Report
     ) -> None:
-        """Bring the members of a complete group to the capacity tier; each has its outcome on return, and is released.
+        """Bring the members of a complete group to the capacity tier; each has its outcome on
+        return, and is released.
 
-        Those that cannot be stored, or have changed, stay in the burst tier. Cancellation leaves what is not flipped as it
-        was.
+        Those that cannot be stored, or have changed, stay in the burst tier. Cancellation leaves
+        what is not flipped as it was.
         """
         try:
             await self._hash_rest(name, members, options, report)
@@ -224,7 +231,9 @@ class GroupDrain:
         await self._flips.flip([member for member in members if member.outcome is None])
 
     def status(self) -> dict[str, Any]:
-        """What ``aifs status`` shows, since the mount. ``saved_bytes``: zeros, duplicates, and what the store had."""
+        """What ``aifs status`` shows, since the mount. ``saved_bytes``: zeros, duplicates, and what
+        the store had.
+        """
         return {
             "stored_files": self._stored_files,
             "stored_bytes": self._stored_bytes,
@@ -237,7 +246,9 @@ class GroupDrain:
     async def _hash_rest(
         self, name: str, members: Sequence[Prepared], options: Options, report: Report
     ) -> None:
-        """Hash what has not been yet, or, where the name has a pattern that fits, the first of what should be equal."""
+        """Hash what has not been yet, or, where the name has a pattern that fits, the first of what
+        should be equal.
+        """
         alive = [member for member in members if member.outcome is None and member.cut.ranges]
         shapes: list[Shape] = []
         if options.reuse:
@@ -271,8 +282,8 @@ class GroupDrain:
     async def _hash_firsts(
         self, members: list[Prepared], firsts: dict[Chunk, Chunk], report: Report
     ) -> bool:
-        """Hash all but the copies, which get the digests of their firsts if their samples are equal. Else False, and all are to
-        be hashed."""
+        """Hash all but the copies, which get the digests of their firsts if their samples are
+        equal. Else False, and all are to be hashed."""
         copies: list[set[int]] = [set() for _ in members]
         for number, chunk in firsts:
             copies[number].add(chunk)

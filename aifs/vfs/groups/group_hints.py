@@ -1,4 +1,6 @@
-"""Groups as extended attributes: ``user.aifs.group`` and ``user.aifs.group.commit`` (docs/grouped.md)."""
+"""Groups as extended attributes: ``user.aifs.group`` and ``user.aifs.group.commit``
+(docs/grouped.md).
+"""
 
 import json
 import os
@@ -49,8 +51,8 @@ async def put(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
 
 
 async def put_commit(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
-    """On a directory: the rank ``text`` commits; behind it may be the path of one of its files. On a file, with '': it counts as closed. Raises as Groups.commit and
-    Groups.commit_file."""
+    """On a directory: the rank ``text`` commits; behind it may be the path of one of its files. On
+    a file, with '': it counts as closed. Raises as Groups.commit and Groups.commit_file."""
     inode = await fs.getattr(ino)
     if inode.is_dir:
         rank, _, file = text.partition(" ")
@@ -64,11 +66,11 @@ async def put_commit(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
 
 
 async def tell(fs: Host, ino: int, caller: CallerLike, group_id: int = 0) -> dict[str, Any]:
-    """What ``user.aifs.group`` says of a directory's group, or of the one that ``ino`` lies below; ``user.aifs.group.ID`` of one
-    that it may have followed. Of many files and ranks it
-    names some; of ranks those first that have not committed. Files that ``caller`` could not find are told by their inodes,
-    and what has gone wrong, which may name some, is for who began the group, the directory's owner, and root. Raises
-    NoAttribute, Stale."""
+    """What ``user.aifs.group`` says of a directory's group, or of the one that ``ino`` lies below;
+    ``user.aifs.group.ID`` of one that it may have followed. Of many files and ranks it names some;
+    of ranks those first that have not committed. Files that ``caller`` could not find are told by
+    their inodes, and what has gone wrong, which may name some, is for who began the group, the
+    directory's owner, and root. Raises NoAttribute, Stale."""
     inode = await fs.getattr(ino)
     if not inode.is_dir and not inode.is_file:
         raise NoAttribute()

@@ -55,8 +55,8 @@ def make_options(
     same_size: bool,
     job: bytes,
 ) -> Options:
-    """``chunk`` and ``timeout_ms``: 0 for the usual. Larger chunks than CHUNK_MAX mean that: a digest of one costs the same for
-    each byte, and more that is equal is found. Raises Invalid."""
+    """``chunk`` and ``timeout_ms``: 0 for the usual. Larger chunks than CHUNK_MAX mean that: a
+    digest of one costs the same for each byte, and more that is equal is found. Raises Invalid."""
     chunk = min(chunk or CHUNK_MAX, CHUNK_MAX)
     timeout_ms = timeout_ms or _TIMEOUT_MS
     for what, text, least, most in (("name", name, 1, NAME_MAX), ("job", job, 0, JOB_MAX)):

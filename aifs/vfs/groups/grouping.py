@@ -38,7 +38,9 @@ class GroupState(NamedTuple):
 
 
 class Grouping(Publishing):
-    """The part of ``Filesystem`` that has to do with groups. Group ids: 0 means the directory's present, or last, one."""
+    """The part of ``Filesystem`` that has to do with groups. Group ids: 0 means the directory's
+    present, or last, one.
+    """
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
@@ -102,7 +104,9 @@ class Grouping(Publishing):
         )
 
     async def committed_pending(self, ino: int, rank: int) -> None:
-        """A rank of a pending directory has committed: also to the directory's group, if that has as many ranks."""
+        """A rank of a pending directory has committed: also to the directory's group, if that has
+        as many ranks.
+        """
         mark = await self._engine.view(publishing.find_pending, ino)
         if mark is not None:
             await self.groups.committed_pending(ino, rank, mark.ranks)
@@ -112,7 +116,9 @@ class Grouping(Publishing):
         rights.IOCTLS[command](await self._engine.view(namespace.get_directory, ino), caller)
 
     async def _make_durable(self, dentry: Dentry, new_parent: int) -> list[int]:
-        """A pending directory is not published, either, with files whose sizes its group does not allow."""
+        """A pending directory is not published, either, with files whose sizes its group does not
+        allow.
+        """
         published = await super()._make_durable(dentry, new_parent)
         if await self._engine.view(publishing.find_pending, dentry.ino):
             unequal = await self.groups.course.unequal(dentry.ino)
@@ -127,7 +133,9 @@ class Grouping(Publishing):
         await self.publish(publishing.Publication(ino, parent, name), caller)
 
     async def _commit_pending(self, ino: int, rank: int) -> bool:
-        """Commit a rank of a pending directory, which may have committed there for an earlier group."""
+        """Commit a rank of a pending directory, which may have committed there for an earlier
+        group.
+        """
         mark = await self._engine.view(publishing.find_pending, ino)
         if mark is None or rank >= mark.ranks:
             return False

@@ -1,5 +1,5 @@
-"""What ranks ask of groups: to begin, join, commit, wait for and cancel them; and which files belong to them. docs/grouped.md
-has the protocol.
+"""What ranks ask of groups: to begin, join, commit, wait for and cancel them; and which files
+belong to them. docs/grouped.md has the protocol.
 """
 
 import math
@@ -56,8 +56,8 @@ class Groups:
         course: Course,
     ) -> None:
         self.commit_pending: CommitPending = _is_not_pending
-        """Commits a rank (inode number of the directory, rank) if the directory is pending, and says whether it is; the
-        filesystem's."""
+        """Commits a rank (inode number of the directory, rank) if the directory is pending, and
+        says whether it is; the filesystem's."""
         self.course = course
         self._engine = engine
         self._io = io
@@ -67,12 +67,12 @@ class Groups:
         self._members = members
         drain.on_wanted = self._wanted
 
-    # --- what ranks ask for ----------------------------------------------------------------------------
+    # --- what ranks ask for -----------------------------------------------------------------------
 
     async def begin(self, ino: int, options: Options, caller: CallerLike) -> Group:
-        """A group of the directory; the one that is open, if it has been asked for in the same words. What another job has left
-        is cancelled before. Raises Invalid: another one is open, or of a job whose ranks live; Busy: it is not durable yet;
-        NotFound, NotADirectory."""
+        """A group of the directory; the one that is open, if it has been asked for in the same
+        words. What another job has left is cancelled before. Raises Invalid: another one is open,
+        or of a job whose ranks live; Busy: it is not durable yet; NotFound, NotADirectory."""
         while True:
             there = self.course.groups.get(ino)
             if there is None or not there.is_live:
@@ -110,7 +110,9 @@ class Groups:
         self.course.look()
 
     async def join(self, ino: int, group_id: int, rank: int, caller: CallerLike) -> None:
-        """The process that asks is this rank. Raises Invalid, NotSupported, and what the group has ended with."""
+        """The process that asks is this rank. Raises Invalid, NotSupported, and what the group has
+        ended with.
+        """
         group = await self.course.find(ino, group_id)
         with _refusals(group):
             group.require_rank(rank)
@@ -122,9 +124,11 @@ class Groups:
             self.course.look()
 
     async def commit(self, ino: int, group_id: int, rank: int, file: bytes = b"") -> None:
-        """All that is unsynced below the directory is durable in the burst tier on return, and so is the rank's commit. The last
-        one also waits for the publish, and raises what that fails with. ``file``: path below the directory of one that the rank
-        has written, whose size is compared if all files have to have one. Raises Invalid, and what the group has ended with."""
+        """All that is unsynced below the directory is durable in the burst tier on return, and so
+        is the rank's commit. The last one also waits for the publish, and raises what that fails
+        with. ``file``: path below the directory of one that the rank has written, whose size is
+        compared if all files have to have one. Raises Invalid, and what the group has ended with.
+        """
         group = await self.course.find(ino, group_id)
         with _refusals(group):
             group.require_rank(rank)
@@ -143,7 +147,9 @@ class Groups:
         await self._settled(group)
 
     async def committed_pending(self, ino: int, rank: int, ranks: int) -> None:
-        """A rank has committed to a directory that is pending: also to its group, if that has as many and waits for it."""
+        """A rank has committed to a directory that is pending: also to its group, if that has as
+        many and waits for it.
+        """
         group = self.course.groups.get(ino)
         if group is None or not group.is_open or not group.record.options.explicit:
             return
@@ -151,7 +157,9 @@ class Groups:
             await self._commit(group, rank, sync=False)
 
     async def _right_size(self, group: Group, rank: int, file: bytes) -> int:
-        """The size of a file of a rank that is about to commit. Raises Invalid if it has another one than that of the first rank."""
+        """The size of a file of a rank that is about to commit. Raises Invalid if it has another
+        one than that of the first rank.
+        """
         inode = await self._engine.view(pending.find_file, group.ino, pending.path_below(file))
         if inode is None:
             raise Invalid(f"rank {rank}: {os.fsdecode(file)} is no file in the group's directory")
@@ -188,8 +196,9 @@ class Groups:
         self.course.complete(group)
 
     async def commit_file(self, inode: Inode) -> None:
-        """A file counts as closed, though the caller has it open: it is durable in the burst tier on return. Raises NoAttribute,
-        Busy if others write to it, Invalid if the group's ranks commit."""
+        """A file counts as closed, though the caller has it open: it is durable in the burst tier
+        on return. Raises NoAttribute, Busy if others write to it, Invalid if the group's ranks
+        commit."""
         group = await self.course.find_above(inode.ino)
         with _refusals(group):
             if group.record.options.explicit:
@@ -207,7 +216,9 @@ class Groups:
             self.course.complete(group)
 
     async def _settled(self, group: Group) -> None:
-        """If the group is complete: it is buffered, and published if that is wanted. Raises what either has failed with."""
+        """If the group is complete: it is buffered, and published if that is wanted. Raises what
+        either has failed with.
+        """
         while group.is_complete and not group.is_settled:
             group.require_success()
             await group.event.wait()
@@ -217,8 +228,9 @@ class Groups:
                 raise group.publish_failure
 
     async def wait(self, ino: int, group_id: int, durable: bool, timeout_s: float | None) -> None:
-        """Until all ranks have committed and all is in the burst tier, published if that is wanted; ``durable``: until it is on the
-        capacity tier. Raises what the group has ended with, Stale, TimedOut."""
+        """Until all ranks have committed and all is in the burst tier, published if that is wanted;
+        ``durable``: until it is on the capacity tier. Raises what the group has ended with, Stale,
+        TimedOut."""
         group = await self.course.find(ino, group_id)
         with trio.move_on_after(math.inf if timeout_s is None else timeout_s) as scope:
             group.require_success()
@@ -229,11 +241,13 @@ class Groups:
             raise TimedOut(f"the group is {group.state} after {timeout_s} s")
 
     async def cancel(self, ino: int, group_id: int = 0, reason: str = "") -> None:
-        """End a group; nothing happens to one that has ended. Its files are drained as usual. Raises NoAttribute, Stale."""
+        """End a group; nothing happens to one that has ended. Its files are drained as usual.
+        Raises NoAttribute, Stale.
+        """
         group = await self.course.find(ino, group_id)
         await self.course.cancel(group, reason or "it was cancelled")
 
-    # --- what happens to files --------------------------------------------------------------------------
+    # --- what happens to files --------------------------------------------------------------------
 
     async def closed(self, inode: Inode) -> bool:
         """The last writer has closed this file. Whether the usual drain must not have it."""
@@ -270,7 +284,9 @@ class Groups:
             self.course.start(self.course.cancel, group, "its directory was removed")
 
     def _wanted(self, inos: list[int]) -> None:
-        """Somebody waits for these on the capacity tier: a group that is still open cannot be waited for."""
+        """Somebody waits for these on the capacity tier: a group that is still open cannot be
+        waited for.
+        """
         for ino in inos:
             group = self._members.group_of.get(ino)
             if group is None:

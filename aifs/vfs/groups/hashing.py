@@ -29,9 +29,9 @@ class Hasher:
     """All hashing of one store. Used from one trio thread."""
 
     def __init__(self, lanes: int, io_priority: str, is_in_the_way: Callable[[], bool]) -> None:
-        """``lanes``: for how many processors; twice as many threads read and hash, since reads wait for the device. Half
-        of the lanes are used where nobody waits for the digests, and a quarter while that ``is_in_the_way`` of others,
-        who need the processors more."""
+        """``lanes``: for how many processors; twice as many threads read and hash, since reads wait
+        for the device. Half of the lanes are used where nobody waits for the digests, and a quarter
+        while that ``is_in_the_way`` of others, who need the processors more."""
         self.hashed_bytes = 0
         self._lanes = lanes
         self._waiting = trio.lowlevel.ParkingLot()
@@ -46,12 +46,13 @@ class Hasher:
         waited_for: bool,
         without: Container[Chunk] = (),
     ) -> None:
-        """Find the digests that these members, whose leases hold, lack; but not of the chunks ``without``.
+        """Find the digests that these members, whose leases hold, lack; but not of the chunks
+        ``without``.
 
-        Chunks of the same number and length are looked at together, so that what is equal is hashed once. ``waited_for``:
-        at least one lane is used. Else it ends early once one of the members is in a hurry. A member that is cancelled or
-        unwanted gets no more digests; one that cannot be read has an outcome. Digests that have been found are kept in
-        any case.
+        Chunks of the same number and length are looked at together, so that what is equal is hashed
+        once. ``waited_for``: at least one lane is used. Else it ends early once one of the members
+        is in a hurry. A member that is cancelled or unwanted gets no more digests; one that cannot
+        be read has an outcome. Digests that have been found are kept in any case.
         """
         begin = trio.current_time()
         slices = _slices(members, without)

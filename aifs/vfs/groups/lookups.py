@@ -1,10 +1,11 @@
 """Which chunks of a group the store has already, and which of these can be leaned on.
 
-A chunk can be leaned on if its container protects it as much as is asked for. Else it is *bad*, and to be stored anew, for all
-who name it. Where it lies on servers that the policy does not allow, the file needs a chunk of its *own*: to move it
-could be against the policy of others. Before a chunk is leaned on for the first, second, fourth ... time it is read back: so
-the cost is small, and a chunk that many files need has been seen to be right often. What cannot be read is bad, too; but
-where it is protected better than is asked for, others may need that, and the file has its own.
+A chunk can be leaned on if its container protects it as much as is asked for. Else it is *bad*, and
+to be stored anew, for all who name it. Where it lies on servers that the policy does not allow, the
+file needs a chunk of its *own*: to move it could be against the policy of others. Before a chunk is
+leaned on for the first, second, fourth ... time it is read back: so the cost is small, and a chunk
+that many files need has been seen to be right often. What cannot be read is bad, too; but where it
+is protected better than is asked for, others may need that, and the file has its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,9 @@ _READ_AT_ONCE = 4
 
 @dataclass
 class Found:
-    """Digests of chunks that the store has. ``known`` can be leaned on, ``bad`` and ``own`` cannot; ``verified`` were read."""
+    """Digests of chunks that the store has. ``known`` can be leaned on, ``bad`` and ``own`` cannot;
+    ``verified`` were read.
+    """
 
     known: set[bytes] = field(default_factory=set)
     own: set[bytes] = field(default_factory=set)
@@ -38,7 +41,9 @@ class Found:
 
 
 async def look_up(tools: Tools, asked: Asked, needs: Mapping[bytes, Need]) -> Found:
-    """Judge those of the chunks that the store has. Raises Unavailable if the metadata cannot be read."""
+    """Judge those of the chunks that the store has. Raises Unavailable if the metadata cannot be
+    read.
+    """
     found, doubtful = Found(), []
     layouts: dict[int, Striped | None] = {}
     digests = list(needs)

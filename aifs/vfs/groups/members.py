@@ -1,5 +1,5 @@
-"""The files of groups: withheld from the usual drain as they are closed, and stored together when their group has been
-committed. Whatever does not work out goes back to the usual drain.
+"""The files of groups: withheld from the usual drain as they are closed, and stored together when
+their group has been committed. Whatever does not work out goes back to the usual drain.
 """
 
 import trio
@@ -48,7 +48,9 @@ class Members(Preparing):
     # --- what happens to files; none of these blocks ---
 
     def closed(self, group: Group, inode: Inode) -> bool:
-        """A file of the group, which is open, has been closed. Whether the usual drain must not have it."""
+        """A file of the group, which is open, has been closed. Whether the usual drain must not
+        have it.
+        """
         file = group.closed(inode.ino, inode.size, trio.current_time())
         self.group_of[inode.ino] = group
         group.wake()
@@ -66,7 +68,9 @@ class Members(Preparing):
         return True
 
     def closed_late(self, inode: Inode) -> bool:
-        """A file of a group that is complete has been closed. Whether the usual drain must not have it."""
+        """A file of a group that is complete has been closed. Whether the usual drain must not have
+        it.
+        """
         group = self.group_of[inode.ino]
         file = group.files[inode.ino]
         file.closes += 1
@@ -79,7 +83,9 @@ class Members(Preparing):
         )
 
     def opened(self, ino: int) -> None:
-        """Somebody has opened the file for writing. What is committed is not what it is going to be."""
+        """Somebody has opened the file for writing. What is committed is not what it is going to
+        be.
+        """
         group = self.group_of.get(ino)
         if group is None:
             return
@@ -97,7 +103,9 @@ class Members(Preparing):
             del self.group_of[file.ino]
 
     def moved(self, group: Group, ino: int) -> None:
-        """A file of the group, which is open, has been closed elsewhere. It may belong to another group from now on."""
+        """A file of the group, which is open, has been closed elsewhere. It may belong to another
+        group from now on.
+        """
         del self.group_of[ino]
         self.forget(group.remove(ino))
         self._drain.give_back([ino])
@@ -129,7 +137,9 @@ class Members(Preparing):
                 del self.group_of[ino]
 
     def settle(self, group: Group) -> None:
-        """The group is complete: who is still writing to a file that does not count keeps it for later."""
+        """The group is complete: who is still writing to a file that does not count keeps it for
+        later.
+        """
         for file in list(group.files.values()):
             if not file.counted:
                 self._drop(group, file)
@@ -142,8 +152,8 @@ class Members(Preparing):
         self._drain.withhold(inode)
 
     def relieve(self, deadline_s: float) -> bool:
-        """Leave files of open groups to the usual drain if the burst tier is short of room, or they have waited too long.
-        Whether some are withheld still."""
+        """Leave files of open groups to the usual drain if the burst tier is short of room, or they
+        have waited too long. Whether some are withheld still."""
         full, oldest, withheld = (
             self._tier.pressure >= _FULL,
             trio.current_time() - deadline_s,
@@ -171,7 +181,9 @@ class Members(Preparing):
     # --- storing ---
 
     async def store(self, group: Group) -> None:
-        """Returns when all files of a group that is complete are on the capacity tier, or left to the usual drain."""
+        """Returns when all files of a group that is complete are on the capacity tier, or left to
+        the usual drain.
+        """
         self._group_drain.hurry()
         while True:
             if not group.is_live:

@@ -20,10 +20,11 @@ class Options(NamedTuple):
 class Prepared(Draining):
     """One member of a group, from the moment in which its drain begins.
 
-    ``outcome``: None while it can be stored. ``cut``: its chunks; without digests as long as it has not been hashed.
-    ``digests``: those found so far, by the chunks' numbers. ``level``: of zstd. ``on_cancel`` is called, on the trio thread,
-    when somebody is about to change the file. ``hurry``: whether it is about to be stored, so that its digests are waited for.
-    ``unwanted``: it is to be released as soon as that can be; ``busy`` is held while it is being prepared.
+    ``outcome``: None while it can be stored. ``cut``: its chunks; without digests as long as it has
+    not been hashed. ``digests``: those found so far, by the chunks' numbers. ``level``: of zstd.
+    ``on_cancel`` is called, on the trio thread, when somebody is about to change the file.
+    ``hurry``: whether it is about to be stored, so that its digests are waited for. ``unwanted``:
+    it is to be released as soon as that can be; ``busy`` is held while it is being prepared.
     """
 
     def __init__(self, ino: int, on_cancel: Callable[["Prepared"], None] | None = None) -> None:

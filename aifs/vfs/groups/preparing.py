@@ -1,5 +1,5 @@
-"""Getting the files of groups ready, as they are closed: synced, so that they are buffered, then prepared, as long as there is
-room for leases; and giving them back to the usual drain.
+"""Getting the files of groups ready, as they are closed: synced, so that they are buffered, then
+prepared, as long as there is room for leases; and giving them back to the usual drain.
 """
 
 import time
@@ -24,7 +24,9 @@ from aifs.vfs.tiers.flips import Outcome
 _log = logger(__name__)
 
 AHEAD = 256
-"""Files that are prepared before their group is complete; each holds a lease on its burst copy, and descriptors."""
+"""Files that are prepared before their group is complete; each holds a lease on its burst copy, and
+descriptors.
+"""
 
 PREPARERS = 2
 """Files that are prepared at a time; each is hashed on several processors."""
@@ -32,11 +34,15 @@ PREPARERS = 2
 _SYNCERS = 16
 _TRIES = 7
 _BACK_OFF_S, _BACK_OFF_FACTOR = 0.005, 4
-"""The first is short: the kernel lets go of a writer's descriptor some time after the close is answered."""
+"""The first is short: the kernel lets go of a writer's descriptor some time after the close is
+answered.
+"""
 
 
 class Preparing:
-    """The files of live groups until they are stored. ``run`` does the work; used from one trio thread."""
+    """The files of live groups until they are stored. ``run`` does the work; used from one trio
+    thread.
+    """
 
     def __init__(
         self,
@@ -147,8 +153,8 @@ class Preparing:
         )
 
     async def sync(self, group: Group, files: Sequence[File]) -> None:
-        """These are durable in the burst tier on return, and on record as they are, so that they count after a crash. Raises
-        NoSpace, Unavailable."""
+        """These are durable in the burst tier on return, and on record as they are, so that they
+        count after a crash. Raises NoSpace, Unavailable."""
         closes = {file: file.closes for file in files}
         await sync_files(self._io, self._writeback, [file.ino for file in files])
         news = [
@@ -230,7 +236,9 @@ class Preparing:
         self._drain.gone(file.ino)
 
     def failed(self, group: Group, file: File, outcome: Outcome | FsError | None) -> None:
-        """It could be neither prepared nor stored: it is tried again some times, unless that is not for groups."""
+        """It could be neither prepared nor stored: it is tried again some times, unless that is not
+        for groups.
+        """
         if isinstance(outcome, FsError):
             group.drain_error = str(outcome)
             self._drain.failed(file.ino, outcome)

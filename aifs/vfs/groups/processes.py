@@ -11,8 +11,8 @@ from aifs.core.errors import NotSupported
 
 
 def process_of(thread: int) -> int:
-    """The process that the kernel's number of a thread belongs to. Raises NotSupported if it cannot be seen from here: then it
-    has ended, or lives where processes have other numbers."""
+    """The process that the kernel's number of a thread belongs to. Raises NotSupported if it cannot
+    be seen from here: then it has ended, or lives where processes have other numbers."""
     try:
         lines = Path(f"/proc/{thread}/status").read_text(errors="replace").splitlines()
         return int(next(line for line in lines if line.startswith("Tgid:")).split()[1])

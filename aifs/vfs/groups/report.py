@@ -18,12 +18,14 @@ _AMOUNTS = (
 class Report:
     """Filled in while a group is stored.
 
-    ``bytes`` of all members are zeros, duplicates of other chunks of the group, found in the store, or new
-    (``distinct_bytes``), or lie in their inodes (``inline_bytes``). ``stored_bytes`` is what the new ones take, compressed, each
-    counted once. ``chunks`` are new ones; ``verified_chunks`` were read back before more files lean on them,
-    ``replaced_chunks`` were bad or not protected enough, and stored anew for all. ``hashed_bytes`` were hashed, ``compared_bytes``
-    were equal to these, byte by byte. ``servers``: bytes by data server, redundancy included. ``hash_s``, ``plan_s``, ``store_s``:
-    how long it took; ``planned_s`` and ``lower_bound_s``: how long storing takes by the plan, and at least, by any.
+    ``bytes`` of all members are zeros, duplicates of other chunks of the group, found in the store,
+    or new (``distinct_bytes``), or lie in their inodes (``inline_bytes``). ``stored_bytes`` is what
+    the new ones take, compressed, each counted once. ``chunks`` are new ones; ``verified_chunks``
+    were read back before more files lean on them, ``replaced_chunks`` were bad or not protected
+    enough, and stored anew for all. ``hashed_bytes`` were hashed, ``compared_bytes`` were equal to
+    these, byte by byte. ``servers``: bytes by data server, redundancy included. ``hash_s``,
+    ``plan_s``, ``store_s``: how long it took; ``planned_s`` and ``lower_bound_s``: how long storing
+    takes by the plan, and at least, by any.
     """
 
     bytes: int = 0
@@ -53,7 +55,9 @@ class Report:
         return self.zero_bytes + self.duplicate_bytes + self.found_bytes
 
     def take_amounts(self, other: "Report") -> None:
-        """What was to be stored is as ``other`` says: after a try that stored nothing, since the next one counts it again."""
+        """What was to be stored is as ``other`` says: after a try that stored nothing, since the
+        next one counts it again.
+        """
         for name in _AMOUNTS:
             setattr(self, name, getattr(other, name))
 

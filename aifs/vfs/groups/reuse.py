@@ -1,12 +1,15 @@
-"""What groups of one name had in common, for those that ask to reuse it: which chunks were copies of each other.
+"""What groups of one name had in common, for those that ask to reuse it: which chunks were copies
+of each other.
 
-The ranks of a training job write the same shapes at each step, and what was equal across them is equal again: replicated
-parameters. With the hint ``reuse`` the first of such chunks is hashed, its copies are compared with it by samples only.
-What is checked: sizes and borders of all members, so nothing is reused for a file of another shape; that no copy
-counts that was zero, or equal to another chunk of its own file, before (optimizer state of the first steps is equal, too, but
-only as long as it has not been used: AITurbo's false duplicates); that the first is not zero now; and the samples. What
-cannot be told: a copy that differs from its first somewhere between the samples. Then its file gets the bytes of the
-other one. So this is for who knows that replicas are equal; without the hint every byte is hashed.
+The ranks of a training job write the same shapes at each step, and what was equal across them is
+equal again: replicated parameters. With the hint ``reuse`` the first of such chunks is hashed, its
+copies are compared with it by samples only. What is checked: sizes and borders of all members, so
+nothing is reused for a file of another shape; that no copy counts that was zero, or equal to
+another chunk of its own file, before (optimizer state of the first steps is equal, too, but only as
+long as it has not been used: AITurbo's false duplicates); that the first is not zero now; and the
+samples. What cannot be told: a copy that differs from its first somewhere between the samples. Then
+its file gets the bytes of the other one. So this is for who knows that replicas are equal; without
+the hint every byte is hashed.
 """
 
 import random
@@ -25,7 +28,9 @@ _COMPARED = 64  # chunks
 
 
 class Shape(NamedTuple):
-    """What a member must have in common with one of the last group. ``name`` tells alike ones apart."""
+    """What a member must have in common with one of the last group. ``name`` tells alike ones
+    apart.
+    """
 
     size: int
     borders: bytes
@@ -41,8 +46,8 @@ def shape_of(size: int, ranges: Sequence[tuple[int, int]], name: bytes) -> Shape
 
 
 class Pattern(NamedTuple):
-    """The members' shapes, ascending; ``firsts``: for each that is a copy, of which other chunk. Members are numbered in
-    the order of their shapes."""
+    """The members' shapes, ascending; ``firsts``: for each that is a copy, of which other chunk.
+    Members are numbered in the order of their shapes."""
 
     shapes: Sequence[tuple[int, bytes]]
     firsts: dict[Chunk, Chunk]
@@ -59,8 +64,8 @@ class Patterns:
         return name in self._by_name and bool(self._by_name[name].firsts)
 
     def find(self, name: str, shapes: Sequence[Shape]) -> dict[Chunk, Chunk]:
-        """Which chunks should be copies, and of which others, by the members' numbers in ``shapes``; none where the
-        shapes are not what they were."""
+        """Which chunks should be copies, and of which others, by the members' numbers in
+        ``shapes``; none where the shapes are not what they were."""
         pattern = self._by_name.get(name)
         order = _order(shapes)
         if pattern is None or [shapes[number][:2] for number in order] != pattern.shapes:
@@ -87,7 +92,9 @@ def _order(shapes: Sequence[Shape]) -> list[int]:
 
 
 def copies(members: Sequence[Cut]) -> dict[Chunk, Chunk]:
-    """Chunks that are equal across members, but for zeros and for what is twice in one of them; each copy, and its first."""
+    """Chunks that are equal across members, but for zeros and for what is twice in one of them;
+    each copy, and its first.
+    """
     places: dict[bytes, list[Chunk]] = {}
     for member, (_, digests, _) in enumerate(members):
         for number, digest in enumerate(digests):
@@ -101,7 +108,9 @@ def copies(members: Sequence[Cut]) -> dict[Chunk, Chunk]:
 
 
 def fill(found: Sequence[dict[int, bytes]], firsts: Mapping[Chunk, Chunk]) -> bool:
-    """Give copies the digests of their firsts, by member and chunk; False where a first has none, or is zero."""
+    """Give copies the digests of their firsts, by member and chunk; False where a first has none,
+    or is zero.
+    """
     for (member, number), (first, of) in firsts.items():
         digest = found[member][number] = found[first].get(of, b"")
         if not digest:
@@ -110,7 +119,9 @@ def fill(found: Sequence[dict[int, bytes]], firsts: Mapping[Chunk, Chunk]) -> bo
 
 
 def batches(firsts: Mapping[Chunk, Chunk]) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """What is compared at once: the members of some copies and of their firsts, and the numbers of both chunks."""
+    """What is compared at once: the members of some copies and of their firsts, and the numbers of
+    both chunks.
+    """
     by_members: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for (member, number), (first, of) in firsts.items():
         by_members.setdefault((member, first), []).append((number, of))
@@ -122,7 +133,9 @@ def batches(firsts: Mapping[Chunk, Chunk]) -> list[tuple[int, int, list[tuple[in
 
 
 def samples(length: int, choose: Callable[[int], int] = random.randrange) -> list[tuple[int, int]]:
-    """Which bytes of a chunk are compared: offsets and lengths; others each time, so that a difference shows in the end."""
+    """Which bytes of a chunk are compared: offsets and lengths; others each time, so that a
+    difference shows in the end.
+    """
     if length <= _SAMPLE * _SAMPLES:
         return [(0, length)]
     part = length // _SAMPLES

@@ -1,8 +1,10 @@
-"""Which bytes of a group have to be stored, and who stores them: chunks of its members that are equal are one. Pure.
+"""Which bytes of a group have to be stored, and who stores them: chunks of its members that are
+equal are one. Pure.
 
-*Found* chunks lie in the store already. The others are *new*; each has *holders*, the members that have it, and is
-stored once. What the planner is asked: sources are the burst devices of the holders, destinations are slots, that is what a
-container can be laid out like (vfs/tiers/containers.py), and chunks of about one length with the same sources are a class.
+*Found* chunks lie in the store already. The others are *new*; each has *holders*, the members that
+have it, and is stored once. What the planner is asked: sources are the burst devices of the
+holders, destinations are slots, that is what a container can be laid out like
+(vfs/tiers/containers.py), and chunks of about one length with the same sources are a class.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -24,7 +26,8 @@ Chunk = tuple[int, int]
 class Cut(NamedTuple):
     """The chunks of one member in order: (offset, length) and digest of each, b"" of zeros.
 
-    ``assumed``: the numbers of chunks whose digests are those of other members' chunks, since they should be equal (reuse.py).
+    ``assumed``: the numbers of chunks whose digests are those of other members' chunks, since they
+    should be equal (reuse.py).
     """
 
     ranges: Sequence[tuple[int, int]]
@@ -41,14 +44,18 @@ class Holder(NamedTuple):
 
 @dataclass(slots=True)
 class Need:
-    """A distinct chunk: its length, and one holder for each member that is known to have it, in the order of members."""
+    """A distinct chunk: its length, and one holder for each member that is known to have it, in the
+    order of members.
+    """
 
     length: int
     holders: list[Holder] = field(default_factory=list)
 
 
 class Amounts(NamedTuple):
-    """Bytes of a group that are zeros, that another chunk of the group has as well, and that are distinct."""
+    """Bytes of a group that are zeros, that another chunk of the group has as well, and that are
+    distinct.
+    """
 
     zero: int
     duplicate: int
@@ -56,7 +63,9 @@ class Amounts(NamedTuple):
 
 
 def distinct(members: Iterable[Cut]) -> tuple[dict[bytes, Need], Amounts]:
-    """The distinct chunks of all members by digest, in the order in which they are met, and what they come to."""
+    """The distinct chunks of all members by digest, in the order in which they are met, and what
+    they come to.
+    """
     needs: dict[bytes, Need] = {}
     zero = duplicate = alone = 0
     for member, (ranges, digests, assumed) in enumerate(members):
@@ -75,11 +84,13 @@ def distinct(members: Iterable[Cut]) -> tuple[dict[bytes, Need], Amounts]:
     return needs, Amounts(zero, duplicate, alone)
 
 
-# --- protection --------------------------------------------------------------------------------------
+# --- protection -----------------------------------------------------------------------------------
 
 
 def protects(layout: Striped, redundancy: Redundancy) -> bool:
-    """Whether a chunk in a container that is laid out so is as safe as a file that asks for ``redundancy`` wants it."""
+    """Whether a chunk in a container that is laid out so is as safe as a file that asks for
+    ``redundancy`` wants it.
+    """
     return redundancy_of(layout).tolerates >= redundancy.tolerates
 
 
@@ -88,7 +99,7 @@ def is_allowed(layout: Striped, servers: Collection[int]) -> bool:
     return not servers or set(layout.servers) <= set(servers)
 
 
-# --- plans -------------------------------------------------------------------------------------------
+# --- plans ----------------------------------------------------------------------------------------
 
 
 def data_columns(slot: Striped) -> int:
@@ -110,8 +121,9 @@ def ask(
     slots: Sequence[Striped],
     servers: Mapping[int, tuple[int, int | None]],
 ) -> Question:
-    """``devices``: the burst device of each member. ``sources``: bandwidth of each of these. ``servers``: bandwidth, and
-    free bytes if they are known, of each data server. Raises Invalid."""
+    """``devices``: the burst device of each member. ``sources``: bandwidth of each of these.
+    ``servers``: bandwidth, and free bytes if they are known, of each data server. Raises Invalid.
+    """
     order = sorted(sources)
     place = {device: number for number, device in enumerate(order)}
     chunks: dict[tuple[int, tuple[int, ...]], list[bytes]] = {}
@@ -130,7 +142,9 @@ def ask(
 def _destination(
     slot: Striped, slots: Sequence[Striped], servers: Mapping[int, tuple[int, int | None]]
 ) -> Destination:
-    """A slot is as fast as the slowest of its servers, each of which serves all the slots that it is in."""
+    """A slot is as fast as the slowest of its servers, each of which serves all the slots that it
+    is in.
+    """
     share = data_columns(slot)
     bandwidth, space = [], []
     for server in slot.servers:

@@ -1,5 +1,5 @@
-"""One group: who belongs to it, what is missing, what has become of it. Pure: times are seconds of one clock, given by the
-caller; docs/grouped.md has the states.
+"""One group: who belongs to it, what is missing, what has become of it. Pure: times are seconds of
+one clock, given by the caller; docs/grouped.md has the states.
 """
 
 import math
@@ -28,8 +28,10 @@ class FileState(Enum):
 
 @dataclass(slots=True, eq=False)
 class File:
-    """A file of a group. ``since``: when it was closed. ``counted``: it counts as a part of the group, as it is now.
-    ``closes``: how often it was closed, and ``recorded`` which of them is on record; ``tries``: how often it could not be stored; ``prepared``: what the drain knows of it."""
+    """A file of a group. ``since``: when it was closed. ``counted``: it counts as a part of the
+    group, as it is now. ``closes``: how often it was closed, and ``recorded`` which of them is on
+    record; ``tries``: how often it could not be stored; ``prepared``: what the drain knows of it.
+    """
 
     ino: int
     size: int
@@ -64,7 +66,9 @@ class Group:
         self.drain_error = ""
         self.settling = False
         self.sizes: dict[int, int] = {}
-        """Of the files of ranks that have committed, the first one first, if all have to have one size."""
+        """Of the files of ranks that have committed, the first one first, if all have to have one
+        size.
+        """
         self.publish_failure: FsError | None = None
         """What the publish at its end has failed with, in this mount."""
         self.event = trio.Event()
@@ -91,7 +95,9 @@ class Group:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no more happens to it before its files are drained: it is published, if it is to be before that."""
+        """Whether no more happens to it before its files are drained: it is published, if it is to
+        be before that.
+        """
         return self.record.state not in ("open", "committed")
 
     # --- who has committed ---
@@ -126,8 +132,8 @@ class Group:
             raise Invalid("all ranks of the group have committed already")
 
     def require_success(self) -> None:
-        """Raises MemberDied, Invalid (sizes that differ), GroupCancelled, GroupExpired or Unavailable if it has ended without
-        success."""
+        """Raises MemberDied, Invalid (sizes that differ), GroupCancelled, GroupExpired or
+        Unavailable if it has ended without success."""
         record = self.record
         if record.state == "failed":
             raise (MemberDied if record.dead >= 0 else Invalid if record.unequal else Unavailable)(
@@ -139,7 +145,9 @@ class Group:
             raise GroupExpired(record.error)
 
     def require_rank(self, rank: int) -> None:
-        """Raises Invalid unless ``rank`` may join or commit now, and what the group has ended with."""
+        """Raises Invalid unless ``rank`` may join or commit now, and what the group has ended
+        with.
+        """
         options = self.record.options
         self.require_success()
         if not options.explicit:
@@ -160,7 +168,9 @@ class Group:
             )
 
     def is_left_to(self, job: bytes) -> bool:
-        """Whether it is open, of another job, and nobody of that lives. Raises Invalid if somebody does. ``job``: b"": any."""
+        """Whether it is open, of another job, and nobody of that lives. Raises Invalid if somebody
+        does. ``job``: b"": any.
+        """
         present = self.record.options.job
         if job in (b"", present):
             return False
@@ -264,8 +274,8 @@ class Group:
 
 
 def describe_ranks(group: Group, most: int) -> list[dict[str, Any]]:
-    """What is known of the ranks, for people and programs; if they are more than ``most``, of those that have not committed, and
-    of no more of them."""
+    """What is known of the ranks, for people and programs; if they are more than ``most``, of those
+    that have not committed, and of no more of them."""
     record = group.record
     if not record.options.explicit:
         return []

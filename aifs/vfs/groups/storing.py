@@ -1,7 +1,8 @@
-"""Storing the chunks of a group's members, those that ask for the same redundancy on the same servers, and flipping the files.
+"""Storing the chunks of a group's members, those that ask for the same redundancy on the same
+servers, and flipping the files.
 
-A chunk that has been appended is right if the lease of the file that it was read from still holds when that is done. Otherwise
-the files that it was for wait for another round.
+A chunk that has been appended is right if the lease of the file that it was read from still holds
+when that is done. Otherwise the files that it was for wait for another round.
 """
 
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -104,7 +105,9 @@ class Storing:
         await self._replace(looked_up.bad)
 
     async def _replace(self, digests: list[bytes]) -> None:
-        """Store these anew, for all who name them, as long as somebody has their bytes. Raises NoSpace, Unavailable."""
+        """Store these anew, for all who name them, as long as somebody has their bytes. Raises
+        NoSpace, Unavailable.
+        """
         while digests:
             work, holding = _Work(self._slots), self._holding()
             for digest in digests[:_REPLACED_AT_ONCE]:
@@ -192,7 +195,9 @@ class Storing:
         self._fail(batch, failure)
 
     async def _store_round(self, alive: list[Prepared]) -> None:
-        """Store what these need, and flip those of them that have not lost it meanwhile. Raises NoSpace, Unavailable."""
+        """Store what these need, and flip those of them that have not lost it meanwhile. Raises
+        NoSpace, Unavailable.
+        """
         work, holding = _Work(self._slots), self._holding()
         records = await self._tools.engine.view(
             path_hints.describe, [member.file.inode for member in alive]
@@ -216,7 +221,9 @@ class Storing:
             await self._flip(alive, work)
 
     def _is_backed(self, member: Prepared) -> bool:
-        """Whether the chunks that it is only assumed to have can be had from others. If not, it has to be hashed."""
+        """Whether the chunks that it is only assumed to have can be had from others. If not, it has
+        to be hashed.
+        """
         digests = (
             {member.cut.digests[number] for number in member.cut.assumed} - self._known - self._own
         )
@@ -252,7 +259,9 @@ class Storing:
     def _add_all(
         self, work: "_Work", member: Prepared, record: FileRecord, number: int, holding: set[int]
     ) -> None:
-        """In a worker thread: what is stored for a member, and its extents, as far as they are known."""
+        """In a worker thread: what is stored for a member, and its extents, as far as they are
+        known.
+        """
         for digest in dict.fromkeys(member.cut.digests):
             if (
                 digest
@@ -297,8 +306,9 @@ class Storing:
 
     @asynccontextmanager
     async def _appended(self, work: "_Work") -> AsyncIterator[None]:
-        """What is to be appended is durable within the block, which records it. If either fails, what has been appended counts as
-        dead: else nobody would know of those bytes before others are appended behind them, and of a full container never."""
+        """What is to be appended is durable within the block, which records it. If either fails,
+        what has been appended counts as dead: else nobody would know of those bytes before others
+        are appended behind them, and of a full container never."""
         async with AsyncExitStack() as stack:
             try:
                 await self._append(work, stack)
@@ -404,9 +414,11 @@ class Storing:
 
 
 class _Work:
-    """What one round appends. Keys are digests of shared chunks, or (inode number, number of the extent) of a file's own.
+    """What one round appends. Keys are digests of shared chunks, or (inode number, number of the
+    extent) of a file's own.
 
-    ``senders``: whose burst copies the shared ones are read from. ``right``: those that are what they should be.
+    ``senders``: whose burst copies the shared ones are read from. ``right``: those that are what
+    they should be.
     """
 
     def __init__(self, slots: Sequence[Striped]) -> None:

@@ -1,7 +1,8 @@
 """Files whose newest bytes are one local file in the burst tier, and how files get there.
 
-While such a file is open, programs may write to its copy without our knowing (passthrough), so the copy says what
-size, blocks and mtime are; the dirty mark says so in the store. What a crash leaves at each step: docs/burst.md.
+While such a file is open, programs may write to its copy without our knowing (passthrough), so the
+copy says what size, blocks and mtime are; the dirty mark says so in the store. What a crash leaves
+at each step: docs/burst.md.
 """
 
 import time
@@ -43,7 +44,9 @@ class Stager(Protocol):
         """Copy a file from the capacity tier into the burst tier; whether it has a copy now."""
 
     def read(self, file: OpenInode) -> None:
-        """Somebody begins to read a file that has no copy: the policy may be to stage it in the background."""
+        """Somebody begins to read a file that has no copy: the policy may be to stage it in the
+        background.
+        """
 
 
 class BurstIO:
@@ -71,7 +74,9 @@ class BurstIO:
     # --- how a file gets here ---
 
     async def new_copy(self, policy: Policy | None) -> BurstCopy | None:
-        """An empty copy for a file that begins now; None if it has to go straight to the data servers."""
+        """An empty copy for a file that begins now; None if it has to go straight to the data
+        servers.
+        """
         if not self._tier.has_devices:
             return None
         await self._tier.throttle()
@@ -86,10 +91,12 @@ class BurstIO:
             return None
 
     async def enter(self, file: OpenInode, end: int) -> None:
-        """Someone is going to write, up to ``end``: have the file in the burst tier if it can be, and marked.
+        """Someone is going to write, up to ``end``: have the file in the burst tier if it can be,
+        and marked.
 
-        An empty file gets a new copy, a small one and one with a clean copy becomes that copy. What is left where it
-        is will be changed in place; so are inline bytes that stay few. The gate is held alone.
+        An empty file gets a new copy, a small one and one with a clean copy becomes that copy. What
+        is left where it is will be changed in place; so are inline bytes that stay few. The gate is
+        held alone.
         """
         inode = file.inode
         if file.on_object:  # programs read that, so it stays the file, and is changed
@@ -113,7 +120,8 @@ class BurstIO:
             await self._become_copy(file)
 
     async def leave_capacity(self, file: OpenInode) -> None:
-        """A clean file whose copy is known to be right is that copy alone from now on. The gate is held alone.
+        """A clean file whose copy is known to be right is that copy alone from now on. The gate is
+        held alone.
 
         Raises NoSpace, Unavailable, and nothing is changed then.
         """
@@ -121,7 +129,9 @@ class BurstIO:
         await self._become_copy(file)
 
     async def _prepare_cached(self, file: OpenInode) -> None:
-        """A cached copy is going to be the file: what it replaces is durable, and will be deleted."""
+        """A cached copy is going to be the file: what it replaces is durable, and will be
+        deleted.
+        """
         await file.copy.set_mtime(file.inode.mtime_ns)  # opening is no change yet
         await file.copy.sync()
 
@@ -220,7 +230,8 @@ class BurstIO:
             copy.close()
 
     async def become_inline(self, file: OpenInode) -> None:
-        """A tiny file has been closed: its bytes go to its record, unless a mapping may still change them.
+        """A tiny file has been closed: its bytes go to its record, unless a mapping may still
+        change them.
 
         That is its drain, for less than what waiting for one costs. The gate is held alone.
         """
@@ -249,7 +260,8 @@ class BurstIO:
     async def settle(self, file: OpenInode) -> bool:
         """Whether nobody can write to the copy of a closed file at present. The gate is held alone.
 
-        If a program has synced it after its last change, the dirty mark goes, too: so a rename need not look at it.
+        If a program has synced it after its last change, the dirty mark goes, too: so a rename need
+        not look at it.
         """
         copy = file.copy
         await copy.release_writers()
@@ -291,7 +303,8 @@ class BurstIO:
     def _told_mtime(self, file: OpenInode, found_ns: int) -> int:
         """The file's mtime, now that the copy has another one.
 
-        The clock of file times lags behind ours, so a later change may seem to be earlier than one that we have noted.
+        The clock of file times lags behind ours, so a later change may seem to be earlier than one
+        that we have noted.
         """
         noted_ns = file.inode.mtime_ns
         if file.copy_mtime_ns == noted_ns:
@@ -306,7 +319,9 @@ class BurstIO:
     # --- bytes (by way of the daemon) ---
 
     async def read(self, file: OpenInode, offset: int, length: int) -> bytes | memoryview:
-        """``length`` bytes, which lie below the size. A cached copy that fails is passed over. Raises Unavailable."""
+        """``length`` bytes, which lie below the size. A cached copy that fails is passed over.
+        Raises Unavailable.
+        """
         copy, inode = file.copy, file.inode
         try:
             data = await copy.read(offset, length)
@@ -324,7 +339,9 @@ class BurstIO:
         return await file.objects.read(offset, length, inode.size, True)
 
     async def write(self, file: OpenInode, offset: int, data: bytes | memoryview) -> None:
-        """All of ``data``; it is in the page cache on return. The gate is held, shared, and ``enter`` has been called."""
+        """All of ``data``; it is in the page cache on return. The gate is held, shared, and
+        ``enter`` has been called.
+        """
         await file.copy.write(offset, data)
         file.inode.size = max(file.inode.size, offset + len(data))
         file.changed(time.time_ns())
@@ -343,9 +360,11 @@ class BurstIO:
     # --- durability ---
 
     async def sync(self, file: OpenInode) -> None:
-        """Bytes, size and name are on stable storage when this returns. Raises NoSpace, Unavailable.
+        """Bytes, size and name are on stable storage when this returns. Raises NoSpace,
+        Unavailable.
 
-        The dirty mark goes if it is proved that nobody has written meanwhile, be it through a mapping.
+        The dirty mark goes if it is proved that nobody has written meanwhile, be it through a
+        mapping.
         """
         copy, changes = file.copy, file.changes
         await copy.ensure_open()
@@ -373,7 +392,9 @@ class BurstIO:
                 file.cancel_drain()
 
     async def _guard(self, file: OpenInode) -> Drain | None:
-        """The proof that nobody writes, as long as it is ``file.drain``; a drain that is under way is one."""
+        """The proof that nobody writes, as long as it is ``file.drain``; a drain that is under way
+        is one.
+        """
         if (
             file.drain is None and file.gate.is_free
         ):  # else a truncation may be using our writing descriptor

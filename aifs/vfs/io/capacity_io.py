@@ -1,7 +1,7 @@
 """Changes in place of files whose bytes lie in their inode, or in objects on data servers.
 
-The order of steps that keeps each change safe is that of docs/metadata.md (I1 to I9 below are its invariants).
-Callers hold the file's gate: shared for ``write``, alone for everything else.
+The order of steps that keeps each change safe is that of docs/metadata.md (I1 to I9 below are its
+invariants). Callers hold the file's gate: shared for ``write``, alone for everything else.
 """
 
 import time
@@ -74,10 +74,13 @@ class CapacityIO:
         self._save = save
         self._labels = path_hints.Labels(engine)
         self.on_due: Callable[[], None] = lambda: None
-        """Told that a file should be protected, or has columns that lack, and that this is on record."""
+        """Told that a file should be protected, or has columns that lack, and that this is on
+        record.
+        """
         self.perhaps_mapped: set[int] = set()
-        """Files whose one object programs could write to by themselves: a mapping may outlive its handle, and nothing
-        tells when it ends. So their dirty marks stay, which keeps them from being staged or cached, until the next mount."""
+        """Files whose one object programs could write to by themselves: a mapping may outlive its
+        handle, and nothing tells when it ends. So their dirty marks stay, which keeps them from
+        being staged or cached, until the next mount."""
 
     # --- writes ---
 
@@ -124,7 +127,9 @@ class CapacityIO:
             raise
 
     async def punch(self, file: OpenInode, offset: int, length: int) -> None:
-        """The range, which lies below the size, reads as zeros, and takes no space on the servers. Raises NotSupported."""
+        """The range, which lies below the size, reads as zeros, and takes no space on the servers.
+        Raises NotSupported.
+        """
         await file.objects.punch(offset, length)
         faults.reach(_WRITTEN)
         file.changed(time.time_ns())
@@ -158,15 +163,17 @@ class CapacityIO:
     async def _spill(self, file: OpenInode) -> None:
         """From empty or inline to striped."""
         inode = file.inode
-        # A copy of inline bytes may fail and leave objects behind, so it takes an id that no later attempt will use.
+        # A copy of inline bytes may fail and leave objects behind, so it takes an id that no later
+        # attempt will use.
         own = inode.oid == 0 and not inode.data and self._ids.is_recent(inode.ino)
         oid = inode.ino if own else await self._ids.take()
         layout, due = self.place_plain(inode), self.redundancy(inode).is_protected
         objects = StripedObjects(self._servers, layout, inode.ino, oid, new=True)
         objects.label = await self._labels.of(inode, oid, layout)
         if inode.data:
-            # The inline bytes may be durable already: they stay in the record until the objects hold them
-            # durably. Until then the objects are on record as garbage, so that no crash can leak them.
+            # The inline bytes may be durable already: they stay in the record until the objects
+            # hold them durably. Until then the objects are on record as garbage, so that no crash
+            # can leak them.
             await self._engine.transact(forms.put_garbage, oid, inode.ino, layout)
             try:
                 await objects.write(0, inode.data)
@@ -233,8 +240,8 @@ class CapacityIO:
         return (inode.policy or DEFAULT_POLICY).redundancy(self._default)
 
     def place(self, inode: Inode) -> Striped:
-        """Where new objects of the file go, protected as its policy asks. If not even counting servers that do not work there
-        are enough for that, unprotected."""
+        """Where new objects of the file go, protected as its policy asks. If not even counting
+        servers that do not work there are enough for that, unprotected."""
         policy, redundancy = inode.policy or DEFAULT_POLICY, self.redundancy(inode)
         candidates = self._candidates(inode)
         columns = redundancy.columns(policy.count or self._count, len(candidates))
@@ -272,7 +279,9 @@ class CapacityIO:
     # --- size ---
 
     async def truncate(self, file: OpenInode, size: int) -> None:
-        """A shrink in place waits for the journal (I6); a cut to zero only leaves garbage behind. The size is on record."""
+        """A shrink in place waits for the journal (I6); a cut to zero only leaves garbage behind.
+        The size is on record.
+        """
         inode = file.inode
         if size == 0 and inode.layout is not None and not file.on_object:
             await self._discard(file)
@@ -318,7 +327,8 @@ class CapacityIO:
         try:
             await self._trim(file)
         except FsError as error:
-            # The file has its new size all the same (I4); it is trimmed before it grows, or settled later.
+            # The file has its new size all the same (I4); it is trimmed before it grows, or settled
+            # later.
             _log.info("inode %d keeps bytes beyond its size for now: %s", file.inode.ino, error)
 
     # --- durability ---
@@ -360,8 +370,8 @@ class CapacityIO:
 
 
 async def _read_settled(file: OpenInode, offset: int, length: int) -> memoryview:
-    """Bytes of a file whose gate is held. Which of its columns must not be read may change meanwhile, and one that is being
-    made anew then has anything in it."""
+    """Bytes of a file whose gate is held. Which of its columns must not be read may change
+    meanwhile, and one that is being made anew then has anything in it."""
     while True:
         objects = file.objects
         data = await objects.read(offset, length, file.inode.size, True)

@@ -1,8 +1,8 @@
 """The bytes of regular files: open inodes, and every read, write, truncation and fsync of them.
 
 A file's newest bytes lie in the burst tier (``burst_io``), or in its inode or on the data servers
-(``capacity_io``); which of them is asked is decided here, under the file's gate. Only these modules,
-``writeback``, ``drain``, ``stage`` and ``evict`` change a file's form.
+(``capacity_io``); which of them is asked is decided here, under the file's gate. Only these
+modules, ``writeback``, ``drain``, ``stage`` and ``evict`` change a file's form.
 """
 
 from collections.abc import Callable
@@ -75,13 +75,15 @@ class FileIO:
         self._descriptors_max = self._room_at = max((most - _OTHER_DESCRIPTORS) // 2, most // 4)
         self.open: dict[int, OpenInode] = {}
         self.unsynced: dict[int, object | None] = {}
-        """Files with a dirty mark that were closed since it was made: a token of that close, None if the
-        objects could not be settled."""
+        """Files with a dirty mark that were closed since it was made: a token of that close, None
+        if the objects could not be settled."""
 
     # --- descriptors ---
 
     async def find_room(self) -> None:
-        """Descriptors may be opened on return. So open files that nobody uses take none from others, however many they are."""
+        """Descriptors may be opened on return. So open files that nobody uses take none from
+        others, however many they are.
+        """
         if files.descriptors() <= self._room_at:
             return
         self._make_room()
@@ -90,8 +92,8 @@ class FileIO:
                 await trio.sleep(_LOOK_S)
 
     def _make_room(self) -> None:
-        """Close descriptors until a quarter of what we allow ourselves is free, first those of files that have not been used since this
-        was last called."""
+        """Close descriptors until a quarter of what we allow ourselves is free, first those of
+        files that have not been used since this was last called."""
         excess = files.descriptors() - self._descriptors_max * 3 // 4
         opened = list(self.open.values())
         for file in sorted(opened, key=lambda file: file.used):
@@ -106,7 +108,9 @@ class FileIO:
     # --- open inodes ---
 
     async def acquire(self, ino: int) -> OpenInode:
-        """The open inode of a regular file, with one more handle. Raises NotFound, Stale, Unavailable."""
+        """The open inode of a regular file, with one more handle. Raises NotFound, Stale,
+        Unavailable.
+        """
         await self.find_room()
         file = self.open.get(ino)
         if file is None:
@@ -129,7 +133,8 @@ class FileIO:
     def objects_of(self, inode: Inode, lost: int = 0, background: str = "") -> Objects | None:
         """What holds the bytes of a file on the capacity tier; None if nothing does.
 
-        ``lost``: mask of columns that must not be read; ``background``: an I/O priority, for reading past all caches.
+        ``lost``: mask of columns that must not be read; ``background``: an I/O priority, for
+        reading past all caches.
         """
         layout = inode.layout
         if layout is None:
@@ -151,8 +156,9 @@ class FileIO:
     async def source_of(
         self, inode: Inode, background: str, followed: bool
     ) -> VerifiedObjects | FollowedObjects | ChunkedObjects:
-        """For who copies the bytes of a settled file elsewhere: checked. ``followed``: somebody reads the file now, so that each
-        byte is to come from its server once for both; else past all caches of striped files, at that I/O priority."""
+        """For who copies the bytes of a settled file elsewhere: checked. ``followed``: somebody
+        reads the file now, so that each byte is to come from its server once for both; else past
+        all caches of striped files, at that I/O priority."""
         if not isinstance(inode.layout, Striped):
             return self._containers.objects_of(inode, copied=True)
         lost = 0
@@ -179,7 +185,9 @@ class FileIO:
         return StripedObjects(self._servers, of.layout, of.ino, of.oid, background=background)
 
     def _damaged(self, layout: Striped, oid: int, ino: int, column: int) -> None:
-        """Found by somebody who read by this layout: if the column has moved meanwhile, its old object may be gone."""
+        """Found by somebody who read by this layout: if the column has moved meanwhile, its old
+        object may be gone.
+        """
         file = self.open.get(ino)
         now = file.inode.layout if file is not None and file.inode.oid == oid else None
         if isinstance(now, Striped) and now.servers[column] == layout.servers[column]:
@@ -194,7 +202,9 @@ class FileIO:
         return file
 
     async def release(self, file: OpenInode) -> None:
-        """Give one handle back; the last one brings the objects to their lengths and forgets the in-core state."""
+        """Give one handle back; the last one brings the objects to their lengths and forgets the
+        in-core state.
+        """
         file.handles -= 1
         if file.handles:
             return
@@ -246,7 +256,8 @@ class FileIO:
                     await self.capacity.settle(file)
             return None if file.inode.ino in self.capacity.perhaps_mapped else object()
         except FsError as error:
-            # The dirty mark stays, so write-back, which says that it has to wait, or the next mount will try again.
+            # The dirty mark stays, so write-back, which says that it has to wait, or the next mount
+            # will try again.
             _log.info("inode %d could not be settled at close: %s", file.inode.ino, error)
             return None
 
@@ -263,7 +274,9 @@ class FileIO:
     async def change(
         self, file: OpenInode, change: Callable[[Inode, Any], None], argument: Any
     ) -> None:
-        """Apply ``change(inode, argument)`` to the in-core attributes and record them, or neither."""
+        """Apply ``change(inode, argument)`` to the in-core attributes and record them, or
+        neither.
+        """
         inode = file.inode
         before = replace(inode)
         try:
@@ -288,7 +301,9 @@ class FileIO:
                 await self.release(file)
 
     def attributes(self, file: OpenInode) -> Inode:
-        """The inode as stat(2) should show it now. Does not block: what an open file is made of is local knowledge."""
+        """The inode as stat(2) should show it now. Does not block: what an open file is made of is
+        local knowledge.
+        """
         inode = file.inode
         if file.dirty:
             if not inode.in_burst:
@@ -301,7 +316,9 @@ class FileIO:
     # --- reads and writes ---
 
     async def read(self, file: OpenInode, offset: int, length: int) -> bytes | memoryview:
-        """Up to ``length`` bytes; fewer only at the end of the file. Raises Unavailable for lost bytes (I2)."""
+        """Up to ``length`` bytes; fewer only at the end of the file. Raises Unavailable for lost
+        bytes (I2).
+        """
         inode = file.inode
         file.used = True
         await self.find_room()
@@ -333,8 +350,8 @@ class FileIO:
                     raise
 
     async def read_to_copy(self, file: OpenInode, offset: int, length: int) -> bytes | memoryview:
-        """As ``read``, of bytes that are going to be another file's: those that come from servers are compared with their
-        checksums. Raises Untold."""
+        """As ``read``, of bytes that are going to be another file's: those that come from servers
+        are compared with their checksums. Raises Untold."""
         size, objects, changes = file.inode.size, file.objects, file.changes
         if file.copy is not None or objects is None or file.dirty:
             return await self.read(file, offset, length)
@@ -356,8 +373,8 @@ class FileIO:
     async def write(self, file: OpenInode, offset: int, data: bytes | memoryview) -> None:
         """All of ``data``, or an error: then none of it counts.
 
-        The bytes are in a page cache when this returns, and a new size is in the journal or told by the burst copy, so
-        both survive the daemon's death, and close(2) has nothing left to do.
+        The bytes are in a page cache when this returns, and a new size is in the journal or told by
+        the burst copy, so both survive the daemon's death, and close(2) has nothing left to do.
         """
         end = offset + len(data)
         if not data:
@@ -378,7 +395,9 @@ class FileIO:
             file.gate.leave_shared()
 
     async def enter_to_change(self, file: OpenInode, end: int) -> None:
-        """Enter the gate, shared, of a file that is in a form whose bytes may be changed up to ``end``."""
+        """Enter the gate, shared, of a file that is in a form whose bytes may be changed up to
+        ``end``.
+        """
         gate = file.gate
         file.used = True
         await self.find_room()
@@ -408,7 +427,9 @@ class FileIO:
             await self.capacity.prepare(file, end)
 
     async def begin_writing(self, file: OpenInode) -> None:
-        """A handle that can write is about to be answered: the file goes to the burst tier if that admits it."""
+        """A handle that can write is about to be answered: the file goes to the burst tier if that
+        admits it.
+        """
         await file.gate.enter_alone()
         try:
             file.cancel_drain()
@@ -421,8 +442,8 @@ class FileIO:
                 )  # mappings are written to without our knowing
             if file.inode.in_burst:
                 await file.copy.ensure_open()
-                # A sync may have begun meanwhile, or ended, and taken the mark. From here on nothing suspends until the
-                # handle counts as a writer.
+                # A sync may have begun meanwhile, or ended, and taken the mark. From here on
+                # nothing suspends until the handle counts as a writer.
                 file.cancel_drain()
                 await self.burst.enter(file, 0)
         finally:
@@ -450,7 +471,9 @@ class FileIO:
             await self.save(file)
 
     async def set_mtime(self, ino: int, mtime_ns: int) -> None:
-        """A file in the burst tier has been given this mtime, which its copy is to tell from now on."""
+        """A file in the burst tier has been given this mtime, which its copy is to tell from now
+        on.
+        """
         file = await self.acquire(ino)
         try:
             if file.inode.in_burst:
@@ -461,7 +484,9 @@ class FileIO:
     # --- durability ---
 
     async def sync(self, file: OpenInode) -> None:
-        """Bytes and attributes are on stable storage when this returns. Raises NoSpace, Unavailable."""
+        """Bytes and attributes are on stable storage when this returns. Raises NoSpace,
+        Unavailable.
+        """
         if file.inode.in_burst:
             await self.burst.sync(file)
         else:
@@ -475,6 +500,8 @@ class FileIO:
 
 
 def _put_again(tx: Transaction, inode: Inode) -> None:
-    """Not if it has been erased: somebody has opened it just before, by a name that was on its way out."""
+    """Not if it has been erased: somebody has opened it just before, by a name that was on its way
+    out.
+    """
     if tx.get(keys.inode(inode.ino)) is not None:
         put_inode(tx, inode)

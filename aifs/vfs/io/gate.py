@@ -4,10 +4,11 @@ import trio
 
 
 class Gate:
-    """Guards the bytes of one file: reads and writes enter together, changes of its form enter alone.
+    """Guards the bytes of one file: reads and writes enter together, changes of its form enter
+    alone.
 
-    Waiting is fair: while someone waits to enter alone, nobody else enters. Both forms are entered with an
-    await that does not suspend unless it must wait, and left synchronously.
+    Waiting is fair: while someone waits to enter alone, nobody else enters. Both forms are entered
+    with an await that does not suspend unless it must wait, and left synchronously.
     """
 
     __slots__ = ("_alone", "_inside", "_queue", "_waiting_alone")

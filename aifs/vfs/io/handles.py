@@ -18,9 +18,10 @@ _log = logger(__name__)
 class Handles:
     """The table of handles.
 
-    The kernel wants all opens of an inode to be of one kind, so the first one decides for all that follow until the last
-    is closed: passed through to the burst copy, or to the object that is the whole file, or read and written by way
-    of the daemon. Who writes to such an object does it by way of the daemon, beside others that are passed through.
+    The kernel wants all opens of an inode to be of one kind, so the first one decides for all that
+    follow until the last is closed: passed through to the burst copy, or to the object that is the
+    whole file, or read and written by way of the daemon. Who writes to such an object does it by
+    way of the daemon, beside others that are passed through.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,9 @@ class Handles:
         self._next = 1
 
     def try_out(self, server: int, fd: int) -> OSError | None:
-        """Whether the kernel passes files on this server through: None, or why not. ``fd``: any file there."""
+        """Whether the kernel passes files on this server through: None, or why not. ``fd``: any
+        file there.
+        """
         try:
             self.passthrough.detach(self.passthrough.attach(fd))
         except OSError as error:
@@ -114,7 +117,9 @@ class Handles:
         return opened.file
 
     def remove(self, handle: int) -> OpenInode:
-        """The last descriptor of ``handle`` is closed; giving the in-core state back is left to the caller."""
+        """The last descriptor of ``handle`` is closed; giving the in-core state back is left to the
+        caller.
+        """
         opened, file = self[handle], self[handle].file
         del self._handles[handle]
         file.users -= 1
@@ -127,9 +132,11 @@ class Handles:
 
 
 def _server(file: OpenInode, flags: int) -> int | None:
-    """The number of the server that has all bytes of the file in one local file, if programs may use that by themselves.
+    """The number of the server that has all bytes of the file in one local file, if programs may
+    use that by themselves.
 
-    A burst copy they may also write. An object is read only, and only if it is what the record says.
+    A burst copy they may also write. An object is read only, and only if it is what the record
+    says.
     """
     if file.copy is not None:
         return file.copy.server
@@ -140,7 +147,9 @@ def _server(file: OpenInode, flags: int) -> int | None:
 
 
 async def _backing(file: OpenInode) -> int | None:
-    """The descriptor to pass a file through to; None if that does not work, or is not what it should be."""
+    """The descriptor to pass a file through to; None if that does not work, or is not what it
+    should be.
+    """
     try:
         if file.copy is not None:
             return await file.copy.backing()

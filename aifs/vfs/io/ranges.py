@@ -1,4 +1,6 @@
-"""Operations on byte ranges of files that are neither reads nor writes: fallocate, SEEK_DATA, copy_file_range."""
+"""Operations on byte ranges of files that are neither reads nor writes: fallocate, SEEK_DATA,
+copy_file_range.
+"""
 
 import os
 import time
@@ -17,8 +19,8 @@ _PIECE = 4 << 20
 
 
 async def fallocate(io: FileIO, file: OpenInode, mode: int, offset: int, length: int) -> None:
-    """fallocate(2) with the modes above. In the burst tier space is reserved; data servers only take note of sizes, and free the
-    space of holes and zeros."""
+    """fallocate(2) with the modes above. In the burst tier space is reserved; data servers only
+    take note of sizes, and free the space of holes and zeros."""
     if mode not in _MODES:
         raise NotSupported("fallocate: this mode is not supported")
     if offset < 0 or length <= 0:
@@ -90,12 +92,16 @@ async def _write_zeros(io: FileIO, file: OpenInode, offset: int, end: int) -> No
 
 
 def _tells_holes(file: OpenInode) -> bool:
-    """Not while somebody may write to the file by way of the daemon: the kernel keeps back what a mapping has written."""
+    """Not while somebody may write to the file by way of the daemon: the kernel keeps back what a
+    mapping has written.
+    """
     return bool(file.backing) or not file.writers
 
 
 async def seek(io: FileIO, file: OpenInode, offset: int, whence: int) -> int:
-    """The next data or hole from ``offset`` on. Where servers that should tell do not work, all is data."""
+    """The next data or hole from ``offset`` on. Where servers that should tell do not work, all is
+    data.
+    """
     if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
         raise Invalid("lseek: neither SEEK_DATA nor SEEK_HOLE")
     told = _tells_holes(file)
@@ -133,7 +139,9 @@ async def _seek_objects(file: OpenInode, offset: int, whence: int) -> int:
 async def copy(
     io: FileIO, source: OpenInode, offset_in: int, target: OpenInode, offset_out: int, length: int
 ) -> int:
-    """Copy up to ``length`` bytes, in the kernel where both files are in the burst tier. Returns how many."""
+    """Copy up to ``length`` bytes, in the kernel where both files are in the burst tier. Returns
+    how many.
+    """
     length = min(length, io.attributes(source).size - offset_in, SIZE_MAX - offset_out)
     if length <= 0:
         return 0

@@ -16,7 +16,9 @@ _SYNC_WHOLE_SERVERS_ABOVE = 64
 
 
 class WriteBack:
-    """Saves in-core attributes every ``commit_interval_s``; syncs closed dirty files every ``writeback_interval_s``."""
+    """Saves in-core attributes every ``commit_interval_s``; syncs closed dirty files every
+    ``writeback_interval_s``.
+    """
 
     def __init__(
         self,
@@ -52,7 +54,9 @@ class WriteBack:
                 failing = True
 
     async def sync_all(self) -> None:
-        """The bytes of all files are on stable storage when this returns. Raises NoSpace, Unavailable."""
+        """The bytes of all files are on stable storage when this returns. Raises NoSpace,
+        Unavailable.
+        """
         opened = list(
             self._io.open
         )  # before anything waits: a file that is closed or opened meanwhile belongs to one
@@ -63,9 +67,10 @@ class WriteBack:
     async def sync_closed_files(self) -> None:
         """The bytes of all files that are closed now are on stable storage when this returns.
 
-        Few files are synced one by one; for many it is cheaper to sync the servers' filesystems as a whole.
-        Raises NoSpace or Unavailable; files on servers that work are synced all the same. A file that cannot be synced
-        though its server works is logged, and keeps its dirty mark: nobody waits for it, and others must not either.
+        Few files are synced one by one; for many it is cheaper to sync the servers' filesystems as
+        a whole. Raises NoSpace or Unavailable; files on servers that work are synced all the same.
+        A file that cannot be synced though its server works is logged, and keeps its dirty mark:
+        nobody waits for it, and others must not either.
         """
         io = self._io
         batch = {ino: token for ino, token in io.unsynced.items() if ino not in io.open}
@@ -87,7 +92,9 @@ class WriteBack:
             _log.warning("inode %d: what was written to it last may be lost: %s", ino, error)
 
     async def sync_inode(self, ino: int) -> None:
-        """One file, open or not, is on stable storage when this returns; nothing happens if it is deleted."""
+        """One file, open or not, is on stable storage when this returns; nothing happens if it is
+        deleted.
+        """
         try:
             file = await self._io.acquire(ino)
         except NotFound:

@@ -24,9 +24,9 @@ _SLICE = 256  # files that are looked at in one go: about a millisecond
 async def sync_below(engine: Engine, io: FileIO, writeback: WriteBack, dentry: Dentry) -> list[int]:
     """Sync every unsynced file that ``dentry`` names or that lies below it, and the journal.
 
-    The cost is that of the unsynced bytes: files that are in order are not looked at. A file that has had
-    several names counts as lying below every directory. Returns the inode numbers. Raises NoSpace,
-    Unavailable.
+    The cost is that of the unsynced bytes: files that are in order are not looked at. A file that
+    has had several names counts as lying below every directory. Returns the inode numbers. Raises
+    NoSpace, Unavailable.
     """
     if dentry.type != _DIRECTORY:
         return await sync_files(io, writeback, [dentry.ino])
@@ -36,9 +36,11 @@ async def sync_below(engine: Engine, io: FileIO, writeback: WriteBack, dentry: D
 
 
 async def sync_files(io: FileIO, writeback: WriteBack, inos: Iterable[int]) -> list[int]:
-    """These files are on stable storage on return. Returns those that were not. Raises NoSpace, Unavailable.
+    """These files are on stable storage on return. Returns those that were not. Raises NoSpace,
+    Unavailable.
 
-    Others run between them. If some cannot be synced, the rest are all the same; the first error is raised.
+    Others run between them. If some cannot be synced, the rest are all the same; the first error is
+    raised.
     """
     unsynced = [ino for ino in inos if _is_unsynced(io, ino)]
     left, errors = iter(unsynced), []
@@ -63,8 +65,8 @@ def _is_unsynced(io: FileIO, ino: int) -> bool:
 
 
 async def _those_below(engine: Engine, inos: list[int], top: int) -> list[int]:
-    """Others run between slices of it. What moves below ``top`` meanwhile has been synced by its own
-    rename."""
+    """Others run between slices of it. What moves below ``top`` meanwhile has been synced by its
+    own rename."""
     known: dict[int, bool] = {}
     found: list[int] = []
     for start in range(0, len(inos), _SLICE):
@@ -80,7 +82,8 @@ def _filter_below(
 
 
 def is_below(tx: ReadTransaction, ino: int, top: int, known: dict[int, bool] | None = None) -> bool:
-    """Whether ``ino`` is ``top`` or lies below it; a file that has had several names lies everywhere.
+    """Whether ``ino`` is ``top`` or lies below it; a file that has had several names lies
+    everywhere.
 
     ``known``: what has been found out about directories, kept between calls.
     """

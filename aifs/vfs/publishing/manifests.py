@@ -1,5 +1,5 @@
-"""What the manifest of a checkpoint says, as far as retention has to know it: the step, and whether all is
-there.
+"""What the manifest of a checkpoint says, as far as retention has to know it: the step, and whether
+all is there.
 
 client/manifest.py writes manifests and defines them; what is damaged here is *damaged* there.
 """
@@ -30,7 +30,9 @@ class Listed(NamedTuple):
 
 
 async def read(engine: Engine, io: FileIO, directory: int) -> Listed | None:
-    """None where there is no manifest, or one that is too large. Others run meanwhile. Raises Unavailable."""
+    """None where there is no manifest, or one that is too large. Others run meanwhile. Raises
+    Unavailable.
+    """
     try:
         inode = await engine.view(namespace.lookup, directory, NAME)
         if not inode.is_file:

@@ -1,8 +1,8 @@
-"""Pending directories as programs use them: marking, committing, telling, and what is checked before the
-publish.
+"""Pending directories as programs use them: marking, committing, telling, and what is checked
+before the publish.
 
-All of it goes through extended attributes (``hints``) and ioctls of the directory; docs/publish.md has the
-protocol.
+All of it goes through extended attributes (``hints``) and ioctls of the directory; docs/publish.md
+has the protocol.
 """
 
 import json
@@ -45,12 +45,12 @@ class Host(Protocol):
     async def committed_pending(self, ino: int, rank: int) -> None: ...
 
 
-# --- the mark ------------------------------------------------------------------------------------------
+# --- the mark -------------------------------------------------------------------------------------
 
 
 async def put(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
-    """``ranks=8,step=100,job=NAME`` marks a directory, '' takes the mark away. Raises Invalid, NotADirectory,
-    NotFound."""
+    """``ranks=8,step=100,job=NAME`` marks a directory, '' takes the mark away. Raises Invalid,
+    NotADirectory, NotFound."""
     if not text:
         await remove(fs, ino)
         return
@@ -86,8 +86,8 @@ async def remove(fs: Host, ino: int) -> None:
 
 
 async def tell(fs: Host, ino: int, caller: CallerLike) -> dict[str, Any]:
-    """What ``user.aifs.pending`` says. Why it was refused may name what lies below, so that is for the owner and root.
-    Raises NoAttribute."""
+    """What ``user.aifs.pending`` says. Why it was refused may name what lies below, so that is for
+    the owner and root. Raises NoAttribute."""
     mark, members, owner = await fs.store.engine.view(_read, ino)
     return {
         "ranks": mark.ranks,
@@ -109,12 +109,12 @@ def _read(tx: ReadTransaction, ino: int) -> tuple[Pending, list[int], int]:
     return mark, publishing.committed(tx, ino), namespace.get_inode(tx, ino).uid
 
 
-# --- commits -------------------------------------------------------------------------------------------
+# --- commits --------------------------------------------------------------------------------------
 
 
 async def put_commit(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
-    """``3``, or JSON {"rank": 3, "files": {path: size}} or {"rank": 3, "list": name}, with "again" to commit
-    anew."""
+    """``3``, or JSON {"rank": 3, "files": {path: size}} or {"rank": 3, "list": name}, with "again"
+    to commit anew."""
     asked = (
         _object("commit", text)
         if text.startswith("{")
@@ -143,9 +143,9 @@ async def commit(
 ) -> None:
     """A rank has written its part: its files, names and the commit itself are durable on return.
 
-    ``files``: what it has written, as (path below the directory, bytes); None: all that is unsynced below is
-    synced. ``listing``: path of a file that says it. Raises Invalid: not pending, no such rank, committed
-    before, or a file is not there in that size.
+    ``files``: what it has written, as (path below the directory, bytes); None: all that is unsynced
+    below is synced. ``listing``: path of a file that says it. Raises Invalid: not pending, no such
+    rank, committed before, or a file is not there in that size.
     """
     engine = fs.store.engine
     await engine.view(publishing.get_pending, ino)
@@ -166,8 +166,8 @@ async def commit(
 
 
 async def check_files(fs: Host, ino: int) -> None:
-    """The files of all members of a pending directory are there, in the sizes that were committed. Raises
-    Busy, which names the first that is not."""
+    """The files of all members of a pending directory are there, in the sizes that were committed.
+    Raises Busy, which names the first that is not."""
     engine = fs.store.engine
     for rank in await engine.view(publishing.committed, ino):
         member = await engine.view(publishing.get_member, ino, rank)
@@ -179,7 +179,9 @@ async def check_files(fs: Host, ino: int) -> None:
 async def first_wrong(
     engine: Engine, io: FileIO, ino: int, files: Sequence[tuple[bytes, int]]
 ) -> str:
-    """Which of ``files``, (path below the directory ``ino``, bytes), is missing or has another size; ''."""
+    """Which of ``files``, (path below the directory ``ino``, bytes), is missing or has another
+    size; ''.
+    """
     for path, size, inode in await _look_up(engine, io, ino, files):
         if inode is None:
             return f"{os.fsdecode(path)!r} is missing"
@@ -191,8 +193,8 @@ async def first_wrong(
 async def _look_up(
     engine: Engine, io: FileIO, ino: int, files: Sequence[tuple[bytes, int]]
 ) -> list[tuple[bytes, int, Inode | None]]:
-    """``files`` with the inodes of those that are regular files, as they are now. Others run between
-    slices."""
+    """``files`` with the inodes of those that are regular files, as they are now. Others run
+    between slices."""
     found = []
     for start in range(0, len(files), _SLICE):
         for path, size, inode in await engine.view(_find_files, ino, files[start : start + _SLICE]):
@@ -219,15 +221,15 @@ def find_file(tx: ReadTransaction, ino: int, path: bytes) -> Inode | None:
     return inode if inode.is_file else None
 
 
-# --- publishing ----------------------------------------------------------------------------------------
+# --- publishing -----------------------------------------------------------------------------------
 
 
 async def publish_as(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
-    """JSON {"final": ..., "latest": ..., "tracker": ..., "content": ..., "manifest": ..., "replace" or
-    "exclusive": true}.
+    """JSON {"final": ..., "latest": ..., "tracker": ..., "content": ..., "manifest": ..., "replace"
+    or "exclusive": true}.
 
-    ``final`` is looked for from the directory that ``ino`` lies in, or, with a slash before it, from the root
-    of the mount. Raises as ``Filesystem.publish``.
+    ``final`` is looked for from the directory that ``ino`` lies in, or, with a slash before it,
+    from the root of the mount. Raises as ``Filesystem.publish``.
     """
     asked = _object("publish-as", text)
     _require_known("publish-as", asked, _PUBLISH_AS)
@@ -253,8 +255,8 @@ _PUBLISH_AS = {
 
 
 def _walk(tx: ReadTransaction, ino: int, way: bytes, absolute: bool, caller: CallerLike) -> int:
-    """The directory that ``way`` leads to. Raises NotFound, NotADirectory: also for a symlink; AccessDenied for one that
-    ``caller`` may not search, whatever it holds."""
+    """The directory that ``way`` leads to. Raises NotFound, NotADirectory: also for a symlink;
+    AccessDenied for one that ``caller`` may not search, whatever it holds."""
     place = namespace.get_directory(
         tx, keys.ROOT_INO if absolute else namespace.get_directory(tx, ino).parent
     )
@@ -267,7 +269,7 @@ def _walk(tx: ReadTransaction, ino: int, way: bytes, absolute: bool, caller: Cal
     return place.ino
 
 
-# --- what programs write ---------------------------------------------------------------------------------
+# --- what programs write --------------------------------------------------------------------------
 
 
 def _object(what: str, text: str) -> dict[str, Any]:

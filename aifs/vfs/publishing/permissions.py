@@ -1,7 +1,8 @@
-"""Who may change names, for requests that do it past the kernel's own checks (ioctls and extended attributes).
+"""Who may change names, for requests that do it past the kernel's own checks (ioctls and extended
+attributes).
 
-The rules of path_resolution(7) and unlink(2): write and search permission on the directory, and in a sticky one
-ownership of the directory or of what is named.
+The rules of path_resolution(7) and unlink(2): write and search permission on the directory, and in
+a sticky one ownership of the directory or of what is named.
 """
 
 import stat
@@ -18,7 +19,9 @@ READ, WRITE, SEARCH = 4, 2, 1
 
 
 def require_may(directory: Inode, caller: CallerLike, wanted: int = WRITE | SEARCH) -> None:
-    """Raises AccessDenied unless mode and ACL of ``directory`` give ``caller`` all of ``wanted``."""
+    """Raises AccessDenied unless mode and ACL of ``directory`` give ``caller`` all of
+    ``wanted``.
+    """
     if caller.uid == 0:
         return
     of = (directory.acl, directory.mode, directory.uid, directory.gid)
@@ -32,7 +35,9 @@ def is_member(gid: int, caller: CallerLike) -> bool:
 
 
 def require_may_remove(directory: Inode, inode: Inode, caller: CallerLike) -> None:
-    """Raises AccessDenied or NotPermitted unless ``caller`` may take the name of ``inode`` out of ``directory``."""
+    """Raises AccessDenied or NotPermitted unless ``caller`` may take the name of ``inode`` out of
+    ``directory``.
+    """
     require_may(directory, caller)
     if directory.mode & stat.S_ISVTX and caller.uid not in (0, directory.uid, inode.uid):
         raise NotPermitted(
@@ -41,13 +46,16 @@ def require_may_remove(directory: Inode, inode: Inode, caller: CallerLike) -> No
 
 
 def require_may_remove_tree(directory: Inode, inode: Inode, caller: CallerLike) -> None:
-    """As ``require_may_remove``, of a directory with all that lies below: who owns it may, whoever owns what lies below."""
+    """As ``require_may_remove``, of a directory with all that lies below: who owns it may, whoever
+    owns what lies below.
+    """
     require_may_remove(directory, inode, caller)
     require_owner(inode, caller)
 
 
 def require_reach(tx: ReadTransaction, directory: Inode, caller: CallerLike) -> None:
-    """Raises AccessDenied unless ``caller`` may search all that lies above ``directory``; NotFound if that has been removed.
+    """Raises AccessDenied unless ``caller`` may search all that lies above ``directory``; NotFound
+    if that has been removed.
 
     For directories that are named by number, which shows nobody the way there.
     """
@@ -57,8 +65,9 @@ def require_reach(tx: ReadTransaction, directory: Inode, caller: CallerLike) -> 
 
 
 def may_find(tx: ReadTransaction, inode: Inode, top: int, caller: CallerLike) -> bool:
-    """Whether ``caller`` may search all that lies above ``inode``, and list it from the directory ``top`` on: only then may
-    this one be told its path. Of what has several names nobody knows where it lies."""
+    """Whether ``caller`` may search all that lies above ``inode``, and list it from the directory
+    ``top`` on: only then may this one be told its path. Of what has several names nobody knows
+    where it lies."""
     wanted = READ | SEARCH
     try:
         while inode.ino != ROOT_INO:
@@ -90,7 +99,9 @@ def groups_of(caller: CallerLike) -> set[int]:
 
 
 def _groups(pid: int) -> set[int]:
-    """The supplementary groups of a process; none if it cannot be looked at (it is gone, or in another namespace)."""
+    """The supplementary groups of a process; none if it cannot be looked at (it is gone, or in
+    another namespace).
+    """
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             line = next(line for line in file if line.startswith(b"Groups:"))

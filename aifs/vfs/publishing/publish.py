@@ -1,8 +1,8 @@
-"""Making trees visible: rename as a barrier, and publishing with pointers in one transaction. docs/publish.md
-says how.
+"""Making trees visible: rename as a barrier, and publishing with pointers in one transaction.
+docs/publish.md says how.
 
-What becomes visible under a new name is durable first, the new name when the call returns. A pending
-directory (``pending``) gets its final name only when all of its members have committed.
+What becomes visible under a new name is durable first, the new name when the call returns. A
+pending directory (``pending``) gets its final name only when all of its members have committed.
 """
 
 import time
@@ -48,10 +48,13 @@ class Publishing(Names):
         self.refused: dict[int, str] = {}
         """Why the last publish of a pending directory was refused."""
         self.forget_names: Callable[[Iterable[tuple[int, bytes]]], Awaitable[None]] = _nobody_knows
-        """Awaited when names (parent, name) lead somewhere else without the kernel having asked for it."""
+        """Awaited when names (parent, name) lead somewhere else without the kernel having asked for
+        it.
+        """
         self.pointers: set[tuple[int, bytes]] = set()
-        """Names (parent, name) that publishing changes together with others. The kernel does not keep what they lead to: it
-        would forget them one after the other, and programs see one new and another old."""
+        """Names (parent, name) that publishing changes together with others. The kernel does not
+        keep what they lead to: it would forget them one after the other, and programs see one new
+        and another old."""
         self.retention.on_removed = lambda parent, name: self.on_entry_change(parent, name)
 
     async def rename(
@@ -63,10 +66,12 @@ class Publishing(Names):
         flags: int = 0,
         caller: CallerLike = ROOT,
     ) -> None:
-        """rename(2). A publishing barrier: all below the name is durable first, the rename itself on return.
+        """rename(2). A publishing barrier: all below the name is durable first, the rename itself
+        on return.
 
-        Raises Busy for a pending directory that is not complete, and what a drain raises where the policy of
-        the new directory is to publish from the capacity tier; then nothing is renamed. Who may is the kernel's decision.
+        Raises Busy for a pending directory that is not complete, and what a drain raises where the
+        policy of the new directory is to publish from the capacity tier; then nothing is renamed.
+        Who may is the kernel's decision.
         """
         moving = await self._engine.view(namespace.get_dentry, parent, name)
         with self.refusals.noted(moving.ino, caller, "rename"):
@@ -111,12 +116,13 @@ class Publishing(Names):
             self._shown(inode.ino, new_parent)
 
     async def publish(self, what: Publication, caller: CallerLike) -> None:
-        """Show a directory under its final name, and move the pointers to it, all in one transaction.
+        """Show a directory under its final name, and move the pointers to it, all in one
+        transaction.
 
-        All below is durable first, the names on return. The kernel neither does nor checks it, so who may is
-        decided here: who may rename the directory, make the pointers, and remove the tree that is replaced.
-        Raises Busy (``user.aifs.refused`` says why), Exists, NotEmpty, NotADirectory, NotFound,
-        Invalid, AccessDenied, NotPermitted.
+        All below is durable first, the names on return. The kernel neither does nor checks it, so
+        who may is decided here: who may rename the directory, make the pointers, and remove the
+        tree that is replaced. Raises Busy (``user.aifs.refused`` says why), Exists, NotEmpty,
+        NotADirectory, NotFound, Invalid, AccessDenied, NotPermitted.
         """
         self.require_writable()
         what.check()
@@ -158,16 +164,16 @@ class Publishing(Names):
                 ]
             )
         finally:
-            # Only now, for until here the kernel opened them by the names that it knew. Of those that it has
-            # never looked up it does not say that it forgets them.
+            # Only now, for until here the kernel opened them by the names that it knew. Of those
+            # that it has never looked up it does not say that it forgets them.
             self.forget([inode.ino for inode in done.unlinked])
         self._shown(what.ino, what.parent)
 
     async def commit(
         self, ino: int, rank: int, listing: bytes, again: bool, caller: CallerLike
     ) -> None:
-        """A rank commits its part of a pending directory (pending.commit). The kernel has not checked that it
-        may write there."""
+        """A rank commits its part of a pending directory (pending.commit). The kernel has not
+        checked that it may write there."""
         self.require_writable()
         await self.require_may(ioctl.AIFS_IOC_COMMIT, ino, caller)
         await pending.commit(
@@ -175,8 +181,9 @@ class Publishing(Names):
         )
 
     async def _make_durable(self, dentry: Dentry, new_parent: int) -> list[int]:
-        """All that ``dentry`` names is where the policy of the new directory wants it before it shows; a
-        pending directory is complete. Returns the inode numbers of the files that had to be synced."""
+        """All that ``dentry`` names is where the policy of the new directory wants it before it
+        shows; a pending directory is complete. Returns the inode numbers of the files that had to
+        be synced."""
         is_pending = dentry.type == _DIRECTORY and await self._engine.view(
             self._is_complete, dentry.ino
         )
@@ -193,7 +200,9 @@ class Publishing(Names):
         return published
 
     async def require_may(self, command: Command, ino: int, caller: CallerLike) -> None:
-        """For ioctls, of which the kernel checks nothing. Raises NotFound, AccessDenied, NotPermitted."""
+        """For ioctls, of which the kernel checks nothing. Raises NotFound, AccessDenied,
+        NotPermitted.
+        """
         inode = await self._engine.view(namespace.get_inode, ino)
         rights.IOCTLS[command](inode, caller)
 
@@ -203,8 +212,8 @@ class Publishing(Names):
             raise ReadOnly()
 
     def _is_complete(self, tx: ReadTransaction, ino: int) -> bool:
-        """Whether the directory is pending; raises Busy if it is, and members are missing. Early, because the
-        barrier may take long: the transaction decides."""
+        """Whether the directory is pending; raises Busy if it is, and members are missing. Early,
+        because the barrier may take long: the transaction decides."""
         mark = publishing.find_pending(tx, ino)
         if mark is None:
             return False
@@ -236,8 +245,8 @@ def _publish(
 
 
 def require_may_publish(tx: ReadTransaction, what: Publication, caller: CallerLike) -> None:
-    """What the kernel checks before a rename, for all that a publication changes. Raises AccessDenied,
-    NotPermitted, NotFound, NotADirectory."""
+    """What the kernel checks before a rename, for all that a publication changes. Raises
+    AccessDenied, NotPermitted, NotFound, NotADirectory."""
     inode = namespace.get_directory(tx, what.ino)
     parent = namespace.get_directory(tx, what.parent)
     permissions.require_reach(tx, parent, caller)

@@ -1,9 +1,9 @@
-"""Removing what nobody wants to keep: old checkpoints, as their directory's policy says, and abandoned
-pending directories.
+"""Removing what nobody wants to keep: old checkpoints, as their directory's policy says, and
+abandoned pending directories.
 
-The decision is a pure function (core/retention.py); what goes is put into the trash as a whole, in a
-transaction that looks once more whether it is still what was decided about, and whether who has asked for it (who set
-the policy, who marked the directory) may remove it now.
+The decision is a pure function (core/retention.py); what goes is put into the trash as a whole, in
+a transaction that looks once more whether it is still what was decided about, and whether who has
+asked for it (who set the policy, who marked the directory) may remove it now.
 """
 
 import stat
@@ -33,8 +33,8 @@ _ENTRIES = 64  # looked at in one go: about 0.3 ms
 
 
 class Retention:
-    """Looks after directories that have a policy when something is published in them, and after all now and
-    then."""
+    """Looks after directories that have a policy when something is published in them, and after all
+    now and then."""
 
     def __init__(self, config: Config, engine: Engine, io: FileIO, trash_: Trash) -> None:
         self._abandoned_after_s = config.publish.abandoned_after_s
@@ -56,8 +56,8 @@ class Retention:
         self._kept.update(await self._engine.view(_all_kept))
 
     async def set_policy(self, ino: int, text: str, caller: CallerLike) -> None:
-        """Set the policy of a directory, '' to remove it; it counts from now on, and removes what ``caller`` may
-        remove. Raises Invalid, NotFound, NotADirectory."""
+        """Set the policy of a directory, '' to remove it; it counts from now on, and removes what
+        ``caller`` may remove. Raises Invalid, NotFound, NotADirectory."""
         try:
             policy = retention.format_keep(retention.parse_keep(text)) if text else ""
         except ValueError as error:
@@ -125,8 +125,8 @@ class Retention:
     async def _decide(
         self, inodes: dict[bytes, int], checkpoints: list[Checkpoint], keep: Keep
     ) -> list[Checkpoint]:
-        """What has to go. The manifests of those that would, and of the newest, which let others go, are read
-        before: not of all, for that takes a look at each file that they list."""
+        """What has to go. The manifests of those that would, and of the newest, which let others
+        go, are read before: not of all, for that takes a look at each file that they list."""
         known, read = {one.name: one for one in checkpoints}, set[bytes]()
         while going := retention.decide(known.values(), keep, self.now_ns()):
             newest = retention.newest_last(known.values())[-max(keep.last, 1) :]
@@ -141,7 +141,9 @@ class Retention:
         return going
 
     async def remove_abandoned(self) -> None:
-        """Remove pending directories in which nothing has happened for long, if who marked them may remove them."""
+        """Remove pending directories in which nothing has happened for long, if who marked them may
+        remove them.
+        """
         if not self._abandoned_after_s:
             return
         in_use = await self._directories_in_use()
@@ -176,9 +178,9 @@ class Retention:
     async def _survey(
         self, directory: int, keep: Keep
     ) -> tuple[dict[bytes, int], list[Checkpoint]]:
-        """Inode numbers by name, and the checkpoints in a directory, with what is known of them without reading
-        a file. The cookies of names ascend with every rename, whatever the clock says. Others run between
-        slices."""
+        """Inode numbers by name, and the checkpoints in a directory, with what is known of them
+        without reading a file. The cookies of names ascend with every rename, whatever the clock
+        says. Others run between slices."""
         in_use, pointed, found, cookie = await self._directories_in_use(), set(), [], 0
         while places := await self._engine.view(_list, directory, cookie):
             for name, inode, cookie, pending, has_manifest, is_theirs in places:
@@ -218,8 +220,8 @@ class Retention:
         return total
 
     async def _directories_in_use(self) -> set[int]:
-        """All directories above files that programs have open. Those that have had several names are left
-        out: what is open stays until it is closed."""
+        """All directories above files that programs have open. Those that have had several names
+        are left out: what is open stays until it is closed."""
         found: set[int] = set()
         for ino in [ino for ino, file in self._io.open.items() if file.users]:
             await self._engine.view(_add_ancestors, ino, found)
@@ -227,8 +229,8 @@ class Retention:
 
 
 def _careful_clock() -> Callable[[], int]:
-    """The time of day in ns, but not more after the present than time has passed: when the clock leaps ahead,
-    nothing is older for that."""
+    """The time of day in ns, but not more after the present than time has passed: when the clock
+    leaps ahead, nothing is older for that."""
     start_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     return lambda: min(time.time_ns(), start_ns + time.clock_gettime_ns(time.CLOCK_BOOTTIME))
 
@@ -279,7 +281,9 @@ def _find_idle(tx: ReadTransaction, ino: int, since_ns: int) -> tuple[int, bytes
 def _list(
     tx: ReadTransaction, directory: int, cookie: int
 ) -> list[tuple[bytes, Inode, int, bool, bool, bool]]:
-    """Entries as (name, inode, cookie, is it pending, does it hold a manifest, must who set the policy let it be)."""
+    """Entries as (name, inode, cookie, is it pending, does it hold a manifest, must who set the
+    policy let it be).
+    """
     entries = namespace.list_directory(tx, directory, cookie, _ENTRIES)
     asker = _policy_setter(tx, directory)
     return [
@@ -313,7 +317,9 @@ def _doom_old(tx: Transaction, parent: int, name: bytes, ino: int, now: int) -> 
 def _doom_idle(
     tx: Transaction, parent: int, name: bytes, ino: int, now: int, since_ns: int
 ) -> Inode | None:
-    """Put a pending directory into the trash, if it still has the name, and nothing has happened in it since."""
+    """Put a pending directory into the trash, if it still has the name, and nothing has happened in
+    it since.
+    """
     if _find_idle(tx, ino, since_ns) is None:
         return None
     return _doom(tx, parent, name, ino, now, publishing.get_pending(tx, ino).asker)
@@ -329,7 +335,9 @@ def _doom(
 
 
 def _may_remove(tx: ReadTransaction, inode: Inode, asker: Asker) -> bool:
-    """Whether who asked for it may remove the directory with all that lies below, as `aifs rm -r` would."""
+    """Whether who asked for it may remove the directory with all that lies below, as `aifs rm -r`
+    would.
+    """
     try:
         parent = namespace.get_directory(tx, inode.parent)
         permissions.require_may_remove_tree(parent, inode, asker)

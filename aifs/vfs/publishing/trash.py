@@ -1,9 +1,9 @@
 """Trees that have been removed at one stroke, and the background work that takes them apart.
 
-Removing the name of a tree costs one transaction (meta/trash.py); nobody finds the tree by name from then on, and space
-comes back as this part gets on. What programs have open below goes on until it is closed. Who is still in the tree by
-way of a working directory or an open one finds the top empty, and the rest until its turn comes; what is made there
-meanwhile is removed, too.
+Removing the name of a tree costs one transaction (meta/trash.py); nobody finds the tree by name
+from then on, and space comes back as this part gets on. What programs have open below goes on until
+it is closed. Who is still in the tree by way of a working directory or an open one finds the top
+empty, and the rest until its turn comes; what is made there meanwhile is removed, too.
 """
 
 import time
@@ -42,10 +42,11 @@ _EMPTIED = faults.declare("vfs.trash.emptied", "some names of a directory in the
 
 
 class Trash:
-    """Takes trees, and empties them in ``run``. The names of those in the trash are known to nobody.
+    """Takes trees, and empties them in ``run``. The names of those in the trash are known to
+    nobody.
 
-    Objects go by way of the collector, so they are deleted only after the transaction that made them garbage is
-    durable (I5).
+    Objects go by way of the collector, so they are deleted only after the transaction that made
+    them garbage is durable (I5).
     """
 
     def __init__(self, engine: Engine, io: FileIO, drain: Drain, collector: Collector) -> None:
@@ -61,7 +62,8 @@ class Trash:
         self._removed_inodes = 0
         self._work = trio.Event()
         self.on_gone: Callable[[int], None] = lambda ino: None
-        """Told of directories that are in the trash, and of files that have lost their last name."""
+        """Told of directories that are in the trash, and of files that have lost their last name.
+        """
         self.on_kept: Callable[[Iterable[int]], None] = lambda inos: None
         """Told of files that have lost a name and live on: they are open, or have other names."""
 
@@ -73,8 +75,9 @@ class Trash:
     async def doom(self, parent: int, name: bytes, caller: CallerLike = ROOT) -> Inode:
         """Remove the directory ``name`` with all that lies below it; its inode as it is now.
 
-        The name is gone when this returns, and stays so as after an rmdir. Who owns the top of a tree may remove it whole,
-        whoever owns what lies below. Raises NotFound, NotADirectory, AccessDenied, NotPermitted.
+        The name is gone when this returns, and stays so as after an rmdir. Who owns the top of a
+        tree may remove it whole, whoever owns what lies below. Raises NotFound, NotADirectory,
+        AccessDenied, NotPermitted.
         """
         inode = await self._engine.transact(_doom, parent, name, caller, time.time_ns())
         self.take(inode)
@@ -92,7 +95,9 @@ class Trash:
         self.on_gone(ino)
 
     def holds(self, ino: int) -> bool:
-        """Whether this directory is in the trash itself, so that nobody shall see what is left in it."""
+        """Whether this directory is in the trash itself, so that nobody shall see what is left in
+        it.
+        """
         return ino in self._directories
 
     def status(self) -> dict[str, Any]:
@@ -118,7 +123,9 @@ class Trash:
                 self._work.set()
 
     async def empty(self) -> None:
-        """Take apart all that is in the trash. Raises NoSpace or Unavailable if the metadata store cannot be changed."""
+        """Take apart all that is in the trash. Raises NoSpace or Unavailable if the metadata store
+        cannot be changed.
+        """
         while len(self._directories) > len(self._stuck):
             begin = trio.current_time()
             ino = next(ino for ino in reversed(self._directories) if ino not in self._stuck)

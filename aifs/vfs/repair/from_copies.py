@@ -1,9 +1,11 @@
-"""Making files whole again from their clean burst copies, where the data servers cannot tell all bytes.
+"""Making files whole again from their clean burst copies, where the data servers cannot tell all
+bytes.
 
-Nothing is written to objects: the copy becomes the file again, as if somebody had opened it for writing
-(docs/burst.md), in one transaction, and the usual drain brings it to servers that work, under the file's policy.
-What is left of its objects is garbage. Before that the copy is read, and compared with the file's checksums; where
-there are none, the clean copy is trusted if it has the file's length.
+Nothing is written to objects: the copy becomes the file again, as if somebody had opened it for
+writing (docs/burst.md), in one transaction, and the usual drain brings it to servers that work,
+under the file's policy. What is left of its objects is garbage. Before that the copy is read, and
+compared with the file's checksums; where there are none, the clean copy is trusted if it has the
+file's length.
 """
 
 from collections.abc import Callable, Iterable, Set
@@ -75,8 +77,9 @@ class FromCopies:
         """Told of each file that is."""
 
     async def rescue(self, leaving: Set[int] = frozenset()) -> None:
-        """Restore all files that cannot be read without the servers ``leaving`` and those that are lost, or to be
-        left and absent. Costs nothing while there are none, and little when it has been done."""
+        """Restore all files that cannot be read without the servers ``leaving`` and those that are
+        lost, or to be left and absent. Costs nothing while there are none, and little when it has
+        been done."""
         gone = leaving | frozenset(
             server.id for server in self._servers.capacity() if _has_gone(server)
         )
@@ -100,20 +103,21 @@ class FromCopies:
             self._rescued_from = gone
 
     async def restore_users(self, ino: int, oid: int) -> bool:
-        """Restore the file, or with ``ino`` 0 all files that have chunks in a container; whether there are any, and
-        none of them needs it any more."""
+        """Restore the file, or with ``ino`` 0 all files that have chunks in a container; whether
+        there are any, and none of them needs it any more."""
         inos = {ino} if ino else {user.ino for user in await users_of(self._engine, oid)}
         return bool(inos) and await self.restore_each(inos, 0 if ino else oid) == inos
 
     async def restore_each(self, inos: Iterable[int], container: int = 0) -> set[int]:
-        """Restore these, who have lost bytes in a ``container``, if one is named; those that are restored. Nothing is
-        appended to that any more."""
+        """Restore these, who have lost bytes in a ``container``, if one is named; those that are
+        restored. Nothing is appended to that any more."""
         if container:
             await self._containers.retire(lambda other, _: other == container)
         return {ino for ino in sorted(inos) if await self.restore(ino) is Outcome.RESTORED}
 
     async def restore(self, ino: int) -> Outcome:
-        """Have the file read from its copy alone, and drained from there, if it has a clean one that is right.
+        """Have the file read from its copy alone, and drained from there, if it has a clean one
+        that is right.
 
         Durable on return. Raises Unavailable, NoSpace where the metadata cannot be read or changed.
         """
@@ -177,7 +181,9 @@ class FromCopies:
         return Outcome.RESTORED
 
     def is_useless(self, inode: Inode) -> bool:
-        """Whether the copy of a file was found to be wrong, or could not be read, since ``look_again``."""
+        """Whether the copy of a file was found to be wrong, or could not be read, since
+        ``look_again``.
+        """
         return (inode.copy.id, inode.oid) in self._useless
 
     def look_again(self) -> None:

@@ -1,4 +1,6 @@
-"""Whether the clean burst copy of a file has the bytes that the checksums of what is on the data servers say."""
+"""Whether the clean burst copy of a file has the bytes that the checksums of what is on the data
+servers say.
+"""
 
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum, auto
@@ -17,8 +19,8 @@ COPY_PIECE = 4 << 20
 
 
 class Judgement(Enum):
-    """On a clean burst copy: its bytes are those that the checksums say; no; there are no checksums of all of them, but
-    it is as long as the file; it cannot be read now."""
+    """On a clean burst copy: its bytes are those that the checksums say; no; there are no checksums
+    of all of them, but it is as long as the file; it cannot be read now."""
 
     RIGHT = auto()
     WRONG = auto()
@@ -33,8 +35,9 @@ async def judge_copy(
     memory: memoryview,
     throttle: Callable[[int], Awaitable[None]] | None = None,
 ) -> Judgement:
-    """Compare the clean burst copy of a file with the checksums of what is on the data servers. One that is missing is
-    wrong. ``memory``: of COPY_PIECE bytes; ``throttle`` is awaited with the bytes of each piece."""
+    """Compare the clean burst copy of a file with the checksums of what is on the data servers. One
+    that is missing is wrong. ``memory``: of COPY_PIECE bytes; ``throttle`` is awaited with the
+    bytes of each piece."""
     server, key = servers.find(inode.copy.server), (0, inode.copy.id)
     if server is None:
         return Judgement.UNREADABLE

@@ -1,6 +1,8 @@
-"""Bringing one object set to where and what it should be: subjects of moves, and what is due of each.
+"""Bringing one object set to where and what it should be: subjects of moves, and what is due of
+each.
 
-What is due is looked up when its turn comes, so whoever queues an object set need not know more than its name.
+What is due is looked up when its turn comes, so whoever queues an object set need not know more
+than its name.
 """
 
 from collections.abc import AsyncIterator, Callable, Set
@@ -147,12 +149,14 @@ class Mender:
         )
 
     def waiting(self) -> frozenset[int]:
-        """Servers that are in use and given up: what is not protected there can only wait for them."""
+        """Servers that are in use and given up: what is not protected there can only wait for
+        them.
+        """
         return frozenset(server.id for server in self._servers.capacity() if server.given_up)
 
     async def mend(self, ino: int, oid: int) -> Outcome:
-        """Do all that is due of the object set. Raises NoSpace, Unavailable where some of it cannot be done; Untold if that is
-        because nobody can tell its bytes."""
+        """Do all that is due of the object set. Raises NoSpace, Unavailable where some of it cannot
+        be done; Untold if that is because nobody can tell its bytes."""
         if ino == 0:
             return await self._mend_container(oid)
         try:
@@ -199,7 +203,9 @@ class Mender:
         return outcome if seen.due else Outcome.BUSY
 
     async def _protect(self, subject: FileSubject, objects: ObjectSet) -> bool:
-        """Whether a plain file is what its policy asks for on return; not if it was changed meanwhile."""
+        """Whether a plain file is what its policy asks for on return; not if it was changed
+        meanwhile.
+        """
         capacity, inode = self._io.capacity, subject.file.inode
         if not capacity.redundancy(inode).is_protected:
             await self._forget(objects.oid)
@@ -212,8 +218,8 @@ class Mender:
         return await self._relayout.lay_out(subject, objects, 0, layout)
 
     async def _leave(self, subject: FileSubject, oid: int) -> bool:
-        """Lay a file that lies on all servers there are out over those where columns may stay, if it has to leave one and that costs
-        no safety."""
+        """Lay a file that lies on all servers there are out over those where columns may stay, if
+        it has to leave one and that costs no safety."""
         seen = await self._look(subject.file.inode.ino, oid)
         if seen.objects is not None and self.staying().issuperset(seen.objects.layout.servers):
             return False  # what does not work now may do so later
@@ -278,7 +284,9 @@ class Mender:
 
 
 class _Seen(NamedTuple):
-    """What is on record of an object set; ``due``: columns that have to be made anew, or to move."""
+    """What is on record of an object set; ``due``: columns that have to be made anew, or to
+    move.
+    """
 
     objects: ObjectSet | None
     lost: int = 0

@@ -1,11 +1,12 @@
 """Moving one column of an object set to another server, or making it anew.
 
-One mechanism serves drains and losses of servers, replacement, repair. In this order: a record says that an object
-may lie on the new server (durably); the object is made there, whole, from where it lay, or from the other columns, and
-checked where there are checksums; one transaction has the layout name the new server instead of the old; then the old
-object is a stray and deleted. A column that is wrong, on a server that works, is made anew in its place; nobody reads it
-until its mark is gone, in the same one transaction. Whatever fails or is overtaken by a change before that transaction
-leaves the object set as it was, and a stray.
+One mechanism serves drains and losses of servers, replacement, repair. In this order: a record says
+that an object may lie on the new server (durably); the object is made there, whole, from where it
+lay, or from the other columns, and checked where there are checksums; one transaction has the
+layout name the new server instead of the old; then the old object is a stray and deleted. A column
+that is wrong, on a server that works, is made anew in its place; nobody reads it until its mark is
+gone, in the same one transaction. Whatever fails or is overtaken by a change before that
+transaction leaves the object set as it was, and a stray.
 """
 
 from collections import Counter
@@ -56,11 +57,13 @@ class Subject(Protocol):
     """Checksums of a file; of a container the places where chunks are that files need."""
 
     def is_unchanged(self) -> bool:
-        """Whether nobody has changed the bytes, or is about to, since this was made; False for good once it is. Does not
-        suspend."""
+        """Whether nobody has changed the bytes, or is about to, since this was made; False for good
+        once it is. Does not suspend."""
 
     def alone(self) -> AbstractAsyncContextManager[None]:
-        """While others change where the bytes lie, or rely on it, this waits; and they wait while we are in it."""
+        """While others change where the bytes lie, or rely on it, this waits; and they wait while
+        we are in it.
+        """
 
     def adopt(self, layout: Striped, lost: int) -> None:
         """The record says this from now on. Does not suspend."""
@@ -110,10 +113,11 @@ class Mover:
     async def move(
         self, subject: Subject, objects: ObjectSet, lost: int, column: int
     ) -> tuple[Result, set[int]]:
-        """Bring a column to a server where it may stay, whole; ``lost``: mask of columns that must not be read.
+        """Bring a column to a server where it may stay, whole; ``lost``: mask of columns that must
+        not be read.
 
-        Returns also other columns that turned out to have wrong bytes. Raises Unavailable if nobody can tell what belongs
-        into it, NoTarget, NoSpace or Unavailable if no server takes it.
+        Returns also other columns that turned out to have wrong bytes. Raises Unavailable if nobody
+        can tell what belongs into it, NoTarget, NoSpace or Unavailable if no server takes it.
         """
         failed: dict[int, FsError] = {}
         while True:
@@ -203,7 +207,9 @@ class Mover:
         target: DataServer,
         length: int,
     ) -> set[int]:
-        """Make the object of the column on ``target``, durably, unless the subject changes meanwhile."""
+        """Make the object of the column on ``target``, durably, unless the subject changes
+        meanwhile.
+        """
         ino, oid, layout, _ = objects
         source = Columns(self._servers, layout, ino, oid, background=self._io_priority)
         sink = Columns(
@@ -306,9 +312,9 @@ def choose_target(
 ) -> int | None:
     """Where a column moves to: a server that the layout does not name; None if there is none. Pure.
 
-    The ``preferred`` one, if it may be. Else one whose domain has the fewest of the columns that hold the same bytes, then
-    of all columns of the file; of these one with most free space; of these any, as ``seed`` says. ``domains``: of all
-    servers.
+    The ``preferred`` one, if it may be. Else one whose domain has the fewest of the columns that
+    hold the same bytes, then of all columns of the file; of these one with most free space; of
+    these any, as ``seed`` says. ``domains``: of all servers.
     """
     free = [candidate for candidate in candidates if candidate.id not in layout.servers]
     if any(candidate.id == preferred for candidate in free):

@@ -1,9 +1,11 @@
-"""Rebuild, in the background: columns that are missing or wrong, servers that are left or lost, files to be protected.
+"""Rebuild, in the background: columns that are missing or wrong, servers that are left or lost,
+files to be protected.
 
-Work goes in *rounds*. A round counts what is due, then walks the same records again, in slices of keys, and hands each
-object set to a worker; what cannot be done now (the file is being changed, a server fails) is left for a later round. All
-that is done is on record in the object sets themselves, so a round that a crash or a remount ends is just begun anew: what
-has been done costs it one look.
+Work goes in *rounds*. A round counts what is due, then walks the same records again, in slices of
+keys, and hands each object set to a worker; what cannot be done now (the file is being changed, a
+server fails) is left for a later round. All that is done is on record in the object sets
+themselves, so a round that a crash or a remount ends is just begun anew: what has been done costs
+it one look.
 """
 
 import time
@@ -39,7 +41,8 @@ _log = logger(__name__)
 _SLICE = 128
 _LOOK_S = 30.0  # records that nobody has told us of are found within this time
 _RETRY_S, _RETRY_MAX_S = 2.0, 120.0
-_SCAN_SHARE = 100  # servers that have nothing left are looked through again after so many times as long as that takes
+# servers that have nothing left are looked through again after so many times as long as that takes
+_SCAN_SHARE = 100
 _QUIET_S = 0.1  # after the last file was opened for writing
 _REST_S = 0.03  # of a worker after each piece, while somebody writes
 _FAILED_MAX = _REPORTS_MAX = 1000
@@ -102,7 +105,9 @@ class Rebuild:
             engine, servers, io, containers, compaction, self._mover, self._relayout, self.on_damage
         )
         self.rescue: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
-        """Awaited before a round: it may bring files that servers took with them back from elsewhere."""
+        """Awaited before a round: it may bring files that servers took with them back from
+        elsewhere.
+        """
         self.restore: Callable[[int, int], Awaitable[bool]] = _cannot
         """Whether what nobody can tell of an object set is not needed any more on return."""
         self._damage: dict[
@@ -147,7 +152,8 @@ class Rebuild:
     async def request(self, oid: int, ino: int, columns: Iterable[int]) -> bool:
         """Have these columns made anew; nobody reads them until then. ``ino`` 0: a container.
 
-        Whether that is on record on return: not if they are not protected (any more), or too many are wrong already.
+        Whether that is on record on return: not if they are not protected (any more), or too many
+        are wrong already.
         """
         mask = sum(1 << column for column in set(columns))
         noted = await self._note(oid, ino, mask)
@@ -263,7 +269,9 @@ class Rebuild:
         self._began_s, self._began_bytes = time.monotonic(), self._mover.moved_bytes
 
     async def _walk(self, see: Callable[[Due], Awaitable[None]]) -> None:
-        """Show what the records call for: degraded object sets first, then those on servers that are to be left."""
+        """Show what the records call for: degraded object sets first, then those on servers that
+        are to be left.
+        """
         await self._show(see, b"q", moves.scan_degraded)
         staying = self._mender.staying()
         if len(staying) == len(self._servers.capacity()) or trio.current_time() < self._scan_at_s:
@@ -347,12 +355,16 @@ class Rebuild:
     # --- what is said of it ---
 
     async def news(self) -> None:
-        """Wait until ``idle`` or ``left`` may say something else: a round has ended, or objects are deleted."""
+        """Wait until ``idle`` or ``left`` may say something else: a round has ended, or objects are
+        deleted.
+        """
         await self._news.wait()
 
     @property
     def idle(self) -> bool:
-        """Whether nothing was due when this was last looked at, and nothing has been asked for since."""
+        """Whether nothing was due when this was last looked at, and nothing has been asked for
+        since.
+        """
         return self._settled == self._asked and self._standing == self._standing_now()
 
     def _standing_now(self) -> dict[int, str]:
@@ -362,7 +374,9 @@ class Rebuild:
         }
 
     def left(self, server: int) -> tuple[int, int] | None:
-        """Objects, and bytes of columns, that lie on a server which is to be left; None if that is not known yet."""
+        """Objects, and bytes of columns, that lie on a server which is to be left; None if that is
+        not known yet.
+        """
         if (
             self._left is None
             or server not in self._left.servers
@@ -376,7 +390,9 @@ class Rebuild:
         return columns + self.strays.on(server), length
 
     def status(self) -> dict[str, Any]:
-        """What ``aifs status`` shows. ``left_objects``: files and containers of which something is due."""
+        """What ``aifs status`` shows. ``left_objects``: files and containers of which something is
+        due.
+        """
         left = self._left or _Left()
         elapsed = max(time.monotonic() - self._began_s, 0.001)
         rate = (self._mover.moved_bytes - self._began_bytes) / elapsed if left.objects else 0

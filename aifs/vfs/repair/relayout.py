@@ -1,8 +1,10 @@
-"""Laying a striped file out anew: new objects, on other servers or with another redundancy, replace the ones it has.
+"""Laying a striped file out anew: new objects, on other servers or with another redundancy, replace
+the ones it has.
 
-So a plain file gets the protection that its policy asks for (it was written in place, or stored while there were too few
-servers), and a file leaves a server though it lies on all there are. As in a drain, what is made is garbage on record
-until one transaction has the file consist of it; a file that changes meanwhile stays as it is.
+So a plain file gets the protection that its policy asks for (it was written in place, or stored
+while there were too few servers), and a file leaves a server though it lies on all there are. As in
+a drain, what is made is garbage on record until one transaction has the file consist of it; a file
+that changes meanwhile stays as it is.
 """
 
 from collections.abc import Sequence
@@ -83,8 +85,8 @@ class Relayout:
     ) -> bool:
         """Whether the file is laid out so on return; not if it was changed meanwhile.
 
-        ``lost``: mask of columns that must not be read. Raises Unavailable if bytes of it cannot be told, or are not those
-        that were stored; NoSpace.
+        ``lost``: mask of columns that must not be read. Raises Unavailable if bytes of it cannot be
+        told, or are not those that were stored; NoSpace.
         """
         after = ObjectSet(before.ino, await self._ids.take(), layout, before.size)
         await self._engine.transact(forms.put_garbage, after.oid, after.ino, layout)

@@ -1,7 +1,9 @@
-"""Scrub, in the background: all bytes on the data servers are read, verified, and repaired where that can be done.
+"""Scrub, in the background: all bytes on the data servers are read, verified, and repaired where
+that can be done.
 
-A *pass* walks all inodes, then all containers, in the order of their numbers. Where it has got to is recorded now and then, so a
-restart goes on from about there; what it does twice does no harm. Passes begin on a schedule, or when somebody asks.
+A *pass* walks all inodes, then all containers, in the order of their numbers. Where it has got to
+is recorded now and then, so a restart goes on from about there; what it does twice does no harm.
+Passes begin on a schedule, or when somebody asks.
 """
 
 import json
@@ -48,7 +50,9 @@ _PUT_OFF_MAX = 10_000
 _REST_S = 0.03  # after each window, while somebody writes
 
 Item = tuple[int, int]
-"""Inode number and oid; (0, id) of a container; (inode number, 0) of a file that has a burst copy alone to be verified."""
+"""Inode number and oid; (0, id) of a container; (inode number, 0) of a file that has a burst copy
+alone to be verified.
+"""
 
 
 class Scrub:
@@ -82,7 +86,9 @@ class Scrub:
         self._ids = 1
 
     async def load(self) -> None:
-        """Go on from what is on record. ``run`` begins with it; what is said before is that of a new store."""
+        """Go on from what is on record. ``run`` begins with it; what is said before is that of a
+        new store.
+        """
         if not self._loaded:
             asked = self._state
             self._state = await scrub_state.load(self._engine)
@@ -94,7 +100,9 @@ class Scrub:
     # --- orders ---
 
     def start(self, repair: bool = True, bandwidth: int | None = None) -> None:
-        """Begin a pass; one that is under way goes on, as asked for now. ``bandwidth``: bytes per second, None: as configured."""
+        """Begin a pass; one that is under way goes on, as asked for now. ``bandwidth``: bytes per
+        second, None: as configured.
+        """
         state = self._state
         if state.phase == DONE:
             untold = sorted(self.wrong_objects())[-UNTOLD_MAX:]
@@ -246,7 +254,9 @@ class Scrub:
             state.unverified += 1
 
     async def _use_copies(self, found: Found, container: int) -> None:
-        """Files that nothing tells, but that have a burst copy that is right, are made whole from that."""
+        """Files that nothing tells, but that have a burst copy that is right, are made whole from
+        that.
+        """
         wrong = {lost.ino for lost in found.lost if lost.ino and lost.for_good}
         if not wrong:
             return
@@ -270,7 +280,9 @@ class Scrub:
         ]
 
     def wrong_objects(self) -> Set[int]:
-        """Oids of files of which the data servers have lost bytes, as this pass, or the last one, has found."""
+        """Oids of files of which the data servers have lost bytes, as this pass, or the last one,
+        has found.
+        """
         return {*self._state.untold_before, *self._state.untold}
 
     def restored(self, ino: int) -> None:
@@ -296,8 +308,9 @@ class Scrub:
     # --- what is said of it ---
 
     def status(self, wrong_bytes: int = 48 << 10) -> dict[str, Any]:
-        """What ``aifs status`` shows. ``rate``: bytes per second of this pass; ``next_s``: when the next pass is due, since the
-        epoch. ``share``: of the pass that is done, about. Of ``wrong`` as many as take ``wrong_bytes`` as JSON; ``wrong_ranges`` says how many there are."""
+        """What ``aifs status`` shows. ``rate``: bytes per second of this pass; ``next_s``: when the
+        next pass is due, since the epoch. ``share``: of the pass that is done, about. Of ``wrong``
+        as many as take ``wrong_bytes`` as JSON; ``wrong_ranges`` says how many there are."""
         state = asdict(self._state)
         began_s, began = self._rate_from
         running = state["phase"] != DONE
@@ -348,8 +361,8 @@ class Host(Protocol):
 
 
 async def order(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
-    """What is set as the hint ``user.aifs.scrub``: ``stop``, or ``start[,no-repair][,bandwidth=SIZE]``. Raises Invalid,
-    ReadOnly."""
+    """What is set as the hint ``user.aifs.scrub``: ``stop``, or
+    ``start[,no-repair][,bandwidth=SIZE]``. Raises Invalid, ReadOnly."""
     if fs.read_only:
         raise ReadOnly()
     verb, *options = text.split(",")
@@ -373,11 +386,13 @@ async def order(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
     fs.scrub.start(repair, bandwidth)
 
 
-# --- transaction functions ---------------------------------------------------------------------------
+# --- transaction functions ------------------------------------------------------------------------
 
 
 def _find_files(tx: ReadTransaction, kind: bytes, cursor: int) -> tuple[list[Item], int]:
-    """Those of a slice of inodes that have something to be verified, and where the next slice starts; -1: there is none."""
+    """Those of a slice of inodes that have something to be verified, and where the next slice
+    starts; -1: there is none.
+    """
     items, count, key = [], 0, b""
     for key, value in tx.range(keys.inode(cursor), keys.all_of(kind)[1], _SLICE):
         count += 1

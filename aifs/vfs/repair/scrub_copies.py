@@ -1,7 +1,8 @@
-"""Verifying clean burst copies: of a file that the data servers have, too, but that programs read there.
+"""Verifying clean burst copies: of a file that the data servers have, too, but that programs read
+there.
 
-A copy that is wrong is dropped, since the file is whole without it. Where the data servers have lost bytes that the
-copy has, the file is made whole from it (``from_copies``).
+A copy that is wrong is dropped, since the file is whole without it. Where the data servers have
+lost bytes that the copy has, the file is made whole from it (``from_copies``).
 """
 
 from collections.abc import Awaitable, Callable
@@ -33,7 +34,9 @@ class CopyScrubber:
         self._buffers = BudgetedBuffers(servers.budget)
 
     async def scrub(self, ino: int, found: Found, repair: bool) -> bool:
-        """Verify the copy of a file, if it has a clean one and checksums; whether a wrong one has been dropped."""
+        """Verify the copy of a file, if it has a clean one and checksums; whether a wrong one has
+        been dropped.
+        """
         inode = await self._engine.view(namespace.find_inode, ino)
         if inode is None or inode.copy is None or inode.in_burst or inode.layout is None:
             return False
@@ -59,7 +62,9 @@ class CopyScrubber:
         return False
 
     async def _is_same(self, before: Inode) -> bool:
-        """Whether the copy has been a clean one all the time: who changes it makes it the file first."""
+        """Whether the copy has been a clean one all the time: who changes it makes it the file
+        first.
+        """
         inode = await self._engine.view(namespace.find_inode, before.ino)
         return inode is not None and (inode.copy, inode.oid, inode.layout) == (
             before.copy,

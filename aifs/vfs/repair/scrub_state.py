@@ -1,6 +1,8 @@
-"""What a scrub has done and found: kept in the metadata (key ``j scrub``), so that a restart goes on with it.
+"""What a scrub has done and found: kept in the metadata (key ``j scrub``), so that a restart goes
+on with it.
 
-The record is JSON: the fields of ``State``. ``wrong`` are the files that are not repaired, at most WRONG_MAX of them.
+The record is JSON: the fields of ``State``. ``wrong`` are the files that are not repaired, at most
+WRONG_MAX of them.
 """
 
 import json
@@ -25,12 +27,16 @@ _RECORD_MAX = MAX_VALUE_BYTES // 2
 _KEY = keys.job(b"scrub")
 
 FILES, CONTAINERS, PUT_OFF, DONE = "files", "containers", "put off", ""
-"""Phases: in the order of their numbers, all inodes, all containers, then those that had to be put off."""
+"""Phases: in the order of their numbers, all inodes, all containers, then those that had to be put
+off.
+"""
 
 
 @dataclass(slots=True)
 class State:
-    """Times are seconds since the epoch. ``cursor``: all numbers of this phase below it are done. ``put_off``: (ino, oid)."""
+    """Times are seconds since the epoch. ``cursor``: all numbers of this phase below it are done.
+    ``put_off``: (ino, oid).
+    """
 
     phase: str = DONE
     cursor: int = 0
@@ -101,7 +107,9 @@ def _put(tx: Transaction, record: bytes) -> None:
 
 
 async def note(engine: Engine, state: State, lost: list[Lost]) -> None:
-    """Add files that are not repaired, with all their names, and log each once, if they are there still."""
+    """Add files that are not repaired, with all their names, and log each once, if they are there
+    still.
+    """
     last: Lost | None = None
     for item in sorted(lost):
         if (
@@ -150,7 +158,8 @@ def _printable(path: str) -> str:
 
 
 async def names_of(engine: Engine, ino: int) -> list[str]:
-    """Paths of a file as text (surrogates for what is no UTF-8), several if it has several names; none if it is gone.
+    """Paths of a file as text (surrogates for what is no UTF-8), several if it has several names;
+    none if it is gone.
 
     Files with several names are sought in all directories.
     """

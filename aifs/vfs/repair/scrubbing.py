@@ -1,10 +1,12 @@
 """Verifying one file or container of a store in use, and repairing it: what a scrub does with each.
 
-Nothing holds up programs: what is found counts only if the record that it was read for is the same still afterwards, else it
-is looked at again. A file with a dirty mark, whose bytes may change any time, is put off.
+Nothing holds up programs: what is found counts only if the record that it was read for is the same
+still afterwards, else it is looked at again. A file with a dirty mark, whose bytes may change any
+time, is put off.
 
-Repair is in place, and only of what nobody ever changes in place: protected objects, which are written once. The bytes that
-belong there are written, synced and read back. What cannot be repaired so is handed to the rebuild.
+Repair is in place, and only of what nobody ever changes in place: protected objects, which are
+written once. The bytes that belong there are written, synced and read back. What cannot be repaired
+so is handed to the rebuild.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -35,8 +37,9 @@ _AHEAD = 32  # MiBs that a window has at most
 
 
 class Lost(NamedTuple):
-    """Bytes ``start`` to ``end`` - 1 of a file (``ino`` 0: of the container ``oid``) that are not repaired, and the servers that
-    they lie on; none of them, but a recipe, where the two are the same. ``for_good``: and cannot be."""
+    """Bytes ``start`` to ``end`` - 1 of a file (``ino`` 0: of the container ``oid``) that are not
+    repaired, and the servers that they lie on; none of them, but a recipe, where the two are the
+    same. ``for_good``: and cannot be."""
 
     ino: int
     oid: int
@@ -49,8 +52,9 @@ class Lost(NamedTuple):
 
 @dataclass(slots=True)
 class Found:
-    """What came of some object sets. ``flaws``: ranges of objects, or whole ones, that were wrong; of these ``repaired`` in
-    place, ``rebuilding`` handed on. Without leave to repair they stay as they are."""
+    """What came of some object sets. ``flaws``: ranges of objects, or whole ones, that were wrong;
+    of these ``repaired`` in place, ``rebuilding`` handed on. Without leave to repair they stay as
+    they are."""
 
     read_bytes: int = 0
     flaws: int = 0
@@ -71,7 +75,9 @@ class _Changed(Exception):
 
 
 class Scrubber:
-    """Verifies object sets, each by one call; several calls may go on at a time. Used from one trio thread."""
+    """Verifies object sets, each by one call; several calls may go on at a time. Used from one trio
+    thread.
+    """
 
     def __init__(
         self,
@@ -80,7 +86,9 @@ class Scrubber:
         throttle: Callable[[int], Awaitable[None]],
         request: Callable[[int, int, Iterable[int]], Awaitable[bool]],
     ) -> None:
-        """``throttle`` is awaited with the bytes of each piece that has been read; ``request``: see Rebuild."""
+        """``throttle`` is awaited with the bytes of each piece that has been read; ``request``: see
+        Rebuild.
+        """
         self.engine = engine
         self.servers = servers
         self.buffers = BudgetedBuffers(servers.budget)
@@ -88,15 +96,17 @@ class Scrubber:
         self.request = request
 
     async def scrub(self, ino: int, oid: int, found: Found, repair: bool) -> bool:
-        """Verify the objects ``oid`` of a file, or a container (``ino`` 0), and add to ``found`` what is found.
+        """Verify the objects ``oid`` of a file, or a container (``ino`` 0), and add to ``found``
+        what is found.
 
-        False if that cannot be told now: the file is being changed, or a server does not answer. Raises FsError where the
-        metadata cannot be read.
+        False if that cannot be told now: the file is being changed, or a server does not answer.
+        Raises FsError where the metadata cannot be read.
         """
         for _ in range(_TRIES):
             seen = await self.engine.view(_see, ino, oid)
             if seen.objects is None:
-                return True  # it is gone, or has other objects, which were verified when they were made
+                # it is gone, or has other objects, which were verified when they were made
+                return True
             if seen.is_changing:
                 return False
             scrub = _Scrub(self, seen, repair)
@@ -173,7 +183,8 @@ class _Scrub:
             at = 0
             while at < self._size:
                 at = await self._judge(at)
-        # Behind its end an open container has what nobody has recorded, and a plain file what a crash has left (I4).
+        # Behind its end an open container has what nobody has recorded, and a plain file what a
+        # crash has left (I4).
         if self._ino and self._layout.is_protected and (excess := await self._inspection.excess()):
             await self._confirm()
             await self._deal_with(excess)
@@ -218,7 +229,9 @@ class _Scrub:
         return at
 
     async def _verdict(self, at: int) -> Verdict:
-        """On the window from ``at`` on. Raises _Changed where it finds fault with what has changed meanwhile."""
+        """On the window from ``at`` on. Raises _Changed where it finds fault with what has changed
+        meanwhile.
+        """
         number = at // HASHED
         first, digests = await self._engine.view(forms.get_checksums, self._oid, number)
         verdict = await self._inspection.judge(at, await self._check(number, first, digests))
@@ -242,7 +255,9 @@ class _Scrub:
         return FileCheck(self._size, first, digests)
 
     async def _confirm(self, number: int = 0, digests: bytes | None = None) -> None:
-        """Raises _Changed unless all is as it was when it was read, also the ``digests`` of MiB ``number``."""
+        """Raises _Changed unless all is as it was when it was read, also the ``digests`` of MiB
+        ``number``.
+        """
         seen = await self._engine.view(_see, self._ino, self._oid)
         before = self._seen
         if seen.objects is None or seen.is_changing or seen.lost != before.lost:
@@ -277,7 +292,9 @@ class _Scrub:
                 self._to_rebuild.add(flaw.column)
 
     async def _require_answers(self, column: int) -> None:
-        """A server that answers nothing says nothing about its objects, unless it is lost. Raises _Changed."""
+        """A server that answers nothing says nothing about its objects, unless it is lost. Raises
+        _Changed.
+        """
         server = self._scrubber.servers.find(self._layout.servers[column])
         if server is None or server.standing == LOST:
             return
@@ -289,7 +306,8 @@ class _Scrub:
     async def _patch(self, flaw: Flaw) -> bool:
         """Put right in place what is wrong; whether it is, durably.
 
-        The object was open for this already when it was read. So if it has been deleted meanwhile it is not made again.
+        The object was open for this already when it was read. So if it has been deleted meanwhile
+        it is not made again.
         """
         columns, column = self._inspection.columns, flaw.column
         try:

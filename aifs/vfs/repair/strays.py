@@ -1,6 +1,8 @@
-"""Objects that may lie on servers where no layout names them: deleting them, and what a mount does about them.
+"""Objects that may lie on servers where no layout names them: deleting them, and what a mount does
+about them.
 
-The record of a stray is durable before its object is made, and goes only when the object is durably deleted.
+The record of a stray is durable before its object is made, and goes only when the object is durably
+deleted.
 """
 
 from collections.abc import Awaitable, Callable
@@ -40,11 +42,13 @@ class Strays:
         self.on_swept: Callable[[], None] = lambda: None
         """Called when some have been deleted."""
         self.covered: Callable[[int, bool], Awaitable[bool]] = _always
-        """Whether what transactions up to a sequence number have given up may be deleted; may take its time to say so,
-        unless that is urgent."""
+        """Whether what transactions up to a sequence number have given up may be deleted; may take
+        its time to say so, unless that is urgent."""
 
     def __contains__(self, place: tuple[int, int]) -> bool:
-        """Whether an object of this oid may lie on this server still: then it is no place for a new one."""
+        """Whether an object of this oid may lie on this server still: then it is no place for a new
+        one.
+        """
         return place in self._waiting
 
     def on(self, server: int) -> int:
@@ -81,7 +85,8 @@ class Strays:
         return len(found)
 
     async def sweep(self, urgent: bool = False) -> int:
-        """Delete them, where that is possible; how many are left. What a lost server held is nobody's concern.
+        """Delete them, where that is possible; how many are left. What a lost server held is
+        nobody's concern.
 
         Raises NoSpace or Unavailable if the metadata store cannot be changed.
         """

@@ -1,4 +1,6 @@
-"""The directories that a store is made of: which may become one, what lies in them, and how they are given up. Blocks."""
+"""The directories that a store is made of: which may become one, what lies in them, and how they
+are given up. Blocks.
+"""
 
 import os
 from collections.abc import Collection, Iterable, Sequence
@@ -14,7 +16,9 @@ from aifs.data.naming import BACKUP
 from aifs.vfs.owner import NAME as OWNER_NAME
 
 LOST_AND_FOUND = "lost+found"
-"""Left alone in every directory: the filesystem's own below a mount point, and what fsck has moved aside."""
+"""Left alone in every directory: the filesystem's own below a mount point, and what fsck has moved
+aside.
+"""
 
 _OWN_NAMES = {
     "meta": {OWNER_NAME, "data.mdb", "journal.0", "journal.1"},
@@ -69,9 +73,11 @@ def require_distinct(paths: list[str], written: Collection[str] = ()) -> None:
 
 
 def require_usable(role: str, path: str, *, force: bool = False, store: str = "") -> None:
-    """The directory is missing, is empty, or with ``force`` holds a store, which may be erased. Raises StoreError.
+    """The directory is missing, is empty, or with ``force`` holds a store, which may be erased.
+    Raises StoreError.
 
-    ``store``: one that has only that store's marker and claim counts as empty: somebody died while it was being added.
+    ``store``: one that has only that store's marker and claim counts as empty: somebody died while
+    it was being added.
     """
     try:
         names = os.listdir(path)
@@ -120,10 +126,11 @@ def erase(role: str, path: str) -> None:
 
 
 def give_up(path: str, store: str, role: str, number: int) -> None:
-    """Take marker and claim, backups of the metadata and empty directories out of one that the store has no use for any more, if
-    it is there.
+    """Take marker and claim, backups of the metadata and empty directories out of one that the
+    store has no use for any more, if it is there.
 
-    A problem is logged: the number is never used again, so that the directory is refused wherever it comes back.
+    A problem is logged: the number is never used again, so that the directory is refused wherever
+    it comes back.
     """
     try:
         marker = read_marker(path)

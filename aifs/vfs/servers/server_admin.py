@@ -1,11 +1,12 @@
 """Adding, draining, replacing and removing servers while the store is in use.
 
-The orders return at once, with what they say on record; what follows from it goes on in the background, over restarts:
-``rebuild`` moves columns off data servers, this part empties burst directories. A removal looks through the whole store
-first, so its outcome is told by ``describe``.
+The orders return at once, with what they say on record; what follows from it goes on in the
+background, over restarts: ``rebuild`` moves columns off data servers, this part empties burst
+directories. A removal looks through the whole store first, so its outcome is told by ``describe``.
 
-Nothing is given up that could be had: a server that is replaced is drained if it is there, and one that is not counts as
-lost only if no unprotected bytes can lie there, or after somebody has said that these may be lost.
+Nothing is given up that could be had: a server that is replaced is drained if it is there, and one
+that is not counts as lost only if no unprotected bytes can lie there, or after somebody has said
+that these may be lost.
 """
 
 import math
@@ -36,7 +37,9 @@ _FAILED_SHOWN = 10
 
 
 class Outcome(NamedTuple):
-    """Of a removal: why it is refused ('' if it is done), and whether the reason goes away by itself."""
+    """Of a removal: why it is refused ('' if it is done), and whether the reason goes away by
+    itself.
+    """
 
     reason: str = ""
     passing: bool = False
@@ -62,9 +65,12 @@ class ServerAdmin:
         self._copies: dict[int, int] = {}
         self._refused = ""
         self.leave_backups: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
-        """Sees to it that no backup of the metadata lies on servers alone that are on their way out."""
+        """Sees to it that no backup of the metadata lies on servers alone that are on their way
+        out.
+        """
         self.rescue: Callable[[Set[int]], Awaitable[None]] = _nothing
-        """Brings back what can be had elsewhere of the files that would be lost with these servers."""
+        """Brings back what can be had elsewhere of the files that would be lost with these servers.
+        """
         self.clean_up: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         """Deletes now what waits to be deleted on servers: until then it is on record there."""
 
@@ -75,7 +81,9 @@ class ServerAdmin:
         return await self._told(self._add(path, role, domain))
 
     async def drain(self, server_id: int, undo: bool = False) -> None:
-        """No new objects go there, and what is there moves to others; ``undo``: it is used again. Raises Invalid."""
+        """No new objects go there, and what is there moves to others; ``undo``: it is used again.
+        Raises Invalid.
+        """
         await self._told(self._set_draining(server_id, undo))
 
     async def replace(self, server_id: int, path: str) -> int:
@@ -83,10 +91,11 @@ class ServerAdmin:
         return await self._told(self._replace(server_id, path))
 
     async def remove(self, server_id: int, lost: bool = False, lose_files: bool = False) -> None:
-        """Take a server out of the store, if nothing lies there; the outcome is told by ``describe``. Raises Invalid, Busy.
+        """Take a server out of the store, if nothing lies there; the outcome is told by
+        ``describe``. Raises Invalid, Busy.
 
-        ``lost``: it is gone for good: what is protected is rebuilt from others. Refused where files would be lost by that,
-        unless ``lose_files``.
+        ``lost``: it is gone for good: what is protected is rebuilt from others. Refused where files
+        would be lost by that, unless ``lose_files``.
         """
         await self._told(self._ask_to_remove(server_id, lost, lose_files))
 
@@ -139,7 +148,9 @@ class ServerAdmin:
         return new
 
     async def _is_there(self, server: DataServer) -> bool:
-        """Whether it can be reached now. One that does not say within some seconds is there, if slow."""
+        """Whether it can be reached now. One that does not say within some seconds is there, if
+        slow.
+        """
         with trio.move_on_after(0 if server.absent else _REACH_S):
             try:
                 await gather([(server.workers, server.reach, ())], abandonable=True)
@@ -196,7 +207,9 @@ class ServerAdmin:
     # --- in the background ---
 
     async def run(self) -> None:
-        """Watch the servers, empty burst directories, remove what is to be removed, until cancelled."""
+        """Watch the servers, empty burst directories, remove what is to be removed, until
+        cancelled.
+        """
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._servers.watch)
             while True:
@@ -283,7 +296,9 @@ class ServerAdmin:
         self._rebuild.look()
 
     async def _empty_burst(self) -> bool:
-        """Drain and evict what lies on burst directories that are to be left; whether that will take longer."""
+        """Drain and evict what lies on burst directories that are to be left; whether that will
+        take longer.
+        """
         for device in self._servers.burst():
             if device.standing == DRAINING and not device.absent and not self._servers.read_only:
                 copies = await find_copies(self._engine, device.id)
@@ -297,8 +312,9 @@ class ServerAdmin:
     # --- what is said of it ---
 
     async def describe(self) -> dict[str, Any]:
-        """For ``aifs server``: the servers, what is left on those that are to be left (null: not known yet), how fast it
-        moves, what cannot be moved; the outcomes of removals (null while they run); why the last order was refused."""
+        """For ``aifs server``: the servers, what is left on those that are to be left (null: not
+        known yet), how fast it moves, what cannot be moved; the outcomes of removals (null while
+        they run); why the last order was refused."""
         status = self._rebuild.status()
         rows = self._servers.rows()
         for server, row in zip(self._servers.values(), rows, strict=True):

@@ -1,4 +1,5 @@
-"""Orders concerning servers, as extended attributes of the root that the root user may set (see hints.py).
+"""Orders concerning servers, as extended attributes of the root that the root user may set (see
+hints.py).
 
     user.aifs.servers         get: JSON (ServerAdmin.describe)
     user.aifs.server-add      set: an absolute path; or JSON: path, role ("data"), domain ("")

@@ -1,7 +1,9 @@
-"""The table of an open store's servers: who is added, on the way out, lost, removed; and who may be missing.
+"""The table of an open store's servers: who is added, on the way out, lost, removed; and who may be
+missing.
 
-The table in the metadata is what counts; a configuration names directories when a store is made, and failure domains
-whenever it is opened. Changes are durable on return; each is one transaction, and what is in use follows it.
+The table in the metadata is what counts; a configuration names directories when a store is made,
+and failure domains whenever it is opened. Changes are durable on return; each is one transaction,
+and what is in use follows it.
 """
 
 import os
@@ -61,14 +63,16 @@ class ServerTable:
         return record
 
     async def add(self, directory: str, role: str = "data", domain: str = "") -> int:
-        """Make ``directory`` a data server ('data') or burst directory ('burst'); returns its id. New files use it.
+        """Make ``directory`` a data server ('data') or burst directory ('burst'); returns its id.
+        New files use it.
 
         Raises StoreError if it is not an empty directory.
         """
         return await self._add(directory, role, domain)
 
     async def replace(self, server_id: int, directory: str, state: str) -> int:
-        """Make ``directory`` a data server that takes over from another one, which gets ``state``; returns its id.
+        """Make ``directory`` a data server that takes over from another one, which gets ``state``;
+        returns its id.
 
         It may have the path of a lost server. Raises Invalid, StoreError.
         """
@@ -120,7 +124,9 @@ class ServerTable:
             raise StoreError(f"{directory}: {error.strerror}") from error
 
     async def change(self, server_id: int, state: str) -> None:
-        """Record the state of a server. One that is in use again has no successor. Raises Invalid."""
+        """Record the state of a server. One that is in use again has no successor. Raises
+        Invalid.
+        """
         async with self._changing:
             record = replace(await self.find(server_id), state=state)
             if state == ACTIVE:
@@ -134,7 +140,8 @@ class ServerTable:
             self._servers.classify(server_id, record.state, record.domain, record.successor)
 
     async def remove(self, server_id: int) -> None:
-        """Take a server that nothing refers to out of the table, and the marker out of its directory.
+        """Take a server that nothing refers to out of the table, and the marker out of its
+        directory.
 
         Raises Busy if something on its way is going to refer to it: then try again later.
         """
@@ -177,15 +184,15 @@ def _remove(tx: Transaction, server_id: int) -> None:
     servers.remove_server(tx, server_id)
 
 
-# --- when a store is opened ----------------------------------------------------------------------------
+# --- when a store is opened -----------------------------------------------------------------------
 
 
 async def load_servers(config: Config, engine: Engine, in_use: Servers, read_only: bool) -> None:
     """Tell ``in_use`` what the table says, and find out who is there.
 
-    A data server is done without, with a warning, if it holds no unprotected bytes or the configuration allows it; a
-    burst directory if it holds cached copies alone. Raises StoreError that names the first other one that is not what
-    it should be.
+    A data server is done without, with a warning, if it holds no unprotected bytes or the
+    configuration allows it; a burst directory if it holds cached copies alone. Raises StoreError
+    that names the first other one that is not what it should be.
     """
     records, unprotected = (
         await engine.view(servers.read_table),
@@ -217,7 +224,9 @@ def _count_undrained(tx: ReadTransaction, server: DataServer) -> int:
 
 
 async def adopt_domains(config: Config, engine: Engine) -> None:
-    """Failure domains that the configuration names are those of the table from now on. Durable on return."""
+    """Failure domains that the configuration names are those of the table from now on. Durable on
+    return.
+    """
     named = {path: domain for path, domain, _ in config.places if domain}
 
     def adopt(tx: Transaction) -> int:
@@ -241,7 +250,8 @@ async def adopt_domains(config: Config, engine: Engine) -> None:
 
 
 def require_registered(config: Config, paths: list[str], adding: str) -> None:
-    """The directories that a configuration file names are in the table, whose ``paths`` are given. Raises StoreError.
+    """The directories that a configuration file names are in the table, whose ``paths`` are given.
+    Raises StoreError.
 
     ``adding``: one that is about to be.
     """

@@ -1,4 +1,6 @@
-"""Looking through a whole store for what refers to a server. Others run between the slices of it."""
+"""Looking through a whole store for what refers to a server. Others run between the slices of
+it.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +15,9 @@ from aifs.meta.server_uses import Copies, Uses
 
 
 async def count_uses(engine: Engine, servers: Servers, server: int) -> tuple[Uses, int]:
-    """What has columns on a data server, and how many files could not be read if it and all lost ones were gone."""
+    """What has columns on a data server, and how many files could not be read if it and all lost
+    ones were gone.
+    """
     gone = frozenset(
         {server, *(other.id for other in servers.capacity() if other.standing == LOST)}
     )

@@ -1,7 +1,9 @@
-"""What programs ask of the burst tier by hints: where the bytes of a file or a tree are, and to drain, stage, evict.
+"""What programs ask of the burst tier by hints: where the bytes of a file or a tree are, and to
+drain, stage, evict.
 
-Setting a hint returns at once, because the kernel holds the inode's lock meanwhile: nobody could write to the file,
-or look up a name in the directory. Whoever wants to know the end of it asks for ``state`` or ``drain``.
+Setting a hint returns at once, because the kernel holds the inode's lock meanwhile: nobody could
+write to the file, or look up a name in the directory. Whoever wants to know the end of it asks for
+``state`` or ``drain``.
 """
 
 import math
@@ -26,8 +28,9 @@ from aifs.vfs.tiers.stage import Stager
 from aifs.vfs.types import CallerLike
 
 STATES = ("dirty", "draining", "clean", "cached")
-"""Of a file: its newest bytes are in the burst tier alone; and are being drained; they are on the capacity tier; and
-no data server is needed to read them. A directory has the first of these that a file below it has."""
+"""Of a file: its newest bytes are in the burst tier alone; and are being drained; they are on the
+capacity tier; and no data server is needed to read them. A directory has the first of these that a
+file below it has."""
 
 _ENTRIES = 64  # looked at in one go: about 0.3 ms
 _RECORDS = 512
@@ -46,11 +49,13 @@ class Host(Protocol):
     async def getattr(self, ino: int) -> Inode: ...
 
 
-# --- where the bytes are -------------------------------------------------------------------------------
+# --- where the bytes are --------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
-    """An inode as it is in core, its directory cookie, and since when it is undrained (0: it is drained)."""
+    """An inode as it is in core, its directory cookie, and since when it is undrained (0: it is
+    drained).
+    """
 
     inode: Inode
     cookie: int
@@ -65,9 +70,10 @@ def state_of(inode: Inode, file: OpenInode | None) -> str:
 
 
 async def state(fs: Host, ino: int) -> dict[str, Any]:
-    """``state``, ``since_s`` (epoch: undrained since; null), ``bytes`` and ``files`` by state; for a file also whether
-    it has a burst copy, is open, pinned, being staged, and whether eviction found the copy needed (see Evictor).
-    Files with several names below a directory count once. Raises NoAttribute."""
+    """``state``, ``since_s`` (epoch: undrained since; null), ``bytes`` and ``files`` by state; for
+    a file also whether it has a burst copy, is open, pinned, being staged, and whether eviction
+    found the copy needed (see Evictor). Files with several names below a directory count once.
+    Raises NoAttribute."""
     inode = await fs.getattr(ino)
     if not inode.is_dir and not inode.is_file:
         raise NoAttribute()
@@ -130,7 +136,7 @@ def _place(tx: ReadTransaction, inode: Inode, cookie: int) -> Place:
     return Place(inode, cookie, 0 if record is None else decode_burst(record).since_ns)
 
 
-# --- drain ---------------------------------------------------------------------------------------------
+# --- drain ----------------------------------------------------------------------------------------
 
 
 class Undrained(NamedTuple):
@@ -141,7 +147,8 @@ class Undrained(NamedTuple):
 
 
 async def undrained_below(fs: Host, top: int) -> list[Undrained]:
-    """Files with names whose newest bytes are in the burst tier alone: ``top`` itself, or all below the directory.
+    """Files with names whose newest bytes are in the burst tier alone: ``top`` itself, or all below
+    the directory.
 
     The cost is that of all files that have burst copies, not of the tree.
     """
@@ -166,7 +173,9 @@ def _undrained(fs: Host, inode: Inode, since_ns: int) -> Undrained:
 def _read_undrained(
     tx: ReadTransaction, start: bytes, end: bytes, top: int
 ) -> tuple[list[Place], bytes]:
-    """What is undrained in one slice of the burst records, and where the next slice starts (b"": nowhere)."""
+    """What is undrained in one slice of the burst records, and where the next slice starts (b"":
+    nowhere).
+    """
     found, last, count = [], b"", 0
     for key, value in tx.range(start, end, _RECORDS):
         last, count = key, count + 1
@@ -183,9 +192,10 @@ def _read_undrained(
 
 
 async def progress(fs: Host, ino: int) -> dict[str, Any]:
-    """What is still undrained of ``ino`` or below: files, bytes, files open for writing (their drain has to wait), and
-    since when the oldest is (epoch, ns; null): what is younger than a request need not be waited for. ``error``: why
-    draining has to wait, anywhere in the store, at present."""
+    """What is still undrained of ``ino`` or below: files, bytes, files open for writing (their
+    drain has to wait), and since when the oldest is (epoch, ns; null): what is younger than a
+    request need not be waited for. ``error``: why draining has to wait, anywhere in the store, at
+    present."""
     undrained, drain = await undrained_below(fs, ino), fs.drain.status()
     return {
         "files": len(undrained),
@@ -204,7 +214,8 @@ async def request_drain(fs: Host, ino: int) -> list[int]:
 
 
 async def wait_drained(fs: Host, ino: int, timeout_s: float | None) -> None:
-    """What is undrained now of ``ino`` or below is on the capacity tier, or gone, when this returns. Raises TimedOut.
+    """What is undrained now of ``ino`` or below is on the capacity tier, or gone, when this
+    returns. Raises TimedOut.
 
     Ending the wait, by time-out or cancellation, does not end the drain.
     """
@@ -215,11 +226,13 @@ async def wait_drained(fs: Host, ino: int, timeout_s: float | None) -> None:
 
 
 async def drain_below(fs: Host, ino: int) -> None:
-    """As ``wait_drained``, but raises what a drain fails with, and Busy where a file stays open for writing."""
+    """As ``wait_drained``, but raises what a drain fails with, and Busy where a file stays open for
+    writing.
+    """
     await fs.drain.wait(await request_drain(fs, ino), strict=True)
 
 
-# --- stage and evict -----------------------------------------------------------------------------------
+# --- stage and evict ------------------------------------------------------------------------------
 
 
 async def stage(fs: Host, ino: int, caller: CallerLike) -> None:
@@ -232,7 +245,9 @@ async def stage(fs: Host, ino: int, caller: CallerLike) -> None:
 
 
 async def evict(fs: Host, ino: int, caller: CallerLike) -> None:
-    """Give up the clean copy of a file. Raises Invalid; Busy if it is dirty, pinned, open or needed."""
+    """Give up the clean copy of a file. Raises Invalid; Busy if it is dirty, pinned, open or
+    needed.
+    """
     inode = await _file(fs, ino)
     if inode.in_burst:
         raise Busy("its newest bytes are in the burst tier alone; drain it first")

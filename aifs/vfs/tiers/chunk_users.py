@@ -1,5 +1,5 @@
-"""Whose chunks lie in a container. Takes a walk through all chunk lists, and the records of shared chunks, so it is for what is
-rare: bytes that are lost."""
+"""Whose chunks lie in a container. Takes a walk through all chunk lists, and the records of shared
+chunks, so it is for what is rare: bytes that are lost."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +17,8 @@ _SLICE = 512
 
 
 class User(NamedTuple):
-    """A chunk that a file has in the container at ``start`` to ``end``: its bytes ``first`` to ``last``.
+    """A chunk that a file has in the container at ``start`` to ``end``: its bytes ``first`` to
+    ``last``.
 
     A recipe has no bytes of its file: it comes behind the last one.
     """
@@ -31,7 +32,9 @@ class User(NamedTuple):
 
 
 class _Use(NamedTuple):
-    """A chunk at ``start`` to ``end`` that a list names, by chunks, or if it is an extent list by bytes."""
+    """A chunk at ``start`` to ``end`` that a list names, by chunks, or if it is an extent list by
+    bytes.
+    """
 
     start: int
     end: int
@@ -41,7 +44,9 @@ class _Use(NamedTuple):
 
 
 async def users_of(engine: Engine, container: int) -> list[User]:
-    """By place in the container; a shared chunk has several. Records that are damaged are passed over."""
+    """By place in the container; a shared chunk has several. Records that are damaged are passed
+    over.
+    """
     uses: list[_Use] = []
     shared: dict[bytes, Location] = {}
     await _walk(engine, b"h", _find_shared, container, shared)

@@ -1,9 +1,10 @@
-"""Compaction: what is alive in a container that is mostly dead moves to another one, so that its space comes back.
+"""Compaction: what is alive in a container that is mostly dead moves to another one, so that its
+space comes back.
 
-For each batch of chunks: they are copied as they are stored, and made durable; one transaction points the chunk lists
-that still name the old places to the new ones, or, of shared chunks, their records. With its last live chunk the old
-container becomes garbage. A crash at any step leaves lists that name durable bytes, and a container that a later pass
-deals with.
+For each batch of chunks: they are copied as they are stored, and made durable; one transaction
+points the chunk lists that still name the old places to the new ones, or, of shared chunks, their
+records. With its last live chunk the old container becomes garbage. A crash at any step leaves
+lists that name durable bytes, and a container that a later pass deals with.
 """
 
 from contextlib import suppress
@@ -57,7 +58,9 @@ class Compaction:
         self._collector = collector
         self._above = above
         self._left: set[int] = set()
-        """Containers that this mount does not try again: damaged, or alive by a count that is wrong."""
+        """Containers that this mount does not try again: damaged, or alive by a count that is
+        wrong.
+        """
 
     async def run(self) -> None:
         """Compact now and then, until cancelled."""
@@ -77,9 +80,11 @@ class Compaction:
                     await self._try(container, record)
 
     async def evacuate(self, container: int) -> bool:
-        """Move all that is alive in a container to others, on servers that are in use; then it is garbage.
+        """Move all that is alive in a container to others, on servers that are in use; then it is
+        garbage.
 
-        False if it is being appended to: to be tried again later. Raises NoSpace, QuotaExceeded, Unavailable.
+        False if it is being appended to: to be tried again later. Raises NoSpace, QuotaExceeded,
+        Unavailable.
         """
         await self._containers.retire(lambda other, _: other == container)
         record, is_open = await self._engine.view(_state_of, container)
@@ -119,7 +124,9 @@ class Compaction:
             )
 
     def _slots_for(self, layout: Striped) -> tuple[Striped, ...]:
-        """Where its chunks go: to the same servers, which somebody may have asked for, or if that cannot be to any."""
+        """Where its chunks go: to the same servers, which somebody may have asked for, or if that
+        cannot be to any.
+        """
         return (
             (layout,)
             if self._containers.is_usable(layout)
@@ -144,7 +151,9 @@ class Compaction:
 def _mostly_dead(
     tx: ReadTransaction, start: bytes, end: bytes, above: float
 ) -> tuple[dict[int, Container], bytes]:
-    """Containers of one slice of the table that are worth it, and where the next slice starts (empty: none)."""
+    """Containers of one slice of the table that are worth it, and where the next slice starts
+    (empty: none).
+    """
     found, count, key = {}, 0, b""
     for key, value in tx.range(start, end, _SLICE):
         count += 1

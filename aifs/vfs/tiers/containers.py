@@ -1,4 +1,6 @@
-"""Containers of one store: the table in the metadata, the writer, and the descriptors for reading, put together."""
+"""Containers of one store: the table in the metadata, the writer, and the descriptors for reading,
+put together.
+"""
 
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -39,7 +41,9 @@ LISTED_AT_ONCE = 32 * CHUNKS_PER_RECORD
 
 
 class Stored(NamedTuple):
-    """Files in containers: their chunk lists, and what else is to be recorded with these (``put_growth``)."""
+    """Files in containers: their chunk lists, and what else is to be recorded with these
+    (``put_growth``).
+    """
 
     lists: list[Chunks]
     growth: list[Growth]
@@ -70,8 +74,8 @@ class Containers:
         self._placed: dict[tuple[Redundancy, tuple[int, ...]], _Placed] = {}
 
     async def recover(self) -> None:
-        """Go on with the plain containers that earlier mounts have not filled; seal the others, of which nobody knows
-        whether all columns end alike."""
+        """Go on with the plain containers that earlier mounts have not filled; seal the others, of
+        which nobody knows whether all columns end alike."""
         for container, record in (await self._engine.view(chunks.open_containers)).items():
             if record.layout.is_protected:
                 await self.seal(container)
@@ -86,7 +90,9 @@ class Containers:
     # --- reading ---
 
     def objects_of(self, inode: Inode, copied: bool = False) -> ChunkedObjects:
-        """The bytes of an interleaved file; ``copied``: to be copied elsewhere, so checked. Does no I/O."""
+        """The bytes of an interleaved file; ``copied``: to be copied elsewhere, so checked. Does no
+        I/O.
+        """
         get = get_extents if inode.layout.variable else chunks.get_chunks
         load = partial(self._engine.view, get, inode.oid)
         return ChunkedObjects(self.files, inode.layout, load, copied or self._verify)
@@ -102,10 +108,12 @@ class Containers:
     # --- placement ---
 
     def slots(self, redundancy: Redundancy, allowed: Sequence[int] = ()) -> tuple[Striped, ...]:
-        """What containers new files may go to are laid out like: on servers ``allowed`` (none: any) that are in use.
+        """What containers new files may go to are laid out like: on servers ``allowed`` (none: any)
+        that are in use.
 
-        Stays the same as long as the servers do: else ever more containers would be begun. Where too few work, the others
-        get columns that will lack, to be rebuilt elsewhere. Raises Unavailable if even so there are too few.
+        Stays the same as long as the servers do: else ever more containers would be begun. Where
+        too few work, the others get columns that will lack, to be rebuilt elsewhere. Raises
+        Unavailable if even so there are too few.
         """
         candidates = self._servers.candidates()
         chosen = tuple(c for c in candidates if c.id in allowed) or candidates
@@ -148,10 +156,12 @@ class Containers:
     async def append(
         self, sources: Sequence[Source], servers: Sequence[int] = (), redundancy: Redundancy = PLAIN
     ) -> AsyncIterator[Stored]:
-        """Store files in containers on ``servers`` (none: any). Within the block they are durable, and their chunk
-        lists, which it yields in the order of ``sources``, are to be recorded with ``put_chunks``.
+        """Store files in containers on ``servers`` (none: any). Within the block they are durable,
+        and their chunk lists, which it yields in the order of ``sources``, are to be recorded with
+        ``put_chunks``.
 
-        Cancellable. Raises NoSpace, QuotaExceeded, Unavailable. What the block has not recorded leaves no trace.
+        Cancellable. Raises NoSpace, QuotaExceeded, Unavailable. What the block has not recorded
+        leaves no trace.
         """
         slots = self.slots(redundancy, servers)
         first = self._servers[slots[0].servers[0]]
@@ -173,11 +183,12 @@ class Containers:
     async def list_extents(
         self, oid: int, extents: Sequence[Extent], new: Collection[bytes], growth: Sequence[Growth]
     ) -> None:
-        """Record the extent list of a file beforehand, if it is long, so that the flip is a short transaction: ``Drained`` then
-        has no extents. ``new`` and ``growth``: see ``put_loose``; call this while what has been appended is pinned.
+        """Record the extent list of a file beforehand, if it is long, so that the flip is a short
+        transaction: ``Drained`` then has no extents. ``new`` and ``growth``: see ``put_loose``;
+        call this while what has been appended is pinned.
 
-        Until the flip the list is garbage: the caller gives ``oid`` to the collector if there is none, and also where this
-        fails. Raises Stale, NoSpace, Unavailable.
+        Until the flip the list is garbage: the caller gives ``oid`` to the collector if there is
+        none, and also where this fails. Raises Stale, NoSpace, Unavailable.
         """
         start = 0
         for first in range(0, len(extents), LISTED_AT_ONCE):
@@ -196,7 +207,9 @@ class Containers:
             await trio.lowlevel.checkpoint()
 
     async def retire(self, unwanted: Callable[[int, Striped], bool]) -> None:
-        """Seal the open containers of which ``unwanted`` says so, by id and layout, unless an append is using them."""
+        """Seal the open containers of which ``unwanted`` says so, by id and layout, unless an
+        append is using them.
+        """
         await self._writer.retire(unwanted)
 
     async def leave_servers(self) -> None:

@@ -1,4 +1,6 @@
-"""Draining in the background: which files wait for it, who waits for them, and what is said of it."""
+"""Draining in the background: which files wait for it, who waits for them, and what is said of
+it.
+"""
 
 import math
 import time
@@ -35,10 +37,11 @@ _REST, _REST_MAX_S = (
 
 
 class Drain:
-    """Brings files from the burst tier to the capacity tier. ``run`` does it; all else may be called at any time.
+    """Brings files from the burst tier to the capacity tier. ``run`` does it; all else may be
+    called at any time.
 
-    A file is undrained until its drain has flipped it: whatever fails, its bytes stay in the burst tier, and
-    it is tried again.
+    A file is undrained until its drain has flipped it: whatever fails, its bytes stay in the burst
+    tier, and it is tried again.
     """
 
     def __init__(
@@ -73,7 +76,9 @@ class Drain:
         self._active = self._drained_files = self._drained_bytes = 0
 
     def _is_in_the_way(self) -> bool:
-        """Whether somebody writes to the burst tier, who needs processor and memory more than a drain that is in time."""
+        """Whether somebody writes to the burst tier, who needs processor and memory more than a
+        drain that is in time.
+        """
         if self._waiters or self._limiter.lifted or self._tier.pressure:
             return False
         return (
@@ -96,7 +101,9 @@ class Drain:
             self._nudge()
 
     def gone(self, ino: int) -> None:
-        """The file has no name any more, or has left the burst tier by itself, so nobody needs to wait for it."""
+        """The file has no name any more, or has left the burst tier by itself, so nobody needs to
+        wait for it.
+        """
         if self._queue.unlinked(ino):
             self._failing.pop(ino, None)
             self._tell(ino)
@@ -117,7 +124,9 @@ class Drain:
     # --- files that somebody else drains ---
 
     def withhold(self, inode: Inode) -> bool:
-        """As ``closed``, but the caller drains it, or gives it back. False: it is to be drained now, by us."""
+        """As ``closed``, but the caller drains it, or gives it back. False: it is to be drained
+        now, by us.
+        """
         return self._queue.withhold(inode.ino, inode.size, trio.current_time())
 
     def give_back(self, inos: Iterable[int]) -> None:
@@ -142,8 +151,9 @@ class Drain:
     async def wait(self, inos: Iterable[int], strict: bool = False) -> None:
         """Each of these is on the capacity tier, or gone, on return.
 
-        Those that have not been closed count if they have been requested. ``strict``: raises what a drain of them fails
-        with, and Busy where somebody keeps a file open for writing; else the wait goes on until that is over.
+        Those that have not been closed count if they have been requested. ``strict``: raises what a
+        drain of them fails with, and Busy where somebody keeps a file open for writing; else the
+        wait goes on until that is over.
         """
         waiter = Waiter({ino for ino in inos if ino in self._queue}, strict)
         self._waiters.append(waiter)
@@ -227,8 +237,8 @@ class Drain:
             waiter.done(ino)
 
     def status(self) -> dict[str, Any]:
-        """What ``aifs status`` shows. ``held_files``: open for writing; ``withheld_files``: drained by somebody else; ``late``:
-        beyond the deadline."""
+        """What ``aifs status`` shows. ``held_files``: open for writing; ``withheld_files``: drained
+        by somebody else; ``late``: beyond the deadline."""
         queue, now = self._queue, trio.current_time()
         withheld = queue.withheld
         return {

@@ -1,4 +1,6 @@
-"""Draining some files together: their bytes go to the capacity tier, then one transaction flips them (flips.py)."""
+"""Draining some files together: their bytes go to the capacity tier, then one transaction flips
+them (flips.py).
+"""
 
 from collections.abc import Sequence
 
@@ -33,8 +35,8 @@ _COPIED = faults.declare(
 _AT_ONCE = 16  # files of one batch
 
 _HOLES_LISTED = 1 << 30
-"""An interleaved file that is mostly holes has so many bytes at most: its list has an entry for each hole of the size of a
-chunk. Larger ones are striped, whatever their policy says."""
+"""An interleaved file that is mostly holes has so many bytes at most: its list has an entry for
+each hole of the size of a chunk. Larger ones are striped, whatever their policy says."""
 
 
 class Drainer:
@@ -66,7 +68,9 @@ class Drainer:
         self._flips = Flips(engine, tier, io, collector)
 
     async def drain(self, files: Sequence[Draining]) -> None:
-        """Drain these; each then has its outcome. Cancellation leaves what is not flipped as it was."""
+        """Drain these; each then has its outcome. Cancellation leaves what is not flipped as it
+        was.
+        """
         try:
             for file in files:
                 await self._flips.begin(file)

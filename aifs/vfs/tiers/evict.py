@@ -1,8 +1,9 @@
-"""Eviction: clean copies are dropped from the burst tier when it is crowded, least recently used ones first.
+"""Eviction: clean copies are dropped from the burst tier when it is crowded, least recently used
+ones first.
 
-A copy stays, though it is clean, if it may hold bytes that nobody else has: of a file that the data servers cannot
-tell at present (a server is lost, absent or failing, columns are known to be wrong), or that a scrub has found to be
-wrong there.
+A copy stays, though it is clean, if it may hold bytes that nobody else has: of a file that the data
+servers cannot tell at present (a server is lost, absent or failing, columns are known to be wrong),
+or that a scrub has found to be wrong there.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
@@ -33,8 +34,8 @@ _PAUSE_S = 1.0
 
 
 class Evictor:
-    """Never takes a copy that holds a file's newest bytes, is pinned, in use, or *needed*: as said above. Used from
-    one trio thread."""
+    """Never takes a copy that holds a file's newest bytes, is pinned, in use, or *needed*: as said
+    above. Used from one trio thread."""
 
     def __init__(
         self, engine: Engine, servers: Servers, tier: BurstTier, io: FileIO, collector: Collector
@@ -82,8 +83,8 @@ class Evictor:
         return inode.copy is None or await self._evict([inode.copy.id]) > 0
 
     async def give_up(self, copy_ids: Sequence[int]) -> None:
-        """Drop these clean copies, pinned ones too, of files that are not open: their device is to be left. Files that
-        need theirs are drained from them."""
+        """Drop these clean copies, pinned ones too, of files that are not open: their device is to
+        be left. Files that need theirs are drained from them."""
         for start in range(0, len(copy_ids), _BATCH):
             batch = copy_ids[start : start + _BATCH]
             await self._evict(batch, mapped=True)
@@ -92,7 +93,9 @@ class Evictor:
                 await self.restore(ino)
 
     async def _evict(self, copy_ids: Iterable[int], mapped: bool = False) -> int:
-        """Drop those of these copies that can be; how many. ``mapped``: also what programs have mapped."""
+        """Drop those of these copies that can be; how many. ``mapped``: also what programs have
+        mapped.
+        """
         owners = await self._engine.view(forms.find_copy_owners, copy_ids)
         closed = {copy_id: ino for copy_id, ino in owners.items() if ino not in self._io.open}
         needed = await self.find_needed(closed)
@@ -113,8 +116,9 @@ class Evictor:
         return len(garbage)
 
     async def _find_mapped(self, copy_ids: Iterable[int]) -> set[int]:
-        """Which copies of closed files programs have mapped: a mapping outlives its descriptor. Without the copy it would
-        show the old bytes for ever, while the file is rewritten elsewhere."""
+        """Which copies of closed files programs have mapped: a mapping outlives its descriptor.
+        Without the copy it would show the old bytes for ever, while the file is rewritten
+        elsewhere."""
         found = set()
         for place in await self._engine.view(forms.find_places, copy_ids):
             copy = self._tier.open(place)
@@ -138,7 +142,9 @@ class Evictor:
         return needed
 
     def is_needed(self, copy_id: int) -> bool:
-        """Whether a copy stayed, when somebody last wanted to drop it, because the data servers lack bytes of it."""
+        """Whether a copy stayed, when somebody last wanted to drop it, because the data servers
+        lack bytes of it.
+        """
         return copy_id in self._needed
 
     def released(self, copy_id: int) -> None:
@@ -146,7 +152,9 @@ class Evictor:
         self._needed.discard(copy_id)
 
     def status(self) -> dict[str, Any]:
-        """What ``aifs status`` shows. ``needed_files``: whose copies stayed, as ``is_needed`` says."""
+        """What ``aifs status`` shows. ``needed_files``: whose copies stayed, as ``is_needed``
+        says.
+        """
         return {
             "evicted_files": self._evicted,
             "needed_files": sum(map(self._tier.is_clean, self._needed)),

@@ -1,8 +1,9 @@
-"""The two ends of a drain: the lease on a burst copy, and the transaction that makes a file one of the capacity tier.
+"""The two ends of a drain: the lease on a burst copy, and the transaction that makes a file one of
+the capacity tier.
 
-Until the flip nothing counts: a file that is changed or deleted meanwhile keeps its burst copy as if nothing
-had happened, and what had been made for it is garbage. The proof that nobody writes to a copy is a lease on it:
-handles that can write are known, but a mapping can outlive its handle.
+Until the flip nothing counts: a file that is changed or deleted meanwhile keeps its burst copy as
+if nothing had happened, and what had been made for it is garbage. The proof that nobody writes to a
+copy is a lease on it: handles that can write are known, but a mapping can outlive its handle.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -43,8 +44,9 @@ class Outcome(Enum):
 class Draining:
     """One file whose drain is under way: what ``OpenInode.drain`` is.
 
-    ``outcome`` is None until it is known. ``file``: None before ``begin``, and after the end. ``layout`` to ``extents`` (see Drained) say what the file is from the flip on;
-    ``garbage``: the oid of objects that have been made, until the file has them.
+    ``outcome`` is None until it is known. ``file``: None before ``begin``, and after the end.
+    ``layout`` to ``extents`` (see Drained) say what the file is from the flip on; ``garbage``: the
+    oid of objects that have been made, until the file has them.
     """
 
     def __init__(self, ino: int) -> None:
@@ -79,7 +81,9 @@ class Draining:
         self.copy.unlease()
 
     def holds(self) -> bool:
-        """Whether the file is what it was at ``begin``. It may change from the next suspension on."""
+        """Whether the file is what it was at ``begin``. It may change from the next suspension
+        on.
+        """
         file = self.file
         return (
             not self.cancelled
@@ -161,10 +165,12 @@ class Flips:
     async def flip(
         self, files: Sequence[Draining], growth: Sequence[Growth] = (), new: Collection[bytes] = ()
     ) -> None:
-        """Make what has been copied count, of those that have not changed. ``growth`` and ``new``: see forms.put_drained.
+        """Make what has been copied count, of those that have not changed. ``growth`` and ``new``:
+        see forms.put_drained.
 
-        Needs no gate: who changes a file cancels its drain first, and a transaction does not suspend. Raises Stale, with
-        nothing changed and all leases kept, if a shared chunk that one of them names has gone.
+        Needs no gate: who changes a file cancels its drain first, and a transaction does not
+        suspend. Raises Stale, with nothing changed and all leases kept, if a shared chunk that one
+        of them names has gone.
         """
         unchanged = [draining for draining in files if draining.holds()]
         if not unchanged:

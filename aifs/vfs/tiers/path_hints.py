@@ -1,4 +1,6 @@
-"""What containers and labels say of files, for whoever has lost the metadata: attributes, and a hint at the path."""
+"""What containers and labels say of files, for whoever has lost the metadata: attributes, and a
+hint at the path.
+"""
 
 import time
 from collections.abc import Iterable
@@ -14,14 +16,17 @@ from aifs.meta.records import Inode, decode_dentry, decode_entry
 
 _DEPTH_MAX = 64
 _ENTRIES_MAX = 4096
-"""Directory entries that are looked through for the names of all files together, or within a moment. A name that has
-never changed is found without that, by its cookie (see namespace.create)."""
+"""Directory entries that are looked through for the names of all files together, or within a
+moment. A name that has never changed is found without that, by its cookie (see namespace.create).
+"""
 
 _FRESH_S = 1.0
 
 
 def describe(tx: ReadTransaction, inodes: Iterable[Inode]) -> list[FileRecord]:
-    """A record of each regular file; sizes and counts are for the caller to fill in. Takes some microseconds a file."""
+    """A record of each regular file; sizes and counts are for the caller to fill in. Takes some
+    microseconds a file.
+    """
     paths = _Paths(HINT_MAX)
     return [_describe(tx, inode, paths) for inode in inodes]
 
@@ -32,7 +37,9 @@ def _describe(tx: ReadTransaction, inode: Inode, paths: "_Paths") -> FileRecord:
 
 
 class Labels:
-    """Labels of objects, for files one after the other. What is learned of directories counts for a moment."""
+    """Labels of objects, for files one after the other. What is learned of directories counts for a
+    moment.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -40,7 +47,9 @@ class Labels:
         self._until_s = 0.0
 
     async def of(self, inode: Inode, oid: int, layout: Striped | None) -> Label:
-        """The label of the objects of ``oid``, which the file has or is about to have; ``layout`` None: of its burst copy."""
+        """The label of the objects of ``oid``, which the file has or is about to have; ``layout``
+        None: of its burst copy.
+        """
         return await self._engine.view(self._label, inode, oid, layout)
 
     def _label(self, tx: ReadTransaction, inode: Inode, oid: int, layout: Striped | None) -> Label:

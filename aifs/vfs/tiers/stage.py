@@ -1,7 +1,8 @@
-"""Staging: a file of the capacity tier gets a copy in the burst tier: its next open reads at the device's speed.
+"""Staging: a file of the capacity tier gets a copy in the burst tier: its next open reads at the
+device's speed.
 
-The file stays what it is; the copy is a clean one that counts from one transaction on, and only if nothing has
-changed while its bytes were on their way.
+The file stays what it is; the copy is a clean one that counts from one transaction on, and only if
+nothing has changed while its bytes were on their way.
 """
 
 from collections import deque
@@ -64,17 +65,21 @@ class Stager:
         """Those of ``_waiting``, and how many bytes of each somebody has read, or is reading."""
         self._followed_bytes = 0  # of all in ``_known``
         self._wrong: set[int] = set()
-        """Oids of files that turned out to have wrong bytes on the servers: not tried again each time that they are read."""
+        """Oids of files that turned out to have wrong bytes on the servers: not tried again each
+        time that they are read.
+        """
         self._wake = trio.Event()
         self._files = self._failed = 0
 
     # --- now ---
 
     async def stage(self, ino: int, followed: bool = False) -> bool:
-        """Have a file of the capacity tier copied into the burst tier; whether it has a copy on return.
+        """Have a file of the capacity tier copied into the burst tier; whether it has a copy on
+        return.
 
-        It does not if there is no room, if it is being written to in place, is changed meanwhile, or has wrong bytes on
-        the servers. The copy is not synced. Neither takes the file's gate nor needs it. ``followed``: see FileIO.source_of.
+        It does not if there is no room, if it is being written to in place, is changed meanwhile,
+        or has wrong bytes on the servers. The copy is not synced. Neither takes the file's gate nor
+        needs it. ``followed``: see FileIO.source_of.
         """
         while (event := self._running.get(ino)) is not None:
             await event.wait()
@@ -120,7 +125,8 @@ class Stager:
 
         copy = await self._tier.create(device, inode.space)
         try:
-            # So that no crash can leak it: the window of ids that recovery looks through may pass meanwhile.
+            # So that no crash can leak it: the window of ids that recovery looks through may pass
+            # meanwhile.
             await self._engine.transact(forms.put_garbage, copy.id, 0, Striped(1, (copy.server,)))
         except BaseException:
             self._tier.discard(copy)  # the collector would not find it
@@ -175,9 +181,11 @@ class Stager:
             self._wake = trio.Event()
 
     def read(self, file: OpenInode) -> None:
-        """Somebody begins to read a file that has no copy: by policy it is staged meanwhile, for the next one.
+        """Somebody begins to read a file that has no copy: by policy it is staged meanwhile, for
+        the next one.
 
-        Not if so many wait that what has been read of them will not be in memory any more when it is their turn.
+        Not if so many wait that what has been read of them will not be in memory any more when it
+        is their turn.
         """
         inode = file.inode
         tier = (inode.policy or DEFAULT_POLICY).tier

@@ -1,5 +1,5 @@
-"""Waiting for files to be drained: until all of them are, whatever it takes, or until one of them cannot
-be."""
+"""Waiting for files to be drained: until all of them are, whatever it takes, or until one of them
+cannot be."""
 
 import math
 
@@ -8,15 +8,15 @@ import trio
 from aifs.core.errors import Busy, FsError
 
 GRACE_S = 5.0
-"""How long a file may be open for writing, or mapped, until ``strict`` waiting ends: a close(2) is told to us
-late."""
+"""How long a file may be open for writing, or mapped, until ``strict`` waiting ends: a close(2) is
+told to us late."""
 
 
 class Waiter:
     """Somebody who waits for some files, by inode number.
 
-    ``strict``: the wait ends with the error of a drain that fails, and with Busy where somebody may write to
-    a file.
+    ``strict``: the wait ends with the error of a drain that fails, and with Busy where somebody may
+    write to a file.
     """
 
     def __init__(self, inos: set[int], strict: bool) -> None:
