@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from aifs.core import faults
-from aifs.vfs import ownership, store
+from aifs.store import ownership, store
 from tests.support import engines
 from tests.support.memory import in_memory
 from tests.support.powercut import make_copies_one_disk

@@ -23,14 +23,14 @@ from aifs.data.checking.inspection import STEP, Inspection
 from aifs.data.checking.window import UNREADABLE as NOT_READ
 from aifs.data.checking.window import WRONG, Check
 from aifs.data.reading.buffers import BudgetedBuffers
+from aifs.files.chunk_users import users_of
 from aifs.layout.interleaved import STRIPE
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, degraded, forms, keys, moves, namespace
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import decode_inode
-from aifs.vfs.repair.judging import COPY_PIECE, Judgement, judge_copy
-from aifs.vfs.store import Store
-from aifs.vfs.tiers.chunk_users import users_of
+from aifs.store.store import Store
+from aifs.upkeep.judging import COPY_PIECE, Judgement, judge_copy
 
 _AT_ONCE = 4
 """Files and containers that are read at the same time."""

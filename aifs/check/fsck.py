@@ -22,13 +22,13 @@ from aifs.check.objects import ObjectCheck
 from aifs.check.scan import MetadataScan
 from aifs.core.config import Config
 from aifs.core.errors import FsError
+from aifs.files.collector import Collector
 from aifs.meta.kv import Engine
-from aifs.vfs.backups.backup import Backup
-from aifs.vfs.collector import Collector
-from aifs.vfs.ids import IdAllocator
+from aifs.store.backup import Backup
+from aifs.store.ids import IdAllocator
+from aifs.store.store import Store, open_store, set_clean
+from aifs.upkeep.strays import Strays
 from aifs.vfs.recovery import load_copies, recover
-from aifs.vfs.repair.strays import Strays
-from aifs.vfs.store import Store, open_store, set_clean
 
 
 def check(

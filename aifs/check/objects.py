@@ -26,7 +26,7 @@ from aifs.layout.striped import Striped
 from aifs.meta import keys
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Copy, Inode, decode_burst, decode_garbage, decode_inode
-from aifs.vfs.store import Store
+from aifs.store.store import Store
 
 ASIDE = "lost+found"
 """Directory of a server for objects that belong to no file. Some filesystems have one of this name,

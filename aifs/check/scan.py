@@ -27,7 +27,7 @@ from aifs.meta.chunks import decode_container
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.records import Garbage, Inode, decode_garbage, decode_inode, in_this_format
 from aifs.meta.trash import Doomed, decode_doomed
-from aifs.vfs.ids import WINDOW
+from aifs.store.ids import WINDOW
 
 BATCH = 2048
 

@@ -25,7 +25,7 @@ def format_command(source: str, force: bool) -> None:
     """
     from aifs.cli.output import print_facts
     from aifs.core import config
-    from aifs.vfs.store import format_store
+    from aifs.store.store import format_store
 
     loaded = config.load(source, {})
     uuid = format_store(loaded, force)

@@ -40,8 +40,8 @@ def backup_command(source: str, directory: str) -> None:
     from aifs.cli.mounts import FSTYPE, mounted_at
     from aifs.core import config
     from aifs.core.errors import StoreBusy
-    from aifs.vfs.backups.restore import back_up
-    from aifs.vfs.owner import read_owner
+    from aifs.store.owner import read_owner
+    from aifs.store.restore import back_up
 
     directory = os.path.abspath(directory) if directory else ""
     mount = mounted_at(os.path.realpath(source))
@@ -96,7 +96,7 @@ def list_command(source: str, directory: str, as_json: bool) -> None:
     from aifs.cli.output import print_json, print_table
     from aifs.core import config
     from aifs.core.units import describe_size
-    from aifs.vfs.backups.restore import answering, find, states
+    from aifs.store.restore import answering, find, states
 
     found = list(states(find(answering(config.load(source, {})), directory)[1]))
     if as_json:
@@ -142,7 +142,7 @@ def restore_command(source: str, directory: str, at: int | None, force: bool) ->
     made; what was written since, or its objects, stays on the servers, unknown: aifs fsck names it.
     """
     from aifs.core import config
-    from aifs.vfs.backups.restore import answering, find, restore
+    from aifs.store.restore import answering, find, restore
 
     loaded = answering(config.load(source, {}))
     _require_unmounted(find(loaded, "")[0])

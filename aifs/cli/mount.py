@@ -78,7 +78,7 @@ def mount_command(
     from aifs.core import config, log
     from aifs.data.marker import read_marker
     from aifs.fuse.options import parse
-    from aifs.vfs.store import require_metadata
+    from aifs.store.store import require_metadata
 
     mount_options, overrides = parse(options, config.known_keys(), os.geteuid() == 0, sloppy)
     if mount_options.remount:

@@ -88,7 +88,7 @@ def _daemon_of(mount: Mount) -> int | None:
     or that cannot be seen.
     """
     from aifs.core import config
-    from aifs.vfs.owner import find_holder
+    from aifs.store.owner import find_holder
 
     with suppress(OSError, UserError):
         pid = find_holder(config.load(mount.source, {}).meta.directory)

@@ -118,8 +118,8 @@ async def _by_ourselves(fs: Any, order: str) -> dict[str, Any]:
     import trio
 
     from aifs.cli.progress import progress
+    from aifs.files.types import ROOT
     from aifs.meta.keys import ROOT_INO
-    from aifs.vfs.types import ROOT
 
     await fs.scrub.load()
     if order:

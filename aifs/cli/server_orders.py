@@ -1,7 +1,7 @@
 """How ``aifs server`` reaches a store: by the mount that has it, or by opening it for as long as
 the command runs.
 
-Both ways the filesystem is told by extended attributes of its root (vfs/servers/server_hints.py),
+Both ways the filesystem is told by extended attributes of its root (vfs/server_hints.py),
 and asked in the same way.
 """
 
@@ -68,8 +68,8 @@ class OpenDoor:
         self.where = self.source = where
 
     async def order(self, name: str, **fields: Any) -> None:
+        from aifs.files.types import ROOT
         from aifs.meta.keys import ROOT_INO
-        from aifs.vfs.types import ROOT
 
         try:
             await self.fs.setxattr(
@@ -110,8 +110,8 @@ async def look(place: str) -> dict[str, Any]:
 
     Raises as ``opened``.
     """
-    from aifs.vfs.servers.server_admin import describe_idle
-    from aifs.vfs.store import open_store
+    from aifs.store.store import open_store
+    from aifs.upkeep.server_admin import describe_idle
 
     mountpoint = _mountpoint(place)
     if not mountpoint:
@@ -140,7 +140,7 @@ def _mountpoint(place: str) -> str:
 def _mount_of(config: Config, busy: StoreBusy) -> str:
     """Where the store that is in use is mounted on this host. Raises ``busy`` if nowhere."""
     from aifs.cli.mounts import require_answer
-    from aifs.vfs.owner import read_owner
+    from aifs.store.owner import read_owner
 
     owner = read_owner(config.meta.directory)
     if owner is None or owner.closed or not owner.mountpoint or owner.host != socket.gethostname():

@@ -16,7 +16,7 @@ from aifs.cli.output import print_error
 from aifs.core.errors import MountError, TimeoutReached, UserError
 
 if TYPE_CHECKING:
-    from aifs.vfs.owner import Owner
+    from aifs.store.owner import Owner
 
 NOTICE_S = 5.0
 _PAUSE_S = 0.5
@@ -114,7 +114,7 @@ def _wait(
     Raises TimeoutReached; MountError if the store could not be closed in order.
     """
     from aifs.cli.mounts import SAFE
-    from aifs.vfs.owner import IN_ORDER
+    from aifs.store.owner import IN_ORDER
 
     pid, said, closed_s = status["pid"], "", 0.0
     notice_s = time.monotonic() + NOTICE_S
@@ -161,7 +161,7 @@ def _require_orderly_end(mountpoint: str, status: dict[str, Any]) -> None:
     """
     from aifs.cli.mounts import SAFE
     from aifs.core import config
-    from aifs.vfs.owner import IN_ORDER
+    from aifs.store.owner import IN_ORDER
 
     owner = _owner(status)
     if owner is not None and owner.closed != IN_ORDER:
@@ -177,7 +177,7 @@ def _owner(status: dict[str, Any]) -> "Owner | None":
     closed that in order.
     """
     from aifs.core import config
-    from aifs.vfs.owner import read_owner
+    from aifs.store.owner import read_owner
 
     try:
         owner = read_owner(config.load(status["source"], {}).meta.directory)

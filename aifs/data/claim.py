@@ -1,7 +1,7 @@
 """Claims: the file ``owner`` in each data server and burst directory, which says who has the store
 it belongs to.
 
-The metadata directory has a lock (vfs/owner.py), but metadata can be copied, or restored, and used
+The metadata directory has a lock (store/owner.py), but metadata can be copied, or restored, and used
 elsewhere with the same data servers. So whoever opens a store claims each of its directories, with
 an *epoch* that is larger than all before; of two claims the one with the larger epoch counts, and
 who finds one that has ended the own must not touch the store any more. What is compared are epochs

@@ -15,13 +15,13 @@ import trio
 from aifs.core import ioctl
 from aifs.core.errors import Invalid, NoSuchIoctl, NotSupported
 from aifs.core.ioctl import Command
+from aifs.files.types import Caller
 from aifs.fuse.operations import PREFERRED_IO, answers
 from aifs.fuse.requests import Scheduler
 from aifs.meta.publishing import Publication
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.groups.group_text import make_options
-from aifs.vfs.types import Caller
 
 INTERRUPT, IOCTL, FALLOCATE, LSEEK, COPY_FILE_RANGE, SYNCFS, STATX, COPY_FILE_RANGE_64 = (
     36,

@@ -25,13 +25,13 @@ from pyfuse3 import (
 
 from aifs.core.config import KernelConfig
 from aifs.core.errors import FsError, NotFound
+from aifs.files.types import Opened, SetAttr
 from aifs.fuse.bridge import HANDLE_BITS
 from aifs.fuse.kernel_cache import KernelCache, drop_attributes
 from aifs.fuse.requests import Scheduler
 from aifs.meta import acl
 from aifs.meta.records import Inode
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.types import Opened, SetAttr
 
 log = logging.getLogger(__name__)
 

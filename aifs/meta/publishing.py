@@ -46,7 +46,7 @@ _NAMED_MAX = 8  # ranks that a message names
 
 class Asker(NamedTuple):
     """Who has asked for something that the daemon does later, with this one's rights. It stands for
-    a caller (vfs/types.py) whose process may have ended."""
+    a caller (files/types.py) whose process may have ended."""
 
     uid: int
     gids: tuple[int, ...]

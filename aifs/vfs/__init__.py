@@ -4,8 +4,8 @@ data, layout, core.
 ``open_filesystem`` gives a ``Filesystem``; ``store.format_store`` makes the store that it opens.
 """
 
+from aifs.files.types import Caller, SetAttr, StatFs
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.lifecycle import open_filesystem
-from aifs.vfs.types import Caller, SetAttr, StatFs
 
 __all__ = ["Caller", "Filesystem", "SetAttr", "StatFs", "open_filesystem"]

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from aifs.core.errors import AccessDenied, NotSupported
+from aifs.files.types import SetAttr
 from aifs.meta import acl, keys, namespace
 from aifs.meta.kv import Transaction
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT, Inode
-from aifs.vfs.types import SetAttr
 
 CAPABILITIES = b"security.capability"
 

@@ -16,18 +16,16 @@ import trio
 from aifs.core import ioctl
 from aifs.core.errors import NoAttribute, NotPermitted
 from aifs.core.log import logger
+from aifs.files import permissions, ranges
+from aifs.files.open_inode import OpenInode
+from aifs.files.types import BLOCK_SIZE, ROOT, CallerLike, Opened, SetAttr, StatFs
 from aifs.meta import acl, keys, namespace, xattrs
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, Inode
-from aifs.vfs import attributes, hints
+from aifs.store.store import Store
+from aifs.vfs import attributes, burst_hints, hints
 from aifs.vfs.groups.grouping import Grouping
-from aifs.vfs.io import ranges
-from aifs.vfs.io.open_inode import OpenInode
-from aifs.vfs.publishing import permissions
 from aifs.vfs.recovery import Recovered
-from aifs.vfs.store import Store
-from aifs.vfs.tiers import burst_hints
-from aifs.vfs.types import BLOCK_SIZE, ROOT, CallerLike, Opened, SetAttr, StatFs
 
 _log = logger(__name__)
 
@@ -373,7 +371,7 @@ class Filesystem(Grouping):
         self, parent: int, name: bytes, caller: CallerLike = ROOT, locked: bool = False
     ) -> None:
         """Remove a directory with all that lies below it, at a cost that does not depend on how
-        much it is (vfs/publishing/trash.py).
+        much it is (upkeep/trash.py).
 
         The kernel neither does nor checks it, so who may is decided here: who may remove the name,
         and owns the directory. It sees the name no more when this returns; soon, if it holds the

@@ -39,6 +39,7 @@ from typing import Any, Protocol
 
 from aifs.core.errors import Invalid, NoAttribute, NotPermitted
 from aifs.core.units import format_size, parse_size
+from aifs.files.types import ATIMES, SIZE_MAX, CallerLike
 from aifs.layout.hint import (
     DEFAULT_POLICY,
     PUBLISHES,
@@ -52,15 +53,12 @@ from aifs.layout.redundancy import PLAIN
 from aifs.layout.striped import Striped
 from aifs.meta.publishing import Publication
 from aifs.meta.records import Inode
-from aifs.vfs import reports, rights
+from aifs.upkeep import scrub
+from aifs.vfs import burst_hints, reports, rights, server_hints
 from aifs.vfs.groups import group_hints
 from aifs.vfs.publishing import pending
 from aifs.vfs.publishing.retention import Retention
 from aifs.vfs.refusals import Refusals
-from aifs.vfs.repair import scrub
-from aifs.vfs.servers import server_hints
-from aifs.vfs.tiers import burst_hints
-from aifs.vfs.types import ATIMES, SIZE_MAX, CallerLike
 
 PREFIX = b"user.aifs."
 

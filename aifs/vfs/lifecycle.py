@@ -12,9 +12,9 @@ from aifs.core.log import logger
 from aifs.core.tasks import first_error
 from aifs.data.patience import FOR_EVER
 from aifs.data.patience import background as in_background
+from aifs.store.store import Store, open_store, set_clean
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.recovery import load_copies, recover
-from aifs.vfs.store import Store, open_store, set_clean
 
 _log = logger(__name__)
 
@@ -34,7 +34,7 @@ async def open_filesystem(
     """Own the store, recover it, and serve until the block ends; then everything is made durable.
 
     Raises StoreError, StoreBusy; StoreBusy also at the end, if another process has taken the store
-    over meanwhile: then nothing is written any more (vfs/ownership.py). ``force``: see
+    over meanwhile: then nothing is written any more (store/ownership.py). ``force``: see
     ``open_store``. A store that is opened read-only is recovered all the same, as ext4 does.
     """
     store = await open_store(

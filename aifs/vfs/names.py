@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterable
 
 from aifs.core.errors import Invalid, NameTooLong, NotFound
+from aifs.files.types import CallerLike, Opened
 from aifs.layout.hint import Policy
 from aifs.meta import namespace
 from aifs.meta.records import Copy, Inode
+from aifs.store.store import Store
 from aifs.vfs.parts import Parts
-from aifs.vfs.store import Store
-from aifs.vfs.types import CallerLike, Opened
 
 _READDIR_BATCH = 32  # of the about 180 entries of one reply; the last batch is read in part in vain
 _POLICIES_MAX = 1024

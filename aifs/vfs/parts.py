@@ -4,28 +4,28 @@ it.
 
 from aifs.burst.tier import BurstTier
 from aifs.data.latency import Hedging
-from aifs.vfs.backups.backup import Backup
-from aifs.vfs.collector import Collector
+from aifs.files.collector import Collector
+from aifs.files.containers import Containers
+from aifs.files.drain import Drain
+from aifs.files.file_io import FileIO
+from aifs.files.handles import Handles
+from aifs.files.stage import Stager
+from aifs.files.writeback import WriteBack
+from aifs.store.backup import Backup
+from aifs.store.ids import IdAllocator
+from aifs.store.store import Store
+from aifs.upkeep.compaction import Compaction
+from aifs.upkeep.evict import Evictor
+from aifs.upkeep.from_copies import FromCopies
+from aifs.upkeep.rebuild import Rebuild
+from aifs.upkeep.scrub import Scrub
+from aifs.upkeep.server_admin import ServerAdmin
+from aifs.upkeep.trash import Trash
 from aifs.vfs.groups.course import Course
 from aifs.vfs.groups.group_drain import GroupDrain, Report
 from aifs.vfs.groups.groups import Groups
 from aifs.vfs.groups.members import Members
-from aifs.vfs.ids import IdAllocator
-from aifs.vfs.io.file_io import FileIO
-from aifs.vfs.io.handles import Handles
-from aifs.vfs.io.writeback import WriteBack
 from aifs.vfs.publishing.retention import Retention
-from aifs.vfs.publishing.trash import Trash
-from aifs.vfs.repair.from_copies import FromCopies
-from aifs.vfs.repair.rebuild import Rebuild
-from aifs.vfs.repair.scrub import Scrub
-from aifs.vfs.servers.server_admin import ServerAdmin
-from aifs.vfs.store import Store
-from aifs.vfs.tiers.compaction import Compaction
-from aifs.vfs.tiers.containers import Containers
-from aifs.vfs.tiers.drain import Drain
-from aifs.vfs.tiers.evict import Evictor
-from aifs.vfs.tiers.stage import Stager
 
 
 class Parts:

@@ -15,18 +15,19 @@ from aifs.core.tasks import run_all
 from aifs.data.objects.striped import StripedObjects, delete_objects
 from aifs.data.server import DataServer, Missing
 from aifs.data.workers import outcomes
+from aifs.files.collector import Collector
+from aifs.files.drain import Undrained
 from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
 from aifs.meta import forms, keys, moves, namespace
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import BurstRecord, Inode, decode_burst
 from aifs.meta.server_uses import is_file_whole
-from aifs.vfs.collector import Collector
-from aifs.vfs.ids import last_windows
-from aifs.vfs.repair import scrub_state
-from aifs.vfs.repair.judging import COPY_PIECE, Judgement, judge_copy
-from aifs.vfs.store import Store
-from aifs.vfs.tiers.evict import missing
+from aifs.store.ids import last_windows
+from aifs.store.store import Store
+from aifs.upkeep import scrub_state
+from aifs.upkeep.evict import missing
+from aifs.upkeep.judging import COPY_PIECE, Judgement, judge_copy
 
 _log = logger(__name__)
 
@@ -259,14 +260,6 @@ def _is_known(tx: ReadTransaction, ino: int, oid: int) -> bool:
 
 
 # --- burst copies ---------------------------------------------------------------------------------
-
-
-class Undrained(NamedTuple):
-    """A file that has to be drained: inode number, since when, size."""
-
-    ino: int
-    since_ns: int
-    size: int
 
 
 async def load_copies(

@@ -9,7 +9,7 @@ from typing import Any
 
 from aifs.core.errors import Busy, FsError, Invalid
 from aifs.core.log import logger
-from aifs.vfs.types import CallerLike
+from aifs.files.types import CallerLike
 
 _log = logger(__name__)
 

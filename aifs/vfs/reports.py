@@ -10,6 +10,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from aifs.burst.tier import BurstTier
+from aifs.files.collector import Collector
+from aifs.files.drain import Drain
+from aifs.files.file_io import FileIO
+from aifs.files.handles import Handles
+from aifs.files.stage import Stager
+from aifs.files.types import ROOT, CallerLike
 from aifs.layout.hint import format_layout_hint
 from aifs.layout.placement import ACTIVE
 from aifs.layout.striped import Striped
@@ -18,23 +24,17 @@ from aifs.meta.chunks import find_container
 from aifs.meta.extents import shares_of
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
-from aifs.vfs.backups.backup import Backup
-from aifs.vfs.collector import Collector
+from aifs.store.backup import Backup
+from aifs.store.store import Store
+from aifs.upkeep.evict import Evictor
+from aifs.upkeep.from_copies import FromCopies
+from aifs.upkeep.rebuild import Rebuild
+from aifs.upkeep.scrub import Scrub
+from aifs.upkeep.trash import Trash
+from aifs.vfs import burst_hints
 from aifs.vfs.groups.course import Course
 from aifs.vfs.groups.group_drain import GroupDrain
-from aifs.vfs.io.file_io import FileIO
-from aifs.vfs.io.handles import Handles
-from aifs.vfs.publishing.trash import Trash
 from aifs.vfs.recovery import Recovered
-from aifs.vfs.repair.from_copies import FromCopies
-from aifs.vfs.repair.rebuild import Rebuild
-from aifs.vfs.repair.scrub import Scrub
-from aifs.vfs.store import Store
-from aifs.vfs.tiers import burst_hints
-from aifs.vfs.tiers.drain import Drain
-from aifs.vfs.tiers.evict import Evictor
-from aifs.vfs.tiers.stage import Stager
-from aifs.vfs.types import ROOT, CallerLike
 
 _TYPES = {
     stat.S_IFREG: "file",

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from aifs.core import ioctl
 from aifs.core.errors import NoAttribute, NotPermitted
 from aifs.core.ioctl import Command
+from aifs.files.permissions import READ, WRITE, require_may, require_owner
+from aifs.files.types import CallerLike
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.records import Inode
-from aifs.vfs.publishing.permissions import READ, WRITE, require_may, require_owner
-from aifs.vfs.types import CallerLike
 
 Rule = Callable[[Inode, CallerLike], None]
 """Raises AccessDenied, NotPermitted or NoAttribute for who may not."""

@@ -12,9 +12,9 @@ import trio
 
 from aifs.core import files
 from aifs.core.errors import OutOfMemory, Unavailable
+from aifs.files.types import Caller
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.types import Caller
 from tests.support import modes
 from tests.support.data_servers import failing, hooked
 from tests.support.stores import drained, moved_out, opened, read_file, write_file

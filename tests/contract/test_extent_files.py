@@ -20,8 +20,8 @@ from aifs.meta import chunks, keys, namespace
 from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.server_uses import scan_chunk_lists
+from aifs.upkeep.judging import COPY_PIECE
 from aifs.vfs import Filesystem, open_filesystem
-from aifs.vfs.repair.judging import COPY_PIECE
 from aifs.vfs.reports import describe
 from tests.support import modes, shared
 from tests.support.shared import Segment

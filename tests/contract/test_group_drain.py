@@ -18,6 +18,8 @@ from aifs.check.salvage.rebuild import rebuild
 from aifs.core import faults
 from aifs.core.errors import NoSpace, Unavailable
 from aifs.data.objects import object_label
+from aifs.files import containers
+from aifs.files.types import ROOT, SetAttr
 from aifs.layout.hint import Policy
 from aifs.layout.interleaved import is_variable, redundancy_of
 from aifs.layout.redundancy import Redundancy
@@ -28,8 +30,6 @@ from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.groups import digests, storing
 from aifs.vfs.groups.group_drain import GroupDrain, Options, Outcome, Prepared, Report
 from aifs.vfs.groups.storing import Storing
-from aifs.vfs.tiers import containers
-from aifs.vfs.types import ROOT, SetAttr
 from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
 from tests.support.points import once

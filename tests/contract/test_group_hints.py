@@ -487,7 +487,7 @@ async def test_a_file_that_is_opened_again_counts_when_it_is_closed(directory: P
 
 @pytest.mark.parametrize("prepared", [False, True])
 async def test_a_truncated_file_is_stored_as_it_is_then(directory: Path, prepared: bool) -> None:
-    from aifs.vfs.types import SetAttr
+    from aifs.files.types import SetAttr
 
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=2,commit=explicit")

@@ -13,8 +13,8 @@ import pytest
 import trio
 
 from aifs.core import filesystems
+from aifs.files.types import SetAttr
 from aifs.vfs import Caller
-from aifs.vfs.types import SetAttr
 from tests.support import modes
 from tests.support.data_servers import hooked
 from tests.support.kernel import Kernel

@@ -19,9 +19,8 @@ from aifs.core.files import KEEP_SIZE, PUNCH_HOLE
 from aifs.core.ioctl import Command
 from aifs.fuse.handed_over import HandedOver
 from aifs.fuse.requests import Scheduler
-from aifs.vfs import Caller, Filesystem, SetAttr, hints, reports, rights
+from aifs.vfs import Caller, Filesystem, SetAttr, hints, reports, rights, server_hints
 from aifs.vfs.refusals import Refusals
-from aifs.vfs.servers import server_hints
 from tests.contract.test_group_hints import in_state
 from tests.support import modes, stores
 from tests.support.stores import OWNER, put

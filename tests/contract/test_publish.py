@@ -30,14 +30,14 @@ from aifs.core.errors import (
     NotPermitted,
     Unavailable,
 )
+from aifs.files import waiter
+from aifs.files.types import ROOT as ROOT_USER
 from aifs.meta import keys, namespace, publishing
 from aifs.meta.kv import Transaction
 from aifs.meta.publishing import Publication
 from aifs.meta.records import IMMUTABLE
 from aifs.vfs import Caller, Filesystem, SetAttr
 from aifs.vfs.publishing import manifests
-from aifs.vfs.tiers import waiter
-from aifs.vfs.types import ROOT as ROOT_USER
 from tests.support import modes, stores
 from tests.support.kernel import Kernel
 from tests.support.stores import OWNER, put, read_file
@@ -610,7 +610,7 @@ async def test_publishing_needs_what_rename_needs(directory: Path) -> None:
 
 
 async def test_supplementary_groups_count(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from aifs.vfs.publishing import permissions
+    from aifs.files import permissions
 
     monkeypatch.setattr(permissions, "_groups", lambda pid: {77} if pid == 5 else set())
     async with opened(directory) as fs:
@@ -893,7 +893,7 @@ async def test_a_mark_of_an_earlier_version_removes_nothing_until_it_is_set_anew
 async def test_a_mark_counts_with_the_groups_of_who_set_it(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from aifs.vfs.publishing import permissions
+    from aifs.files import permissions
 
     monkeypatch.setattr(permissions, "_groups", lambda pid: {77} if pid == 5 else set())
     async with opened(directory) as fs:

@@ -11,14 +11,14 @@ import pytest
 from aifs.core import files
 from aifs.core.errors import NoSuchAddress
 from aifs.data.server import DataServer
+from aifs.files import containers, draining
+from aifs.files.ranges import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE
+from aifs.files.types import ROOT, SetAttr
 from aifs.layout.interleaved import Interleaved
 from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.io.ranges import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE
-from aifs.vfs.tiers import containers, draining
-from aifs.vfs.types import ROOT, SetAttr
 from tests.support import modes
 from tests.support.points import once
 from tests.support.stores import (

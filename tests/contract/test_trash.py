@@ -18,13 +18,13 @@ from aifs.check import repair
 from aifs.check.fsck import check
 from aifs.core.errors import AccessDenied, NotADirectory, NotFound, NotPermitted, ReadOnly
 from aifs.data.naming import StoredObject, list_all
+from aifs.files import collector as vfs_collector
 from aifs.meta import keys
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.namespace import put_inode
 from aifs.meta.trash import Doomed
+from aifs.upkeep import trash as vfs_trash
 from aifs.vfs import Caller, Filesystem, SetAttr, open_filesystem
-from aifs.vfs import collector as vfs_collector
-from aifs.vfs.publishing import trash as vfs_trash
 from tests.support import modes
 
 ROOT, OWNER, OTHER = 1, Caller(uid=1000, gid=1000), Caller(uid=2000, gid=2000)

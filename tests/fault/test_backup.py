@@ -19,10 +19,10 @@ from aifs.core.errors import FsError, NoSpace, StoreError, Unavailable
 from aifs.data import backups
 from aifs.data.naming import BACKUP, StoredObject, list_all
 from aifs.meta.backup import BASE, parse_name
+from aifs.store import backup as vfs_backup
+from aifs.store import restore as vfs_restore
+from aifs.store.restore import Found, back_up, find, restore, states
 from aifs.vfs import Caller, Filesystem, open_filesystem
-from aifs.vfs.backups import backup as vfs_backup
-from aifs.vfs.backups import restore as vfs_restore
-from aifs.vfs.backups.restore import Found, back_up, find, restore, states
 from tests.support import modes
 from tests.support.churn import UNIT, Churn, read_tree
 from tests.support.data_servers import failing
@@ -488,7 +488,7 @@ def test_a_restore_that_fails_leaves_nothing(source: Path, monkeypatch: pytest.M
 
 def test_the_format_of_the_store_is_checked(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lose_metadata(source)
-    monkeypatch.setattr("aifs.vfs.backups.restore.FORMAT", 99)
+    monkeypatch.setattr("aifs.store.restore.FORMAT", 99)
     with pytest.raises(StoreError, match="this version knows 99"):
         restore(modes.config_of(source), "", None)
 

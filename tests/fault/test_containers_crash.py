@@ -28,6 +28,10 @@ from aifs.data.containers.scan import ContainerScan
 from aifs.data.objects.striped import delete_objects
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
+from aifs.files import containers as vfs_containers
+from aifs.files.chunk_users import users_of
+from aifs.files.collector import Collector
+from aifs.files.containers import Containers
 from aifs.layout.interleaved import (
     HEADER_BYTES,
     Extent,
@@ -44,13 +48,9 @@ from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.records import Inode
 from aifs.meta.servers import ServerRecord, put_servers
-from aifs.vfs import ids as vfs_ids
-from aifs.vfs.collector import Collector
-from aifs.vfs.ids import IdAllocator
-from aifs.vfs.tiers import containers as vfs_containers
-from aifs.vfs.tiers.chunk_users import users_of
-from aifs.vfs.tiers.compaction import Compaction
-from aifs.vfs.tiers.containers import Containers
+from aifs.store import ids as vfs_ids
+from aifs.store.ids import IdAllocator
+from aifs.upkeep.compaction import Compaction
 from tests.support.data_servers import failing, hooked, list_window, make_table, opened
 from tests.support.powercut import PowerCut
 

@@ -19,7 +19,7 @@ from aifs.core.errors import AifsError, StoreError, Unavailable
 from aifs.meta import keys
 from aifs.meta.kv import DamagedRecord
 from aifs.meta.lmdb_engine import LmdbEngine
-from aifs.vfs.backups.restore import back_up
+from aifs.store.restore import back_up
 from tests.support import modes
 from tests.support.damaged import DamagedStore
 from tests.support.stores import opened, read_file, require_sound, write_file

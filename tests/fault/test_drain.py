@@ -14,13 +14,13 @@ import trio
 
 from aifs.core import faults
 from aifs.core.errors import NotFound
+from aifs.files.types import ROOT, SetAttr
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.striped import Striped
 from aifs.meta import keys
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.records import Copy
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.types import ROOT, SetAttr
 from tests.support import modes
 from tests.support.data_servers import failing, hooked
 from tests.support.points import crash, once

@@ -26,9 +26,9 @@ from aifs.meta import chunks, keys
 from aifs.meta.degraded import find_degraded
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import decode_inode
+from aifs.store import backup
+from aifs.store.store import open_store
 from aifs.vfs import open_filesystem
-from aifs.vfs.backups import backup
-from aifs.vfs.store import open_store
 from tests.support import lives, modes
 from tests.support.churn import UNIT, WEIGHTS, Churn, read_tree
 from tests.support.kernel import Kernel

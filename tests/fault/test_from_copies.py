@@ -22,11 +22,11 @@ from aifs.core import faults
 from aifs.core import files as core_files
 from aifs.core.config import Config
 from aifs.core.errors import Busy, Unavailable
+from aifs.files.types import ROOT
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys, namespace
+from aifs.upkeep import scrub as scrub_module
 from aifs.vfs import Filesystem, open_filesystem
-from aifs.vfs.repair import scrub as scrub_module
-from aifs.vfs.types import ROOT
 from tests.support.modes import config_of, make_store
 from tests.support.powercut import PowerCut, is_crash
 

@@ -12,12 +12,12 @@ import trio
 from aifs.check.fsck import check
 from aifs.core import faults
 from aifs.core.tasks import first_error
+from aifs.files.types import ROOT
 from aifs.layout.hint import Policy
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs import open_filesystem
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.groups.group_drain import GroupDrain, Options, Outcome, Prepared, Report
-from aifs.vfs.types import ROOT
 from tests.support.modes import WAITING, config_of, make_store
 from tests.support.powercut import PowerCut, make_sizes_small
 

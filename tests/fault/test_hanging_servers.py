@@ -22,14 +22,14 @@ from aifs.data.containers.readers import Entry, PlainReader
 from aifs.data.objects.columns import Columns
 from aifs.data.objects.striped import StripedObjects
 from aifs.data.server import DataServer
+from aifs.files.types import SetAttr
 from aifs.layout.placement import DRAINING
 from aifs.layout.striped import Striped
 from aifs.meta import chunks
 from aifs.meta.backup import newest, parse_name
+from aifs.upkeep import scrub
 from aifs.vfs import open_filesystem, reports
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.repair import scrub
-from aifs.vfs.types import SetAttr
 from tests.support import modes, stores
 from tests.support.data_servers import hooked
 from tests.support.hanging import ALL, WAIT_S, answered, hanging, until

@@ -17,9 +17,10 @@ from aifs.core import faults, files
 from aifs.core.config import Config
 from aifs.core.errors import StoreBusy, StoreError, Unavailable
 from aifs.data.claim import put_claim, read_claim
-from aifs.vfs import Filesystem, open_filesystem, ownership
-from aifs.vfs.backups.restore import restore
-from aifs.vfs.store import format_store
+from aifs.store import ownership
+from aifs.store.restore import restore
+from aifs.store.store import format_store
+from aifs.vfs import Filesystem, open_filesystem
 from tests.support import modes
 from tests.support.hanging import hanging, until
 from tests.support.stores import LIMIT_S, drained, read_file, require_sound, served, write_file

@@ -15,13 +15,13 @@ import trio
 from aifs.check.fsck import check
 from aifs.core.errors import NoSpace
 from aifs.data.containers.scan import ContainerScan
+from aifs.files.draining import Draining
+from aifs.files.types import ROOT
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.placement import DRAINING
 from aifs.meta import chunks, keys, servers
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.tiers.draining import Draining
-from aifs.vfs.types import ROOT
 from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
 from tests.support.stores import drained, numbers, read_file, write_file

@@ -15,12 +15,12 @@ import pytest
 import trio
 
 from aifs.core import faults
+from aifs.files.types import ROOT
 from aifs.layout.placement import DRAINING, LOST
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, degraded, keys, moves
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.types import ROOT
 from tests.support import modes, stores
 from tests.support.data_servers import failing
 from tests.support.points import crash

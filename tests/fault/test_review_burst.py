@@ -11,11 +11,11 @@ import trio
 import trio.testing
 
 from aifs.core.errors import NoSpace, Unavailable
+from aifs.files.types import ROOT, SetAttr
 from aifs.meta import chunks, keys
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.publishing import barrier
-from aifs.vfs.types import ROOT, SetAttr
 from tests.fault.test_drain import path_of, write_file
 from tests.fault.test_review_races import holding
 from tests.support import modes

@@ -26,9 +26,9 @@ from aifs.data.objects import object_label
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.meta.keys import ROOT_INO
+from aifs.store.restore import restore
+from aifs.store.store import format_store
 from aifs.vfs import Caller, Filesystem, open_filesystem
-from aifs.vfs.backups.restore import restore
-from aifs.vfs.store import format_store
 from tests.support import modes, shared
 
 SERVERS = 5

@@ -16,12 +16,12 @@ from aifs.check.fsck import check
 from aifs.core.config import Config
 from aifs.core.errors import Unavailable
 from aifs.data.objects.columns import Columns
+from aifs.files.types import Caller
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys, namespace
+from aifs.upkeep import scrub as scrub_module
+from aifs.upkeep import scrub_state
 from aifs.vfs import Filesystem, open_filesystem
-from aifs.vfs.repair import scrub as scrub_module
-from aifs.vfs.repair import scrub_state
-from aifs.vfs.types import Caller
 from tests.support.data_servers import failing
 from tests.support.modes import config_of, make_store
 from tests.support.spoil import flip

@@ -22,16 +22,16 @@ from aifs.core.errors import Busy, FsError, Invalid, NotPermitted, StoreError, U
 from aifs.core.faults import SimulatedCrash
 from aifs.data import patience
 from aifs.data import servers as data_servers
+from aifs.files.types import ROOT
 from aifs.layout.placement import BURST_FIRST
 from aifs.meta import keys
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.servers import mark_unprotected
+from aifs.store.directories import same_directories
+from aifs.store.store import format_store, open_store
+from aifs.upkeep import server_admin
 from aifs.vfs import Caller
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.servers import server_admin
-from aifs.vfs.servers.directories import same_directories
-from aifs.vfs.store import format_store, open_store
-from aifs.vfs.types import ROOT
 from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
 from tests.support.hanging import hanging, until

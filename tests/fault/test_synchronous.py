@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import trio
 
+from aifs.files.types import Caller
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs import open_filesystem
-from aifs.vfs.types import Caller
 from tests.support import modes
 from tests.support.kernel import Kernel
 from tests.support.powercut import PowerCut

@@ -18,15 +18,15 @@ from aifs.core.config import Config
 from aifs.data.containers.chunk_codec import digest_of
 from aifs.data.containers.pieces import Source
 from aifs.data.naming import object_path
+from aifs.files.types import Caller, SetAttr
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.placement import BURST_FIRST
 from aifs.meta import chunk_lists, chunks, keys, namespace
 from aifs.meta.chunks import Chunks
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import Copy, Dentry, Inode, decode_burst, decode_dentry, encode_entry
+from aifs.store.store import format_store, open_store
 from aifs.vfs import Filesystem, open_filesystem
-from aifs.vfs.store import format_store, open_store
-from aifs.vfs.types import Caller, SetAttr
 from tests.support import shared
 from tests.support.shared import Segment
 

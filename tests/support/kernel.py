@@ -14,8 +14,8 @@ from typing import Any, Self
 
 from aifs.core import files
 from aifs.core.errors import BadHandle, FileTooLarge, FsError, NoSpace, Unavailable
+from aifs.files.types import Opened
 from aifs.vfs import Filesystem
-from aifs.vfs.types import Opened
 
 _NOT_DIRECT = (None, 0)
 _ERRORS = {

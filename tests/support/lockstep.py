@@ -14,7 +14,7 @@ import trio
 
 from aifs.core.config import Config
 from aifs.core.errors import FsError
-from aifs.vfs.types import Caller, SetAttr
+from aifs.files.types import Caller, SetAttr
 from tests.support.kernel import Kernel
 from tests.support.oracle import PAGE, ROOT, Oracle, OracleInode, Stamp
 from tests.support.sequences import Op, payload

@@ -9,7 +9,7 @@ import os
 import random
 import stat
 
-from aifs.vfs.io.ranges import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE
+from aifs.files.ranges import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE
 from tests.support.oracle import EXCHANGE, NOREPLACE
 from tests.support.sequences import Op, Weighted
 

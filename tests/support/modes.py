@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from aifs.core.config import DIRECTORY_FILE, Config, load
-from aifs.vfs.store import format_store
+from aifs.store.store import format_store
 
 OFF = {"burst.directories": ""}
 ON = {"burst.drain_delay": "0s", "burst.throttle_max": "0s"}

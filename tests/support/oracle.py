@@ -10,7 +10,7 @@ import stat
 from dataclasses import dataclass, field
 
 from aifs.core import errors
-from aifs.vfs.io import ranges
+from aifs.files import ranges
 
 NOREPLACE, EXCHANGE = 1, 2
 PAGE = 4096

@@ -9,9 +9,9 @@ import os
 import random
 import stat
 
+from aifs.files.ranges import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE
 from aifs.meta import acl
 from aifs.meta.acl import Entry
-from aifs.vfs.io.ranges import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE
 from tests.support.sequences import Op, Weighted, payload
 
 SLOTS = 6

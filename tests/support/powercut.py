@@ -28,11 +28,11 @@ import pytest
 
 from aifs.burst import spares
 from aifs.core import faults, files
+from aifs.files import containers
 from aifs.meta import chunks, journal, lmdb_database, lmdb_engine
 from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.lmdb_database import AFTER_LMDB, BEFORE_COMMIT
-from aifs.vfs import ids, ownership
-from aifs.vfs.tiers import containers
+from aifs.store import ids, ownership
 
 MAPPED = "data.mdb"
 _META_PAGES_BYTES = 2 * 4096

@@ -13,13 +13,13 @@ from aifs.core.errors import Stale
 from aifs.data.containers import pieces
 from aifs.data.containers.chunk_codec import digest_of
 from aifs.data.containers.pieces import HashedPiece
+from aifs.files import path_hints
 from aifs.layout.interleaved import Extent, Growth, Interleaved, Location, named
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, extents, namespace, shared
 from aifs.meta.kv import Transaction
 from aifs.vfs import Caller, Filesystem
-from aifs.vfs.tiers import path_hints
 
 ME = Caller()
 

@@ -13,10 +13,10 @@ import trio
 
 from aifs.check.fsck import check
 from aifs.core.config import Config
+from aifs.files.types import ROOT
 from aifs.meta import keys
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs import Caller, Filesystem, open_filesystem
-from aifs.vfs.types import ROOT
 from tests.support import modes
 
 OWNER = Caller(uid=1000, gid=1000)

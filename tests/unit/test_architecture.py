@@ -9,6 +9,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "aifs"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
+_VFS = {"upkeep", "files", "store", "group", "burst", "meta", "data", "layout", "core"}
+
 BELOW = {
     "core": set(),
     "layout": {"core"},
@@ -16,11 +18,14 @@ BELOW = {
     "data": {"layout", "core"},
     "burst": {"meta", "data", "layout", "core"},
     "group": {"layout", "core"},
-    "vfs": {"group", "burst", "meta", "data", "layout", "core"},
-    "fuse": {"vfs", "group", "burst", "meta", "data", "layout", "core"},
-    "check": {"vfs", "group", "burst", "meta", "data", "layout", "core"},
+    "store": {"meta", "data", "layout", "core"},
+    "files": {"store", "burst", "meta", "data", "layout", "core"},
+    "upkeep": {"files", "store", "burst", "meta", "data", "layout", "core"},
+    "vfs": _VFS,
+    "fuse": {"vfs", *_VFS},
+    "check": {"vfs", *_VFS},
     "client": {"core"},
-    "cli": {"client", "fuse", "check", "vfs", "group", "burst", "meta", "data", "layout", "core"},
+    "cli": {"client", "fuse", "check", "vfs", *_VFS},
 }
 """What each layer may import besides itself."""
 

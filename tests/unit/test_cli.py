@@ -259,7 +259,7 @@ def test_a_store_that_may_not_be_seen(
     def stat(path: str) -> os.stat_result:
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
-    monkeypatch.setattr("aifs.vfs.store.os.stat", stat)
+    monkeypatch.setattr("aifs.store.store.os.stat", stat)
     assert refused(capsys, "mount", tmp_path, tmp_path) == (
         1,
         f"{tmp_path}/meta: Permission denied",

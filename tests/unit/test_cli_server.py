@@ -13,10 +13,10 @@ import trio
 from aifs.cli.main import main
 from aifs.cli.server import describe_left
 from aifs.core import config as configuration
+from aifs.files.types import ROOT
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs.lifecycle import open_filesystem
 from aifs.vfs.recovery import Recovered
-from aifs.vfs.types import ROOT
 
 DATA = os.urandom(100_000)
 

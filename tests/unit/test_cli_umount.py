@@ -15,7 +15,7 @@ from aifs.cli import mounts, umount
 from aifs.core import connections
 from aifs.core.errors import StoreBusy, TimeoutReached
 from aifs.core.mountinfo import FSTYPE, Mount
-from aifs.vfs.owner import IN_ORDER, Owner, OwnerLock, find_holder, read_owner
+from aifs.store.owner import IN_ORDER, Owner, OwnerLock, find_holder, read_owner
 
 WAITS = "data server 2 (/two) has not answered 3 calls"
 

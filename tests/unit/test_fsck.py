@@ -34,10 +34,10 @@ from aifs.meta.groups import GroupMember, GroupRecord
 from aifs.meta.kv import Transaction
 from aifs.meta.records import BurstRecord, Copy, Degraded, Garbage, Inode, encode_entry
 from aifs.meta.shared import Shared
+from aifs.store.owner import OwnerLock
+from aifs.store.store import format_store
 from aifs.vfs import open_filesystem
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.owner import OwnerLock
-from aifs.vfs.store import format_store
 from tests.support.damaged import CHUNK, COMMON, COPY_ID, NOBODY, ROOT, UNIT, DamagedStore
 
 FILE, DIRECTORY = stat.S_IFREG >> 12, stat.S_IFDIR >> 12

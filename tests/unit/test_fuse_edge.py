@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.core.errors import FsError, NotEmpty, NotFound
+from aifs.files.types import Opened, StatFs
 from aifs.fuse import operations, requests, session
 from aifs.fuse.bridge import HANDLE_BITS
 from aifs.fuse.kernel_cache import KernelCache
@@ -24,7 +25,6 @@ from aifs.fuse.options import MountOptions
 from aifs.fuse.requests import ReaderLock, Scheduler
 from aifs.fuse.session import mount_arguments
 from aifs.meta.records import Inode
-from aifs.vfs.types import Opened, StatFs
 
 KERNEL = SimpleNamespace(
     entry_timeout_s=10.0, attr_timeout_s=20.0, negative_timeout_s=30.0, read_ahead=0

@@ -3,7 +3,7 @@
 import trio
 import trio.testing
 
-from aifs.vfs.io.gate import Gate
+from aifs.files.gate import Gate
 
 
 async def test_many_enter_together() -> None:

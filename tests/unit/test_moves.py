@@ -20,7 +20,7 @@ from aifs.meta.memory_engine import MemoryEngine
 from aifs.meta.moves import ObjectSet, Stray
 from aifs.meta.records import Inode, decode_garbage
 from aifs.meta.servers import ServerRecord, find_unprotected, put_server
-from aifs.vfs.repair.moves import choose_target
+from aifs.upkeep.moves import choose_target
 
 INO, OID, SIZE = 77, 900, 50_000
 PLAIN = Striped(4096, (0, 1, 2))

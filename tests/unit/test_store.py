@@ -19,7 +19,7 @@ from aifs.meta import keys, namespace
 from aifs.meta.kv import Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.records import BurstRecord, decode_inode
-from aifs.vfs.store import FORMAT, Store, format_store, open_store
+from aifs.store.store import FORMAT, Store, format_store, open_store
 
 
 def make_store(source: Path) -> Config:
@@ -104,7 +104,7 @@ def test_a_store_can_be_moved_with_its_burst_directory(tmp_path: Path) -> None:
 def test_a_store_of_format_1_is_upgraded_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "aifs.vfs.store")
+    caplog.set_level(logging.INFO, "aifs.store.store")
     config = make_store(tmp_path / "store")
     change(config, make_format_1)
     assert list(table_of(config)) == [0, 1, 2, 3, BURST_FIRST]

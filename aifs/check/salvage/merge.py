@@ -31,7 +31,7 @@ from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.namespace import NAME_MAX, find_inode
 from aifs.meta.records import Copy, Inode, decode_dentry
-from aifs.vfs.store import Store, open_store
+from aifs.store.store import Store, open_store
 
 
 def merge(config: Config, verify: bool, progress: Progress) -> Result:

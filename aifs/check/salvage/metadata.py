@@ -27,9 +27,9 @@ from aifs.meta.kv import Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.records import Inode
 from aifs.meta.servers import ServerRecord, mark_unprotected, put_servers
-from aifs.vfs.owner import OwnerLock
-from aifs.vfs.servers import directories
-from aifs.vfs.store import FORMAT
+from aifs.store import directories
+from aifs.store.owner import OwnerLock
+from aifs.store.store import FORMAT
 
 _BATCH = 256
 

@@ -42,12 +42,12 @@ from aifs.data.servers import Servers
 from aifs.layout.placement import LOST
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.servers import ServerRecord, read_table
-from aifs.vfs.backups.restore import Found, find
-from aifs.vfs.ids import WINDOW
-from aifs.vfs.owner import OwnerLock
-from aifs.vfs.ownership import end_rights, follow, require_unused
-from aifs.vfs.servers import directories
-from aifs.vfs.servers.server_table import id_of
+from aifs.store import directories
+from aifs.store.ids import WINDOW
+from aifs.store.owner import OwnerLock
+from aifs.store.ownership import end_rights, follow, require_unused
+from aifs.store.restore import Found, find
+from aifs.store.server_table import id_of
 
 _log = logger(__name__)
 

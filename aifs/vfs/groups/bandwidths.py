@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from aifs.core.config import Config
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
-from aifs.vfs.servers.directories import same_directories
+from aifs.store.directories import same_directories
 
 _UNKNOWN = 1 << 30  # only ratios matter, as long as nothing else is known
 # by what fraction a rate has to differ from the one in use: measured ones are never the same twice

@@ -14,6 +14,8 @@ from aifs.core import faults
 from aifs.core.errors import FsError, NoAttribute, NotSupported, Stale
 from aifs.core.log import logger
 from aifs.data.patience import background
+from aifs.files.drain import Drain, Undrained
+from aifs.files.types import CallerLike
 from aifs.meta import groups, namespace, paths
 from aifs.meta.groups import GroupMember, GroupRecord
 from aifs.meta.kv import Engine, ReadTransaction
@@ -21,9 +23,6 @@ from aifs.meta.records import Inode
 from aifs.vfs.groups import processes
 from aifs.vfs.groups.members import Members
 from aifs.vfs.groups.state import File, FileState, Group
-from aifs.vfs.recovery import Undrained
-from aifs.vfs.tiers.drain import Drain
-from aifs.vfs.types import CallerLike
 
 _log = logger(__name__)
 

@@ -24,11 +24,16 @@ from aifs.core.errors import Unavailable
 from aifs.core.tasks import run_all
 from aifs.data.servers import Servers
 from aifs.data.workers import gather
+from aifs.files import path_hints
+from aifs.files.collector import Collector
+from aifs.files.containers import Containers
+from aifs.files.file_io import FileIO
+from aifs.files.flips import Flips, Outcome, errors_of
 from aifs.group.cache import PlanCache
 from aifs.layout import borders
 from aifs.layout.redundancy import Redundancy
 from aifs.meta.kv import Engine
-from aifs.vfs.collector import Collector
+from aifs.store.ids import IdAllocator
 from aifs.vfs.groups import reuse
 from aifs.vfs.groups.bandwidths import Bandwidths
 from aifs.vfs.groups.hashing import Hasher, read_samples
@@ -38,11 +43,6 @@ from aifs.vfs.groups.reuse import Patterns, Shape
 from aifs.vfs.groups.sharing import Chunk, Cut
 from aifs.vfs.groups.storing import Storing
 from aifs.vfs.groups.tools import Asked, Tools
-from aifs.vfs.ids import IdAllocator
-from aifs.vfs.io.file_io import FileIO
-from aifs.vfs.tiers import path_hints
-from aifs.vfs.tiers.containers import Containers
-from aifs.vfs.tiers.flips import Flips, Outcome, errors_of
 
 __all__ = ["GroupDrain", "Options", "Outcome", "Prepared", "Report"]
 

@@ -10,16 +10,16 @@ from typing import Any, Protocol
 import trio
 
 from aifs.core.errors import Invalid, NoAttribute
+from aifs.files import permissions
+from aifs.files.types import CallerLike
 from aifs.meta import namespace, paths
 from aifs.meta.groups import Options
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
+from aifs.store.store import Store
 from aifs.vfs.groups.group_text import parse_group
 from aifs.vfs.groups.groups import Groups
 from aifs.vfs.groups.state import File, Group, describe_ranks
-from aifs.vfs.publishing import permissions
-from aifs.vfs.store import Store
-from aifs.vfs.types import CallerLike
 
 _UNEQUAL = "not all files have one size"
 _SHOWN = 256  # files, and ranks

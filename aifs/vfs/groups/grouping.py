@@ -5,15 +5,15 @@ from typing import NamedTuple
 from aifs.core import ioctl
 from aifs.core.errors import Busy, Invalid
 from aifs.core.ioctl import GROUP_STATES, Command
+from aifs.files.types import CallerLike
 from aifs.meta import namespace, publishing
 from aifs.meta.groups import Options
 from aifs.meta.records import Dentry
+from aifs.store.store import Store
 from aifs.vfs import rights
 from aifs.vfs.groups.group_hints import SUMS, report_of
 from aifs.vfs.publishing import pending
 from aifs.vfs.publishing.publish import Publishing
-from aifs.vfs.store import Store
-from aifs.vfs.types import CallerLike
 
 
 class GroupState(NamedTuple):

@@ -14,22 +14,23 @@ import trio
 from aifs.core import faults
 from aifs.core.errors import Busy, Invalid, TimedOut
 from aifs.core.log import logger
+from aifs.files import permissions
+from aifs.files.drain import Drain
+from aifs.files.file_io import FileIO
+from aifs.files.types import CallerLike
+from aifs.files.writeback import WriteBack
 from aifs.meta import groups, paths
 from aifs.meta.groups import GroupMember, GroupRecord, Options
 from aifs.meta.kv import Engine
 from aifs.meta.records import Dentry, Inode
+from aifs.store.ids import IdAllocator
 from aifs.vfs.groups import processes
 from aifs.vfs.groups.course import Course
 from aifs.vfs.groups.group_text import format_group
 from aifs.vfs.groups.members import Members
 from aifs.vfs.groups.state import Group
-from aifs.vfs.ids import IdAllocator
-from aifs.vfs.io.file_io import FileIO
-from aifs.vfs.io.writeback import WriteBack
-from aifs.vfs.publishing import pending, permissions
+from aifs.vfs.publishing import pending
 from aifs.vfs.publishing.barrier import sync_below
-from aifs.vfs.tiers.drain import Drain
-from aifs.vfs.types import CallerLike
 
 _log = logger(__name__)
 

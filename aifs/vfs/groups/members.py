@@ -8,15 +8,15 @@ from aifs.burst.tier import BurstTier
 from aifs.core import faults
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
+from aifs.files.drain import Drain
+from aifs.files.file_io import FileIO
+from aifs.files.flips import Outcome
+from aifs.files.writeback import WriteBack
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.vfs.groups.group_drain import GroupDrain
 from aifs.vfs.groups.preparing import AHEAD, PREPARERS, Preparing, name_of, options_of, pause_s
 from aifs.vfs.groups.state import File, FileState, Group
-from aifs.vfs.io.file_io import FileIO
-from aifs.vfs.io.writeback import WriteBack
-from aifs.vfs.tiers.drain import Drain
-from aifs.vfs.tiers.flips import Outcome
 
 _log = logger(__name__)
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import trio
 
+from aifs.files.flips import Draining
 from aifs.layout.interleaved import CHUNK_MAX
 from aifs.vfs.groups.sharing import Cut
-from aifs.vfs.tiers.flips import Draining
 
 
 class Options(NamedTuple):

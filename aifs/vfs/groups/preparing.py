@@ -11,15 +11,15 @@ import trio
 
 from aifs.core.errors import FsError
 from aifs.core.log import logger
+from aifs.files.drain import Drain
+from aifs.files.file_io import FileIO
+from aifs.files.flips import Outcome
+from aifs.files.writeback import WriteBack
 from aifs.meta import groups
 from aifs.meta.kv import Engine
 from aifs.vfs.groups.group_drain import GroupDrain, Options, Prepared
 from aifs.vfs.groups.state import File, FileState, Group
-from aifs.vfs.io.file_io import FileIO
-from aifs.vfs.io.writeback import WriteBack
 from aifs.vfs.publishing.barrier import sync_files
-from aifs.vfs.tiers.drain import Drain
-from aifs.vfs.tiers.flips import Outcome
 
 _log = logger(__name__)
 

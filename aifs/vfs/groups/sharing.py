@@ -4,7 +4,7 @@ equal are one. Pure.
 *Found* chunks lie in the store already. The others are *new*; each has *holders*, the members that
 have it, and is stored once. What the planner is asked: sources are the burst devices of the
 holders, destinations are slots, that is what a container can be laid out like
-(vfs/tiers/containers.py), and chunks of about one length with the same sources are a class.
+(files/containers.py), and chunks of about one length with the same sources are a class.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

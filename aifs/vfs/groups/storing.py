@@ -19,6 +19,9 @@ from aifs.data.containers import pieces
 from aifs.data.containers.chunk_codec import FileRecord
 from aifs.data.containers.pieces import HashedPiece, Piece
 from aifs.data.containers.writer import Appended
+from aifs.files import path_hints
+from aifs.files.containers import LISTED_AT_ONCE
+from aifs.files.flips import Outcome
 from aifs.layout.interleaved import HEADER_BYTES, Extent, Growth, Interleaved, Location, named
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, extents, shared
@@ -29,9 +32,6 @@ from aifs.vfs.groups.prepared import Prepared
 from aifs.vfs.groups.report import Report
 from aifs.vfs.groups.sharing import Assigned, Holder, Need
 from aifs.vfs.groups.tools import Asked, Tools
-from aifs.vfs.tiers import path_hints
-from aifs.vfs.tiers.containers import LISTED_AT_ONCE
-from aifs.vfs.tiers.flips import Outcome
 
 _APPENDED = faults.declare(
     "vfs.group.appended",

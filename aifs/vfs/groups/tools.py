@@ -9,15 +9,15 @@ import trio
 from aifs.burst.transfer import Mover
 from aifs.core.budget import Budget
 from aifs.data.workers import gather
+from aifs.files.collector import Collector
+from aifs.files.containers import Containers
+from aifs.files.flips import Flips
 from aifs.group.cache import PlanCache
 from aifs.layout.redundancy import Redundancy
 from aifs.meta.kv import Engine
-from aifs.vfs.collector import Collector
+from aifs.store.ids import IdAllocator
 from aifs.vfs.groups.bandwidths import Bandwidths
 from aifs.vfs.groups.prepared import Prepared
-from aifs.vfs.ids import IdAllocator
-from aifs.vfs.tiers.containers import Containers
-from aifs.vfs.tiers.flips import Flips
 
 
 class Asked(NamedTuple):

@@ -7,12 +7,12 @@ import trio
 
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
+from aifs.files.file_io import FileIO
+from aifs.files.writeback import WriteBack
 from aifs.meta import namespace
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Dentry
-from aifs.vfs.io.file_io import FileIO
-from aifs.vfs.io.writeback import WriteBack
 
 _DIRECTORY = stat.S_IFDIR >> 12
 _AT_ONCE = (

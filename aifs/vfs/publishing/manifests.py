@@ -11,9 +11,9 @@ from typing import NamedTuple
 import trio
 
 from aifs.core.errors import Invalid, NotADirectory, NotFound
+from aifs.files.file_io import FileIO
 from aifs.meta import namespace
 from aifs.meta.kv import Engine
-from aifs.vfs.io.file_io import FileIO
 from aifs.vfs.publishing.pending import first_wrong, path_below
 
 NAME = b".aifs-manifest.json"

@@ -15,16 +15,16 @@ from typing import Any, Protocol
 import trio
 
 from aifs.core.errors import Busy, Invalid, NoAttribute, NotADirectory, NotFound
+from aifs.files import permissions
+from aifs.files.file_io import FileIO
+from aifs.files.types import SIZE_MAX, CallerLike
+from aifs.files.writeback import WriteBack
 from aifs.meta import keys, namespace, publishing
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.publishing import ANY_SIZE, Member, Pending, Publication
 from aifs.meta.records import Dentry, Inode
-from aifs.vfs.io.file_io import FileIO
-from aifs.vfs.io.writeback import WriteBack
-from aifs.vfs.publishing import permissions
+from aifs.store.store import Store
 from aifs.vfs.publishing.barrier import sync_below, sync_files
-from aifs.vfs.store import Store
-from aifs.vfs.types import SIZE_MAX, CallerLike
 
 _SLICE = 64  # files that are looked up in one go: about 0.3 ms
 _JOB_MAX = 255

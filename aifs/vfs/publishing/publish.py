@@ -12,19 +12,19 @@ from aifs.core import faults, ioctl
 from aifs.core.errors import Busy, FsError, ReadOnly
 from aifs.core.ioctl import Command
 from aifs.core.log import logger
+from aifs.files import permissions
+from aifs.files.types import ROOT, CallerLike
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.meta import namespace, publishing
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.publishing import Publication, Published
 from aifs.meta.records import Dentry
-from aifs.vfs import rights
+from aifs.store.store import Store
+from aifs.vfs import burst_hints, rights
 from aifs.vfs.names import Names
-from aifs.vfs.publishing import pending, permissions
+from aifs.vfs.publishing import pending
 from aifs.vfs.publishing.barrier import sync_below
 from aifs.vfs.refusals import Refusals
-from aifs.vfs.store import Store
-from aifs.vfs.tiers import burst_hints
-from aifs.vfs.types import ROOT, CallerLike
 
 _log = logger(__name__)
 

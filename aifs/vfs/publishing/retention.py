@@ -17,14 +17,15 @@ from aifs.core.config import Config
 from aifs.core.errors import AccessDenied, FsError, Invalid, NotFound, NotPermitted, Unavailable
 from aifs.core.log import logger
 from aifs.core.retention import Checkpoint, Keep
+from aifs.files import permissions
+from aifs.files.file_io import FileIO
+from aifs.files.types import CallerLike
 from aifs.meta import keys, namespace, publishing, trash
 from aifs.meta.kv import Engine, ReadTransaction, Transaction, grows
 from aifs.meta.publishing import Asker, Kept, decode_kept
 from aifs.meta.records import Inode
-from aifs.vfs.io.file_io import FileIO
-from aifs.vfs.publishing import manifests, permissions
-from aifs.vfs.publishing.trash import Trash
-from aifs.vfs.types import CallerLike
+from aifs.upkeep.trash import Trash
+from aifs.vfs.publishing import manifests
 
 _log = logger(__name__)
 

@@ -1,0 +1,255 @@
+"""Containers of one store: the table in the metadata, the writer, and the descriptors for reading,
+put together.
+"""
+
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import NamedTuple
+
+import trio
+
+from aifs.core import faults
+from aifs.core.budget import Budget
+from aifs.core.errors import Unavailable
+from aifs.data.containers import pieces
+from aifs.data.containers.chunked import ChunkedObjects
+from aifs.data.containers.files import ContainerFiles
+from aifs.data.containers.pieces import Piece, Source
+from aifs.data.containers.readers import Entry
+from aifs.data.containers.writer import Appended, ContainerWriter
+from aifs.data.servers import Servers
+from aifs.data.workers import gather
+from aifs.files.collector import Collector
+from aifs.layout.interleaved import Extent, Growth, container_layout
+from aifs.layout.placement import ACTIVE, ALGORITHM, Candidate, spread
+from aifs.layout.redundancy import PLAIN, Redundancy
+from aifs.layout.striped import Striped
+from aifs.meta import chunks
+from aifs.meta.chunk_lists import CHUNKS_PER_RECORD, Chunks
+from aifs.meta.extents import get_extents, put_loose
+from aifs.meta.kv import Engine
+from aifs.meta.records import Inode
+from aifs.store.ids import IdAllocator
+
+_LISTED = faults.declare(
+    "vfs.containers.listed", "a part of a long list is on record, no file has it"
+)
+
+LISTED_AT_ONCE = 32 * CHUNKS_PER_RECORD
+"""Extents that one transaction records where there are many."""
+
+
+class Stored(NamedTuple):
+    """Files in containers: their chunk lists, and what else is to be recorded with these
+    (``put_growth``).
+    """
+
+    lists: list[Chunks]
+    growth: list[Growth]
+
+
+class Containers:
+    """How interleaved files are stored and read. ``recover`` comes before the first ``append``."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        servers: Servers,
+        ids: IdAllocator,
+        collector: Collector,
+        budget: Budget,
+        container_size: int,
+        verify: bool,
+        spare: int = 0,
+    ) -> None:
+        """``verify``: of all that programs read. ``spare``: see ContainerWriter."""
+        self.files = ContainerFiles(servers, self._find)
+        self._verify = verify
+        self._engine = engine
+        self._servers = servers
+        self._ids = ids
+        self._collector = collector
+        self._writer = ContainerWriter(servers, self, budget, container_size, spare)
+        self._placed: dict[tuple[Redundancy, tuple[int, ...]], _Placed] = {}
+
+    async def recover(self) -> None:
+        """Go on with the plain containers that earlier mounts have not filled; seal the others, of
+        which nobody knows whether all columns end alike."""
+        for container, record in (await self._engine.view(chunks.open_containers)).items():
+            if record.layout.is_protected:
+                await self.seal(container)
+            elif record.layout.servers[0] in self._servers:
+                self._writer.adopt(record.layout, container, record.length)
+
+    def close(self) -> None:
+        """Let go of all descriptors. Does not block."""
+        self._writer.close()
+        self.files.close()
+
+    # --- reading ---
+
+    def objects_of(self, inode: Inode, copied: bool = False) -> ChunkedObjects:
+        """The bytes of an interleaved file; ``copied``: to be copied elsewhere, so checked. Does no
+        I/O.
+        """
+        get = get_extents if inode.layout.variable else chunks.get_chunks
+        load = partial(self._engine.view, get, inode.oid)
+        return ChunkedObjects(self.files, inode.layout, load, copied or self._verify)
+
+    def moved(self, container: int) -> None:
+        """The container's record, or what is known of its columns, has changed."""
+        self.files.moved(container)
+
+    async def _find(self, container: int) -> Entry | None:
+        found = await self._engine.view(chunks.find_readable, container)
+        return None if found is None else Entry(found[0].layout, found[0].length, found[1])
+
+    # --- placement ---
+
+    def slots(self, redundancy: Redundancy, allowed: Sequence[int] = ()) -> tuple[Striped, ...]:
+        """What containers new files may go to are laid out like: on servers ``allowed`` (none: any)
+        that are in use.
+
+        Stays the same as long as the servers do: else ever more containers would be begun. Where
+        too few work, the others get columns that will lack, to be rebuilt elsewhere. Raises
+        Unavailable if even so there are too few.
+        """
+        candidates = self._servers.candidates()
+        chosen = tuple(c for c in candidates if c.id in allowed) or candidates
+        if not redundancy.is_protected:
+            return tuple(container_layout((candidate.id,)) for candidate in chosen)
+        needed = redundancy.least_servers
+        chosen = (*chosen, *self._others(chosen, allowed)[: max(needed - len(chosen), 0)])
+        if len(chosen) < needed:
+            raise Unavailable(
+                f"the policy of files asks for {needed} data servers; there are {len(chosen)}"
+            )
+        chosen = tuple(sorted(chosen))
+        names = frozenset((candidate.id, candidate.domain) for candidate in chosen)
+        placed = self._placed.get((redundancy, tuple(allowed)))
+        if placed is None or placed.names != names:
+            placed = self._placed[redundancy, tuple(allowed)] = _Placed(
+                names, _place(redundancy, chosen)
+            )
+        return placed.slots
+
+    def _others(self, chosen: Sequence[Candidate], allowed: Sequence[int]) -> list[Candidate]:
+        """Servers that do not work just now."""
+        known = {candidate.id for candidate in chosen}
+        return [
+            Candidate(server.id, server.domain or f"server {server.id}")
+            for server in self._servers.capacity()
+            if server.standing == ACTIVE
+            and server.id not in known
+            and (not allowed or server.id in allowed)
+        ]
+
+    def is_usable(self, layout: Striped) -> bool:
+        """Whether new containers may be laid out so."""
+        usable = self._servers.usable()
+        return all(number in usable for number in layout.servers)
+
+    # --- writing ---
+
+    @asynccontextmanager
+    async def append(
+        self, sources: Sequence[Source], servers: Sequence[int] = (), redundancy: Redundancy = PLAIN
+    ) -> AsyncIterator[Stored]:
+        """Store files in containers on ``servers`` (none: any). Within the block they are durable,
+        and their chunk lists, which it yields in the order of ``sources``, are to be recorded with
+        ``put_chunks``.
+
+        Cancellable. Raises NoSpace, QuotaExceeded, Unavailable. What the block has not recorded
+        leaves no trace.
+        """
+        slots = self.slots(redundancy, servers)
+        first = self._servers[slots[0].servers[0]]
+        cut = (await gather([(first.workers, _cut_all, (sources,))]))[0]
+        whole = [piece for file in cut for piece in file if piece is not None]
+        async with self._writer.append(whole, slots) as appended:
+            following = iter(appended.places)
+            lists = [[None if piece is None else next(following) for piece in file] for file in cut]
+            yield Stored(lists, appended.growth)
+
+    @asynccontextmanager
+    async def append_pieces(
+        self, stored: Sequence[Piece], slots: Sequence[Striped]
+    ) -> AsyncIterator[Appended]:
+        """The same for single chunks, to containers that are laid out like ``slots``."""
+        async with self._writer.append(stored, slots) as appended:
+            yield appended
+
+    async def list_extents(
+        self, oid: int, extents: Sequence[Extent], new: Collection[bytes], growth: Sequence[Growth]
+    ) -> None:
+        """Record the extent list of a file beforehand, if it is long, so that the flip is a short
+        transaction: ``Drained`` then has no extents. ``new`` and ``growth``: see ``put_loose``;
+        call this while what has been appended is pinned.
+
+        Until the flip the list is garbage: the caller gives ``oid`` to the collector if there is
+        none, and also where this fails. Raises Stale, NoSpace, Unavailable.
+        """
+        start = 0
+        for first in range(0, len(extents), LISTED_AT_ONCE):
+            part = extents[first : first + LISTED_AT_ONCE]
+            await self._engine.transact(put_loose, oid, first, start, part, new, growth)
+            start += sum(extent.length for extent in part)
+            faults.reach(_LISTED)
+            await trio.lowlevel.checkpoint()
+
+    async def list_chunks(self, oid: int, listed: Chunks, growth: Sequence[Growth]) -> None:
+        """The same for a chunk list: ``Drained`` then has no chunks."""
+        for first in range(0, len(listed), LISTED_AT_ONCE):
+            part = listed[first : first + LISTED_AT_ONCE]
+            await self._engine.transact(chunks.put_loose, oid, first, part, growth)
+            faults.reach(_LISTED)
+            await trio.lowlevel.checkpoint()
+
+    async def retire(self, unwanted: Callable[[int, Striped], bool]) -> None:
+        """Seal the open containers of which ``unwanted`` says so, by id and layout, unless an
+        append is using them.
+        """
+        await self._writer.retire(unwanted)
+
+    async def leave_servers(self) -> None:
+        """Seal the open containers of servers that are being emptied, or given up."""
+        gone = {server.id for server in self._servers.capacity() if server.standing != ACTIVE}
+        if gone:
+            await self.retire(lambda _, layout: not gone.isdisjoint(layout.servers))
+
+    # --- the table, for the writer ---
+
+    async def new(self, layout: Striped) -> int:
+        container = await self._ids.take()
+        await self._engine.transact(chunks.put_container, container, layout)
+        return container
+
+    async def seal(self, container: int) -> None:
+        self.files.moved(container)  # columns may have failed
+        for garbage in await self._engine.transact(chunks.seal_container, container):
+            self._collector.add_garbage(garbage)
+
+    def changed(self, container: int, layout: Striped) -> None:
+        self.files.changed(container, layout)
+
+
+class _Placed(NamedTuple):
+    """Slots, and the servers (with domains) that they were chosen from."""
+
+    names: frozenset[tuple[int, str]]
+    slots: tuple[Striped, ...]
+
+
+def _place(redundancy: Redundancy, candidates: tuple[Candidate, ...]) -> tuple[Striped, ...]:
+    """As many sets of servers as there are servers, so that all of them get their share."""
+    columns = redundancy.least_servers
+    chosen = [
+        spread(ALGORITHM, seed, candidates, columns, redundancy.replicas)
+        for seed in range(len(candidates))
+    ]
+    return tuple(dict.fromkeys(container_layout(servers, redundancy) for servers in chosen))
+
+
+def _cut_all(sources: Sequence[Source]) -> list[list[Piece | None]]:
+    return [pieces.cut(source) for source in sources]

@@ -1,0 +1,265 @@
+"""Draining in the background: which files wait for it, who waits for them, and what is said of
+it.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import trio
+
+from aifs.burst.queue import Queue, Rank
+from aifs.burst.tier import BurstTier
+from aifs.burst.transfer import Limiter, Mover
+from aifs.core.config import Config
+from aifs.core.errors import FsError
+from aifs.core.log import logger
+from aifs.data.servers import Servers
+from aifs.files.collector import Collector
+from aifs.files.containers import Containers
+from aifs.files.draining import Drainer, Draining, Outcome
+from aifs.files.file_io import FileIO
+from aifs.files.handles import Handles
+from aifs.files.waiter import Waiter
+from aifs.meta.kv import Engine
+from aifs.meta.records import Inode
+from aifs.store.ids import IdAllocator
+
+_log = logger(__name__)
+
+_QUIET_S = 0.1  # after the last file was opened for writing
+_REST, _REST_MAX_S = (
+    3,
+    1.0,
+)  # how long a worker rests while somebody writes, of the time that it has worked
+
+
+class Undrained(NamedTuple):
+    """A file that has to be drained: inode number, since when, size."""
+
+    ino: int
+    since_ns: int
+    size: int
+
+
+class Drain:
+    """Brings files from the burst tier to the capacity tier. ``run`` does it; all else may be
+    called at any time.
+
+    A file is undrained until its drain has flipped it: whatever fails, its bytes stay in the burst
+    tier, and it is tried again.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        servers: Servers,
+        tier: BurstTier,
+        io: FileIO,
+        ids: IdAllocator,
+        collector: Collector,
+        containers: Containers,
+        handles: Handles,
+    ) -> None:
+        burst = config.burst
+        self._tier = tier
+        self._handles = handles
+        self._workers = burst.drain_workers
+        self._limiter = Limiter(burst.drain_bandwidth)
+        self.mover = Mover(servers.budget, self._limiter, burst.ioprio, self._is_in_the_way)
+        self._drainer = Drainer(
+            config, engine, servers, tier, io, ids, collector, containers, self.mover
+        )
+        self.on_wanted: Callable[[list[int]], None] = lambda inos: None
+        """Told which withheld files somebody waits for."""
+        self._queue = Queue(burst.drain_delay_s, burst.drain_deadline_s)
+        self._waiters: list[Waiter] = []
+        self._wake = trio.Event()
+        self._asleep_until = 0.0  # the latest time that a worker without work sleeps until
+        self._failing: dict[int, str] = {}
+        self._last_error = ""
+        self._active = self._drained_files = self._drained_bytes = 0
+
+    def _is_in_the_way(self) -> bool:
+        """Whether somebody writes to the burst tier, who needs processor and memory more than a
+        drain that is in time.
+        """
+        if self._waiters or self._limiter.lifted or self._tier.pressure:
+            return False
+        return (
+            self._handles.writers > 0
+            or self._handles.last_writer_s > trio.current_time() - _QUIET_S
+        )
+
+    # --- what is to be done ---
+
+    def load(self, undrained: Sequence[Undrained]) -> None:
+        """What an earlier mount has left."""
+        now, now_ns = trio.current_time(), time.time_ns()
+        for ino, since_ns, size in sorted(undrained, key=lambda file: file.since_ns):
+            self._queue.add(ino, size, now - (now_ns - since_ns) / 1e9, now)
+        self._nudge()
+
+    def closed(self, inode: Inode) -> None:
+        """Nobody has this file of the burst tier open for writing any more."""
+        if self._queue.closed(inode.ino, inode.size, trio.current_time()) < self._asleep_until:
+            self._nudge()
+
+    def gone(self, ino: int) -> None:
+        """The file has no name any more, or has left the burst tier by itself, so nobody needs to
+        wait for it.
+        """
+        if self._queue.unlinked(ino):
+            self._failing.pop(ino, None)
+            self._tell(ino)
+
+    def published(self, inos: Iterable[int]) -> None:
+        """These have got their final names: drain them before others."""
+        self._queue.prefer(inos, Rank.PUBLISHED, trio.current_time())
+
+    def request(self, inos: Iterable[int]) -> None:
+        """Drain these before all others, and as soon as nobody has them open for writing."""
+        inos = list(inos)
+        self._queue.prefer(inos, Rank.REQUESTED, trio.current_time())
+        withheld = [ino for ino in inos if self._queue.withholds(ino)]
+        if withheld:
+            self.on_wanted(withheld)
+        self._nudge()
+
+    # --- files that somebody else drains ---
+
+    def withhold(self, inode: Inode) -> bool:
+        """As ``closed``, but the caller drains it, or gives it back. False: it is to be drained
+        now, by us.
+        """
+        return self._queue.withhold(inode.ino, inode.size, trio.current_time())
+
+    def give_back(self, inos: Iterable[int]) -> None:
+        """These are withheld no more."""
+        now = trio.current_time()
+        ready_at = [self._queue.give_back(ino, now) for ino in inos]
+        if min(ready_at, default=math.inf) < self._asleep_until:
+            self._nudge()
+
+    def drained(self, ino: int, size: int) -> None:
+        """Who has withheld it has drained it."""
+        self._drained_files += 1
+        self._drained_bytes += size
+        if self._queue.drained(ino):
+            self._tell(ino)
+
+    def failed(self, ino: int, error: FsError) -> None:
+        """A drain of a withheld file has failed; it will be tried again."""
+        for waiter in self._waiters:
+            waiter.failed(ino, error)
+
+    async def wait(self, inos: Iterable[int], strict: bool = False) -> None:
+        """Each of these is on the capacity tier, or gone, on return.
+
+        Those that have not been closed count if they have been requested. ``strict``: raises what a
+        drain of them fails with, and Busy where somebody keeps a file open for writing; else the
+        wait goes on until that is over.
+        """
+        waiter = Waiter({ino for ino in inos if ino in self._queue}, strict)
+        self._waiters.append(waiter)
+        try:
+            await waiter.wait()
+        finally:
+            self._waiters.remove(waiter)
+
+    # --- in the background ---
+
+    async def run(self) -> None:
+        """Drain until cancelled."""
+        async with trio.open_nursery() as nursery:
+            for _ in range(self._workers):
+                nursery.start_soon(self._work)
+
+    async def _work(self) -> None:
+        while True:
+            now = trio.current_time()
+            self._limiter.lifted = self._queue.late(now)
+            batch = [Draining(entry.ino) for entry in self._queue.take(now)]
+            if not batch:
+                until = now + self._queue.ready_in(now)
+                self._asleep_until = max(self._asleep_until, until)
+                with trio.move_on_at(until):
+                    await self._wake.wait()
+                continue
+            self._active += len(batch)
+            try:
+                await self._drainer.drain(batch)
+            finally:
+                self._active -= len(batch)
+                for draining in batch:
+                    self._note(draining)
+            if (
+                self._is_in_the_way()
+            ):  # small files cost the daemon more than the devices: leave it to the writers
+                await trio.sleep(min(_REST_MAX_S, _REST * (trio.current_time() - now)))
+
+    def _nudge(self) -> None:
+        self._wake.set()
+        self._wake = trio.Event()
+        self._asleep_until = 0.0
+
+    def _note(self, draining: Draining) -> None:
+        ino, outcome, now = draining.ino, draining.outcome, trio.current_time()
+        if isinstance(outcome, FsError):
+            self._failed(ino, outcome)
+            self._queue.retry(ino, now)
+            return
+        if outcome is Outcome.BUSY:
+            self._queue.retry(ino, now)
+            self._block(ino)
+        elif outcome is Outcome.OPEN:
+            self._queue.hold(ino, now)
+            self._block(ino)
+        elif outcome in (Outcome.DRAINED, Outcome.GONE):
+            if outcome is Outcome.DRAINED:
+                self._drained_files += 1
+                self._drained_bytes += draining.size
+            if self._queue.done(ino, now):
+                self._tell(ino)
+        else:
+            self._queue.again(ino, now)
+        if self._failing.pop(ino, None) and not self._failing:
+            _log.info("draining goes on")
+
+    def _failed(self, ino: int, error: FsError) -> None:
+        if not self._failing:  # what follows until all is well again would say much the same
+            _log.warning("draining has to wait, the bytes stay in the burst tier: %s", error)
+        self._failing[ino] = self._last_error = str(error)
+        for waiter in self._waiters:
+            waiter.failed(ino, error)
+
+    def _block(self, ino: int) -> None:
+        for waiter in self._waiters:
+            waiter.blocked(ino)
+
+    def _tell(self, ino: int) -> None:
+        for waiter in self._waiters:
+            waiter.done(ino)
+
+    def status(self) -> dict[str, Any]:
+        """What ``aifs status`` shows. ``held_files``: open for writing; ``withheld_files``: drained
+        by somebody else; ``late``: beyond the deadline."""
+        queue, now = self._queue, trio.current_time()
+        withheld = queue.withheld
+        return {
+            "workers": self._workers,
+            "bandwidth": self._limiter.rate,
+            "files": len(queue),
+            "bytes": queue.size,
+            "active_files": self._active,
+            "held_files": queue.held - withheld,
+            "withheld_files": withheld,
+            "failing_files": len(self._failing),
+            "oldest_age_s": round(queue.oldest_age(now), 3),
+            "late": queue.late(now),
+            "drained_files": self._drained_files,
+            "drained_bytes": self._drained_bytes,
+            "last_error": self._last_error,
+        }

@@ -1,0 +1,181 @@
+"""Draining some files together: their bytes go to the capacity tier, then one transaction flips
+them (flips.py).
+"""
+
+from collections.abc import Sequence
+
+import trio
+
+from aifs.burst.tier import BurstTier
+from aifs.burst.transfer import Mover
+from aifs.core import faults
+from aifs.core.config import Config
+from aifs.core.errors import FsError
+from aifs.core.tasks import run_all
+from aifs.data.containers.chunk_codec import FileRecord
+from aifs.data.containers.pieces import Source
+from aifs.data.objects.protected import ProtectedObjects
+from aifs.data.objects.striped import StripedObjects
+from aifs.data.servers import Servers
+from aifs.files import path_hints
+from aifs.files.collector import Collector
+from aifs.files.containers import LISTED_AT_ONCE, Containers
+from aifs.files.file_io import FileIO
+from aifs.files.flips import Draining, Flips, Outcome
+from aifs.layout.interleaved import CHUNK, Interleaved
+from aifs.layout.redundancy import Redundancy
+from aifs.meta import forms
+from aifs.meta.kv import Engine
+from aifs.store.ids import IdAllocator
+
+_COPIED = faults.declare(
+    "vfs.drain.copied", "new objects hold the bytes durably, they are on record as garbage"
+)
+
+_AT_ONCE = 16  # files of one batch
+
+_HOLES_LISTED = 1 << 30
+"""An interleaved file that is mostly holes has so many bytes at most: its list has an entry for
+each hole of the size of a chunk. Larger ones are striped, whatever their policy says."""
+
+
+class Drainer:
+    """Drains batches of files. Used from one trio thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        servers: Servers,
+        tier: BurstTier,
+        io: FileIO,
+        ids: IdAllocator,
+        collector: Collector,
+        containers: Containers,
+        mover: Mover,
+    ) -> None:
+        self._layout = config.layout
+        self._redundancy = Redundancy(config.layout.replicas, *config.layout.ec)
+        self._io_priority = config.burst.ioprio
+        self._spare = config.data.min_spare
+        self._engine = engine
+        self._servers = servers
+        self._io = io
+        self._ids = ids
+        self._containers = containers
+        self._mover = mover
+        self._labels = path_hints.Labels(engine)
+        self._flips = Flips(engine, tier, io, collector)
+
+    async def drain(self, files: Sequence[Draining]) -> None:
+        """Drain these; each then has its outcome. Cancellation leaves what is not flipped as it
+        was.
+        """
+        try:
+            for file in files:
+                await self._flips.begin(file)
+            begun = [file for file in files if file.outcome is None]
+            chunked = [file for file in begun if self._is_interleaved(file)]
+            whole = [file for file in begun if file not in chunked]
+            following = iter(whole)
+
+            async def copy_some() -> None:
+                for file in following:
+                    await self._copy(file)
+
+            await run_all(*[copy_some] * min(_AT_ONCE, len(whole)))
+            await self._flips.flip([file for file in whole if file.outcome is None])
+            groups: dict[tuple[tuple[int, ...], Redundancy], list[Draining]] = {}
+            for file in chunked:
+                redundancy = file.policy.redundancy(self._redundancy)
+                groups.setdefault((file.policy.servers, redundancy), []).append(file)
+            for (servers, redundancy), group in groups.items():
+                await self._append(group, servers, redundancy)
+        finally:
+            with trio.CancelScope(shield=True):
+                for file in files:
+                    await self._flips.end(file)
+
+    # --- bytes ---
+
+    def _is_interleaved(self, draining: Draining) -> bool:
+        kind = draining.policy.kind or self._layout.kind
+        if kind != "interleaved" or draining.size <= self._layout.inline_limit:
+            return False
+        allocated = draining.copy.stat().st_blocks * 512
+        return draining.size <= max(_HOLES_LISTED, 2 * allocated)
+
+    async def _copy(self, draining: Draining) -> None:
+        try:
+            if draining.size <= self._layout.inline_limit:
+                draining.data = await self._mover.read_whole(draining.copy, draining.size)
+                draining.blocks = (draining.size + 511) // 512
+            else:
+                await self._copy_striped(draining)
+        except FsError as error:
+            draining.outcome = Outcome.CHANGED if draining.cancelled else error
+
+    async def _copy_striped(self, draining: Draining) -> None:
+        ino, oid = draining.ino, await self._ids.take()
+        inode = draining.file.inode
+        layout = self._io.capacity.place(inode)
+        kind = ProtectedObjects if layout.is_protected else StripedObjects
+        objects = kind(self._servers, layout, ino, oid, new=True, background=self._io_priority)
+        await self._engine.transact(forms.put_garbage, oid, ino, layout)
+        draining.garbage = oid
+        try:
+            label = await self._labels.of(inode, oid, layout)
+            digests = await self._mover.drain_out(
+                draining.copy,
+                draining.size,
+                objects,
+                lambda: draining.cancelled,
+                self._spare,
+                label,
+            )
+            if digests is None:
+                draining.outcome = Outcome.CHANGED
+                return
+            draining.layout, draining.oid, draining.digests = layout, oid, digests
+            draining.blocks = objects.blocks() or 0
+            if isinstance(objects, ProtectedObjects):
+                draining.lacking = objects.failed
+            else:
+                draining.due = self._io.capacity.redundancy(inode).is_protected
+            faults.reach(_COPIED)
+        finally:
+            objects.close()
+
+    async def _append(
+        self, files: list[Draining], servers: tuple[int, ...], redundancy: Redundancy
+    ) -> None:
+        try:
+            records = await self._engine.view(
+                path_hints.describe, [file.file.inode for file in files]
+            )
+            sources = [
+                await self._source(file, record)
+                for file, record in zip(files, records, strict=True)
+            ]
+            await self._mover.admit(sum(file.size for file in files))
+            async with self._containers.append(sources, servers, redundancy) as stored:
+                for file, source, chunks in zip(files, sources, stored.lists, strict=True):
+                    file.layout, file.oid, file.chunks = source.layout, source.oid, chunks
+                    if len(chunks) > LISTED_AT_ONCE:  # no transaction should take long
+                        file.garbage = file.oid
+                        await self._containers.list_chunks(file.oid, chunks, stored.growth)
+                        file.chunks = ()
+                await self._flips.flip(files, stored.growth)
+        except FsError as error:
+            # One that is cut or deleted meanwhile spoils it for the others.
+            spoilt = any(file.cancelled for file in files)
+            for file in files:
+                file.outcome = file.outcome or (Outcome.CHANGED if spoilt else error)
+
+    async def _source(self, draining: Draining, record: FileRecord) -> Source:
+        asked = draining.policy.compress
+        level = self._layout.compress if asked is None else asked
+        oid = await self._ids.take()
+        return Source(
+            draining.ino, oid, draining.size, draining.copy.fd, Interleaved(CHUNK), level, record
+        )

@@ -1,0 +1,507 @@
+"""The bytes of regular files: open inodes, and every read, write, truncation and fsync of them.
+
+A file's newest bytes lie in the burst tier (``burst_io``), or in its inode or on the data servers
+(``capacity_io``); which of them is asked is decided here, under the file's gate. Only these
+modules, ``writeback``, ``drain``, ``stage`` and ``evict`` change a file's form.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import trio
+
+from aifs.burst.copy import BurstCopy
+from aifs.burst.tier import BurstTier
+from aifs.core import files
+from aifs.core.config import Config
+from aifs.core.errors import FileTooLarge, FsError, NoSpace, Stale, Unavailable
+from aifs.core.log import logger
+from aifs.data.checking.digests import HASHED
+from aifs.data.checking.verified import FollowedObjects, OnDamage, VerifiedObjects
+from aifs.data.containers.chunked import ChunkedObjects
+from aifs.data.objects.protected import ProtectedObjects
+from aifs.data.objects.striped import StripedObjects
+from aifs.data.patience import background
+from aifs.data.servers import Servers
+from aifs.files.burst_io import BurstIO
+from aifs.files.capacity_io import CapacityIO, count_blocks
+from aifs.files.collector import Collector
+from aifs.files.containers import Containers
+from aifs.files.open_inode import Objects, OpenInode
+from aifs.files.types import SIZE_MAX
+from aifs.layout.striped import Striped
+from aifs.meta import forms, keys
+from aifs.meta.degraded import find_degraded
+from aifs.meta.kv import Engine, Transaction
+from aifs.meta.moves import ObjectSet
+from aifs.meta.namespace import put_inode
+from aifs.meta.records import Inode
+from aifs.store.ids import IdAllocator
+
+_log = logger(__name__)
+
+_OTHER_DESCRIPTORS = 256  # files made ahead, containers, the database, the kernel's connection
+_ROOM_S = 5.0  # what is in use so long cannot be closed
+_LOOK_S = 0.01
+
+
+class FileIO:
+    """The table of open inodes, and everything that touches file bytes."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        servers: Servers,
+        tier: BurstTier,
+        containers: Containers,
+        ids: IdAllocator,
+        collector: Collector,
+    ) -> None:
+        self._engine = engine
+        self._servers = servers
+        self._tier = tier
+        self._containers = containers
+        self._inline_limit = config.layout.inline_limit
+        self._verify = config.data.verify == "read"
+        self._collector = collector
+        self.capacity = CapacityIO(config, engine, servers, ids, collector, self.save)
+        self.burst = BurstIO(config, engine, tier, collector, self.save)
+        self.on_damage: OnDamage = lambda oid, ino, column: None
+        """Told of each column that is found to have wrong bytes while it is read."""
+        most = files.descriptors_max()
+        self._descriptors_max = self._room_at = max((most - _OTHER_DESCRIPTORS) // 2, most // 4)
+        self.open: dict[int, OpenInode] = {}
+        self.unsynced: dict[int, object | None] = {}
+        """Files with a dirty mark that were closed since it was made: a token of that close, None
+        if the objects could not be settled."""
+
+    # --- descriptors ---
+
+    async def find_room(self) -> None:
+        """Descriptors may be opened on return. So open files that nobody uses take none from
+        others, however many they are.
+        """
+        if files.descriptors() <= self._room_at:
+            return
+        self._make_room()
+        with trio.move_on_after(_ROOM_S):  # workers close them, which may have much to do
+            while files.descriptors() > self._descriptors_max * 3 // 2:
+                await trio.sleep(_LOOK_S)
+
+    def _make_room(self) -> None:
+        """Close descriptors until a quarter of what we allow ourselves is free, first those of
+        files that have not been used since this was last called."""
+        excess = files.descriptors() - self._descriptors_max * 3 // 4
+        opened = list(self.open.values())
+        for file in sorted(opened, key=lambda file: file.used):
+            if excess <= 0:
+                break
+            excess -= file.close_idle()
+        for file in opened:
+            file.used = False
+        # Where calls use them all, it is not tried again before there are some more.
+        self._room_at = max(self._descriptors_max, files.descriptors() + self._descriptors_max // 8)
+
+    # --- open inodes ---
+
+    async def acquire(self, ino: int) -> OpenInode:
+        """The open inode of a regular file, with one more handle. Raises NotFound, Stale,
+        Unavailable.
+        """
+        await self.find_room()
+        file = self.open.get(ino)
+        if file is None:
+            inode, dirty, lost = await self._engine.view(forms.load, ino)
+            if not inode.is_file:
+                raise Stale(f"inode {ino} is not a regular file")
+            file = self.open.get(ino)
+            if file is None:
+                file = self.open[ino] = self._opened(inode, dirty, lost)
+        file.handles += 1
+        file.used = True
+        return file
+
+    def _opened(self, inode: Inode, dirty: bool, lost: int) -> OpenInode:
+        file = OpenInode(inode, self.objects_of(inode, lost), dirty)
+        if inode.copy is not None:
+            self.burst.attach(file, self._tier.open(inode.copy))
+        return file
+
+    def objects_of(self, inode: Inode, lost: int = 0, background: str = "") -> Objects | None:
+        """What holds the bytes of a file on the capacity tier; None if nothing does.
+
+        ``lost``: mask of columns that must not be read; ``background``: an I/O priority, for
+        reading past all caches.
+        """
+        layout = inode.layout
+        if layout is None:
+            return None
+        if not isinstance(layout, Striped):
+            return self._containers.objects_of(inode)
+        if self._verify:
+            return self._checked_objects_of(inode, lost, background)
+        return self.plain_objects_of(inode, lost, background)
+
+    def _checked_objects_of(self, inode: Inode, lost: int, background: str) -> VerifiedObjects:
+        objects = self.plain_objects_of(inode, lost, background)
+        load = partial(self._engine.view, forms.get_checksums, inode.oid)
+        damaged = partial(self._damaged, inode.layout)
+        return VerifiedObjects(
+            self._servers, objects, inode.layout, inode.ino, inode.oid, load, damaged, lost
+        )
+
+    async def source_of(
+        self, inode: Inode, background: str, followed: bool
+    ) -> VerifiedObjects | FollowedObjects | ChunkedObjects:
+        """For who copies the bytes of a settled file elsewhere: checked. ``followed``: somebody
+        reads the file now, so that each byte is to come from its server once for both; else past
+        all caches of striped files, at that I/O priority."""
+        if not isinstance(inode.layout, Striped):
+            return self._containers.objects_of(inode, copied=True)
+        lost = 0
+        if inode.layout.is_protected:
+            lost = await self._engine.view(find_degraded, inode.oid)
+        checked = self._checked_objects_of(inode, lost, background)
+        return FollowedObjects(self.objects_of(inode, lost), checked) if followed else checked
+
+    def plain_objects_of(
+        self, of: Inode | ObjectSet, lost: int = 0, background: str = ""
+    ) -> StripedObjects | ProtectedObjects:
+        """The objects of a striped file, without comparing what is read with checksums."""
+        if of.layout.is_protected:
+            damaged = partial(self._damaged, of.layout)
+            return ProtectedObjects(
+                self._servers,
+                of.layout,
+                of.ino,
+                of.oid,
+                lost=lost,
+                background=background,
+                on_damage=damaged,
+            )
+        return StripedObjects(self._servers, of.layout, of.ino, of.oid, background=background)
+
+    def _damaged(self, layout: Striped, oid: int, ino: int, column: int) -> None:
+        """Found by somebody who read by this layout: if the column has moved meanwhile, its old
+        object may be gone.
+        """
+        file = self.open.get(ino)
+        now = file.inode.layout if file is not None and file.inode.oid == oid else None
+        if isinstance(now, Striped) and now.servers[column] == layout.servers[column]:
+            self.on_damage(oid, ino, column)
+
+    def adopt_new(self, inode: Inode, copy: BurstCopy | None) -> OpenInode:
+        """The open inode of a file that has just been created, with one handle."""
+        file = self.open[inode.ino] = OpenInode(inode, None, dirty=False)
+        file.handles = 1
+        if copy is not None:
+            self.burst.adopt_new(file, copy)
+        return file
+
+    async def release(self, file: OpenInode) -> None:
+        """Give one handle back; the last one brings the objects to their lengths and forgets the
+        in-core state.
+        """
+        file.handles -= 1
+        if file.handles:
+            return
+        ino = file.inode.ino
+        await file.gate.enter_alone()
+        try:
+            if file.handles or self.open.get(ino) is not file:
+                return
+            token = None
+            if file.inode.nlink and file.dirty:
+                token = await self._settle_at_close(file)
+            if file.handles:
+                return
+            if file.unsaved:
+                try:
+                    await self.save(file)
+                except FsError as error:
+                    _log.info(
+                        "inode %d stays open until its attributes can be recorded: %s", ino, error
+                    )
+                    return
+            if file.handles:
+                return
+            del self.open[ino]
+            if file.objects is not None:
+                file.objects.close()
+            self.burst.detach(file)
+        finally:
+            file.gate.leave_alone()
+        if file.inode.nlink == 0:
+            if file.forgotten:
+                self._collector.add_orphan(ino)
+        elif file.dirty:
+            self.unsynced[ino] = token
+        else:
+            self.unsynced.pop(ino, None)
+
+    async def _settle_at_close(self, file: OpenInode) -> object | None:
+        try:
+            if file.inode.in_burst:
+                await file.copy.ensure_open()
+                self.burst.look(file)
+                if file.inode.size <= self._inline_limit:
+                    await self.burst.become_inline(file)
+                if file.inode.in_burst and not await self.burst.settle(file):
+                    return None  # a mapping outlives its handle, so the mark is not removed unseen
+            else:
+                with background():  # nobody waits for that, but an unmount
+                    await self.capacity.settle(file)
+            return None if file.inode.ino in self.capacity.perhaps_mapped else object()
+        except FsError as error:
+            # The dirty mark stays, so write-back, which says that it has to wait, or the next mount
+            # will try again.
+            _log.info("inode %d could not be settled at close: %s", file.inode.ino, error)
+            return None
+
+    async def save(self, file: OpenInode) -> None:
+        """Record the in-core attributes."""
+        stripped = file.stripped
+        file.unsaved = file.stripped = False
+        try:
+            await self._engine.transact(_put_again, file.inode)
+        except BaseException:
+            file.unsaved, file.stripped = True, stripped
+            raise
+
+    async def change(
+        self, file: OpenInode, change: Callable[[Inode, Any], None], argument: Any
+    ) -> None:
+        """Apply ``change(inode, argument)`` to the in-core attributes and record them, or
+        neither.
+        """
+        inode = file.inode
+        before = replace(inode)
+        try:
+            change(inode, argument)
+            await self.save(file)
+        except BaseException:
+            for name in (
+                Inode.__slots__
+            ):  # others hold this very object; what was refused is in nobody's next save
+                setattr(inode, name, getattr(before, name))
+            raise
+
+    async def save_all(self) -> None:
+        """Record the in-core attributes of every open file."""
+        for file in [f for f in self.open.values() if f.unsaved]:
+            if file.unsaved:
+                await self.save(file)
+            if (
+                not file.handles and file.gate.is_free
+            ):  # they could not be recorded when it was closed
+                file.handles = 1
+                await self.release(file)
+
+    def attributes(self, file: OpenInode) -> Inode:
+        """The inode as stat(2) should show it now. Does not block: what an open file is made of is
+        local knowledge.
+        """
+        inode = file.inode
+        if file.dirty:
+            if not inode.in_burst:
+                count_blocks(file)
+            elif file.copy.is_open:
+                self.burst.look(file)
+            file.shown = (inode.mtime_ns, inode.blocks)
+        return inode
+
+    # --- reads and writes ---
+
+    async def read(self, file: OpenInode, offset: int, length: int) -> bytes | memoryview:
+        """Up to ``length`` bytes; fewer only at the end of the file. Raises Unavailable for lost
+        bytes (I2).
+        """
+        inode = file.inode
+        file.used = True
+        await self.find_room()
+        while True:
+            if inode.in_burst and file.backing:
+                self.burst.look(file)  # others write past us
+            wanted = min(length, inode.size - offset)
+            if wanted <= 0:
+                return b""
+            if inode.layout is None and inode.copy is None:
+                return inode.data[offset : offset + wanted]
+            copy, objects, strict = file.copy, file.objects, not file.dirty
+            try:
+                if copy is None:
+                    if offset == 0 and self.burst.stager is not None:
+                        self.burst.stager.read(file)
+                    data = await objects.read(offset, wanted, inode.size, strict)
+                    if file.objects is objects or file.objects is None:
+                        return data
+                    continue  # it may have come from a column that is being made anew since then
+                return await self.burst.read(file, offset, wanted)
+            except Unavailable:
+                overtaken = (
+                    copy is not file.copy or objects is not file.objects or (strict and file.dirty)
+                )
+                if (
+                    not overtaken
+                ):  # else a truncation went on meanwhile, and the bytes may rightly be gone
+                    raise
+
+    async def read_to_copy(self, file: OpenInode, offset: int, length: int) -> bytes | memoryview:
+        """As ``read``, of bytes that are going to be another file's: those that come from servers
+        are compared with their checksums. Raises Untold."""
+        size, objects, changes = file.inode.size, file.objects, file.changes
+        if file.copy is not None or objects is None or file.dirty:
+            return await self.read(file, offset, length)
+        start = offset - offset % HASHED
+        end = min(size, offset + length + -(offset + length) % HASHED)
+        data = memoryview(bytearray(max(0, end - start)))
+        source = await self.source_of(file.inode, "", followed=True)
+        try:
+            await source.read_into(start, data, size)
+        except Unavailable:
+            if file.objects is objects and file.changes == changes:
+                raise
+        finally:
+            source.close()
+        if file.objects is objects and file.changes == changes:
+            return data[offset - start :][:length]
+        return await self.read(file, offset, length)  # it has been changed meanwhile
+
+    async def write(self, file: OpenInode, offset: int, data: bytes | memoryview) -> None:
+        """All of ``data``, or an error: then none of it counts.
+
+        The bytes are in a page cache when this returns, and a new size is in the journal or told by
+        the burst copy, so both survive the daemon's death, and close(2) has nothing left to do.
+        """
+        end = offset + len(data)
+        if not data:
+            return
+        if end > SIZE_MAX:
+            raise FileTooLarge()
+        if self._engine.short_of_space and end > file.inode.size and not file.inode.in_burst:
+            raise NoSpace("the metadata store's filesystem is full")
+        await self.enter_to_change(file, end)
+        try:
+            if file.inode.in_burst:
+                await self.burst.write(file, offset, data)
+            elif file.inode.layout is None:
+                await self.capacity.write_inline(file, offset, data)
+            else:
+                await self.capacity.write_objects(file, offset, data)
+        finally:
+            file.gate.leave_shared()
+
+    async def enter_to_change(self, file: OpenInode, end: int) -> None:
+        """Enter the gate, shared, of a file that is in a form whose bytes may be changed up to
+        ``end``.
+        """
+        gate = file.gate
+        file.used = True
+        await self.find_room()
+        await gate.enter_shared()
+        while not self._ready(
+            file, end
+        ):  # asked each time that we had to wait: others change the form too
+            gate.leave_shared()
+            await gate.enter_alone()
+            try:
+                await self._prepare(file, end)
+            finally:
+                gate.leave_alone()
+            await gate.enter_shared()
+        file.changes += 1
+
+    def _ready(self, file: OpenInode, end: int) -> bool:
+        if file.copy is not None:
+            return file.inode.in_burst and file.dirty and file.drain is None
+        return self.capacity.ready(file, end)
+
+    async def _prepare(self, file: OpenInode, end: int) -> None:
+        file.cancel_drain()
+        if file.copy is not None or (file.inode.layout is None and end > self._inline_limit):
+            await self.burst.enter(file, end)
+        if not file.inode.in_burst:
+            await self.capacity.prepare(file, end)
+
+    async def begin_writing(self, file: OpenInode) -> None:
+        """A handle that can write is about to be answered: the file goes to the burst tier if that
+        admits it.
+        """
+        await file.gate.enter_alone()
+        try:
+            file.cancel_drain()
+            file.changes += 1
+            await self.burst.enter(file, 0)
+            if file.on_object:
+                self.capacity.perhaps_mapped.add(file.inode.ino)
+                await self.capacity.prepare(
+                    file, file.inode.size
+                )  # mappings are written to without our knowing
+            if file.inode.in_burst:
+                await file.copy.ensure_open()
+                # A sync may have begun meanwhile, or ended, and taken the mark. From here on
+                # nothing suspends until the handle counts as a writer.
+                file.cancel_drain()
+                await self.burst.enter(file, 0)
+        finally:
+            file.gate.leave_alone()
+
+    # --- size ---
+
+    async def truncate(self, file: OpenInode, size: int) -> None:
+        """ftruncate(2)."""
+        if size > SIZE_MAX:
+            raise FileTooLarge()
+        await file.gate.enter_alone()
+        try:
+            file.cancel_drain()
+            file.changes += 1
+            if size or file.copy is not None:
+                await self.burst.enter(file, size)
+            if file.inode.in_burst:
+                await self.burst.truncate(file, size)
+            else:
+                await self.capacity.truncate(file, size)
+        finally:
+            file.gate.leave_alone()
+        if file.unsaved:
+            await self.save(file)
+
+    async def set_mtime(self, ino: int, mtime_ns: int) -> None:
+        """A file in the burst tier has been given this mtime, which its copy is to tell from now
+        on.
+        """
+        file = await self.acquire(ino)
+        try:
+            if file.inode.in_burst:
+                await self.burst.set_mtime(file, mtime_ns)
+        finally:
+            await self.release(file)
+
+    # --- durability ---
+
+    async def sync(self, file: OpenInode) -> None:
+        """Bytes and attributes are on stable storage when this returns. Raises NoSpace,
+        Unavailable.
+        """
+        if file.inode.in_burst:
+            await self.burst.sync(file)
+        else:
+            await self.capacity.sync(file)
+
+    async def forget_marks(self, inos: list[int]) -> None:
+        """Remove the dirty marks of closed files whose objects are settled and synced."""
+        await self._engine.transact(forms.remove_dirty, inos)
+        for ino in inos:
+            self.unsynced.pop(ino, None)
+
+
+def _put_again(tx: Transaction, inode: Inode) -> None:
+    """Not if it has been erased: somebody has opened it just before, by a name that was on its way
+    out.
+    """
+    if tx.get(keys.inode(inode.ino)) is not None:
+        put_inode(tx, inode)

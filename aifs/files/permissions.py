@@ -1,0 +1,110 @@
+"""Who may change names, for requests that do it past the kernel's own checks (ioctls and extended
+attributes).
+
+The rules of path_resolution(7) and unlink(2): write and search permission on the directory, and in
+a sticky one ownership of the directory or of what is named.
+"""
+
+import stat
+
+from aifs.core.errors import AccessDenied, NotFound, NotPermitted
+from aifs.files.types import CallerLike
+from aifs.meta import acl, namespace
+from aifs.meta.keys import ROOT_INO
+from aifs.meta.kv import ReadTransaction
+from aifs.meta.publishing import Asker
+from aifs.meta.records import Inode
+
+READ, WRITE, SEARCH = 4, 2, 1
+
+
+def require_may(directory: Inode, caller: CallerLike, wanted: int = WRITE | SEARCH) -> None:
+    """Raises AccessDenied unless mode and ACL of ``directory`` give ``caller`` all of
+    ``wanted``.
+    """
+    if caller.uid == 0:
+        return
+    of = (directory.acl, directory.mode, directory.uid, directory.gid)
+    if not acl.granted(*of, caller.uid, groups_of(caller), wanted):
+        raise AccessDenied()
+
+
+def is_member(gid: int, caller: CallerLike) -> bool:
+    """Whether ``caller`` is of this group, or root."""
+    return caller.uid == 0 or gid in groups_of(caller)
+
+
+def require_may_remove(directory: Inode, inode: Inode, caller: CallerLike) -> None:
+    """Raises AccessDenied or NotPermitted unless ``caller`` may take the name of ``inode`` out of
+    ``directory``.
+    """
+    require_may(directory, caller)
+    if directory.mode & stat.S_ISVTX and caller.uid not in (0, directory.uid, inode.uid):
+        raise NotPermitted(
+            "the directory is sticky, and neither it nor what is named is the caller's"
+        )
+
+
+def require_may_remove_tree(directory: Inode, inode: Inode, caller: CallerLike) -> None:
+    """As ``require_may_remove``, of a directory with all that lies below: who owns it may, whoever
+    owns what lies below.
+    """
+    require_may_remove(directory, inode, caller)
+    require_owner(inode, caller)
+
+
+def require_reach(tx: ReadTransaction, directory: Inode, caller: CallerLike) -> None:
+    """Raises AccessDenied unless ``caller`` may search all that lies above ``directory``; NotFound
+    if that has been removed.
+
+    For directories that are named by number, which shows nobody the way there.
+    """
+    while directory.ino != ROOT_INO:
+        directory = namespace.get_directory(tx, directory.parent)
+        require_may(directory, caller, SEARCH)
+
+
+def may_find(tx: ReadTransaction, inode: Inode, top: int, caller: CallerLike) -> bool:
+    """Whether ``caller`` may search all that lies above ``inode``, and list it from the directory
+    ``top`` on: only then may this one be told its path. Of what has several names nobody knows
+    where it lies."""
+    wanted = READ | SEARCH
+    try:
+        while inode.ino != ROOT_INO:
+            inode = namespace.get_directory(tx, inode.parent)
+            require_may(inode, caller, wanted)
+            if inode.ino == top:
+                wanted = SEARCH
+    except (AccessDenied, NotFound):
+        return False
+    return True
+
+
+def require_owner(inode: Inode, caller: CallerLike) -> None:
+    """Raises NotPermitted unless ``caller`` owns the inode, or is root."""
+    if caller.uid not in (0, inode.uid):
+        raise NotPermitted("only its owner and root may do this")
+
+
+def asker_of(caller: CallerLike) -> Asker:
+    """The caller, for the record."""
+    return Asker(caller.uid, (caller.gid, *sorted(groups_of(caller) - {caller.gid})))
+
+
+def groups_of(caller: CallerLike) -> set[int]:
+    """All that ``caller`` is a member of."""
+    if isinstance(caller, Asker):
+        return set(caller.gids)
+    return {caller.gid, *_groups(caller.pid)}
+
+
+def _groups(pid: int) -> set[int]:
+    """The supplementary groups of a process; none if it cannot be looked at (it is gone, or in
+    another namespace).
+    """
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            line = next(line for line in file if line.startswith(b"Groups:"))
+    except (OSError, StopIteration):
+        return set()
+    return set(map(int, line.split()[1:]))

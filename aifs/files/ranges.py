@@ -1,0 +1,178 @@
+"""Operations on byte ranges of files that are neither reads nor writes: fallocate, SEEK_DATA,
+copy_file_range.
+"""
+
+import os
+import time
+
+import trio
+
+from aifs.core.errors import FileTooLarge, Invalid, NoSuchAddress, NotSupported, Unavailable
+from aifs.files.file_io import FileIO
+from aifs.files.open_inode import OpenInode
+from aifs.files.types import SIZE_MAX
+
+KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE = 0x01, 0x02, 0x10  # FALLOC_FL_* of linux/falloc.h
+_MODES = {0, KEEP_SIZE, PUNCH_HOLE | KEEP_SIZE, ZERO_RANGE, ZERO_RANGE | KEEP_SIZE}
+
+_PIECE = 4 << 20
+
+
+async def fallocate(io: FileIO, file: OpenInode, mode: int, offset: int, length: int) -> None:
+    """fallocate(2) with the modes above. In the burst tier space is reserved; data servers only
+    take note of sizes, and free the space of holes and zeros."""
+    if mode not in _MODES:
+        raise NotSupported("fallocate: this mode is not supported")
+    if offset < 0 or length <= 0:
+        raise Invalid("fallocate: an empty range")
+    end = offset + length
+    if end > SIZE_MAX:
+        raise FileTooLarge()
+    if file.inode.in_burst:
+        await _allocate_in_burst(io, file, mode, offset, length)
+        return
+    if mode & (PUNCH_HOLE | ZERO_RANGE) and offset < file.inode.size:
+        await _punch(io, file, offset, min(end, file.inode.size))
+    if end > file.inode.size and not mode & KEEP_SIZE:
+        await io.truncate(file, end)
+
+
+async def _allocate_in_burst(
+    io: FileIO, file: OpenInode, mode: int, offset: int, length: int
+) -> None:
+    await file.gate.enter_alone()
+    try:
+        file.cancel_drain()
+        file.changes += 1
+        await io.burst.enter(file, offset + length)
+        await file.copy.ensure_open()
+        try:
+            await file.copy.allocate(mode, offset, length)
+        except NotSupported:
+            if not mode & ZERO_RANGE:
+                raise
+            await file.copy.allocate(
+                PUNCH_HOLE | KEEP_SIZE, offset, length
+            )  # tmpfs can do the same in two steps
+            await file.copy.allocate(mode & KEEP_SIZE, offset, length)
+        file.changed(time.time_ns())
+        io.burst.look(file)
+    finally:
+        file.gate.leave_alone()
+
+
+async def _punch(io: FileIO, file: OpenInode, offset: int, end: int) -> None:
+    await io.enter_to_change(file, end)
+    try:
+        if file.inode.in_burst:
+            await file.copy.ensure_open()
+            await file.copy.allocate(PUNCH_HOLE | KEEP_SIZE, offset, end - offset)
+            file.changed(time.time_ns())
+            io.burst.look(file)
+            return
+        if file.inode.layout is not None:
+            await io.capacity.punch(file, offset, end - offset)
+            return
+    except NotSupported:
+        pass
+    finally:
+        file.gate.leave_shared()
+    await _write_zeros(io, file, offset, end)
+
+
+async def _write_zeros(io: FileIO, file: OpenInode, offset: int, end: int) -> None:
+    """Where there is data."""
+    while offset < end:
+        offset, stop = await file.data_range(offset, end, strict=False)
+        length = min(_PIECE, stop - offset)
+        if length:
+            await io.write(file, offset, bytes(length))
+        offset += length
+        await trio.lowlevel.checkpoint()  # there may be much of it, and who asked may have gone
+
+
+def _tells_holes(file: OpenInode) -> bool:
+    """Not while somebody may write to the file by way of the daemon: the kernel keeps back what a
+    mapping has written.
+    """
+    return bool(file.backing) or not file.writers
+
+
+async def seek(io: FileIO, file: OpenInode, offset: int, whence: int) -> int:
+    """The next data or hole from ``offset`` on. Where servers that should tell do not work, all is
+    data.
+    """
+    if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
+        raise Invalid("lseek: neither SEEK_DATA nor SEEK_HOLE")
+    told = _tells_holes(file)
+    if told and file.inode.in_burst:
+        return await file.copy.seek(offset, whence)
+    size = io.attributes(file).size
+    if not 0 <= offset < size:
+        raise NoSuchAddress()
+    if not told or file.inode.layout is None:
+        return offset if whence == os.SEEK_DATA else size
+    await file.gate.enter_shared()
+    try:
+        return await _seek_objects(file, offset, whence)
+    finally:
+        file.gate.leave_shared()
+
+
+async def _seek_objects(file: OpenInode, offset: int, whence: int) -> int:
+    start, size = offset, file.inode.size
+    while start < size and file.objects is not None:  # else it has another form since
+        try:
+            found, end = await file.data_range(start, size, strict=not file.dirty)
+        except Unavailable:
+            break
+        if whence == os.SEEK_DATA:
+            if found >= size:
+                raise NoSuchAddress()
+            return found
+        if found > start:
+            return start
+        start = end
+    return offset if whence == os.SEEK_DATA else size
+
+
+async def copy(
+    io: FileIO, source: OpenInode, offset_in: int, target: OpenInode, offset_out: int, length: int
+) -> int:
+    """Copy up to ``length`` bytes, in the kernel where both files are in the burst tier. Returns
+    how many.
+    """
+    length = min(length, io.attributes(source).size - offset_in, SIZE_MAX - offset_out)
+    if length <= 0:
+        return 0
+    if source is target and offset_in < offset_out + length and offset_out < offset_in + length:
+        raise Invalid("copy_file_range: the ranges overlap")
+    start, end = offset_in, offset_in + length
+    if _tells_holes(source):
+        start, end = await source.data_range(start, end, strict=not source.dirty)
+    if start > offset_in:
+        await _write_hole(io, target, offset_out, start - offset_in)
+        return start - offset_in
+    length = end - start
+    if source.inode.in_burst and target.inode.in_burst:
+        await io.enter_to_change(target, offset_out + length)
+        try:
+            await target.copy.ensure_open()
+            done = await target.copy.copy_range(source.copy, offset_in, offset_out, length)
+        finally:
+            target.gate.leave_shared()
+        if done:
+            target.changed(time.time_ns())
+            io.burst.look(target)
+            return done
+    data = await io.read_to_copy(source, offset_in, min(length, _PIECE))
+    await io.write(target, offset_out, data)
+    return len(data)
+
+
+async def _write_hole(io: FileIO, target: OpenInode, offset: int, length: int) -> None:
+    size = io.attributes(target).size
+    if offset < size:
+        await _punch(io, target, offset, min(offset + length, size))
+    if offset + length > size:
+        await io.truncate(target, offset + length)

@@ -1,0 +1,228 @@
+"""Staging: a file of the capacity tier gets a copy in the burst tier: its next open reads at the
+device's speed.
+
+The file stays what it is; the copy is a clean one that counts from one transaction on, and only if
+nothing has changed while its bytes were on their way.
+"""
+
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import trio
+
+from aifs.burst.copy import BurstCopy
+from aifs.burst.tier import BurstTier
+from aifs.burst.transfer import Limiter, Mover
+from aifs.core import faults
+from aifs.core.config import Config
+from aifs.core.errors import FsError, NotFound, Stale
+from aifs.core.log import logger
+from aifs.data.checking.checks import Untold
+from aifs.data.servers import Servers
+from aifs.files.collector import Collector
+from aifs.files.file_io import FileIO
+from aifs.files.open_inode import OpenInode
+from aifs.layout.hint import DEFAULT_POLICY
+from aifs.layout.striped import Striped
+from aifs.meta import forms
+from aifs.meta.kv import Engine
+
+_log = logger(__name__)
+
+_COPIED = faults.declare(
+    "vfs.stage.copied", "a new copy holds a file's bytes, it is on record as garbage"
+)
+
+_WORKERS = 16
+_WAITING_MAX = 1024
+_REMEMBERED_SHARE = 8  # of the budget: what the read cache keeps of what was read
+
+
+class Stager:
+    """Copies files into the burst tier, each once at a time. Used from one trio thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        servers: Servers,
+        tier: BurstTier,
+        io: FileIO,
+        collector: Collector,
+    ) -> None:
+        self._on_read = config.burst.stage_on_read
+        self._io_priority = config.burst.ioprio
+        self._engine = engine
+        self._remembered = servers.budget.total // _REMEMBERED_SHARE
+        self._tier = tier
+        self._io = io
+        self._collector = collector
+        self._mover = Mover(servers.budget, Limiter(0), config.burst.ioprio)
+        self._running: dict[int, trio.Event] = {}
+        self._waiting: deque[int] = deque()
+        self._known: dict[int, int] = {}
+        """Those of ``_waiting``, and how many bytes of each somebody has read, or is reading."""
+        self._followed_bytes = 0  # of all in ``_known``
+        self._wrong: set[int] = set()
+        """Oids of files that turned out to have wrong bytes on the servers: not tried again each
+        time that they are read.
+        """
+        self._wake = trio.Event()
+        self._files = self._failed = 0
+
+    # --- now ---
+
+    async def stage(self, ino: int, followed: bool = False) -> bool:
+        """Have a file of the capacity tier copied into the burst tier; whether it has a copy on
+        return.
+
+        It does not if there is no room, if it is being written to in place, is changed meanwhile,
+        or has wrong bytes on the servers. The copy is not synced. Neither takes the file's gate nor
+        needs it. ``followed``: see FileIO.source_of.
+        """
+        while (event := self._running.get(ino)) is not None:
+            await event.wait()
+        event = self._running[ino] = trio.Event()
+        try:
+            file = await self._io.acquire(ino)
+            try:
+                return file.copy is not None or await self._stage(file, followed)
+            finally:
+                with trio.CancelScope(shield=True):
+                    await self._io.release(file)
+        except (NotFound, Stale):
+            return False
+        except Untold as error:
+            self._failed += 1
+            self._wrong.add(file.inode.oid)
+            _log.warning("inode %d is not staged: %s", ino, error)
+            return False
+        except FsError as error:
+            self._failed += 1
+            _log.info("inode %d is not staged: %s", ino, error)
+            return False
+        finally:
+            del self._running[ino]
+            event.set()
+
+    async def _stage(self, file: OpenInode, followed: bool) -> bool:
+        inode, objects, changes = file.inode, file.objects, file.changes
+        policy = inode.policy or DEFAULT_POLICY
+        if objects is None or file.dirty:
+            return False
+        device = self._tier.admit(policy.tier, inode.space)
+        if device is None:
+            return False
+
+        def changed() -> bool:
+            return (
+                file.changes != changes
+                or file.objects is not objects
+                or file.copy is not None
+                or file.dirty
+            )
+
+        copy = await self._tier.create(device, inode.space)
+        try:
+            # So that no crash can leak it: the window of ids that recovery looks through may pass
+            # meanwhile.
+            await self._engine.transact(forms.put_garbage, copy.id, 0, Striped(1, (copy.server,)))
+        except BaseException:
+            self._tier.discard(copy)  # the collector would not find it
+            raise
+        source = None
+        recorded = False
+        try:
+            source = await self._io.source_of(inode, self._io_priority, followed)
+            sparse = inode.blocks * 512 < inode.size
+            if await self._mover.stage_in(
+                source,
+                inode.size,
+                copy,
+                lambda: changed() or inode.nlink == 0,
+                sparse,
+                in_order=followed,
+            ):
+                faults.reach(_COPIED)
+                if not changed() and inode.nlink:
+                    await self._engine.transact(forms.put_staged, replace(inode, copy=copy.place))
+                    recorded = True
+                    self._adopt(file, copy)
+        finally:
+            if source is not None:
+                source.close()
+            if not recorded:
+                copy.close(removed=True)
+                self._tier.evicted(copy.id)
+                self._collector.add_garbage(copy.id)
+        return recorded
+
+    def _adopt(self, file: OpenInode, copy: BurstCopy) -> None:
+        file.inode.copy = copy.place
+        file.unsaved = False
+        self._io.burst.attach(file, copy)
+        self._tier.clean(copy.id, copy.server, file.inode.space)
+        self._files += 1
+
+    # --- in the background ---
+
+    def is_staging(self, ino: int) -> bool:
+        """Whether the file is being staged, or waits for it."""
+        return ino in self._running or ino in self._known
+
+    def request(self, ino: int, read_bytes: int = 0) -> None:
+        """Stage the file soon; ``read_bytes``: how much of it somebody is reading."""
+        if not self.is_staging(ino):
+            self._waiting.append(ino)
+            self._known[ino] = read_bytes
+            self._followed_bytes += read_bytes
+            self._wake.set()
+            self._wake = trio.Event()
+
+    def read(self, file: OpenInode) -> None:
+        """Somebody begins to read a file that has no copy: by policy it is staged meanwhile, for
+        the next one.
+
+        Not if so many wait that what has been read of them will not be in memory any more when it
+        is their turn.
+        """
+        inode = file.inode
+        tier = (inode.policy or DEFAULT_POLICY).tier
+        wanted = inode.size <= self._on_read or tier in ("burst", "pinned")
+        if (
+            wanted
+            and self._on_read
+            and tier != "capacity"
+            and not file.dirty
+            and self._tier.has_devices
+            and inode.oid not in self._wrong
+            and len(self._waiting) < _WAITING_MAX
+            and (not self._followed_bytes or self._followed_bytes + inode.size <= self._remembered)
+        ):
+            self.request(inode.ino, inode.size)
+
+    async def run(self) -> None:
+        """Stage what is requested, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            for _ in range(_WORKERS):
+                nursery.start_soon(self._work)
+
+    async def _work(self) -> None:
+        while True:
+            while not self._waiting:
+                await self._wake.wait()
+            ino = self._waiting.popleft()
+            read_bytes = self._known.pop(ino)
+            self._followed_bytes -= read_bytes
+            await self.stage(ino, followed=read_bytes > 0)
+
+    def status(self) -> dict[str, Any]:
+        """What ``aifs status`` shows."""
+        return {
+            "active_files": len(self._running),
+            "waiting_files": len(self._waiting),
+            "staged_files": self._files,
+            "staged_bytes": self._mover.moved_bytes,
+            "failed_files": self._failed,
+        }

@@ -1,0 +1,102 @@
+"""Small types of the filesystem's interface."""
+
+import os
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from aifs.files.open_inode import OpenInode
+
+BLOCK_SIZE = 4096
+SIZE_MAX = 1 << 62
+"""Largest file size in bytes; servers may have smaller limits of their own (EFBIG)."""
+
+ATIMES = ("noatime", "relatime", "strictatime")
+"""When opening a file for reading counts as access: never, once a day or after a change, or each
+time.
+"""
+
+
+class CallerLike(Protocol):
+    """Who asks: pyfuse3's RequestContext, or our own Caller."""
+
+    uid: int
+    gid: int
+    pid: int
+    umask: int
+
+
+class Caller(NamedTuple):
+    uid: int = 0
+    gid: int = 0
+    pid: int = 0
+    umask: int = 0
+
+
+ROOT = Caller()
+
+
+@dataclass(slots=True)
+class SetAttr:
+    """Attributes to change; None leaves one as it is. Times in nanoseconds since the epoch."""
+
+    mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
+    size: int | None = None
+    atime_ns: int | None = None
+    mtime_ns: int | None = None
+    ctime_ns: int | None = None
+    kill_privileges: bool = False
+    """Clear setuid and setgid, as a truncation by someone without CAP_FSETID must."""
+
+
+class Passthrough(Protocol):
+    """The kernel reads and writes a backing file by itself. Neither method blocks."""
+
+    def attach(self, fd: int) -> int:
+        """A backing id, above 0, for the file behind ``fd``. Raises OSError."""
+
+    def detach(self, backing: int) -> None: ...
+
+
+class Opened(NamedTuple):
+    """An open file: its handle, and the backing id that it is passed through to (0: it is not).
+
+    ``direct``: all the same its reads and writes come to us, uncached; only its mappings are passed
+    through.
+    """
+
+    handle: int
+    backing: int = 0
+    direct: bool = False
+
+
+class StatFs(NamedTuple):
+    """Sizes in blocks of ``block_size`` bytes. ``files`` counts inodes."""
+
+    block_size: int
+    blocks: int
+    free: int
+    available: int
+    files: int
+    files_free: int
+    name_max: int
+
+
+@dataclass(slots=True)
+class FileHandle:
+    file: OpenInode
+    flags: int
+
+    @property
+    def readable(self) -> bool:
+        return self.flags & os.O_ACCMODE != os.O_WRONLY
+
+    @property
+    def writable(self) -> bool:
+        return self.flags & os.O_ACCMODE != os.O_RDONLY
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether each write is on stable storage when it returns (O_SYNC, O_DSYNC)."""
+        return self.writable and bool(self.flags & os.O_DSYNC)

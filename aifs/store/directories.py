@@ -1,0 +1,152 @@
+"""The directories that a store is made of: which may become one, what lies in them, and how they
+are given up. Blocks.
+"""
+
+import os
+from collections.abc import Collection, Iterable, Sequence
+from datetime import datetime, timezone
+
+from aifs.core import files
+from aifs.core.config import Config, is_directory_source
+from aifs.core.errors import StoreError
+from aifs.core.log import logger
+from aifs.data.claim import NAME as CLAIM
+from aifs.data.marker import FORMAT, NAME, Marker, read_marker, write_marker
+from aifs.data.naming import BACKUP
+from aifs.store.owner import NAME as OWNER_NAME
+
+LOST_AND_FOUND = "lost+found"
+"""Left alone in every directory: the filesystem's own below a mount point, and what fsck has moved
+aside.
+"""
+
+_OWN_NAMES = {
+    "meta": {OWNER_NAME, "data.mdb", "journal.0", "journal.1"},
+    "data": {"objects", "backup", CLAIM},
+    "burst": {"objects", CLAIM},
+}
+
+_log = logger(__name__)
+
+
+def recorded_path(config: Config, path: str) -> str:
+    """Relative for what lies below a source directory, so that the whole can be moved."""
+    below = (
+        is_directory_source(config.source)
+        and os.path.commonpath([config.source, path]) == config.source
+    )
+    return os.path.relpath(path, config.source) if below else path
+
+
+def same_directories(named: Iterable[str], known: Sequence[str]) -> dict[str, str]:
+    """Which of the ``known`` paths each of those ``named`` means, if any.
+
+    Symlinks are followed only for paths that are not written alike: what lies behind one may hang.
+    """
+    by_words = {os.path.abspath(path): path for path in known}
+    same = {
+        path: by_words[os.path.abspath(path)] for path in named if os.path.abspath(path) in by_words
+    }
+    others = [path for path in named if path not in same]
+    if others:
+        by_links = {os.path.realpath(path): path for path in known if path not in same.values()}
+        same |= {
+            path: by_links[real] for path in others if (real := os.path.realpath(path)) in by_links
+        }
+    return same
+
+
+def require_distinct(paths: list[str], written: Collection[str] = ()) -> None:
+    """Raises StoreError if one of them is, holds, or lies in another one.
+
+    ``written``: those that nobody should touch now; they are taken as they are written.
+    """
+    seen: dict[str, str] = {}
+    for path in paths:
+        real = os.path.abspath(path) if path in written else os.path.realpath(path)
+        for other, named in seen.items():
+            if os.path.commonpath([real, other]) in (real, other):
+                raise StoreError(
+                    f"{path}: is, holds, or lies in {named}; each needs a directory of its own"
+                )
+        seen[real] = path
+
+
+def require_usable(role: str, path: str, *, force: bool = False, store: str = "") -> None:
+    """The directory is missing, is empty, or with ``force`` holds a store, which may be erased.
+    Raises StoreError.
+
+    ``store``: one that has only that store's marker and claim counts as empty: somebody died while
+    it was being added.
+    """
+    try:
+        names = os.listdir(path)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise StoreError(f"{path}: is not a directory; name one for the {role} files") from None
+    held = set(names) - {LOST_AND_FOUND}
+    if not held:
+        return
+    foreign = sorted(held - {NAME} - _OWN_NAMES[role])
+    if foreign:
+        raise StoreError(
+            f"{path}: holds {foreign[0]!r}, which is not a store's; use an empty directory"
+        )
+    if store and NAME in held:
+        marker = read_marker(path)
+        if marker.store == store and held <= {NAME, CLAIM}:
+            return
+        if marker.store == store:
+            raise StoreError(
+                f"{path}: holds what {marker.role} server {marker.id} of this store had, which is stale; use an empty directory"
+            )
+    if not force:
+        raise StoreError(f"{path}: holds a store already; --force erases it and all files in it")
+
+
+def mark(path: str, store: str, role: str, number: int) -> None:
+    """Make the directory, if need be, that one of the store. Durable on return."""
+    files.make_dirs(path)
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    write_marker(path, Marker(FORMAT, store, role, number, created))
+
+
+def erase(role: str, path: str) -> None:
+    """Delete what a store has in the directory. Durable on return."""
+    for name in _OWN_NAMES[role] | {NAME}:
+        own = os.path.join(path, name)
+        for directory, _, names in os.walk(own, topdown=False):
+            for inner in names:
+                files.unlink(os.path.join(directory, inner))
+            files.remove_dir(directory)
+        if os.path.lexists(own) and (role, name) != ("meta", OWNER_NAME):
+            files.unlink(own)
+    files.sync_dir(path)
+
+
+def give_up(path: str, store: str, role: str, number: int) -> None:
+    """Take marker and claim, backups of the metadata and empty directories out of one that the
+    store has no use for any more, if it is there.
+
+    A problem is logged: the number is never used again, so that the directory is refused wherever
+    it comes back.
+    """
+    try:
+        marker = read_marker(path)
+        if (marker.store, marker.role, marker.id) != (store, role, number):
+            return
+        backups = os.path.join(path, BACKUP)
+        if os.path.isdir(backups):
+            for name in os.listdir(backups):
+                files.unlink(os.path.join(backups, name))
+            files.remove_dir(backups)
+        for directory, _, names in os.walk(os.path.join(path, "objects"), topdown=False):
+            if not names and not os.listdir(directory):
+                files.remove_dir(directory)
+        for name in (CLAIM, NAME):
+            if os.path.lexists(own := os.path.join(path, name)):
+                files.unlink(own)
+        files.sync_dir(path)
+    except (OSError, StoreError) as error:
+        _log.info("%s: its marker stays, which does no harm: %s", path, error)

@@ -1,0 +1,348 @@
+"""Who may use a store: one process claims all of its directories (data/claim.py), and renews that
+while it has the store.
+
+Claims stand against who wants the store next:
+
+* One that was made with these very metadata and given back (``held`` is False) does not, nor one of
+  an earlier epoch than theirs.
+* Metadata that know no claim of the latest epoch have been overtaken: others have changed what lies
+  on the servers. Refused.
+* The same metadata directory under the same kernel: its lock is ours, so the owner is dead. The
+  claim counts no more.
+* The same metadata directory after a restart, or that of a machine's clone: for ``WATCH_S`` it is
+  watched whether anybody renews the claim, and only then is it taken over.
+* Any other metadata directory is a copy, and its owner may live. Refused, unless somebody says that
+  it is dead (``force``).
+
+An owner looks for claims that have ended its own each time that it renews, every ``INTERVAL_S``.
+Who takes a right over that may be in use waits for ``WATCH_S``, so that the old owner has noticed
+before anything is changed. A directory that does not answer ends no right: one whose owner can be
+told is enough for the next one to be refused, and for the old one to notice.
+"""
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+from functools import partial
+
+import trio
+
+from aifs.core import files
+from aifs.core.errors import FsError, StoreBusy, StoreError
+from aifs.core.log import logger
+from aifs.data.claim import Claim, put_claim, read_claim
+from aifs.data.marker import NAME as MARKER_NAME
+from aifs.data.marker import read_marker
+from aifs.data.patience import Patience, ask_all
+from aifs.data.patience import background as in_background
+from aifs.data.server import DataServer
+from aifs.data.servers import Servers
+from aifs.data.workers import outcomes
+from aifs.store.owner import OwnerLock
+
+INTERVAL_S = 2.0
+"""Between two renewals."""
+
+WATCH_S = 2.5 * INTERVAL_S
+"""An owner that lives has renewed its claim, and looked for others, in any such time."""
+
+_ANSWER_S = 30.0
+"""How long a directory of a store that is not open is waited for."""
+
+_log = logger(__name__)
+
+
+class Ownership:
+    """The right of this process to a store. Used from one trio thread; ``run`` keeps it up in the
+    background.
+    """
+
+    def __init__(self, meta: str, mountpoint: str, lock: OwnerLock, servers: Servers) -> None:
+        """``lock``: of the metadata directory ``meta``. Blocks for a moment."""
+        self.ended = ""
+        """Why there is no right any more: somebody has taken it over."""
+        self.on_end: Callable[[], None] = lambda: None
+        self._lock = lock
+        self._servers = servers
+        self._mine = _claim_of(meta, mountpoint)
+        self._renewing: set[int] = set()
+
+    async def take(self, force: bool = False) -> None:
+        """Claim all directories; durable on return. ``force``: the owner is dead, as somebody says.
+
+        Raises StoreBusy or StoreError, which say who has the store. Then no claim is changed; or
+        two have asked for it at once, and whoever did not get it, perhaps both, may ask again.
+        """
+        rival, epoch = await _require_right(self._read, self._mine, self._lock, force)
+        self._mine = replace(self._mine, epoch=epoch, time_s=time.time())
+        if (
+            not self._servers.read_only
+        ):  # else nothing is claimed, and an epoch without a claim would let a copy take over
+            self._lock.advance(epoch, self._mine.token)
+        if theirs := await self._put(self._mine):
+            await self._put(replace(self._mine, held=False, renewals=1))
+            raise StoreBusy(_describe(theirs, self._mine))
+        if rival is not None:
+            _log.warning("the store is taken over from %s", _owner(rival))
+            await trio.sleep(WATCH_S)
+
+    async def _read(self) -> list[Claim]:
+        found = await self._ask(DataServer.read_claim)
+        return [claim for claim in found if isinstance(claim, Claim)]
+
+    async def _put(self, claim: Claim) -> Claim | None:
+        """Returns one that has ended it somewhere."""
+        found = await self._ask(lambda server: server.put_claim(claim, True))
+        return next((theirs for theirs in found if isinstance(theirs, Claim)), None)
+
+    async def _ask(self, call: Callable[[DataServer], Claim | None]) -> list[object]:
+        """What each directory answers that is there; one that hangs is not waited for longer than
+        usual.
+        """
+        servers = [server for server in self._servers.values() if not server.absent]
+        if not servers:
+            return []
+        with in_background():
+            results = await outcomes([(server.workers, call, (server,)) for server in servers])
+        for error in results:
+            if isinstance(error, FsError):
+                _log.info("who has the store is not known there: %s", error)
+            elif isinstance(error, BaseException):
+                raise error
+        return results
+
+    async def run(self) -> None:
+        """Renew the claims until cancelled. When somebody has taken the right over no directory is
+        used any more.
+        """
+        while not self.ended:
+            await trio.sleep(INTERVAL_S)
+            self._renew()
+
+    def _renew(self) -> None:
+        """Each directory in a thread of its own; one that has not answered since the last time is
+        left alone.
+        """
+        renewals = self._mine.renewals + 1
+        self._mine = replace(self._mine, renewals=renewals, time_s=time.time())
+        for server in self._servers.values():
+            if not (server.absent or server.hangs or server.id in self._renewing):
+                self._renewing.add(server.id)
+                server.workers.start(
+                    partial(self._renewed, server.id), server.put_claim, self._mine, False
+                )
+
+    def _renewed(self, server_id: int, result: Claim | BaseException | None) -> None:
+        self._renewing.discard(server_id)
+        if isinstance(result, Claim) and not self.ended:
+            self.ended = (
+                f"the store was taken over by {_owner(result)}; nothing is written any more"
+            )
+            _log.error("%s", self.ended)
+            self._servers.give_up(self.ended)
+            self.on_end()
+        elif isinstance(result, BaseException) and not isinstance(result, FsError):
+            _log.error("a claim is not renewed", exc_info=result)
+
+    def require(self) -> None:
+        """Raises StoreBusy if somebody has taken the store over."""
+        if self.ended:
+            raise StoreBusy(self.ended)
+
+    def give_back(self) -> None:
+        """Whoever comes next may have the store at once, when the servers' threads have ended.
+        Blocks for a moment.
+
+        By a last claim, of an epoch of its own: a copy of the metadata that was made while the
+        store was in use has been overtaken.
+        """
+        epoch, renewals = self._mine.epoch, self._mine.renewals + 1
+        if not self._servers.read_only:
+            try:
+                self._lock.advance(epoch + 1, self._mine.token)
+                epoch, renewals = epoch + 1, 0
+            except FsError as error:
+                _log.info("copies of the metadata cannot be told from these: %s", error)
+        mine = replace(self._mine, epoch=epoch, held=False, renewals=renewals, time_s=time.time())
+        for server in self._servers.values():
+            if not (server.absent or server.hangs):
+                server.workers.post(_give_back, server, mine)
+
+
+def _give_back(server: DataServer, claim: Claim) -> None:
+    try:
+        server.put_claim(claim, True)
+    except FsError as error:
+        _log.info("the claim stays: %s", error)
+
+
+# --- without an open store ---
+
+
+def require_unused(directories: Iterable[str]) -> None:
+    """Nobody renews a claim to one of them. Blocks, for ``WATCH_S`` if one is held. Raises
+    StoreBusy.
+    """
+    paths = list(directories)
+
+    async def read() -> list[Claim]:
+        return _ask_each(read_claim, paths)
+
+    if (owner := trio.run(_seen_alive, read)) is not None:
+        raise StoreBusy(
+            f"{owner.metadata}: the store is in use by {_owner(owner)}. Unmount it there"
+        )
+
+
+def follow(meta: str, directories: Iterable[str]) -> None:
+    """The metadata in ``meta``, made just now, may be used once the owner has given the store back;
+    nobody loses a right.
+
+    Durable on return. Blocks. Raises StoreBusy, NoSpace, Unavailable.
+    """
+    lock = OwnerLock(meta, "")
+    try:
+        newest = max(_ask_each(read_claim, directories), key=lambda claim: claim.age, default=None)
+        if newest is not None:
+            lock.advance(newest.epoch, newest.token)
+    finally:
+        lock.release(orderly=True)
+
+
+def end_rights(meta: str, store: str, directories: Iterable[str], *, wait: bool) -> None:
+    """The metadata in ``meta``, made just now, are the store's from here on; whoever used others
+    with these directories is its owner no more. Durable on return. Blocks; with ``wait`` until an
+    owner that lives has noticed.
+
+    Raises StoreBusy, NoSpace, Unavailable.
+    """
+    places = list(directories)
+    claims = _ask_each(read_claim, places)
+    lock = OwnerLock(meta, "")
+    try:
+        epoch = 1 + max([lock.epoch, *(claim.epoch for claim in claims)])
+        mine = replace(_claim_of(meta, ""), epoch=epoch, held=False, time_s=time.time())
+        lock.advance(epoch, mine.token)
+        _ask_each(_put_as_own, places, mine, store)
+    finally:
+        lock.release(orderly=True)
+    if wait and any(claim.held for claim in claims):
+        time.sleep(WATCH_S)
+
+
+def _ask_each(
+    function: Callable[..., Claim | None] | Callable[..., None],
+    directories: Iterable[str],
+    *args: object,
+) -> list[Claim]:
+    """The claims that it finds in directories, at once; what fails or does not answer is done
+    without. Blocks.
+    """
+    paths = list(directories)
+    answers = ask_all([(Patience(), function, (path, *args)) for path in paths], _ANSWER_S)
+    for path, answer in zip(paths, answers, strict=True):
+        if isinstance(answer, OSError | FsError | StoreError):
+            _log.info("who has the store is not known at %s: %s", path, answer)
+        elif isinstance(answer, BaseException):
+            raise answer
+    return [answer for answer in answers if isinstance(answer, Claim)]
+
+
+def _put_as_own(directory: str, claim: Claim, store: str) -> None:
+    if read_marker(directory).store == store:
+        put_claim(directory, claim, durable=True)
+
+
+# --- what claims mean ---
+
+_Read = Callable[[], Awaitable[list[Claim]]]
+
+
+async def _require_right(
+    read: _Read, mine: Claim, lock: OwnerLock, force: bool
+) -> tuple[Claim | None, int]:
+    """The claim that may be in use and is taken over, None if there is none, and the next epoch.
+    ``lock`` knows the last claim that was made with these metadata.
+
+    Raises StoreBusy, StoreError.
+    """
+    claims = await read()
+    if not claims:
+        return None, lock.epoch + 1
+    latest = max(claim.epoch for claim in claims)
+    claims = [claim for claim in claims if claim.epoch == latest]
+    newest = max(claims, key=lambda claim: (claim.held, claim.renewals))
+    is_over = not newest.held or (newest.place, newest.boot) == (mine.place, mine.boot)
+    if latest < lock.epoch:  # a process that was about to take the store over has died
+        return None if is_over else newest, lock.epoch + 1
+    if latest == lock.epoch:
+        if newest.held and is_over or any(claim.token == lock.token for claim in claims):
+            is_same_place = newest.place[1:] == mine.place[1:]
+            if is_over or (is_same_place and await _seen_alive(read) is None):
+                return None, latest + 1
+    if force:
+        return newest if newest.held else None, latest + 1
+    if newest.held:
+        raise StoreBusy(_describe(newest, mine))
+    raise StoreError(
+        f"{mine.metadata}: these metadata are older than those in {newest.metadata} on host {newest.host}, with which "
+        f"the store was used until {_time(newest)}; use those. aifs mount --force uses these all the same: what was "
+        "changed since is lost"
+    )
+
+
+async def _seen_alive(read: _Read) -> Claim | None:
+    """A held claim that is renewed while one watches, if there is any that is held."""
+    before = [claim for claim in await read() if claim.held]
+    if not before:
+        return None
+    _log.info("looking for %g s whether %s lives", WATCH_S, _owner(before[0]))
+    await trio.sleep(WATCH_S)
+    seen: dict[str, int] = {}
+    for claim in before:  # a server that has failed lags behind
+        seen[claim.token] = max(claim.renewals, seen.get(claim.token, 0))
+    later = [claim for claim in await read() if claim.held]
+    return next((one for one in later if one.renewals > seen.get(one.token, -1)), None)
+
+
+def place_of(meta: str) -> tuple[int, int, int]:
+    """What tells a metadata directory from a copy of it; the first number is another one after a
+    restart.
+    """
+    status = os.stat(os.path.join(meta, MARKER_NAME))
+    return status.st_dev, status.st_ino, status.st_ctime_ns
+
+
+def _claim_of(meta: str, mountpoint: str) -> Claim:
+    return Claim(
+        epoch=0,
+        token=str(uuid.uuid4()),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        mountpoint=mountpoint,
+        metadata=meta,
+        place=place_of(meta),
+        boot=files.boot_id(),
+    )
+
+
+def _describe(owner: Claim, mine: Claim) -> str:
+    return (
+        f"{mine.metadata}: the store is in use by {_owner(owner)}. Unmount it there; only if that host is known to be "
+        "dead: aifs mount --force"
+    )
+
+
+def _owner(claim: Claim) -> str:
+    where = f", mounted at {claim.mountpoint}" if claim.mountpoint else ""
+    return (
+        f"pid {claim.pid} on host {claim.host}{where}, with the metadata in {claim.metadata} (its right was renewed last "
+        f"at {_time(claim)}, by the clock of {claim.host})"
+    )
+
+
+def _time(claim: Claim) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(claim.time_s))

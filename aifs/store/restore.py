@@ -1,0 +1,370 @@
+"""Backups of the metadata of a store that is not mounted: making one, listing them, making a
+metadata directory of one.
+
+What has been written since the backup is unknown to the restored metadata. Nothing of it is
+deleted: what would have other objects deleted, or trusts what may have changed, does not come back
+(``_disarm``), and no id is given out again.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import trio
+
+from aifs.core import files
+from aifs.core.config import Config, is_directory_source
+from aifs.core.errors import StoreError, Unavailable
+from aifs.core.limits import within
+from aifs.core.log import logger
+from aifs.core.tasks import first_error
+from aifs.data import backups, naming
+from aifs.data.marker import read_marker
+from aifs.data.patience import Patience, ask_all
+from aifs.meta import chunks, keys, namespace
+from aifs.meta.backup import Chain, Name, Segment, chains, decode_segment, newest, parse_name
+from aifs.meta.kv import Transaction
+from aifs.meta.lmdb_engine import LmdbEngine
+from aifs.meta.memtable import Writes
+from aifs.meta.records import decode_burst
+from aifs.meta.servers import read_table, reserve_number
+from aifs.store import directories
+from aifs.store.backup import Backup
+from aifs.store.ids import WINDOW
+from aifs.store.owner import NAME as OWNER_NAME
+from aifs.store.owner import OwnerLock
+from aifs.store.ownership import end_rights, require_unused
+from aifs.store.server_table import id_of
+from aifs.store.store import FORMAT, open_store
+
+_log = logger(__name__)
+
+_NOT_RESTORED = b"gmj"
+"""Kinds of records that would have objects deleted that newer files may be in, or say where a job
+was that has gone on.
+"""
+
+_IDS_LOST_AT_MOST = 1 << 32
+"""Ids that may have been given out since the backup without leaving an object."""
+
+_SEQS_LOST_AT_MOST = 1 << 40
+"""Transaction numbers that backups may have which are on servers that cannot be read now: those of
+some 250 mounts.
+"""
+
+_ANSWER_S = 10.0  # what a directory may take to say whether it is there
+_BATCH = 2048
+_SYNC_EVERY = 32  # batches
+
+
+def back_up(config: Config, to: str) -> None:
+    """Make a backup now of a store that is not in use: on the data servers, or a base in the
+    directory ``to``. Blocks.
+
+    Raises StoreError, StoreBusy, NoSpace, Unavailable.
+    """
+
+    async def make() -> None:
+        store = await open_store(config)
+        try:
+            backup = Backup(config, store.uuid, store.engine, store.servers)
+            if to:
+                await backup.write_to(to)
+            else:
+                await backup.load(read_only=False)
+                await backup.ship()
+        finally:
+            store.close()
+
+    trio.run(make)
+
+
+# --- what there is ---
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A state that can be restored; ``bytes`` of ``segments`` files, the last of which was made at
+    ``created_ns``.
+    """
+
+    seq: int
+    created_ns: int
+    segments: int
+    bytes: int
+
+
+class Found:
+    """The segments in some directories, each perhaps in several of them."""
+
+    def __init__(self, store: str, places: list[str]) -> None:
+        """Raises StoreError if a directory cannot be read."""
+        self._store = store
+        self._paths: dict[Name, list[str]] = {}
+        self.sizes: dict[Name, int] = {}
+        for place in places:
+            try:
+                listed = backups.list_directory(place)
+            except OSError as error:
+                raise StoreError(f"{place}: {error.strerror}") from error
+            for text, size in listed.items():
+                name = parse_name(text)
+                if name is not None:
+                    self._paths.setdefault(name, []).append(os.path.join(place, text))
+                    self.sizes[name] = size
+
+    def read(self, name: Name) -> Segment:
+        """The segment, from the first copy of it that is whole. Raises Unavailable."""
+        error: Exception = Unavailable(f"{name}: is missing")
+        for path in self._paths.get(name, ()):
+            try:
+                return decode_segment(name, self._store, backups.read(path))
+            except (Unavailable, OSError) as raised:
+                _log.warning("%s is not used: %s", path, raised)
+                error = raised
+        raise Unavailable(str(error)) from error
+
+    def whole_chain(self, at: int | None) -> Chain:
+        """The newest state whose segments are all whole. Raises StoreError if there is none."""
+        usable = set(self._paths)
+        while (chain := newest(usable, at)) is not None:
+            damaged = [name for name in chain.segments if not self._is_whole(name)]
+            if not damaged:
+                return chain
+            usable.difference_update(damaged)
+        what = "no backup" if at is None else f"no backup of the state at {at} or before"
+        raise StoreError(
+            f"{what} of the metadata of store {self._store} is whole, or there is none"
+        )
+
+    def _is_whole(self, name: Name) -> bool:
+        try:
+            self.read(name)
+        except Unavailable:
+            return False
+        return True
+
+
+def answering(config: Config) -> Config:
+    """Without the servers and burst directories that do not answer in time, which are logged."""
+
+    def answers(path: str) -> bool:
+        try:
+            within(_ANSWER_S, read_marker, path)
+        except TimeoutError as error:
+            _log.warning("%s is done without: %s", path, error.strerror)
+            return False
+        except StoreError:
+            pass  # it says that it is none
+        return True
+
+    places = tuple(place for place in config.places if answers(place.path))
+    burst = tuple(filter(answers, config.burst.directories))
+    return config.model_copy(
+        update={
+            "places": places,
+            "burst": config.burst.model_copy(update={"directories": burst}),
+        }
+    )
+
+
+def find(config: Config, source: str) -> tuple[str, Found]:
+    """The store's uuid, as the data servers tell it, and the backups on them or in the directory
+    ``source``.
+
+    Raises StoreError.
+    """
+    stores: dict[str, str] = {}
+    places = []
+    for path in config.servers:
+        try:
+            marker = read_marker(path)
+        except StoreError as error:
+            _log.warning("not used: %s", error)
+            continue
+        stores[marker.store] = path
+        places.append(os.path.join(path, naming.BACKUP))
+    if not stores:
+        what = "none of its data servers can be read, so nobody knows which store it is"
+        raise StoreError(
+            f"{config.source}: {what}; if servers were added or replaced, name these in the configuration"
+        )
+    if len(stores) > 1:
+        one, other = list(stores.values())[:2]
+        raise StoreError(
+            f"{config.source}: {one} and {other} are of different stores; correct the configuration"
+        )
+    (store,) = stores
+    if source and not os.path.isdir(source):
+        raise StoreError(f"{source}: there is no such directory")
+    return store, Found(store, [source] if source else places)
+
+
+def states(found: Found) -> Iterator[State]:
+    """The newest state of each base, the newest first. Only what says when it was made is read.
+    Raises Unavailable.
+    """
+    for chain in chains(found.sizes):
+        size = sum(found.sizes[name] for name in chain.segments)
+        yield State(chain.seq, found.read(chain.segments[-1]).created_ns, len(chain.segments), size)
+
+
+# --- restore ---
+
+
+def restore(config: Config, source: str, at: int | None, force: bool = False) -> State:
+    """Make the metadata directory anew from the newest whole backup (with ``at``: up to that
+    transaction). Blocks.
+
+    Whoever used other metadata with these servers has lost the right to them, and stops when it
+    notices. Raises StoreError: also if there is something in the metadata directory. Nothing is
+    left there then. StoreBusy, unless ``force``: if somebody is seen to use the servers.
+    """
+    meta = config.meta.directory
+    if os.path.isdir(meta) and set(os.listdir(meta)) - {directories.LOST_AND_FOUND, OWNER_NAME}:
+        raise StoreError(
+            f"{meta}: is not empty; move what is there away first, it may hold more than any backup"
+        )
+    places = (*config.servers, *config.burst.directories)
+    if not force:
+        require_unused(places)
+    store, found = find(config, source)
+    chain = found.whole_chain(at)
+    created_ns = found.read(chain.segments[-1]).created_ns
+    _, everywhere = find(config, "") if source else (store, found)
+    beyond = (
+        max(name.seq or name.after for name in (*found.sizes, *everywhere.sizes))
+        + _SEQS_LOST_AT_MOST
+    )
+    files.make_dirs(meta)
+    owner = OwnerLock(meta, "")
+    try:
+        trio.run(_build, config, found, chain, beyond)
+        directories.mark(meta, store, "meta", 0)
+    except BaseException as error:  # noqa: BLE001 (raised again, out of its group)
+        directories.erase("meta", meta)
+        raise first_error(error) from None
+    finally:
+        owner.release(orderly=True)
+    end_rights(meta, store, places, wait=force)
+    return State(
+        chain.seq,
+        created_ns,
+        len(chain.segments),
+        sum(found.sizes[name] for name in chain.segments),
+    )
+
+
+async def _build(config: Config, found: Found, chain: Chain, beyond: int) -> None:
+    engine = LmdbEngine(config.meta.directory, config.meta.commit_interval_s, first_seq=beyond)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(engine.run)
+            for name in chain.segments:
+                await _load(engine, found.read(name).writes())
+            await _disarm(engine)
+            await engine.transact(_finish, config, chain.seq)
+            await engine.barrier()
+            nursery.cancel_scope.cancel()
+        engine.close()
+    except BaseException:
+        engine.abandon()
+        raise
+
+
+async def _load(engine: LmdbEngine, writes: Writes) -> None:
+    batches = list(writes.items())
+    for number, start in enumerate(range(0, len(batches), _BATCH)):
+        await engine.transact(_put_all, batches[start : start + _BATCH])
+        if number % _SYNC_EVERY == 0:
+            await engine.barrier()
+        await trio.lowlevel.checkpoint()
+
+
+def _put_all(tx: Transaction, changes: list[tuple[bytes, bytes | None]]) -> None:
+    for key, value in changes:
+        if value is None:
+            tx.delete(key)
+        else:
+            tx.put(key, value)
+
+
+async def _disarm(engine: LmdbEngine) -> None:
+    """Take out what is not true any more, or dangerous to what the metadata does not know of."""
+    for container in await engine.view(chunks.open_containers):
+        await engine.transact(
+            chunks.seal_container, container
+        )  # newer chunks may lie behind its end
+    for kind in _NOT_RESTORED:
+        start, end = keys.all_of(bytes((kind,)))
+        while await engine.transact(_drop_some, start, end):
+            await trio.lowlevel.checkpoint()
+    start, end = keys.all_of(b"b")
+    while last := await engine.transact(_distrust_copies, start, end):
+        start = last + b"\0"
+        await trio.lowlevel.checkpoint()
+
+
+def _drop_some(tx: Transaction, start: bytes, end: bytes) -> bool:
+    found = [key for key, _ in tx.range(start, end, _BATCH)]
+    for key in found:
+        tx.delete(key)
+    return bool(found)
+
+
+def _distrust_copies(tx: Transaction, start: bytes, end: bytes) -> bytes:
+    """A burst copy that was a cache may hold newer bytes by now; one that was the only place is
+    taken as it is.
+
+    Handles some records; the last key, b"" if there was none.
+    """
+    records = list(tx.range(start, end, _BATCH))
+    for key, value in records:
+        try:
+            record = decode_burst(value)
+            inode = namespace.find_inode(tx, record.ino)
+        except Unavailable:
+            continue  # fsck's to name
+        if record.undrained:
+            tx.put(
+                key, record._replace(durable=True).encode()
+            )  # should it be missing, the file is not just empty
+            if inode is not None and inode.in_burst:
+                tx.put(keys.dirty(inode.ino), b"")  # it may have got another size
+        elif inode is not None and inode.copy is not None and not inode.in_burst:
+            inode.copy = None
+            namespace.put_inode(tx, inode)
+            tx.delete(key)
+    return records[-1][0] if records else b""
+
+
+def _finish(tx: Transaction, config: Config, seq: int) -> None:
+    superblock = json.loads(tx.get(keys.SUPERBLOCK) or b"{}")
+    if superblock.get("format") not in (
+        FORMAT - 1,
+        FORMAT,
+    ):  # the earlier one is upgraded when it is opened
+        raise StoreError(
+            f"the backup is of a store of format {superblock.get('format')}; this version knows {FORMAT}"
+        )
+    # Closed in order, so that nothing is looked for in the last ids; of another boot, so that no
+    # cache is trusted.
+    superblock |= {"clean": True, "boot": None, "restored_from": seq}
+    tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())
+    for path in (*config.servers, *config.burst.directories):
+        with suppress(StoreError):  # one that was added since keeps its number
+            marker = read_marker(path)
+            reserve_number(tx, id_of(marker.role, marker.id))
+    recorded = [record.path for record in read_table(tx).values()]
+    if not is_directory_source(config.source) and not all(map(os.path.isabs, recorded)):
+        what = "the store was made with a directory as SOURCE, which its servers lie in; restore it with that"
+        raise StoreError(f"{config.source}: {what} (aifs.yaml in it can name others)")
+    paths = [os.path.join(config.source, path) for path in recorded]
+    paths += [*config.servers, *config.burst.directories]
+    answers = ask_all([(Patience(), os.path.isdir, (path,)) for path in paths], _ANSWER_S)
+    there = [path for path, answer in zip(paths, answers, strict=True) if answer is True]
+    highest = max(map(naming.id_bound, there), default=0)
+    ids = tx.counter(keys.COUNTER_IDS)
+    tx.add(keys.COUNTER_IDS, max(highest - ids, 0) + _IDS_LOST_AT_MOST + 2 * WINDOW)

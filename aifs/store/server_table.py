@@ -1,0 +1,267 @@
+"""The table of an open store's servers: who is added, on the way out, lost, removed; and who may be
+missing.
+
+The table in the metadata is what counts; a configuration names directories when a store is made,
+and failure domains whenever it is opened. Changes are durable on return; each is one transaction,
+and what is in use follows it.
+"""
+
+import os
+from contextlib import suppress
+from dataclasses import replace
+
+import trio
+
+from aifs.core import faults
+from aifs.core.config import Config
+from aifs.core.errors import Busy, Invalid, StoreError, Unavailable
+from aifs.core.log import logger
+from aifs.data.patience import FOR_EVER, background
+from aifs.data.server import DataServer, name_of, role_of
+from aifs.data.servers import Servers
+from aifs.layout.placement import ACTIVE, BURST_FIRST, LOST
+from aifs.layout.striped import Striped
+from aifs.meta import keys, servers
+from aifs.meta.kv import Engine, ReadTransaction, Transaction
+from aifs.meta.records import Garbage, decode_burst, decode_garbage
+from aifs.meta.servers import ServerRecord
+from aifs.store import directories
+
+_log = logger(__name__)
+
+_MARKED = faults.declare(
+    "vfs.server.marked", "a new server's directory has its marker, the table does not have it"
+)
+_REMOVED = faults.declare(
+    "vfs.server.removed", "a server is out of the table, its directory has its marker still"
+)
+
+
+def id_of(role: str, number: int) -> int:
+    """The id in the table of a server, or burst directory, with that number."""
+    return BURST_FIRST + number if role == "burst" else number
+
+
+class ServerTable:
+    """Used from one trio thread. ``servers`` are those in use."""
+
+    def __init__(self, config: Config, store: str, engine: Engine, servers: Servers) -> None:
+        self._config = config
+        self._store = store
+        self._engine = engine
+        self._servers = servers
+        self._changing = trio.Lock()
+
+    async def records(self) -> dict[int, ServerRecord]:
+        return await self._engine.view(servers.read_table)
+
+    async def find(self, server_id: int) -> ServerRecord:
+        """Raises Invalid if the table has none of that id."""
+        record = await self._engine.view(servers.get_server, server_id)
+        if record is None:
+            raise Invalid(f"there is no {name_of(server_id)} in this store")
+        return record
+
+    async def add(self, directory: str, role: str = "data", domain: str = "") -> int:
+        """Make ``directory`` a data server ('data') or burst directory ('burst'); returns its id.
+        New files use it.
+
+        Raises StoreError if it is not an empty directory.
+        """
+        return await self._add(directory, role, domain)
+
+    async def replace(self, server_id: int, directory: str, state: str) -> int:
+        """Make ``directory`` a data server that takes over from another one, which gets ``state``;
+        returns its id.
+
+        It may have the path of a lost server. Raises Invalid, StoreError.
+        """
+        domain = (await self.find(server_id)).domain
+        return await self._add(directory, "data", domain, server_id, state)
+
+    async def _add(
+        self, directory: str, role: str, domain: str, old: int | None = None, state: str = ""
+    ) -> int:
+        directory = os.path.abspath(directory)
+        async with self._changing:
+            lost = old if state == LOST else None
+            others = [server for server in self._servers.values() if server.id != lost]
+            server_id = await self._engine.view(servers.next_number, role)
+            number = server_id % BURST_FIRST
+            # Whatever may be wrong with the directory, it must not hold up the mount.
+            limit_s = self._config.data.timeout_s or FOR_EVER
+            with trio.move_on_after(limit_s) as scope:
+                await trio.to_thread.run_sync(
+                    self._mark, directory, others, role, number, abandon_on_cancel=True
+                )
+            if scope.cancelled_caught:
+                # The marker may be written at any time later: no other directory gets this number.
+                await self._engine.transact(servers.reserve_number, server_id)
+                raise StoreError(
+                    f"{directory}: has not answered within {limit_s:g} s; it is not added"
+                )
+            faults.reach(_MARKED)
+            server = await self._servers.make_ready(server_id, directory, domain)
+            record = ServerRecord(directories.recorded_path(self._config, directory), domain=domain)
+            rows = {server_id: record}
+            if old is not None:
+                rows[old] = replace(await self.find(old), state=state, successor=server_id)
+            await self._engine.transact(servers.put_servers, rows)
+            self._servers.take_in(server)
+            await self._engine.barrier()
+            if old is not None:
+                self._classify(old, rows[old])
+        return server_id
+
+    def _mark(self, directory: str, others: list[DataServer], role: str, number: int) -> None:
+        paths = [directory, self._config.meta.directory, *(server.path for server in others)]
+        silent = [server.path for server in others if server.absent or server.hangs]
+        try:
+            directories.require_distinct(paths, silent)
+            directories.require_usable(role, directory, store=self._store)
+            directories.mark(directory, self._store, role, number)
+        except OSError as error:
+            raise StoreError(f"{directory}: {error.strerror}") from error
+
+    async def change(self, server_id: int, state: str) -> None:
+        """Record the state of a server. One that is in use again has no successor. Raises
+        Invalid.
+        """
+        async with self._changing:
+            record = replace(await self.find(server_id), state=state)
+            if state == ACTIVE:
+                record = replace(record, successor=None)
+            await self._engine.transact(servers.put_server, server_id, record)
+            await self._engine.barrier()
+            self._classify(server_id, record)
+
+    def _classify(self, server_id: int, record: ServerRecord) -> None:
+        if self._servers.find(server_id) is not None:
+            self._servers.classify(server_id, record.state, record.domain, record.successor)
+
+    async def remove(self, server_id: int) -> None:
+        """Take a server that nothing refers to out of the table, and the marker out of its
+        directory.
+
+        Raises Busy if something on its way is going to refer to it: then try again later.
+        """
+        async with self._changing:
+            await self._engine.transact(_remove, server_id)
+            await self._engine.barrier()
+            faults.reach(_REMOVED)
+            server = self._servers.find(server_id)
+            if server is not None:
+                was_absent = server.absent or server.hangs
+                self._servers.drop(server_id)
+                if not was_absent:
+                    with background(), suppress(Unavailable):  # what it has may stay
+                        await self._servers.run(server, _give_up, server)
+
+
+def _give_up(server: DataServer) -> None:
+    with server.workers.patience.asking("remove", server.path):
+        directories.give_up(server.path, server.store, server.role, server.number)
+
+
+def _remove(tx: Transaction, server_id: int) -> None:
+    record = servers.get_server(tx, server_id)
+    if record is None or record.state == ACTIVE:
+        raise Busy(f"{name_of(server_id)} is in use")
+    # Objects are on record as garbage before they are made, or while they are deleted.
+    garbage = [(key, decode_garbage(value)) for key, value in tx.range(*keys.all_of(b"g"))]
+    for key, (ino, layout) in [item for item in garbage if server_id in item[1].layout.servers]:
+        if record.state != LOST:
+            raise Busy(f"objects on {name_of(server_id)} are being made or deleted just now")
+        others = tuple(number for number in layout.servers if number != server_id)
+        if others:
+            tx.put(key, Garbage(ino, Striped(layout.unit, others)).encode())
+        else:
+            tx.delete(key)
+    if record.state != LOST:
+        for key, _ in tx.range(*keys.all_of(b"m")):
+            if keys.stray_parts(key)[1] == server_id:
+                raise Busy(f"objects on {name_of(server_id)} are being moved just now")
+    servers.remove_server(tx, server_id)
+
+
+# --- when a store is opened -----------------------------------------------------------------------
+
+
+async def load_servers(config: Config, engine: Engine, in_use: Servers, read_only: bool) -> None:
+    """Tell ``in_use`` what the table says, and find out who is there.
+
+    A data server is done without, with a warning, if it holds no unprotected bytes or the
+    configuration allows it; a burst directory if it holds cached copies alone. Raises StoreError
+    that names the first other one that is not what it should be.
+    """
+    records, unprotected = (
+        await engine.view(servers.read_table),
+        await engine.view(servers.find_unprotected),
+    )
+    for server_id, record in records.items():
+        in_use.classify(server_id, record.state, record.domain, record.successor)
+    dispensable = set[int]()
+    for server in in_use.capacity():
+        if config.data.missing == "allow" or server.id not in unprotected:
+            dispensable.add(server.id)
+    wrong, stakes = in_use.identify(read_only), dict[int, str]()
+    for server in in_use.burst():
+        if server.id in wrong:
+            if count := await engine.view(_count_undrained, server):
+                stakes[server.id] = (
+                    f"{count} files have their newest bytes there alone: mount its filesystem or put "
+                    "the directory back"
+                )
+            else:
+                wrong[server.id] += "; only cached copies lie there"
+                dispensable.add(server.id)
+    in_use.require(wrong, dispensable, stakes)
+
+
+def _count_undrained(tx: ReadTransaction, server: DataServer) -> int:
+    records = map(decode_burst, (value for _, value in tx.range(*keys.all_of(b"b"))))
+    return sum(record.undrained for record in records if record.server == server.id)
+
+
+async def adopt_domains(config: Config, engine: Engine) -> None:
+    """Failure domains that the configuration names are those of the table from now on. Durable on
+    return.
+    """
+    named = {path: domain for path, domain, _ in config.places if domain}
+
+    def adopt(tx: Transaction) -> int:
+        changed, table = 0, servers.read_table(tx)
+        paths = {number: os.path.join(config.source, row.path) for number, row in table.items()}
+        same = directories.same_directories(named, list(paths.values()))
+        domains = {same[path]: domain for path, domain in named.items() if path in same}
+        for server_id, record in table.items():
+            domain = domains.get(paths[server_id])
+            if (
+                role_of(server_id) == "data"
+                and domain not in (None, record.domain)
+                and record.state != LOST
+            ):
+                servers.put_server(tx, server_id, replace(record, domain=domain))
+                changed += 1
+        return changed
+
+    if named and await engine.transact(adopt):
+        await engine.barrier()
+
+
+def require_registered(config: Config, paths: list[str], adding: str) -> None:
+    """The directories that a configuration file names are in the table, whose ``paths`` are given.
+    Raises StoreError.
+
+    ``adding``: one that is about to be.
+    """
+    known = [*paths, *filter(None, (adding,))]
+    named = [("server", "", path) for path in config.servers]
+    named += [("burst directory", "--burst ", path) for path in config.burst.directories]
+    same = directories.same_directories([path for _, _, path in named], known)
+    for kind, option, path in named:
+        if path not in same:
+            raise StoreError(
+                f"{config.source}: {kind} {path} is not part of the store; add it with: "
+                f"aifs server add {option}{config.source} {path}; or, if it has been removed, take it out of the file"
+            )

@@ -1,0 +1,2 @@
+"""What is done in the background for a store: making room, deleting, compacting, scrubbing,
+rebuilding."""

@@ -1,0 +1,200 @@
+"""Compaction: what is alive in a container that is mostly dead moves to another one, so that its
+space comes back.
+
+For each batch of chunks: they are copied as they are stored, and made durable; one transaction
+points the chunk lists that still name the old places to the new ones, or, of shared chunks, their
+records. With its last live chunk the old container becomes garbage. A crash at any step leaves
+lists that name durable bytes, and a container that a later pass deals with.
+"""
+
+from contextlib import suppress
+
+import trio
+
+from aifs.core import faults
+from aifs.core.errors import FsError, NoSpace, QuotaExceeded, Unavailable
+from aifs.core.log import logger
+from aifs.data.containers.pieces import StoredPiece
+from aifs.data.containers.scan import ContainerScan, Found
+from aifs.data.servers import Servers
+from aifs.files.collector import Collector
+from aifs.files.containers import Containers
+from aifs.layout.interleaved import Location, padded, redundancy_of
+from aifs.layout.striped import Striped
+from aifs.meta import chunks, keys
+from aifs.meta.chunks import Container, Move
+from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.shared import find_shared
+
+_log = logger(__name__)
+
+_INTERVAL_S = 60.0
+_SLICE = 2048
+_BATCH = 512
+_BATCH_BYTES = 64 << 20
+
+_COPIED = faults.declare(
+    "vfs.compact.copied", "live chunks are durable in another container, no list names it"
+)
+_MOVED = faults.declare(
+    "vfs.compact.moved", "lists name the new places, garbage is not collected yet"
+)
+
+
+class Compaction:
+    """Looks for containers of which more than ``above`` (a fraction) is dead, and rewrites them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        servers: Servers,
+        containers: Containers,
+        collector: Collector,
+        above: float,
+    ) -> None:
+        self._engine = engine
+        self._servers = servers
+        self._containers = containers
+        self._collector = collector
+        self._above = above
+        self._left: set[int] = set()
+        """Containers that this mount does not try again: damaged, or alive by a count that is
+        wrong.
+        """
+
+    async def run(self) -> None:
+        """Compact now and then, until cancelled."""
+        while True:
+            await trio.sleep(_INTERVAL_S)
+            await self.compact()
+
+    async def compact(self) -> None:
+        """One pass over all containers. What cannot be moved stays, with a line in the log."""
+        self._containers.files.close_idle()
+        await self._containers.leave_servers()
+        start, end = keys.all_of(b"t")
+        while start:
+            candidates, start = await self._engine.view(_mostly_dead, start, end, self._above)
+            for container, record in candidates.items():
+                if container not in self._left:
+                    await self._try(container, record)
+
+    async def evacuate(self, container: int) -> bool:
+        """Move all that is alive in a container to others, on servers that are in use; then it is
+        garbage.
+
+        False if it is being appended to: to be tried again later. Raises NoSpace, QuotaExceeded,
+        Unavailable.
+        """
+        await self._containers.retire(lambda other, _: other == container)
+        record, is_open = await self._engine.view(_state_of, container)
+        if record is not None and not is_open:
+            await self._rewrite(container, record)
+        return not is_open
+
+    async def _try(self, container: int, record: Container) -> None:
+        try:
+            await self._rewrite(container, record)
+        except (NoSpace, QuotaExceeded) as error:
+            _log.info("compaction has to wait: %s", error)
+        except FsError as error:
+            if self._has_failing_servers(record.layout):
+                return  # the log says so; the next pass tries again
+            self._left.add(container)
+            _log.warning("container %d is not compacted: %s", container, error)
+
+    def _has_failing_servers(self, layout: Striped) -> bool:
+        known = [self._servers.find(number) for number in layout.servers]
+        return any(server is not None and server.state != "ok" for server in known)
+
+    async def _rewrite(self, container: int, record: Container) -> None:
+        slots = self._slots_for(record.layout)
+        scan = ContainerScan(self._containers.files, container, record.layout, record.length)
+        batch: list[tuple[Found, Location]] = []
+        while found := await scan.following():
+            batch += await self._engine.view(_live, container, found)
+            if len(batch) >= _BATCH or sum(place.stored for _, place in batch) >= _BATCH_BYTES:
+                await self._move(batch, slots)
+                batch = []
+        if batch:
+            await self._move(batch, slots)
+        if await self._engine.view(chunks.find_container, container) is not None:
+            raise Unavailable(
+                "bytes in it count as alive, but no file names them; fsck corrects the count"
+            )
+
+    def _slots_for(self, layout: Striped) -> tuple[Striped, ...]:
+        """Where its chunks go: to the same servers, which somebody may have asked for, or if that
+        cannot be to any.
+        """
+        return (
+            (layout,)
+            if self._containers.is_usable(layout)
+            else self._containers.slots(redundancy_of(layout))
+        )
+
+    async def _move(self, live: list[tuple[Found, Location]], slots: tuple[Striped, ...]) -> None:
+        read = self._containers.files.read_stored
+        pieces = [StoredPiece(found.header, place, read, found.record) for found, place in live]
+        async with self._containers.append_pieces(pieces, slots) as (places, growth):
+            faults.reach(_COPIED)
+            moves = [
+                Move(found.header.oid, found.header.index, old, new)
+                for (found, old), new in zip(live, places, strict=True)
+            ]
+            garbage = await self._engine.transact(chunks.move_chunks, moves, growth)
+        faults.reach(_MOVED)
+        for container in garbage:
+            self._collector.add_garbage(container)
+
+
+def _mostly_dead(
+    tx: ReadTransaction, start: bytes, end: bytes, above: float
+) -> tuple[dict[int, Container], bytes]:
+    """Containers of one slice of the table that are worth it, and where the next slice starts
+    (empty: none).
+    """
+    found, count, key = {}, 0, b""
+    for key, value in tx.range(start, end, _SLICE):
+        count += 1
+        with suppress(Unavailable):  # damaged: fsck names it
+            record = chunks.decode_container(value)
+            if _is_worth_it(record, above):
+                found[keys.number(key)] = record
+    sealed = {number: record for number, record in found.items() if not _is_open(tx, number)}
+    return sealed, key + b"\0" if count == _SLICE else b""
+
+
+def _is_worth_it(record: Container, above: float) -> bool:
+    total = record.length - record.records  # which go with their chunks
+    needed = record.live + record.records * record.live // max(total, 1)
+    return total - record.live > above * total and padded(record.layout, needed) < record.length
+
+
+def _is_open(tx: ReadTransaction, container: int) -> bool:
+    return tx.get(keys.open_container(container)) is not None
+
+
+def _state_of(tx: ReadTransaction, container: int) -> tuple[Container | None, bool]:
+    return chunks.find_container(tx, container), _is_open(tx, container)
+
+
+def _live(tx: ReadTransaction, container: int, found: list[Found]) -> list[tuple[Found, Location]]:
+    """Those chunks that a list, or the record of a shared chunk, names at just this place."""
+    lists: dict[tuple[int, int], chunks.Chunks] = {}
+    live = []
+    for chunk in found:
+        header = chunk.header
+        if header.oid:
+            first = header.index - header.index % chunks.CHUNKS_PER_RECORD
+            if (header.oid, first) not in lists:
+                record = tx.get(keys.chunk_list(header.oid, first))
+                lists[header.oid, first] = [] if record is None else chunks.decode_chunks(record)
+            known = lists[header.oid, first]
+            place = known[header.index - first] if header.index - first < len(known) else None
+        else:
+            shared = find_shared(tx, header.digest)
+            place = None if shared is None else shared.place
+        if place is not None and (place.container, place.offset) == (container, chunk.offset):
+            live.append((chunk, place))
+    return live

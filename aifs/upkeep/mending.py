@@ -1,0 +1,304 @@
+"""Bringing one object set to where and what it should be: subjects of moves, and what is due of
+each.
+
+What is due is looked up when its turn comes, so whoever queues an object set need not know more
+than its name.
+"""
+
+from collections.abc import AsyncIterator, Callable, Set
+from contextlib import asynccontextmanager
+from enum import Enum, auto
+from functools import partial
+from typing import NamedTuple
+
+import trio
+
+from aifs.core.errors import FsError, NotFound, Stale, Unavailable
+from aifs.data.checking.checks import Untold
+from aifs.data.servers import Servers
+from aifs.files.chunk_users import users_of
+from aifs.files.containers import Containers
+from aifs.files.file_io import FileIO
+from aifs.files.open_inode import OpenInode
+from aifs.layout.placement import ACTIVE
+from aifs.layout.striped import Striped
+from aifs.meta import degraded, forms, moves
+from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.moves import ObjectSet
+from aifs.upkeep.compaction import Compaction
+from aifs.upkeep.evict import missing
+from aifs.upkeep.moves import Mover, NoTarget, Result
+from aifs.upkeep.relayout import Relayout
+
+
+class Outcome(Enum):
+    DONE = auto()  # nothing is due of it any more
+    GONE = auto()  # the objects are nobody's any more
+    BUSY = (
+        auto()
+    )  # it is being changed, or read by programs past us, or a server is not ready for it
+
+
+class FileSubject:
+    """A striped file, as it is while we hold a handle on its in-core state."""
+
+    def __init__(self, io: FileIO, engine: Engine, file: OpenInode) -> None:
+        self.file = file
+        self.load = partial(engine.view, forms.get_checksums, file.inode.oid)
+        self._io = io
+        self._seen: tuple[object, ...] | None = (
+            file.changes,
+            file.objects,
+            file.inode.oid,
+            file.inode.layout,
+        )
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it may change in place without our knowing, or is read where it lies now."""
+        return self.file.dirty or self.file.on_object
+
+    def is_unchanged(self) -> bool:
+        file = self.file
+        if self.is_busy or self._seen != (
+            file.changes,
+            file.objects,
+            file.inode.oid,
+            file.inode.layout,
+        ):
+            self._seen = None  # for good: whoever has seen it has left out a part of the work
+        return self._seen is not None
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        await self.file.gate.enter_alone()
+        try:
+            yield
+        finally:
+            self.file.gate.leave_alone()
+
+    def adopt(self, layout: Striped, lost: int) -> None:
+        self._replace(layout, self.file.inode.oid, lost)
+
+    def adopt_objects(self, objects: ObjectSet, lost: int, blocks: int) -> None:
+        """The file has other objects from now on."""
+        self.file.inode.blocks = blocks
+        self._replace(objects.layout, objects.oid, lost)
+
+    def _replace(self, layout: Striped, oid: int, lost: int) -> None:
+        file, old = self.file, self.file.objects
+        file.inode.layout, file.inode.oid = layout, oid
+        file.objects, file.trimmed = self._io.objects_of(file.inode, lost), False
+        if old is not None:
+            old.close()
+        self._seen = file.changes, file.objects, oid, layout
+
+
+class ContainerSubject:
+    """A container that nothing is appended to."""
+
+    def __init__(self, containers: Containers, engine: Engine, container: int) -> None:
+        self._containers = containers
+        self._engine = engine
+        self._container = container
+
+    async def load(self) -> list[tuple[int, int]]:
+        return [(user.start, user.end) for user in await users_of(self._engine, self._container)]
+
+    def is_unchanged(self) -> bool:
+        return True
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        yield
+
+    def adopt(self, layout: Striped, lost: int) -> None:
+        self._containers.moved(self._container)
+
+
+class Mender:
+    """Used from one trio thread, for an object set by one task at a time."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        servers: Servers,
+        io: FileIO,
+        containers: Containers,
+        compaction: Compaction,
+        mover: Mover,
+        relayout: Relayout,
+        on_damage: Callable[[int, int, int], None],
+    ) -> None:
+        """``on_damage``: told of columns that are found to be wrong, as oid, ino, column."""
+        self._engine = engine
+        self._servers = servers
+        self._io = io
+        self._containers = containers
+        self._compaction = compaction
+        self._mover = mover
+        self._relayout = relayout
+        self._on_damage = on_damage
+
+    def staying(self) -> frozenset[int]:
+        """Servers where columns may stay: those in use that are not given up for gone."""
+        return frozenset(
+            server.id
+            for server in self._servers.capacity()
+            if server.standing == ACTIVE and not server.given_up
+        )
+
+    def waiting(self) -> frozenset[int]:
+        """Servers that are in use and given up: what is not protected there can only wait for
+        them.
+        """
+        return frozenset(server.id for server in self._servers.capacity() if server.given_up)
+
+    async def mend(self, ino: int, oid: int) -> Outcome:
+        """Do all that is due of the object set. Raises NoSpace, Unavailable where some of it cannot
+        be done; Untold if that is because nobody can tell its bytes."""
+        if ino == 0:
+            return await self._mend_container(oid)
+        try:
+            file = await self._io.acquire(ino)
+        except (NotFound, Stale):
+            await self._forget(oid)
+            return Outcome.GONE
+        try:
+            return await self._mend_file(FileSubject(self._io, self._engine, file), oid)
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._io.release(file)
+
+    async def _forget(self, oid: int) -> None:
+        await self._engine.transact(degraded.drop_degraded, oid)
+
+    async def _look(self, ino: int, oid: int) -> "_Seen":
+        return await self._engine.view(_see, ino, oid, self.staying())
+
+    async def _mend_file(self, subject: FileSubject, oid: int) -> Outcome:
+        seen = await self._look(subject.file.inode.ino, oid)
+        if seen.objects is None or subject.file.inode.oid != oid:
+            await self._forget(oid)
+            return Outcome.GONE
+        if not seen.due and not seen.is_marked:
+            return Outcome.DONE
+        if subject.is_busy:
+            return Outcome.BUSY
+        failure = None
+        if seen.is_marked and not seen.objects.layout.is_protected:
+            try:
+                if await self._protect(subject, seen.objects):
+                    return Outcome.DONE
+            except FsError as error:
+                failure = error  # its columns may have to move all the same
+        try:
+            outcome = await self._move_all(subject, seen)
+        except NoTarget:
+            if not await self._leave(subject, oid):
+                raise
+            return Outcome.DONE
+        if failure is not None:
+            raise failure
+        return outcome if seen.due else Outcome.BUSY
+
+    async def _protect(self, subject: FileSubject, objects: ObjectSet) -> bool:
+        """Whether a plain file is what its policy asks for on return; not if it was changed
+        meanwhile.
+        """
+        capacity, inode = self._io.capacity, subject.file.inode
+        if not capacity.redundancy(inode).is_protected:
+            await self._forget(objects.oid)
+            return not moves.due_columns(objects.layout, 0, self.staying())
+        layout = capacity.place(inode)
+        if not layout.is_protected:
+            raise Unavailable(
+                "there are too few servers for the protection that its policy asks for"
+            )
+        return await self._relayout.lay_out(subject, objects, 0, layout)
+
+    async def _leave(self, subject: FileSubject, oid: int) -> bool:
+        """Lay a file that lies on all servers there are out over those where columns may stay, if
+        it has to leave one and that costs no safety."""
+        seen = await self._look(subject.file.inode.ino, oid)
+        if seen.objects is not None and self.staying().issuperset(seen.objects.layout.servers):
+            return False  # what does not work now may do so later
+        layout = self._io.capacity.place(subject.file.inode)
+        if seen.objects is None or layout.tolerates < seen.objects.layout.tolerates:
+            return False
+        if not self.staying().issuperset(layout.servers):
+            return False
+        return await self._relayout.lay_out(subject, seen.objects, seen.lost, layout)
+
+    async def _mend_container(self, container: int) -> Outcome:
+        seen = await self._look(0, container)
+        if seen.objects is not None and seen.due:
+            if not seen.objects.layout.is_protected:
+                try:
+                    return (
+                        Outcome.DONE if await self._compaction.evacuate(container) else Outcome.BUSY
+                    )
+                except Unavailable as error:
+                    if missing(self._servers).isdisjoint(seen.objects.layout.servers):
+                        raise Untold(str(error)) from error
+                    raise  # it may be told later
+            await self._containers.retire(lambda other, _: other == container)
+            seen = await self._look(0, container)
+        if seen.objects is None:
+            await self._forget(container)
+            return Outcome.GONE
+        if seen.is_changing:
+            return Outcome.BUSY if seen.due else Outcome.DONE
+        return await self._move_all(
+            ContainerSubject(self._containers, self._engine, container), seen
+        )
+
+    async def _move_all(self, subject: FileSubject | ContainerSubject, seen: "_Seen") -> Outcome:
+        ino, oid = seen.objects.ino, seen.objects.oid
+        failure: FsError | None = None
+        outcome = Outcome.DONE
+        for column in seen.due:
+            try:
+                result, wrong = await self._mover.move(subject, seen.objects, seen.lost, column)
+            except FsError as error:
+                failure = failure or error
+            else:
+                for other in wrong:
+                    self._on_damage(oid, ino, other)
+                if result is not Result.MOVED:
+                    outcome = Outcome.BUSY
+            seen = await self._look(ino, oid)
+            if seen.objects is None:
+                return Outcome.GONE
+            if not subject.is_unchanged():
+                return Outcome.BUSY
+        if failure is not None:
+            raise failure
+        if (
+            outcome is Outcome.DONE
+            and not seen.lost
+            and (seen.objects.layout.is_protected or not ino)
+        ):
+            await self._forget(oid)  # a mark that says nothing
+        return outcome
+
+
+class _Seen(NamedTuple):
+    """What is on record of an object set; ``due``: columns that have to be made anew, or to
+    move.
+    """
+
+    objects: ObjectSet | None
+    lost: int = 0
+    is_marked: bool = False
+    is_changing: bool = False
+    due: tuple[int, ...] = ()
+
+
+def _see(tx: ReadTransaction, ino: int, oid: int, staying: Set[int]) -> _Seen:
+    objects = moves.find_objects(tx, ino, oid)
+    if objects is None:
+        return _Seen(None)
+    lost = degraded.find_degraded(tx, oid)
+    due = moves.due_columns(objects.layout, lost, staying)
+    return _Seen(objects, lost, degraded.is_marked(tx, oid), moves.is_changing(tx, ino, oid), due)

@@ -1,0 +1,332 @@
+"""Moving one column of an object set to another server, or making it anew.
+
+One mechanism serves drains and losses of servers, replacement, repair. In this order: a record says
+that an object may lie on the new server (durably); the object is made there, whole, from where it
+lay, or from the other columns, and checked where there are checksums; one transaction has the
+layout name the new server instead of the old; then the old object is a stray and deleted. A column
+that is wrong, on a server that works, is made anew in its place; nobody reads it until its mark is
+gone, in the same one transaction. Whatever fails or is overtaken by a change before that
+transaction leaves the object set as it was, and a stray.
+"""
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from enum import Enum, auto
+from typing import Protocol
+
+from aifs.burst.transfer import Limiter
+from aifs.core import faults
+from aifs.core.errors import FsError, NoSpace
+from aifs.core.tasks import run_all
+from aifs.data.checking.column_source import ColumnSource
+from aifs.data.checking.digests import HASHED
+from aifs.data.checking.verified import LoadDigests
+from aifs.data.containers.column import ContainerColumn, LoadLive
+from aifs.data.objects.columns import Columns
+from aifs.data.reading.blocks import object_name
+from aifs.data.reading.buffers import BudgetedBuffers
+from aifs.data.reading.degraded_reads import forget_columns
+from aifs.data.server import DataServer
+from aifs.data.servers import Servers
+from aifs.layout.placement import Candidate
+from aifs.layout.striped import Striped
+from aifs.meta import moves
+from aifs.meta.kv import Engine
+from aifs.meta.moves import ObjectSet, Stray
+from aifs.upkeep.strays import Strays
+
+_RECORDED = faults.declare(
+    "vfs.move.recorded", "a stray is on record durably, its object has not been made"
+)
+_MADE = faults.declare(
+    "vfs.move.made", "a column is whole and durable, the metadata does not know it"
+)
+_FLIPPED = faults.declare(
+    "vfs.move.flipped", "a column is read from its new place, the old object is a stray"
+)
+
+_PIECES_AT_ONCE = 3
+_ZEROS = bytes(HASHED)
+
+
+class Subject(Protocol):
+    """Whose objects they are, in core: a file, or a container."""
+
+    load: LoadDigests | LoadLive
+    """Checksums of a file; of a container the places where chunks are that files need."""
+
+    def is_unchanged(self) -> bool:
+        """Whether nobody has changed the bytes, or is about to, since this was made; False for good
+        once it is. Does not suspend."""
+
+    def alone(self) -> AbstractAsyncContextManager[None]:
+        """While others change where the bytes lie, or rely on it, this waits; and they wait while
+        we are in it.
+        """
+
+    def adopt(self, layout: Striped, lost: int) -> None:
+        """The record says this from now on. Does not suspend."""
+
+
+class Result(Enum):
+    MOVED = auto()
+    CHANGED = auto()  # meanwhile, or is changing
+    PENDING = auto()  # no server may take it before what an earlier move has left there is deleted
+
+
+class NoTarget(NoSpace):
+    """There is no server that could take the column."""
+
+
+class _TargetFails(Exception):
+    """What was to be written could not be."""
+
+    def __init__(self, error: FsError) -> None:
+        self.error = error
+
+
+class Mover:
+    """Moves columns. Used from one trio thread, for an object set by one task at a time."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        servers: Servers,
+        strays: Strays,
+        limiter: Limiter,
+        io_priority: str,
+        make_way: Callable[[], Awaitable[None]],
+    ) -> None:
+        """``make_way`` is awaited before each piece, and may take its time."""
+        self.moved_bytes = 0
+        self.on_moved: Callable[[ObjectSet, int], None] = lambda before, column: None
+        """Called when a column is whole; ``before`` says where it lay until then."""
+        self._engine = engine
+        self._servers = servers
+        self._strays = strays
+        self._limiter = limiter
+        self._io_priority = io_priority
+        self._make_way = make_way
+        self._buffers = BudgetedBuffers(servers.budget)
+
+    async def move(
+        self, subject: Subject, objects: ObjectSet, lost: int, column: int
+    ) -> tuple[Result, set[int]]:
+        """Bring a column to a server where it may stay, whole; ``lost``: mask of columns that must
+        not be read.
+
+        Returns also other columns that turned out to have wrong bytes. Raises Unavailable if nobody
+        can tell what belongs into it, NoTarget, NoSpace or Unavailable if no server takes it.
+        """
+        failed: dict[int, FsError] = {}
+        while True:
+            target = self._target(objects, column, lost, failed)
+            if target is None:
+                if any((objects.oid, number) in self._strays for number in self._servers.usable()):
+                    return Result.PENDING, set()
+                raise next(
+                    iter(failed.values()),
+                    NoTarget("there is no other server that could take the column"),
+                )
+            try:
+                return await self._move(subject, objects, lost, column, target)
+            except _TargetFails as failure:
+                failed[target.id] = failure.error
+
+    def _target(
+        self, objects: ObjectSet, column: int, lost: int, failed: Mapping[int, FsError]
+    ) -> DataServer | None:
+        here = objects.layout.servers[column]
+        usable = [
+            candidate
+            for candidate in self._servers.candidates()
+            if not self._servers[candidate.id].absent
+        ]
+        if (
+            lost >> column & 1
+            and here not in failed
+            and any(candidate.id == here for candidate in usable)
+        ):
+            return self._servers[here]
+        candidates = [
+            c for c in usable if c.id not in failed and (objects.oid, c.id) not in self._strays
+        ]
+        domains = {
+            server.id: server.domain or f"server {server.id}" for server in self._servers.capacity()
+        }
+        preferred = self._servers.prefer.get(here)
+        chosen = choose_target(objects.oid, objects.layout, column, candidates, domains, preferred)
+        return None if chosen is None else self._servers[chosen]
+
+    async def _move(
+        self, subject: Subject, objects: ObjectSet, lost: int, column: int, target: DataServer
+    ) -> tuple[Result, set[int]]:
+        ino, oid, layout, size = objects
+        length, old = layout.object_length(column, size), layout.servers[column]
+        new, wrong, flipped = Stray(ino, oid, target.id), set[int](), False
+        is_new = bool(length) and target.id != old
+        if is_new and not await self._engine.transact(moves.put_stray, new):
+            return Result.PENDING, wrong
+        try:
+            if is_new:
+                await self._engine.barrier()
+                faults.reach(_RECORDED)
+            if length:
+                wrong = await self._make(subject, objects, lost, column, target, length)
+            faults.reach(_MADE)
+            async with subject.alone():
+                if subject.is_unchanged():  # from here on nothing suspends
+                    self._servers.cache.invalidate(
+                        object_name(target, (ino, oid))
+                    )  # it may have been wrong there
+                    forget_columns(self._servers.cache, layout, (ino, oid))
+                    after = await self._engine.transact(
+                        moves.flip, objects, column, target.id, lost
+                    )
+                    if after is not None:
+                        flipped = True
+                        subject.adopt(after.layout, lost & ~(1 << column))
+                        self.on_moved(objects, column)
+        finally:
+            if target.id != old and (flipped or length):
+                self._strays.add(Stray(ino, oid, old) if flipped else new)
+            elif not flipped and length and await self._engine.transact(moves.put_left_behind, new):
+                self._strays.add(new)  # deleted as garbage, and made again by us
+        if not flipped:
+            return Result.CHANGED, wrong
+        faults.reach(_FLIPPED)
+        return Result.MOVED, wrong
+
+    async def _make(
+        self,
+        subject: Subject,
+        objects: ObjectSet,
+        lost: int,
+        column: int,
+        target: DataServer,
+        length: int,
+    ) -> set[int]:
+        """Make the object of the column on ``target``, durably, unless the subject changes
+        meanwhile.
+        """
+        ino, oid, layout, _ = objects
+        source = Columns(self._servers, layout, ino, oid, background=self._io_priority)
+        sink = Columns(
+            self._servers, layout.moved(column, target.id), ino, oid, background=self._io_priority
+        )
+        reader = self._reader(subject, objects, source, lost, column, target)
+        stopped = False
+
+        async def work() -> None:
+            nonlocal stopped
+            try:
+                while True:
+                    await self._make_way()
+                    if (
+                        stopped
+                        or not subject.is_unchanged()
+                        or (found := await reader.following()) is None
+                    ):
+                        return
+                    offset, part = found
+                    await self._limiter.take(len(part))
+                    for start, run in _without_zeros(part) if sparse else [(0, part)]:
+                        await _write(sink.write, column, offset + start, run)
+                    self.moved_bytes += len(part)
+            except BaseException:
+                stopped = True
+                raise
+
+        try:
+            sparse = await self._is_new(sink, column) and ino != 0  # containers have no holes
+            if isinstance(reader, ColumnSource) and not (await subject.load(0))[1]:
+                await reader.skip_holes(sink)
+            await run_all(*[work] * _PIECES_AT_ONCE)
+            if subject.is_unchanged():
+                await _write(sink.settle, column, length)
+                label = await source.find_label()
+                sink.label = label and label._replace(layout=layout.moved(column, target.id))
+                await _write(sink.sync, column)
+            return reader.wrong
+        finally:
+            source.close()
+            sink.close()
+
+    def _reader(
+        self,
+        subject: Subject,
+        objects: ObjectSet,
+        columns: Columns,
+        lost: int,
+        column: int,
+        target: DataServer,
+    ) -> ColumnSource | ContainerColumn:
+        ino, oid, layout, size = objects
+        if ino:
+            return ColumnSource(
+                self._servers,
+                self._buffers,
+                columns,
+                layout,
+                size,
+                column,
+                lost,
+                subject.load,
+                target,
+            )
+        return ContainerColumn(
+            self._servers, self._buffers, columns, layout, oid, size, column, lost, subject.load
+        )
+
+    async def _is_new(self, sink: Columns, column: int) -> bool:
+        """Whether there is no object yet: then what is not written is a hole."""
+        try:
+            return await sink.read(column, 0, memoryview(bytearray(1))) == 0
+        except FsError as error:
+            raise _TargetFails(error) from error
+
+
+async def _write(function: Callable[..., Awaitable[None]], *args: object) -> None:
+    try:
+        await function(*args)
+    except FsError as error:
+        raise _TargetFails(error) from error
+
+
+def _without_zeros(part: memoryview) -> list[tuple[int, memoryview]]:
+    """The runs of a MiB that are not all zeros, with their offsets."""
+    runs = [(start, part[start : start + HASHED]) for start in range(0, len(part), HASHED)]
+    return [
+        (start, run) for start, run in runs if run[0] or run[-1] or bytes(run) != _ZEROS[: len(run)]
+    ]
+
+
+def choose_target(
+    seed: int,
+    layout: Striped,
+    column: int,
+    candidates: Sequence[Candidate],
+    domains: Mapping[int, str],
+    preferred: int | None = None,
+) -> int | None:
+    """Where a column moves to: a server that the layout does not name; None if there is none. Pure.
+
+    The ``preferred`` one, if it may be. Else one whose domain has the fewest of the columns that
+    hold the same bytes, then of all columns of the file; of these one with most free space; of
+    these any, as ``seed`` says. ``domains``: of all servers.
+    """
+    free = [candidate for candidate in candidates if candidate.id not in layout.servers]
+    if any(candidate.id == preferred for candidate in free):
+        return preferred
+    others = [number for number in range(len(layout.servers)) if number != column]
+    in_file = Counter(domains.get(layout.servers[number]) for number in others)
+    copies = Counter(
+        domains.get(layout.servers[number]) for number in layout.copies(column) if number != column
+    )
+
+    def rank(candidate: Candidate) -> tuple[int, int, int, int]:
+        spread = (seed ^ candidate.id * 0x9E3779B1) * 0xBF58476D1CE4E5B9 >> 16 & 0xFFFFFFFF
+        return copies[candidate.domain], in_file[candidate.domain], -candidate.weight, spread
+
+    return min(free, key=rank).id if free else None

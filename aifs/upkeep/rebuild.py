@@ -1,0 +1,431 @@
+"""Rebuild, in the background: columns that are missing or wrong, servers that are left or lost,
+files to be protected.
+
+Work goes in *rounds*. A round counts what is due, then walks the same records again, in slices of
+keys, and hands each object set to a worker; what cannot be done now (the file is being changed, a
+server fails) is left for a later round. All that is done is on record in the object sets
+themselves, so a round that a crash or a remount ends is just begun anew: what has been done costs
+it one look.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import trio
+
+from aifs.burst.transfer import Limiter
+from aifs.core.config import Config
+from aifs.core.errors import FsError
+from aifs.core.log import logger
+from aifs.data.checking.checks import Untold
+from aifs.data.servers import Servers
+from aifs.files.collector import Collector
+from aifs.files.containers import Containers
+from aifs.files.file_io import FileIO
+from aifs.files.handles import Handles
+from aifs.layout.placement import ACTIVE, LOST
+from aifs.meta import degraded, keys, moves, paths
+from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.moves import Due, ObjectSet
+from aifs.store.ids import IdAllocator
+from aifs.upkeep.compaction import Compaction
+from aifs.upkeep.mending import FileSubject, Mender, Outcome
+from aifs.upkeep.moves import Mover
+from aifs.upkeep.relayout import Relayout
+from aifs.upkeep.strays import Strays
+
+_log = logger(__name__)
+
+_SLICE = 128
+_LOOK_S = 30.0  # records that nobody has told us of are found within this time
+_RETRY_S, _RETRY_MAX_S = 2.0, 120.0
+# servers that have nothing left are looked through again after so many times as long as that takes
+_SCAN_SHARE = 100
+_QUIET_S = 0.1  # after the last file was opened for writing
+_REST_S = 0.03  # of a worker after each piece, while somebody writes
+_FAILED_MAX = _REPORTS_MAX = 1000
+
+
+class Failed(NamedTuple):
+    """An object set of which something cannot be done."""
+
+    ino: int
+    oid: int
+    path: str
+    reason: str
+
+
+class _Left:
+    """What is due: columns and bytes, altogether and by the server that they have to leave."""
+
+    def __init__(self, servers: Iterable[int] = ()) -> None:
+        self.objects = self.length = 0
+        self.servers = {number: [0, 0] for number in servers}
+
+    def moved(self, server: int, length: int) -> None:
+        self.length = max(self.length - length, 0)
+        if server in self.servers:
+            columns, size = self.servers[server]
+            self.servers[server] = [max(columns - 1, 0), max(size - length, 0)]
+
+
+class Rebuild:
+    """``run`` does it; all else may be called at any time. Used from one trio thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        servers: Servers,
+        io: FileIO,
+        ids: IdAllocator,
+        collector: Collector,
+        containers: Containers,
+        compaction: Compaction,
+        handles: Handles,
+    ) -> None:
+        self._engine = engine
+        self._servers = servers
+        self._io = io
+        self._containers = containers
+        self._handles = handles
+        self._workers = config.rebuild.workers
+        self._limiter = Limiter(config.rebuild.bandwidth)
+        self.strays = Strays(engine, servers)
+        self.strays.on_swept = self._swept
+        priority = config.burst.ioprio
+        self._mover = Mover(engine, servers, self.strays, self._limiter, priority, self._make_way)
+        self._mover.on_moved = self._moved
+        self._relayout = Relayout(
+            engine, servers, io, ids, collector, self._limiter, priority, config.data.min_spare
+        )
+        self._mender = Mender(
+            engine, servers, io, containers, compaction, self._mover, self._relayout, self.on_damage
+        )
+        self.rescue: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
+        """Awaited before a round: it may bring files that servers took with them back from
+        elsewhere.
+        """
+        self.restore: Callable[[int, int], Awaitable[bool]] = _cannot
+        """Whether what nobody can tell of an object set is not needed any more on return."""
+        self._damage: dict[
+            tuple[int, int, int], None
+        ] = {}  # what was reported since the last look at it
+        self._wake = trio.Event()
+        self._asked = 0  # counts the reasons for another round
+        self._handed_out = 0  # what it was when degraded object sets were last handed out
+        self._settled = -1  # what it was when a round that found nothing began
+        self._left: _Left | None = None
+        self._standing: dict[int, str] = {}  # of the servers, when ``_left`` was counted
+        self._scan_at_s = 0.0
+        self._active: dict[int, int] = {}  # oid to ino
+        self._done = trio.Event()
+        self._news = trio.Event()
+        self._failed: list[Failed] = []
+        self._failing = 0
+        self._round_failed: list[Failed] = []
+        self._round_failing = self._round_done = self._round_busy = 0
+        self._columns = 0
+        self._began_s = time.monotonic()
+        self._began_bytes = 0
+
+    # --- what is to be done ---
+
+    def look(self) -> None:
+        """A server's standing has changed."""
+        self._scan_at_s = 0.0
+        self.wake()
+
+    def wake(self) -> None:
+        """A record says that something is due."""
+        self._asked += 1
+        self._wake.set()
+
+    def on_damage(self, oid: int, ino: int, column: int) -> None:
+        """A column has wrong bytes, or has none where it should have. Does not block."""
+        if (oid, ino, 1 << column) not in self._damage and len(self._damage) < _REPORTS_MAX:
+            self._damage[oid, ino, 1 << column] = None
+            self.wake()
+
+    async def request(self, oid: int, ino: int, columns: Iterable[int]) -> bool:
+        """Have these columns made anew; nobody reads them until then. ``ino`` 0: a container.
+
+        Whether that is on record on return: not if they are not protected (any more), or too many
+        are wrong already.
+        """
+        mask = sum(1 << column for column in set(columns))
+        noted = await self._note(oid, ino, mask)
+        if noted:
+            self.wake()
+        return noted
+
+    async def _note(self, oid: int, ino: int, mask: int) -> bool:
+        if not await self._engine.transact(moves.put_damaged, oid, ino, mask):
+            return False
+        if ino == 0:
+            self._containers.moved(oid)
+        file = self._io.open.get(ino)
+        if file is not None and file.inode.oid == oid and file.objects is not None:
+            lost = await self._engine.view(degraded.find_degraded, oid)
+            FileSubject(self._io, self._engine, file).adopt(file.inode.layout, lost)
+        return True
+
+    # --- in the background ---
+
+    async def run(self) -> None:
+        """Rebuild until cancelled."""
+        send, receive = trio.open_memory_channel[tuple[int, int]](0)
+        self._active.clear()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.strays.run)
+            for _ in range(self._workers):
+                nursery.start_soon(self._work, receive)
+            retry = _RETRY_S
+            while True:
+                asked = self._asked
+                try:
+                    progress = await self._round(send)
+                except FsError as error:
+                    _log.info("rebuilding has to wait: %s", error)
+                    progress = False
+                self._wake = trio.Event()
+                if self._asked != asked or progress:
+                    retry = _RETRY_S
+                    await trio.lowlevel.checkpoint()
+                    continue
+                waits = self._round_busy or self._round_failing
+                with trio.move_on_after(retry if waits else _LOOK_S):
+                    await self._wake.wait()
+                retry = min(2 * retry, _RETRY_MAX_S) if waits else _RETRY_S
+
+    async def _round(self, send: trio.MemorySendChannel) -> bool:
+        """Whether anything was done: then there should be another one."""
+        asked, self._settled = self._asked, -1
+        self._handed_out = asked
+        await self._take_reports()
+        await self.rescue()
+        self._round_failed, self._round_failing, self._round_done, self._round_busy = [], 0, 0, 0
+        await self._count()
+        if self._left.objects:
+            await self._walk(partial(self._hand_out, send))
+            while self._active:
+                self._done = trio.Event()
+                await self._done.wait()
+        else:
+            self._settled = asked
+            for server in self._servers.capacity():
+                server.is_back = server.is_back and self.strays.on(server.id) > 0
+        self._failed, self._failing = self._round_failed, self._round_failing
+        self._tell()
+        return self._round_done > 0
+
+    async def _take_reports(self) -> None:
+        while self._damage:
+            oid, ino, mask = next(iter(self._damage))
+            await self._note(oid, ino, mask)
+            self._damage.pop((oid, ino, mask), None)
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = trio.Event()
+
+    def _swept(self) -> None:
+        self._tell()
+        # There may be a place again for what had none, and a server that is back may be in order.
+        if self._round_busy or any(server.is_back for server in self._servers.capacity()):
+            self.wake()
+
+    async def _hand_out(self, send: trio.MemorySendChannel, due: Due) -> None:
+        if self._asked != self._handed_out:  # what is wrong comes before what only has to leave
+            self._handed_out = self._asked
+            await self._take_reports()
+            await self._show(partial(self._give, send), b"q", moves.scan_degraded)
+        await self._give(send, due)
+
+    async def _give(self, send: trio.MemorySendChannel, due: Due) -> None:
+        if due.oid not in self._active:
+            self._active[due.oid] = due.ino
+            await send.send((due.ino, due.oid))
+
+    async def _count(self) -> None:
+        """See what is due."""
+        standing = self._standing_now()
+        leaving = [number for number, state in standing.items() if state != ACTIVE]
+        left = _Left(leaving)
+        staying = self._mender.staying()
+
+        async def add(due: Due) -> None:
+            left.objects += 1
+            left.length += due.length
+            for number, length in await self._engine.view(_lengths_to_leave, due, staying):
+                if number in left.servers:
+                    left.servers[number][0] += 1
+                    left.servers[number][1] += length
+
+        await self._walk(add)
+        self._left, self._standing = left, standing
+        self._began_s, self._began_bytes = time.monotonic(), self._mover.moved_bytes
+
+    async def _walk(self, see: Callable[[Due], Awaitable[None]]) -> None:
+        """Show what the records call for: degraded object sets first, then those on servers that
+        are to be left.
+        """
+        await self._show(see, b"q", moves.scan_degraded)
+        staying = self._mender.staying()
+        if len(staying) == len(self._servers.capacity()) or trio.current_time() < self._scan_at_s:
+            return
+        began, asked = trio.current_time(), self._asked
+        waiting = self._mender.waiting()
+        found = await self._show(see, b"i", moves.scan_files, staying, waiting)
+        found += await self._show(see, b"t", moves.scan_containers, staying, waiting)
+        if not found and asked == self._asked:
+            now = trio.current_time()
+            self._scan_at_s = now + max(_LOOK_S, _SCAN_SHARE * (now - began))
+
+    async def _show(
+        self,
+        see: Callable[[Due], Awaitable[None]],
+        kind: bytes,
+        scan: Callable[..., tuple[list[Due], bytes]],
+        *args: Any,
+    ) -> int:
+        count = 0
+        start, end = keys.all_of(kind)
+        while start:
+            found, start = await self._engine.view(scan, start, end, _SLICE, *args)
+            count += len(found)
+            for due in found:
+                await see(due)
+            await trio.lowlevel.checkpoint()
+        return count
+
+    async def _work(self, receive: trio.MemoryReceiveChannel) -> None:
+        async for ino, oid in receive:
+            try:
+                outcome = await self._mend(ino, oid)
+            except FsError as error:
+                await self._fail(ino, oid, str(error))
+            else:
+                if outcome is Outcome.BUSY:
+                    self._round_busy += 1
+                else:
+                    self._round_done += 1
+                    self._left.objects -= 1
+            finally:
+                del self._active[oid]
+                self._done.set()
+
+    async def _mend(self, ino: int, oid: int) -> Outcome:
+        try:
+            return await self._mender.mend(ino, oid)
+        except Untold:
+            if await self.restore(ino, oid):
+                return Outcome.GONE
+            raise
+
+    async def _fail(self, ino: int, oid: int, reason: str) -> None:
+        if (
+            not self._round_failing and not self._failing
+        ):  # what follows until all is well again would say much the same
+            _log.info("some columns cannot be rebuilt or moved for now: %s", reason)
+        self._round_failing += 1
+        if len(self._round_failed) < _FAILED_MAX:
+            path = await self._engine.view(paths.describe, ino) if ino else f"container {oid}"
+            self._round_failed.append(Failed(ino, oid, path, reason))
+
+    async def _make_way(self) -> None:
+        if (
+            self._handles.writers > 0
+            or self._handles.last_writer_s > trio.current_time() - _QUIET_S
+        ):
+            await trio.sleep(_REST_S)
+
+    def _moved(self, before: ObjectSet, column: int) -> None:
+        self._columns += 1
+        self._damage.pop(
+            (before.oid, before.ino, 1 << column), None
+        )  # what was said of it is not true any more
+        if self._left is not None:
+            self._left.moved(
+                before.layout.servers[column], before.layout.object_length(column, before.size)
+            )
+
+    # --- what is said of it ---
+
+    async def news(self) -> None:
+        """Wait until ``idle`` or ``left`` may say something else: a round has ended, or objects are
+        deleted.
+        """
+        await self._news.wait()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing was due when this was last looked at, and nothing has been asked for
+        since.
+        """
+        return self._settled == self._asked and self._standing == self._standing_now()
+
+    def _standing_now(self) -> dict[int, str]:
+        return {
+            server.id: "given up" if server.given_up else server.standing
+            for server in self._servers.capacity()
+        }
+
+    def left(self, server: int) -> tuple[int, int] | None:
+        """Objects, and bytes of columns, that lie on a server which is to be left; None if that is
+        not known yet.
+        """
+        if (
+            self._left is None
+            or server not in self._left.servers
+            or self._standing != self._standing_now()
+        ):
+            return None
+        columns, length = self._left.servers[server]
+        found = self._servers.find(server)
+        if found is not None and found.is_gone and found.standing != LOST:
+            return columns, length  # what is left behind there can only be deleted when it is back
+        return columns + self.strays.on(server), length
+
+    def status(self) -> dict[str, Any]:
+        """What ``aifs status`` shows. ``left_objects``: files and containers of which something is
+        due.
+        """
+        left = self._left or _Left()
+        elapsed = max(time.monotonic() - self._began_s, 0.001)
+        rate = (self._mover.moved_bytes - self._began_bytes) / elapsed if left.objects else 0
+        return {
+            "workers": self._workers,
+            "bandwidth": self._limiter.rate,
+            "left_objects": left.objects,
+            "left_bytes": left.length,
+            "active_objects": len(self._active),
+            "moved_columns": self._columns,
+            "moved_bytes": self._mover.moved_bytes,
+            "relaid_files": self._relayout.files,
+            "rate": round(rate),
+            "estimate_s": round(left.length / rate, 1) if rate and left.length else None,
+            "failing_objects": self._failing,
+            "failed": [failed._asdict() for failed in self._failed],
+            "servers": {number: self.left(number) for number in left.servers},
+        }
+
+
+async def _cannot(ino: int, oid: int) -> bool:
+    return False
+
+
+def _lengths_to_leave(
+    tx: ReadTransaction, due: Due, staying: frozenset[int]
+) -> list[tuple[int, int]]:
+    """Server and length of each column that has to leave its server."""
+    objects = moves.find_objects(tx, due.ino, due.oid)
+    if objects is None:
+        return []
+    layout = objects.layout
+    numbers = [column for column in due.columns if layout.servers[column] not in staying]
+    return [
+        (layout.servers[column], layout.object_length(column, objects.size)) for column in numbers
+    ]

@@ -1,0 +1,193 @@
+"""What a scrub has done and found: kept in the metadata (key ``j scrub``), so that a restart goes
+on with it.
+
+The record is JSON: the fields of ``State``. ``wrong`` are the files that are not repaired, at most
+WRONG_MAX of them.
+"""
+
+import json
+from collections.abc import Set
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from aifs.core.errors import Unavailable
+from aifs.core.log import logger
+from aifs.meta import keys, namespace, paths
+from aifs.meta.kv import MAX_VALUE_BYTES, Engine, ReadTransaction, Transaction
+from aifs.meta.records import decode_dentry
+from aifs.upkeep.scrubbing import Found, Lost
+
+_log = logger(__name__)
+
+WRONG_MAX = 1000
+UNTOLD_MAX = 10_000
+_NAMES_MAX = 8
+_SLICE = 4096
+_RECORD_MAX = MAX_VALUE_BYTES // 2
+_KEY = keys.job(b"scrub")
+
+FILES, CONTAINERS, PUT_OFF, DONE = "files", "containers", "put off", ""
+"""Phases: in the order of their numbers, all inodes, all containers, then those that had to be put
+off.
+"""
+
+
+@dataclass(slots=True)
+class State:
+    """Times are seconds since the epoch. ``cursor``: all numbers of this phase below it are done.
+    ``put_off``: (ino, oid).
+    """
+
+    phase: str = DONE
+    cursor: int = 0
+    begun_s: float = 0
+    ended_s: float = 0
+    repair: bool = True
+    bandwidth: int | None = None  # None: as configured
+    objects: int = 0  # sets of them: files and containers
+    read_bytes: int = 0
+    flaws: int = 0
+    repaired: int = 0
+    rebuilding: int = 0
+    dropped_copies: int = 0
+    from_copies: int = 0  # files that were made whole from their burst copies
+    unverified: int = (
+        0  # object sets that were being changed, or whose servers did not answer, each time
+    )
+    put_off: list[list[int]] = field(default_factory=list)
+    wrong: list[dict[str, Any]] = field(default_factory=list)
+    untold: list[int] = field(
+        default_factory=list
+    )  # oids of files that data servers cannot tell, at most UNTOLD_MAX of them
+    untold_before: list[int] = field(
+        default_factory=list
+    )  # the same of earlier passes, until this one has verified them
+
+    def add(self, found: Found) -> None:
+        """The counts alone."""
+        self.read_bytes += found.read_bytes
+        self.flaws += found.flaws
+        self.repaired += found.repaired
+        self.rebuilding += found.rebuilding
+
+    def add_untold(self, oids: Set[int]) -> None:
+        """Data servers cannot tell these files."""
+        new = sorted(oids.difference(self.untold))
+        self.untold += new[: UNTOLD_MAX - len(self.untold)]
+
+
+async def load(engine: Engine) -> State:
+    """As recorded; else that of a store that was scrubbed when it was made."""
+
+    def read(tx: ReadTransaction) -> State:
+        record = tx.get(_KEY)
+        try:
+            return State(**json.loads(record)) if record else State(begun_s=_created_s(tx))
+        except (ValueError, TypeError):
+            _log.warning("the record of scrubs is damaged: it begins anew")
+            return State(begun_s=_created_s(tx))
+
+    return await engine.view(read)
+
+
+def _created_s(tx: ReadTransaction) -> float:
+    return json.loads(tx.get(keys.SUPERBLOCK) or b"{}").get("created_s", 0)
+
+
+async def save(engine: Engine, state: State) -> None:
+    """Of ``wrong`` as many as fit: paths may be long."""
+    fields = asdict(state)
+    while len(record := json.dumps(fields).encode()) > _RECORD_MAX and fields["wrong"]:
+        del fields["wrong"][len(fields["wrong"]) // 2 :]
+    await engine.transact(_put, record)
+
+
+def _put(tx: Transaction, record: bytes) -> None:
+    tx.put(_KEY, record)
+
+
+async def note(engine: Engine, state: State, lost: list[Lost]) -> None:
+    """Add files that are not repaired, with all their names, and log each once, if they are there
+    still.
+    """
+    last: Lost | None = None
+    for item in sorted(lost):
+        if (
+            last is not None
+            and last._replace(start=0, end=0) == item._replace(start=0, end=0)
+            and last.end == item.start
+        ):
+            state.wrong[-1]["end"] = item.end
+            last = item
+            continue
+        names = await names_of(engine, item.ino) if item.ino else [f"container {item.oid}"]
+        if not names:
+            continue
+        if not any(
+            entry["inode"] == item.ino and entry["object"] == item.oid for entry in state.wrong
+        ):
+            where = ", ".join(map(str, item.servers))
+            what = (
+                f"bytes {item.start} to {item.end - 1}" if item.start < item.end else "its recipe"
+            )
+            _log.error(
+                "scrub: %s: %s, on data servers %s: %s",
+                _printable(names[0]),
+                what,
+                where,
+                item.reason,
+            )
+        if len(state.wrong) < WRONG_MAX:
+            state.wrong.append(
+                {
+                    "paths": names,
+                    "inode": item.ino,
+                    "object": item.oid,
+                    "start": item.start,
+                    "end": item.end,
+                    "servers": list(item.servers),
+                    "reason": item.reason,
+                    "for_good": item.for_good,
+                }
+            )
+            last = item
+
+
+def _printable(path: str) -> str:
+    return path.encode("utf-8", "backslashreplace").decode()
+
+
+async def names_of(engine: Engine, ino: int) -> list[str]:
+    """Paths of a file as text (surrogates for what is no UTF-8), several if it has several names;
+    none if it is gone.
+
+    Files with several names are sought in all directories.
+    """
+    inode = await engine.view(namespace.find_inode, ino)
+    if inode is None or not inode.nlink:
+        return []
+    path = await engine.view(paths.find_path, ino)
+    if path is not None:
+        return [path.decode("utf-8", "surrogateescape")]
+    found: list[tuple[int, bytes]] = []
+
+    def look(tx: ReadTransaction, start: bytes) -> bytes:
+        count, key = 0, b""
+        for key, value in tx.range(start, keys.all_of(b"d")[1], _SLICE):
+            count += 1
+            try:
+                if decode_dentry(value).ino == ino:
+                    found.append(keys.dentry_parts(key))
+            except Unavailable:
+                continue
+        return key + b"\0" if count == _SLICE else b""
+
+    start = keys.all_of(b"d")[0]
+    while start and len(found) < min(inode.nlink, _NAMES_MAX):
+        start = await engine.view(look, start)
+    names = []
+    for parent, name in found[:_NAMES_MAX]:
+        above = await engine.view(paths.find_path, parent)
+        above = b"/?" if above is None else above.rstrip(b"/")
+        names.append((above + b"/" + name).decode("utf-8", "surrogateescape"))
+    return names or [f"inode {ino}"]

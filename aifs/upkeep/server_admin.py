@@ -1,0 +1,375 @@
+"""Adding, draining, replacing and removing servers while the store is in use.
+
+The orders return at once, with what they say on record; what follows from it goes on in the
+background, over restarts: ``rebuild`` moves columns off data servers, this part empties burst
+directories. A removal looks through the whole store first, so its outcome is told by ``describe``.
+
+Nothing is given up that could be had: a server that is replaced is drained if it is there, and one
+that is not counts as lost only if no unprotected bytes can lie there, or after somebody has said
+that these may be lost.
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Set
+from typing import Any, NamedTuple
+
+import trio
+
+from aifs.burst.tier import BurstTier
+from aifs.core.errors import Busy, FsError, Invalid, StoreError, Unavailable
+from aifs.core.log import logger
+from aifs.core.units import describe_size
+from aifs.data.server import DataServer, name_of, role_of
+from aifs.data.workers import gather
+from aifs.files.drain import Drain
+from aifs.layout.placement import ACTIVE, BURST_FIRST, DRAINING, LOST
+from aifs.meta import servers as records
+from aifs.store.server_uses import count_uses, find_copies
+from aifs.store.store import Store
+from aifs.upkeep.evict import Evictor
+from aifs.upkeep.rebuild import Rebuild
+
+_log = logger(__name__)
+
+_PAUSE_S = 1.0
+_REACH_S = 5.0
+_FAILED_SHOWN = 10
+
+
+class Outcome(NamedTuple):
+    """Of a removal: why it is refused ('' if it is done), and whether the reason goes away by
+    itself.
+    """
+
+    reason: str = ""
+    passing: bool = False
+
+
+class ServerAdmin:
+    """Used from one trio thread; ``run`` is the background task."""
+
+    def __init__(
+        self, store: Store, tier: BurstTier, drain: Drain, evictor: Evictor, rebuild: Rebuild
+    ) -> None:
+        self._engine = store.engine
+        self._servers = store.servers
+        self._table = store.table
+        self._tier = tier
+        self._drain = drain
+        self._evictor = evictor
+        self._rebuild = rebuild
+        self._servers.on_change = rebuild.look
+        self._wake = trio.Event()
+        self._removals: dict[int, tuple[bool, bool]] = {}  # asked for; ``lost``, ``lose_files``
+        self._outcomes: dict[int, Outcome] = {}
+        self._copies: dict[int, int] = {}
+        self._refused = ""
+        self.leave_backups: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
+        """Sees to it that no backup of the metadata lies on servers alone that are on their way
+        out.
+        """
+        self.rescue: Callable[[Set[int]], Awaitable[None]] = _nothing
+        """Brings back what can be had elsewhere of the files that would be lost with these servers.
+        """
+        self.clean_up: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
+        """Deletes now what waits to be deleted on servers: until then it is on record there."""
+
+    # --- orders ---
+
+    async def add(self, path: str, role: str, domain: str) -> int:
+        """A new server, which new files use; its id. Raises Invalid."""
+        return await self._told(self._add(path, role, domain))
+
+    async def drain(self, server_id: int, undo: bool = False) -> None:
+        """No new objects go there, and what is there moves to others; ``undo``: it is used again.
+        Raises Invalid.
+        """
+        await self._told(self._set_draining(server_id, undo))
+
+    async def replace(self, server_id: int, path: str) -> int:
+        """A new data server, which takes over from another one; its id. Raises Invalid."""
+        return await self._told(self._replace(server_id, path))
+
+    async def remove(self, server_id: int, lost: bool = False, lose_files: bool = False) -> None:
+        """Take a server out of the store, if nothing lies there; the outcome is told by
+        ``describe``. Raises Invalid, Busy.
+
+        ``lost``: it is gone for good: what is protected is rebuilt from others. Refused where files
+        would be lost by that, unless ``lose_files``.
+        """
+        await self._told(self._ask_to_remove(server_id, lost, lose_files))
+
+    async def _told(self, order: Any) -> Any:
+        """A refusal is kept for ``describe``, since an errno is all that a program gets."""
+        self._refused = ""
+        try:
+            return await order
+        except (FsError, StoreError) as error:
+            self._refused = str(error)
+            raise Invalid(str(error)) if isinstance(error, StoreError) else error from None
+
+    async def _add(self, path: str, role: str, domain: str) -> int:
+        server_id = await self._table.add(path, role, domain)
+        _log.info("%s is added: %s", name_of(server_id), path)
+        self._rebuild.look()
+        return server_id
+
+    async def _set_draining(self, server_id: int, undo: bool) -> None:
+        record = await self._table.find(server_id)
+        if record.state == LOST:
+            raise Invalid(f"{name_of(server_id)} is lost, and is not used any more")
+        if not undo:
+            self._require_another(server_id)
+        await self._change(server_id, ACTIVE if undo else DRAINING)
+
+    async def _replace(self, server_id: int, path: str) -> int:
+        record = await self._table.find(server_id)
+        if server_id >= BURST_FIRST:
+            raise Invalid(
+                "a burst directory is not replaced: add the new one, drain and remove the old one"
+            )
+        if record.successor is not None:
+            raise Invalid(
+                f"{name_of(server_id)} is being replaced by data server {record.successor} already"
+            )
+        server = self._servers[server_id]
+        state = record.state if record.state == LOST else DRAINING
+        if state == DRAINING and not await self._is_there(server):
+            if await self._is_dispensable(server_id):
+                state = LOST
+            else:
+                _log.warning(
+                    "%s is replaced, but unprotected files have bytes there, which wait until it is back",
+                    server.name,
+                )
+        new = await self._table.replace(server_id, path, state)
+        _log.info("%s is %s, data server %d takes over", server.name, state, new)
+        self._rebuild.look()
+        return new
+
+    async def _is_there(self, server: DataServer) -> bool:
+        """Whether it can be reached now. One that does not say within some seconds is there, if
+        slow.
+        """
+        with trio.move_on_after(0 if server.absent else _REACH_S):
+            try:
+                await gather([(server.workers, server.reach, ())], abandonable=True)
+            except Unavailable:
+                return False
+        return not server.absent
+
+    async def _answers(self, server: DataServer) -> bool:
+        """Whether it can be reached now, and works."""
+        return not server.hangs and await self._is_there(server) and server.state in ("ok", "back")
+
+    async def _is_dispensable(self, server_id: int) -> bool:
+        """Whether no file would be lost with a server."""
+        if server_id not in await self._engine.view(records.find_unprotected):
+            return True
+        _, files = await count_uses(
+            self._engine, self._servers, server_id
+        )  # the mark outlives the last such file
+        return not files
+
+    async def _ask_to_remove(self, server_id: int, lost: bool, lose_files: bool) -> None:
+        record = await self._table.find(server_id)
+        if lost and server_id >= BURST_FIRST:
+            raise Invalid(
+                "a burst directory that is gone is taken out of the store like any other one"
+            )
+        if lost and record.state != LOST:
+            if await self._answers(self._servers[server_id]):
+                raise Busy(
+                    f"{name_of(server_id)} is there: drain it instead, so that nothing is lost"
+                )
+            self._require_another(server_id)
+        elif record.state == ACTIVE:
+            raise Busy(f"{name_of(server_id)} is in use: drain it first")
+        self._outcomes.pop(server_id, None)
+        self._removals[server_id] = (lost, lose_files)
+        self._wake.set()
+
+    def _require_another(self, server_id: int) -> None:
+        others = [
+            s
+            for s in self._servers.capacity()
+            if s.standing == ACTIVE and s.id != server_id and not s.absent
+        ]
+        if server_id < BURST_FIRST and not others:
+            raise Invalid(f"there is no other data server in use than {server_id}: add one first")
+
+    async def _change(self, server_id: int, state: str) -> None:
+        await self._table.change(server_id, state)
+        _log.info("%s is %s", name_of(server_id), "in use again" if state == ACTIVE else state)
+        self._rebuild.look()
+        self._wake.set()
+
+    # --- in the background ---
+
+    async def run(self) -> None:
+        """Watch the servers, empty burst directories, remove what is to be removed, until
+        cancelled.
+        """
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._servers.watch)
+            while True:
+                while self._removals:
+                    server_id, asked = next(iter(self._removals.items()))
+                    outcome = await self._remove(server_id, *asked)
+                    if (
+                        not outcome.reason or self._removals[server_id] == asked
+                    ):  # else something else is asked for now
+                        self._outcomes[server_id] = outcome
+                        del self._removals[server_id]
+                waiting = await self._empty_burst()
+                with trio.move_on_after(_PAUSE_S if waiting else math.inf):
+                    await self._wake.wait()
+                self._wake = trio.Event()
+
+    async def _remove(self, server_id: int, lost: bool, lose_files: bool) -> Outcome:
+        try:
+            if server_id >= BURST_FIRST:
+                return await self._remove_burst(server_id)
+            return await self._remove_data(server_id, lost, lose_files)
+        except Busy as error:
+            server = self._servers.find(server_id)
+            if server is not None and server.is_gone:
+                return Outcome(f"{error}; it is gone: if that is for good, remove it with --lost")
+            return Outcome(str(error), passing=True)
+        except (FsError, StoreError) as error:
+            return Outcome(str(error))
+
+    async def _remove_data(self, server_id: int, lost: bool, lose_files: bool) -> Outcome:
+        name = name_of(server_id)
+        is_lost = (await self._table.find(server_id)).state == LOST
+        uses, files = await count_uses(self._engine, self._servers, server_id)
+        if files and (lost or is_lost):
+            await self.rescue({server_id})
+            uses, files = await count_uses(self._engine, self._servers, server_id)
+        if lost and not is_lost:
+            if files and not lose_files:
+                return Outcome(f"{_count(files, 'file')} would be lost with {name}")
+            await self._change(server_id, LOST)
+            is_lost = True
+        if files and is_lost:
+            lost_files = f"{_count(files, 'file')} cannot be read without {name}"
+            return Outcome(
+                f"{lost_files}, which is lost: delete what is lost first; aifs fsck names it"
+            )
+        if uses.unreadable:
+            unreadable = (
+                f"{_count(uses.unreadable, 'record')} cannot be read, and may refer to {name}"
+            )
+            return Outcome(f"{unreadable}: run aifs fsck first")
+        if uses.objects:
+            self._rebuild.look()
+            verb = "rebuilt" if is_lost else "moved"
+            objects = f"{_count(uses.objects, 'object')} ({describe_size(uses.length)})"
+            return Outcome(f"{objects} of {name} have to be {verb} first", passing=True)
+        try:
+            await self.leave_backups()
+        except FsError as error:
+            return Outcome(
+                f"{name} may have the only backup of the metadata, and no other can be made: {error}",
+                passing=True,
+            )
+        await self.clean_up()
+        await self._table.remove(server_id)
+        self._forget(server_id)
+        return Outcome()
+
+    async def _remove_burst(self, server_id: int) -> Outcome:
+        copies = await find_copies(self._engine, server_id)
+        count = len(copies.clean) + len(copies.dirty)
+        if count:
+            return Outcome(
+                f"{_count(count, 'file')} have copies on {name_of(server_id)} still", passing=True
+            )
+        await self._tier.remove(server_id)
+        await self._table.remove(server_id)
+        self._forget(server_id)
+        return Outcome()
+
+    def _forget(self, server_id: int) -> None:
+        self._copies.pop(server_id, None)
+        _log.info("%s is removed", name_of(server_id))
+        self._rebuild.look()
+
+    async def _empty_burst(self) -> bool:
+        """Drain and evict what lies on burst directories that are to be left; whether that will
+        take longer.
+        """
+        for device in self._servers.burst():
+            if device.standing == DRAINING and not device.absent and not self._servers.read_only:
+                copies = await find_copies(self._engine, device.id)
+                self._drain.request(copies.dirty)
+                await self._evictor.give_up(copies.clean)
+                self._copies[device.id] = len(copies.dirty) + len(copies.clean)
+            else:
+                self._copies.pop(device.id, None)
+        return any(self._copies.values())
+
+    # --- what is said of it ---
+
+    async def describe(self) -> dict[str, Any]:
+        """For ``aifs server``: the servers, what is left on those that are to be left (null: not
+        known yet), how fast it moves, what cannot be moved; the outcomes of removals (null while
+        they run); why the last order was refused."""
+        status = self._rebuild.status()
+        rows = self._servers.rows()
+        for server, row in zip(self._servers.values(), rows, strict=True):
+            row["successor"] = self._servers.prefer.get(server.id)
+            row["left"] = None if server.standing == ACTIVE else self._left(server)
+        outcomes = self._outcomes | dict.fromkeys(self._removals)
+        return {
+            "servers": rows,
+            "bytes_per_s": status["rate"],
+            "estimate_s": status["estimate_s"],
+            "failing": status["failing_objects"],
+            "failed": status["failed"][:_FAILED_SHOWN],
+            "removals": [
+                {
+                    "role": role_of(server),
+                    "id": server % BURST_FIRST,
+                    "outcome": outcome and outcome._asdict(),
+                }
+                for server, outcome in outcomes.items()
+            ],
+            "refused": self._refused,
+        }
+
+    def _left(self, server: DataServer) -> dict[str, int] | None:
+        if server.role == "burst":
+            copies = self._copies.get(server.id)
+            return (
+                None if copies is None else {"objects": copies, "bytes": self._tier.used(server.id)}
+            )
+        left = self._rebuild.left(server.id)
+        return None if left is None else {"objects": left[0], "bytes": left[1]}
+
+
+async def describe_idle(store: Store) -> dict[str, Any]:
+    """The same of a store that is open, but not served: nothing moves there."""
+    rows = store.servers.rows()
+    for server, row in zip(store.servers.values(), rows, strict=True):
+        row["successor"], row["left"] = store.servers.prefer.get(server.id), None
+        if server.standing != ACTIVE and server.role == "data":
+            uses, _ = await count_uses(store.engine, store.servers, server.id)
+            row["left"] = {"objects": uses.objects, "bytes": uses.length}
+    return {
+        "servers": rows,
+        "bytes_per_s": 0,
+        "estimate_s": None,
+        "failing": 0,
+        "failed": [],
+        "removals": [],
+        "refused": "",
+    }
+
+
+async def _nothing(leaving: Set[int]) -> None:
+    """Nothing can be had elsewhere."""
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,190 @@
+"""Trees that have been removed at one stroke, and the background work that takes them apart.
+
+Removing the name of a tree costs one transaction (meta/trash.py); nobody finds the tree by name
+from then on, and space comes back as this part gets on. What programs have open below goes on until
+it is closed. Who is still in the tree by way of a working directory or an open one finds the top
+empty, and the rest until its turn comes; what is made there meanwhile is removed, too.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import trio
+
+from aifs.core import faults
+from aifs.core.errors import FsError, NotADirectory
+from aifs.core.log import logger
+from aifs.files import permissions
+from aifs.files.collector import Collector
+from aifs.files.drain import Drain
+from aifs.files.file_io import FileIO
+from aifs.files.types import ROOT, CallerLike
+from aifs.meta import namespace, trash
+from aifs.meta.kv import Engine, Transaction
+from aifs.meta.records import Inode
+
+_log = logger(__name__)
+
+NAMES = 32
+"""Names that one transaction removes: a millisecond in which no request is answered."""
+
+_REST = 1.0  # how long it then leaves the thread to others, of the time that it has taken
+
+_BACKLOG_MAX = 1024  # garbage that may wait for the collector before this part lets it catch up
+_RETRY_S = 10.0
+
+_REMOVED = faults.declare(
+    "vfs.trash.removed", "a directory has lost its name and is in the trash, untouched below"
+)
+_EMPTIED = faults.declare("vfs.trash.emptied", "some names of a directory in the trash are removed")
+
+
+class Trash:
+    """Takes trees, and empties them in ``run``. The names of those in the trash are known to
+    nobody.
+
+    Objects go by way of the collector, so they are deleted only after the transaction that made
+    them garbage is durable (I5).
+    """
+
+    def __init__(self, engine: Engine, io: FileIO, drain: Drain, collector: Collector) -> None:
+        self._engine = engine
+        self._io = io
+        self._drain = drain
+        self._collector = collector
+        self._directories: dict[
+            int, int
+        ] = {}  # inode number -> top of its tree; the last one is emptied next
+        self._trees = Counter[int]()  # top -> how many of its directories are left
+        self._stuck: set[int] = set()  # directories that have to wait for fsck
+        self._removed_inodes = 0
+        self._work = trio.Event()
+        self.on_gone: Callable[[int], None] = lambda ino: None
+        """Told of directories that are in the trash, and of files that have lost their last name.
+        """
+        self.on_kept: Callable[[Iterable[int]], None] = lambda inos: None
+        """Told of files that have lost a name and live on: they are open, or have other names."""
+
+    async def load(self) -> None:
+        """What earlier mounts have left."""
+        for ino, doomed in await self._engine.view(trash.all_doomed):
+            self._add(ino, doomed.tree)
+
+    async def doom(self, parent: int, name: bytes, caller: CallerLike = ROOT) -> Inode:
+        """Remove the directory ``name`` with all that lies below it; its inode as it is now.
+
+        The name is gone when this returns, and stays so as after an rmdir. Who owns the top of a
+        tree may remove it whole, whoever owns what lies below. Raises NotFound, NotADirectory,
+        AccessDenied, NotPermitted.
+        """
+        inode = await self._engine.transact(_doom, parent, name, caller, time.time_ns())
+        self.take(inode)
+        return inode
+
+    def take(self, inode: Inode) -> None:
+        """A transaction has put this directory into the trash."""
+        self._add(inode.ino, inode.ino)
+        faults.reach(_REMOVED)
+
+    def _add(self, ino: int, tree: int) -> None:
+        self._directories[ino] = tree
+        self._trees[tree] += 1
+        self._work.set()
+        self.on_gone(ino)
+
+    def holds(self, ino: int) -> bool:
+        """Whether this directory is in the trash itself, so that nobody shall see what is left in
+        it.
+        """
+        return ino in self._directories
+
+    def status(self) -> dict[str, Any]:
+        """Trees and directories left to take apart; inodes removed since the mount."""
+        return {
+            "trees": len(self._trees),
+            "directories": len(self._directories),
+            "removed_inodes": self._removed_inodes,
+        }
+
+    # --- in the background ---
+
+    async def run(self) -> None:
+        """Empty the trash until cancelled."""
+        while True:
+            await self._work.wait()
+            self._work = trio.Event()
+            try:
+                await self.empty()
+            except FsError as error:
+                _log.warning("removing the rest of deleted trees has to wait: %s", error)
+                await trio.sleep(_RETRY_S)
+                self._work.set()
+
+    async def empty(self) -> None:
+        """Take apart all that is in the trash. Raises NoSpace or Unavailable if the metadata store
+        cannot be changed.
+        """
+        while len(self._directories) > len(self._stuck):
+            begin = trio.current_time()
+            ino = next(ino for ino in reversed(self._directories) if ino not in self._stuck)
+            try:
+                await self._remove_slice(ino)
+            except trash.DamagedTree as error:
+                _log.warning(
+                    "a deleted directory, inode %d, cannot be emptied until fsck has repaired it: %s",
+                    ino,
+                    error,
+                )
+                self._stuck.add(ino)
+            await trio.sleep(_REST * (trio.current_time() - begin))
+            if self._collector.due > _BACKLOG_MAX:
+                await self._collector.drain()
+
+    async def _remove_slice(self, ino: int) -> None:
+        tree = self._directories[ino]
+        done = await self._engine.transact(
+            trash.remove_slice, ino, self._io.open.keys(), NAMES, time.time_ns()
+        )
+        for erased in done.erased:
+            self._drain.gone(erased)
+            self.on_gone(erased)
+            self._io.unsynced.pop(erased, None)
+        for inode in done.kept:
+            self._keep(inode)
+        self.on_kept([inode.ino for inode in done.kept])
+        for oid in done.garbage:
+            self._collector.add_garbage(oid)
+        for directory in done.directories:
+            self._add(directory, tree)
+        self._removed_inodes += len(done.erased)
+        if done.finished:
+            self._finish(ino, tree)
+        faults.reach(_EMPTIED)
+
+    def _finish(self, ino: int, tree: int) -> None:
+        del self._directories[ino]
+        self._trees[tree] -= 1
+        if not self._trees[tree]:
+            del self._trees[tree]
+
+    def _keep(self, inode: Inode) -> None:
+        """A file has lost a name, perhaps its last; then it goes when it is closed."""
+        file = self._io.open.get(inode.ino)
+        if file is None:
+            return
+        file.adopt(inode)
+        if inode.nlink == 0:
+            file.forgotten = True
+            file.cancel_drain()
+            self._drain.gone(inode.ino)
+            self.on_gone(inode.ino)
+
+
+def _doom(tx: Transaction, parent: int, name: bytes, caller: CallerLike, now: int) -> Inode:
+    inode = namespace.lookup(tx, parent, name)
+    if not inode.is_dir:
+        raise NotADirectory()
+    permissions.require_may_remove_tree(namespace.get_directory(tx, parent), inode, caller)
+    return trash.doom(tx, parent, name, now, caller.uid)

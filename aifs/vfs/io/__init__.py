@@ -1,1 +1,0 @@
-"""Open files: their bytes, wherever these lie, handles, durability."""

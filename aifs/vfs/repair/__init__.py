@@ -1,1 +1,0 @@
-"""What keeps stored bytes right: rebuild, moves of columns, scrub."""

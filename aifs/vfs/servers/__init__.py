@@ -1,1 +1,0 @@
-"""The table of servers, and how they come and go."""

@@ -1,1 +1,0 @@
-"""Between the tiers: drain, stage, evict; containers and their compaction."""
