@@ -55,7 +55,6 @@ class Options:
     timeout_s: float
     grace_s: float
     publish: str
-    reuse: bool
     same_size: bool
     job: str
     is_said: bool

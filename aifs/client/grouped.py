@@ -44,9 +44,8 @@ class Group:
     ``name`` repeat each other (docs/grouped.md). ``dedup``: bytes that are compared at a time, at
     most, from 64KiB to 4MiB; 'file' is 4MiB. ``timeout_s``: until all ranks have committed.
     ``grace_s``: how long a rank that died may stay away. ``publish``: the name that the directory
-    gets, beside itself, when all have committed. ``reuse``: compare by samples what was equal in
-    the group of this name before. ``files_per_rank``: the rank commits with its last file; None: by
-    ``commit()``. ``same_size``: all files must have the size of those of the first rank that
+    gets, beside itself, when all have committed. ``files_per_rank``: the rank commits with its last
+    file; None: by ``commit()``. ``same_size``: all files must have the size of those of the first rank that
     commits. ``job``: a name that all ranks of this job give, and no other run of it; None: what the
     launcher says.
 
@@ -66,7 +65,6 @@ class Group:
         timeout_s: float = 600.0,
         grace_s: float = 0.0,
         publish: str | None = None,
-        reuse: bool = False,
         files_per_rank: int | None = 1,
         same_size: bool = False,
         job: str | None = None,
@@ -81,7 +79,6 @@ class Group:
             timeout_s,
             grace_s,
             publish or "",
-            reuse,
             same_size,
             job or "",
             bool(job),

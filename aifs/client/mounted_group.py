@@ -132,15 +132,14 @@ class MountedGroup:
         if not self._has_ioctl:
             text = (
                 f"name={options.name},ranks={options.world},dedup={options.chunk},commit=explicit,"
-                f"timeout={options.timeout_s:g}s,grace={options.grace_s:g}s,reuse={_YES_NO[options.reuse]},"
+                f"timeout={options.timeout_s:g}s,grace={options.grace_s:g}s,"
                 f"same_size={_YES_NO[options.same_size]}"
             )
             text += f",publish={options.publish}" if options.publish else ""
             text += f",job={options.job}" if options.job else ""
             attributes.put(options.directory, attributes.GROUP, text)
             return self._told()["id"]
-        flags = ioctl.GROUP_EXPLICIT | (ioctl.GROUP_REUSE if options.reuse else 0)
-        flags |= ioctl.GROUP_SAME_SIZE if options.same_size else 0
+        flags = ioctl.GROUP_EXPLICIT | (ioctl.GROUP_SAME_SIZE if options.same_size else 0)
         times = int(options.timeout_s * 1000), int(options.grace_s * 1000)
         names = [os.fsencode(name) for name in (options.name, options.publish, options.job)]
         fields = self._call(

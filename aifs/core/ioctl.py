@@ -127,7 +127,7 @@ AIFS_IOC_COMMIT = Command(
     "Unlike setxattr(2) it leaves the directory unlocked meanwhile. EINVAL: not pending, no such rank, or it has committed.",
 )
 
-GROUP_EXPLICIT, GROUP_REUSE, GROUP_SAME_SIZE = 1, 2, 4
+GROUP_EXPLICIT, GROUP_SAME_SIZE = 1, 4
 
 AIFS_IOC_GROUP_CREATE = Command(
     "AIFS_IOC_GROUP_CREATE",
@@ -136,7 +136,7 @@ AIFS_IOC_GROUP_CREATE = Command(
     "u32 ranks, u32 flags, u64 chunk, u64 timeout_ms, u64 grace_ms, u64 id, char name[64], char publish[256], "
     "char job[64]",
     "On a directory: begins a group there, as user.aifs.group does; the same once more, while it is open, finds it. flags: "
-    "AIFS_GROUP_EXPLICIT (each rank commits), AIFS_GROUP_REUSE, AIFS_GROUP_SAME_SIZE (of all files); chunk: bytes, 0 for the usual; timeout_ms: until all have "
+    "AIFS_GROUP_EXPLICIT (each rank commits), AIFS_GROUP_SAME_SIZE (of all files); chunk: bytes, 0 for the usual; timeout_ms: until all have "
     "committed, 0 for the usual; grace_ms: how long a dead rank may stay away; job: whose ranks these "
     "are, what another one has left is given up. id is filled in. Strings end with a zero byte. EINVAL: another group is open, or "
     "a job whose ranks live is writing; EBUSY: it is not durable yet.",
@@ -222,7 +222,6 @@ _CONSTANTS = {
     "AIFS_EXCLUSIVE": EXCLUSIVE,
     "AIFS_AGAIN": AGAIN,
     "AIFS_GROUP_EXPLICIT": GROUP_EXPLICIT,
-    "AIFS_GROUP_REUSE": GROUP_REUSE,
     "AIFS_GROUP_SAME_SIZE": GROUP_SAME_SIZE,
     "AIFS_GROUP_WAIT_BUFFERED": GROUP_WAIT_BUFFERED,
     "AIFS_GROUP_WAIT_DURABLE": GROUP_WAIT_DURABLE,

@@ -224,7 +224,7 @@ class HandedOver:
 
     async def _begin_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
         ranks, flags, chunk, timeout_ms, grace_ms, _, name, publish, job = argument
-        _refuse_unknown(flags & ~(ioctl.GROUP_EXPLICIT | ioctl.GROUP_REUSE | ioctl.GROUP_SAME_SIZE))
+        _refuse_unknown(flags & ~(ioctl.GROUP_EXPLICIT | ioctl.GROUP_SAME_SIZE))
         options = make_options(
             ioctl.text(name),
             ranks,
@@ -232,7 +232,6 @@ class HandedOver:
             bool(flags & ioctl.GROUP_EXPLICIT),
             timeout_ms,
             grace_ms,
-            bool(flags & ioctl.GROUP_REUSE),
             ioctl.text(publish),
             bool(flags & ioctl.GROUP_SAME_SIZE),
             ioctl.text(job),

@@ -35,8 +35,8 @@ _GROUP = struct.Struct("<BBHIiIIQQQQqqqq")
 _TEXTS = 5
 _LENGTH = struct.Struct("<H")
 _TEXT_MAX = 0xFFFF
-_EXPLICIT, _REUSE, _PUBLISHED, _SAME_SIZE, _UNEQUAL, _JOB, _GROUPS = 1, 2, 4, 8, 16, 32, 64
-_FLAGS = 127
+_EXPLICIT, _PUBLISHED, _SAME_SIZE, _UNEQUAL, _JOB, _GROUPS = 1, 2, 4, 8, 16, 32
+_FLAGS = 63
 _MEMBER = struct.Struct("<BqQq")  # format, when (ns), size, mtime (ns)
 
 
@@ -53,7 +53,6 @@ class Options(NamedTuple):
     explicit: bool
     timeout_ms: int
     grace_ms: int
-    reuse: bool
     publish: bytes
     same_size: bool = False
     job: bytes = b""
@@ -88,7 +87,7 @@ class GroupRecord(NamedTuple):
 
     def encode(self) -> bytes:
         options = self.options
-        flags = _EXPLICIT * options.explicit | _REUSE * options.reuse | _PUBLISHED * self.published
+        flags = _EXPLICIT * options.explicit | _PUBLISHED * self.published
         flags |= _SAME_SIZE * options.same_size | _UNEQUAL * self.unequal | _JOB * bool(options.job)
         flags |= _GROUPS * bool(self.groups)
         state = "committed" if self.state == "draining" else self.state
@@ -173,7 +172,6 @@ def decode_group(record: bytes) -> GroupRecord:
         bool(flags & _EXPLICIT),
         timeout_ms,
         grace_ms,
-        bool(flags & _REUSE),
         publish,
         bool(flags & _SAME_SIZE),
         *job,

@@ -53,8 +53,7 @@ WAYS = (
     Way("+ buffer", "blind"),
     Way("+ fast save", "blind", fast=True),
     Way("+ dedup", "blind", fast=True, group=""),
-    Way("+ hash cache", "blind", fast=True, group=",reuse=yes"),
-    Way("+ plan", "measuring", fast=True, group=",reuse=yes"),
+    Way("+ plan", "measuring", fast=True, group=""),
 )
 
 

@@ -38,7 +38,6 @@ from tests.support.stores import read_file, rewrite
 KIB = 1 << 10
 CHUNK = 64 * KIB
 SMALL = Options(chunk=CHUNK)
-REUSE = Options(chunk=CHUNK, reuse=True)
 WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
 KINDS = {
     "plain": {},
@@ -90,14 +89,13 @@ async def store(
     drain: GroupDrain,
     inos: Sequence[int],
     options: Options = SMALL,
-    name: str = "step",
 ) -> tuple[list[Prepared], Report]:
     report = Report()
     members = [Prepared(ino) for ino in inos]
     for member in members:
-        await drain.prepare(name, member, options, report)
+        await drain.prepare(member, options, report)
         assert member.outcome is None
-    await drain.store(name, members, options, report)
+    await drain.store(members, options, report)
     return members, report
 
 
@@ -191,9 +189,9 @@ async def test_long_lists_are_on_record_before_the_flip(directory, monkeypatch):
         inos, options = list(contents), Options(chunk=4 * KIB)
         members, report = [Prepared(ino) for ino in inos], Report()
         for member in members:
-            await drain.prepare("step", member, options, report)
+            await drain.prepare(member, options, report)
         once("vfs.containers.listed", lambda: fs.io.open[inos[0]].cancel_drain())
-        await drain.store("step", members, options, report)
+        await drain.store(members, options, report)
         assert outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED]
         members, report = await store(fs, drain, inos[:1], options)
         assert outcomes(members) == [Outcome.DRAINED]
@@ -215,9 +213,9 @@ async def test_who_opens_a_member_for_writing_has_it_stored_without_it(directory
         members = [Prepared(ino, told.append) for ino in inos]
         report = Report()
         for member in members:
-            await drain.prepare("step", member, SMALL, report)
+            await drain.prepare(member, SMALL, report)
         once("data.append.synced", lambda: fs.io.open[inos[0]].cancel_drain())
-        await drain.store("step", members, SMALL, report)
+        await drain.store(members, SMALL, report)
         assert (
             outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED, Outcome.DRAINED]
             and told == members[:1]
@@ -237,7 +235,7 @@ async def test_one_that_is_cut_while_it_is_read_does_not_spoil_it_for_the_others
         inos = list(contents)
         members, report = [Prepared(ino) for ino in inos], Report()
         for member in members:
-            await drain.prepare("step", member, SMALL, report)
+            await drain.prepare(member, SMALL, report)
         append = drain._tools.containers.append_pieces
 
         @asynccontextmanager
@@ -250,7 +248,7 @@ async def test_one_that_is_cut_while_it_is_read_does_not_spoil_it_for_the_others
                 yield appended
 
         drain._tools.containers.append_pieces = cut_first
-        await drain.store("step", members, SMALL, report)
+        await drain.store(members, SMALL, report)
         assert outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED, Outcome.DRAINED]
         await rewrite(fs, inos[0], data[0])
         members, _ = await store(fs, drain, inos[:1])
@@ -269,7 +267,7 @@ async def test_hashing_waits_for_writers_unless_it_is_waited_for(directory):
         member.hurry = lambda: hurry[0]
 
         async def prepare():
-            await drain.prepare("step", member, SMALL, report)
+            await drain.prepare(member, SMALL, report)
             done.set()
 
         nursery.start_soon(prepare)
@@ -279,7 +277,7 @@ async def test_hashing_waits_for_writers_unless_it_is_waited_for(directory):
         drain.hurry()
         await done.wait()
         assert member.outcome is None and not report.hashed_bytes
-        await drain.store("step", [member], SMALL, report)
+        await drain.store([member], SMALL, report)
         assert member.outcome is Outcome.DRAINED and report.hashed_bytes == len(EQUAL)
         await fs.release(writer.handle)
 
@@ -319,7 +317,7 @@ async def test_one_that_changes_while_others_are_compared_with_it_does_not_spoil
         inos = [await write_file(fs, b"%d" % rank, data) for rank in range(3)]
         members, read, changed = [Prepared(ino) for ino in inos], digests.Source.read, []
         for member in members:
-            await drain.prepare("step", member, SMALL, Report())
+            await drain.prepare(member, SMALL, Report())
 
         def read_changing(source, offset, part):
             if source.key == (0, members[0].copy.id) and offset == CHUNK + 32 * KIB:
@@ -332,7 +330,7 @@ async def test_one_that_changes_while_others_are_compared_with_it_does_not_spoil
 
         with monkeypatch.context() as patch:
             patch.setattr(digests.Source, "read", read_changing)
-            await drain.store("step", members, SMALL, Report())
+            await drain.store(members, SMALL, Report())
         assert changed and outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED, Outcome.DRAINED]
         await check_contents(fs, dict.fromkeys(inos[1:], data))
         members, _ = await store(fs, drain, inos[:1])
@@ -346,7 +344,7 @@ async def test_one_that_cannot_be_read_fails_alone(directory, monkeypatch):
         inos = [await write_file(fs, b"%d" % rank, data) for rank in range(3)]
         members, read = [Prepared(ino) for ino in inos], digests.Source.read
         for member in members:
-            await drain.prepare("step", member, SMALL, Report())
+            await drain.prepare(member, SMALL, Report())
 
         def read_failing(source, offset, part):
             if source.key == (0, members[0].copy.id) and offset >= CHUNK:
@@ -355,7 +353,7 @@ async def test_one_that_cannot_be_read_fails_alone(directory, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(digests.Source, "read", read_failing)
-            await drain.store("step", members, SMALL, Report())
+            await drain.store(members, SMALL, Report())
         assert (
             isinstance(members[0].outcome, Unavailable)
             and outcomes(members[1:]) == [Outcome.DRAINED] * 2
@@ -377,7 +375,7 @@ async def test_a_member_may_be_released_while_it_is_being_prepared(directory):
             return await hash_(*args)
 
         drain._hasher.hash = hash_after_all
-        await drain.prepare("step", member, SMALL, Report())
+        await drain.prepare(member, SMALL, Report())
         assert member.outcome is Outcome.CHANGED and member.file is None
         await trio.testing.wait_all_tasks_blocked()
         assert not fs.io.open
@@ -394,10 +392,10 @@ async def test_a_member_that_changes_before_it_is_stored_is_left_out(directory):
         members = [Prepared(ino, told.append) for ino in inos]
         report = Report()
         for member in members:
-            await drain.prepare("step", member, SMALL, report)
+            await drain.prepare(member, SMALL, report)
         await rewrite(fs, inos[0], b"x" * CHUNK)
         assert told == members[:1] and members[0].cancelled
-        await drain.store("step", members, SMALL, report)
+        await drain.store(members, SMALL, report)
         assert outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED]
         await check_contents(fs, {inos[1]: data[1]})
         assert await read_file(fs, inos[0]) == b"x" * CHUNK
@@ -409,9 +407,9 @@ async def test_a_member_that_is_deleted_takes_nothing_with_it(directory):
         inos = list(await write_files(fs, data))
         members, report = [Prepared(ino) for ino in inos], Report()
         for member in members:
-            await drain.prepare("step", member, SMALL, report)
+            await drain.prepare(member, SMALL, report)
         await fs.unlink(ROOT_INO, b"0")
-        await drain.store("step", members, SMALL, report)
+        await drain.store(members, SMALL, report)
         assert outcomes(members) == [Outcome.GONE, Outcome.DRAINED]
         await check_contents(fs, {inos[1]: data[1]})
         fs.forget(inos[:1])
@@ -444,13 +442,13 @@ async def test_what_is_not_prepared_is_said_so_and_let_go(directory):
         opened, inode = await fs.create(ROOT_INO, b"open", 0o600, os.O_RDWR, ROOT)
         await fs.write(opened.handle, 0, EQUAL)
         member, other = Prepared(inode.ino), Prepared(inode.ino + 1000)
-        await drain.prepare("step", member, SMALL, Report())
-        await drain.prepare("step", other, SMALL, Report())
+        await drain.prepare(member, SMALL, Report())
+        await drain.prepare(other, SMALL, Report())
         assert outcomes([member, other]) == [Outcome.OPEN, Outcome.GONE]
         await fs.release(opened.handle)
         member, twice = Prepared(inode.ino), Prepared(inode.ino)
-        await drain.prepare("step", member, SMALL, Report())
-        await drain.prepare("step", twice, SMALL, Report())
+        await drain.prepare(member, SMALL, Report())
+        await drain.prepare(twice, SMALL, Report())
         assert outcomes([member, twice]) == [None, Outcome.BUSY]
         await drain.release(member)
         await drain.release(member)
@@ -458,7 +456,7 @@ async def test_what_is_not_prepared_is_said_so_and_let_go(directory):
         big = await write_file(fs, b"sparse", b"x" * CHUNK)
         await fs.setattr(big, SetAttr(size=1 << 50), ROOT)
         member = Prepared(big)
-        await drain.prepare("step", member, SMALL, Report())
+        await drain.prepare(member, SMALL, Report())
         assert member.outcome is Outcome.UNFIT and not fs.io.open
         await remove(fs, b"sparse", big)
 
@@ -470,7 +468,7 @@ async def test_a_cancelled_preparation_leaves_the_file_as_it_was(directory):
         member = Prepared(ino)
         with trio.CancelScope() as scope:
             scope.cancel()
-            await drain.prepare("step", member, SMALL, Report())
+            await drain.prepare(member, SMALL, Report())
         assert member.file is None and not fs.io.open
         members, _ = await store(fs, drain, [ino])
         assert outcomes(members) == [Outcome.DRAINED]
@@ -483,7 +481,7 @@ async def test_a_cancelled_store_leaves_what_is_not_flipped_as_it_was(directory)
         contents = await write_files(fs, data)
         members, report = [Prepared(ino) for ino in contents], Report()
         for member in members:
-            await drain.prepare("step", member, SMALL, report)
+            await drain.prepare(member, SMALL, report)
         append = drain._tools.containers.append_pieces
 
         @asynccontextmanager
@@ -495,7 +493,7 @@ async def test_a_cancelled_store_leaves_what_is_not_flipped_as_it_was(directory)
 
         with trio.CancelScope() as scope:
             drain._tools.containers.append_pieces = append_and_cancel
-            await drain.store("step", members, SMALL, report)
+            await drain.store(members, SMALL, report)
         drain._tools.containers.append_pieces = append
         assert scope.cancelled_caught and outcomes(members) == [Outcome.CHANGED] * 2
         assert not fs.io.open and not await shared_chunks(fs)
@@ -644,7 +642,7 @@ async def test_a_file_that_must_lie_on_some_servers_does_not_lean_on_others(dire
         await check_contents(fs, {anywhere: data[0], here: data[1]})
 
 
-# --- plans and reuse ------------------------------------------------------------------------------
+# --- plans ----------------------------------------------------------------------------------------
 
 
 async def test_the_plan_of_the_last_step_serves_again(directory):
@@ -660,140 +658,6 @@ async def test_the_plan_of_the_last_step_serves_again(directory):
             _, report = await store(fs, drain, list(contents))
             assert report.plan_cached == (step > 0) and report.planned_s >= report.lower_bound_s > 0
             await check_contents(fs, contents)
-
-
-async def step(
-    fs: Filesystem, drain: GroupDrain, number: int, data: Sequence[bytes], options: Options
-) -> Report:
-    contents = {
-        await write_file(fs, b"%d-%d" % (rank, number), one): one for rank, one in enumerate(data)
-    }
-    members, report = await store(fs, drain, list(contents), options)
-    assert outcomes(members) == [Outcome.DRAINED] * len(data)
-    await check_contents(fs, contents)
-    return report
-
-
-async def test_copies_are_not_hashed_again_with_the_hint(directory):
-    async with mounted(directory) as fs:
-        drain = group_drain(fs)
-        size = 8 * CHUNK
-        for number in range(3):
-            same = random.Random(number).randbytes(size)
-            data = [
-                same + random.Random(100 + 10 * number + rank).randbytes(CHUNK) for rank in range(4)
-            ]
-            report = await step(fs, drain, number, data, REUSE)
-            assert report.reused == (number > 0)
-            assert report.hashed_bytes == size + 4 * CHUNK
-            assert report.compared_bytes == (0 if number else 3 * size)
-            assert report.distinct_bytes == size + 4 * CHUNK
-        report = await step(
-            fs, drain, 3, [one + b"x" * CHUNK for one in data], REUSE
-        )  # another shape
-        assert not report.reused and report.hashed_bytes + report.compared_bytes == 4 * (
-            size + 2 * CHUNK
-        )
-
-
-async def test_what_was_equal_by_chance_is_not_taken_for_equal(directory):
-    """All zeros, then constant, in the first steps, as optimizer state is."""
-    async with mounted(directory) as fs:
-        drain = group_drain(fs)
-        same = random.Random(1).randbytes(4 * CHUNK)
-        await step(fs, drain, 0, [same + bytes(4 * CHUNK) for _ in range(4)], REUSE)
-        different = [random.Random(rank).randbytes(4 * CHUNK) for rank in range(4)]
-        report = await step(fs, drain, 1, [same + one for one in different], REUSE)
-        assert report.reused and report.hashed_bytes == 5 * 4 * CHUNK  # what was zero is hashed
-        await step(fs, drain, 2, [same * 2 for _ in range(4)], REUSE)
-        report = await step(
-            fs, drain, 3, [random.Random(9).randbytes(4 * CHUNK) + one for one in different], REUSE
-        )
-        assert report.distinct_bytes == 4 * CHUNK  # each one's own parts are in the store
-
-
-async def test_a_pattern_is_dropped_where_samples_differ_or_zeros_come_back(directory):
-    async with mounted(directory) as fs:
-        drain = group_drain(fs)
-        same = random.Random(1).randbytes(8 * CHUNK)
-        await step(fs, drain, 0, [same] * 3, REUSE)
-        report = await step(
-            fs, drain, 1, [random.Random(rank).randbytes(8 * CHUNK) for rank in range(3)], REUSE
-        )
-        assert not report.reused
-        await step(fs, drain, 2, [same] * 3, REUSE)
-        report = await step(fs, drain, 3, [bytes(8 * CHUNK)] * 2 + [same], REUSE)
-        assert not report.reused and report.zero_bytes == 16 * CHUNK
-
-
-# --- what reuse takes for equal, and is not -------------------------------------------------------
-
-
-def samples_of_the_beginning(length: int) -> list[tuple[int, int]]:
-    return [(0, min(length, 4 * KIB))]
-
-
-async def almost_equal(
-    fs: Filesystem, drain: GroupDrain, policy: Policy | None = None
-) -> tuple[list[int], list[bytes], list[Prepared], Report]:
-    """Two members that were equal in the step before, and differ now where no sample shows it."""
-    same = random.Random(1).randbytes(4 * CHUNK)
-    inos = [await write_file(fs, b"%d-0" % rank, same, policy) for rank in range(2)]
-    assert outcomes((await store(fs, drain, inos, REUSE))[0]) == [Outcome.DRAINED] * 2
-    data = [random.Random(2).randbytes(4 * CHUNK)] * 2
-    data[1] = data[1][:-1] + bytes([data[1][-1] ^ 1])
-    inos = [await write_file(fs, b"%d-1" % rank, data[rank], policy) for rank in range(2)]
-    members, report = [Prepared(ino) for ino in inos], Report()
-    for member in members:
-        await drain.prepare("step", member, REUSE, report)
-    return inos, data, members, report
-
-
-async def test_a_wrong_reuse_never_gives_a_chunk_a_wrong_digest(directory, monkeypatch):
-    """The bytes of a copy that was not hashed are never stored under the digest of the one that
-    was.
-    """
-    monkeypatch.setattr("aifs.vfs.groups.reuse.samples", samples_of_the_beginning)
-    async with mounted(directory) as fs:
-        drain = group_drain(fs)
-        inos, data, members, report = await almost_equal(fs, drain)
-        once("data.append.synced", lambda: fs.io.open[inos[0]].cancel_drain())
-        await drain.store("step", members, REUSE, report)
-        assert report.reused and outcomes(members) == [Outcome.CHANGED] * 2
-        members, report = await store(fs, drain, inos[1:])
-        assert outcomes(members) == [Outcome.DRAINED]
-        members, report = await store(fs, drain, inos[:1])
-        assert outcomes(members) == [Outcome.DRAINED]
-        await check_contents(fs, dict(zip(inos, data, strict=True)))
-
-
-async def test_what_is_stored_for_one_file_alone_is_its_own(directory, monkeypatch):
-    """Also where it was taken to be equal to another one's."""
-    monkeypatch.setattr("aifs.vfs.groups.reuse.samples", samples_of_the_beginning)
-    async with mounted(directory) as fs:
-        drain = group_drain(fs)
-        inos, data, members, report = await almost_equal(fs, drain, Policy(servers=(2,)))
-        elsewhere = await write_file(fs, b"elsewhere", data[0], Policy(servers=(1,)))
-        assert outcomes((await store(fs, drain, [elsewhere], name="other"))[0]) == [Outcome.DRAINED]
-        await drain.store("step", members, REUSE, report)
-        assert report.reused and outcomes(members) == [Outcome.DRAINED] * 2
-        assert set(report.servers) == {2}
-        await check_contents(fs, dict(zip([elsewhere, *inos], [data[0], *data], strict=True)))
-
-
-async def test_members_that_are_stored_apart_are_not_taken_for_copies(directory):
-    async with mounted(directory) as fs:
-        drain = group_drain(fs)
-        for number in range(2):
-            same = random.Random(number).randbytes(4 * CHUNK)
-            policies = [Policy(), Policy(replicas=2)]
-            inos = [
-                await write_file(fs, b"%d-%d" % (rank, number), same, policies[rank])
-                for rank in range(2)
-            ]
-            members, report = await store(fs, drain, inos, REUSE)
-            assert outcomes(members) == [Outcome.DRAINED] * 2 and not report.reused
-            await check_contents(fs, dict.fromkeys(inos, same))
 
 
 # --- protection -----------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class Step:
             self.contents[name] = self.data()
             self.inos[name] = await write_file(self.fs, name, self.contents[name], policy)
             members.append(Prepared(self.inos[name]))
-            await self.fs.group_drain.prepare("step", members[-1], OPTIONS, Report())
+            await self.fs.group_drain.prepare(members[-1], OPTIONS, Report())
         return members
 
 
@@ -139,7 +139,7 @@ async def test_at_any_step(directory, act: Callable[[Step, bytes, bytes], Awaita
 
             instrument.arm(steps, lambda run=run: nursery.start_soon(run))
             with step.scope:
-                await fs.group_drain.store("step", members, OPTIONS, Report())
+                await fs.group_drain.store(members, OPTIONS, Report())
             if instrument.disarm():
                 await done.wait()
                 acted += 1

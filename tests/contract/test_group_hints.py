@@ -594,7 +594,7 @@ async def test_an_unmount_takes_nothing_from_who_is_storing(
     held: list[bool] = []
     storing = trio.Event()
 
-    async def store(self: GroupDrain, name: str, members: list, *rest: object) -> None:
+    async def store(self: GroupDrain, members: list, *rest: object) -> None:
         try:
             storing.set()
             await trio.sleep_forever()
@@ -629,7 +629,7 @@ async def test_what_cannot_be_stored_is_tried_again_and_then_left_to_the_usual_d
 ) -> None:
     monkeypatch.setattr("aifs.vfs.groups.preparing._BACK_OFF_S", 0.001)
 
-    async def fail(self: GroupDrain, name: str, members: list, *_: object) -> None:
+    async def fail(self: GroupDrain, members: list, *_: object) -> None:
         for member in members:
             member.outcome = Unavailable("no such luck")
             await self.release(member)

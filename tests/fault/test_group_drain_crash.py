@@ -87,8 +87,8 @@ async def work(
                 members.append(Prepared(await write_durably(fs, name, data, policy)))
                 durable[name] = data
             for member in members:
-                await drain.prepare("step", member, Options(CHUNK), Report())
-            await drain.store("step", members, Options(CHUNK), Report())
+                await drain.prepare(member, Options(CHUNK), Report())
+            await drain.store(members, Options(CHUNK), Report())
             assert [member.outcome for member in members] == [Outcome.DRAINED] * 3
             for member in members:
                 await fs.evictor.evict(member.ino)

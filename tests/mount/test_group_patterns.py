@@ -35,16 +35,14 @@ def on_servers(store: Mounted) -> int:
     return sum(path.stat().st_size for path in (store.source / "data").rglob("*") if path.is_file())
 
 
-def save_step(
-    store: Mounted, name: str, states: Sequence[gpt.State], form: str, options: str = ""
-) -> int:
+def save_step(store: Mounted, name: str, states: Sequence[gpt.State], form: str) -> int:
     """All ranks save into a directory of their own as one grouped write; the bytes that this has
     put on the servers.
     """
     before = on_servers(store)
     directory = store.path / name
     directory.mkdir()
-    begin(directory, f"name={name.partition('@')[0]},ranks={len(states)}{options}")
+    begin(directory, f"name={name.partition('@')[0]},ranks={len(states)}")
     for rank, state in enumerate(states):
         gpt.save(state, directory / f"rank{rank}.{form}")
     wait_durable(directory)
@@ -98,17 +96,6 @@ def test_what_has_not_changed_since_the_last_step_costs_nothing(store: Mounted, 
     assert expected < 0.9 * gpt.new_bytes(second)
     stored = save_step(store, f"frozen-{way}@2", second, "safetensors")
     require_distinct(stored, expected, RANKS)
-
-
-def test_a_pattern_that_is_used_again_never_changes_a_byte(store: Mounted) -> None:
-    """With reuse=yes: at step 0 the moments of all parameters are equal (zero), afterwards no two
-    are.
-    """
-    training = gpt.Training(seed=200)
-    for step in range(3):
-        states = gpt.data_parallel(training, RANKS)
-        save_step(store, f"reuse@{step}", states, "safetensors", ",reuse=yes")
-        training.train()
 
 
 def test_what_is_told_of_a_group_adds_up(store: Mounted) -> None:

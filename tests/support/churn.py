@@ -416,11 +416,11 @@ class Churn:
                 self._handles[handle] = member.ino
                 await self._write_to(handle, self.rng.choice((0, UNIT, 2 * UNIT)), data)
                 await self._release(handle)
-                await self.fs.group_drain.prepare("churn", member, Options(UNIT), Report())
+                await self.fs.group_drain.prepare(member, Options(UNIT), Report())
             with trio.CancelScope() as scope:
                 if self.rng.random() < 0.2:
                     scope.deadline = trio.current_time() + self.rng.random() / 100
-                await self.fs.group_drain.store("churn", members, Options(UNIT), Report())
+                await self.fs.group_drain.store(members, Options(UNIT), Report())
         finally:
             for member in members:
                 await self.fs.group_drain.release(member)

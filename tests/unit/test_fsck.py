@@ -579,7 +579,7 @@ def wrong_count_of_live_bytes(store: DamagedStore) -> None:
 COMMON_CHUNK = f"shared chunk {chunk_codec.digest_of(COMMON.data).hex()[:16]}"
 UNKNOWN = chunk_codec.digest_of(b"unknown")
 GROUP = GroupRecord(
-    7, groups.Options(b"step", 2, 1 << 20, False, 1000, 0, False, b""), 0, 0, 1, state="durable"
+    7, groups.Options(b"step", 2, 1 << 20, False, 1000, 0, b""), 0, 0, 1, state="durable"
 )
 UNKNOWN_CHUNK = f"shared chunk {UNKNOWN.hex()[:16]}"
 

@@ -36,7 +36,6 @@ OPTIONS = st.builds(
     explicit=st.booleans(),
     timeout_ms=st.integers(1, 1 << 40),
     grace_ms=st.integers(0, 1 << 40),
-    reuse=st.booleans(),
     publish=NAMES.filter(lambda name: "/" not in name and name not in (".", "..")).map(str.encode)
     | st.just(b""),
     same_size=st.booleans(),
@@ -73,14 +72,16 @@ def records(draw: st.DrawFn) -> GroupRecord:
 
 def test_what_is_left_out_is_the_usual() -> None:
     assert parse_group("name=step,ranks=8") == Options(
-        b"step", 8, CHUNK_MAX, False, 600_000, 0, False, b""
+        b"step", 8, CHUNK_MAX, False, 600_000, 0, b""
     )
 
 
 def test_everything_can_be_said() -> None:
-    text = "name=s, ranks=2, dedup=64KiB, commit=explicit, timeout=90s, grace=500ms, reuse=yes, publish=step-1, "
+    text = (
+        "name=s, ranks=2, dedup=64KiB, commit=explicit, timeout=90s, grace=500ms, publish=step-1, "
+    )
     text += "same_size=yes, job=17.1"
-    expected = Options(b"s", 2, 64 * KIB, True, 90_000, 500, True, b"step-1", True, b"17.1")
+    expected = Options(b"s", 2, 64 * KIB, True, 90_000, 500, b"step-1", True, b"17.1")
     assert parse_group(text) == expected
 
 
@@ -110,7 +111,7 @@ def test_a_group_is_read_as_it_was_written(options: Options) -> None:
         ("name=a,ranks=8,dedup=0", "dedup="),
         ("name=a,ranks=8,dedup=big", "dedup"),
         ("name=a,ranks=8,commit=never", "close, explicit"),
-        ("name=a,ranks=8,reuse=perhaps", "yes, no"),
+        ("name=a,ranks=8,reuse=yes", "reuse"),
         ("name=a,ranks=8,timeout=soon", "timeout"),
         ("name=,ranks=8", "name"),
         ("name=" + 64 * "a" + ",ranks=8", "63"),
@@ -136,12 +137,12 @@ def test_a_record_is_read_as_it_was_written(record: GroupRecord) -> None:
 
 
 def test_the_format_of_records_stays() -> None:
-    options = Options(b"step", 8, 4 * MIB, True, 600_000, 1000, True, b"final")
+    options = Options(b"step", 8, 4 * MIB, True, 600_000, 1000, b"final")
     record = GroupRecord(77, options, 1000, 100, 5, "failed", 6, 7, 8, True, 3, "why", "", b"{}")
     assert record.encode().hex() == (
         "01"
         "05"
-        "0700"
+        "0300"
         "08000000"
         "03000000"
         "e8030000"
@@ -166,10 +167,10 @@ def test_the_format_of_records_stays() -> None:
     )
     sized = options._replace(same_size=True, job=b"17")
     assert record._replace(options=sized, unequal=True).encode().hex() == (
-        record.encode().hex().replace("01050700", "01053f00") + "02003137"
+        record.encode().hex().replace("01050300", "01051f00") + "02003137"
     )
     assert record._replace(groups=(4242, 7)).encode().hex() == (
-        record.encode().hex().replace("01050700", "01054700") + "08009210000007000000"
+        record.encode().hex().replace("01050300", "01052300") + "08009210000007000000"
     )
     assert (
         GroupMember(1, 2, 3).encode().hex() == "01010000000000000002000000000000000300000000000000"

@@ -1,6 +1,5 @@
-"""Which chunks of a group are stored, who sends them where, and what is taken for equal again."""
+"""Which chunks of a group are stored, and who sends them where."""
 
-import random
 import threading
 import time
 
@@ -12,7 +11,7 @@ from aifs.data.throughput import Throughput
 from aifs.group import planner
 from aifs.layout.interleaved import container_layout
 from aifs.layout.redundancy import PLAIN, Redundancy
-from aifs.vfs.groups import reuse, sharing
+from aifs.vfs.groups import sharing
 from aifs.vfs.groups.bandwidths import Bandwidths
 from aifs.vfs.groups.sharing import Cut, Holder
 
@@ -102,48 +101,6 @@ def test_what_a_container_is_good_enough_for():
     assert sharing.protects(coded, Redundancy(3)) and not sharing.protects(coded, Redundancy(4))
     assert sharing.is_allowed(replicas, ()) and sharing.is_allowed(replicas, (0, 1, 2))
     assert not sharing.is_allowed(replicas, (1, 2))
-
-
-# --- reuse ----------------------------------------------------------------------------------------
-
-
-def test_copies_are_equal_across_members_alone():
-    cuts = [
-        cut_of(chunks)
-        for chunks in (
-            [(1, 0), (2, 0), (0, 9), (3, 0), (3, 0)],
-            [(0, 9), (1, 0), (2, 0), (3, 0)],
-            [(2, 0), (4, 0)],
-        )
-    ]
-    assert reuse.copies(cuts) == {(1, 1): (0, 0), (1, 2): (0, 1), (2, 0): (0, 1)}
-
-
-def test_a_pattern_serves_members_of_the_same_shapes_in_any_order():
-    cuts = [cut_of([(1, 0), (2, 0)]), cut_of([(1, 0), (3, 0)])]
-    shapes = [
-        reuse.shape_of(sum(cut.ranges[-1]), cut.ranges, b"rank%d" % n) for n, cut in enumerate(cuts)
-    ]
-    patterns = reuse.Patterns()
-    assert not patterns.knows("step") and not patterns.find("step", shapes)
-    patterns.put("step", reuse.pattern_of(shapes, cuts))
-    assert patterns.knows("step") and patterns.find("step", shapes) == {(1, 0): (0, 0)}
-    assert patterns.find("step", shapes[::-1]) == {(0, 0): (1, 0)}
-    assert not patterns.find("step", shapes[:1]) and not patterns.find("other", shapes)
-    other = shapes[0]._replace(borders=b"others")
-    assert not patterns.find("step", [other, shapes[1]])
-    patterns.put("step", reuse.pattern_of(shapes[:1], cuts[:1]))
-    assert not patterns.knows("step")
-
-
-@given(st.integers(1, 5 << 20))
-def test_samples_lie_in_the_chunk_and_apart(length):
-    found = reuse.samples(length, random.Random(length).randrange)
-    ends = [0]
-    for offset, size in found:
-        assert offset >= ends[-1] and size > 0
-        ends.append(offset + size)
-    assert ends[-1] <= length and (length > 32768 or found == [(0, length)])
 
 
 # --- bandwidths -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ those of bytes that have changed.
 """
 
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,11 +20,8 @@ from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Mover
 from aifs.core import files
 from aifs.core.config import Config
-from aifs.core.errors import Unavailable
-from aifs.core.tasks import run_all
 from aifs.data.servers import Servers
 from aifs.data.workers import gather
-from aifs.files import path_hints
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
 from aifs.files.file_io import FileIO
@@ -34,13 +31,11 @@ from aifs.layout import borders
 from aifs.layout.redundancy import Redundancy
 from aifs.meta.kv import Engine
 from aifs.store.ids import IdAllocator
-from aifs.vfs.groups import reuse
 from aifs.vfs.groups.bandwidths import Bandwidths
-from aifs.vfs.groups.hashing import Hasher, read_samples
+from aifs.vfs.groups.hashing import Hasher
 from aifs.vfs.groups.prepared import Options, Prepared
 from aifs.vfs.groups.report import Report
-from aifs.vfs.groups.reuse import Patterns, Shape
-from aifs.vfs.groups.sharing import Chunk, Cut
+from aifs.vfs.groups.sharing import Cut
 from aifs.vfs.groups.storing import Storing
 from aifs.vfs.groups.tools import Asked, Tools
 
@@ -49,7 +44,6 @@ __all__ = ["GroupDrain", "Options", "Outcome", "Prepared", "Report"]
 _CHUNKS_MAX = (
     1 << 20
 )  # of one member: a file that would have more is sparse, or can wait for the usual drain
-_COMPARED_AT_ONCE = 4
 
 
 class GroupDrain:
@@ -72,12 +66,10 @@ class GroupDrain:
         self._layout = config.layout
         self._redundancy = Redundancy(config.layout.replicas, *config.layout.ec)
         self._io_priority = config.burst.ioprio
-        self._engine = engine
         self._mover = mover
         self._flips = Flips(engine, tier, io, collector)
         lanes = min(len(os.sched_getaffinity(0)), max(config.data.threads // 2, 1))
         self._hasher = Hasher(lanes, config.burst.ioprio, mover.is_in_the_way)
-        self._patterns = Patterns()
         self._tools = Tools(
             engine,
             servers.budget,
@@ -95,12 +87,12 @@ class GroupDrain:
 
     # --- one member ---
 
-    async def prepare(self, name: str, member: Prepared, options: Options, report: Report) -> None:
-        """Lease, cut and hash a file that nobody writes to any more, for a group of this name.
+    async def prepare(self, member: Prepared, options: Options, report: Report) -> None:
+        """Lease, cut and hash a file that nobody writes to any more.
 
         It can be stored if it has no outcome on return; else, and if this is cancelled, it has been
         released. Hashing waits for ``store``, which does it for all members together, as soon as
-        the member is in a hurry; and with ``reuse``, where the name has a pattern.
+        the member is in a hurry.
         """
         done = False
         async with member.busy:
@@ -109,9 +101,7 @@ class GroupDrain:
                 if member.outcome is None:
                     with errors_of(member):
                         await self._cut(member, options)
-                        if member.outcome is None and not (
-                            options.reuse and self._patterns.knows(name)
-                        ):
+                        if member.outcome is None:
                             await self._hash([member], report, waited_for=False)
                 if member.cancelled or member.unwanted:
                     member.outcome = Outcome.CHANGED
@@ -155,10 +145,9 @@ class GroupDrain:
         members: Sequence[Prepared],
         report: Report,
         waited_for: bool,
-        without: Container[Chunk] = (),
     ) -> None:
         """See Hasher."""
-        await self._hasher.hash(members, report, waited_for, without)
+        await self._hasher.hash(members, report, waited_for)
         for member in members:
             if not member.is_hashed and len(member.digests) == len(member.cut.ranges):
                 member.cut = member.cut._replace(
@@ -180,9 +169,7 @@ class GroupDrain:
 
     # --- all members ---
 
-    async def store(
-        self, name: str, members: Sequence[Prepared], options: Options, report: Report
-    ) -> None:
+    async def store(self, members: Sequence[Prepared], options: Options, report: Report) -> None:
         """Bring the members of a complete group to the capacity tier; each has its outcome on
         return, and is released.
 
@@ -190,7 +177,9 @@ class GroupDrain:
         what is not flipped as it was.
         """
         try:
-            await self._hash_rest(name, members, options, report)
+            unhashed = [m for m in members if m.outcome is None and not m.is_hashed]
+            if unhashed:
+                await self._hash(unhashed, report, waited_for=True)
             for member in members:
                 if member.cancelled:
                     member.outcome = member.outcome or Outcome.CHANGED
@@ -240,97 +229,6 @@ class GroupDrain:
             "saved_bytes": self._saved_bytes,
             "hashed_bytes": self._hasher.hashed_bytes,
         }
-
-    # --- reuse ---
-
-    async def _hash_rest(
-        self, name: str, members: Sequence[Prepared], options: Options, report: Report
-    ) -> None:
-        """Hash what has not been yet, or, where the name has a pattern that fits, the first of what
-        should be equal.
-        """
-        alive = [member for member in members if member.outcome is None and member.cut.ranges]
-        shapes: list[Shape] = []
-        if options.reuse:
-            records = await self._engine.view(
-                path_hints.describe, [member.file.inode for member in alive]
-            )
-            for member, record in zip(alive, records, strict=True):
-                name_ = record.path.rpartition(b"/")[2]
-                shapes.append(
-                    await self._work(
-                        member.copy, reuse.shape_of, member.size, member.cut.ranges, name_
-                    )
-                )
-            kinds = [self._asked(member) for member in alive]
-            found = self._patterns.find(name, shapes)
-            # Those that are stored apart need a first each.
-            firsts = {
-                copy: first for copy, first in found.items() if kinds[copy[0]] == kinds[first[0]]
-            }
-            if firsts and not any(member.is_hashed for member in alive):
-                report.reused = await self._hash_firsts(alive, firsts, report)
-        lacking = [member for member in alive if member.outcome is None and not member.is_hashed]
-        if lacking:
-            await self._hash(lacking, report, waited_for=True)
-        if shapes and all(member.is_hashed and member.outcome is None for member in alive):
-            pattern = await self._work(
-                alive[0].copy, reuse.pattern_of, shapes, [member.cut for member in alive]
-            )
-            self._patterns.put(name, pattern)
-
-    async def _hash_firsts(
-        self, members: list[Prepared], firsts: dict[Chunk, Chunk], report: Report
-    ) -> bool:
-        """Hash all but the copies, which get the digests of their firsts if their samples are
-        equal. Else False, and all are to be hashed."""
-        copies: list[set[int]] = [set() for _ in members]
-        for number, chunk in firsts:
-            copies[number].add(chunk)
-        await self._hash(members, report, waited_for=True, without=firsts)
-        found = [dict(member.digests) for member in members]
-        try:
-            if not await self._work(members[0].copy, reuse.fill, found, firsts):
-                return False
-            if not await self._are_alike(members, firsts):
-                return False
-        except Unavailable:
-            return False  # whose fault it is shows when all are hashed
-        for member, digests, assumed in zip(members, found, copies, strict=True):
-            if len(digests) == len(member.cut.ranges):
-                in_order = await self._work(member.copy, _in_order, digests)
-                member.cut = member.cut._replace(digests=in_order, assumed=assumed)
-        return True
-
-    async def _are_alike(self, members: list[Prepared], firsts: dict[Chunk, Chunk]) -> bool:
-        """Compare samples of all copies with those of their firsts."""
-        following = iter(await self._work(members[0].copy, reuse.batches, firsts))
-        differ = False
-
-        async def compare() -> None:
-            nonlocal differ
-            for copy, first, chunks in following:
-                samples = [reuse.samples(members[first].cut.ranges[of][1]) for _, of in chunks]
-                some = await self._samples(members[copy], [chunk for chunk, _ in chunks], samples)
-                if differ or some != await self._samples(
-                    members[first], [of for _, of in chunks], samples
-                ):
-                    differ = True
-                    return
-
-        await run_all(*[compare] * _COMPARED_AT_ONCE)
-        return not differ
-
-    async def _samples(
-        self, member: Prepared, chunks: list[int], samples: list[list[borders.Range]]
-    ) -> list[bytes]:
-        copy, ranges = member.copy, member.cut.ranges
-        places = [
-            (ranges[chunk][0] + start, length)
-            for chunk, some in zip(chunks, samples, strict=True)
-            for start, length in some
-        ]
-        return await self._work(copy, read_samples, copy.device, (0, copy.id), copy.fd, places)
 
 
 def _in_order(digests: dict[int, bytes]) -> list[bytes]:

@@ -106,7 +106,6 @@ async def tell(fs: Host, ino: int, caller: CallerLike, group_id: int = 0) -> dic
         "chunk": options.chunk,
         "timeout_s": options.timeout_ms / 1000,
         "grace_s": options.grace_ms / 1000,
-        "reuse": options.reuse,
         "same_size": options.same_size,
         "job": os.fsdecode(options.job),
         "publish": os.fsdecode(options.publish),

@@ -22,7 +22,7 @@ WHOLE_FILE = "file"
 
 def parse_group(text: str) -> Options:
     """The group that ``text`` asks for: ``name=step,ranks=8[,dedup=4MiB][,commit=close|explicit][,timeout=10min][,grace=0s]
-    [,reuse=yes|no][,publish=NAME][,same_size=yes|no][,job=ID]``. Raises Invalid."""
+    [,publish=NAME][,same_size=yes|no][,job=ID]``. Raises Invalid."""
     values: dict[str, Any] = {}
     for key, value in parse_pairs("group", text, _PARSERS, "name=step,ranks=8"):
         values[key] = _PARSERS[key](key, value)
@@ -36,7 +36,6 @@ def parse_group(text: str) -> Options:
         values.get("commit") == "explicit",
         values.get("timeout", 0),
         values.get("grace", 0),
-        values.get("reuse") == "yes",
         values.get("publish", b""),
         values.get("same_size") == "yes",
         values.get("job", b""),
@@ -50,7 +49,6 @@ def make_options(
     explicit: bool,
     timeout_ms: int,
     grace_ms: int,
-    reuse: bool,
     publish: bytes,
     same_size: bool,
     job: bytes,
@@ -86,9 +84,7 @@ def make_options(
         raise Invalid(
             f"group: publish is a name beside the directory, of up to {PUBLISH_MAX} bytes"
         )
-    return Options(
-        name, ranks, chunk, explicit, timeout_ms, grace_ms, reuse, publish, same_size, job
-    )
+    return Options(name, ranks, chunk, explicit, timeout_ms, grace_ms, publish, same_size, job)
 
 
 def format_group(options: Options) -> str:
@@ -96,7 +92,7 @@ def format_group(options: Options) -> str:
     text = (
         f"name={os.fsdecode(options.name)},ranks={options.ranks},dedup={format_size(options.chunk)},"
         f"commit={_COMMITS[options.explicit]},timeout={format_duration(options.timeout_ms / 1000)},"
-        f"grace={format_duration(options.grace_ms / 1000)},reuse={'yes' if options.reuse else 'no'}"
+        f"grace={format_duration(options.grace_ms / 1000)}"
     )
     text += f",publish={os.fsdecode(options.publish)}" if options.publish else ""
     text += ",same_size=yes" if options.same_size else ""
@@ -145,7 +141,6 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "commit": _choice(*_COMMITS),
     "timeout": _parse_time,
     "grace": _parse_time,
-    "reuse": _choice("yes", "no"),
     "publish": _parse_name,
     "same_size": _choice("yes", "no"),
     "job": _parse_name,

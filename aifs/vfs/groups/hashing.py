@@ -1,6 +1,6 @@
 """Hashing the chunks of members, by all cores."""
 
-from collections.abc import AsyncIterator, Callable, Container, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 import trio
@@ -9,10 +9,8 @@ from aifs.burst.copy import BurstCopy
 from aifs.core import files
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
-from aifs.data.server import DataServer
 from aifs.data.workers import gather
-from aifs.layout.borders import Range
-from aifs.vfs.groups.digests import TOGETHER, Source, digest, digest_all
+from aifs.vfs.groups.digests import TOGETHER, Source, digest_all
 from aifs.vfs.groups.prepared import Prepared
 from aifs.vfs.groups.report import Report
 from aifs.vfs.groups.sharing import Chunk
@@ -44,10 +42,8 @@ class Hasher:
         members: Sequence[Prepared],
         report: Report,
         waited_for: bool,
-        without: Container[Chunk] = (),
     ) -> None:
-        """Find the digests that these members, whose leases hold, lack; but not of the chunks
-        ``without``.
+        """Find the digests that these members, whose leases hold, lack.
 
         Chunks of the same number and length are looked at together, so that what is equal is hashed
         once. ``waited_for``: at least one lane is used. Else it ends early once one of the members
@@ -55,7 +51,7 @@ class Hasher:
         be read has an outcome. Digests that have been found are kept in any case.
         """
         begin = trio.current_time()
-        slices = _slices(members, without)
+        slices = _slices(members)
         sources = [_source(member.copy) for member in members]
 
         def is_over() -> bool:
@@ -145,7 +141,7 @@ def _source(copy: BurstCopy) -> Source:
     return Source(copy.device, (0, copy.id), copy.fd, status.st_blocks * 512 < status.st_size)
 
 
-def _slices(members: Sequence[Prepared], without: Container[Chunk]) -> Iterator[list[Column]]:
+def _slices(members: Sequence[Prepared]) -> Iterator[list[Column]]:
     """What lacks digests, in slices that one thread does at a time; some may be empty."""
     columns: list[Column] = []
     size = seen = 0
@@ -153,11 +149,7 @@ def _slices(members: Sequence[Prepared], without: Container[Chunk]) -> Iterator[
         by_length: dict[int, list[Chunk]] = {}
         for place, member in enumerate(members):
             ranges = member.cut.ranges
-            if (
-                number < len(ranges)
-                and number not in member.digests
-                and (place, number) not in without
-            ):
+            if number < len(ranges) and number not in member.digests:
                 by_length.setdefault(ranges[number][1], []).append((place, number))
         for length, chunks in by_length.items():
             for start in range(0, len(chunks), TOGETHER):
@@ -172,26 +164,3 @@ def _slices(members: Sequence[Prepared], without: Container[Chunk]) -> Iterator[
             yield columns
             columns, size, seen = [], 0, 0
     yield columns
-
-
-# --- in worker threads ---
-
-
-def hash_one(copy: BurstCopy, place: Range) -> bytes:
-    """The digest of one chunk, ZEROS of zeros. Raises Unavailable."""
-    offset, length = place
-    found = digest(length, [(_source(copy), offset)]).digests[0]
-    if isinstance(found, FsError):
-        raise found
-    return found
-
-
-def read_samples(
-    device: DataServer, key: tuple[int, int], fd: int, samples: Sequence[Range]
-) -> list[bytes]:
-    """Some bytes of a copy: offset and length of each sample."""
-    found = []
-    for offset, length in samples:
-        data = memoryview(bytearray(length))
-        found.append(bytes(data[: device.read(key, fd, data, offset)]))
-    return found

@@ -15,7 +15,7 @@ from aifs.files.writeback import WriteBack
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.vfs.groups.group_drain import GroupDrain
-from aifs.vfs.groups.preparing import AHEAD, PREPARERS, Preparing, name_of, options_of, pause_s
+from aifs.vfs.groups.preparing import AHEAD, PREPARERS, Preparing, options_of, pause_s
 from aifs.vfs.groups.state import File, FileState, Group
 
 _log = logger(__name__)
@@ -221,7 +221,7 @@ class Members(Preparing):
             file.state, file.prepared = FileState.STORING, None
         self._storing.update(prepared)
         try:
-            await self._group_drain.store(name_of(group), prepared, options_of(group), group.report)
+            await self._group_drain.store(prepared, options_of(group), group.report)
         except BaseException:
             for file in files:
                 file.state = FileState.BUFFERED

@@ -11,10 +11,9 @@ from aifs.vfs.groups.sharing import Cut
 
 
 class Options(NamedTuple):
-    """What a group asks for. ``chunk``: bytes of its largest chunks. ``reuse``: see reuse.py."""
+    """What a group asks for. ``chunk``: bytes of its largest chunks."""
 
     chunk: int = CHUNK_MAX
-    reuse: bool = False
 
 
 class Prepared(Draining):

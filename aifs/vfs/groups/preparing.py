@@ -178,9 +178,7 @@ class Preparing:
         prepared.hurry = lambda: not group.is_open
         self._prepared.add(prepared)
         try:
-            await self._group_drain.prepare(
-                name_of(group), prepared, options_of(group), group.report
-            )
+            await self._group_drain.prepare(prepared, options_of(group), group.report)
         finally:
             if file.prepared is prepared and file.state is FileState.PREPARING:
                 file.state = FileState.BUFFERED
@@ -251,9 +249,5 @@ def pause_s(tries: int) -> float:
     return _BACK_OFF_S * _BACK_OFF_FACTOR ** (tries - 1)
 
 
-def name_of(group: Group) -> str:
-    return group.record.options.name.decode(errors="replace")
-
-
 def options_of(group: Group) -> Options:
-    return Options(group.record.options.chunk, group.record.options.reuse)
+    return Options(group.record.options.chunk)

@@ -46,7 +46,6 @@ class Report:
     plan_cached: bool = False
     planned_s: float = 0.0
     lower_bound_s: float = 0.0
-    reused: bool = False
     servers: dict[int, int] = field(default_factory=dict)
 
     @property

@@ -24,15 +24,10 @@ Chunk = tuple[int, int]
 
 
 class Cut(NamedTuple):
-    """The chunks of one member in order: (offset, length) and digest of each, b"" of zeros.
-
-    ``assumed``: the numbers of chunks whose digests are those of other members' chunks, since they
-    should be equal (reuse.py).
-    """
+    """The chunks of one member in order: (offset, length) and digest of each, b"" of zeros."""
 
     ranges: Sequence[tuple[int, int]]
     digests: Sequence[bytes]
-    assumed: Collection[int] = frozenset()
 
 
 class Holder(NamedTuple):
@@ -44,8 +39,8 @@ class Holder(NamedTuple):
 
 @dataclass(slots=True)
 class Need:
-    """A distinct chunk: its length, and one holder for each member that is known to have it, in the
-    order of members.
+    """A distinct chunk: its length, and one holder for each member that has it, in the order of
+    members.
     """
 
     length: int
@@ -68,8 +63,8 @@ def distinct(members: Iterable[Cut]) -> tuple[dict[bytes, Need], Amounts]:
     """
     needs: dict[bytes, Need] = {}
     zero = duplicate = alone = 0
-    for member, (ranges, digests, assumed) in enumerate(members):
-        for number, ((offset, length), digest) in enumerate(zip(ranges, digests, strict=True)):
+    for member, (ranges, digests) in enumerate(members):
+        for (offset, length), digest in zip(ranges, digests, strict=True):
             if not digest:
                 zero += length
                 continue
@@ -79,7 +74,7 @@ def distinct(members: Iterable[Cut]) -> tuple[dict[bytes, Need], Amounts]:
                 alone += length
             else:
                 duplicate += length
-            if number not in assumed and (not need.holders or need.holders[-1].member != member):
+            if not need.holders or need.holders[-1].member != member:
                 need.holders.append(Holder(member, offset))
     return needs, Amounts(zero, duplicate, alone)
 

@@ -26,7 +26,6 @@ from aifs.layout.interleaved import HEADER_BYTES, Extent, Growth, Interleaved, L
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, extents, shared
 from aifs.vfs.groups import sharing
-from aifs.vfs.groups.hashing import hash_one
 from aifs.vfs.groups.lookups import look_up
 from aifs.vfs.groups.prepared import Prepared
 from aifs.vfs.groups.report import Report
@@ -93,11 +92,7 @@ class Storing:
         report.duplicate_bytes += amounts.duplicate
         report.found_bytes += found
         report.distinct_bytes += amounts.distinct - found
-        new = {
-            digest: need
-            for digest, need in self._needs.items()
-            if digest not in self._known and need.holders
-        }
+        new = {digest: need for digest, need in self._needs.items() if digest not in self._known}
         report.chunks += len(new)
         self._slots = self._tools.containers.slots(self._asked.redundancy, self._asked.servers)
         if new:
@@ -179,7 +174,7 @@ class Storing:
         failure: FsError = Stale("its chunks change faster than they can be stored")
         for _ in range(_ROUNDS_MAX):
             for member in batch:
-                if member.outcome is None and not (member.holds() and self._is_backed(member)):
+                if member.outcome is None and not member.holds():
                     member.outcome = Outcome.CHANGED
             alive = [member for member in batch if member.outcome is None]
             if not alive:
@@ -219,21 +214,6 @@ class Storing:
                 await self._tools.work(member, self._finish, work, member)
             faults.reach(_APPENDED)
             await self._flip(alive, work)
-
-    def _is_backed(self, member: Prepared) -> bool:
-        """Whether the chunks that it is only assumed to have can be had from others. If not, it has
-        to be hashed.
-        """
-        digests = (
-            {member.cut.digests[number] for number in member.cut.assumed} - self._known - self._own
-        )
-        if not digests:
-            return True
-        holding = self._holding()
-        return all(
-            any(holder.member in holding for holder in self._needs[digest].holders)
-            for digest in digests
-        )
 
     def _holding(self) -> set[int]:
         """The numbers of members whose bytes can still be had."""
@@ -275,10 +255,6 @@ class Storing:
             zip(member.cut.ranges, member.cut.digests, strict=True)
         ):
             is_own = digest in self._own
-            if is_own and index in member.cut.assumed:
-                digest = hash_one(
-                    member.copy, (offset, length)
-                )  # what is stored for it alone is its own
             if is_own and digest:
                 slot = (
                     self._assigned[digest].slot
