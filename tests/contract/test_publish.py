@@ -417,6 +417,21 @@ async def test_an_open_tracker_keeps_its_content(directory: Path) -> None:
             await fs.getattr(old)
 
 
+async def test_the_kernel_is_told_that_an_old_tracker_has_lost_a_name(directory: Path) -> None:
+    """It may know the link count by another name of the file, which nothing else changes."""
+    async with opened(directory) as fs:
+        told: list[int] = []
+        fs.on_link_change = lambda inos: told.extend(inos)
+        for step in (1, 2, 3):
+            ino = await tree(fs, b"tmp")
+            wanted = {"final": f"{step}", "tracker": "tracker", "content": f"{step}"}
+            await put(fs, ino, "publish-as", wanted)
+            if step == 1:
+                old = (await fs.lookup(ROOT, b"tracker")).ino
+                await fs.link(old, ROOT, b"kept")
+        assert told == [old] and (await fs.getattr(old)).nlink == 1
+
+
 async def test_a_tracker_that_is_opened_while_it_is_replaced_is_removed_later(
     directory: Path,
 ) -> None:

@@ -146,6 +146,7 @@ class Publishing(Names):
             raise
         for inode in done.unlinked:
             self._unlinked(inode)
+        self.on_link_change([inode.ino for inode in done.unlinked if inode.nlink])
         if done.doomed is not None:
             self.trash.take(done.doomed)
         faults.reach(_SHOWN)
