@@ -19,8 +19,6 @@ from typing import Any
 
 from aifs.core import files, leases
 from aifs.core.errors import FsError, NoSuchAddress, Unavailable
-from aifs.data.objects import object_label
-from aifs.data.objects.object_label import Label
 from aifs.data.reading.buffers import BufferPool
 from aifs.data.server import DataServer, Missing
 from aifs.data.workers import gather
@@ -46,8 +44,6 @@ class BurstCopy:
         self.id = copy_id
         self.fd = fd
         """For reading; open from ``ensure_open`` to ``close`` or ``close_idle``."""
-        self.label: Label | None = None
-        """What ``sync`` notes on the copy, for whoever has lost the metadata."""
         self._buffers = buffers
         self._key = (0, copy_id)
         self._writer: int | None = None
@@ -307,7 +303,6 @@ class BurstCopy:
             if self._lost:
                 raise Unavailable(f"bytes were lost earlier: {self._lost}")
             try:
-                object_label.put(self.device, self._key, fd, self.label)
                 self.device.sync_object(self._key, fd)
             except FsError as error:
                 self._lost = str(error)

@@ -22,7 +22,6 @@ from aifs.core.errors import Unavailable
 from aifs.core.tasks import run_all
 from aifs.data.checking.digests import HASHED, digests_of, join_digests
 from aifs.data.objects.holes import Sparse, pieces_with_data
-from aifs.data.objects.object_label import Label, digest_of
 from aifs.data.objects.protected import ProtectedObjects
 from aifs.data.objects.striped import StripedObjects
 from aifs.data.reading.buffers import BudgetedBuffers
@@ -106,11 +105,9 @@ class Mover:
         objects: StripedObjects | ProtectedObjects,
         cancelled: Callable[[], bool],
         spare: int = 0,
-        label: Label | None = None,
     ) -> bytes | None:
         """Copy all ``size`` bytes of a burst copy, which nobody changes, to new ``objects``;
-        durable on return, with ``spare`` more columns than needed of protected ones. The objects
-        get the ``label``, to which the checksum is added.
+        durable on return, with ``spare`` more columns than needed of protected ones.
 
         Returns the checksums (see join_digests); None if ``cancelled`` has become true meanwhile,
         which is asked between pieces. Holes stay holes. Raises NoSpace, QuotaExceeded, Unavailable.
@@ -146,8 +143,6 @@ class Mover:
         await objects.settle(size)
         faults.reach(_WRITTEN)
         found = join_digests(digests, size, piece_size, protected is not None)
-        if label is not None:
-            objects.label = label._replace(digest=digest_of(found) if found else b"")
         if protected is not None:
             await protected.sync(spare)
         else:

@@ -41,11 +41,7 @@ def doctor_command(place: str | None, as_json: bool) -> int:
         status = read_status(mountpoint)
         found = probe(config.load(status["source"], {}), mountpoint, status["bridge"])
         checks = [check._asdict() for check in found] + missing_checks(status["bridge"])
-        checks += (
-            burst_checks(status["burst"])
-            + drain_checks(status["drain"])
-            + label_checks(status["servers"])
-        )
+        checks += burst_checks(status["burst"]) + drain_checks(status["drain"])
     else:
         # Without a place the machine alone is looked at, with the default configuration.
         loaded = config.load(place or "/", {} if place else {"burst.directories": ""})
@@ -103,17 +99,6 @@ def drain_checks(drain: dict[str, Any]) -> list[dict[str, Any]]:
     fix = "put the data server right, or make room there; it is tried again and again"
     return [
         _check(f"draining of {count(drain['failing_files'], 'file')}", drain["last_error"], fix)
-    ]
-
-
-def label_checks(servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of ``servers`` in the status of a mount: those on which objects cannot be labelled."""
-    why = "no extended attributes there: without the metadata nobody can tell which files its objects are of"
-    fix = "back up the metadata (meta.backup_interval), or use another filesystem"
-    return [
-        _check(f"labels in {server['path']}", why, fix)
-        for server in servers
-        if not server["labels"]
     ]
 
 

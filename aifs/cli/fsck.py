@@ -25,8 +25,6 @@ Examples:
   aifs fsck /srv/store
   aifs fsck /srv/store --repair
   aifs fsck /srv/store --deep
-  aifs fsck /srv/store --rebuild-from-servers
-  aifs fsck /srv/store --rebuild-from-servers --merge
 """
 
 
@@ -35,52 +33,8 @@ Examples:
 @click.option("--repair", is_flag=True, help="Mend what can be mended without guessing.")
 @click.option("--deep", is_flag=True, help="Also read all bytes that have checksums, and compare.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-@click.option(
-    "--rebuild-from-servers",
-    "rebuild",
-    is_flag=True,
-    help="The metadata is lost, and there is no backup: make it anew of what the servers can tell.",
-)
-@click.option(
-    "--to-directory", "to", default="", help="Put the rebuilt metadata into this directory."
-)
-@click.option(
-    "--force",
-    is_flag=True,
-    help="Rebuild although there is metadata (it is moved aside) or a backup.",
-)
-@click.option(
-    "--merge",
-    is_flag=True,
-    help="Rebuild into the metadata that there is, as after a restore of an older backup.",
-)
-@click.option("--no-verify", is_flag=True, help="Rebuild without reading the bytes of files.")
-def fsck_command(
-    source: str,
-    repair: bool,
-    deep: bool,
-    as_json: bool,
-    rebuild: bool,
-    to: str,
-    force: bool,
-    merge: bool,
-    no_verify: bool,
-) -> int:
-    """Check the store SOURCE, which must not be mounted. Changes nothing without --repair or
-    --rebuild-from-servers.
-    """
-    if rebuild and (repair or deep):
-        raise click.UsageError("--rebuild-from-servers goes alone; check afterwards")
-    if not rebuild and (to or force or merge or no_verify):
-        raise click.UsageError(
-            "--to-directory, --force, --merge and --no-verify are for --rebuild-from-servers"
-        )
-    if merge and (to or force):
-        raise click.UsageError("--merge changes the metadata that there is")
-    if rebuild:
-        from aifs.cli.salvage import rebuild_from_servers
-
-        return rebuild_from_servers(source, to, force, merge, not no_verify, as_json)
+def fsck_command(source: str, repair: bool, deep: bool, as_json: bool) -> int:
+    """Check the store SOURCE, which must not be mounted. Changes nothing without --repair."""
     from rich.console import Console
 
     from aifs.check.fsck import check

@@ -331,28 +331,6 @@ def set_owner(fd: int, uid: int, gid: int) -> None:
     os.fchown(fd, uid, gid)
 
 
-def set_label(fd: int, name: str, value: bytes) -> None:
-    """Give the file an extended attribute; ``sync_file`` makes it durable, on most filesystems.
-    ENOTSUP where there are none.
-    """
-    path = _path_of(fd)
-    _before("set_label", path)
-    os.setxattr(fd, name, value)
-    _after("set_label", path, name, value)
-
-
-def get_label(path: str | int, name: str) -> bytes | None:
-    """The value of an extended attribute of the file, or descriptor; None if it has none, or can
-    have none.
-    """
-    try:
-        return os.getxattr(path, name)
-    except OSError as error:
-        if error.errno in (errno.ENODATA, errno.ENOTSUP):
-            return None
-        raise
-
-
 def next_data(fd: int, offset: int, end: int) -> tuple[int, int] | None:
     """The first part, as (start, end), of a range of a file that is no hole; None if all of it
     is.

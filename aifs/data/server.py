@@ -127,8 +127,6 @@ class DataServer:
         """
         self.in_memory = self.is_local = False
         self.store = store
-        self.labels = True
-        """Objects can be labelled there (object_label), as far as is known."""
         self._can_read_cached = True
         self._writable = False
         self.inode: tuple[int, int] | None = None

@@ -372,8 +372,7 @@ class Servers:
 
     async def status(self) -> list[dict[str, Any]]:
         """For ``aifs status``: role, id in it, path, domain, standing, state, used_bytes,
-        free_bytes (None: unknown), last_error, labels (whether objects can be labelled, as far as
-        is known), read_bytes (by requests since the mount; what the page cache of this host had is
+        free_bytes (None: unknown), last_error, read_bytes (by requests since the mount; what the page cache of this host had is
         not among them)."""
         servers = tuple(self._servers.values())
         return [_status(*pair) for pair in zip(servers, await self.spaces(servers), strict=True)]
@@ -422,7 +421,6 @@ def _status(server: DataServer, space: Space | None) -> dict[str, Any]:
         "used_bytes": space.total - space.free if space else None,
         "free_bytes": space.available if space else None,
         "last_error": server.last_error,
-        "labels": server.labels,
         "read_bytes": server.read_bytes,
     }
 

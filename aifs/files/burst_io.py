@@ -17,7 +17,6 @@ from aifs.core.config import Config
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
-from aifs.files import path_hints
 from aifs.files.collector import Collector
 from aifs.files.open_inode import Drain, OpenInode
 from aifs.layout.hint import DEFAULT_POLICY, Policy
@@ -66,7 +65,6 @@ class BurstIO:
         self._inline_limit = config.layout.inline_limit
         self._stage_for_write = config.burst.stage_for_write
         self._save = save
-        self._labels = path_hints.Labels(engine)
         self.stager: Stager | None = None
         self.find_needed: Callable[[Mapping[int, int]], Awaitable[Set[int]]] = _none
         """See Evictor."""
@@ -374,8 +372,6 @@ class BurstIO:
             if file.unsaved:
                 await self._save(file)
             seen_mtime_ns = file.copy_mtime_ns
-            if copy.label is None:
-                copy.label = await self._labels.of(file.inode, copy.id, None)
             await run_all(copy.sync, self._engine.barrier)
             file.synced_mtime_ns = seen_mtime_ns
             faults.reach(_SYNCED)

@@ -18,7 +18,6 @@ from aifs.core.tasks import run_all
 from aifs.data.objects.holes import pieces_with_data
 from aifs.data.objects.striped import StripedObjects
 from aifs.data.servers import Servers
-from aifs.files import path_hints
 from aifs.files.collector import Collector
 from aifs.files.open_inode import OpenInode
 from aifs.layout.hint import DEFAULT_POLICY
@@ -72,7 +71,6 @@ class CapacityIO:
         self._ids = ids
         self._collector = collector
         self._save = save
-        self._labels = path_hints.Labels(engine)
         self.on_due: Callable[[], None] = lambda: None
         """Told that a file should be protected, or has columns that lack, and that this is on
         record.
@@ -169,7 +167,6 @@ class CapacityIO:
         oid = inode.ino if own else await self._ids.take()
         layout, due = self.place_plain(inode), self.redundancy(inode).is_protected
         objects = StripedObjects(self._servers, layout, inode.ino, oid, new=True)
-        objects.label = await self._labels.of(inode, oid, layout)
         if inode.data:
             # The inline bytes may be durable already: they stay in the record until the objects
             # hold them durably. Until then the objects are on record as garbage, so that no crash
@@ -359,7 +356,6 @@ class CapacityIO:
         if objects is None or not file.dirty:
             await self._engine.barrier()
             return
-        objects.label = await self._labels.of(file.inode, file.inode.oid, file.inode.layout)
         await run_all(lambda: objects.sync(all_objects=file.on_object), self._engine.barrier)
         faults.reach(_SYNCED)
         if file.inode.ino in self.perhaps_mapped or (file.on_object and not file.inode.size):

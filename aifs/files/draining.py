@@ -64,7 +64,6 @@ class Drainer:
         self._ids = ids
         self._containers = containers
         self._mover = mover
-        self._labels = path_hints.Labels(engine)
         self._flips = Flips(engine, tier, io, collector)
 
     async def drain(self, files: Sequence[Draining]) -> None:
@@ -124,14 +123,12 @@ class Drainer:
         await self._engine.transact(forms.put_garbage, oid, ino, layout)
         draining.garbage = oid
         try:
-            label = await self._labels.of(inode, oid, layout)
             digests = await self._mover.drain_out(
                 draining.copy,
                 draining.size,
                 objects,
                 lambda: draining.cancelled,
                 self._spare,
-                label,
             )
             if digests is None:
                 draining.outcome = Outcome.CHANGED

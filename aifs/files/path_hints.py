@@ -1,16 +1,10 @@
-"""What containers and labels say of files, for whoever has lost the metadata: attributes, and a
-hint at the path.
-"""
+"""What containers say of files: attributes, and a hint at the path."""
 
-import time
 from collections.abc import Iterable
 
 from aifs.data.containers.chunk_codec import HINT_MAX, FileRecord
-from aifs.data.objects import object_label
-from aifs.data.objects.object_label import Label, label_of
-from aifs.layout.striped import Striped
 from aifs.meta import keys
-from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.kv import ReadTransaction
 from aifs.meta.namespace import SEVERAL, find_inode
 from aifs.meta.records import Inode, decode_dentry, decode_entry
 
@@ -19,8 +13,6 @@ _ENTRIES_MAX = 4096
 """Directory entries that are looked through for the names of all files together, or within a
 moment. A name that has never changed is found without that, by its cookie (see namespace.create).
 """
-
-_FRESH_S = 1.0
 
 
 def describe(tx: ReadTransaction, inodes: Iterable[Inode]) -> list[FileRecord]:
@@ -34,29 +26,6 @@ def describe(tx: ReadTransaction, inodes: Iterable[Inode]) -> list[FileRecord]:
 def _describe(tx: ReadTransaction, inode: Inode, paths: "_Paths") -> FileRecord:
     hint = paths.hint(tx, inode)
     return FileRecord(inode.ino, 0, 0, inode.mode, inode.uid, inode.gid, inode.mtime_ns, 0, 0, hint)
-
-
-class Labels:
-    """Labels of objects, for files one after the other. What is learned of directories counts for a
-    moment.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._paths = _Paths(object_label.HINT_MAX)
-        self._until_s = 0.0
-
-    async def of(self, inode: Inode, oid: int, layout: Striped | None) -> Label:
-        """The label of the objects of ``oid``, which the file has or is about to have; ``layout``
-        None: of its burst copy.
-        """
-        return await self._engine.view(self._label, inode, oid, layout)
-
-    def _label(self, tx: ReadTransaction, inode: Inode, oid: int, layout: Striped | None) -> Label:
-        now_s = time.monotonic()
-        if now_s > self._until_s:
-            self._paths, self._until_s = _Paths(object_label.HINT_MAX), now_s + _FRESH_S
-        return label_of(_describe(tx, inode, self._paths), oid, layout, inode.size)
 
 
 class _Paths:

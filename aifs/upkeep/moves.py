@@ -245,8 +245,6 @@ class Mover:
             await run_all(*[work] * _PIECES_AT_ONCE)
             if subject.is_unchanged():
                 await _write(sink.settle, column, length)
-                label = await source.find_label()
-                sink.label = label and label._replace(layout=layout.moved(column, target.id))
                 await _write(sink.sync, column)
             return reader.wrong
         finally:

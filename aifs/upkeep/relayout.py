@@ -18,11 +18,9 @@ from aifs.core.tasks import run_all
 from aifs.data.checking.digests import HASHED, digests_of, join_digests
 from aifs.data.checking.verified import LoadDigests, VerifiedObjects
 from aifs.data.objects.holes import pieces_with_data
-from aifs.data.objects.object_label import digest_of
 from aifs.data.objects.protected import ProtectedObjects
 from aifs.data.objects.striped import StripedObjects
 from aifs.data.servers import Servers
-from aifs.files import path_hints
 from aifs.files.collector import Collector
 from aifs.files.file_io import FileIO
 from aifs.files.open_inode import OpenInode
@@ -78,7 +76,6 @@ class Relayout:
         self._limiter = limiter
         self._io_priority = io_priority
         self._spare = spare
-        self._labels = path_hints.Labels(engine)
 
     async def lay_out(
         self, subject: Subject, before: ObjectSet, lost: int, layout: Striped
@@ -97,8 +94,6 @@ class Relayout:
         recorded = False
         try:
             digests = await self._copy(subject, before, lost, new, layout)
-            label = await self._labels.of(subject.file.inode, after.oid, layout)
-            new.label = label._replace(digest=digest_of(digests) if digests else b"")
             lacking = (
                 await new.sync(self._spare)
                 if isinstance(new, ProtectedObjects)

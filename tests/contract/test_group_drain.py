@@ -5,7 +5,6 @@ file keeps its own.
 import errno
 import os
 import random
-import shutil
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -14,10 +13,8 @@ import pytest
 import trio
 import trio.testing
 
-from aifs.check.salvage.rebuild import rebuild
 from aifs.core import faults
 from aifs.core.errors import NoSpace, Unavailable
-from aifs.data.objects import object_label
 from aifs.files import containers
 from aifs.files.types import ROOT, SetAttr
 from aifs.layout.hint import Policy
@@ -681,50 +678,3 @@ async def test_a_protected_file_never_comes_to_lean_on_an_unprotected_chunk(dire
         assert outcomes(members) == [Outcome.DRAINED] and report.replaced_chunks == 0
         assert await shared_chunks(fs) == before
         await check_contents(fs, {safe: data, plain: data})
-
-
-async def test_a_rebuild_takes_the_copy_of_a_chunk_that_is_protected_best(directory):
-    """Not the one in the container that was made last."""
-    small = Options(chunk=4 * KIB)  # so that containers are not full at once
-    data = [random.Random(number).randbytes(3 * small.chunk) for number in range(2)]
-    files = [
-        (b"first", data[0], Policy(replicas=2)),
-        (b"plain", data[1], Policy()),
-        (b"safe", data[1], Policy(replicas=2)),
-    ]
-    async with mounted(directory, {"layout.count": "1"}) as fs:
-        for name, content, policy in files:
-            members, _ = await store(
-                fs, group_drain(fs), [await write_file(fs, name, content, policy)], small
-            )
-            assert outcomes(members) == [Outcome.DRAINED]
-    shutil.rmtree(directory / "meta")
-    result = await trio.to_thread.run_sync(rebuild, modes.config_of(directory))
-    assert result.ok, result.rows
-    async with mounted(directory) as fs:
-        for known in (await shared_chunks(fs)).values():
-            layout = (
-                await fs.store.engine.view(chunks.find_container, known.place.container)
-            ).layout
-            assert redundancy_of(layout) == Redundancy(2)
-        for name, content, _ in files:
-            assert await read_file(fs, (await fs.lookup(ROOT_INO, name)).ino) == content
-
-
-@pytest.mark.parametrize("kind", ["plain", "coded"])
-async def test_containers_of_shared_chunks_alone_can_be_read_without_their_labels(directory, kind):
-    """As where the filesystem of a data server has no extended attributes."""
-    data = random.Random(1).randbytes(12 * CHUNK)
-    async with mounted(directory, KINDS[kind]) as fs:
-        ino = await write_file(fs, b"file", data)
-        assert outcomes((await store(fs, group_drain(fs), [ino]))[0]) == [Outcome.DRAINED]
-        await fs.evictor.evict(ino)
-    shutil.rmtree(directory / "meta")
-    labelled = [path for path in directory.glob("data/*/objects/**/*.*") if os.listxattr(path)]
-    for path in labelled:
-        os.removexattr(path, object_label.NAME)
-    assert labelled
-    result = await trio.to_thread.run_sync(rebuild, modes.config_of(directory))
-    assert result.ok, result.rows
-    async with mounted(directory) as fs:
-        assert await read_file(fs, (await fs.lookup(ROOT_INO, b"file")).ino) == data

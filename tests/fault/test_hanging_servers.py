@@ -121,7 +121,7 @@ def longer(*values: str) -> list[object]:
 
 
 def cases() -> Iterator[object]:
-    chosen = {("coded", "sync_file"), ("interleaved", "write_at"), ("plain", "set_label")}
+    chosen = {("coded", "sync_file"), ("interleaved", "write_at"), ("plain", "open_file")}
     for mode in MODES:
         yield pytest.param(mode, ALL, id=f"{mode}-all")
         for op in (
@@ -129,7 +129,6 @@ def cases() -> Iterator[object]:
             "write_at",
             "sync_file",
             "sync_dir",
-            "set_label",
         ):  # nothing is cut there
             marks = [] if (mode, op) in chosen else pytest.mark.long
             yield pytest.param(mode, (op,), id=f"{mode}-{op}", marks=marks)

@@ -26,7 +26,6 @@ ALL = (
     "read_into",
     "replace_file",
     "start_writing",
-    "set_label",
 )
 
 

@@ -233,9 +233,6 @@ class PowerCut:
     def _write_at(self, path: str, data: bytes, offset: int) -> None:
         self._opened[path].changes.unsynced.append((offset, bytes(data)))
 
-    def _set_label(self, path: str, name: str, value: bytes) -> None:
-        """Only who has lost the metadata reads it."""
-
     def _truncate(self, path: str, length: int) -> None:
         self._opened[path].changes.unsynced.append(length)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from aifs.cli import drain, hints, output, progress, trees, umount
-from aifs.cli.doctor import burst_checks, drain_checks, label_checks
+from aifs.cli.doctor import burst_checks, drain_checks
 from aifs.cli.main import main
 from aifs.cli.status import summaries
 
@@ -370,12 +370,6 @@ def burst_status(**changes: object) -> dict:
         "pause_s": 0.0,
         "drain_bytes_per_s": 5 * MIB,
     } | changes
-
-
-def test_doctor_names_servers_that_cannot_label_objects() -> None:
-    servers = [{"path": "/a", "labels": True}, {"path": "/b", "labels": False}]
-    [found] = label_checks(servers)
-    assert found["name"] == "labels in /b" and not found["ok"]
 
 
 def test_doctor_names_a_burst_tier_that_slows_down() -> None:

@@ -18,7 +18,6 @@ from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED
 from aifs.data.checking.suspects import source_of, suspect_sets
 from aifs.data.containers.chunk_codec import digest_of
 from aifs.data.objects.columns import Columns
-from aifs.data.objects.object_label import Label
 from aifs.data.objects.protected import ProtectedObjects
 from aifs.data.objects.striped import StripedObjects
 from aifs.data.reading.blocks import Block
@@ -78,15 +77,6 @@ class VerifiedObjects:
     async def backing(self, size: int) -> int | None:
         """None: whoever reads by himself checks nothing."""
         return None
-
-    @property
-    def label(self) -> Label | None:
-        """As of StripedObjects."""
-        return self._inner.label
-
-    @label.setter
-    def label(self, label: Label | None) -> None:
-        self._inner.label = label
 
     async def write(self, offset: int, data: bytes | memoryview) -> None:
         self._forget()

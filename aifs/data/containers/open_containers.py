@@ -10,8 +10,6 @@ from typing import Any
 
 from aifs.core import files
 from aifs.core.errors import FsError
-from aifs.data.objects import object_label
-from aifs.data.objects.object_label import Label
 from aifs.data.objects.protected import ProtectedObjects
 from aifs.data.patience import Hanging
 from aifs.data.servers import Servers
@@ -153,7 +151,6 @@ class _Plain(OpenContainer):
     def _sync(self) -> None:
         """Bytes, length and name are durable on return."""
         try:
-            object_label.put(self._server, self._key, self._fd, Label(0, self.id, self.layout))
             self._server.sync_object(self._key, self._fd)
         except FsError:
             self.full = (
@@ -171,7 +168,6 @@ class _Protected(OpenContainer):
     def __init__(self, servers: Servers, layout: Striped, container: int, end: int) -> None:
         super().__init__(servers, layout, container, end)
         self._objects = ProtectedObjects(servers, layout, 0, container, new=True)
-        self._objects.label = Label(0, container, layout)
 
     async def append(self, build: Build, memory: memoryview) -> None:
         server = self.servers.idlest(self.layout.servers)

@@ -8,10 +8,8 @@ from typing import Any
 
 from aifs.core import files
 from aifs.core.errors import FsError, Unavailable
-from aifs.data.objects import object_label
 from aifs.data.objects.coding import code_of
 from aifs.data.objects.holes import find_data, first_range
-from aifs.data.objects.object_label import Label
 from aifs.data.objects.races import some_of
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
@@ -54,8 +52,6 @@ class Columns:
         whose name is not durable."""
         self.on_short: Callable[[int], None] = lambda column: None
         """Told of columns whose objects ended where ``reconstruct`` needed bytes."""
-        self.label: Label | None = None
-        """Given to each object that is synced from now on."""
         self._servers = servers
         self._layout = layout
         self._key = (ino, oid)
@@ -284,28 +280,10 @@ class Columns:
         server = self.server(column)
         fd = self._descriptor(column, create=False)
         if fd is not None:
-            object_label.put(server, self._key, fd, self.label, column)
             server.sync_object(self._key, fd)
         if not self._new:
             server.doubt_names_near(self._key[1])
         server.sync_names_near(self._key[1])
-
-    async def find_label(self) -> Label | None:
-        """What the first column that has a label says."""
-        for column in sorted(
-            range(len(self._layout.servers)), key=lambda column: not self.is_good(column)
-        ):
-            try:
-                label = await self._run(column, self._find_label, column)
-            except FsError:
-                continue
-            if label is not None:
-                return label
-        return None
-
-    def _find_label(self, column: int) -> Label | None:
-        fd = self._descriptor(column, create=False)
-        return None if fd is None else object_label.find(self.server(column), fd)
 
     # --- calls ---
 

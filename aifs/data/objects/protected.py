@@ -12,7 +12,6 @@ from aifs.core.tasks import run_all
 from aifs.data.objects.coding import code_of, encode_rows
 from aifs.data.objects.columns import Columns, FetchAll, Range
 from aifs.data.objects.hedged import HEAD_START_S, Hedges
-from aifs.data.objects.object_label import Label
 from aifs.data.objects.races import some_of
 from aifs.data.objects.runs import Run, ranges_of, runs_of
 from aifs.data.objects.striped import StripedObjects
@@ -80,15 +79,6 @@ class ProtectedObjects:
     def failed(self) -> int:
         """The mask of columns that could not be written; what is there must not be read."""
         return self._failed
-
-    @property
-    def label(self) -> Label | None:
-        """As of Columns."""
-        return self._columns.label
-
-    @label.setter
-    def label(self, label: Label | None) -> None:
-        self._columns.label = label
 
     # --- reads ---
 

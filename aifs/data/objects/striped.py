@@ -13,10 +13,8 @@ from threading import Lock
 
 from aifs.core import files
 from aifs.core.errors import FsError, Unavailable
-from aifs.data.objects import object_label
 from aifs.data.objects.holes import find_data, first_range
 from aifs.data.objects.known import Known
-from aifs.data.objects.object_label import Label
 from aifs.data.objects.runs import Run, runs_of
 from aifs.data.patience import until_answered
 from aifs.data.reading.blocks import Block, object_name
@@ -55,8 +53,6 @@ class StripedObjects:
         ``background``: an I/O priority (see core.files). Everything runs in workers, at that
         priority.
         """
-        self.label: Label | None = None
-        """Given to each object that is made or synced from now on."""
         self._layout = layout
         self._key = (ino, oid)
         self._servers = [servers[number] for number in layout.servers]
@@ -394,7 +390,6 @@ class StripedObjects:
                 raise Unavailable(f"bytes were lost earlier: {self._lost[index]}")
             if fd is not None:
                 try:
-                    object_label.put(server, self._key, fd, self.label, index)
                     server.sync_object(self._key, fd)
                 except FsError as error:
                     self._lost[index] = str(error)
@@ -412,8 +407,6 @@ class StripedObjects:
                 fd = self._fds[index]
                 if fd is None:
                     fd = self._fds[index] = server.open_object(self._key, create)
-                    if create:
-                        object_label.put(server, self._key, fd, self.label, index)
         return fd
 
     def _may_inline(self, server: DataServer) -> bool:

@@ -1,1 +1,0 @@
-"""``aifs fsck --rebuild-from-servers``: a store whose metadata is lost, told by its servers."""
