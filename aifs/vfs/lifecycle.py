@@ -56,7 +56,7 @@ async def open_filesystem(
                 await fs.scrub.load()
                 undrained = await load_copies(store, fs.tier, fs.collector, fs.recovered)
                 fs.drain.load(undrained)
-                await fs.group_course.load(undrained)
+                await fs.groups.load(undrained)
             if not store.clean:
                 _log.info("the store was not closed in order: %s", fs.recovered)
             store.ownership.require()
@@ -122,7 +122,7 @@ async def _close(fs: Filesystem) -> None:
     for ino in fs._orphans:
         fs.collector.add_orphan(ino)
     await fs.clean_up()
-    await fs.group_course.close()
+    await fs.groups.close()
     fs.containers.close()
     await fs.tier.close()
     with trio.move_on_after(fs.store.config.data.timeout_s or FOR_EVER):

@@ -21,10 +21,9 @@ from aifs.upkeep.rebuild import Rebuild
 from aifs.upkeep.scrub import Scrub
 from aifs.upkeep.server_admin import ServerAdmin
 from aifs.upkeep.trash import Trash
-from aifs.vfs.groups.course import Course
-from aifs.vfs.groups.group_drain import GroupDrain, Report
-from aifs.vfs.groups.groups import Groups
+from aifs.vfs.groups.group_drain import GroupDrain
 from aifs.vfs.groups.members import Members
+from aifs.vfs.groups.protocol import Groups
 from aifs.vfs.publishing.retention import Retention
 
 
@@ -60,10 +59,9 @@ class Parts:
             config, engine, servers, tier, io, ids, collector, containers, self.drain.mover
         )
         members = Members(engine, tier, io, self.writeback, self.drain, group_drain)
-        self.group_course = course = Course(
-            engine, self.drain, members, Report, config.burst.drain_deadline_s
+        self.groups = Groups(
+            engine, io, self.writeback, ids, self.drain, members, config.burst.drain_deadline_s
         )
-        self.groups = Groups(engine, io, self.writeback, ids, self.drain, members, course)
         self.trash = Trash(engine, io, self.drain, collector)
         self.trash.on_gone = self.groups.gone
         self.retention = Retention(config, engine, io, self.trash)
@@ -115,7 +113,7 @@ class Parts:
         )
         if read_only:
             return always
-        between_tiers = (self.drain, self.group_course, self.evictor, self.stager)
+        between_tiers = (self.drain, self.groups, self.evictor, self.stager)
         return (
             *always,
             *between_tiers,

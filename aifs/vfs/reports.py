@@ -32,8 +32,8 @@ from aifs.upkeep.rebuild import Rebuild
 from aifs.upkeep.scrub import Scrub
 from aifs.upkeep.trash import Trash
 from aifs.vfs import burst_hints
-from aifs.vfs.groups.course import Course
 from aifs.vfs.groups.group_drain import GroupDrain
+from aifs.vfs.groups.protocol import Groups
 from aifs.vfs.recovery import Recovered
 
 _TYPES = {
@@ -57,7 +57,7 @@ class Host(Protocol):
     handles: Handles
     tier: BurstTier
     drain: Drain
-    group_course: Course
+    groups: Groups
     group_drain: GroupDrain
     stager: Stager
     evictor: Evictor
@@ -217,7 +217,7 @@ async def status(fs: Host, caller: CallerLike = ROOT) -> dict[str, Any]:
         "servers": [server for server in servers if server["role"] == "data"],
         "burst": fs.tier.status(),
         "drain": fs.drain.status(),
-        "groups": {**fs.group_course.status(), **fs.group_drain.status()},
+        "groups": {**fs.groups.status(), **fs.group_drain.status()},
         "stage": fs.stager.status(),
         "evict": {**fs.evictor.status(), **fs.from_copies.status()},
         "memory": store.servers.budget.status(),

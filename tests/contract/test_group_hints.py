@@ -354,7 +354,7 @@ async def test_a_tree_that_is_removed_takes_its_groups_with_it(directory: Path) 
             return not fs.trash.status()["trees"]
 
         await until(is_empty)
-        assert fs.group_course.status()["files"] == 0
+        assert fs.groups.status()["files"] == 0
         await fs.release(handle)
 
 
@@ -627,7 +627,7 @@ async def test_the_deadline_does_not_wait_for_the_group(directory: Path) -> None
 async def test_what_cannot_be_stored_is_tried_again_and_then_left_to_the_usual_drain(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aifs.vfs.groups.preparing._BACK_OFF_S", 0.001)
+    monkeypatch.setattr("aifs.vfs.groups.members._BACK_OFF_S", 0.001)
 
     async def fail(self: GroupDrain, members: list, *_: object) -> None:
         for member in members:
@@ -878,14 +878,14 @@ async def test_a_committed_group_is_drained_by_the_next_mount(
 async def test_groups_that_ended_long_ago_are_on_record(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aifs.vfs.groups.course._ENDED_MAX", 2)
+    monkeypatch.setattr("aifs.vfs.groups.protocol._ENDED_MAX", 2)
     async with opened(directory) as fs:
         tops = [await group_in(fs, "ranks=1", b"%d" % number) for number in range(6)]
         for top in tops:
             await make(fs, top, b"a", b"a" * SIZE)
             await durable(fs, top)
         assert [(await ask(fs, top))["state"] for top in tops] == ["durable"] * 6
-        assert len(fs.groups.course.groups) <= 3
+        assert len(fs.groups.by_directory) <= 3
 
 
 async def test_a_damaged_record_is_told_and_keeps_nothing_from_being_drained(

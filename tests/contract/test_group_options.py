@@ -21,8 +21,8 @@ from aifs.core.errors import (
 )
 from aifs.meta.kv import ReadTransaction
 from aifs.vfs import Caller, Filesystem
-from aifs.vfs.groups import course
-from aifs.vfs.groups.state import File
+from aifs.vfs.groups import protocol
+from aifs.vfs.groups.group import File
 from tests.contract.test_group_hints import ROOT, SIZE, ask, durable, group_in, in_state, make, tree
 from tests.support import stores
 from tests.support.stores import LIMIT_S, OWNER, opened, put, read_file
@@ -89,7 +89,7 @@ async def test_a_file_counts_as_it_is_when_the_last_one_is_closed(directory: Pat
 async def test_a_file_that_is_written_again_while_sizes_are_compared(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(course, "_SLICE", 1)
+    monkeypatch.setattr(protocol, "_SLICE", 1)
     looked = []
 
     def look(tx: ReadTransaction, files: Sequence[File]) -> list[tuple[File, str]]:
@@ -104,8 +104,8 @@ async def test_a_file_that_is_written_again_while_sizes_are_compared(
 
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=2,same_size=yes")
-        engine_view, paths_of = fs.store.engine.view, course._paths
-        monkeypatch.setattr(course, "_paths", look)
+        engine_view, paths_of = fs.store.engine.view, protocol._paths
+        monkeypatch.setattr(protocol, "_paths", look)
         monkeypatch.setattr(fs.store.engine, "view", view)
         inos = [await make(fs, top, b"0", b"a" * CUT), await make(fs, top, b"1", b"a" * SIZE)]
         await durable(fs, top)
@@ -241,7 +241,7 @@ async def test_who_asks_late_is_told_how_its_own_group_ended(directory: Path) ->
 async def test_of_many_groups_the_last_are_known(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aifs.vfs.groups.course._FOLLOWED_MAX", 2)
+    monkeypatch.setattr("aifs.vfs.groups.protocol._FOLLOWED_MAX", 2)
     async with opened(directory) as fs:
         top, numbers = await tree(fs, b"step"), []
         for _ in range(4):

@@ -17,8 +17,8 @@ from aifs.core.errors import GroupCancelled, GroupExpired, Invalid, MemberDied, 
 from aifs.layout.interleaved import CHUNK_MAX
 from aifs.meta import groups
 from aifs.meta.groups import GroupMember, GroupRecord, Options
+from aifs.vfs.groups.group import FileState, Group, describe_ranks
 from aifs.vfs.groups.group_text import format_group, parse_group
-from aifs.vfs.groups.state import FileState, Group, describe_ranks
 
 KIB, MIB = 1 << 10, 1 << 20
 SECOND_NS = 10**9

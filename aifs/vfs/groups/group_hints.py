@@ -17,9 +17,9 @@ from aifs.meta.groups import Options
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
 from aifs.store.store import Store
+from aifs.vfs.groups.group import File, Group, describe_ranks
 from aifs.vfs.groups.group_text import parse_group
-from aifs.vfs.groups.groups import Groups
-from aifs.vfs.groups.state import File, Group, describe_ranks
+from aifs.vfs.groups.protocol import Groups
 
 _UNEQUAL = "not all files have one size"
 _SHOWN = 256  # files, and ranks
@@ -74,8 +74,8 @@ async def tell(fs: Host, ino: int, caller: CallerLike, group_id: int = 0) -> dic
     inode = await fs.getattr(ino)
     if not inode.is_dir and not inode.is_file:
         raise NoAttribute()
-    course = fs.groups.course
-    group = await (course.find(ino, group_id) if group_id else course.find_above(ino))
+    groups = fs.groups
+    group = await (groups.find(ino, group_id) if group_id else groups.find_above(ino))
     record, options = group.record, group.record.options
     shown = list(islice(group.files.values(), _SHOWN))
     names: list[str] = []

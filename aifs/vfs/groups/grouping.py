@@ -44,7 +44,7 @@ class Grouping(Publishing):
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
-        self.groups.course.publish = self._publish_group
+        self.groups.publish = self._publish_group
         self.groups.commit_pending = self._commit_pending
 
     async def begin_group(self, ino: int, options: Options, caller: CallerLike) -> int:
@@ -74,7 +74,7 @@ class Grouping(Publishing):
         self, ino: int, group_id: int, durable: bool, timeout_s: float | None
     ) -> None:
         """Raises as Groups.wait, ReadOnly: nothing goes on in this mount."""
-        group = await self.groups.course.find(ino, group_id)
+        group = await self.groups.find(ino, group_id)
         if group.is_live:
             self.require_writable()
         await self.groups.wait(ino, group_id, durable, timeout_s)
@@ -84,7 +84,7 @@ class Grouping(Publishing):
         await self.groups.cancel(ino, group_id, reason)
 
     async def query_group(self, ino: int, group_id: int) -> GroupState:
-        group = await self.groups.course.find(ino, group_id)
+        group = await self.groups.find(ino, group_id)
         record, told = group.record, report_of(group)
         sums = {key: told.get(key, 0) for key in SUMS}
         sums["bytes"] = sums["bytes"] or sum(file.size for file in group.files.values())
@@ -121,7 +121,7 @@ class Grouping(Publishing):
         """
         published = await super()._make_durable(dentry, new_parent)
         if await self._engine.view(publishing.find_pending, dentry.ino):
-            unequal = await self.groups.course.unequal(dentry.ino)
+            unequal = await self.groups.unequal(dentry.ino)
             if unequal:
                 error = Busy(unequal)
                 self._refuse(dentry.ino, error)
