@@ -25,6 +25,7 @@ from aifs.core.errors import FsError
 from aifs.data.server import DataServer, Space
 from aifs.data.servers import Servers
 from aifs.layout.placement import ACTIVE
+from aifs.meta.kv import Engine
 from aifs.meta.records import Copy
 
 _LOOK_MIN_S, _LOOK_MAX_S, _LOOK_IDLE_S = 0.02, 1.0, 5.0
@@ -45,11 +46,17 @@ class BurstTier:
     """
 
     def __init__(
-        self, config: Config, servers: Servers, take_id: Callable[[], Awaitable[int]]
+        self,
+        config: Config,
+        servers: Servers,
+        engine: Engine,
+        take_id: Callable[[], Awaitable[int]],
     ) -> None:
         """``take_id`` gives an id that was never used. Blocks for a moment."""
         self._config = config.burst
         self._servers = servers
+        self._engine = engine
+        self._sole: dict[int, tuple[int, int | None]] = {}  # by id, see ``sole_span``
         self._take_id = take_id
         self._ledger = Ledger()
         self._devices: dict[int, Device] = {}
@@ -133,6 +140,11 @@ class BurstTier:
             self._waiting -= 1
 
     @property
+    def is_pressed(self) -> bool:
+        """Whether new files wait for room, or soon will."""
+        return self.pressure > 0 or bool(self.needs_eviction())
+
+    @property
     def pressure(self) -> float:
         """0 while undrained bytes are below the low mark of some device, 1 when they are at the
         high mark of all.
@@ -159,6 +171,7 @@ class BurstTier:
             fd = device.create_object((0, copy_id))
         else:
             copy_id, fd = await self._spares[device.id].take()
+        self._sole[copy_id] = self._engine.seq, None
         if expected:
             self._devices[device.id].promise(copy_id, expected)
         return BurstCopy(device, copy_id, self._servers.buffers, fd)
@@ -177,13 +190,21 @@ class BurstTier:
 
     def dirty(self, copy_id: int, server: int, length: int) -> None:
         """It has the newest bytes of a file, ``length`` of them, or as many as it has now."""
+        self._sole[copy_id] = self.sole_span(copy_id)[0], None
         self._ledger.dirty(copy_id, server, length)
 
     def clean(self, copy_id: int, server: int, length: int) -> None:
-        """It is a copy of what lies on the data servers."""
+        """It is a copy of what lies on the data servers, by transactions that have returned."""
+        self._sole[copy_id] = self.sole_span(copy_id)[0], self._engine.seq
         self._ledger.clean(copy_id, server, length)
         self._relieve()
         self._look_for_a_crowd()
+
+    def sole_span(self, copy_id: int) -> tuple[int, int | None]:
+        """In which states of the metadata it may be all that there is of a file: those after one
+        transaction, up to another one, which has made it a cache (None: there is none). What an
+        earlier mount has left unsaid is supposed of it; other ids may be told here, too."""
+        return self._sole.get(copy_id, (0, None))
 
     def is_clean(self, copy_id: int) -> bool:
         """Whether it is there, and a copy of what lies on the data servers."""
@@ -199,6 +220,7 @@ class BurstTier:
         """It has been deleted, and its space is free. Other ids, too, may be told here."""
         self._ledger.gone(copy_id)
         self._open.pop(copy_id, None)
+        self._sole.pop(copy_id, None)
         for device in self._devices.values():
             device.left(copy_id)
         self._relieve()

@@ -101,17 +101,15 @@ async def _check_store(
 
 async def _recover(store: Store, report: Report) -> list[Problem]:
     """What a mount does first; its counts go to the report. Returns what stood in the way."""
-    collector = Collector(store.engine, store.servers)
-    tier = BurstTier(store.config, store.servers, IdAllocator(store.engine).take)
+    backup = Backup(store.config, store.uuid, store.engine, store.servers)
+    tier = BurstTier(store.config, store.servers, store.engine, IdAllocator(store.engine).take)
+    collector = Collector(store.engine, store.servers, backup, tier)
     try:
+        await backup.load(read_only=True)  # what it may refer to is left to the next mount
         recovered = await recover(store, tier, collector)
         await load_copies(store, tier, collector, recovered)
-        backup = Backup(store.config, store.uuid, store.engine, store.servers)
-        await backup.load(read_only=True)
-        collector.covered = backup.covered  # what a backup may refer to is left to the next mount
         await collector.drain()
-        strays = Strays(store.engine, store.servers)
-        strays.covered = backup.covered
+        strays = Strays(store.engine, store.servers, backup)
         await strays.load()
         await strays.sweep()
         if not store.clean:

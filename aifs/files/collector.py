@@ -2,11 +2,12 @@
 garbage.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Set
 from typing import NamedTuple
 
 import trio
 
+from aifs.burst.tier import BurstTier
 from aifs.core import faults
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
@@ -15,6 +16,7 @@ from aifs.data.servers import Servers
 from aifs.meta import chunks, keys, namespace
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.records import Garbage, decode_garbage
+from aifs.store.backup import Backup
 
 _log = logger(__name__)
 
@@ -35,10 +37,12 @@ _DELETED = faults.declare(
 
 
 class _Doomed(NamedTuple):
-    """Garbage, and the number of a transaction that has made it so, or of a later one."""
+    """Garbage, and which backups of the metadata may refer to it: those of a state from ``since``
+    on, and before the transaction ``until``."""
 
     oid: int
-    seq: int
+    since: int
+    until: int
 
 
 class Collector:
@@ -46,24 +50,28 @@ class Collector:
 
     Objects are deleted only after the transaction that made them garbage is durable (I5). What
     cannot be deleted (a failing server) keeps its garbage record and is tried again, at the latest
-    by the next mount. What the newest backup of the metadata may refer to waits for a newer one
-    (``covered``).
+    by the next mount. What the newest backup of the metadata may need is *held* until there is a
+    newer one (B4): nothing else waits for that, so the space of an evicted copy, which is a cache
+    in the backup, too, or is not in it, comes back at once.
     """
 
-    def __init__(self, engine: Engine, servers: Servers) -> None:
+    def __init__(
+        self, engine: Engine, servers: Servers, backup: Backup, tier: BurstTier | None
+    ) -> None:
+        """``tier``: whose copies are collected; None where there are objects alone."""
         self._engine = engine
         self._servers = servers
+        self._backup = backup
+        self._tier = tier
         self._orphans: list[int] = []
         self._garbage: list[_Doomed] = []
+        self._held: list[_Doomed] = []
         self._retry: list[_Doomed] = []
         self._failed = 0  # of the last batch
         self._work = trio.Event()
+        self._hold = trio.Event()
         self._draining = trio.Lock()
-        self.on_deleted: Callable[[list[int]], None] = lambda oids: None
-        """Called with the ids of objects and burst copies whose space is free again."""
-        self.covered: Callable[[int, bool], Awaitable[bool]] = _always
-        """Waits until what the transactions up to a number have given up may be deleted, soon if
-        the second argument says so; whether it may."""
+        self._releasing = trio.Lock()
 
     def add_orphan(self, ino: int) -> None:
         """``ino`` has no name, no handle, and is unknown to the kernel."""
@@ -74,7 +82,8 @@ class Collector:
         """There is, or is about to be, a garbage record for ``oid``, or it is a loose chunk
         list.
         """
-        self._garbage.append(_Doomed(oid, self._engine.seq))
+        since, until = (0, None) if self._tier is None else self._tier.sole_span(oid)
+        self._garbage.append(_Doomed(oid, since, self._engine.seq if until is None else until))
         self._work.set()
 
     @property
@@ -87,10 +96,15 @@ class Collector:
         """Those of them that can be removed now, as far as is known: not what a failing server
         keeps from being.
         """
-        return len(self._orphans) + len(self._garbage)
+        return len(self._orphans) + len(self._garbage) + len(self._held)
 
     async def run(self) -> None:
         """Collect until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._keep_releasing)
+            await self._keep_collecting()
+
+    async def _keep_collecting(self) -> None:
         retry_at = trio.current_time() + _RETRY_S
         while True:
             with trio.move_on_at(retry_at if self._retry else float("inf")):
@@ -103,30 +117,64 @@ class Collector:
                 self._garbage += self._retry
                 self._retry = []
             try:
-                await self.drain()
+                await self._collect()
             except FsError as error:
                 _log.warning("removing deleted files has to wait: %s", error)
                 await trio.sleep(_RETRY_S)
                 self._work.set()
 
+    async def _keep_releasing(self) -> None:
+        while True:
+            await self._hold.wait()
+            self._hold = trio.Event()
+            await self._release(urgent=False)
+
     async def drain(self, urgent: bool = False) -> None:
         """Remove all that is waiting; ``urgent``: others that may come soon are not waited for.
         Raises NoSpace or Unavailable if the metadata store cannot be changed.
         """
+        await self._collect()
+        while self._held:
+            await self._release(urgent)
+            await self._collect()
+
+    async def _collect(self) -> None:
+        """Remove what need not be held."""
         async with self._draining:
             while self._orphans or self._garbage:
                 while self._orphans and len(self._garbage) < _BATCH:
                     batch = self._orphans[:_ERASED_AT_ONCE]
                     oids = await self._engine.transact(_erase, batch)
-                    self._garbage += [_Doomed(oid, self._engine.seq) for oid in oids]
                     del self._orphans[: len(batch)]
+                    for oid in oids:
+                        self.add_garbage(oid)
                     faults.reach(_ERASED)
                     await trio.lowlevel.checkpoint()
                 if self._garbage:
                     batch = self._garbage[:_BATCH]
                     await self._drop_lists(batch)
-                    await self._delete(batch, urgent or self.due > _BACKLOG_MAX)
+                    held = [d for d in batch if not self._backup.is_without(d.since, d.until)]
+                    await self._delete(set(batch).difference(held))
                     del self._garbage[: len(batch)]
+                    if held:
+                        self._held += held
+                        self._hold.set()
+
+    async def _release(self, urgent: bool) -> None:
+        """Have what is held now collected, once no backup needs it. What no backup can be made
+        for is tried again later."""
+        async with self._releasing:
+            count = len(self._held)
+            if not count:
+                return
+            urgent |= self.due > _BACKLOG_MAX or self._tier is not None and self._tier.is_pressed
+            covered = await self._backup.covered(max(d.until for d in self._held), urgent)
+            released, self._held = self._held[:count], self._held[count:]
+            if covered:
+                self._garbage += released
+                self._work.set()
+            else:
+                self._retry += released
 
     async def _drop_lists(self, batch: list[_Doomed]) -> None:
         for oid in await self._engine.view(_find_loose, [doomed.oid for doomed in batch]):
@@ -140,14 +188,12 @@ class Collector:
                         error,
                     )
                     break
-                self._garbage += [_Doomed(container, self._engine.seq) for container in containers]
+                for container in containers:
+                    self.add_garbage(container)
                 faults.reach(_DROPPED)
                 await trio.lowlevel.checkpoint()
 
-    async def _delete(self, batch: list[_Doomed], urgent: bool) -> None:
-        if not await self.covered(max(doomed.seq for doomed in batch), urgent):
-            self._retry += batch
-            return
+    async def _delete(self, batch: Set[_Doomed]) -> None:
         garbage = await self._engine.view(_read_garbage, [doomed.oid for doomed in batch])
         if not garbage:
             return
@@ -160,7 +206,8 @@ class Collector:
         self._retry += [doomed for doomed in batch if doomed.oid in failed]
         faults.reach(_DELETED)
         deleted = [oid for oid in garbage if oid not in failed]
-        self.on_deleted(deleted)
+        if self._tier is not None:
+            self._tier.deleted(deleted)
         await self._engine.transact(_forget_garbage, deleted)
 
 
@@ -187,7 +234,3 @@ def _read_garbage(tx: ReadTransaction, oids: list[int]) -> dict[int, Garbage]:
 def _forget_garbage(tx: Transaction, oids: list[int]) -> None:
     for oid in oids:
         tx.delete(keys.garbage(oid))
-
-
-async def _always(seq: int, urgent: bool) -> bool:
-    return True

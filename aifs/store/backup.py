@@ -80,6 +80,9 @@ class Backup:
         self._shipped: int | None = (
             None  # the state that the newest backup makes; None: there is none
         )
+        # as that; what transactions up to this one have given up, it does not name
+        self._covered = -1
+        self._making: int | None = None  # one of this state, or a later one, is being made
         self._base_bytes = self._increment_bytes = 0
         self._base_at_s = -float("inf")
         self._base_servers: frozenset[int] = frozenset()  # those that there were
@@ -92,8 +95,6 @@ class Backup:
         self._shipping = trio.Lock()
         self._wake = trio.Event()
         self._advanced = trio.Event()
-        self.is_urgent: Callable[[], bool] = lambda: False
-        """Whether deletions shall not wait for others."""
         if self.interval_s:
             engine.tap = self._tap
 
@@ -126,9 +127,10 @@ class Backup:
         chain = newest(found)
         if chain is None:
             return
-        self._shipped = chain.seq
+        self._shipped = self._covered = chain.seq
         untouched = self._engine.seq == self._engine.opened_seq
         if untouched and chain.seq == self._engine.found_seq:
+            self._covered = self._engine.seq  # numbers are passed over when a store is opened
             self._after, self._base_at_s, self._base_servers = (
                 chain.seq,
                 trio.current_time(),
@@ -154,9 +156,7 @@ class Backup:
             return False
         self._waiting += 1
         try:
-            with trio.move_on_after(
-                0 if urgent or self.is_urgent() else min(HOLD_S, self.interval_s)
-            ):
+            with trio.move_on_after(0 if urgent else min(HOLD_S, self.interval_s)):
                 while not self._is_covered(seq):
                     await self._advanced.wait()
             if not self._is_covered(seq):
@@ -171,10 +171,19 @@ class Backup:
             self._waiting -= 1
         return True
 
+    def is_without(self, since: int, until: int) -> bool:
+        """Whether no backup needs what the transactions after ``since`` named and ``until`` has
+        given up: neither the newest one nor one that is being made."""
+        if self._making is not None and until > self._making:
+            return False
+        return self._is_covered(until) or self._covered <= since
+
     def _is_covered(self, seq: int) -> bool:
+        if self._making is not None and seq > self._making:
+            return False
         return (
             self._shipped is None
-            or self._shipped >= seq
+            or self._covered >= seq
             or self._gave_up
             or not (self.interval_s or self._read_only)
         )
@@ -189,6 +198,7 @@ class Backup:
         async with self._shipping:
             if self._after is not None and self._shipped >= wanted:
                 return
+            self._making = self._engine.seq
             try:
                 if self._is_base_due():
                     await self._make_base()
@@ -197,6 +207,8 @@ class Backup:
             except FsError as error:
                 self._last_error = str(error)
                 raise
+            finally:
+                self._making = None
             self._last_error = ""
             self._gave_up = False
             self._shipped_at_s = time.time()
@@ -314,7 +326,7 @@ class Backup:
         except BaseException:
             self._give_back(taken, forgotten)
             raise
-        self._shipped = seq
+        self._shipped = self._covered = seq
         self._after = seq if self._forgotten == forgotten else None
 
     def _take_changes(self) -> tuple[Writes, int]:
@@ -342,7 +354,7 @@ class Backup:
             ):  # else every attempt would leave its parts, where room is what lacks
                 await self._files.delete(lambda text: _is_part(parse_name(text), begin))
             raise
-        self._shipped = seq
+        self._shipped = self._covered = seq
         self._after = (
             seq if self._forgotten == forgotten else None
         )  # the changes since ``begin`` wait, which does no harm

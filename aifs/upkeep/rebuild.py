@@ -29,6 +29,7 @@ from aifs.layout.placement import ACTIVE, LOST
 from aifs.meta import degraded, keys, moves, paths
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.moves import Due, ObjectSet
+from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
 from aifs.upkeep.compaction import Compaction
 from aifs.upkeep.mending import FileSubject, Mender, Outcome
@@ -85,6 +86,7 @@ class Rebuild:
         containers: Containers,
         compaction: Compaction,
         handles: Handles,
+        backup: Backup,
     ) -> None:
         self._engine = engine
         self._servers = servers
@@ -93,7 +95,7 @@ class Rebuild:
         self._handles = handles
         self._workers = config.rebuild.workers
         self._limiter = Limiter(config.rebuild.bandwidth)
-        self.strays = Strays(engine, servers)
+        self.strays = Strays(engine, servers, backup)
         self.strays.on_swept = self._swept
         priority = config.burst.ioprio
         self._mover = Mover(engine, servers, self.strays, self._limiter, priority, self._make_way)

@@ -5,7 +5,7 @@ The record of a stray is durable before its object is made, and goes only when t
 deleted.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import trio
 
@@ -18,6 +18,7 @@ from aifs.layout.striped import Striped
 from aifs.meta import moves
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.moves import Stray
+from aifs.store.backup import Backup
 
 _log = logger(__name__)
 
@@ -30,8 +31,9 @@ _RETRY_S = 10.0
 class Strays:
     """Those that wait to be deleted. Used from one trio thread."""
 
-    def __init__(self, engine: Engine, servers: Servers) -> None:
+    def __init__(self, engine: Engine, servers: Servers, backup: Backup) -> None:
         self._engine = engine
+        self._backup = backup
         self._servers = servers
         self._waiting: dict[tuple[int, int], Stray] = {}  # by oid and server
         self._failed: dict[
@@ -41,9 +43,6 @@ class Strays:
         self._work = trio.Event()
         self.on_swept: Callable[[], None] = lambda: None
         """Called when some have been deleted."""
-        self.covered: Callable[[int, bool], Awaitable[bool]] = _always
-        """Whether what transactions up to a sequence number have given up may be deleted; may take
-        its time to say so, unless that is urgent."""
 
     def __contains__(self, place: tuple[int, int]) -> bool:
         """Whether an object of this oid may lie on this server still: then it is no place for a new
@@ -96,7 +95,7 @@ class Strays:
                 return 0
             seq = self._engine.seq
             await self._engine.barrier(seq)  # they are strays for good
-            if not await self.covered(seq, urgent):
+            if not await self._backup.covered(seq, urgent):
                 return len(waiting)
             by_server: dict[int, list[Stray]] = {}
             for stray in waiting:
@@ -123,10 +122,6 @@ class Strays:
                 next(iter(failed.values())),
             )
         self._failed[server] = len(failed)
-
-
-async def _always(seq: int, urgent: bool) -> bool:
-    return True
 
 
 def _read_strays(tx: ReadTransaction) -> tuple[list[Stray], list[Stray]]:

@@ -37,8 +37,8 @@ class Parts:
         self.backup = Backup(config, store.uuid, engine, servers)
         self.ids = ids = IdAllocator(engine)
         self.handles = handles = Handles()
-        self.collector = collector = Collector(engine, servers)
-        self.tier = tier = BurstTier(config, servers, ids.take)
+        self.tier = tier = BurstTier(config, servers, engine, ids.take)
+        self.collector = collector = Collector(engine, servers, self.backup, tier)
         self.containers = containers = Containers(
             engine,
             servers,
@@ -70,7 +70,16 @@ class Parts:
             engine, servers, containers, collector, config.layout.compact_above
         )
         self.rebuild = Rebuild(
-            config, engine, servers, io, ids, collector, containers, self.compaction, handles
+            config,
+            engine,
+            servers,
+            io,
+            ids,
+            collector,
+            containers,
+            self.compaction,
+            handles,
+            self.backup,
         )
         self.from_copies = from_copies = FromCopies(
             engine, servers, io, containers, self.drain, self.evictor
@@ -90,9 +99,6 @@ class Parts:
         from_copies.on_restored = self.scrub.restored
         io.on_damage = containers.files.on_damage = self.rebuild.on_damage
         io.capacity.on_due = self.rebuild.wake
-        collector.on_deleted = tier.deleted
-        collector.covered = self.rebuild.strays.covered = self.backup.covered
-        self.backup.is_urgent = lambda: bool(tier.pressure)
 
     async def clean_up(self) -> None:
         """Delete now what waits to be deleted on servers. Raises NoSpace or Unavailable if the

@@ -339,7 +339,7 @@ async def test_what_cannot_be_deleted_does_not_hold_up_what_can(
     monkeypatch.setattr(vfs_trash, "_BACKLOG_MAX", 3)
     monkeypatch.setattr(vfs_collector, "_BACKLOG_MAX", 3)
     async with opened(source) as fs:
-        fs.collector._retry = [vfs_collector._Doomed(1 << 40, 0)] * 10
+        fs.collector._retry = [vfs_collector._Doomed(1 << 40, 0, 0)] * 10
         assert (fs.collector.backlog, fs.collector.due) == (10, 0)
         asked = []
 
@@ -347,7 +347,8 @@ async def test_what_cannot_be_deleted_does_not_hold_up_what_can(
             asked.append(urgent)
             return True
 
-        fs.collector.covered = covered
+        monkeypatch.setattr(fs.backup, "is_without", lambda since, until: bool(asked))
+        monkeypatch.setattr(fs.backup, "covered", covered)
         ino = await make(fs, ROOT, b"file", 5000)
         await fs.wait_drained(ROOT)
         await fs.unlink(ROOT, b"file")

@@ -15,7 +15,7 @@ import trio.testing
 from aifs.check.fsck import check
 from aifs.core import faults, files
 from aifs.core.config import load
-from aifs.core.errors import FsError, NoSpace, StoreError, Unavailable
+from aifs.core.errors import FsError, NoSpace, NotFound, StoreError, Unavailable
 from aifs.data import backups
 from aifs.data.naming import BACKUP, StoredObject, list_all
 from aifs.meta.backup import BASE, parse_name
@@ -258,6 +258,64 @@ def test_deletions_wait_for_a_backup(scratch: Path, monkeypatch: pytest.MonkeyPa
             assert len(stored()) < len(before)
 
     trio.run(run)
+
+
+@pytest.mark.parametrize("when", ["drained before", "made after", "undrained in it"])
+def test_the_copy_of_an_evicted_file_waits_for_no_backup_but_of_its_only_bytes(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """No backup can be made after the first one. A copy that is a cache there, or is not in it, is
+    deleted at once; one that is all there is of the file there stays. The metadata is lost then,
+    and what the backup has comes back with its bytes.
+    """
+    monkeypatch.setattr(vfs_backup, "PART_BYTES", 1 << 20)  # nothing is shipped unasked
+    monkeypatch.setattr(vfs_backup, "HOLD_S", 0.0)
+    source = scratch / "0"
+    modes.make_store(source, ON | {"layout.inline_limit": "0"})
+    config, data = modes.config_of(source), b"bytes" * 2000
+
+    def copies() -> set[int]:
+        (burst,) = config.burst.directories
+        return {
+            item.oid for item in list_all(burst) if isinstance(item, StoredObject) and item.length
+        }
+
+    async def evict() -> None:
+        async with open_filesystem(config) as fs:
+            await write(fs, b"first", data)
+            if when != "made after":
+                ino = await write(fs, b"file", data)
+            if when == "drained before":
+                await fs.wait_drained(ino)
+            await fs.backup.ship()
+            if when == "made after":
+                ino = await write(fs, b"file", data)
+            await fs.wait_drained(ino)
+            copy = (await fs.getattr(ino)).copy.id
+            with monkeypatch.context() as patch:
+                patch.setattr(backups, "put", fail)
+                assert await fs.evictor.evict(ino)
+                await fs.collector.drain()
+                assert (copy in copies()) == (when == "undrained in it")
+                raise faults.SimulatedCrash("the metadata is lost")
+
+    def fail(server: object, name: str, data: bytes) -> None:
+        raise Unavailable("told to")
+
+    async def look() -> None:
+        async with open_filesystem(config) as fs:
+            assert await read(fs, b"first") == data
+            if when == "made after":
+                with pytest.raises(NotFound):
+                    await fs.lookup(ROOT, b"file")
+            else:
+                assert await read(fs, b"file") == data
+
+    with pytest.raises(faults.SimulatedCrash):
+        trio.run(evict)
+    shutil.rmtree(source / "meta")
+    restored(source)
+    trio.run(look)
 
 
 @pytest.mark.parametrize(("error", "goes_on"), [(NoSpace, True), (Unavailable, False)])

@@ -19,6 +19,7 @@ import pytest
 import trio
 
 from aifs.core import faults
+from aifs.core.config import load
 from aifs.core.tasks import first_error
 from aifs.data import health
 from aifs.data.containers import pieces
@@ -49,6 +50,7 @@ from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.records import Inode
 from aifs.meta.servers import ServerRecord, put_servers
 from aifs.store import ids as vfs_ids
+from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
 from aifs.upkeep.compaction import Compaction
 from tests.support.data_servers import failing, hooked, list_window, make_table, opened
@@ -108,7 +110,8 @@ class Mounted:
         self.engine = engine
         self.servers = servers
         self.ids = IdAllocator(engine)
-        self.collector = Collector(engine, servers)
+        backup = Backup(load("/nowhere", {"meta.backup_interval": "0"}), "", engine, servers)
+        self.collector = Collector(engine, servers, backup, tier=None)
         size = CONTAINER if not redundancy.parity else 3 * ROW
         self.containers = Containers(
             engine, servers, self.ids, self.collector, servers.budget, size, True

@@ -17,6 +17,7 @@ from aifs.core.config import load
 from aifs.data.health import Health
 from aifs.data.server import Space
 from aifs.layout.placement import ACTIVE, BURST_FIRST
+from aifs.meta.memory_engine import MemoryEngine
 from aifs.meta.records import Copy
 
 MIB = 1 << 20
@@ -58,7 +59,7 @@ async def no_id() -> int:
 
 def make_tier(*devices: FakeServer, **options: object) -> BurstTier:
     overrides = {f"burst.{key}": str(value) for key, value in ({"reserve": 0} | options).items()}
-    return BurstTier(load("/nowhere", overrides), FakeServers(*devices), no_id)
+    return BurstTier(load("/nowhere", overrides), FakeServers(*devices), MemoryEngine(), no_id)
 
 
 def a_copy(server: FakeServer, copy_id: int) -> SimpleNamespace:
@@ -419,4 +420,6 @@ def test_a_copy_on_a_device_that_is_not_registered_cannot_be_opened(tmp_path):
 
     servers = Servers({}, "store")
     with pytest.raises(Unavailable, match="^burst directory 3 is not registered"):
-        BurstTier(load(str(tmp_path), {}), servers, no_id).open(Copy(BURST_FIRST + 3, 1))
+        BurstTier(load(str(tmp_path), {}), servers, MemoryEngine(), no_id).open(
+            Copy(BURST_FIRST + 3, 1)
+        )
