@@ -1,15 +1,17 @@
-"""How the ranks of a grouped write agree: what they agree on, how it fails, and who does it.
+"""How the ranks of a grouped write agree: what they agree on, and how it fails.
 
-Two implementations with one contract: ``mounted_group`` asks the daemon of a mount, ``plain_group``
-works through files in any other directory.
+On a mount the daemon knows (``mounted_group``). In any other directory nobody does: there each rank
+stands for itself (``LoneRank``).
 """
 
+import threading
 from dataclasses import dataclass
 from typing import Protocol
 
 from aifs.client.manifest import CheckpointError
 from aifs.client.publishing import name_ranks
 from aifs.client.ranks import RanksMissing
+from aifs.core.units import format_duration
 
 
 class GroupError(CheckpointError):
@@ -68,9 +70,6 @@ class Coordinator(Protocol):
     OSError; it does not wait for other ranks. Every function may block; ``watch`` and the others
     are called from different threads."""
 
-    identity: str
-    """The same in all ranks of this attempt, '' while it is not known."""
-
     def commit(self, file: str, size: int) -> None:
         """This rank has written all its files, and they are durable. ``file``: path of one of them,
         and its size, if all must have one; else ''. Raises GroupError, OSError; InvalidGroup, after
@@ -86,6 +85,36 @@ class Coordinator(Protocol):
 
     def close(self) -> None:
         """After ``watch``; nothing else is called afterwards."""
+
+
+class LoneRank:
+    """A ``Coordinator`` for a directory that is not on AIFS: it hears of no other rank, so its group
+    has ended well when it has committed itself."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._failure: GroupError | None = None
+        self._has_ended = threading.Event()
+
+    def commit(self, file: str, size: int) -> None:
+        self._has_ended.set()
+
+    def fail(self, reason: str) -> None:
+        if not self._has_ended.is_set():
+            rank = self._options.rank
+            self._failure = GroupError(f"{self._options}: rank {rank}: {reason}", rank)
+            self._has_ended.set()
+
+    def watch(self) -> None:
+        options = self._options
+        if not self._has_ended.wait(options.timeout_s):
+            waited, missing = format_duration(options.timeout_s), name_missing([options.rank])
+            raise GroupExpired(f"{options}: after {waited}, {missing}", options.rank)
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        pass
 
 
 def name_missing(missing: list[int]) -> str:

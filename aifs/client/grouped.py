@@ -19,13 +19,12 @@ from typing import Any
 
 from aifs.client import attributes
 from aifs.client.contents import Content, content_of
-from aifs.client.coordination import Coordinator, GroupError, InvalidGroup, Options
+from aifs.client.coordination import Coordinator, GroupError, InvalidGroup, LoneRank, Options
 from aifs.client.futures import Future
 from aifs.client.jobs import NAME as JOB_NAME
 from aifs.client.jobs import job_of_environment
 from aifs.client.loaded import Loaded
 from aifs.client.mounted_group import MountedGroup
-from aifs.client.plain_group import PlainGroup
 from aifs.client.publishing import PathLike, plain, require_free
 from aifs.client.putting import Saved, getfile, in_background, write_content
 from aifs.core import trees
@@ -38,16 +37,16 @@ _NAME = re.compile(r"[A-Za-z0-9_.:@+-]{1,63}")
 
 class Group:
     """One rank of a grouped write. Making one joins it: this process is rank ``rank`` of ``world``
-    until it has committed, and if it ends before, the group fails for all.
+    until it has committed, and if it ends before, the group fails for all. Where ``directory`` is
+    not on AIFS the ranks know nothing of each other: each group is of this rank alone.
 
-    ``directory``: where the files go, made if it is not there; on a mount, groups of the same
-    ``name`` repeat each other (docs/grouped.md). ``dedup``: bytes that are compared at a time, at
+    ``directory``: where the files go, made if it is not there. ``dedup``: bytes that are compared at a time, at
     most, from 64KiB to 4MiB; 'file' is 4MiB. ``timeout_s``: until all ranks have committed.
     ``grace_s``: how long a rank that died may stay away. ``publish``: the name that the directory
-    gets, beside itself, when all have committed. ``files_per_rank``: the rank commits with its last
-    file; None: by ``commit()``. ``same_size``: all files must have the size of those of the first rank that
-    commits. ``job``: a name that all ranks of this job give, and no other run of it; None: what the
-    launcher says.
+    gets, beside itself, when all have committed; on AIFS alone. ``files_per_rank``: the rank commits
+    with its last file; None: by ``commit()``. ``same_size``: all files must have the size of those
+    of the first rank that commits. ``job``: a name that all ranks of this job give, and no other
+    run of it; None: what the launcher says.
 
     As a context manager it waits at its end until all is durable, or cancels the group if the block
     raises. Raises InvalidGroup, FileExistsError if ``publish`` is taken, OSError; ``durable``
@@ -88,21 +87,28 @@ class Group:
         if publish:
             require_free(self._target, replace=False)
         trees.make_durable_dir(path)
+        self._is_on_aifs = attributes.is_aifs(path)
+        if publish and not self._is_on_aifs:
+            raise InvalidGroup(
+                f"{self._options}: publish={publish!r}: the directory is not on AIFS, where ranks "
+                f"cannot agree on this; save with aifs.client.checkpoint, which publishes anywhere"
+            )
         self.process_group: Any = None
         self._files_left = files_per_rank
         self._has_committed = self._is_closed = False
         self._changing, self._ending = threading.Lock(), threading.Lock()
-        is_mount = attributes.is_aifs(path)
         if job is None:
-            self._options = replace(self._options, job=job_of_environment(on_a_host=is_mount))
-        self._coordinator: Coordinator = (MountedGroup if is_mount else PlainGroup)(self._options)
-        self._sizes: dict[
-            str, int
-        ] = {}  # path in the directory -> bytes of what has been put there
-        self._puts: dict[str, Future[None]] = {}  # path in the directory -> the last put of it
+            self._options = replace(self._options, job=job_of_environment())
+        kind = MountedGroup if self._is_on_aifs else LoneRank
+        self._coordinator: Coordinator = kind(self._options)
+        # path in the directory -> bytes of what has been put there
+        self._sizes: dict[str, int] = {}
+        # path in the directory -> the last put of it
+        self._puts: dict[str, Future[None]] = {}
         self._pool = ThreadPoolExecutor(1, "aifs-group")
         self.durable: Future[None] = Future()
-        """Done when the files of all ranks are durable, and published if they were to be."""
+        """Done when the files of all ranks are durable, and published if they were to be; not on
+        AIFS: those of this rank."""
         in_background("aifs-group-watch", self._watch)
 
     @classmethod
@@ -149,11 +155,6 @@ class Group:
             self.cancel(" ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":"))
 
     @property
-    def identity(self) -> str:
-        """The same in all ranks, and in no other group; '' while rank 0 is not here."""
-        return self._coordinator.identity
-
-    @property
     def directory(self) -> str:
         """Where the files are: from the publish on, under the final name."""
         is_published = self.durable.done() and self.durable.exception() is None
@@ -174,7 +175,8 @@ class Group:
         content, target = content_of(data, metadata), self.path(path)
         with self._changing:
             self._require_open()
-            saved = Saved(target, Future(), self.durable)
+            buffered: Future[None] = Future()
+            saved = Saved(target, buffered, self.durable if self._is_on_aifs else buffered)
             if self._files_left is not None:
                 self._files_left -= 1
             self._has_committed = is_last = self._files_left == 0
@@ -304,7 +306,8 @@ def group_putfile(
     it may be.
 
     ``path``: in the group's directory. If it is the rank's last file (``files_per_rank``), the rank
-    commits, and ``buffered`` is done when it has. Raises TypeError, ValueError for what cannot be
+    commits, and ``buffered`` is done when it has. Not on AIFS both futures mean this file alone: it
+    is durable in its filesystem. Raises TypeError, ValueError for what cannot be
     saved, InvalidGroup if the rank has committed, GroupError if the group has failed already.
     """
     return group.put(path, data, metadata)
@@ -313,7 +316,8 @@ def group_putfile(
 def group_getfile(path: PathLike, group: Group, *, together: bool = False) -> Loaded:
     """The file ``path`` of the group, mapped: what several ranks of one host read is fetched once.
     Waits until what this rank has put there is in the buffer; what others put is there when the
-    group is durable, before that perhaps an older file is. Raises OSError.
+    group is durable, before that perhaps an older file is (not on AIFS: when they say so). Raises
+    OSError.
 
     ``together``: all ranks of a group from torch.distributed read this one file; those on several
     hosts read a part each and pass it on. Raises CheckpointError, in all ranks, if one cannot read.

@@ -1,9 +1,8 @@
 """Whether the process that works on a file lives: it holds a lock of the file.
 
 Locks are those of open file descriptions (fcntl(2)): the kernel lets go of one when the last
-descriptor is closed, so when the process has ended, however it did; whether a file is locked can be
-asked without locking it. Where the filesystem has no locks, all succeed, and every file counts as
-locked.
+descriptor is closed, so when the process has ended, however it did. Where the filesystem has no
+locks, all succeed, and no file counts as abandoned.
 """
 
 import errno
@@ -37,25 +36,6 @@ def _lock(fd: int, kind: int) -> bool:
             raise
         return False
     return True
-
-
-def is_locked(path: str) -> bool:
-    """Whether a process lives that holds the file; True, too, where that cannot be told. Raises
-    OSError.
-    """
-    try:
-        fd = files.open_file(path, write=False)
-    except FileNotFoundError:
-        return False
-    try:
-        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
-        return _FLOCK.unpack(found)[0] != fcntl.F_UNLCK
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return True
-    finally:
-        files.close_file(fd)
 
 
 def is_at(path: str, fd: int) -> bool:

@@ -60,7 +60,6 @@ class MountedGroup:
             files.close_file(self._fd)
             raise
         _joined.add(self._key)
-        self.identity = str(self._id)
 
     def _asks_by_ioctl(self) -> bool:
         command = ioctl.AIFS_IOC_VERSION

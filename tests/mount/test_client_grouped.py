@@ -88,7 +88,7 @@ def left(mount: Mounted, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     """A directory where a job was killed when one rank had committed and the others had not
     come.
     """
-    for name in (*jobs._EVERYWHERE, *jobs._ON_A_HOST):
+    for name in jobs.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     place = mount.path / request.node.name

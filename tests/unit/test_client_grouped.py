@@ -4,10 +4,7 @@ import asyncio
 import json
 import math
 import os
-import shutil
 import struct
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +28,6 @@ from aifs.client import (
     group_putfile,
     jobs,
     locks,
-    plain_group,
     putfile,
     tensor_file,
 )
@@ -40,24 +36,12 @@ from aifs.client.jobs import job_of_environment
 from aifs.client.tensor_file import ALIGNMENT, Damaged
 from aifs.core import files
 from tests.support.group_ranks import (
-    SOON_S,
     WAIT_S,
     WORLD,
-    GroupContract,
-    await_buffered,
     join,
-    outcomes,
-    save,
-    start,
 )
 
 DTYPES = [dtype for dtype, _ in tensor_file._KINDS.values()]
-
-
-class TestPlainDirectory(GroupContract):
-    @pytest.fixture
-    def place(self, tmp_path: Path) -> Path:
-        return tmp_path
 
 
 # --- the format -----------------------------------------------------------------------------------
@@ -365,64 +349,70 @@ def test_files_lie_in_the_group(tmp_path: Path, path: str) -> None:
     assert bytes(group_getfile("sub/x", group).to_buffer()) == b"content"
 
 
-def test_another_number_of_ranks(tmp_path: Path) -> None:
-    rest = start([0, 1, 2], save, tmp_path, {})
-    await_buffered(rest)
-    group = Group("step", 3, WORLD + 1, directory=tmp_path / "new", timeout_s=WAIT_S)
-    with pytest.raises(InvalidGroup, match="rank 3 is of a group of 5 ranks, rank 0 of one of 4"):
-        group.durable.result(WAIT_S)
-    assert [outcome[0] for outcome in outcomes(rest)] == ["InvalidGroup"] * 3
-
-
 @pytest.mark.parametrize(
-    ("variables", "everywhere", "on_a_host"),
+    ("variables", "job"),
     [
-        ({}, "", ""),
-        ({"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}, "x", "x/2"),
-        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "SLURM_STEP_ID": "0"}, "7/1", "7/1/0"),
+        ({}, ""),
+        ({"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}, "x/2"),
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "SLURM_STEP_ID": "0"}, "7/1/0"),
     ],
 )
 def test_launchers_name_jobs(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], everywhere: str, on_a_host: str
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], job: str
 ) -> None:
-    for name in (*jobs._EVERYWHERE, *jobs._ON_A_HOST):
+    for name in jobs.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert (job_of_environment(False), job_of_environment(True)) == (everywhere, on_a_host)
+    assert job_of_environment() == job
 
 
 @given(st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), min_size=1))
 def test_what_launchers_say_is_a_name(value: str) -> None:
     with mock.patch.dict(os.environ, {"PMIX_NAMESPACE": value}):
-        assert jobs.NAME.fullmatch(job_of_environment(True))
+        assert jobs.NAME.fullmatch(job_of_environment())
 
 
-def test_a_leader_on_another_host_may_be_of_a_killed_job(tmp_path: Path) -> None:
-    """Nobody can tell from here whether its process lives."""
-
-    def lead(rank: int, process: Any) -> None:
-        files.boot_id = lambda: "elsewhere"
-        group = Group("step", rank, 2, directory=tmp_path, job="old")
-        group_putfile(str(rank), b"old", group).buffered.result(WAIT_S)
-        process.reach("committed")
-
-    (old,) = start([0], lead)
-    old.await_phase("committed")
-    old.kill()
-    old.end()
-    with pytest.raises(client.RanksMissing, match="rank 1 is of job 'new', rank 0 of job 'old'"):
-        Group("step", 1, 2, directory=tmp_path, job="new", timeout_s=SOON_S).durable.result(WAIT_S)
-    groups = [Group("step", rank, 2, directory=tmp_path, job="new") for rank in (1, 0)]
-    for group, rank in zip(groups, (1, 0), strict=True):
-        group_putfile(str(rank), b"new", group)
-    groups[0].durable.result(WAIT_S)
-    assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes() == b"new"
+def test_not_on_aifs_both_futures_mean_the_file_alone(tmp_path: Path) -> None:
+    """Of two ranks the second never comes."""
+    group = Group("step", 0, 2, directory=tmp_path, files_per_rank=2)
+    first = group_putfile("a", b"content", group)
+    first.durable.result(WAIT_S)
+    assert first.buffered.done() and not group.durable.done()
+    group_putfile("b", b"content", group)
+    group.durable.result(WAIT_S)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"a", "b"}
 
 
-def test_a_rank_without_leader_expires(tmp_path: Path) -> None:
-    with pytest.raises(client.RanksMissing, match="rank 0 has not begun"):
-        join(1, tmp_path, timeout_s=SOON_S).durable.result(WAIT_S)
+def test_not_on_aifs_nothing_is_published_by_a_group(tmp_path: Path) -> None:
+    with pytest.raises(InvalidGroup, match="publish='final': .* not on AIFS.*client.checkpoint"):
+        join(0, tmp_path, publish="final")
+
+
+def test_a_rank_that_does_not_commit_in_time_is_named(tmp_path: Path) -> None:
+    group = join(2, tmp_path, timeout_s=0.001)
+    with pytest.raises(client.RanksMissing, match="rank 2 has not committed"):
+        group.durable.result(WAIT_S)
+    with pytest.raises(client.GroupExpired):
+        group_putfile("a", b"", group)
+
+
+def test_a_put_that_fails_ends_the_group_of_its_rank(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    group = Group("step", 0, 2, directory=tmp_path, files_per_rank=2)
+    failed = group_putfile("taken", b"content", group)
+    for future in (failed.buffered, failed.durable):
+        with pytest.raises(IsADirectoryError):
+            future.result(WAIT_S)
+    with pytest.raises(GroupError, match="rank 0: IsADirectoryError"):
+        group.durable.result(WAIT_S)
+
+
+def test_a_block_that_raises_cancels(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), join(0, tmp_path) as group:
+        raise ZeroDivisionError
+    with pytest.raises(GroupError, match="rank 0: ZeroDivisionError"):
+        group.durable.result(WAIT_S)
 
 
 def test_ranks_may_be_threads(tmp_path: Path) -> None:
@@ -447,109 +437,6 @@ def test_more_files_than_were_said(tmp_path: Path) -> None:
         group.durable.result(WAIT_S)
 
 
-def test_a_published_group_is_a_checkpoint(tmp_path: Path) -> None:
-    group = Group("step", 0, 1, directory=tmp_path / ".new", publish="step-7")
-    group_putfile("x", b"content", group).durable.result(WAIT_S)
-    assert group.directory == str(tmp_path / "step-7") == str(client.latest(tmp_path))
-    assert bytes(group_getfile("x", group).to_buffer()) == b"content"
-
-
-def test_what_a_killed_rank_left_is_not_published(tmp_path: Path) -> None:
-    with client.checkpoint(tmp_path / "step-7") as directory:
-        group = Group("step", 0, 1, directory=directory)
-        group_putfile("x", b"content", group).durable.result(WAIT_S)
-        (directory / ".aifs-group.step").mkdir()
-        (directory / ".aifs-group.step" / "rank.3").touch()
-    assert {entry.name for entry in (tmp_path / "step-7").iterdir()} == {"x", ".aifs-manifest.json"}
-    assert client.verify(tmp_path / "step-7") == []
-
-
-def test_a_group_is_not_taken_for_the_one_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 is in the next group of this name and directory before rank 1 has seen how the last
-    one ended.
-    """
-    may_look, is_waiting = threading.Event(), threading.Event()
-    may_look.set()
-    look = plain_group.PlainGroup._poll
-
-    def look_when_told(self: Any) -> Any:
-        for is_late in look(self):
-            if self._options.rank == 1 and not may_look.is_set():
-                is_waiting.set()
-                may_look.wait()
-            yield is_late
-
-    monkeypatch.setattr(plain_group.PlainGroup, "_poll", look_when_told)
-    first = [Group("step", rank, 2, directory=tmp_path, timeout_s=WAIT_S) for rank in range(2)]
-    group_putfile("1", b"first", first[1]).buffered.result(WAIT_S)
-    may_look.clear()
-    assert is_waiting.wait(WAIT_S)
-    group_putfile("0", b"first", first[0]).durable.result(WAIT_S)
-    second = Group("step", 0, 2, directory=tmp_path, timeout_s=WAIT_S)
-    group_putfile("0", b"second", second).buffered.result(WAIT_S)
-    may_look.set()
-    first[1].durable.result(WAIT_S)
-    assert not second.durable.done()
-    late = Group("step", 1, 2, directory=tmp_path, timeout_s=WAIT_S)
-    group_putfile("1", b"second", late).durable.result(WAIT_S)
-    second.durable.result(WAIT_S)
-    assert {entry.read_bytes() for entry in tmp_path.iterdir() if entry.is_file()} == {b"second"}
-
-
-def test_a_leader_that_is_about_to_begin_is_not_taken_for_that_of_the_last_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has locked the file that was left, but rank 1 has read that before."""
-
-    def leave(rank: int, process: Any) -> None:
-        Group("step", rank, 2, directory=tmp_path, job="old")
-        os._exit(0)
-
-    start([0], leave)[0].end()
-    has_read, may_go_on, read = (
-        threading.Event(),
-        threading.Event(),
-        plain_group.PlainGroup._read_marks,
-    )
-
-    def read_and_wait(self: Any) -> Any:
-        marks = read(self)
-        if self._options.rank == 1 and not has_read.is_set():
-            assert marks[0]["job"] == "old"
-            has_read.set()
-            may_go_on.wait(WAIT_S)
-        return marks
-
-    monkeypatch.setattr(plain_group.PlainGroup, "_read_marks", read_and_wait)
-    one = Group("step", 1, 2, directory=tmp_path, job="new", timeout_s=WAIT_S)
-    assert has_read.wait(WAIT_S)
-    zero = Group("step", 0, 2, directory=tmp_path, job="new", timeout_s=WAIT_S)
-    may_go_on.set()
-    for rank, group in enumerate((zero, one)):
-        group_putfile(str(rank), b"new", group)
-    zero.durable.result(WAIT_S)
-    one.durable.result(WAIT_S)
-
-
-def test_published_groups_overlap(tmp_path: Path) -> None:
-    """The next step begins before the last one is durable."""
-    groups = [
-        [
-            Group("step", rank, 2, directory=tmp_path / f"{step}.tmp", publish=str(step))
-            for rank in range(2)
-        ]
-        for step in range(2)
-    ]
-    for rank in range(2):
-        for step in range(2):
-            group_putfile(str(rank), b"content", groups[step][rank])
-    for group in groups[0] + groups[1]:
-        group.durable.result(WAIT_S)
-    assert {entry.name for entry in tmp_path.iterdir()} == {"0", "1"}
-
-
 def test_a_failed_group_is_tried_again_at_once(tmp_path: Path) -> None:
     for _ in range(20):
         group = Group("step", 0, 1, directory=tmp_path, files_per_rank=2)
@@ -565,73 +452,3 @@ def test_what_a_rank_has_put_it_reads(tmp_path: Path) -> None:
     group_putfile("x", b"new" * 100_000, group)
     assert bytes(group_getfile("x", group).to_buffer()) == b"new" * 100_000
     group.durable.result(WAIT_S)
-
-
-def test_a_directory_that_is_removed_as_the_group_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def close(self: Any) -> None:
-        self._file.let_go()
-        shutil.rmtree(self._place)
-        raise FileNotFoundError(self._place)
-
-    monkeypatch.setattr(plain_group.PlainGroup, "close", close)
-    group = Group("step", 0, 1, directory=tmp_path)
-    group_putfile("x", b"content", group).durable.result(WAIT_S)
-
-
-def test_ranks_that_end_when_they_have_committed(tmp_path: Path) -> None:
-    """Nobody is left to wait for the others: the last one publishes."""
-
-    def commit(rank: int, process: Any) -> None:
-        group = Group(
-            "step", rank, 2, directory=tmp_path / "new", publish="final", timeout_s=WAIT_S
-        )
-        while not group.identity:
-            pass
-        process.reach("joined")
-        group_putfile(str(rank), b"content", group).buffered.result(WAIT_S)
-
-    ranks = start(range(2), commit)
-    for process in ranks:
-        process.await_phase("joined")
-    for process in ranks:
-        process.go_on()
-        process.outcome()
-    assert {entry.name for entry in (tmp_path / "final").iterdir()} == {
-        "0",
-        "1",
-        ".aifs-manifest.json",
-    }
-
-
-ENDS = """
-import sys, threading
-from aifs.client import Group, group_putfile
-
-group = Group("step", 0, 2, directory=sys.argv[1])
-saved = group_putfile("0", b"content", group)
-
-def wait():
-    threading.main_thread().join()
-    print("ended", flush=True)
-    saved.durable.result()
-    print("durable", flush=True)
-
-threading.Thread(target=wait).start()
-"""
-
-
-def test_who_waits_while_the_process_ends_is_told(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", ENDS, str(tmp_path)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == "ended\n"
-            group_putfile("1", b"content", Group("step", 1, 2, directory=tmp_path)).durable.result(
-                WAIT_S
-            )
-            assert process.communicate(timeout=WAIT_S)[0] == "durable\n"
-        finally:
-            process.kill()
