@@ -18,7 +18,7 @@ from threading import Lock
 from typing import Any
 
 from aifs.core import files, leases
-from aifs.core.errors import FsError, NoSuchAddress, Unavailable
+from aifs.core.errors import FsError, NoSuchAddress, NotSupported, Unavailable
 from aifs.data.reading.buffers import BufferPool
 from aifs.data.server import DataServer, Missing
 from aifs.data.workers import gather
@@ -194,7 +194,7 @@ class BurstCopy:
     def stat(self) -> os.stat_result:
         """Length, blocks and times, as they are, of a copy that has been opened. Does not block."""
         if self.fd is not None:
-            return self.device.stat(self._key, self.fd)
+            return self.device.call("stat", self._key, os.fstat, self.fd)
         path = self.device.object_path(*self._key)
         return self.device.call("stat", self._key, os.stat, path)
 
@@ -249,7 +249,8 @@ class BurstCopy:
         await self._work(self._allocate, mode, offset, length)
 
     def _allocate(self, mode: int, offset: int, length: int) -> None:
-        self.device.allocate(self._key, self._open_writer(), mode, offset, length)
+        writer = self._open_writer()
+        self.device.call("write", self._key, _allocate, writer, mode, offset, length)
 
     async def copy_range(self, source: "BurstCopy", offset: int, to: int, length: int) -> int:
         """Copy bytes from ``offset`` of ``source`` to ``to``; returns how many, fewer only at the
@@ -315,6 +316,15 @@ class BurstCopy:
 
 
 # What follows is an answer about the file, not a failure of the device.
+
+
+def _allocate(fd: int, mode: int, offset: int, length: int) -> None:
+    try:
+        files.change_allocation(fd, mode, offset, length)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        raise NotSupported from None
 
 
 def _seek(fd: int, offset: int, whence: int) -> int:

@@ -6,7 +6,8 @@ from aifs.burst.ledger import Ledger
 from aifs.core.config import BurstConfig
 from aifs.core.log import logger
 from aifs.core.units import describe_size
-from aifs.data.server import DataServer, Space
+from aifs.data.server import DataServer
+from aifs.data.storage import Space
 from aifs.layout.placement import ACTIVE
 
 _log = logger(__name__)

@@ -22,8 +22,9 @@ from aifs.burst.ledger import Ledger
 from aifs.burst.spares import Spares, remove_copies
 from aifs.core.config import Config
 from aifs.core.errors import FsError
-from aifs.data.server import DataServer, Space
+from aifs.data.server import DataServer
 from aifs.data.servers import Servers
+from aifs.data.storage import Space
 from aifs.layout.placement import ACTIVE
 from aifs.meta.kv import Engine
 from aifs.meta.records import Copy

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from aifs.check.findings import Problem
 from aifs.check.scan import for_each
 from aifs.core.errors import FsError
-from aifs.data.naming import StoredObject
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
+from aifs.data.storage import StoredObject
 from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.meta import chunk_lists, chunks, keys, shared
 from aifs.meta.chunks import Container

@@ -19,8 +19,8 @@ from aifs.check.scan import BATCH, MetadataScan, for_each
 from aifs.check.table import NONE, UNREADABLE
 from aifs.core import files
 from aifs.core.errors import FsError, from_oserror
-from aifs.data.naming import ForeignFile, StoredObject
 from aifs.data.server import DataServer
+from aifs.data.storage import ForeignFile, StoredObject
 from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
 from aifs.meta import keys

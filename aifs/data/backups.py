@@ -1,20 +1,18 @@
-"""Backups of the metadata on data servers: small files in one directory of the server, whole or not
-there.
+"""Backups of the metadata on data servers: blobs, whole or not there.
 
 What the files hold is meta/backup.py's business. Errors are FsErrors.
 """
 
-import errno
 import os
 from collections.abc import Callable
-from contextlib import suppress
 
 from aifs.core import files
 from aifs.core.errors import FsError, Unavailable, from_oserror
 from aifs.core.log import logger
-from aifs.data.naming import BACKUP
+from aifs.data.directory_storage import put_file
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
+from aifs.data.storage import BACKUP
 from aifs.layout.placement import ACTIVE
 
 _log = logger(__name__)
@@ -94,77 +92,29 @@ class BackupFiles:
 
 def put(server: DataServer, name: str, data: bytes) -> None:
     """Store a file, durably on return. Raises NoSpace, Unavailable."""
-    server.reach()
-    server.call("write", _path(server, name), _put, server.path, name, data)
-
-
-def _put(root: str, name: str, data: bytes) -> None:
-    directory = os.path.join(root, BACKUP)
-    if not os.path.isdir(directory):
-        files.make_dir(directory)
-        files.sync_dir(root)
-    _replace(os.path.join(directory, name), data)
-
-
-def _replace(path: str, data: bytes) -> None:
-    """Where there is no room for it, or it is not what is read back, nothing is left: the next one
-    will have another name.
-    """
-    try:
-        files.replace_file(path, data)
-        if files.read_file(path, anew=True) != data:
-            raise OSError(errno.EIO, "what is read back is not what was written")
-    except OSError:
-        for name in (f"{path}.new", path):
-            with suppress(OSError):
-                files.unlink(name)
-        raise
+    server.put_blob(f"{BACKUP}/{name}", data)
 
 
 def sizes(server: DataServer) -> dict[str, int]:
     """The names of all files there, with their lengths."""
-    server.reach()
-    return server.call("list", _path(server, ""), list_directory, os.path.join(server.path, BACKUP))
+    return server.list_blobs(BACKUP)
 
 
 def get(server: DataServer, name: str) -> bytes:
     """Raises Unavailable also if there is no such file."""
-    server.reach()
-    return server.call("read", _path(server, name), read, _path(server, name))
+    data = server.get_blob(f"{BACKUP}/{name}")
+    if data is None:
+        raise Unavailable(f"{server.name}: {BACKUP}/{name} is missing")
+    return data
 
 
 def delete(server: DataServer, names: list[str]) -> None:
     """Remove files; those that are gone already count as removed."""
-    server.reach()
     for name in names:
-        server.call("delete", _path(server, name), _delete, _path(server, name))
-
-
-def _delete(path: str) -> None:
-    try:
-        files.unlink(path)
-    except FileNotFoundError:
-        pass
-
-
-def _path(server: DataServer, name: str) -> str:
-    return os.path.join(server.path, BACKUP, name)
+        server.delete_blob(f"{BACKUP}/{name}")
 
 
 # --- of any directory, also when no store is open ---
-
-
-def list_directory(directory: str) -> dict[str, int]:
-    """The files in ``directory``, which may be missing, with their lengths. Raises OSError."""
-    try:
-        with os.scandir(directory) as entries:
-            return {
-                entry.name: entry.stat().st_size
-                for entry in entries
-                if entry.is_file(follow_symlinks=False)
-            }
-    except FileNotFoundError:
-        return {}
 
 
 def read(path: str) -> bytes:
@@ -181,6 +131,6 @@ def put_in_directory(directory: str, name: str, data: bytes) -> None:
     """
     try:
         files.make_dirs(directory)
-        _replace(os.path.join(directory, name), data)
+        put_file(os.path.join(directory, name), data)
     except OSError as error:
         raise from_oserror(error, directory) from error

@@ -1,4 +1,4 @@
-"""Claims: the file ``owner`` in each data server and burst directory, which says who has the store
+"""Claims: the blob ``owner`` of each data server and burst directory, which says who has the store
 it belongs to.
 
 The metadata directory has a lock (store/owner.py), but metadata can be copied, or restored, and used
@@ -7,23 +7,13 @@ an *epoch* that is larger than all before; of two claims the one with the larger
 who finds one that has ended the own must not touch the store any more. What is compared are epochs
 and counts of renewals, never the clocks of two hosts.
 
-Format: two slots, at 0 and 65536, each an 8-digit hexadecimal CRC-32, a space, a JSON object with
-the fields of ``Claim``, and a newline; what stands behind that means nothing. The slot with the
-larger (epoch, renewals) counts, and the other one is written next, in place: a torn write leaves
-the older one, and a full disk is no obstacle. A slot that is not whole counts as empty.
+Format: a JSON object with the fields of ``Claim``.
 """
 
 import json
-import os
-import zlib
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from aifs.core import files
-
-NAME = "owner"
-
-_SLOT_BYTES = 64 << 10
+from aifs.data.storage import CLAIM, Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,65 +49,24 @@ class Claim:
         return self.token != other.token and self.epoch >= other.epoch
 
 
-def read_claim(directory: str) -> Claim | None:
-    """The claim that counts in a data server or burst directory, None if there is none. Blocks.
-    Raises OSError.
-    """
-    content = files.read_file(os.path.join(directory, NAME)) or b""
-    return _newest(content)[0]
+def read_claim(storage: Storage) -> Claim | None:
+    """The claim that counts in a storage, None if there is none. Blocks. Raises OSError, StoreError."""
+    content = storage.get_blob(CLAIM)
+    if content is None:
+        return None
+    fields = json.loads(content)
+    return Claim(**(fields | {"place": tuple(fields["place"])}))
 
 
-def put_claim(directory: str, claim: Claim, durable: bool) -> Claim | None:
-    """Put the claim into the directory, unless there is one that ends it, which is returned, or a
-    later one of ours. One at a time. Blocks. Raises OSError.
+def put_claim(storage: Storage, claim: Claim, durable: bool) -> Claim | None:
+    """Put the claim into the storage, unless there is one that ends it, which is returned, or a
+    later one of ours. One at a time. Blocks. Raises OSError, StoreError.
 
     ``durable``: on return it is on stable storage.
     """
-    fd = files.open_file(os.path.join(directory, NAME), create=True)
-    try:
-        theirs, slot = _newest(files.read_at(fd, 2 * _SLOT_BYTES, 0))
-        if theirs is not None and theirs.ends(claim):
-            return theirs
-        if theirs is not None and theirs.token == claim.token and theirs.age > claim.age:
-            return None  # a renewal that has been overtaken
-        files.write_at(fd, _encode(claim), (1 - slot) * _SLOT_BYTES)
-        if theirs is None:
-            _give_to_owner_of(directory, fd)
-            files.write_at(fd, _encode(claim), slot * _SLOT_BYTES)  # has its space from now on, too
-        if durable:
-            files.sync_file(fd)
-    finally:
-        files.close_file(fd)
-    if durable:
-        files.sync_dir(directory)
+    theirs = read_claim(storage)
+    if theirs is not None and theirs.ends(claim):
+        return theirs
+    if theirs is None or theirs.token != claim.token or theirs.age <= claim.age:  # not overtaken
+        storage.put_blob(CLAIM, json.dumps(asdict(claim)).encode(), durable)
     return None
-
-
-def _give_to_owner_of(directory: str, fd: int) -> None:
-    """If root has made the file, by fsck perhaps, in the store of another user, who has to read and
-    write it.
-    """
-    status = os.stat(directory)
-    if status.st_uid != os.geteuid():
-        with suppress(OSError):
-            files.set_owner(fd, status.st_uid, status.st_gid)
-
-
-def _encode(claim: Claim) -> bytes:
-    text = json.dumps(asdict(claim)).encode()
-    return b"%08x %s\n" % (zlib.crc32(text), text)
-
-
-def _newest(content: bytes) -> tuple[Claim | None, int]:
-    """The claim that counts, and the slot that it is in; any slot if there is none."""
-    slots = [content[start : start + _SLOT_BYTES] for start in (0, _SLOT_BYTES)]
-    found = [(claim, slot) for slot, text in enumerate(slots) if (claim := _decode(text))]
-    return max(found, key=lambda each: each[0].age, default=(None, 0))
-
-
-def _decode(slot: bytes) -> Claim | None:
-    check, _, text = slot.partition(b"\n")[0].partition(b" ")
-    if check != b"%08x" % zlib.crc32(text):
-        return None
-    fields = json.loads(text)
-    return Claim(**(fields | {"place": tuple(fields["place"])}))

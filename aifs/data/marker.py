@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 
 from aifs.core import files
 from aifs.core.errors import StoreError
+from aifs.data.storage import Identity
 
 NAME = ".aifs"
 FORMAT = 1
@@ -62,3 +63,12 @@ def read_marker(directory: str) -> Marker:
     if marker.role not in ROLES or type(marker.id) is not int or type(marker.store) is not str:
         raise StoreError(f"{path}: damaged marker; restore it from another copy of the directory")
     return marker
+
+
+def check_identity(address: str, marker: Marker, identity: Identity) -> None:
+    """Raises StoreError if it is the marker of something else."""
+    if (marker.store, marker.role, marker.id) != identity:
+        raise StoreError(
+            f"{address}: its marker says {marker.role} {marker.id} of store {marker.store}, not "
+            f"{identity.role} {identity.id} of store {identity.store}; put the right directory there"
+        )

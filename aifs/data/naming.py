@@ -11,34 +11,16 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from aifs.data.claim import NAME as CLAIM
 from aifs.data.marker import NAME as MARKER
 from aifs.data.probe import NAME as PROBE
+from aifs.data.storage import BACKUP, CLAIM, ForeignFile, StoredObject
 
 OBJECTS = "objects"
-BACKUP = "backup"  # of the metadata (backups)
 
 _UPPER = re.compile(r"0|[1-9a-f][0-9a-f]*")
 _LOWER = re.compile(r"[0-9a-f]{2}")
 _OBJECT = re.compile(r"([0-9a-f]{16})\.(0|[1-9a-f][0-9a-f]*)")
-
-
-class StoredObject(NamedTuple):
-    """An object as it lies on a server."""
-
-    ino: int
-    oid: int
-    length: int
-    allocated: int  # bytes
-    path: str
-
-
-class ForeignFile(NamedTuple):
-    """A file or directory below a server's directory that is not of AIFS."""
-
-    path: str
 
 
 def directory_of(root: str, oid: int) -> str:

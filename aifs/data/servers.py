@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,11 +11,13 @@ import trio
 
 from aifs.core.budget import Budget
 from aifs.core.errors import FsError, StoreError, Unavailable
+from aifs.data.directory_storage import DirectoryStorage
 from aifs.data.latency import Hedging
 from aifs.data.patience import FOR_EVER, ask_all, background
 from aifs.data.reading.buffers import BufferPool
 from aifs.data.reading.read_cache import ReadCache
-from aifs.data.server import DataServer, Space
+from aifs.data.server import DataServer
+from aifs.data.storage import Space
 from aifs.data.workers import Completions, Workers, gather
 from aifs.layout.placement import ACTIVE, BURST_FIRST, LOST, Candidate, weight_of
 
@@ -86,7 +88,7 @@ class Servers:
             workers = Workers(
                 f"aifs-data-{number}", self._limit, self._completions, self._patience_s
             )
-        return DataServer(number, path, self._store, workers)
+        return DataServer(number, DirectoryStorage(path), self._store, workers)
 
     def __getitem__(self, number: int) -> DataServer:
         try:
@@ -188,10 +190,10 @@ class Servers:
             self._patience_s,
         )
         wrong: dict[int, str] = {}
-        seen: dict[tuple[int, int], DataServer] = {}
+        seen: dict[Hashable, DataServer] = {}
         for server, answer in zip(asked, answers, strict=True):
-            if server.inode is not None:
-                other = seen.setdefault(server.inode, server)
+            if server.storage.place is not None:
+                other = seen.setdefault(server.storage.place, server)
                 if other is not server:
                     raise StoreError(
                         f"{server.name}: {server.path} is the directory of {other.name} "
@@ -357,17 +359,17 @@ class Servers:
         return found
 
     async def statfs(self) -> Space:
-        """The space of all data servers that work, each filesystem counted once. What is free where
+        """The space of all data servers that work, each storage counted once. What is free where
         no new files go does not count."""
         servers = sorted(self.capacity(), key=lambda server: server.standing == ACTIVE)
         spaces = await self.spaces(servers)
-        by_device = {
-            server.device: space if server.standing == ACTIVE else space.without_free()
+        by_pool = {
+            server.storage.pool: space if server.standing == ACTIVE else space.without_free()
             for server, space in zip(servers, spaces, strict=True)
             if space is not None
         }
         return Space(
-            *(sum(getattr(space, field) for space in by_device.values()) for field in Space._fields)
+            *(sum(getattr(space, field) for space in by_pool.values()) for field in Space._fields)
         )
 
     async def status(self) -> list[dict[str, Any]]:

@@ -10,9 +10,8 @@ from aifs.core import files
 from aifs.core.config import Config, is_directory_source
 from aifs.core.errors import StoreError
 from aifs.core.log import logger
-from aifs.data.claim import NAME as CLAIM
 from aifs.data.marker import FORMAT, NAME, Marker, read_marker, write_marker
-from aifs.data.naming import BACKUP
+from aifs.data.storage import BACKUP, CLAIM
 from aifs.store.owner import NAME as OWNER_NAME
 
 LOST_AND_FOUND = "lost+found"

@@ -34,12 +34,14 @@ from aifs.core import files
 from aifs.core.errors import FsError, StoreBusy, StoreError
 from aifs.core.log import logger
 from aifs.data.claim import Claim, put_claim, read_claim
+from aifs.data.directory_storage import DirectoryStorage
 from aifs.data.marker import NAME as MARKER_NAME
 from aifs.data.marker import read_marker
 from aifs.data.patience import Patience, ask_all
 from aifs.data.patience import background as in_background
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
+from aifs.data.storage import Storage
 from aifs.data.workers import outcomes
 from aifs.store.owner import OwnerLock
 
@@ -242,7 +244,9 @@ def _ask_each(
     without. Blocks.
     """
     paths = list(directories)
-    answers = ask_all([(Patience(), function, (path, *args)) for path in paths], _ANSWER_S)
+    answers = ask_all(
+        [(Patience(), function, (DirectoryStorage(path), *args)) for path in paths], _ANSWER_S
+    )
     for path, answer in zip(paths, answers, strict=True):
         if isinstance(answer, OSError | FsError | StoreError):
             _log.info("who has the store is not known at %s: %s", path, answer)
@@ -251,9 +255,9 @@ def _ask_each(
     return [answer for answer in answers if isinstance(answer, Claim)]
 
 
-def _put_as_own(directory: str, claim: Claim, store: str) -> None:
-    if read_marker(directory).store == store:
-        put_claim(directory, claim, durable=True)
+def _put_as_own(storage: Storage, claim: Claim, store: str) -> None:
+    if read_marker(storage.address).store == store:
+        put_claim(storage, claim, durable=True)
 
 
 # --- what claims mean ---

@@ -21,6 +21,7 @@ from aifs.core.limits import within
 from aifs.core.log import logger
 from aifs.core.tasks import first_error
 from aifs.data import backups, naming
+from aifs.data.directory_storage import list_files
 from aifs.data.marker import read_marker
 from aifs.data.patience import Patience, ask_all
 from aifs.meta import chunks, keys, namespace
@@ -106,7 +107,7 @@ class Found:
         self.sizes: dict[Name, int] = {}
         for place in places:
             try:
-                listed = backups.list_directory(place)
+                listed = list_files(place)
             except OSError as error:
                 raise StoreError(f"{place}: {error.strerror}") from error
             for text, size in listed.items():

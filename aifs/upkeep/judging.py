@@ -44,7 +44,7 @@ async def judge_copy(
     fd = None
     try:
         fd = await servers.run(server, server.open_object, key, False, False)
-        if fd is None or (await servers.run(server, server.stat, key, fd)).st_size != inode.size:
+        if fd is None or (await servers.run(server, server.stat, key, fd)).length != inode.size:
             return Judgement.WRONG
         for start in range(0, inode.size, COPY_PIECE):
             try:

@@ -123,7 +123,8 @@ async def test_reads_in_memory_pass_the_cache_by(servers, layout):
             == data[offset : offset + 128 * KIB]
         )
     if any(
-        servers[number].may_inline or servers[number]._can_read_cached for number in layout.servers
+        servers[number].may_inline or servers[number].storage.can_read_cached
+        for number in layout.servers
     ):
         assert servers.cache.status()["misses"] <= 1
     objects.close()

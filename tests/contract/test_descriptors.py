@@ -12,6 +12,7 @@ import trio
 
 from aifs.core import files
 from aifs.core.errors import OutOfMemory, Unavailable
+from aifs.data.marker import NAME as MARKER
 from aifs.files.types import Caller
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs.filesystem import Filesystem
@@ -120,9 +121,9 @@ async def test_a_want_of_descriptors_is_no_fault_of_a_server(directory, number):
                 handle, *_ = await fs.open(ino, os.O_RDONLY)
                 for server in fs.store.servers.values():
                     with pytest.raises(OutOfMemory):
-                        server.call("reach", server.path, server._check_marker) if (
-                            op == "read_file"
-                        ) else server.open_object((ino, ino), create=False)
+                        server.get_blob(MARKER) if (op == "read_file") else server.open_object(
+                            (ino, ino), create=False
+                        )
                 await fs.release(handle)
             assert {server.state for server in fs.store.servers.values()} == {"ok"}
         assert await read_file(fs, ino) == content(1)

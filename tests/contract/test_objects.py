@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aifs.core.errors import Unavailable
-from aifs.data.naming import ForeignFile, StoredObject
 from aifs.data.objects.striped import StripedObjects, delete_batch, delete_objects
 from aifs.data.servers import Servers
+from aifs.data.storage import ForeignFile, StoredObject
 from aifs.layout.striped import Striped
 from tests.support.data_servers import data_servers, hooked, list_window, open_below
 

@@ -17,7 +17,8 @@ import trio.testing
 from aifs.check import repair
 from aifs.check.fsck import check
 from aifs.core.errors import AccessDenied, NotADirectory, NotFound, NotPermitted, ReadOnly
-from aifs.data.naming import StoredObject, list_all
+from aifs.data.naming import list_all
+from aifs.data.storage import StoredObject
 from aifs.files import collector as vfs_collector
 from aifs.meta import keys
 from aifs.meta.kv import ReadTransaction

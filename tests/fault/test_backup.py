@@ -17,7 +17,8 @@ from aifs.core import faults, files
 from aifs.core.config import load
 from aifs.core.errors import FsError, NoSpace, NotFound, StoreError, Unavailable
 from aifs.data import backups
-from aifs.data.naming import BACKUP, StoredObject, list_all
+from aifs.data.naming import list_all
+from aifs.data.storage import BACKUP, StoredObject
 from aifs.meta.backup import BASE, parse_name
 from aifs.store import backup as vfs_backup
 from aifs.store import restore as vfs_restore

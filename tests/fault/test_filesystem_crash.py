@@ -20,7 +20,8 @@ import trio
 from aifs.check.fsck import check
 from aifs.core import faults, files
 from aifs.core.errors import FsError
-from aifs.data.naming import StoredObject, list_all
+from aifs.data.naming import list_all
+from aifs.data.storage import StoredObject
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys
 from aifs.meta.degraded import find_degraded

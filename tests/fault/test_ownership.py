@@ -16,7 +16,8 @@ from aifs.check.fsck import check
 from aifs.core import faults, files
 from aifs.core.config import Config
 from aifs.core.errors import StoreBusy, StoreError, Unavailable
-from aifs.data.claim import put_claim, read_claim
+from aifs.data.claim import Claim, put_claim, read_claim
+from aifs.data.directory_storage import DirectoryStorage
 from aifs.store import ownership
 from aifs.store.restore import restore
 from aifs.store.store import format_store
@@ -57,6 +58,10 @@ def directories(config: Config) -> tuple[str, ...]:
     return (*config.servers, *config.burst.directories)
 
 
+def claim_of(path: str) -> Claim | None:
+    return read_claim(DirectoryStorage(path))
+
+
 async def die(
     config: Config, work: Callable[[Filesystem], Awaitable[object]] | None = None
 ) -> None:
@@ -79,14 +84,14 @@ async def test_copied_metadata_are_refused_while_the_store_is_in_use(config: Con
     async with served(config) as fs:
         await write_file(fs, b"file", b"content")
         copy = with_copy_of_metadata(config)
-        claims = [read_claim(path) for path in directories(config)]
+        claims = [claim_of(path) for path in directories(config)]
         with pytest.raises(StoreBusy) as refused:
             async with served(copy):
                 pass
         said = str(refused.value)
         assert os.uname().nodename in said and config.meta.directory in said and "--force" in said
         assert re.search(r"renewed last at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", said), said
-        assert claims == [read_claim(path) for path in directories(config)], "nothing is changed"
+        assert claims == [claim_of(path) for path in directories(config)], "nothing is changed"
         with pytest.raises(StoreBusy):
             await trio.to_thread.run_sync(lambda: check(copy, repair=True))
     await require_sound(config)
@@ -145,18 +150,20 @@ async def test_after_a_restart_the_claim_is_watched(
     await die(config)
     monkeypatch.setattr(files, "boot_id", lambda: "another")
     if not alive:
-        late = read_claim(config.servers[0])  # on a server that had failed before the others
+        late = claim_of(config.servers[0])  # on a server that had failed before the others
         for path in directories(config)[1:]:
-            put_claim(path, replace(late, renewals=7), durable=True)
+            put_claim(DirectoryStorage(path), replace(late, renewals=7), durable=True)
         await require_sound(config)
         return
     path = os.path.join(config.servers[1], "owner")
-    claim = read_claim(config.servers[1])
+    claim = claim_of(config.servers[1])
     content = Path(path).read_bytes()
 
     async def renew() -> None:
         for number in range(1, 10_000):
-            put_claim(config.servers[1], replace(claim, renewals=number), durable=False)
+            put_claim(
+                DirectoryStorage(config.servers[1]), replace(claim, renewals=number), durable=False
+            )
             await trio.sleep(RENEWED_S)
 
     async with trio.open_nursery() as nursery:
@@ -244,7 +251,7 @@ async def test_a_clean_unmount_gives_the_right_back(config: Config) -> None:
     """Whoever has a copy that was made after it may have the store."""
     async with served(config):
         pass
-    assert not any(read_claim(path).held for path in directories(config))
+    assert not any(claim_of(path).held for path in directories(config))
     await require_sound(with_copy_of_metadata(config))
 
 
@@ -307,14 +314,14 @@ async def test_a_restore_ends_the_right_of_the_old_metadata(config: Config, rene
 
 async def test_servers_that_fail_or_hang_end_no_right(config: Config, renewed: None) -> None:
     async with served(config) as fs:
-        claims = [read_claim(path) for path in directories(config)]
+        claims = [claim_of(path) for path in directories(config)]
         with hanging(config.servers[0]) as hang:
             await until(lambda: hang.held)
-            seen = read_claim(config.servers[1]).renewals
-            await until(lambda: read_claim(config.servers[1]).renewals > seen + 2)
+            seen = claim_of(config.servers[1]).renewals
+            await until(lambda: claim_of(config.servers[1]).renewals > seen + 2)
             assert len(hang.held) == 1, "one thread waits"
-        seen = read_claim(config.servers[0]).renewals
-        await until(lambda: read_claim(config.servers[0]).renewals > seen)
+        seen = claim_of(config.servers[0]).renewals
+        await until(lambda: claim_of(config.servers[0]).renewals > seen)
         assert not fs.store.ownership.ended
-        assert claims[0].epoch == read_claim(config.servers[0]).epoch
+        assert claims[0].epoch == claim_of(config.servers[0]).epoch
     await require_sound(config)

@@ -15,7 +15,7 @@ from aifs.burst.ledger import Ledger
 from aifs.burst.tier import BurstTier
 from aifs.core.config import load
 from aifs.data.health import Health
-from aifs.data.server import Space
+from aifs.data.storage import Space
 from aifs.layout.placement import ACTIVE, BURST_FIRST
 from aifs.meta.memory_engine import MemoryEngine
 from aifs.meta.records import Copy

@@ -10,8 +10,8 @@ import pytest
 import trio
 
 from aifs.core.errors import StoreError, Unavailable
-from aifs.data.server import Space
 from aifs.data.servers import Servers
+from aifs.data.storage import Space
 from aifs.layout.placement import ACTIVE, BURST_FIRST, DRAINING, LOST, WEIGHTS
 from aifs.meta import keys, server_uses, servers
 from aifs.meta.memory_engine import MemoryEngine

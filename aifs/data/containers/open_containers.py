@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from aifs.core import files
 from aifs.core.errors import FsError
 from aifs.data.objects.protected import ProtectedObjects
 from aifs.data.patience import Hanging
@@ -129,7 +128,7 @@ class _Plain(OpenContainer):
         if fd is None:
             raise Damaged(f"{server.name}: {server.object_path(*key)} is missing")
         try:
-            length = server.stat(key, fd).st_size
+            length = server.stat(key, fd).length
             if length < self.end:
                 raise Damaged(
                     f"{server.name}: {server.object_path(*key)} has {length} of {self.end} bytes"
@@ -137,7 +136,7 @@ class _Plain(OpenContainer):
             if length > self.end:
                 server.truncate(key, fd, self.end)
         except BaseException:
-            files.close_file(fd)
+            server.storage.close(fd)
             raise
         self._fd = fd
 
@@ -145,7 +144,9 @@ class _Plain(OpenContainer):
         filled = build(memory)
         self._server.write(self._key, self._fd, memory[:filled], end)
         with self._server.workers.patience.asking("write", self._key):
-            files.start_writing(self._fd, end, filled)  # while the next stripe is read and hashed
+            self._server.storage.start_writing(
+                self._fd, end, filled
+            )  # while the next stripe is read and hashed
         return filled
 
     def _sync(self) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from aifs.core import files
 from aifs.core.errors import Unavailable
 from aifs.data.objects.protected import ProtectedObjects
 from aifs.data.patience import in_time
@@ -138,9 +137,9 @@ class PlainReader:
             if fd is None:
                 raise Missing(f"{server.name}: {server.object_path(*key)} is missing")
             try:
-                self._length = server.stat(key, fd).st_size
+                self._length = server.stat(key, fd).length
             except BaseException:
-                files.close_file(fd)
+                server.storage.close(fd)
                 raise
             self._fd = fd
 

@@ -238,7 +238,7 @@ class Columns:
         self, column: int, offset: int, size: int, strict: bool
     ) -> tuple[int, int] | None:
         fd, server = self._descriptor(column, create=False), self.server(column)
-        length = 0 if fd is None else server.stat(self._key, fd).st_size
+        length = 0 if fd is None else server.stat(self._key, fd).length
         end = self._layout.object_length(column, size)
         if strict and length < end:  # what lacks is no hole
             raise self._too_short(column, end, size)
@@ -266,9 +266,9 @@ class Columns:
                     )  # somebody may be reading it
             return 0
         fd = self._descriptor(column, create=True)
-        if server.stat(self._key, fd).st_size != length:
+        if server.stat(self._key, fd).length != length:
             server.truncate(self._key, fd, length)
-        return server.stat(self._key, fd).st_blocks
+        return server.stat(self._key, fd).blocks
 
     async def sync(self, column: int) -> None:
         """The object's bytes, length and name (or absence) are durable on return. Raises NoSpace,

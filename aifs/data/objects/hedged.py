@@ -14,8 +14,8 @@ from aifs.core.errors import FsError
 from aifs.data.objects.columns import Columns, Range
 from aifs.data.reading.blocks import BLOCK, Block, ObjectSource
 from aifs.data.reading.cached_reads import collect
-from aifs.data.server import Key
 from aifs.data.servers import Servers
+from aifs.data.storage import Key
 from aifs.layout.striped import Striped
 
 HEAD_START_S = 0.005

@@ -5,8 +5,8 @@ columns.
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
-from aifs.core import files
-from aifs.data.server import DataServer, Key
+from aifs.data.server import DataServer
+from aifs.data.storage import Key
 from aifs.layout.striped import Striped
 
 Range = tuple[int, int]
@@ -48,7 +48,7 @@ def find_data(
     begin = layout.object_length(column, offset)
     if fd is None or begin >= end:
         return None
-    return server.call("read", key, files.next_data, fd, begin, end)
+    return server.next_data(key, fd, begin, end)
 
 
 def first_range(

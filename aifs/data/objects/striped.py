@@ -132,11 +132,13 @@ class StripedObjects:
         ``size`` bytes.
         """
         server, fd = self._servers[0], self._fds[0]
-        if fd is None and server.is_local:
+        if fd is None and server.storage.is_local:
             [fd] = await self._gather([(server.workers, self._descriptor, (0, False))])
         return (
             fd
-            if fd is not None and server.is_local and server.stat(self._key, fd).st_size == size
+            if fd is not None
+            and server.storage.is_local
+            and server.stat(self._key, fd).length == size
             else None
         )
 
@@ -239,7 +241,7 @@ class StripedObjects:
         self, index: int, offset: int, size: int, strict: bool
     ) -> tuple[int, int] | None:
         fd, server = self._descriptor(index, create=False), self._servers[index]
-        length = 0 if fd is None else server.stat(self._key, fd).st_size
+        length = 0 if fd is None else server.stat(self._key, fd).length
         end = self._layout.object_length(index, size)
         if strict:
             self._require(index, length, end, size)
@@ -332,14 +334,14 @@ class StripedObjects:
     def _cut(self, index: int, fd: int, target: int, extend: bool) -> Known:
         server = self._servers[index]
         status = server.stat(self._key, fd)
-        if status.st_size > target or (extend and status.st_size < target):
+        if status.length > target or (extend and status.length < target):
             try:
                 server.truncate(self._key, fd, target)
             finally:
                 self._unsynced.mark(index)
             status = server.stat(self._key, fd)
         # An empty object is one too many: settling will remove it.
-        return Known(status.st_size, status.st_blocks, exact=status.st_size > 0)
+        return Known(status.length, status.blocks, exact=status.length > 0)
 
     def _remove(self, index: int) -> None:
         server = self._servers[index]

@@ -5,7 +5,8 @@ from typing import Protocol
 
 import trio
 
-from aifs.data.server import DataServer, Key
+from aifs.data.server import DataServer
+from aifs.data.storage import Key
 
 BLOCK = 1 << 20
 BLOCK_MAX = 4 << 20

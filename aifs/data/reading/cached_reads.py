@@ -8,7 +8,8 @@ from functools import cached_property, partial
 from aifs.data.reading.blocks import BLOCK, Block, ObjectSource, object_name
 from aifs.data.reading.patterns import Pattern
 from aifs.data.reading.read_cache import ReadCache
-from aifs.data.server import DataServer, Key
+from aifs.data.server import DataServer
+from aifs.data.storage import Key
 from aifs.layout.striped import Striped
 
 WHOLE_BLOCKS_FROM = 64 << 10

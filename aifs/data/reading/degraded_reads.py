@@ -13,8 +13,8 @@ from aifs.data.reading.blocks import BLOCK_MAX
 from aifs.data.reading.cached_reads import WHOLE_BLOCKS_FROM
 from aifs.data.reading.patterns import Pattern
 from aifs.data.reading.read_cache import ReadCache
-from aifs.data.server import Key
 from aifs.data.servers import Servers
+from aifs.data.storage import Key
 from aifs.layout.striped import Striped
 
 Fill = Callable[[int, memoryview, int], Awaitable[None]]

@@ -1,0 +1,331 @@
+"""Objects as files below a directory that is marked as a store's: a disk, NFS, any filesystem.
+
+Where objects lie is naming's business. Directories between them are made when they are needed, and
+removed when they have become empty.
+"""
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+from aifs.core import files, filesystems
+from aifs.core.errors import NotSupported, StoreError
+from aifs.data import naming, probe
+from aifs.data.marker import check_identity, read_marker
+from aifs.data.slots import read_slots, write_slots
+from aifs.data.storage import (
+    CLAIM,
+    ForeignFile,
+    Identity,
+    Key,
+    Space,
+    Status,
+    Storage,
+    StoredObject,
+)
+from aifs.data.unsynced import Unsynced
+
+_KNOWN_DIRECTORIES = 1024
+
+
+class DirectoryStorage(Storage):
+    """``address`` is the path of the directory. Handles are descriptors."""
+
+    in_place = append = holes = descriptor = can_read_cached = True
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self._identity: Identity | None = None
+        """Whose it must be, once it has been identified."""
+        self._writable = False
+        self._inode: tuple[int, int] | None = None
+        """(st_dev, st_ino) of the directory, as last identified."""
+        self._known: dict[str, None] = {}
+        """Object directories that exist, oldest first."""
+        self._thinned: set[str] = set()
+        """Object directories from which names were taken, which may be empty now."""
+        self._directories_lock = threading.Lock()
+        """Held while object directories are made and removed."""
+        self._unsynced_names = Unsynced()
+
+    @property
+    def may_inline(self) -> bool:
+        return self.in_memory and not files.is_hooked()
+
+    # --- identity ---
+
+    def identify(self, identity: Identity, read_only: bool) -> None:
+        with suppress(OSError):  # the marker cannot be read then, either, and that says more
+            status = os.stat(self.address)
+            self._inode = status.st_dev, status.st_ino
+        self._identity = identity
+        self._check_marker()
+        try:
+            self.in_memory = filesystems.is_in_memory(self.address)
+            self.is_local = filesystems.is_local(self.address)
+        except OSError as error:
+            raise StoreError(f"{self.address}: {error.strerror}") from error
+        if not read_only and not os.access(self.address, os.W_OK):
+            raise StoreError(
+                f"{self.address}: cannot be written to; make it writable, or mount with -o ro"
+            )
+        self._writable = not read_only
+
+    def _check_marker(self) -> None:
+        marker = read_marker(self.address)
+        if self._identity is not None:
+            check_identity(self.address, marker, self._identity)
+
+    def reach(self) -> None:
+        status = os.stat(self.address)
+        if (status.st_dev, status.st_ino) != self._inode:
+            self._check_marker()
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        return self._inode
+
+    @property
+    def pool(self) -> int:
+        """st_dev of the filesystem."""
+        return self._inode[0]
+
+    def works(self) -> bool:
+        return super().works() and probe.works(self.address, self._writable)
+
+    # --- objects ---
+
+    def where(self, key: Key) -> str:
+        return naming.object_path(self.address, *key)
+
+    def create(self, key: Key, exclusive: bool) -> int:
+        directory = naming.directory_of(self.address, key[1])
+        path = f"{directory}/{naming.name_of(*key)}"
+        while True:
+            if directory not in self._known:
+                self._make_directory(directory)
+            if not exclusive:
+                with suppress(FileNotFoundError):
+                    return files.open_file(path)
+            try:
+                fd = files.open_file(path, create=True, exclusive=exclusive, write=not exclusive)
+            except FileNotFoundError:
+                # The last other object in it has just been removed, and the directory with it.
+                with self._directories_lock:
+                    self._known.pop(directory, None)
+                continue
+            self._unsynced_names.mark(directory)
+            return fd
+
+    def _make_directory(self, directory: str) -> None:
+        with self._directories_lock:
+            if directory in self._known:
+                return
+            # Never make the root: where its filesystem is not mounted, another one would be written
+            # to.
+            self._check_marker()
+            upper = os.path.dirname(directory)
+            objects = os.path.dirname(upper)
+            for path in (objects, upper, directory):
+                files.make_dir(path)
+            # Also where they existed: that may be the work of a process that died before it synced
+            # them.
+            self._unsynced_names.mark(self.address, objects, upper, directory)
+            if len(self._known) >= _KNOWN_DIRECTORIES:
+                del self._known[next(iter(self._known))]
+            self._known[directory] = None
+
+    def open(self, key: Key, write: bool) -> int | None:
+        path = self.where(key)
+        try:
+            return files.open_file(path, write=write and self._writable)
+        except FileNotFoundError:
+            self.reach()
+            return None
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            # Its disk has become read-only: what is there can be rescued.
+            return files.open_file(path, write=False)
+
+    def close(self, handle: int) -> None:
+        files.close_file(handle)
+
+    def read(self, handle: int, buffer: memoryview, offset: int) -> int:
+        return files.read_into(handle, buffer, offset)
+
+    def read_cached(self, handle: int, buffer: memoryview, offset: int) -> bool:
+        """What the page cache has."""
+        if not self.can_read_cached or files.is_hooked():
+            return False
+        try:
+            return files.read_cached(handle, buffer, offset) == len(buffer)
+        except OSError as error:
+            # A read in a worker will meet any other error again, and report it.
+            self.can_read_cached = error.errno != errno.EOPNOTSUPP
+            return False
+
+    def write(self, handle: int, data: bytes | memoryview, offset: int) -> None:
+        files.write_at(handle, data, offset)
+
+    def start_writing(self, handle: int, offset: int, length: int) -> None:
+        files.start_writing(handle, offset, length)
+
+    def truncate(self, handle: int, length: int) -> None:
+        files.truncate(handle, length)
+
+    def punch(self, handle: int, offset: int, length: int) -> None:
+        try:
+            files.change_allocation(handle, files.PUNCH_HOLE | files.KEEP_SIZE, offset, length)
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+            raise NotSupported from None  # an answer about the filesystem, no failure of the device
+
+    def next_data(self, handle: int, offset: int, end: int) -> tuple[int, int] | None:
+        return files.next_data(handle, offset, end)
+
+    def stat(self, handle: int) -> Status:
+        status = os.fstat(handle)
+        return Status(status.st_size, status.st_blocks)
+
+    def sync(self, handle: int) -> None:
+        files.sync_file(handle)
+
+    def remove(self, key: Key) -> None:
+        directory = naming.directory_of(self.address, key[1])
+        try:
+            files.unlink(f"{directory}/{naming.name_of(*key)}")
+        except FileNotFoundError:
+            self.reach()
+        self._unsynced_names.mark(directory)
+        self._thinned.add(directory)
+
+    # --- durability of names ---
+
+    def sync_names(self, oid: int) -> None:
+        directories = self._directories_of(oid)
+        if directories[0] in self._thinned:
+            self._remove_if_empty(directories[0])
+        for directory in directories:
+            generation = self._unsynced_names.get(directory)
+            if generation is not None:
+                try:
+                    files.sync_dir(directory)
+                except FileNotFoundError:
+                    self.reach()  # removed when it had become empty; its parent is marked
+                self._unsynced_names.done(directory, generation)
+
+    def doubt_names(self, oid: int) -> None:
+        self._unsynced_names.mark(*self._directories_of(oid))
+
+    def _directories_of(self, oid: int) -> tuple[str, ...]:
+        directory = naming.directory_of(self.address, oid)
+        upper = os.path.dirname(directory)
+        return directory, upper, os.path.dirname(upper), self.address
+
+    def _remove_if_empty(self, directory: str) -> None:
+        with self._directories_lock:
+            self._thinned.discard(directory)
+            if directory == next(reversed(self._known), None):
+                return  # new objects are being made in it
+            try:
+                files.remove_dir(directory)
+            except OSError:
+                return  # not empty, as a rule
+            self._known.pop(directory, None)
+        self._unsynced_names.mark(os.path.dirname(directory))
+
+    def sync_all(self) -> None:
+        """Everything on the filesystem."""
+        names = self._unsynced_names.snapshot()
+        self.reach()
+        files.sync_filesystem(self.address)
+        for directory, generation in names.items():
+            self._unsynced_names.done(directory, generation)
+
+    # --- what is there ---
+
+    def list_range(self, first_oid: int, end_oid: int) -> list[Key]:
+        self.reach()
+        return naming.list_range(self.address, first_oid, end_oid)
+
+    def list_all(self) -> Iterator[StoredObject | ForeignFile]:
+        self.reach()
+        yield from naming.list_all(self.address)
+
+    def space(self) -> Space:
+        """Of the filesystem."""
+        status = os.statvfs(self.address)
+        unit = status.f_frsize
+        return Space(
+            status.f_blocks * unit,
+            status.f_bfree * unit,
+            status.f_bavail * unit,
+            status.f_files,
+            status.f_ffree,
+        )
+
+    # --- blobs ---
+
+    def get_blob(self, name: str) -> bytes | None:
+        path = os.path.join(self.address, name)
+        content = read_slots(path) if name == CLAIM else files.read_file(path)
+        if content is None:
+            self.reach()
+        return content
+
+    def put_blob(self, name: str, data: bytes, durable: bool = True) -> None:
+        self.reach()
+        path = os.path.join(self.address, name)
+        if name == CLAIM:
+            write_slots(path, data, durable)
+            return
+        directory = os.path.dirname(path)
+        if not os.path.isdir(directory):
+            files.make_dir(directory)
+            files.sync_dir(self.address)
+        put_file(path, data)
+
+    def list_blobs(self, prefix: str) -> dict[str, int]:
+        self.reach()
+        return list_files(os.path.join(self.address, prefix))
+
+    def delete_blob(self, name: str) -> None:
+        try:
+            files.unlink(os.path.join(self.address, name))
+        except FileNotFoundError:
+            self.reach()
+
+
+# --- whole files of any directory -----------------------------------------------------------------
+
+
+def put_file(path: str, data: bytes) -> None:
+    """Make ``path`` hold ``data``, durably. Raises OSError: where there was no room for it, or it is not
+    what is read back, nothing is left.
+    """
+    try:
+        files.replace_file(path, data)
+        if files.read_file(path, anew=True) != data:
+            raise OSError(errno.EIO, "what is read back is not what was written")
+    except OSError:
+        for name in (f"{path}.new", path):
+            with suppress(OSError):
+                files.unlink(name)
+        raise
+
+
+def list_files(directory: str) -> dict[str, int]:
+    """The files in ``directory``, which may be missing, with their lengths. Raises OSError."""
+    try:
+        with os.scandir(directory) as entries:
+            return {
+                entry.name: entry.stat().st_size
+                for entry in entries
+                if entry.is_file(follow_symlinks=False)
+            }
+    except FileNotFoundError:
+        return {}

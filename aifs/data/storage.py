@@ -1,0 +1,274 @@
+"""The storage of a data server: the one interface through which bytes are kept.
+
+``DirectoryStorage`` keeps objects as files below a directory; ``MemoryStorage`` is the smallest one
+that works, and can do the least. What is common to all servers, whatever they keep bytes with
+(workers, timing, health, names of errors), is in ``server.DataServer``, which has one storage.
+
+An *object* has a key (ino, oid) and is used through a *handle*, a number that the storage gives.
+A *blob* is a small file of the server's own, with a name: its marker, the claim on it, backups of
+the metadata. The contract, for all storages, is tests/contract/test_storage.py.
+
+What users may rely on depends on what a storage says that it can do (``Storage``):
+
+* Without ``in_place`` an object is written once: at any offset, in any order, by the handle that
+  has made it, until that is synced. From then on the object is immutable, and nobody else sees it
+  before. So a file that has been drained stays as it is, and what changes in it becomes new objects
+  under a new oid. Changes in place are refused with NotSupported.
+* Without ``append`` an object does not grow either, once it is synced. So containers, which grow by a
+  stripe at a time, cannot be kept there, and are refused with NotSupported when they are begun.
+* Without ``holes`` all of an object counts as data, and nothing can be punched out of it.
+* Without ``descriptor`` a handle means nothing to the kernel: no passthrough, no lease, no
+  fallocate. A burst directory must have it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator
+from typing import NamedTuple
+
+from aifs.core.errors import NotSupported
+
+Key = tuple[int, int]
+"""Names an object on a server: (ino, oid)."""
+
+NEAR = 256
+"""Names of objects become durable by so many ids at a time: oids are near each other if they are the
+same divided by this.
+"""
+
+CLAIM = "owner"
+"""Name of the blob that says who has the store; it is put every few seconds."""
+
+BACKUP = "backup"
+"""What the names of blobs begin with that are backups of the metadata: ``backup/NAME``."""
+
+
+class Identity(NamedTuple):
+    """Whose storage it is, as its marker says."""
+
+    store: str
+    """UUID."""
+    role: str
+    """'data' or 'burst'."""
+    id: int
+    """Number within the role."""
+
+
+class Space(NamedTuple):
+    """Space of storages, in bytes and inodes. ``available`` is ``free`` less what is reserved for
+    root.
+    """
+
+    total: int
+    free: int
+    available: int
+    files: int
+    files_free: int
+
+    def without_free(self) -> "Space":
+        """As if the storage were full, and as large as what is in use."""
+        return Space(self.total - self.free, 0, 0, self.files - self.files_free, 0)
+
+
+class Status(NamedTuple):
+    """Of an object that is open."""
+
+    length: int
+    blocks: int
+    """Of 512 bytes: what it takes, as far as known."""
+
+
+class StoredObject(NamedTuple):
+    """An object as it lies on a server. ``path``: where, for people."""
+
+    ino: int
+    oid: int
+    length: int
+    allocated: int  # bytes
+    path: str
+
+
+class ForeignFile(NamedTuple):
+    """Something in the storage that is not of AIFS. ``path``: where, for people."""
+
+    path: str
+
+
+class Storage(ABC):
+    """Keeps objects and blobs. Used from any thread; ``identify`` must have succeeded before objects
+    are used.
+
+    Everything blocks, but for what says otherwise. Errors are OSErrors with the numbers that the
+    system gives for the like (ENOSPC, EDQUOT, EIO, ETIMEDOUT ...), NotSupported for what the storage
+    cannot do, and StoreError where it is not there, or not that of the server.
+    """
+
+    in_place = False
+    """Objects may be changed after they have been synced: written, cut, extended."""
+
+    append = False
+    """Objects may be written behind their ends after they have been synced."""
+
+    holes = False
+    """It knows where an object has holes, and can make them."""
+
+    descriptor = False
+    """Handles are descriptors of open files, which the kernel knows, too."""
+
+    in_memory = False
+    """Nothing waits for a device: calls take microseconds, and may run on the trio thread."""
+
+    can_read_cached = False
+    """``read_cached`` may have an answer, as far as is known: it has a cache that is asked at once."""
+
+    is_local = False
+    """It belongs to this machine alone: opening and closing are cheap, nobody else changes it."""
+
+    def __init__(self, address: str) -> None:
+        """Does no I/O. ``address``: where it is, as in the table of servers and for people."""
+        self.address = address
+
+    @property
+    def may_inline(self) -> bool:
+        """Whether short operations may run on the trio thread just now. Does not block."""
+        return self.in_memory
+
+    # --- identity ---
+
+    @abstractmethod
+    def identify(self, identity: Identity, read_only: bool) -> None:
+        """Check that the storage is that of ``identity``, and can be written to unless ``read_only``.
+
+        Raises StoreError, which says what is wrong and what to do."""
+
+    @abstractmethod
+    def reach(self) -> None:
+        """It is there, and still the one that was identified. Raises OSError, StoreError. Cheap."""
+
+    @property
+    @abstractmethod
+    def place(self) -> Hashable | None:
+        """What is different for any two storages, as last identified. Does not block."""
+
+    @property
+    @abstractmethod
+    def pool(self) -> Hashable:
+        """Storages of which this is equal share their ``space``. Does not block."""
+
+    def works(self) -> bool:
+        """Whether it can be read and, unless it is read-only, written: a probe past all caches."""
+        try:
+            self.reach()
+        except OSError:
+            return False
+        return True
+
+    # --- objects ---
+
+    @abstractmethod
+    def where(self, key: Key) -> str:
+        """Where an object is, or would be, for people. Does not block."""
+
+    @abstractmethod
+    def create(self, key: Key, exclusive: bool) -> int:
+        """A handle of a new object, which is empty. It may be written by this handle.
+
+        ``exclusive``: there is none of that key, and the handle is for reading alone (others
+        may be opened for writing, where ``in_place`` says so). Else one that is there, perhaps from
+        somebody who died, is opened, and keeps its bytes until it is cut."""
+
+    @abstractmethod
+    def open(self, key: Key, write: bool) -> int | None:
+        """A handle of an object, None if there is none. A handle for writing may turn out not to
+        allow it, when it is used."""
+
+    @abstractmethod
+    def close(self, handle: int) -> None:
+        """What was written and not synced may be lost."""
+
+    @abstractmethod
+    def read(self, handle: int, buffer: memoryview, offset: int) -> int:
+        """Fill ``buffer``; returns the bytes read, fewer only at the object's end. An object that
+        has been removed may be read as before, or fails."""
+
+    def read_cached(self, handle: int, buffer: memoryview, offset: int) -> bool:
+        """Fill ``buffer`` if that can be done without waiting, wholly or not at all. For the trio
+        thread: does not block, and raises nothing."""
+        return False
+
+    @abstractmethod
+    def write(self, handle: int, data: bytes | memoryview, offset: int) -> None:
+        """All of ``data``; what lies between the end and ``offset`` reads as zeros."""
+
+    def start_writing(self, handle: int, offset: int, length: int) -> None:
+        """Begin to make these bytes durable, so that ``sync`` finds less to do. Does not wait, and
+        promises nothing."""
+
+    @abstractmethod
+    def truncate(self, handle: int, length: int) -> None:
+        """Cut, or extend with zeros."""
+
+    def punch(self, handle: int, offset: int, length: int) -> None:
+        """What is there of the range reads as zeros, and takes no space. With ``holes``."""
+        raise NotSupported(f"{self.address}: has no holes")
+
+    def next_data(self, handle: int, offset: int, end: int) -> tuple[int, int] | None:
+        """The first part, as (start, end), of a range that may be no hole; None if there is none."""
+        end = min(end, self.stat(handle).length)
+        return (offset, end) if offset < end else None
+
+    @abstractmethod
+    def stat(self, handle: int) -> Status: ...
+
+    @abstractmethod
+    def sync(self, handle: int) -> None:
+        """The object's bytes and length are durable on return; its name after ``sync_names``.
+
+        A failure may have lost what was written: a later sync may then succeed without it."""
+
+    @abstractmethod
+    def remove(self, key: Key) -> None:
+        """There is no such object on return, whether there was one or not; durable after
+        ``sync_names``. Raises if that is only because the storage is not there."""
+
+    def sync_names(self, oid: int) -> None:
+        """Which objects of this oid and those near it exist is durable on return. Where each ``sync``
+        and ``remove`` does that, nothing is left to do."""
+
+    def doubt_names(self, oid: int) -> None:
+        """Names near ``oid`` may be the work of a process that died before it synced them. Does not
+        block."""
+
+    def sync_all(self) -> None:
+        """Everything that was written is durable on return."""
+
+    # --- what is there ---
+
+    @abstractmethod
+    def list_range(self, first_oid: int, end_oid: int) -> list[Key]:
+        """The objects with first_oid <= oid < end_oid, in no order."""
+
+    @abstractmethod
+    def list_all(self) -> Iterator[StoredObject | ForeignFile]:
+        """All that is there but blobs, in order. Objects may come and go meanwhile."""
+
+    @abstractmethod
+    def space(self) -> Space: ...
+
+    # --- blobs ---
+
+    @abstractmethod
+    def get_blob(self, name: str) -> bytes | None:
+        """As it was last put, whole; None if there is none."""
+
+    @abstractmethod
+    def put_blob(self, name: str, data: bytes, durable: bool = True) -> None:
+        """Replace the blob, all or nothing, also where a crash comes between. ``durable``: it is so
+        on return. CLAIM can be put again also where no space is left, and has up to 64 KiB."""
+
+    @abstractmethod
+    def list_blobs(self, prefix: str) -> dict[str, int]:
+        """Lengths of the blobs ``prefix/NAME``, by NAME."""
+
+    @abstractmethod
+    def delete_blob(self, name: str) -> None:
+        """There is none on return, whether there was one or not."""
