@@ -1,4 +1,5 @@
-"""The one part of the package that is compiled: the bridge, without which everything else works."""
+"""The one part of the package that is compiled: the bridge, which a mount needs and the client does
+not. Where there is no compiler the package is built without it, and ``aifs mount`` says so."""
 
 from setuptools import Extension, setup
 

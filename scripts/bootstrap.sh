@@ -1,6 +1,6 @@
 # Sourced by scripts/demo, scripts/test and scripts/bench: makes a fresh Debian or Ubuntu machine ready.
 #
-# bootstrap EXTRA [PACKAGE...]   installs the system packages that are missing, makes .venv, and installs this
+# bootstrap EXTRA,... [PACKAGE...]   installs the system packages that are missing, makes .venv, and installs this
 # package with its optional dependencies EXTRA into it. Does nothing, quickly, when all is there already.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -27,8 +27,8 @@ bootstrap() {
     for stamp in "$venv"/installed-*; do  # what was installed with more dependencies will do
         if [[ ,${stamp#"$venv/installed-"}, == *",$extra,"* ]] && build_input | cmp -s - "$stamp"; then return; fi
     done
-    echo "installing aifs${extra:+[$extra]} into .venv" >&2
-    "$venv/bin/pip" install --quiet --disable-pip-version-check --editable "$root${extra:+[$extra]}"
+    echo "installing aifs[$extra] into .venv" >&2
+    "$venv/bin/pip" install --quiet --disable-pip-version-check --editable "$root[$extra]"
     build_input >"$venv/installed-$extra"
 }
 

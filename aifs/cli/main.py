@@ -35,6 +35,11 @@ from aifs.core.errors import AifsError, UserError
 
 EXIT_INTERRUPTED = 130
 
+MOUNT_PACKAGES = frozenset(
+    ("lmdb", "pydantic", "pyeclib", "pyfuse3", "sortedcontainers", "trio", "yaml", "zstandard")
+)
+"""What the extra ``mount`` installs, as it is imported."""
+
 EPILOG = """
 SOURCE is a directory, which holds the whole store (metadata, four data servers), or a YAML file that says
 where each part lies.
@@ -116,6 +121,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:  # the reader of our output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in MOUNT_PACKAGES:
+            raise
+        print_error(
+            f"this needs the packages of the daemon ({package} is not installed): "
+            "pip install 'aifs[mount]'"
+        )
         return 1
     except (AifsError, OSError) as error:
         print_error(describe_error(error))

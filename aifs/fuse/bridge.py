@@ -1,8 +1,9 @@
 """The bridge (bridge.c) as the daemon uses it: what is asked of the kernel, passthrough, what is
 missing and why.
 
-Without it everything works but ioctl, fallocate, SEEK_DATA and SEEK_HOLE, copies inside the
-filesystem, O_TMPFILE, and the speed of passthrough.
+Where it is switched off, or libfuse is too old for it, everything works but ioctl, fallocate,
+SEEK_DATA and SEEK_HOLE, copies inside the filesystem, O_TMPFILE, and the speed of passthrough. Where
+it has not been built, a mount has to say that it wants none.
 """
 
 import errno
@@ -63,7 +64,10 @@ class Missing(NamedTuple):
     fix: str
 
 
-NOT_BUILT = "install gcc and python3-dev, then install aifs again"
+NOT_BUILT = (
+    "install gcc and python3-dev, then build it: "
+    "pip install --force-reinstall --no-cache-dir --no-deps aifs"
+)
 OLD_LIBFUSE = "install libfuse 3.14 or later and build pyfuse3 with it"
 OLD_KERNEL = "run a kernel of 6.9 or later that is built with CONFIG_FUSE_PASSTHROUGH"
 NO_CAPABILITY = "mount as root, or give the daemon CAP_SYS_ADMIN"
@@ -74,19 +78,20 @@ class Bridge:
     is mounted.
 
     It is the ``Passthrough`` of vfs. Made before pyfuse3 mounts, because that is when the bridge
-    steps in. Raises MountError if the configuration requires a bridge that has not been built.
+    steps in. Raises MountError if it cannot be loaded and is not switched off.
     """
 
     def __init__(self, kernel: KernelConfig, on_request: Callable[..., bool]) -> None:
         self._kernel = kernel
+        wanted = kernel.bridge != "off"
         if extension is not None:
-            wanted = kernel.bridge != "off"
             extension.configure(
                 on_request if wanted else None, WANTED, kernel.max_background, ioctl.TYPE
             )
-        elif kernel.bridge == "require":
+        elif wanted:
             raise MountError(
-                f"kernel.bridge is require, but it cannot be loaded: {extension_error}; {NOT_BUILT}"
+                f"the bridge, the C part of AIFS, cannot be loaded: {extension_error}; {NOT_BUILT}; "
+                f"or mount with -o kernel.bridge=off. The cost of that: {ALL_COST}"
             )
 
     @property
@@ -169,8 +174,7 @@ class Bridge:
         if self._kernel.bridge == "off":
             return []
         if not self.in_use:
-            fix = NOT_BUILT if extension is None else OLD_LIBFUSE
-            return [Missing("the bridge", self._reason(), ALL_COST, fix)]
+            return [Missing("the bridge", self._reason(), ALL_COST, OLD_LIBFUSE)]
         if not extension.negotiated()[1] & PASSTHROUGH:
             return [Missing("passthrough", "the kernel does not offer it", SPEED_COST, OLD_KERNEL)]
         if not may_pass_through():

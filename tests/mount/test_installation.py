@@ -1,0 +1,37 @@
+"""A mount seen from where the daemon's packages are not installed: a training container."""
+
+import subprocess
+import sys
+
+from tests.support.mounts import Mounted
+from tests.unit.test_installation import COMMAND, WITHOUT_EXTRAS
+
+COMMANDS = [
+    (["status", "."], 0),
+    (["info", "x"], 0),
+    (["drain", "x"], 0),
+    (["pin", "x"], 0),
+    (["unpin", "x"], 0),
+    (["evict", "x"], 0),
+    (["warm", "x"], 0),
+    (["group", "show", "x"], 1),  # there is none
+    (["checkpoints", "ls", "."], 0),
+    (["publish", "new", "final"], 0),
+    (["rm", "-r", "final"], 0),
+]
+
+
+def test_commands_for_a_mount_run_without_the_daemons_packages(mounted: Mounted) -> None:
+    for file in (mounted.path / "x", mounted.path / "new" / "x"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"content" * 100_000)
+    for command, code in COMMANDS:
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_EXTRAS + COMMAND, *command],
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=mounted.path,
+        )
+        assert "aifs[mount]" not in done.stderr and "Traceback" not in done.stderr
+        assert done.returncode == code, (command, done.stderr)
