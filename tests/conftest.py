@@ -84,7 +84,7 @@ def engine_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """The engine of the stores that the test opens in its own process."""
     kind = getattr(request, "param", "lmdb")
     if kind != "lmdb":
-        engines.draws.seed(request.config.getoption("--engine-seed"))
+        engines.seed(request.config.getoption("--engine-seed"))
         monkeypatch.setattr(store, "LmdbEngine", engines.ENGINES[kind])
     return kind
 

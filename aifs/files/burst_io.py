@@ -293,7 +293,7 @@ class BurstIO:
                 file.unsaved = True
                 if file.backing and inode.is_privileged:
                     # Nobody can tell who has written, so this is done to everybody.
-                    inode.mode, file.stripped = inode.unprivileged_mode, True
+                    inode.mode, inode.stripped = inode.unprivileged_mode, True
         if status.st_size != inode.size or status.st_blocks != inode.blocks:
             inode.size, inode.blocks = status.st_size, status.st_blocks
             file.unsaved = True

@@ -5,7 +5,8 @@ A file's newest bytes lie in the burst tier (``burst_io``), or in its inode or o
 modules, ``writeback``, ``drain``, ``stage`` and ``evict`` change a file's form.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,11 +33,11 @@ from aifs.files.containers import Containers
 from aifs.files.open_inode import Objects, OpenInode
 from aifs.files.types import SIZE_MAX
 from aifs.layout.striped import Striped
-from aifs.meta import forms, keys
+from aifs.meta import forms
 from aifs.meta.degraded import find_degraded
 from aifs.meta.kv import Engine, Transaction
 from aifs.meta.moves import ObjectSet
-from aifs.meta.namespace import put_inode
+from aifs.meta.namespace import find_inode, get_inode, put_inode, take_attributes
 from aifs.meta.records import Inode
 from aifs.store.ids import IdAllocator
 
@@ -74,6 +75,7 @@ class FileIO:
         most = files.descriptors_max()
         self._descriptors_max = self._room_at = max((most - _OTHER_DESCRIPTORS) // 2, most // 4)
         self.open: dict[int, OpenInode] = {}
+        self._opening: dict[int, _Opening] = {}
         self.unsynced: dict[int, object | None] = {}
         """Files with a dirty mark that were closed since it was made: a token of that close, None
         if the objects could not be settled."""
@@ -112,17 +114,65 @@ class FileIO:
         Unavailable.
         """
         await self.find_room()
-        file = self.open.get(ino)
-        if file is None:
-            inode, dirty, lost = await self._engine.view(forms.load, ino)
-            if not inode.is_file:
-                raise Stale(f"inode {ino} is not a regular file")
-            file = self.open.get(ino)
-            if file is None:
-                file = self.open[ino] = self._opened(inode, dirty, lost)
+        while (file := self.open.get(ino)) is None:
+            if ino in self._opening:
+                await self._opening[ino].wait()
+                continue
+            with self.opening(ino):
+                inode, dirty, lost = await self._engine.view(forms.load, ino)
+                if not inode.is_file:
+                    raise Stale(f"inode {ino} is not a regular file")
+                self.open[ino] = self._opened(inode, dirty, lost)
         file.handles += 1
         file.used = True
         return file
+
+    @contextmanager
+    def opening(self, *inos: int) -> Iterator[None]:
+        """Inodes that are not open, nor being opened, are ours: whoever wants to open one waits
+        until this ends, and what he finds then is either in ``open`` or on record.
+        """
+        claims = {ino: _Opening() for ino in inos}
+        self._opening.update(claims)
+        try:
+            yield
+        finally:
+            for ino, claim in claims.items():
+                del self._opening[ino]
+                file = self.open.get(ino)
+                if file is not None and claim.stored is not None:
+                    file.adopt(claim.stored)
+                if claim.forgotten and file is not None:
+                    file.forgotten = True
+                elif claim.forgotten:
+                    self._collector.add_orphan(ino)
+                claim.end()
+
+    def is_open(self, ino: int) -> bool:
+        """Whether it is open, or is being opened."""
+        return ino in self.open or ino in self._opening
+
+    def adopt(self, stored: Inode) -> OpenInode | None:
+        """A transaction has made this of an inode's record. The open inode, which has taken it
+        over, if there is one."""
+        file = self.open.get(stored.ino)
+        if file is not None:
+            file.adopt(stored)
+        elif stored.ino in self._opening:
+            claim = self._opening[stored.ino]
+            if claim.stored is None or claim.stored.seq < stored.seq:
+                claim.stored = stored
+        return file
+
+    def forget(self, ino: int) -> None:
+        """Nobody can find this inode any more: it is removed when it is closed."""
+        file = self.open.get(ino)
+        if file is not None:
+            file.forgotten = True
+        elif ino in self._opening:
+            self._opening[ino].forgotten = True
+        else:
+            self._collector.add_orphan(ino)
 
     def _opened(self, inode: Inode, dirty: bool, lost: int) -> OpenInode:
         file = OpenInode(inode, self.objects_of(inode, lost), dirty)
@@ -263,31 +313,46 @@ class FileIO:
 
     async def save(self, file: OpenInode) -> None:
         """Record the in-core attributes."""
-        stripped = file.stripped
-        file.unsaved = file.stripped = False
+        stripped = file.inode.stripped
+        file.unsaved = file.inode.stripped = False  # what changes while we wait is not saved yet
         try:
-            await self._engine.transact(_put_again, file.inode)
+            await self._engine.transact(_put_again, file.inode, stripped)
         except BaseException:
-            file.unsaved, file.stripped = True, stripped
+            file.unsaved, file.inode.stripped = True, file.inode.stripped or stripped
             raise
 
-    async def change(
+    async def change(self, ino: int, change: Callable[[Inode, Any], None], argument: Any) -> Inode:
+        """Apply ``change(inode, argument)`` to the attributes of any inode, on record and in core,
+        or to neither. The inode as it is then. Raises NotFound, and what ``change`` raises.
+        """
+        while True:
+            file = self.open.get(ino)
+            if file is not None:
+                await self._change_open(file, change, argument)
+                return self.attributes(file)
+            if ino in self._opening:
+                await self._opening[ino].wait()
+                continue
+            with self.opening(ino):
+                return await self._engine.transact(_change, ino, None, change, argument)
+
+    async def _change_open(
         self, file: OpenInode, change: Callable[[Inode, Any], None], argument: Any
     ) -> None:
-        """Apply ``change(inode, argument)`` to the in-core attributes and record them, or
-        neither.
-        """
         inode = file.inode
-        before = replace(inode)
+        after = replace(inode)
+        change(after, argument)
+        # The times of the bytes are core's: they change here first, so that no save in between puts
+        # the old ones back on record.
+        before, times = (inode.atime_ns, inode.mtime_ns), (after.atime_ns, after.mtime_ns)
+        inode.atime_ns, inode.mtime_ns = times
         try:
-            change(inode, argument)
-            await self.save(file)
+            stored = await self._engine.transact(_change, inode.ino, inode, change, argument)
         except BaseException:
-            for name in (
-                Inode.__slots__
-            ):  # others hold this very object; what was refused is in nobody's next save
-                setattr(inode, name, getattr(before, name))
+            if (inode.atime_ns, inode.mtime_ns) == times:
+                inode.atime_ns, inode.mtime_ns = before
             raise
+        file.adopt(stored)
 
     async def save_all(self) -> None:
         """Record the in-core attributes of every open file."""
@@ -494,14 +559,60 @@ class FileIO:
 
     async def forget_marks(self, inos: list[int]) -> None:
         """Remove the dirty marks of closed files whose objects are settled and synced."""
-        await self._engine.transact(forms.remove_dirty, inos)
-        for ino in inos:
-            self.unsynced.pop(ino, None)
+        closed = [ino for ino in inos if not self.is_open(ino)]
+        with self.opening(*closed):
+            await self._engine.transact(forms.remove_dirty, closed)
+            for ino in closed:
+                self.unsynced.pop(ino, None)
 
 
-def _put_again(tx: Transaction, inode: Inode) -> None:
+class _Opening:
+    """A claim on an inode that is not open.
+
+    ``stored``: what the newest transaction meanwhile has made of its record; ``forgotten``: see
+    OpenInode.
+    """
+
+    __slots__ = ("_ended", "forgotten", "stored")
+
+    def __init__(self) -> None:
+        self.stored: Inode | None = None
+        self.forgotten = False
+        self._ended: trio.Event | None = None  # made by who waits, as seldom anybody does
+
+    async def wait(self) -> None:
+        """Wait for its end."""
+        if self._ended is None:
+            self._ended = trio.Event()
+        await self._ended.wait()
+
+    def end(self) -> None:
+        if self._ended is not None:
+            self._ended.set()
+
+
+def _put_again(tx: Transaction, inode: Inode, stripped: bool) -> None:
     """Not if it has been erased: somebody has opened it just before, by a name that was on its way
     out.
     """
-    if tx.get(keys.inode(inode.ino)) is not None:
-        put_inode(tx, inode)
+    stored = find_inode(tx, inode.ino)
+    if stored is not None:
+        take_attributes(stored, inode)
+        if stripped:
+            stored.mode = stored.unprivileged_mode
+        put_inode(tx, stored)
+
+
+def _change(
+    tx: Transaction,
+    ino: int,
+    opened: Inode | None,
+    change: Callable[[Inode, Any], None],
+    argument: Any,
+) -> Inode:
+    inode = get_inode(tx, ino)
+    if opened is not None:
+        take_attributes(inode, opened)
+    change(inode, argument)
+    put_inode(tx, inode)
+    return inode

@@ -46,8 +46,7 @@ class OpenInode:
     has to stay. ``copy_mtime_ns`` is the copy's mtime when it was last looked at; 0: it was not.
     ``copy_is_durable``: it is on record as such, as far as we know. ``marked_seq``: the transaction
     that put the dirty mark on a file that was in order. ``synced_mtime_ns``: the copy's mtime when
-    the file was last synced. ``stripped``: a write has taken setuid and setgid away, which is not
-    on record yet. ``used``: somebody has used the bytes since descriptors were last closed for want
+    the file was last synced. ``used``: somebody has used the bytes since descriptors were last closed for want
     of them.
     """
 
@@ -67,7 +66,6 @@ class OpenInode:
         "objects",
         "on_object",
         "shown",
-        "stripped",
         "synced_mtime_ns",
         "trimmed",
         "unsaved",
@@ -93,14 +91,18 @@ class OpenInode:
         self.copy_is_durable = False
         self.synced_mtime_ns = 0
         self.marked_seq = 0
-        self.stripped = False
         self.drain: Drain | None = None
         self.used = True
         self.gate = Gate()
 
     def adopt(self, stored: Inode) -> None:
+        """Transactions may come here in another order than that in which they count: what is older
+        than what has been taken over changes nothing."""
         inode = self.inode
-        inode.mode = stored.unprivileged_mode if self.stripped else stored.mode
+        if stored.seq < inode.seq:
+            return
+        inode.seq = stored.seq
+        inode.mode = stored.unprivileged_mode if inode.stripped else stored.mode
         inode.uid, inode.gid = stored.uid, stored.gid
         inode.nlink, inode.parent, inode.policy = stored.nlink, stored.parent, stored.policy
         inode.acl, inode.default_acl = stored.acl, stored.default_acl

@@ -33,7 +33,7 @@ def load(tx: ReadTransaction, ino: int) -> tuple[Inode, bool, int]:
 
 def put_dirty(tx: Transaction, inode: Inode) -> bool:
     """Record the inode with a dirty mark (I3), without checksums; whether it had some."""
-    namespace.put_inode(tx, inode)
+    namespace.put_bytes(tx, inode)
     tx.put(keys.dirty(inode.ino), b"")
     return inode.layout is not None and namespace.drop_checksums(tx, inode.oid)
 
@@ -64,7 +64,7 @@ def put_emptied(tx: Transaction, inode: Inode) -> list[int]:
     """Record the inode without its objects or chunks; the ids of what is garbage now."""
     garbage = namespace.discard_layout(tx, inode)
     tx.delete(keys.dirty(inode.ino))
-    namespace.put_inode(tx, replace(inode, size=0, blocks=0, layout=None))
+    namespace.put_bytes(tx, replace(inode, size=0, blocks=0, layout=None))
     return garbage
 
 
@@ -89,7 +89,7 @@ def put_in_burst(tx: Transaction, inode: Inode, copy: Copy, durable: bool, now: 
     """
     garbage = namespace.discard_layout(tx, inode)
     moved = replace(inode, layout=None, data=None, copy=copy)
-    namespace.put_inode(tx, moved)
+    namespace.put_bytes(tx, moved)
     namespace.put_undrained(tx, moved, durable, now)
     return garbage
 
@@ -100,7 +100,7 @@ def put_inline(tx: Transaction, inode: Inode, copy: Copy) -> int:
     now.
     """
     tx.delete(keys.dirty(inode.ino))
-    namespace.put_inode(tx, inode)
+    namespace.put_bytes(tx, inode)
     return namespace.discard_copy(tx, copy)
 
 
@@ -123,7 +123,7 @@ def put_changing(tx: Transaction, inode: Inode) -> None:
     """A file in the burst tier that was in order is going to change again: a dirty mark, and what
     it is now.
     """
-    namespace.put_inode(tx, inode)
+    namespace.put_bytes(tx, inode)
     record = decode_burst(tx.get(keys.burst_copy(inode.copy.id)) or b"")
     namespace.put_copy(tx, inode.ino, inode.copy, undrained=True, durable=True, now=record.since_ns)
     tx.put(keys.dirty(inode.ino), b"")
@@ -191,7 +191,7 @@ def put_drained(
                 chunks.put_chunks(tx, inode.oid, placed)
             else:
                 put_named(tx, inode.oid)
-        namespace.put_inode(tx, inode)
+        namespace.put_bytes(tx, inode)
         tx.delete(keys.dirty(inode.ino))
         if inode.copy is None:
             garbage.append(namespace.discard_copy(tx, copy))
@@ -213,7 +213,7 @@ def put_staged(tx: Transaction, inode: Inode) -> None:
     """The file has a clean copy from now on, which was on record as garbage and is not synced."""
     assert inode.copy is not None
     tx.delete(keys.garbage(inode.copy.id))
-    namespace.put_inode(tx, inode)
+    namespace.put_bytes(tx, inode)
     namespace.put_copy(tx, inode.ino, inode.copy, undrained=False, durable=False, now=0)
 
 

@@ -2,13 +2,30 @@
 
 The model is that of FoundationDB's bindings: all logic is in *transaction functions*, plain
 functions of a ``Transaction``. An engine may run one several times (a conflict with another host, a
-map that had to grow) and commits the effects of the last run alone, so a transaction function
+map that had to grow) and commits the effects of the last run alone, so a function, also one that is
+given to ``view``,
 
-* touches the store through its transaction only, and has no other side effect;
+* touches the store through its transaction only, and changes nothing else: not its arguments, no
+  attribute, no log. What it has found out is what it returns;
 * does not block, and does not await;
 * may raise: then nothing is changed, and the exception reaches the caller of ``transact``.
 
 Transactions are serializable. Keys are 1 to 511 bytes, values up to 1 MiB.
+
+What callers may rely on, of every engine:
+
+* ``transact`` and ``view`` may suspend the calling task, any number of times, before the function
+  runs, between its run and the commit, and after the commit. So what a task has read in core before
+  either may have changed when it returns, and what a function returns may be out of date: others
+  may have committed since. Who needs more holds a lock of its own across the call (a file's gate).
+* When ``transact`` returns, every ``transact`` and ``view`` that is called from then on sees its
+  changes. So the transactions of one task, one after the other, count in that order.
+* Two transactions of two tasks that overlap in time count in either order, whichever was called or
+  returned first. ``ReadTransaction.seq`` tells which of two states of a record is the newer one.
+* ``transact`` is cancelled before its commit or not at all: a Cancelled means that nothing has
+  changed.
+
+The LMDB engine happens to do none of it; the hostile engines of the tests do all.
 """
 
 from abc import ABC, abstractmethod
@@ -61,6 +78,13 @@ class DamagedRecord(Unavailable):
 class ReadTransaction(ABC):
     """A consistent view of the whole map. Reading raises DamagedRecord."""
 
+    seq: int
+    """When this is: of two transactions or views that have read one record, and found it different,
+    the one with the larger number has the newer state. What a transaction has made of a record is
+    newer than what a view with a smaller number has read of it, and than what any other transaction
+    with a smaller number has made of it.
+    """
+
     @abstractmethod
     def get(self, key: bytes) -> bytes | None:
         """The value, or None."""
@@ -79,7 +103,9 @@ class ReadTransaction(ABC):
 
 
 class Transaction(ReadTransaction):
-    """A view that sees its own changes."""
+    """A view that sees its own changes. A function that puts a record anew has read it before, or
+    must not depend on what it was.
+    """
 
     @abstractmethod
     def put(self, key: bytes, value: bytes) -> None: ...
@@ -101,8 +127,9 @@ class Engine(ABC):
     """
 
     seq: int
-    """Sequence number of the last transaction that changed something; they ascend, not always by
-    one.
+    """Sequence number of the last transaction that is known to have changed something; they ascend,
+    not always by one. It is at least that of every transaction that has returned, but seldom that
+    of one's own: others may have committed since.
     """
 
     durable_seq: int
@@ -116,8 +143,7 @@ class Engine(ABC):
         """Run ``function(tx, *args)``; when this returns, its changes are visible to all and
         survive kill -9.
 
-        They survive a power cut after the next ``barrier``, or within the commit interval. The
-        embedded engine never suspends the calling task here.
+        They survive a power cut after the next ``barrier``, or within the commit interval.
 
         Raises what the function raises; NoSpace if the change cannot be recorded (nothing is
         changed); Unavailable if the engine has failed.
@@ -130,7 +156,9 @@ class Engine(ABC):
 
     @abstractmethod
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Run ``function(tx, *args)`` with a ReadTransaction."""
+        """Run ``function(tx, *args)`` with a ReadTransaction; what the function raises is
+        raised.
+        """
 
     @abstractmethod
     async def barrier(self, seq: int | None = None) -> None:

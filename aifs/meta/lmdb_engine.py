@@ -151,11 +151,11 @@ class LmdbEngine(Engine):
         if self._short_of_space and getattr(function, "grows", False):
             raise NoSpace("the metadata store's filesystem is full")
         self._count_operation()
-        transaction = LeveledTransaction(self._memtable, self._frozen, self._database)
+        seq = self.seq + 1
+        transaction = LeveledTransaction(self._memtable, self._frozen, self._database, seq)
         result = function(transaction, *args)
         writes = transaction.writes
         if writes:
-            seq = self.seq + 1
             try:
                 self._journal.append(seq, writes)
             except OSError as error:
@@ -180,7 +180,8 @@ class LmdbEngine(Engine):
 
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:
         self._count_operation()
-        return function(LeveledView(self._memtable, self._frozen, self._database), *args)
+        view = LeveledView(self._memtable, self._frozen, self._database, self.seq)
+        return function(view, *args)
 
     def _count_operation(self) -> None:
         self._operations += 1

@@ -15,8 +15,9 @@ from aifs.meta.kv import Engine, ReadTransaction, Result, Transaction, check_key
 
 
 class _View(ReadTransaction):
-    def __init__(self, pairs: SortedDict) -> None:
+    def __init__(self, pairs: SortedDict, seq: int) -> None:
         self._pairs = pairs
+        self.seq = seq
 
     def get(self, key: bytes) -> bytes | None:
         return self._pairs.get(key)
@@ -30,8 +31,8 @@ class _View(ReadTransaction):
 class _Transaction(_View, Transaction):
     """Changes the map in place and remembers what was there before."""
 
-    def __init__(self, pairs: SortedDict) -> None:
-        super().__init__(pairs)
+    def __init__(self, pairs: SortedDict, seq: int) -> None:
+        super().__init__(pairs, seq)
         self.before: dict[bytes, bytes | None] = {}
 
     def put(self, key: bytes, value: bytes) -> None:
@@ -63,7 +64,7 @@ class MemoryEngine(Engine):
         return self.seq
 
     async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
-        transaction = _Transaction(self._pairs)
+        transaction = _Transaction(self._pairs, self.seq + 1)
         try:
             result = function(transaction, *args)
         except BaseException:
@@ -78,7 +79,7 @@ class MemoryEngine(Engine):
         return False
 
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:
-        return function(_View(self._pairs), *args)
+        return function(_View(self._pairs, self.seq), *args)
 
     async def barrier(self, seq: int | None = None) -> None:
         pass

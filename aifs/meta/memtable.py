@@ -137,9 +137,10 @@ class Stored(Protocol):
 class LeveledView(ReadTransaction):
     """Reads the memtable, then the frozen one, then what is stored."""
 
-    __slots__ = ("_frozen", "_frozen_entries", "_memtable", "_memtable_entries", "_stored")
+    __slots__ = ("_frozen", "_frozen_entries", "_memtable", "_memtable_entries", "_stored", "seq")
 
-    def __init__(self, memtable: Memtable, frozen: Memtable, stored: Stored) -> None:
+    def __init__(self, memtable: Memtable, frozen: Memtable, stored: Stored, seq: int) -> None:
+        self.seq = seq
         self._memtable = memtable
         self._memtable_entries = memtable.entries
         self._frozen = frozen
@@ -169,8 +170,8 @@ class LeveledTransaction(LeveledView, Transaction):
 
     __slots__ = ("writes",)
 
-    def __init__(self, memtable: Memtable, frozen: Memtable, stored: Stored) -> None:
-        super().__init__(memtable, frozen, stored)
+    def __init__(self, memtable: Memtable, frozen: Memtable, stored: Stored, seq: int) -> None:
+        super().__init__(memtable, frozen, stored, seq)
         self.writes: Writes = {}
 
     def get(self, key: bytes) -> bytes | None:

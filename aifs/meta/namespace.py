@@ -65,12 +65,44 @@ def get_inode(tx: ReadTransaction, ino: int) -> Inode:
 def find_inode(tx: ReadTransaction, ino: int) -> Inode | None:
     """The inode, or None if there is none."""
     record = tx.get(keys.inode(ino))
-    return None if record is None else decode_inode(ino, record)
+    if record is None:
+        return None
+    inode = decode_inode(ino, record)
+    inode.seq = tx.seq
+    return inode
 
 
 def put_inode(tx: Transaction, inode: Inode) -> None:
-    """Record the inode as it is."""
+    """Record an inode that this transaction has read, or makes."""
     tx.put(keys.inode(inode.ino), inode.encode())
+
+
+def put_bytes(tx: Transaction, opened: Inode) -> Inode:
+    """Record where the bytes of an open inode are now, and what else core knows better than the
+    record. The inode as it is recorded. Raises NotFound.
+
+    Names, owner, mode, flags and policy are the record's: another transaction may have changed them
+    since core has read them.
+    """
+    inode = get_inode(tx, opened.ino)
+    inode.oid, inode.layout = opened.oid, opened.layout
+    inode.data, inode.copy = opened.data, opened.copy
+    take_attributes(inode, opened)
+    put_inode(tx, inode)
+    return inode
+
+
+def take_attributes(inode: Inode, opened: Inode) -> None:
+    """``inode`` has the attributes that follow from the bytes as ``opened`` has them; and those
+    bytes, if both have them in the record.
+    """
+    inode.size, inode.blocks = opened.size, opened.blocks
+    inode.atime_ns, inode.mtime_ns = opened.atime_ns, opened.mtime_ns
+    inode.ctime_ns = max(inode.ctime_ns, opened.ctime_ns)
+    if (inode.layout or inode.copy or opened.layout or opened.copy) is None:
+        inode.data = opened.data
+    if opened.stripped:
+        inode.mode = inode.unprivileged_mode
 
 
 def lookup(tx: ReadTransaction, parent: int, name: bytes) -> Inode:
@@ -186,6 +218,7 @@ def _make(tx: Transaction, directory: Inode, inode: Inode, umask: int, links: in
         directory.project if directory.flags & INHERITS_PROJECT else 0,
         access_acl,
         default_acl,
+        tx.seq,
     )
     put_inode(tx, new)
     if new.copy is not None:

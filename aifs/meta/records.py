@@ -36,7 +36,7 @@ degraded
 
 import stat
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -89,6 +89,10 @@ class Inode:
     files and directories inherit, and for a file what it will be laid out by when it is drained.
     ``acl`` is the access ACL, empty where the mode says it all, ``default_acl`` that of a
     directory, and ``birth_ns`` when the inode was made, 0 where that is not known.
+
+    Two more fields are not on record. ``seq`` is that of the transaction or view that has read it.
+    ``stripped``, of an open inode: a write has taken setuid and setgid away, which the record does
+    not say yet.
     """
 
     ino: int
@@ -113,6 +117,8 @@ class Inode:
     project: int = 0
     acl: bytes = b""
     default_acl: bytes = b""
+    seq: int = field(default=0, compare=False, repr=False)
+    stripped: bool = field(default=False, compare=False, repr=False)
 
     @property
     def space(self) -> int:

@@ -2,8 +2,7 @@
 
 import stat
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from aifs.core.errors import AccessDenied, NotSupported
 from aifs.files.types import SetAttr
@@ -79,16 +78,6 @@ def apply_flags(inode: Inode, change: tuple[int, int]) -> None:
 
 def has_capabilities(tx: Transaction, ino: int) -> bool:
     return tx.get(keys.xattr(ino, CAPABILITIES)) is not None
-
-
-def change_inode(
-    tx: Transaction, ino: int, change: Callable[[Inode, Any], None], argument: Any
-) -> Inode:
-    """Record what ``change(inode, argument)`` makes of the inode."""
-    inode = namespace.get_inode(tx, ino)
-    change(inode, argument)
-    namespace.put_inode(tx, inode)
-    return inode
 
 
 def kill_privileges(tx: Transaction, ino: int) -> Inode:

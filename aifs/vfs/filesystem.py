@@ -102,12 +102,10 @@ class Filesystem(Grouping):
         """Apply ``change(inode, argument)``, which may raise and must be repeatable, and record the
         result.
         """
+        inode = await self.io.change(ino, change, argument)
         self._policies.pop(ino, None)
-        file = self.io.open.get(ino)
-        if file is None:
-            return await self._engine.transact(attributes.change_inode, ino, change, argument)
-        await self.io.change(file, change, argument)
-        return self.io.attributes(file)
+        self._policy_changes += 1
+        return inode
 
     def _accessed(self, inode: Inode) -> bool:
         """Update atime by the mount's rule; whether it changed."""

@@ -35,6 +35,7 @@ class Names(Parts):
         """
         self._engine = store.engine
         self._policies: dict[int, Policy | None] = {}
+        self._policy_changes = 0  # so that what was read before a change is not kept after it
         self._orphans: set[int] = set()
         self._nameless: set[int] = set()  # those orphans that may still get a name
 
@@ -50,19 +51,21 @@ class Names(Parts):
         unless ``link`` names it.
         """
         await self.io.find_room()
-        copy = None
+        ino, copy = await self.ids.take(), None
         if flags & os.O_ACCMODE:
             copy = await self.io.burst.new_copy(await self._policy_of(parent))
-        try:
-            place = None if copy is None else copy.place
-            inode = await self._create(
-                parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller, copy=place
-            )
-        except BaseException:
-            if copy is not None:
-                self.tier.discard(copy)
-            raise
-        file = self.io.adopt_new(inode, copy)
+        # Others may find the name, and open or remove the file, before we hear that it exists.
+        with self.io.opening(ino):
+            try:
+                place = None if copy is None else copy.place
+                inode = await self._create(
+                    ino, parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller, copy=place
+                )
+            except BaseException:
+                if copy is not None:
+                    self.tier.discard(copy)
+                raise
+            file = self.io.adopt_new(inode, copy)
         if name is None:
             self._orphans.add(inode.ino)
             self._nameless.add(inode.ino)
@@ -79,8 +82,10 @@ class Names(Parts):
         except KeyError:
             if len(self._policies) >= _POLICIES_MAX:
                 self._policies.clear()
+            changes = self._policy_changes
             policy = (await self._engine.view(namespace.get_inode, directory)).policy
-            self._policies[directory] = policy
+            if changes == self._policy_changes:
+                self._policies[directory] = policy
             return policy
 
     async def mknod(
@@ -89,20 +94,22 @@ class Names(Parts):
         """A regular file, fifo, socket or device node."""
         if stat.S_IFMT(mode) in (stat.S_IFDIR, stat.S_IFLNK):
             raise Invalid("mknod makes neither directories nor symlinks")
-        return await self._create(
-            parent, name, mode if stat.S_IFMT(mode) else mode | stat.S_IFREG, caller, rdev
-        )
+        mode = mode if stat.S_IFMT(mode) else mode | stat.S_IFREG
+        return await self._create(await self.ids.take(), parent, name, mode, caller, rdev)
 
     async def mkdir(self, parent: int, name: bytes, mode: int, caller: CallerLike) -> Inode:
-        return await self._create(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), caller)
+        mode = stat.S_IFDIR | stat.S_IMODE(mode)
+        return await self._create(await self.ids.take(), parent, name, mode, caller)
 
     async def symlink(self, parent: int, name: bytes, target: bytes, caller: CallerLike) -> Inode:
         if len(target) > namespace.SYMLINK_MAX:
             raise NameTooLong()
-        return await self._create(parent, name, stat.S_IFLNK | 0o777, caller, data=target)
+        mode = stat.S_IFLNK | 0o777
+        return await self._create(await self.ids.take(), parent, name, mode, caller, data=target)
 
     async def _create(
         self,
+        ino: int,
         parent: int,
         name: bytes | None,
         mode: int,
@@ -111,8 +118,7 @@ class Names(Parts):
         data: bytes | None = None,
         copy: Copy | None = None,
     ) -> Inode:
-        now = time.time_ns()
-        ino, size = await self.ids.take(), len(data or b"")
+        now, size = time.time_ns(), len(data or b"")
         new = Inode(
             ino, mode, caller.uid, caller.gid, 1, rdev, size, 0, now, now, now, data=data, copy=copy
         )
@@ -149,11 +155,7 @@ class Names(Parts):
         for ino in self._orphans.intersection(inos):
             self._orphans.discard(ino)
             self._nameless.discard(ino)
-            file = self.io.open.get(ino)
-            if file is not None:
-                file.forgotten = True
-            else:
-                self.collector.add_orphan(ino)
+            self.io.forget(ino)
 
     def _unlinked(self, inode: Inode) -> None:
         self._adopt(inode)
@@ -192,8 +194,5 @@ class Names(Parts):
 
     def _adopt(self, inode: Inode) -> Inode:
         """As ``_current``, after a transaction that changed the record."""
-        file = self.io.open.get(inode.ino)
-        if file is None:
-            return inode
-        file.adopt(inode)
-        return self.io.attributes(file)
+        file = self.io.adopt(inode)
+        return inode if file is None else self.io.attributes(file)

@@ -4,48 +4,121 @@ more.
 LMDB's engine never suspends, runs each function once and commits at once. One behind a socket does
 none of that:
 
-* ``suspending`` lets other tasks run before and after a transaction or a view;
-* ``repeating`` runs each function on state that is thrown away, and then again;
-* ``conflicting`` runs each function on state that is thrown away, lets others commit, and runs it
-  on what they left.
+* ``suspending`` lets other tasks run before and after a transaction or a view, and between the run
+  of a function and its commit, which is refused if somebody has changed what the function had read;
+* ``repeating`` runs each function, views too, once or twice on state that it throws away, and then
+  again;
+* ``conflicting`` is a suspending one beside which another host writes: now and then it changes an
+  inode that the function has read, and takes ids, so that the commit is refused.
 
-How often they suspend is drawn from a seed that pytest prints (``--engine-seed``).
+When and for how long they suspend is drawn from a seed that pytest prints (``--engine-seed``).
 """
 
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import trio
 
-from aifs.meta.kv import Result
+from aifs.core.errors import NoSpace, Unavailable
+from aifs.meta import keys
+from aifs.meta.kv import DamagedRecord, Result, Transaction, grows
 from aifs.meta.lmdb_engine import LmdbEngine
-from aifs.meta.memtable import LeveledTransaction, LeveledView
+from aifs.meta.memtable import LeveledTransaction, LeveledView, Run, Writes
+from aifs.meta.records import decode_inode
 
-_PAUSES_MAX = 3
+_PAUSES = (0, 1, 1, 2, 3, 8)
+"""How often one suspension lets all other tasks run."""
+
+_FOREIGN = 0.2
+"""How many of the commits another host comes before."""
 
 draws = random.Random(0)
 
 
+def seed(number: int) -> None:
+    """Suspensions, and the order of the tasks that are ready at the same time, are drawn anew."""
+    draws.seed(number)
+    trio._core._run._ALLOW_DETERMINISTIC_SCHEDULING = True
+    trio._core._run._r.seed(number)
+
+
 async def _pause() -> None:
-    for _ in range(draws.randint(0, _PAUSES_MAX)):
+    for _ in range(draws.choice(_PAUSES)):
         await trio.lowlevel.checkpoint()
 
 
 async def _pause_after_commit() -> None:
     """An engine that has committed must not say that it was cancelled."""
-    for _ in range(draws.randint(0, _PAUSES_MAX)):
+    for _ in range(draws.choice(_PAUSES)):
         await trio.lowlevel.cancel_shielded_checkpoint()
+
+
+class _Recording(LeveledTransaction):
+    """Remembers what was read in the levels below its own changes."""
+
+    __slots__ = ("found", "runs")
+
+    def __init__(self, *levels: Any) -> None:
+        super().__init__(*levels)
+        self.found: dict[bytes, bytes | None] = {}
+        self.runs: list[tuple[bytes, bytes, list[Any]]] = []
+
+    def get(self, key: bytes) -> bytes | None:
+        value = super().get(key)
+        if key not in self.writes:
+            self.found[key] = value
+        return value
+
+    def _run(self, start: bytes, end: bytes) -> Run:
+        found: list[Any] = []
+        self.runs.append((start, end, found))
+        for item in super()._run(start, end):
+            found.append(item)
+            yield item
+        found.append(None)
+
+    def holds(self, now: LeveledView) -> bool:
+        """Whether the function would read the same again."""
+        return all(now.get(key) == value for key, value in self.found.items()) and all(
+            _same_run(now, *run) for run in self.runs
+        )
+
+
+def _same_run(now: LeveledView, start: bytes, end: bytes, found: list[Any]) -> bool:
+    run = now._run(start, end)
+    return all(_same(next(run, None), item) for item in found)
+
+
+def _same(now: Any, before: Any) -> bool:
+    damaged = [item is not None and isinstance(item[1], DamagedRecord) for item in (now, before)]
+    return all(damaged) or now == before
 
 
 class Suspending(LmdbEngine):
     async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
         await _pause()
         try:
-            return await super().transact(function, *args)
+            while True:
+                if self._failure:
+                    raise Unavailable(self._failure)
+                if self.short_of_space and getattr(function, "grows", False):
+                    raise NoSpace("the metadata store's filesystem is full")
+                attempt = _Recording(*self._levels(), self.seq + 1)
+                result = function(attempt, *args)
+                await self._before_commit(attempt)
+                if attempt.holds(LeveledView(*self._levels(), self.seq)):
+                    if attempt.writes:
+                        put = _put_growing if getattr(function, "grows", False) else _put_all
+                        await super().transact(put, attempt.writes)
+                    return result
         finally:
             await _pause_after_commit()
+
+    async def _before_commit(self, attempt: _Recording) -> None:
+        await _pause()
 
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:
         await _pause()
@@ -53,30 +126,55 @@ class Suspending(LmdbEngine):
         await _pause()
         return result
 
+    def _levels(self) -> tuple[Any, ...]:
+        return self._memtable, self._frozen, self._database
+
+
+def _put_all(tx: Transaction, writes: Writes) -> None:
+    for key, value in writes.items():
+        if value is None:
+            tx.delete(key)
+        else:
+            tx.put(key, value)
+
+
+@grows
+def _put_growing(tx: Transaction, writes: Writes) -> None:
+    _put_all(tx, writes)
+
 
 class Repeating(LmdbEngine):
     async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
-        self._try(function, *args)
+        self._try(LeveledTransaction, 1, function, *args)
         return await super().transact(function, *args)
 
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:
-        with suppress(Exception):
-            function(LeveledView(self._memtable, self._frozen, self._database), *args)
+        self._try(LeveledView, 0, function, *args)
         return await super().view(function, *args)
 
-    def _try(self, function: Callable[..., Any], *args: Any) -> None:
-        with suppress(Exception):
-            function(LeveledTransaction(self._memtable, self._frozen, self._database), *args)
+    def _try(self, kind: type, ahead: int, function: Callable[..., Any], *args: Any) -> None:
+        for _ in range(draws.randint(1, 2)):
+            with suppress(Exception):
+                state = kind(self._memtable, self._frozen, self._database, self.seq + ahead)
+                function(state, *args)
 
 
-class Conflicting(Repeating):
-    async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
-        self._try(function, *args)
+class Conflicting(Suspending):
+    async def _before_commit(self, attempt: _Recording) -> None:
         await _pause()
-        try:
-            return await super().transact(function, *args)
-        finally:
-            await _pause_after_commit()
+        if attempt.writes and draws.random() < _FOREIGN:
+            inos = [key for key in attempt.found if key[:1] == b"i" and key in attempt.writes]
+            await LmdbEngine.transact(self, _write_as_another_host, inos)
+
+
+def _write_as_another_host(tx: Transaction, inodes: list[bytes]) -> None:
+    """What any host may do to an inode at any time without harm: its ctime is a bit later."""
+    tx.add(keys.COUNTER_IDS, 1)
+    for key in inodes:
+        record = tx.get(key)
+        if record is not None:
+            inode = decode_inode(keys.number(key), record)
+            tx.put(key, replace(inode, ctime_ns=inode.ctime_ns + 1).encode())
 
 
 ENGINES: dict[str, type[LmdbEngine]] = {
