@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from aifs.check import repair
-from aifs.check.findings import RECORDS, RECOVERY, Fix, Subject
+from aifs.check.findings import RECORDS, RECOVERY, Fix, Subject, View
 from aifs.core.errors import FsError
 from aifs.layout.striped import Striped
 from aifs.meta import keys, moves
@@ -23,21 +23,24 @@ class ColumnRecords:
     """``layout`` is called for all striped files and containers, then the others for all ``q``,
     ``m`` and ``u`` records; then ``conclude``."""
 
-    def __init__(self, servers: Collection[int], report: Report) -> None:
+    def __init__(self, view: View, servers: Collection[int], report: Report) -> None:
+        self._view = view
         self._servers = servers
         self._report = report
         self._unprotected: set[int] = set()
 
-    def layout(self, tx: ReadTransaction, ino: int, oid: int, layout: Striped) -> None:
+    async def layout(self, ino: int, oid: int, layout: Striped) -> None:
         """A file (or container: 0) is laid out so. Names servers that it should not name."""
         if not layout.is_protected:
             self._unprotected.update(layout.servers)
         unknown = [
             column for column, server in enumerate(layout.servers) if server not in self._servers
         ]
-        known = lost_columns(tx, oid)
+        if not unknown or not ino:
+            return
+        known = await self._view(lost_columns, oid)
         mask = sum(1 << column for column in unknown) & ~known
-        if mask and ino:
+        if mask:
             fix = (
                 partial(put_degraded, oid=oid, ino=ino, mask=mask)
                 if layout.survives(mask | known)
@@ -52,7 +55,7 @@ class ColumnRecords:
                 RECORDS,
             )
 
-    def degraded(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def degraded(self, key: bytes, value: bytes) -> None:
         oid = keys.number(key)
         where, forget = f"degraded objects {oid}", partial(repair.delete, key=key)
         try:
@@ -61,7 +64,7 @@ class ColumnRecords:
             self._report("unreadable-record", where, str(error), forget, RECOVERY)
             return
         try:
-            objects = moves.find_objects(tx, ino, oid)
+            objects = await self._view(moves.find_objects, ino, oid)
         except FsError:
             return  # the record that it is about is named
         if (
@@ -87,7 +90,7 @@ class ColumnRecords:
                 RECORDS,
             )
 
-    def stray(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def stray(self, key: bytes, value: bytes) -> None:
         try:
             moves.decode_stray(key, value)
         except FsError as error:
@@ -100,7 +103,7 @@ class ColumnRecords:
                 RECOVERY,
             )
 
-    def mark(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def mark(self, key: bytes, value: bytes) -> None:
         number = int.from_bytes(key[1:], "big")
         if number in self._servers:
             self._unprotected.discard(number)

@@ -17,7 +17,7 @@ from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.meta import chunk_lists, chunks, keys, shared
 from aifs.meta.chunks import Container
 from aifs.meta.degraded import find_degraded, put_degraded
-from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.kv import Engine
 
 
 class ContainerObjects:
@@ -28,6 +28,7 @@ class ContainerObjects:
     ) -> None:
         """``user_of``: object id to the inode that has it."""
         self._engine = engine
+        self._view = engine.view
         self._servers = servers
         self._user_of = user_of
         self._table: dict[int, _Expected] = {}
@@ -39,13 +40,13 @@ class ContainerObjects:
         """Read the table; before the servers are listed."""
         await for_each(self._engine, *keys.all_of(b"t"), self._remember, lambda count: None)
 
-    def _remember(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def _remember(self, key: bytes, value: bytes) -> None:
         number = keys.number(key)
         if len(key) != len(keys.container(0)):
             return  # named by the check of the records
         try:
             self._table[number] = _Expected(
-                chunks.decode_container(value), find_degraded(tx, number)
+                chunks.decode_container(value), await self._view(find_degraded, number)
             )
         except FsError:
             pass  # named by the check of the records
@@ -90,7 +91,7 @@ class ContainerObjects:
                 self._ends[number] = _Cut(readable, path)
             self.problems.append(Problem(kind, path, f"{server.name}: {detail}", fix, where=path))
 
-    def _lost_shared(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def _lost_shared(self, key: bytes, value: bytes) -> None:
         digest = keys.shared_digest(key)
         try:
             place = shared.decode_shared(digest, value).place
@@ -99,7 +100,7 @@ class ContainerObjects:
         if self._is_cut(place):
             self._shared[digest] = place
 
-    def _losses(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def _losses(self, key: bytes, value: bytes) -> None:
         oid, first = keys.chunk_list_parts(key)
         ino = self._user_of(oid)
         is_extents = chunk_lists.is_extents(value)

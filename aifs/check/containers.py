@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from aifs.check import repair
-from aifs.check.findings import RECORDS, RECOVERY, Fix, Subject
+from aifs.check.findings import RECORDS, RECOVERY, Fix, Subject, View, read_record
 from aifs.check.shared import SharedCheck
 from aifs.core.errors import FsError
 from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location
@@ -30,9 +30,10 @@ class ContainerCheck:
     """
 
     def __init__(
-        self, servers: Collection[int], report: Report, in_use: Callable[[int], None]
+        self, view: View, servers: Collection[int], report: Report, in_use: Callable[[int], None]
     ) -> None:
         """``in_use``: told of all ids."""
+        self._view = view
         self._servers = servers
         self._report = report
         self._in_use = in_use
@@ -45,7 +46,7 @@ class ContainerCheck:
         self._complete = True
         """All chunk lists could be read, and lack nothing."""
 
-    def container(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def container(self, key: bytes, value: bytes) -> None:
         number = keys.number(key)
         where = f"container {number}"
         self._in_use(number)
@@ -56,19 +57,21 @@ class ContainerCheck:
             self._report("unreadable-record", where, str(error), None, RECORDS)
             return
         self._table[number] = record
-        self._judge_servers(tx, number, record)
+        await self._judge_servers(number, record)
         garbage = keys.garbage(number)
-        if tx.get(garbage) is not None:
+        if await self._view(read_record, garbage) is not None:
             fix = partial(repair.delete, key=garbage)
             self._report("garbage-in-use", where, "the container would be deleted", fix, RECOVERY)
 
-    def _judge_servers(self, tx: ReadTransaction, number: int, record: Container) -> None:
+    async def _judge_servers(self, number: int, record: Container) -> None:
         layout = record.layout
         unknown = [
             column for column, server in enumerate(layout.servers) if server not in self._servers
         ]
+        if not unknown:
+            return
         try:
-            known = find_degraded(tx, number)
+            known = await self._view(find_degraded, number)
         except FsError:
             known = 0  # named where the records of degraded objects are looked at
         mask = sum(1 << column for column in unknown) & ~known
@@ -87,7 +90,7 @@ class ContainerCheck:
                 RECORDS,
             )
 
-    def open_mark(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def open_mark(self, key: bytes, value: bytes) -> None:
         number = keys.number(key)
         if number not in self._table and number not in self._undecoded:
             fix = partial(repair.delete, key=key)
@@ -98,15 +101,13 @@ class ContainerCheck:
         """No file has this list; what is left of it counts until it is dropped."""
         self._loose.add(oid)
 
-    def chunk_list(
-        self, tx: ReadTransaction, key: bytes, value: bytes, ino: int | None, certain: bool
-    ) -> None:
+    async def chunk_list(self, key: bytes, value: bytes, ino: int | None, certain: bool) -> None:
         """``ino``: the inode with this object id, if there is one; ``certain``: none of them is
         unreadable.
         """
         oid, first = keys.chunk_list_parts(key)
         self._in_use(oid)
-        inode = None if ino is None else _find(tx, ino)
+        inode = None if ino is None else await self._view(_find, ino)
         used = inode is not None and isinstance(inode.layout, Interleaved) and inode.oid == oid
         if not used and certain and oid not in self._loose:
             fix = partial(repair.delete, key=key)
@@ -130,7 +131,7 @@ class ContainerCheck:
         elif used:
             self._judge(inode, first, extents, wrong)
 
-    def shared(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def shared(self, key: bytes, value: bytes) -> None:
         place = self._shared.record(key, value)
         if place is not None:
             self._count_live(place)
@@ -209,11 +210,11 @@ class ContainerCheck:
             self._lost(inode, self._walk.number, wrong)
         self._walk = _Walk()
 
-    def file(self, tx: ReadTransaction, inode: Inode) -> None:
+    async def file(self, inode: Inode) -> None:
         """An interleaved file."""
         count = inode.layout.count(inode.size) if not inode.layout.variable else min(inode.size, 1)
         for first in range(0, count, CHUNKS_PER_RECORD):
-            if tx.get(keys.chunk_list(inode.oid, first)) is None:
+            if await self._view(read_record, keys.chunk_list(inode.oid, first)) is None:
                 self._lost(inode, first, self._lacking("the list has no record for them"))
 
     def _lacking(self, why: str) -> str:
@@ -232,13 +233,13 @@ class ContainerCheck:
         """
         return number in self._live or number in self._undecoded or not self._complete
 
-    def conclude(self, tx: ReadTransaction) -> None:
+    async def conclude(self) -> None:
         """Compare what lists name with what the table counts."""
         self._end_walk()
         complete = self._complete and not self._shared.hides_places
         for number, record in self._table.items():
             counted = self._live.get(number, 0)
-            is_open = tx.get(keys.open_container(number)) is not None
+            is_open = await self._view(read_record, keys.open_container(number)) is not None
             if counted != record.live or (not counted and not is_open):
                 # Relative: recovery takes from both. Too small a count would cost bytes, when it
                 # deletes files.
@@ -248,9 +249,9 @@ class ContainerCheck:
                 detail = f"counts {record.live} bytes in use, chunk lists name {counted}"
                 self._report("wrong-live-bytes", f"container {number}", detail, fix, stage)
 
-    def references(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def references(self, key: bytes, value: bytes) -> None:
         """Compare how often a shared chunk is named with what its record counts."""
-        self._shared.references(tx, key, value, self._complete)
+        self._shared.references(key, value, self._complete)
 
 
 @dataclass(slots=True)

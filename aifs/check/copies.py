@@ -9,7 +9,16 @@ from functools import partial
 
 from aifs.burst.transfer import HASHED
 from aifs.check import repair
-from aifs.check.findings import RECORDS, RECOVERY, SILENT, Fix, Problem, Subject
+from aifs.check.findings import (
+    RECORDS,
+    RECOVERY,
+    SILENT,
+    Fix,
+    Problem,
+    Subject,
+    View,
+    read_record,
+)
 from aifs.check.table import NONE, UNREADABLE, InodeTable
 from aifs.core.errors import FsError
 from aifs.layout.placement import BURST_FIRST
@@ -30,11 +39,13 @@ class CopyCheck:
 
     def __init__(
         self,
+        view: View,
         table: InodeTable,
         problems: list[Problem],
         servers: Collection[int],
         in_use: Callable[[int], None],
     ) -> None:
+        self._view = view
         self._table = table
         self._problems = problems
         self._servers = servers
@@ -73,7 +84,7 @@ class CopyCheck:
         self._users[copy.id] = ino
         self._unrecorded.add(copy.id)
 
-    def record(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def record(self, key: bytes, value: bytes) -> None:
         copy_id = keys.number(key)
         where = f"record of burst copy {copy_id}"
         self._in_use(copy_id)
@@ -84,10 +95,10 @@ class CopyCheck:
             if record.encode() != value:
                 raise ValueError("the record of a burst copy has unknown flags")
         except (FsError, ValueError) as error:
-            self._unreadable(tx, copy_id, ino, str(error))
+            await self._unreadable(copy_id, ino, str(error))
             return
         if ino is not None:
-            inode = namespace.get_inode(tx, ino)
+            inode = await self._view(namespace.get_inode, ino)
             told = (record.ino, record.server, record.undrained)
             if told != (ino, inode.copy.server, inode.in_burst):
                 detail = f"inode {ino}: the record of its burst copy {copy_id} says something else"
@@ -100,7 +111,7 @@ class CopyCheck:
                 partial(repair.delete, key=key),
             )
 
-    def _unreadable(self, tx: ReadTransaction, copy_id: int, ino: int | None, reason: str) -> None:
+    async def _unreadable(self, copy_id: int, ino: int | None, reason: str) -> None:
         if ino is not None:
             self._rewrite("unreadable-record", ino, f"inode {ino}: {reason}")
             return
@@ -127,18 +138,22 @@ class CopyCheck:
 
     # --- checksums ---
 
-    def checksums(self, tx: ReadTransaction, ino: int | None, key: bytes, value: bytes) -> None:
+    async def checksums(self, ino: int | None, key: bytes, value: bytes) -> None:
         """``ino``: the striped file whose objects have the oid, if there is one."""
         oid, first = keys.entry_numbers(key)
         if oid in self._stale:
             return
-        reason = _nonsense(tx, ino, oid, first, value)
+        reason = await self._view(_nonsense, ino, oid, first, value)
         if reason:
             self._stale.add(oid)
             self._in_use(oid)
             subject = f"checksums of objects {oid}" if ino is None else ino
             # Recovery would take the dirty mark away, and then nobody could tell.
-            stage = RECOVERY if ino is not None and tx.get(keys.dirty(ino)) is not None else RECORDS
+            stage = (
+                RECOVERY
+                if ino is not None and await self._view(read_record, keys.dirty(ino)) is not None
+                else RECORDS
+            )
             self._problem(
                 "stray-record", subject, reason, partial(namespace.drop_checksums, oid=oid), stage
             )

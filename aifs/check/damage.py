@@ -20,23 +20,26 @@ async def find_damaged(engine: Engine) -> dict[bytes, Problem]:
     finds none.
     """
     found: dict[bytes, Problem] = {}
-
-    def read(tx: ReadTransaction, start: bytes) -> bytes | None:
-        """Returns where to go on; None at the end."""
-        key = None
-        try:
-            for key, _ in tx.range(start, _LAST, _BATCH):
-                pass
-        except DamagedRecord as error:
-            key = error.key
-            found[key] = _problem(key, str(error))
-        return None if key is None else key + b"\0"
-
-    start: bytes | None = b"\0"
-    while start is not None:
-        start = await engine.view(read, start)
+    start = b"\0"
+    while True:
+        last, detail = await engine.view(_read, start)
+        if last is None:
+            return found
+        if detail:
+            found[last] = _problem(last, detail)
+        start = last + b"\0"
         await trio.lowlevel.checkpoint()
-    return found
+
+
+def _read(tx: ReadTransaction, start: bytes) -> tuple[bytes | None, str]:
+    """The last key of a batch, None at the end; and what is wrong with the record there."""
+    key = None
+    try:
+        for key, _ in tx.range(start, _LAST, _BATCH):
+            pass
+    except DamagedRecord as error:
+        return error.key, str(error)
+    return key, ""
 
 
 def _problem(key: bytes, detail: str) -> Problem:

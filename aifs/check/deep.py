@@ -13,7 +13,7 @@ from typing import NamedTuple
 import trio
 
 from aifs.check import repair
-from aifs.check.findings import Problem, Progress, Subject
+from aifs.check.findings import Problem, Progress, Subject, read_record
 from aifs.check.scan import for_each
 from aifs.check.table import NONE, UNREADABLE, InodeTable
 from aifs.core.errors import FsError, Unavailable
@@ -27,7 +27,7 @@ from aifs.files.chunk_users import users_of
 from aifs.layout.interleaved import STRIPE
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, degraded, forms, keys, moves, namespace
-from aifs.meta.kv import ReadTransaction, Transaction
+from aifs.meta.kv import Transaction
 from aifs.meta.records import decode_inode
 from aifs.store.store import Store
 from aifs.upkeep.judging import COPY_PIECE, Judgement, judge_copy
@@ -63,6 +63,7 @@ class DeepCheck:
 
     def __init__(self, store: Store, table: InodeTable, progress: Progress) -> None:
         self._engine = store.engine
+        self._view = store.engine.view
         self._servers = store.servers
         self._buffers = BudgetedBuffers(store.servers.budget)
         self._table = table
@@ -93,10 +94,10 @@ class DeepCheck:
             if ino not in damaged:
                 await self._compare_cache(ino)
         for ino in sorted(self._bad.keys() | self._bad_caches):
-            await self._engine.view(self._tell, ino)
+            await self._tell(ino)
         return sorted(self._problems, key=lambda problem: (problem.where, problem.kind))
 
-    def _expect_container(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def _expect_container(self, key: bytes, value: bytes) -> None:
         if len(key) != len(keys.container(0)):
             return  # named by the check of the records
         try:
@@ -106,7 +107,7 @@ class DeepCheck:
         except FsError:
             pass  # as well
 
-    def _expect_file(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def _expect_file(self, key: bytes, value: bytes) -> None:
         if len(key) != len(keys.inode(0)):
             return  # named as damaged already
         ino = keys.number(key)
@@ -114,7 +115,8 @@ class DeepCheck:
         if row == NONE or self._table.flags[row] & UNREADABLE:
             return
         inode = decode_inode(ino, value)
-        layout, has_checksums = inode.layout, tx.get(keys.checksums(inode.oid, 0)) is not None
+        layout = inode.layout
+        has_checksums = await self._view(read_record, keys.checksums(inode.oid, 0)) is not None
         if isinstance(layout, Striped) and (layout.is_protected or has_checksums):
             self._waiting.append(_Objects(ino, inode.oid, inode.size))
         if inode.layout is not None and inode.copy is not None:
@@ -128,7 +130,7 @@ class DeepCheck:
 
     async def _read(self, objects: _Objects, damaged: Collection[Subject]) -> None:
         ino, oid, size = objects
-        found, lost = await self._engine.view(
+        found, lost = await self._view(
             lambda tx: (moves.find_objects(tx, ino, oid), degraded.find_degraded(tx, oid))
         )
         if found is None:
@@ -161,7 +163,7 @@ class DeepCheck:
         """Note what is lost; returns the columns that are wrong, but told right by others."""
         starts, at, told, wrong = None, 0, 0, set[int]()
         if objects.ino:
-            _, digests = await self._engine.view(forms.get_checksums, objects.oid, 0)
+            _, digests = await self._view(forms.get_checksums, objects.oid, 0)
             starts = iter(await inspection.starts(bool(digests)))
             at = next(starts, objects.size)
         while at < objects.size:
@@ -192,8 +194,8 @@ class DeepCheck:
     async def _check(self, objects: _Objects, layout: Striped, at: int) -> Check:
         if not objects.ino:
             return ContainerCheck(layout.row if layout.parity else 1)
-        first, digests = await self._engine.view(forms.get_checksums, objects.oid, at // HASHED)
-        _, more = await self._engine.view(forms.get_checksums, objects.oid, first + DIGESTS_AT_ONCE)
+        first, digests = await self._view(forms.get_checksums, objects.oid, at // HASHED)
+        _, more = await self._view(forms.get_checksums, objects.oid, first + DIGESTS_AT_ONCE)
         return FileCheck(objects.size, first, digests + more)
 
     async def _lose_chunks(
@@ -213,7 +215,7 @@ class DeepCheck:
         return end
 
     async def _compare_cache(self, ino: int) -> None:
-        inode = await self._engine.view(namespace.get_inode, ino)
+        inode = await self._view(namespace.get_inode, ino)
         if inode.copy is not None and inode.copy.server in self._servers:
             memory = await self._buffers.take(COPY_PIECE)
             if await judge_copy(self._engine, self._servers, inode, memory) is Judgement.WRONG:
@@ -221,9 +223,9 @@ class DeepCheck:
 
     # --- what is found ---
 
-    def _tell(self, tx: ReadTransaction, ino: int) -> None:
-        inode, bad = namespace.get_inode(tx, ino), self._bad.get(ino, [])
-        where = self._table.path(tx, ino)
+    async def _tell(self, ino: int) -> None:
+        inode, bad = await self._view(namespace.get_inode, ino), self._bad.get(ino, [])
+        where = await self._view(self._table.path, ino)
         path = (
             None
             if inode.copy is None
@@ -258,7 +260,7 @@ class DeepCheck:
         for column in sorted(wrong):
             server = self._servers[layout.servers[column]]
             path = server.object_path(ino, oid)
-            where = await self._engine.view(self._table.path, ino) if ino else path
+            where = await self._view(self._table.path, ino) if ino else path
             fix = partial(_put_damaged, oid=oid, ino=ino, mask=1 << column)
             detail = f"{server.name}: {path} has wrong bytes, which the other objects tell"
             self._problems.append(Problem("degraded", ino or path, detail, fix, where=where))

@@ -18,7 +18,9 @@ from aifs.check.findings import (
     Fix,
     Problem,
     Subject,
+    View,
     printable,
+    read_record,
 )
 from aifs.check.table import (
     DIRECTORY,
@@ -34,7 +36,6 @@ from aifs.check.table import (
 )
 from aifs.core.errors import FsError
 from aifs.meta import keys
-from aifs.meta.kv import ReadTransaction
 from aifs.meta.namespace import NAME_MAX
 from aifs.meta.records import Dentry, decode_dentry, decode_entry, encode_entry
 
@@ -45,8 +46,9 @@ class NameCheck:
     """
 
     def __init__(
-        self, table: InodeTable, problems: list[Problem], in_use: Callable[[int], None]
+        self, view: View, table: InodeTable, problems: list[Problem], in_use: Callable[[int], None]
     ) -> None:
+        self._view = view
         self._table = table
         self._problems = problems
         self._in_use = in_use
@@ -63,7 +65,7 @@ class NameCheck:
 
     # --- dentries ---
 
-    def dentry(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def dentry(self, key: bytes, value: bytes) -> None:
         parent, name = keys.dentry_parts(key)
         remove = partial(repair.remove_name, parent=parent, name=name)
         try:
@@ -77,7 +79,10 @@ class NameCheck:
             return
         table = self._table
         directory = table.find(parent)
-        if directory == NONE and tx.get(keys.entry(parent, dentry.cookie)) is not None:
+        if (
+            directory == NONE
+            and await self._view(read_record, keys.entry(parent, dentry.cookie)) is not None
+        ):
             # Two records speak of it: there was such a directory.
             directory = table.add(parent, DIRECTORY, MISSING)
             self._in_use(parent)
@@ -97,14 +102,14 @@ class NameCheck:
         elif table.find(dentry.ino) == NONE:
             self._dangling.append((parent, name, dentry))  # it may be a directory without an inode
         else:
-            self._check_index(tx, parent, name, dentry)
-            self._add_name(tx, parent, name, dentry)
+            await self._check_index(parent, name, dentry)
+            await self._add_name(parent, name, dentry)
 
-    def resolve_dangling(self, tx: ReadTransaction) -> None:
+    async def resolve_dangling(self) -> None:
         for parent, name, dentry in self._dangling:
             if self._table.find(dentry.ino) != NONE:
-                self._check_index(tx, parent, name, dentry)
-                self._add_name(tx, parent, name, dentry)
+                await self._check_index(parent, name, dentry)
+                await self._add_name(parent, name, dentry)
                 continue
             self._problem(
                 "dangling-dentry",
@@ -127,17 +132,19 @@ class NameCheck:
         elif directory != NONE:
             self._table.removed[directory] += 1
 
-    def _check_index(self, tx: ReadTransaction, parent: int, name: bytes, dentry: Dentry) -> None:
+    async def _check_index(self, parent: int, name: bytes, dentry: Dentry) -> None:
         type_ = self._type_of(self._table.find(dentry.ino), dentry.type)
         key = keys.entry(parent, dentry.cookie)
-        record = tx.get(key)
+        record = await self._view(read_record, key)
         matches = dentry.cookie and record == encode_entry(dentry.ino, type_, name)
         if matches:
             self._in_use(dentry.cookie)
         if matches and dentry.type == type_:
             return
         fix = partial(repair.rewrite_name, parent=parent, name=name, type_=type_)
-        if record is not None and not repair.is_taken(tx, parent, dentry.cookie, name):
+        if record is not None and not await self._view(
+            repair.is_taken, parent, dentry.cookie, name
+        ):
             self._rewritten.add(key)
         if dentry.type != type_:
             self._problem(
@@ -151,7 +158,7 @@ class NameCheck:
                 "name-index", (parent, name), "is not listed, or listed as something else", fix
             )
 
-    def _add_name(self, tx: ReadTransaction, parent: int, name: bytes, dentry: Dentry) -> None:
+    async def _add_name(self, parent: int, name: bytes, dentry: Dentry) -> None:
         table = self._table
         row, directory = table.find(dentry.ino), table.find(parent)
         if self._type_of(row, dentry.type) != DIRECTORY:
@@ -160,7 +167,7 @@ class NameCheck:
             if table.names[row]:
                 loser = (parent, name)
                 if table.parent[row] == parent != table.at[row]:
-                    loser = table.place(tx, dentry.ino) or loser
+                    loser = await self._view(table.place, dentry.ino) or loser
                     lost_by = table.find(table.at[row])
                     table.subdirs[lost_by] -= 1
                     table.subdirs[directory] += 1
@@ -182,7 +189,7 @@ class NameCheck:
 
     # --- entries ---
 
-    def entry(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def entry(self, key: bytes, value: bytes) -> None:
         if key in self._rewritten:
             return
         parent, cookie = keys.entry_numbers(key)
@@ -194,12 +201,12 @@ class NameCheck:
                 "unreadable-record", f"entry {cookie} of directory {parent}", str(error), remove
             )
             return
-        dentry = find_dentry(tx, parent, name)
+        dentry = await self._view(find_dentry, parent, name)
         if dentry is not None and dentry.cookie == cookie:
             return  # whether they match was seen from the dentry
         lone = Dentry(ino, cookie, type_)
         if dentry is None and self._may_restore(parent, name, lone):
-            self._restore(tx, parent, name, lone)
+            await self._restore(parent, name, lone)
         else:
             self._problem(
                 "name-index", (parent, name), f"is listed at {cookie}, where it is not", remove
@@ -216,7 +223,7 @@ class NameCheck:
         lacks = table.names[row] < (1 if has_one_name else table.links[row])
         return lacks and type_ == dentry.type and dentry.ino != keys.ROOT_INO
 
-    def _restore(self, tx: ReadTransaction, parent: int, name: bytes, dentry: Dentry) -> None:
+    async def _restore(self, parent: int, name: bytes, dentry: Dentry) -> None:
         table = self._table
         fix = partial(repair.restore_name, parent=parent, name=name, dentry=dentry)
         unreadable = self._unreadable.pop(keys.dentry(parent, name), None)
@@ -224,21 +231,21 @@ class NameCheck:
             unreadable.fix = fix
         else:
             self._problem("name-index", (parent, name), "is listed, but is not a name", fix)
-        self._add_name(tx, parent, name, dentry)
+        await self._add_name(parent, name, dentry)
         changed = table.find(parent if dentry.type == DIRECTORY else dentry.ino)
         table.removed[changed] -= 1
 
     # --- the tree ---
 
-    def conclude(self, tx: ReadTransaction) -> None:
+    async def conclude(self) -> None:
         if self._table.find(keys.ROOT_INO) == NONE:
             self._table.add(keys.ROOT_INO, DIRECTORY, MISSING)
-        self._cut_loops(tx)
+        await self._cut_loops()
         for row in range(len(self._table)):
             if not self._table.flags[row] & UNREADABLE:
                 self._conclude_row(row)
 
-    def _cut_loops(self, tx: ReadTransaction) -> None:
+    async def _cut_loops(self) -> None:
         """Take one directory of each loop out of its place."""
         table = self._table
         walk_of = array("Q", bytes(8 * len(table)))  # the walk upwards that came by; 0: none yet
@@ -251,12 +258,12 @@ class NameCheck:
                 path.append(row)
                 row = table.find(table.at[row])
             if path and row != NONE and walk_of[row] == start + 1:
-                self._cut_loop(tx, min(path[path.index(row) :]))
+                await self._cut_loop(min(path[path.index(row) :]))
 
-    def _cut_loop(self, tx: ReadTransaction, row: int) -> None:
+    async def _cut_loop(self, row: int) -> None:
         table = self._table
         ino = table.ino[row]
-        parent, name = table.place(tx, ino) or (table.at[row], b"")
+        parent, name = await self._view(table.place, ino) or (table.at[row], b"")
         self._problem(
             "loop",
             ino,

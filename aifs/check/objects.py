@@ -14,7 +14,7 @@ from itertools import islice
 from aifs.check import repair
 from aifs.check.columns import Lack, expected_columns, judge, lost_bytes, lost_columns
 from aifs.check.container_objects import ContainerObjects
-from aifs.check.findings import Fix, Problem, Progress
+from aifs.check.findings import Fix, Problem, Progress, read_record
 from aifs.check.scan import BATCH, MetadataScan, for_each
 from aifs.check.table import NONE, UNREADABLE
 from aifs.core import files
@@ -39,6 +39,7 @@ class ObjectCheck:
 
     def __init__(self, store: Store, scan: MetadataScan, progress: Progress) -> None:
         self._engine = store.engine
+        self._view = store.engine.view
         self._servers = store.servers
         self._scan = scan
         self._table = scan.table
@@ -68,16 +69,16 @@ class ObjectCheck:
             if missing:
                 await self._find_missing(self._table.ino[row])
         for ino, lacks in self._lacks.items():
-            await self._engine.view(self._judge, ino, lacks)
+            await self._judge(ino, lacks)
         await self._containers.conclude(listed)
         for problem in self._containers.problems:
             if isinstance(problem.subject, int):
-                problem.where = await self._engine.view(self._table.path, problem.subject)
+                problem.where = await self._view(self._table.path, problem.subject)
         self.problems += self._containers.problems
 
     # --- what must be there ---
 
-    def _expect(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def _expect(self, key: bytes, value: bytes) -> None:
         if len(key) != len(keys.inode(0)):
             return  # named as damaged already
         ino = keys.number(key)
@@ -91,7 +92,10 @@ class ObjectCheck:
         count = int(inode.copy is not None)
         if isinstance(inode.layout, Striped):
             count += sum(
-                1 for _ in expected_columns(inode.layout, inode.size, lost_columns(tx, inode.oid))
+                1
+                for _ in expected_columns(
+                    inode.layout, inode.size, await self._view(lost_columns, inode.oid)
+                )
             )
         self._table.objects[row] = count
         self._expected += count
@@ -101,104 +105,105 @@ class ObjectCheck:
     async def _check_server(self, server: DataServer) -> None:
         listing = server.list_objects()
         while batch := await self._servers.run(server, _take, listing):
-            await self._engine.view(self._match, server, batch)
+            await self._match(server, batch)
             self._progress(
                 "objects", self.counts["objects"], max(self._expected, self.counts["objects"])
             )
 
-    def _match(
-        self, tx: ReadTransaction, server: DataServer, batch: Iterable[StoredObject | ForeignFile]
-    ) -> None:
+    async def _match(self, server: DataServer, batch: Iterable[StoredObject | ForeignFile]) -> None:
         for found in batch:
             if isinstance(found, StoredObject):
                 self.counts["objects"] += 1
                 self.counts["bytes"] += found.allocated
-                self._match_object(tx, server, found)
+                await self._match_object(server, found)
             elif found.path != os.path.join(server.path, ASIDE):
                 detail = f"{server.name}: not of this store; left as it is"
                 self.problems.append(Problem("foreign-file", found.path, detail, where=found.path))
 
-    def _match_object(self, tx: ReadTransaction, server: DataServer, found: StoredObject) -> None:
+    async def _match_object(self, server: DataServer, found: StoredObject) -> None:
         if found.ino == 0 and server.role == "burst":
-            if self._match_copy(tx, server, found):
+            if await self._match_copy(server, found):
                 return
         elif found.ino == 0:
             if self._containers.matches(server, found) or self._scan.may_hold_chunks(found.oid):
                 return
-        elif self._match_stripes(tx, server, found):
+        elif await self._match_stripes(server, found):
             return
-        if not _is_garbage(tx, found) and tx.get(keys.stray(found.oid, server.id)) is None:
+        if (
+            not await self._view(_is_garbage, found)
+            and await self._view(read_record, keys.stray(found.oid, server.id)) is None
+        ):
             whose = f", once of inode {found.ino}" if found.ino else ""
             detail = f"{server.name}: {found.length} bytes{whose}"
             problem = Problem("orphan-object", found.path, detail, where=found.path)
             self.problems.append(problem)
             self._orphans.append((server, problem))
 
-    def _match_stripes(self, tx: ReadTransaction, server: DataServer, found: StoredObject) -> bool:
+    async def _match_stripes(self, server: DataServer, found: StoredObject) -> bool:
         """Whether it is, or may be, an object of a striped file."""
         row = self._table.find(found.ino)
         if row == NONE or self._table.flags[row] & UNREADABLE:
             return row != NONE
-        inode = _read_inode(tx, found.ino)
+        inode = await self._view(_read_inode, found.ino)
         layout = inode.layout if inode is not None and inode.oid == found.oid else None
         if not isinstance(layout, Striped) or server.id not in layout.servers:
             return False
         column = layout.servers.index(server.id)
         expected = layout.object_length(column, inode.size)
-        if lost_columns(tx, inode.oid) >> column & 1:
+        if await self._view(lost_columns, inode.oid) >> column & 1:
             return True
         if expected:
             self._table.objects[row] -= 1
-        if found.length < expected and not _is_dirty(tx, inode.ino):
+        if found.length < expected and not await self._view(_is_dirty, inode.ino):
             what = f"has {found.length} of {expected} bytes"
-            self._lacking(tx, inode, server, Lack(column, "short-object", what, found.length))
+            await self._lacking(inode, server, Lack(column, "short-object", what, found.length))
         return True
 
-    def _match_copy(self, tx: ReadTransaction, server: DataServer, found: StoredObject) -> bool:
+    async def _match_copy(self, server: DataServer, found: StoredObject) -> bool:
         """Whether it is, or may be, the burst copy of a file."""
         ino = self._scan.user_of_copy(found.oid)
-        row = self._table.find(_recorded_user(tx, found.oid) if ino is None else ino)
+        row = self._table.find(await self._view(_recorded_user, found.oid) if ino is None else ino)
         if ino is None or self._table.flags[row] & UNREADABLE:
             return row != NONE and bool(self._table.flags[row] & UNREADABLE)
-        inode = _read_inode(tx, ino)
+        inode = await self._view(_read_inode, ino)
         if inode is None or inode.copy != Copy(server.id, found.oid):
             return False
         self._table.objects[row] -= 1
-        if found.length == inode.size or _is_dirty(tx, ino):
+        if found.length == inode.size or await self._view(_is_dirty, ino):
             return True
         what = f"has {found.length} of {inode.size} bytes"
         if not inode.in_burst:
-            self._of_file("bad-cache", tx, inode, server, what, partial(repair.drop_copy, ino=ino))
+            await self._of_file(
+                "bad-cache", inode, server, what, partial(repair.drop_copy, ino=ino)
+            )
         elif found.length < inode.size:
-            self._lost(
-                "short-object", tx, inode, server, what, f"bytes {found.length} to {inode.size - 1}"
+            await self._lost(
+                "short-object", inode, server, what, f"bytes {found.length} to {inode.size - 1}"
             )
         else:
             fix = partial(repair.change_inode, ino=ino, changes={"size": found.length})
-            self._of_file("wrong-size", tx, inode, server, what, fix)
+            await self._of_file("wrong-size", inode, server, what, fix)
         return True
 
     async def _find_missing(self, ino: int) -> None:
         """Look at each object of a file of which the listings did not show all."""
-        view = self._engine.view
-        inode, dirty = await view(lambda tx: (_read_inode(tx, ino), _is_dirty(tx, ino)))
+        inode, dirty = await self._view(lambda tx: (_read_inode(tx, ino), _is_dirty(tx, ino)))
         if dirty:
             return
         if isinstance(inode.layout, Striped):
-            known = await view(lost_columns, inode.oid)
+            known = await self._view(lost_columns, inode.oid)
             for column, number in expected_columns(inode.layout, inode.size, known):
                 if await self._is_missing(number, ino, inode.oid):
                     lack = Lack(column, "missing-object", "is missing", 0)
-                    await view(self._lacking, inode, self._servers[number], lack)
-        is_lost = partial(self._lost, "missing-object")
+                    await self._lacking(inode, self._servers[number], lack)
         if inode.copy is not None and await self._is_missing(inode.copy.server, 0, inode.copy.id):
             server = self._servers[inode.copy.server]
             if inode.in_burst and inode.size:
                 lost = f"bytes 0 to {inode.size - 1}"
-                await view(is_lost, inode, server, "is missing", lost)
+                await self._lost("missing-object", inode, server, "is missing", lost)
             else:
                 forget = partial(repair.forget_copy, ino=ino)
-                await view(partial(self._of_file, "bad-cache"), inode, server, "is missing", forget)
+                await self._of_file("bad-cache", inode, server, "is missing", forget)
 
     async def _is_missing(self, number: int, ino: int, oid: int) -> bool:
         if number not in self._servers:
@@ -211,7 +216,7 @@ class ObjectCheck:
 
     # --- what is found ---
 
-    def _lacking(self, tx: ReadTransaction, inode: Inode, server: DataServer, lack: Lack) -> None:
+    async def _lacking(self, inode: Inode, server: DataServer, lack: Lack) -> None:
         """A column is missing or short. What that means for a protected file depends on the
         others.
         """
@@ -219,24 +224,25 @@ class ObjectCheck:
             self._lacks.setdefault(inode.ino, []).append(lack)
         else:
             lost = lost_bytes(inode.layout, lack.column, lack.length, inode.size)
-            self._lost(lack.kind, tx, inode, server, lack.what, lost)
+            await self._lost(lack.kind, inode, server, lack.what, lost)
 
-    def _judge(self, tx: ReadTransaction, ino: int, lacks: list[Lack]) -> None:
-        inode = _read_inode(tx, ino)
-        for lack, kind, detail, fix in judge(inode, lost_columns(tx, inode.oid), lacks):
-            self._of_file(
-                kind, tx, inode, self._servers[inode.layout.servers[lack.column]], detail, fix
+    async def _judge(self, ino: int, lacks: list[Lack]) -> None:
+        inode = await self._view(_read_inode, ino)
+        for lack, kind, detail, fix in judge(
+            inode, await self._view(lost_columns, inode.oid), lacks
+        ):
+            await self._of_file(
+                kind, inode, self._servers[inode.layout.servers[lack.column]], detail, fix
             )
 
-    def _lost(
-        self, kind: str, tx: ReadTransaction, inode: Inode, server: DataServer, what: str, lost: str
+    async def _lost(
+        self, kind: str, inode: Inode, server: DataServer, what: str, lost: str
     ) -> None:
-        self._of_file(kind, tx, inode, server, what + f"; lost: {lost}")
+        await self._of_file(kind, inode, server, what + f"; lost: {lost}")
 
-    def _of_file(
+    async def _of_file(
         self,
         kind: str,
-        tx: ReadTransaction,
         inode: Inode,
         server: DataServer,
         what: str,
@@ -248,7 +254,7 @@ class ObjectCheck:
             if is_copy
             else server.object_path(inode.ino, inode.oid)
         )
-        where = self._table.path(tx, inode.ino)
+        where = await self._view(self._table.path, inode.ino)
         self.problems.append(
             Problem(kind, inode.ino, f"{server.name}: {path} {what}", fix, where=where)
         )

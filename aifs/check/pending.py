@@ -6,12 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 from aifs.check import repair
-from aifs.check.findings import RECORDS, Fix, Subject
+from aifs.check.findings import RECORDS, Fix, Subject, View, read_record
 from aifs.check.table import NONE, InodeTable
 from aifs.core.errors import FsError
 from aifs.core.retention import parse_keep
 from aifs.meta import groups, keys, publishing
-from aifs.meta.kv import ReadTransaction
 
 
 class PendingCheck:
@@ -19,18 +18,22 @@ class PendingCheck:
     directory and its files stay."""
 
     def __init__(
-        self, table: InodeTable, problem: Callable[[str, Subject, str, Fix | None, int], None]
+        self,
+        view: View,
+        table: InodeTable,
+        problem: Callable[[str, Subject, str, Fix | None, int], None],
     ) -> None:
+        self._view = view
         self._table = table
         self._report = problem
 
-    def mark(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def mark(self, key: bytes, value: bytes) -> None:
         """A pending directory, or a member of one."""
         ino = int.from_bytes(key[1:9], "big")
         rank = keys.pending_rank(key)
         if len(key) not in (9, 13) or not self._is_directory(ino):
             self._problem("stray-record", ino, "mark of a pending directory, on what is none", key)
-        elif rank is not None and tx.get(keys.pending(ino)) is None:
+        elif rank is not None and await self._view(read_record, keys.pending(ino)) is None:
             self._problem(
                 "stray-record", ino, f"commit of rank {rank}, but the directory is not pending", key
             )
@@ -42,14 +45,14 @@ class PendingCheck:
             except FsError as error:
                 self._problem("unreadable-record", ino, str(error), key)
 
-    def group(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def group(self, key: bytes, value: bytes) -> None:
         """The group of a directory, or a member of it."""
         ino = int.from_bytes(key[1:9], "big")
         if len(key) not in (9, 17) or not self._is_directory(ino):
             self._problem("stray-record", ino, "group of a directory, on what is none", key)
             return
         number = keys.group_number(key)
-        if number is not None and tx.get(keys.group(ino)) is None:
+        if number is not None and await self._view(read_record, keys.group(ino)) is None:
             self._problem(
                 "stray-record", ino, f"member {number} of a group, but the directory has none", key
             )
@@ -59,7 +62,7 @@ class PendingCheck:
         except FsError as error:
             self._problem("unreadable-record", ino, str(error), key)
 
-    def policy(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def policy(self, key: bytes, value: bytes) -> None:
         """Which checkpoints a directory keeps."""
         ino = keys.number(key)
         if not self._is_directory(ino):

@@ -6,7 +6,7 @@ tasks in between.
 """
 
 import stat
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from functools import partial
 
@@ -70,7 +70,7 @@ _COUNTERS = (
     keys.COUNTER_BURST,
 )
 
-Handler = Callable[[ReadTransaction, bytes, bytes], None]
+Handler = Callable[[bytes, bytes], Awaitable[None]]
 
 
 async def for_each(
@@ -78,21 +78,22 @@ async def for_each(
 ) -> None:
     """Call ``handle`` for each record with start <= key < end, and ``seen`` with the length of each
     batch.
+
+    A handler takes note of what it finds, so it does not run in a view, which may be run again.
+    What else it has to read, it reads in views of its own: nobody else changes the store.
     """
-
-    def batch(tx: ReadTransaction) -> tuple[int, bytes]:
-        count, key = 0, b""
-        for key, value in tx.range(start, end, BATCH):
-            handle(tx, key, value)
-            count += 1
-        return count, key
-
     while True:
-        count, last = await engine.view(batch)
-        seen(count)
-        if count < BATCH:
+        batch = await engine.view(_read_batch, start, end)
+        for key, value in batch:
+            await handle(key, value)
+        seen(len(batch))
+        if len(batch) < BATCH:
             return
-        start = last + b"\0"
+        start = batch[-1][0] + b"\0"
+
+
+def _read_batch(tx: ReadTransaction, start: bytes, end: bytes) -> list[tuple[bytes, bytes]]:
+    return list(tx.range(start, end, BATCH))
 
 
 class MetadataScan:
@@ -100,15 +101,16 @@ class MetadataScan:
 
     def __init__(self, engine: Engine, servers: Collection[int], progress: Progress) -> None:
         self._engine = engine
+        self._view = view = engine.view
         self._servers = frozenset(servers)
         self._progress = progress
         self.table = InodeTable()
         self.problems: list[Problem] = []
-        self._names = NameCheck(self.table, self.problems, self._in_use)
-        self._copies = CopyCheck(self.table, self.problems, self._servers, self._in_use)
-        self._columns = ColumnRecords(self._servers, self._problem)
-        self._pending = PendingCheck(self.table, self._problem)
-        self._containers = ContainerCheck(self._servers, self._problem, self._in_use)
+        self._names = NameCheck(view, self.table, self.problems, self._in_use)
+        self._copies = CopyCheck(view, self.table, self.problems, self._servers, self._in_use)
+        self._columns = ColumnRecords(view, self._servers, self._problem)
+        self._pending = PendingCheck(view, self.table, self._problem)
+        self._containers = ContainerCheck(view, self._servers, self._problem, self._in_use)
         self._users: dict[int, int] = {}  # object id -> inode, where the two differ
         self._unreadable_inodes = 0
         self._highest_id = 0
@@ -119,7 +121,7 @@ class MetadataScan:
         self._expected = 3 * await self._engine.view(_count_inodes)  # an inode, its name, its entry
         names = self._names
         await self._each(b"i", self._inode)
-        await self._engine.view(self._users_of_objects)
+        await self._users_of_objects()
         for kind, handle in (
             (b"b", self._copies.record),
             (b"g", self._garbage),
@@ -143,32 +145,32 @@ class MetadataScan:
             await self._each(kind, handle)
         self._columns.conclude()
         self._copies.conclude()
-        await self._engine.view(self._containers.conclude)
+        await self._containers.conclude()
         await for_each(
             self._engine, *keys.all_of(b"h"), self._containers.references, lambda count: None
         )
         inodes = len(self.table)
         await self._each(b"d", names.dentry)
-        await self._engine.view(names.resolve_dangling)
+        await names.resolve_dangling()
         await self._each(b"e", names.entry)
-        await self._engine.view(names.conclude)
-        await self._each(b"s", lambda tx, key, value: None)  # read when the store was opened
+        await names.conclude()
+        await self._each(b"s", _skip)  # read when the store was opened
         await self._each(b"c", self._counter)
         await self._unknown_kinds()
-        await self._engine.view(self._counters, inodes)
-        await self._engine.view(self._locate)
+        await self._counters(inodes)
+        await self._locate()
 
     async def _each(self, kind: bytes, handle: Handler) -> None:
         length = _KEY_LENGTHS.get(kind)
 
-        def checked(tx: ReadTransaction, key: bytes, value: bytes) -> None:
+        async def checked(key: bytes, value: bytes) -> None:
             if length and len(key) != length and kind in b"abgmoquwyz":
                 # Recovery would trip over it, and it holds nothing that could be lost.
                 self._stray(f"record {key.hex()}", "its key is not that of a record", key, RECOVERY)
             elif (length and len(key) != length) or len(key) < 9 and kind in b"dx":
-                self._unknown(tx, key, value)
+                await self._unknown(key, value)
             else:
-                handle(tx, key, value)
+                await handle(key, value)
 
         await for_each(self._engine, *keys.all_of(kind), checked, self._seen)
 
@@ -187,10 +189,10 @@ class MetadataScan:
 
     # --- inodes ---
 
-    def _inode(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def _inode(self, key: bytes, value: bytes) -> None:
         ino = keys.number(key)
         if not 0 < ino < _ID_MAX:
-            self._unknown(tx, key, value)
+            await self._unknown(key, value)
             return
         self._in_use(ino)
         try:
@@ -205,7 +207,7 @@ class MetadataScan:
         self._in_use(inode.oid)
         self._copies.inode(inode)
         if isinstance(inode.layout, Interleaved):
-            self._containers.file(tx, inode)
+            await self._containers.file(inode)
         if inode.layout is not None:
             if inode.oid == ino:
                 self.table.flags[row] |= OWN_OID
@@ -222,7 +224,7 @@ class MetadataScan:
                 partial(repair.change_inode, ino=ino, changes={"size": size}),
             )
         if isinstance(inode.layout, Striped):
-            self._columns.layout(tx, ino, inode.oid, inode.layout)
+            await self._columns.layout(ino, inode.oid, inode.layout)
 
     def _unreadable(self, ino: int, reason: str) -> None:
         # The root has nothing to lose but its attributes, and without it nothing can be reached.
@@ -242,7 +244,7 @@ class MetadataScan:
             "shared-objects", second, f"inode {second}: has the object id {oid} of inode {first}"
         )
 
-    def _users_of_objects(self, tx: ReadTransaction) -> None:
+    async def _users_of_objects(self) -> None:
         for oid, ino in self._users.items():
             row = self.table.find(oid)
             if row != NONE and self.table.flags[row] & OWN_OID:
@@ -270,16 +272,16 @@ class MetadataScan:
         row = self.table.find(ino)
         return row != NONE and not self.table.flags[row] & UNREADABLE
 
-    def _dirty(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def _dirty(self, key: bytes, value: bytes) -> None:
         ino = keys.number(key)
         if not self._is_readable(ino):
             self._stray(f"inode {ino}", "dirty mark of an inode that cannot be read", key, RECOVERY)
-        elif isinstance(namespace.get_inode(tx, ino).layout, Interleaved):
+        elif isinstance((await self._view(namespace.get_inode, ino)).layout, Interleaved):
             self._stray(
                 ino, f"inode {ino}: dirty mark of a file that never changes in place", key, RECOVERY
             )
 
-    def _orphan(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def _orphan(self, key: bytes, value: bytes) -> None:
         ino = keys.number(key)
         if self._is_readable(ino):
             self.table.flags[self.table.find(ino)] |= ORPHAN
@@ -288,7 +290,7 @@ class MetadataScan:
                 f"inode {ino}", "orphan record of an inode that cannot be read", key, RECOVERY
             )
 
-    def _trash(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def _trash(self, key: bytes, value: bytes) -> None:
         ino = keys.number(key)
         if not self._is_readable(ino):
             self._stray(
@@ -306,7 +308,7 @@ class MetadataScan:
             fix = partial(repair.put, key=key, value=Doomed(ino, 0, 0).encode())
             self._problem("unreadable-record", ino, str(error), fix, RECOVERY)
 
-    def _xattr(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def _xattr(self, key: bytes, value: bytes) -> None:
         ino, name = keys.xattr_parts(key)
         if self.table.find(ino) == NONE:
             self._stray(
@@ -315,12 +317,12 @@ class MetadataScan:
                 key,
             )
 
-    def _checksums(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def _checksums(self, key: bytes, value: bytes) -> None:
         ino = self.user(keys.entry_numbers(key)[0])
         if ino is not None or not self._unreadable_inodes:
-            self._copies.checksums(tx, ino, key, value)
+            await self._copies.checksums(ino, key, value)
 
-    def _loose_list(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def _loose_list(self, key: bytes, value: bytes) -> None:
         oid = keys.number(key)
         self._in_use(oid)
         ino = self.user(oid)
@@ -330,16 +332,16 @@ class MetadataScan:
             detail = f"inode {ino}: its list of chunks would be dropped"
             self._problem("garbage-in-use", ino, detail, partial(repair.delete, key=key), RECOVERY)
 
-    def _chunk_list(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def _chunk_list(self, key: bytes, value: bytes) -> None:
         ino = self.user(keys.chunk_list_parts(key)[0])
-        self._containers.chunk_list(tx, key, value, ino, certain=not self._unreadable_inodes)
+        await self._containers.chunk_list(key, value, ino, certain=not self._unreadable_inodes)
 
-    def _container(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
-        self._containers.container(tx, key, value)
+    async def _container(self, key: bytes, value: bytes) -> None:
+        await self._containers.container(key, value)
         with suppress(FsError):
-            self._columns.layout(tx, 0, keys.number(key), decode_container(value).layout)
+            await self._columns.layout(0, keys.number(key), decode_container(value).layout)
 
-    def _garbage(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def _garbage(self, key: bytes, value: bytes) -> None:
         oid = keys.number(key)
         where = f"garbage record {oid}"
         forget = partial(repair.delete, key=key)
@@ -365,7 +367,7 @@ class MetadataScan:
 
     # --- the rest ---
 
-    def _unknown(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def _unknown(self, key: bytes, value: bytes) -> None:
         self._problem("unknown-record", f"record {key.hex()}", f"{len(value)} bytes; left as it is")
 
     async def _unknown_kinds(self) -> None:
@@ -377,28 +379,28 @@ class MetadataScan:
         await for_each(self._engine, start, _LAST, self._unknown, self._seen)
         await for_each(self._engine, b"S\0", b"T", self._unknown, self._seen)
 
-    def _counter(self, tx: ReadTransaction, key: bytes, value: bytes) -> None:
+    async def _counter(self, key: bytes, value: bytes) -> None:
         if key not in _COUNTERS or len(value) > 8:
-            self._unknown(tx, key, value)
+            await self._unknown(key, value)
 
-    def _counters(self, tx: ReadTransaction, inodes: int) -> None:
-        ids = tx.counter(keys.COUNTER_IDS)
+    async def _counters(self, inodes: int) -> None:
+        ids = await self._view(ReadTransaction.counter, keys.COUNTER_IDS)
         if ids <= self._highest_id:
             # Beyond the window too, so that recovery does not take for leftovers what lies in it.
             delta = self._highest_id + 1 + WINDOW - ids
             fix = partial(repair.shift_counter, key=keys.COUNTER_IDS, delta=delta)
             detail = f"{ids}, but {self._highest_id} is in use"
             self._problem("wrong-counter", "counter ids", detail, fix, RECOVERY)
-        counted = tx.counter(keys.COUNTER_INODES)
+        counted = await self._view(ReadTransaction.counter, keys.COUNTER_INODES)
         if counted != inodes:
             fix = partial(repair.shift_counter, key=keys.COUNTER_INODES, delta=inodes - counted)
             self._problem(
                 "wrong-counter", "counter inodes", f"{counted}, but there are {inodes}", fix
             )
 
-    def _locate(self, tx: ReadTransaction) -> None:
+    async def _locate(self) -> None:
         for problem in self.problems:
-            problem.where = self.table.where(tx, problem.subject)
+            problem.where = await self._view(self.table.where, problem.subject)
 
 
 def _nonsense(inode: Inode, record: bytes) -> str:
@@ -428,6 +430,10 @@ def _is_possible(layout: Striped | Interleaved | None) -> bool:
         distinct = 0 < len(servers) == len(set(servers)) and max(servers) < BURST_FIRST
         return distinct and UNIT_MIN <= layout.unit <= UNIT_MAX
     return layout is None or 0 < layout.chunk <= CHUNK_MAX
+
+
+async def _skip(key: bytes, value: bytes) -> None:
+    pass
 
 
 def _count_inodes(tx: ReadTransaction) -> int:

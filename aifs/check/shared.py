@@ -15,7 +15,6 @@ from aifs.check.findings import RECORDS, RECOVERY, Fix, Subject
 from aifs.core.errors import FsError
 from aifs.layout.interleaved import Location
 from aifs.meta import keys, shared
-from aifs.meta.kv import ReadTransaction
 
 DIGEST_BYTES = 32
 
@@ -81,7 +80,7 @@ class SharedCheck:
             )
         return ""
 
-    def references(self, tx: ReadTransaction, key: bytes, value: bytes, complete: bool) -> None:
+    def references(self, key: bytes, value: bytes, complete: bool) -> None:
         """``complete``: all lists could be read, so that nobody else names the chunk. Without that
         a count may be too high, or be right."""
         digest = keys.shared_digest(key)
