@@ -153,8 +153,7 @@ class DirectoryStorage(Storage):
     def close(self, handle: int) -> None:
         files.close_file(handle)
 
-    def read(self, handle: int, buffer: memoryview, offset: int) -> int:
-        return files.read_into(handle, buffer, offset)
+    read = staticmethod(files.read_into)  # nothing comes between, for the sake of small reads
 
     def read_cached(self, handle: int, buffer: memoryview, offset: int) -> bool:
         """What the page cache has."""

@@ -32,7 +32,11 @@ class Marker:
 
 def write_marker(directory: str, marker: Marker) -> None:
     """Put ``marker`` into the existing ``directory``; durable on return. Blocks. Raises OSError."""
-    files.replace_file(os.path.join(directory, NAME), json.dumps(asdict(marker)).encode() + b"\n")
+    files.replace_file(os.path.join(directory, NAME), encode_marker(marker))
+
+
+def encode_marker(marker: Marker) -> bytes:
+    return json.dumps(asdict(marker)).encode() + b"\n"
 
 
 def read_marker(directory: str) -> Marker:
@@ -50,6 +54,11 @@ def read_marker(directory: str) -> Marker:
         raise StoreError(
             f"{directory}: not a directory of a store (it has no marker {NAME}); is its filesystem mounted?"
         )
+    return decode_marker(content, path)
+
+
+def decode_marker(content: bytes, path: str) -> Marker:
+    """``path``: where it is, for messages. Raises StoreError."""
     try:
         marker = Marker(**json.loads(content))
     except (ValueError, TypeError) as error:

@@ -170,11 +170,11 @@ class Storage(ABC):
 
     @abstractmethod
     def create(self, key: Key, exclusive: bool) -> int:
-        """A handle of a new object, which is empty. It may be written by this handle.
+        """A handle of a new object, which is empty and may be written by this handle; one that is
+        there already is opened for writing instead.
 
-        ``exclusive``: there is none of that key, and the handle is for reading alone (others
-        may be opened for writing, where ``in_place`` says so). Else one that is there, perhaps from
-        somebody who died, is opened, and keeps its bytes until it is cut."""
+        ``exclusive``: there must be none, else FileExistsError, and the handle is for reading alone.
+        That is of use with ``in_place`` alone."""
 
     @abstractmethod
     def open(self, key: Key, write: bool) -> int | None:
@@ -183,7 +183,7 @@ class Storage(ABC):
 
     @abstractmethod
     def close(self, handle: int) -> None:
-        """What was written and not synced may be lost."""
+        """An object that was made by this handle, and never synced, may be gone."""
 
     @abstractmethod
     def read(self, handle: int, buffer: memoryview, offset: int) -> int:
