@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from aifs.core import faults
 from aifs.store import ownership, store
 from tests.support import engines
+from tests.support.data_servers import threads_end
 from tests.support.memory import in_memory
 from tests.support.powercut import make_copies_one_disk
 
@@ -77,6 +78,13 @@ def disarm() -> Iterator[None]:
     """What a test armed is reached by no other."""
     yield
     faults.disarm_all()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """The threads of data servers that a test started in its own process have ended."""
+    with threads_end():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,9 @@ wait.
 
 import errno
 import os
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,10 +48,25 @@ def data_servers(parent: Path, count: int = 4) -> Iterator[Servers]:
     """``count`` new servers below ``parent``, identified; on leaving, no thread and no descriptor
     may be left.
     """
-    with opened(make_table(parent, count)) as servers:
+    with threads_end(0), opened(make_table(parent, count)) as servers:
         yield servers
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("aifs-data")]
     assert open_below(parent) == []
+
+
+@contextmanager
+def threads_end(patience_s: float = 60) -> Iterator[None]:
+    """On leaving, the threads of data servers that were started inside have ended, or do so in time.
+    Those of an earlier test are that test's failure alone.
+    """
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith("aifs-data"):
+            if patience_s:
+                thread.join(patience_s)
+            frame = sys._current_frames().get(thread.ident)
+            where = "".join(traceback.format_stack(frame)) if frame is not None else ""
+            assert not thread.is_alive(), f"{thread.name} is left:\n{where}"
 
 
 def open_below(parent: Path) -> list[str]:
