@@ -22,6 +22,7 @@ from aifs.burst.ledger import Ledger
 from aifs.burst.spares import Spares, remove_copies
 from aifs.core.config import Config
 from aifs.core.errors import FsError
+from aifs.core.upkeep import Upkeep, Work
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.data.storage import Space
@@ -29,7 +30,7 @@ from aifs.layout.placement import ACTIVE
 from aifs.meta.kv import Engine
 from aifs.meta.records import Copy
 
-_LOOK_MIN_S, _LOOK_MAX_S, _LOOK_IDLE_S = 0.02, 1.0, 5.0
+_LOOK_MIN_S, _LOOK_MAX_S, _LOOK_IDLE_S = 0.02, 1.0, 10.0
 _FILL_RATE = 4e9
 """Bytes per second that a device is supposed to be filled with at most, between two looks at its
 free space.
@@ -40,7 +41,7 @@ _RATE_MEMORY_S = 5.0
 
 
 class BurstTier:
-    """All burst directories of a store. Used from one trio thread; ``run`` is its background task.
+    """All burst directories of a store. Used from one trio thread; ``work`` is its background work.
 
     Those who change files say what becomes of each copy (see Ledger): ``begun``, ``dirty``,
     ``clean``, ``gone``, ``opened``, ``closed``, ``touch``, ``pinned``, ``evicted``.
@@ -52,6 +53,7 @@ class BurstTier:
         servers: Servers,
         engine: Engine,
         take_id: Callable[[], Awaitable[int]],
+        upkeep: Upkeep,
     ) -> None:
         """``take_id`` gives an id that was never used. Blocks for a moment."""
         self._config = config.burst
@@ -59,14 +61,14 @@ class BurstTier:
         self._engine = engine
         self._sole: dict[int, tuple[int, int | None]] = {}  # by id, see ``sole_span``
         self._take_id = take_id
+        self._upkeep = upkeep
         self._ledger = Ledger()
         self._devices: dict[int, Device] = {}
         self._spares: dict[int, Spares] = {}
         self._open: dict[int, BurstCopy] = {}
         self._turn = 0
-        self._kick = trio.Event()
+        self._is_idle = False  # for some seconds nobody looks, unless a file is made
         self._relief = trio.Event()
-        self._crowd = trio.Event()
         self._waiting = 0
         self._rate = 0.0
         self._rate_seen = (time.monotonic(), 0)
@@ -112,7 +114,9 @@ class BurstTier:
         """
         if policy_tier == "capacity":
             return None
-        self._kick.set()
+        if self._is_idle:
+            self._is_idle = False
+            self._upkeep.wake(Work.LOOK_AT_BURST)
         devices = [device for device in self._devices.values() if device.admits(expected)]
         if not devices:
             return None
@@ -247,7 +251,7 @@ class BurstTier:
             if device is not None:
                 device.promise(copy.id, 0)
                 if device.excess():
-                    self._crowd.set()
+                    self._upkeep.wake(Work.EVICT)
 
     def touch(self, copy_id: int) -> None:
         """It has been used."""
@@ -273,15 +277,9 @@ class BurstTier:
         """
         return self._ledger.victims(server, wanted)
 
-    async def crowded(self) -> None:
-        """Wait until ``needs_eviction`` has something to say."""
-        while not self.needs_eviction():
-            await self._crowd.wait()
-            self._crowd = trio.Event()
-
     def _look_for_a_crowd(self) -> None:
         if any(device.excess() for device in self._devices.values()):
-            self._crowd.set()
+            self._upkeep.wake(Work.EVICT)
 
     def _relieve(self) -> None:
         if self._waiting and self.pressure == 0:
@@ -290,20 +288,16 @@ class BurstTier:
 
     # --- in the background ---
 
-    async def run(self) -> None:
-        """Keep the figures fresh until cancelled."""
-        try:
-            while True:
-                await self.look()
-                if self._is_active():
-                    await trio.sleep(self._interval_s())
-                else:
-                    self._kick = trio.Event()
-                    with trio.move_on_after(_LOOK_IDLE_S):
-                        await self._kick.wait()
-        finally:
-            for spares in self._spares.values():
-                spares.stop()
+    async def work(self) -> float:
+        """Keep the figures fresh; in how many seconds to look again, if no file is made before."""
+        await self.look()
+        self._is_idle = not self._is_active()
+        return _LOOK_IDLE_S if self._is_idle else self._interval_s()
+
+    def stop(self) -> None:
+        """Make no more files ahead. Does not block."""
+        for spares in self._spares.values():
+            spares.stop()
 
     async def look(self) -> None:
         """Look at the free space of all devices, and at the lengths of the copies that are being
@@ -347,7 +341,7 @@ class BurstTier:
         return min(_LOOK_MAX_S, max(_LOOK_MIN_S, room / _FILL_RATE))
 
     async def close(self) -> None:
-        """Remove what was made ahead; to be called at an orderly end, after ``run``."""
+        """Remove what was made ahead; to be called at an orderly end, after ``stop``."""
         for spares in self._spares.values():
             await spares.close()
 

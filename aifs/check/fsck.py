@@ -22,11 +22,15 @@ from aifs.check.objects import ObjectCheck
 from aifs.check.scan import MetadataScan
 from aifs.core.config import Config
 from aifs.core.errors import FsError
+from aifs.core.upkeep import Upkeep
 from aifs.files.collector import Collector
+from aifs.files.needs import Needs
 from aifs.meta.kv import Engine
 from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
 from aifs.store.store import Store, open_store, set_clean
+from aifs.upkeep import scrub_state
+from aifs.upkeep.scrub_state import Findings
 from aifs.upkeep.strays import Strays
 from aifs.vfs.recovery import load_copies, recover
 
@@ -101,15 +105,21 @@ async def _check_store(
 
 async def _recover(store: Store, report: Report) -> list[Problem]:
     """What a mount does first; its counts go to the report. Returns what stood in the way."""
-    backup = Backup(store.config, store.uuid, store.engine, store.servers)
-    tier = BurstTier(store.config, store.servers, store.engine, IdAllocator(store.engine).take)
-    collector = Collector(store.engine, store.servers, backup, tier)
+    upkeep = Upkeep()  # which does nothing here
+    backup = Backup(store.config, store.uuid, store.engine, store.servers, upkeep)
+    tier = BurstTier(
+        store.config, store.servers, store.engine, IdAllocator(store.engine).take, upkeep
+    )
+    collector = Collector(store.engine, store.servers, backup, tier, upkeep)
     try:
         await backup.load(read_only=True)  # what it may refer to is left to the next mount
         recovered = await recover(store, tier, collector)
-        await load_copies(store, tier, collector, recovered)
+        findings = Findings()
+        findings.begin(await scrub_state.load(store.engine))
+        needs = Needs(store.engine, store.servers, findings.wrong_objects)
+        await load_copies(store, tier, collector, needs, recovered)
         await collector.drain()
-        strays = Strays(store.engine, store.servers, backup)
+        strays = Strays(store.engine, store.servers, backup, upkeep, on_swept=lambda: None)
         await strays.load()
         await strays.sweep()
         if not store.clean:

@@ -18,7 +18,7 @@ GiveBack = Callable[[int], None]
 users let go. Does not block and reserves nothing."""
 
 
-RELAX_EVERY_S = 10.0
+RELAX_EVERY_S, _RELAX_IDLE_S = 10.0, 60.0
 _RELAX_SHARE = 2
 """The part of the memory that caches are asked for then: little beside what fast readers fetch
 meanwhile, and nearly all in a minute.
@@ -123,16 +123,15 @@ class Budget:
         finally:
             self.release(size)
 
-    async def run(self) -> None:
-        """Have caches give back what has become too much, until cancelled."""
-        while True:
-            await trio.sleep(RELAX_EVERY_S)
-            target = self.used - self.used // _RELAX_SHARE
-            for give_back in reversed(
-                self._caches
-            ):  # what reads keep, which came first, is of most use
-                if self.used > target:
-                    give_back(self.used - target)
+    async def relax(self) -> float:
+        """Have caches give back what has become too much; in how many seconds to do it again."""
+        target = self.used - self.used // _RELAX_SHARE
+        for give_back in reversed(
+            self._caches
+        ):  # what reads keep, which came first, is of most use
+            if self.used > target:
+                give_back(self.used - target)
+        return RELAX_EVERY_S if self.used else _RELAX_IDLE_S
 
     def status(self) -> dict[str, int]:
         """What ``aifs status`` shows: bytes, tasks that wait now, and how often any had to."""

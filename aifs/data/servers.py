@@ -54,22 +54,24 @@ class Servers:
         budget: Budget | None = None,
         patience_s: float = FOR_EVER,
         lost_after_s: float = FOR_EVER,
+        hedge_s: float = 0.0,
     ) -> None:
         """``table``: id to absolute path; ``store``: uuid; ``patience_s``: see patience.py;
-        ``lost_after_s``: after how long a server that does not work is given up. Does no I/O: call
-        ``check_identity`` next."""
+        ``lost_after_s``: after how long a server that does not work is given up;
+        ``hedge_s``: see Hedging. Does no I/O: call ``check_identity`` next."""
         self.buffers = BufferPool()
         self.budget = budget or Budget(BUDGET)
         self.cache = ReadCache(self.budget)
-        self.hedging = Hedging()
+        self.hedging = Hedging(hedge_s)
         self._store = store
         self._completions = Completions()
         self._threads = threads
         self._patience_s = patience_s
         self._lost_after_s = lost_after_s
         self._gone: frozenset[DataServer] = frozenset()  # when that was last judged
-        self.on_change: Callable[[], None] = lambda: None
-        """Called when servers are given up, or are back."""
+        self.changes = 0
+        """Counts how often servers were given up, or have come back."""
+        self._look_at_s = 0.0  # when all are looked at again, by trio's clock
         self._limit = max(2, -(-threads // max(sum(number < BURST_FIRST for number in table), 1)))
         self.read_only = False
         self._servers = {number: self._new(number, table[number]) for number in sorted(table)}
@@ -241,19 +243,23 @@ class Servers:
 
     # --- in the background ---
 
+    def watch_again_s(self, is_busy: bool) -> float:
+        """In how many seconds ``watch`` should be called next: soon while they are used, or one
+        does not work."""
+        return _LOOK_AGAIN_S if is_busy or any(map(_fails, self.capacity())) else _LOOK_S
+
     async def watch(self) -> None:
-        """See again and again how much is free, and which servers work, until cancelled."""
+        """See how much is free, and which servers work. Those that are being looked at already, as
+        they hang, are left alone: it may be called again before it returns."""
+        is_time = trio.current_time() >= self._look_at_s
+        if is_time:
+            self._look_at_s = trio.current_time() + _LOOK_S
+        self.judge()
         async with trio.open_nursery() as nursery:
-            again_s = trio.current_time()
-            while True:
-                is_time = trio.current_time() >= again_s
-                if is_time:
-                    again_s = trio.current_time() + _LOOK_S
-                for server in self.capacity():
-                    if is_time or server.down_since_s is not None or server.health.state != "ok":
-                        nursery.start_soon(self._look_at, server)
-                await trio.sleep(_LOOK_AGAIN_S)
-                self.judge()
+            for server in self.capacity():
+                if is_time or _fails(server):
+                    nursery.start_soon(self._look_at, server)
+        self.judge()
 
     async def look(self) -> None:
         """Look at each data server; one that hangs is not waited for longer than usual."""
@@ -289,7 +295,7 @@ class Servers:
         active = [server for server in self.capacity() if server.standing == ACTIVE]
         returned = False
         for server in active:
-            if server.absent or server.missing or server.health.state != "ok":
+            if _does_not_work(server):
                 server.down_since_s = server.down_since_s or now_s
             else:
                 server.down_since_s = None
@@ -315,7 +321,7 @@ class Servers:
             )
         self._gone = frozenset(server for server in active if server.is_gone)
         if late != before or returned:
-            self.on_change()
+            self.changes += 1
 
     def idlest(self, numbers: Iterable[int]) -> DataServer:
         """Of these servers the one with the least to do, for work that any may do. Raises
@@ -438,3 +444,11 @@ def _space_or_none(server: DataServer) -> Space | None:
         return server.space()
     except FsError:
         return None
+
+
+def _does_not_work(server: DataServer) -> bool:
+    return bool(server.absent or server.missing) or server.health.state != "ok"
+
+
+def _fails(server: DataServer) -> bool:
+    return server.down_since_s is not None or server.health.state != "ok"

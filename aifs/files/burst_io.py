@@ -6,7 +6,7 @@ at each step: docs/burst.md.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Set
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.files.collector import Collector
+from aifs.files.needs import Needs
 from aifs.files.open_inode import Drain, OpenInode
 from aifs.layout.hint import DEFAULT_POLICY, Policy
 from aifs.layout.striped import Striped
@@ -57,6 +58,7 @@ class BurstIO:
         engine: Engine,
         tier: BurstTier,
         collector: Collector,
+        needs: Needs,
         save: Callable[[OpenInode], Awaitable[None]],
     ) -> None:
         self._engine = engine
@@ -66,8 +68,7 @@ class BurstIO:
         self._stage_for_write = config.burst.stage_for_write
         self._save = save
         self.stager: Stager | None = None
-        self.find_needed: Callable[[Mapping[int, int]], Awaitable[Set[int]]] = _none
-        """See Evictor."""
+        self._needs = needs
 
     # --- how a file gets here ---
 
@@ -110,7 +111,7 @@ class BurstIO:
             try:
                 await self._prepare_cached(file)
             except FsError as error:
-                if file.backing or await self.find_needed({file.copy.id: inode.ino}):
+                if file.backing or await self._needs.find({file.copy.id: inode.ino}):
                     raise
                 _log.warning("inode %d: its cached copy is dropped: %s", inode.ino, error)
                 await self._drop_copy(file)
@@ -398,10 +399,6 @@ class BurstIO:
             if file.drain is None and file.gate.is_free and not file.writers and file.copy.lease():
                 file.drain = Guard(file.copy)
         return file.drain
-
-
-async def _none(owners: Mapping[int, int]) -> Set[int]:
-    return frozenset()
 
 
 class Guard:

@@ -19,6 +19,7 @@ from aifs.data.objects.holes import pieces_with_data
 from aifs.data.objects.striped import StripedObjects
 from aifs.data.servers import Servers
 from aifs.files.collector import Collector
+from aifs.files.damage import Damage
 from aifs.files.open_inode import OpenInode
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.layout.interleaved import CHUNK, Interleaved
@@ -60,6 +61,7 @@ class CapacityIO:
         servers: Servers,
         ids: IdAllocator,
         collector: Collector,
+        damage: Damage,
         save: Callable[[OpenInode], Awaitable[None]],
     ) -> None:
         self._unit = config.layout.unit
@@ -71,10 +73,7 @@ class CapacityIO:
         self._ids = ids
         self._collector = collector
         self._save = save
-        self.on_due: Callable[[], None] = lambda: None
-        """Told that a file should be protected, or has columns that lack, and that this is on
-        record.
-        """
+        self._damage = damage
         self.perhaps_mapped: set[int] = set()
         """Files whose one object programs could write to by themselves: a mapping may outlive its
         handle, and nothing tells when it ends. So their dirty marks stay, which keeps them from
@@ -191,7 +190,7 @@ class CapacityIO:
         inode.oid, inode.layout, inode.data = oid, layout, None
         file.objects, file.dirty, file.trimmed, file.unsaved = objects, True, True, False
         if due:
-            self.on_due()
+            self._damage.due()
         faults.reach(_MARKED)
 
     async def _restripe(self, file: OpenInode) -> None:
@@ -221,7 +220,7 @@ class CapacityIO:
         inode.oid, inode.layout = oid, layout
         file.objects, file.dirty, file.trimmed, file.unsaved = objects, True, True, False
         if due:
-            self.on_due()
+            self._damage.due()
 
     @staticmethod
     def _is_fixed(inode: Inode) -> bool:

@@ -2,6 +2,7 @@
 garbage.
 """
 
+import math
 from collections.abc import Set
 from typing import NamedTuple
 
@@ -9,8 +10,9 @@ import trio
 
 from aifs.burst.tier import BurstTier
 from aifs.core import faults
-from aifs.core.errors import FsError, Unavailable
+from aifs.core.errors import Unavailable
 from aifs.core.log import logger
+from aifs.core.upkeep import NEVER_S, RETRY_S, Upkeep, Work
 from aifs.data.objects.striped import delete_batch
 from aifs.data.servers import Servers
 from aifs.meta import chunks, keys, namespace
@@ -22,7 +24,6 @@ _log = logger(__name__)
 
 _BATCH = 256
 _ERASED_AT_ONCE = 32  # in one transaction, whose own changes slow down its range reads
-_RETRY_S = 10.0
 _BACKLOG_MAX = 1024  # from here on deletions do not wait for others to share a backup with
 
 _ERASED = faults.declare(
@@ -56,27 +57,32 @@ class Collector:
     """
 
     def __init__(
-        self, engine: Engine, servers: Servers, backup: Backup, tier: BurstTier | None
+        self,
+        engine: Engine,
+        servers: Servers,
+        backup: Backup,
+        tier: BurstTier | None,
+        upkeep: Upkeep,
     ) -> None:
         """``tier``: whose copies are collected; None where there are objects alone."""
         self._engine = engine
         self._servers = servers
         self._backup = backup
         self._tier = tier
+        self._upkeep = upkeep
         self._orphans: list[int] = []
         self._garbage: list[_Doomed] = []
         self._held: list[_Doomed] = []
         self._retry: list[_Doomed] = []
         self._failed = 0  # of the last batch
-        self._work = trio.Event()
-        self._hold = trio.Event()
+        self._retry_at_s = math.inf  # by trio's clock
         self._draining = trio.Lock()
         self._releasing = trio.Lock()
 
     def add_orphan(self, ino: int) -> None:
         """``ino`` has no name, no handle, and is unknown to the kernel."""
         self._orphans.append(ino)
-        self._work.set()
+        self._upkeep.wake(Work.COLLECT)
 
     def add_garbage(self, oid: int) -> None:
         """There is, or is about to be, a garbage record for ``oid``, or it is a loose chunk
@@ -84,7 +90,7 @@ class Collector:
         """
         since, until = (0, None) if self._tier is None else self._tier.sole_span(oid)
         self._garbage.append(_Doomed(oid, since, self._engine.seq if until is None else until))
-        self._work.set()
+        self._upkeep.wake(Work.COLLECT)
 
     @property
     def backlog(self) -> int:
@@ -98,36 +104,18 @@ class Collector:
         """
         return len(self._orphans) + len(self._garbage) + len(self._held)
 
-    async def run(self) -> None:
-        """Collect until cancelled."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._keep_releasing)
-            await self._keep_collecting()
+    async def collect(self) -> float:
+        """Remove what need not be held."""
+        if trio.current_time() >= self._retry_at_s:
+            self._garbage += self._retry
+            self._retry, self._retry_at_s = [], math.inf
+        await self._collect()
+        return NEVER_S
 
-    async def _keep_collecting(self) -> None:
-        retry_at = trio.current_time() + _RETRY_S
-        while True:
-            with trio.move_on_at(retry_at if self._retry else float("inf")):
-                await self._work.wait()
-            self._work = trio.Event()
-            if (
-                trio.current_time() >= retry_at
-            ):  # not whenever something else is deleted: there may be many
-                retry_at = trio.current_time() + _RETRY_S
-                self._garbage += self._retry
-                self._retry = []
-            try:
-                await self._collect()
-            except FsError as error:
-                _log.warning("removing deleted files has to wait: %s", error)
-                await trio.sleep(_RETRY_S)
-                self._work.set()
-
-    async def _keep_releasing(self) -> None:
-        while True:
-            await self._hold.wait()
-            self._hold = trio.Event()
-            await self._release(urgent=False)
+    async def release(self) -> float:
+        """Have what is held collected when the newest backup does not need it any more."""
+        await self._release(urgent=False)
+        return NEVER_S
 
     async def drain(self, urgent: bool = False) -> None:
         """Remove all that is waiting; ``urgent``: others that may come soon are not waited for.
@@ -158,7 +146,7 @@ class Collector:
                     del self._garbage[: len(batch)]
                     if held:
                         self._held += held
-                        self._hold.set()
+                        self._upkeep.wake(Work.RELEASE)
 
     async def _release(self, urgent: bool) -> None:
         """Have what is held now collected, once no backup needs it. What no backup can be made
@@ -172,9 +160,16 @@ class Collector:
             released, self._held = self._held[:count], self._held[count:]
             if covered:
                 self._garbage += released
-                self._work.set()
+                self._upkeep.wake(Work.COLLECT)
             else:
-                self._retry += released
+                self._put_off(released)
+
+    def _put_off(self, doomed: list[_Doomed]) -> None:
+        """Not until something else is deleted, but for a while: there may be many."""
+        if doomed:
+            self._retry += doomed
+            self._retry_at_s = min(self._retry_at_s, trio.current_time() + RETRY_S)
+            self._upkeep.at(Work.COLLECT, self._retry_at_s)
 
     async def _drop_lists(self, batch: list[_Doomed]) -> None:
         for oid in await self._engine.view(_find_loose, [doomed.oid for doomed in batch]):
@@ -203,7 +198,7 @@ class Collector:
             error = next(iter(failed.values()))
             _log.info("objects of %d deleted files stay for now: %s", len(failed), error)
         self._failed = len(failed)
-        self._retry += [doomed for doomed in batch if doomed.oid in failed]
+        self._put_off([doomed for doomed in batch if doomed.oid in failed])
         faults.reach(_DELETED)
         deleted = [oid for oid in garbage if oid not in failed]
         if self._tier is not None:

@@ -2,9 +2,8 @@
 it.
 """
 
-import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import trio
@@ -15,6 +14,7 @@ from aifs.burst.transfer import Limiter, Mover
 from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.core.log import logger
+from aifs.core.upkeep import Upkeep, Work
 from aifs.data.servers import Servers
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
@@ -44,7 +44,7 @@ class Undrained(NamedTuple):
 
 
 class Drain:
-    """Brings files from the burst tier to the capacity tier. ``run`` does it; all else may be
+    """Brings files from the burst tier to the capacity tier. ``work`` does it, in several tasks; all else may be
     called at any time.
 
     A file is undrained until its drain has flipped it: whatever fails, its bytes stay in the burst
@@ -62,22 +62,21 @@ class Drain:
         collector: Collector,
         containers: Containers,
         handles: Handles,
+        upkeep: Upkeep,
     ) -> None:
         burst = config.burst
         self._tier = tier
         self._handles = handles
-        self._workers = burst.drain_workers
+        self._upkeep = upkeep
+        self.workers = burst.drain_workers
         self._limiter = Limiter(burst.drain_bandwidth)
         self.mover = Mover(servers.budget, self._limiter, burst.ioprio, self._is_in_the_way)
         self._drainer = Drainer(
             config, engine, servers, tier, io, ids, collector, containers, self.mover
         )
-        self.on_wanted: Callable[[list[int]], None] = lambda inos: None
-        """Told which withheld files somebody waits for."""
+        self._wanted: list[int] = []
         self._queue = Queue(burst.drain_delay_s, burst.drain_deadline_s)
         self._waiters: list[Waiter] = []
-        self._wake = trio.Event()
-        self._asleep_until = 0.0  # the latest time that a worker without work sleeps until
         self._failing: dict[int, str] = {}
         self._last_error = ""
         self._active = self._drained_files = self._drained_bytes = 0
@@ -100,12 +99,12 @@ class Drain:
         now, now_ns = trio.current_time(), time.time_ns()
         for ino, since_ns, size in sorted(undrained, key=lambda file: file.since_ns):
             self._queue.add(ino, size, now - (now_ns - since_ns) / 1e9, now)
-        self._nudge()
+        self._upkeep.wake(Work.DRAIN)
 
     def closed(self, inode: Inode) -> None:
         """Nobody has this file of the burst tier open for writing any more."""
-        if self._queue.closed(inode.ino, inode.size, trio.current_time()) < self._asleep_until:
-            self._nudge()
+        ready_at_s = self._queue.closed(inode.ino, inode.size, trio.current_time())
+        self._upkeep.at(Work.DRAIN, ready_at_s)
 
     def gone(self, ino: int) -> None:
         """The file has no name any more, or has left the burst tier by itself, so nobody needs to
@@ -125,8 +124,9 @@ class Drain:
         self._queue.prefer(inos, Rank.REQUESTED, trio.current_time())
         withheld = [ino for ino in inos if self._queue.withholds(ino)]
         if withheld:
-            self.on_wanted(withheld)
-        self._nudge()
+            self._wanted += withheld
+            self._upkeep.wake(Work.GROUPS)
+        self._upkeep.wake(Work.DRAIN)
 
     # --- files that somebody else drains ---
 
@@ -136,12 +136,16 @@ class Drain:
         """
         return self._queue.withhold(inode.ino, inode.size, trio.current_time())
 
+    def take_wanted(self) -> list[int]:
+        """The withheld files that somebody has begun to wait for since this was last asked."""
+        wanted, self._wanted = self._wanted, []
+        return wanted
+
     def give_back(self, inos: Iterable[int]) -> None:
         """These are withheld no more."""
         now = trio.current_time()
-        ready_at = [self._queue.give_back(ino, now) for ino in inos]
-        if min(ready_at, default=math.inf) < self._asleep_until:
-            self._nudge()
+        for ino in inos:
+            self._upkeep.at(Work.DRAIN, self._queue.give_back(ino, now))
 
     def drained(self, ino: int, size: int) -> None:
         """Who has withheld it has drained it."""
@@ -171,23 +175,17 @@ class Drain:
 
     # --- in the background ---
 
-    async def run(self) -> None:
-        """Drain until cancelled."""
-        async with trio.open_nursery() as nursery:
-            for _ in range(self._workers):
-                nursery.start_soon(self._work)
-
-    async def _work(self) -> None:
+    async def work(self) -> float:
+        """Drain what is ready; in how many seconds something will be."""
         while True:
             now = trio.current_time()
             self._limiter.lifted = self._queue.late(now)
             batch = [Draining(entry.ino) for entry in self._queue.take(now)]
+            ready_in_s = self._queue.ready_in(now)
             if not batch:
-                until = now + self._queue.ready_in(now)
-                self._asleep_until = max(self._asleep_until, until)
-                with trio.move_on_at(until):
-                    await self._wake.wait()
-                continue
+                return ready_in_s
+            if not ready_in_s:
+                self._upkeep.wake(Work.DRAIN)  # another worker
             self._active += len(batch)
             try:
                 await self._drainer.drain(batch)
@@ -199,11 +197,6 @@ class Drain:
                 self._is_in_the_way()
             ):  # small files cost the daemon more than the devices: leave it to the writers
                 await trio.sleep(min(_REST_MAX_S, _REST * (trio.current_time() - now)))
-
-    def _nudge(self) -> None:
-        self._wake.set()
-        self._wake = trio.Event()
-        self._asleep_until = 0.0
 
     def _note(self, draining: Draining) -> None:
         ino, outcome, now = draining.ino, draining.outcome, trio.current_time()
@@ -249,7 +242,7 @@ class Drain:
         queue, now = self._queue, trio.current_time()
         withheld = queue.withheld
         return {
-            "workers": self._workers,
+            "workers": self.workers,
             "bandwidth": self._limiter.rate,
             "files": len(queue),
             "bytes": queue.size,

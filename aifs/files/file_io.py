@@ -19,8 +19,9 @@ from aifs.core import files
 from aifs.core.config import Config
 from aifs.core.errors import FileTooLarge, FsError, NoSpace, Stale, Unavailable
 from aifs.core.log import logger
+from aifs.core.upkeep import Upkeep, Work
 from aifs.data.checking.digests import HASHED
-from aifs.data.checking.verified import FollowedObjects, OnDamage, VerifiedObjects
+from aifs.data.checking.verified import FollowedObjects, VerifiedObjects
 from aifs.data.containers.chunked import ChunkedObjects
 from aifs.data.objects.protected import ProtectedObjects
 from aifs.data.objects.striped import StripedObjects
@@ -30,6 +31,8 @@ from aifs.files.burst_io import BurstIO
 from aifs.files.capacity_io import CapacityIO, count_blocks
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
+from aifs.files.damage import Damage
+from aifs.files.needs import Needs
 from aifs.files.open_inode import Objects, OpenInode
 from aifs.files.types import SIZE_MAX
 from aifs.layout.striped import Striped
@@ -60,6 +63,9 @@ class FileIO:
         containers: Containers,
         ids: IdAllocator,
         collector: Collector,
+        damage: Damage,
+        needs: Needs,
+        upkeep: Upkeep,
     ) -> None:
         self._engine = engine
         self._servers = servers
@@ -68,10 +74,12 @@ class FileIO:
         self._inline_limit = config.layout.inline_limit
         self._verify = config.data.verify == "read"
         self._collector = collector
-        self.capacity = CapacityIO(config, engine, servers, ids, collector, self.save)
-        self.burst = BurstIO(config, engine, tier, collector, self.save)
-        self.on_damage: OnDamage = lambda oid, ino, column: None
-        """Told of each column that is found to have wrong bytes while it is read."""
+        self.capacity = CapacityIO(config, engine, servers, ids, collector, damage, self.save)
+        self.burst = BurstIO(config, engine, tier, collector, needs, self.save)
+        self.damage = damage
+        self._upkeep = upkeep
+        self.commit_interval_s = config.meta.commit_interval_s
+        """How often in-core attributes are saved while files are open."""
         most = files.descriptors_max()
         self._descriptors_max = self._room_at = max((most - _OTHER_DESCRIPTORS) // 2, most // 4)
         self.open: dict[int, OpenInode] = {}
@@ -122,6 +130,7 @@ class FileIO:
                 inode, dirty, lost = await self._engine.view(forms.load, ino)
                 if not inode.is_file:
                     raise Stale(f"inode {ino} is not a regular file")
+                self._note_first()
                 self.open[ino] = self._opened(inode, dirty, lost)
         file.handles += 1
         file.used = True
@@ -179,6 +188,12 @@ class FileIO:
         if inode.copy is not None:
             self.burst.attach(file, self._tier.open(inode.copy))
         return file
+
+    def _note_first(self) -> None:
+        """A file is about to be opened: background work looks after it that sleeps while none is."""
+        if not self.open:
+            self._upkeep.at(Work.WRITE_BACK, trio.current_time() + self.commit_interval_s)
+            self._upkeep.wake(Work.WATCH_SERVERS)
 
     def objects_of(self, inode: Inode, lost: int = 0, background: str = "") -> Objects | None:
         """What holds the bytes of a file on the capacity tier; None if nothing does.
@@ -241,10 +256,11 @@ class FileIO:
         file = self.open.get(ino)
         now = file.inode.layout if file is not None and file.inode.oid == oid else None
         if isinstance(now, Striped) and now.servers[column] == layout.servers[column]:
-            self.on_damage(oid, ino, column)
+            self.damage.report(oid, ino, column)
 
     def adopt_new(self, inode: Inode, copy: BurstCopy | None) -> OpenInode:
         """The open inode of a file that has just been created, with one handle."""
+        self._note_first()
         file = self.open[inode.ino] = OpenInode(inode, None, dirty=False)
         file.handles = 1
         if copy is not None:

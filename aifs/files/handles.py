@@ -7,8 +7,9 @@ import trio
 from aifs.core.errors import BadHandle, FsError
 from aifs.core.log import logger
 from aifs.data.server import name_of
+from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
-from aifs.files.types import FileHandle, Opened, Passthrough
+from aifs.files.types import FileHandle, Opened
 from aifs.layout.striped import Striped
 from aifs.meta.records import APPEND_ONLY
 
@@ -24,9 +25,8 @@ class Handles:
     way of the daemon, beside others that are passed through.
     """
 
-    def __init__(self) -> None:
-        self.passthrough: Passthrough | None = None
-        """Set by the edge if the kernel can read and write local files by itself."""
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
         self._refused: set[int] = set()  # numbers of servers
         self.writers = 0
         """How many handles can write."""
@@ -40,7 +40,7 @@ class Handles:
         file there.
         """
         try:
-            self.passthrough.detach(self.passthrough.attach(fd))
+            self._kernel.passthrough.detach(self._kernel.passthrough.attach(fd))
         except OSError as error:
             self._refused.add(server)
             return error
@@ -72,7 +72,7 @@ class Handles:
 
     def _may_pass_through(self, file: OpenInode, flags: int) -> bool:
         # setuid and setgid must go with a write, which nobody would see.
-        if self.passthrough is None or file.users or file.inode.is_privileged:
+        if self._kernel.passthrough is None or file.users or file.inode.is_privileged:
             return False
         if file.inode.flags & APPEND_ONLY:
             return False  # a program may take O_APPEND back
@@ -87,7 +87,7 @@ class Handles:
         if fd is None or not self._may_pass_through(file, flags):
             return
         try:
-            file.backing, file.on_object = self.passthrough.attach(fd), on_object
+            file.backing, file.on_object = self._kernel.passthrough.attach(fd), on_object
         except OSError as error:
             where = name_of(server)
             _log.warning(
@@ -126,7 +126,7 @@ class Handles:
         file.writers -= opened.writable
         self.writers -= opened.writable
         if file.users == 0 and file.backing:
-            self.passthrough.detach(file.backing)
+            self._kernel.passthrough.detach(file.backing)
             file.backing, file.on_object = 0, False
         return file
 

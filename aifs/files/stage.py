@@ -18,6 +18,7 @@ from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError, NotFound, Stale
 from aifs.core.log import logger
+from aifs.core.upkeep import NEVER_S, Upkeep, Work
 from aifs.data.checking.checks import Untold
 from aifs.data.servers import Servers
 from aifs.files.collector import Collector
@@ -34,7 +35,7 @@ _COPIED = faults.declare(
     "vfs.stage.copied", "a new copy holds a file's bytes, it is on record as garbage"
 )
 
-_WORKERS = 16
+WORKERS = 16
 _WAITING_MAX = 1024
 _REMEMBERED_SHARE = 8  # of the budget: what the read cache keeps of what was read
 
@@ -50,6 +51,7 @@ class Stager:
         tier: BurstTier,
         io: FileIO,
         collector: Collector,
+        upkeep: Upkeep,
     ) -> None:
         self._on_read = config.burst.stage_on_read
         self._io_priority = config.burst.ioprio
@@ -58,6 +60,7 @@ class Stager:
         self._tier = tier
         self._io = io
         self._collector = collector
+        self._upkeep = upkeep
         self._mover = Mover(servers.budget, Limiter(0), config.burst.ioprio)
         self._running: dict[int, trio.Event] = {}
         self._waiting: deque[int] = deque()
@@ -68,7 +71,6 @@ class Stager:
         """Oids of files that turned out to have wrong bytes on the servers: not tried again each
         time that they are read.
         """
-        self._wake = trio.Event()
         self._files = self._failed = 0
 
     # --- now ---
@@ -177,8 +179,7 @@ class Stager:
             self._waiting.append(ino)
             self._known[ino] = read_bytes
             self._followed_bytes += read_bytes
-            self._wake.set()
-            self._wake = trio.Event()
+            self._upkeep.wake(Work.STAGE)
 
     def read(self, file: OpenInode) -> None:
         """Somebody begins to read a file that has no copy: by policy it is staged meanwhile, for
@@ -202,20 +203,16 @@ class Stager:
         ):
             self.request(inode.ino, inode.size)
 
-    async def run(self) -> None:
-        """Stage what is requested, until cancelled."""
-        async with trio.open_nursery() as nursery:
-            for _ in range(_WORKERS):
-                nursery.start_soon(self._work)
-
-    async def _work(self) -> None:
-        while True:
-            while not self._waiting:
-                await self._wake.wait()
+    async def work(self) -> float:
+        """Stage what is requested."""
+        while self._waiting:
             ino = self._waiting.popleft()
             read_bytes = self._known.pop(ino)
             self._followed_bytes -= read_bytes
+            if self._waiting:
+                self._upkeep.wake(Work.STAGE)  # another worker
             await self.stage(ino, followed=read_bytes > 0)
+        return NEVER_S
 
     def status(self) -> dict[str, Any]:
         """What ``aifs status`` shows."""

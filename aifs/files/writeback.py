@@ -2,9 +2,10 @@
 
 import trio
 
-from aifs.core.errors import FsError, NotFound
+from aifs.core.errors import NotFound
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
+from aifs.core.upkeep import NEVER_S
 from aifs.data.health import ObjectFails
 from aifs.data.servers import Servers
 from aifs.files.file_io import FileIO
@@ -16,7 +17,7 @@ _SYNC_WHOLE_SERVERS_ABOVE = 64
 
 
 class WriteBack:
-    """Saves in-core attributes every ``commit_interval_s``; syncs closed dirty files every
+    """While files are open, saves in-core attributes every ``commit_interval_s``; syncs closed dirty files every
     ``writeback_interval_s``.
     """
 
@@ -25,33 +26,30 @@ class WriteBack:
         io: FileIO,
         engine: Engine,
         servers: Servers,
-        commit_interval_s: float,
         interval_s: float,
     ) -> None:
         self._io = io
         self._engine = engine
         self._servers = servers
-        self._commit_interval_s = commit_interval_s
         self._interval_s = interval_s
+        self._next_sync_s = 0.0  # by trio's clock
+        self._is_idle = True
 
-    async def run(self) -> None:
-        """Write back until cancelled."""
-        next_sync = trio.current_time() + self._interval_s
-        failing = False
-        while True:
-            await trio.sleep(self._commit_interval_s)
-            try:
-                await self._io.save_all()
-                if trio.current_time() >= next_sync:
-                    next_sync = trio.current_time() + self._interval_s
-                    await self.sync_closed_files()
-                    if failing:
-                        _log.info("write-back goes on")
-                        failing = False
-            except FsError as error:
-                if not failing:  # what follows until it works again would say the same
-                    _log.warning("write-back has to wait: %s", error)
-                failing = True
+    async def work(self) -> float:
+        """Write back; in how many seconds to do it again."""
+        now_s = trio.current_time()
+        if self._is_idle:
+            self._is_idle, self._next_sync_s = False, now_s + self._interval_s
+        await self._io.save_all()
+        if now_s >= self._next_sync_s:
+            await self.sync_closed_files()
+            self._next_sync_s = now_s + self._interval_s
+        if self._io.open:
+            return self._io.commit_interval_s
+        if self._io.unsynced:
+            return max(self._next_sync_s - now_s, self._io.commit_interval_s)
+        self._is_idle = True
+        return NEVER_S  # the next file that is opened asks for it
 
     async def sync_all(self) -> None:
         """The bytes of all files are on stable storage when this returns. Raises NoSpace,

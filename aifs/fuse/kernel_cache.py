@@ -8,11 +8,15 @@ of them waits, also when this process is killed; ``guard`` ends it then.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pyfuse3
 import trio
+
+from aifs.files.kernel import Kernel
+from aifs.fuse.bridge import Bridge, Missing
 
 log = logging.getLogger(__name__)
 
@@ -25,22 +29,50 @@ waiting.
 """
 
 
-def drop_attributes(ino: int) -> None:
-    """Have the kernel ask again for the attributes of ``ino``, from now on.
-
-    Only while the kernel waits for an answer about this inode: then the inode cannot be on its way
-    out of the kernel's cache, which this call would wait for.
-    """
-    _send(pyfuse3.invalidate_inode, ino, True)
-
-
-class KernelCache:
-    """Invalidations that may wait. They run in ``nursery``, which is set while requests are read;
-    there is nothing to invalidate before and afterwards."""
+class KernelCache(Kernel):
+    """Invalidations that may wait run in a nursery while requests are read (``serving``); there is
+    nothing to invalidate before and afterwards."""
 
     def __init__(self) -> None:
-        self.nursery: trio.Nursery | None = None
+        super().__init__()
+        self._nursery: trio.Nursery | None = None
+        self._bridge: Bridge | None = None
+        self._missing: list[Missing] = []
         self._threads = trio.CapacityLimiter(_AT_ONCE)
+
+    @contextmanager
+    def serving(self, nursery: trio.Nursery) -> Iterator[None]:
+        """Requests are read inside. Background work goes on afterwards until it is told."""
+        self._nursery = nursery
+        try:
+            yield
+        finally:
+            self._nursery = None
+
+    def announce(self, bridge: Bridge, missing: list[Missing]) -> None:
+        """What the mount can do, and what is not in use."""
+        self._bridge, self._missing = bridge, missing
+
+    def pass_through(self, bridge: Bridge) -> None:
+        """Files that are opened from now on may be passed through."""
+        self.passthrough = bridge
+
+    def status(self) -> dict[str, Any]:
+        """As the filesystem's ``Kernel``; {} before the mount is announced."""
+        if self._bridge is None:
+            return {}
+        return {
+            **self._bridge.status(),
+            "missing": [each._asdict() for each in self._missing],
+        }
+
+    def drop_attributes(self, ino: int) -> None:
+        """Have the kernel ask again for the attributes of ``ino``, from now on.
+
+        Only while the kernel waits for an answer about this inode: then the inode cannot be on its
+        way out of the kernel's cache, which this call would wait for.
+        """
+        _send(pyfuse3.invalidate_inode, ino, True)
 
     def drop_attributes_soon(self, inos: Iterable[int]) -> None:
         """Have the kernel ask again for the attributes of these inodes, soon."""
@@ -69,10 +101,10 @@ class KernelCache:
     def _start(self, notifications: list[tuple[Any, ...]]) -> trio.Event:
         """The event is set when the kernel has them all."""
         done = trio.Event()
-        if self.nursery is None or not notifications:
+        if self._nursery is None or not notifications:
             done.set()
         else:
-            self.nursery.start_soon(self._run, notifications, done)
+            self._nursery.start_soon(self._run, notifications, done)
         return done
 
     async def _run(self, notifications: list[tuple[Any, ...]], done: trio.Event) -> None:

@@ -27,7 +27,6 @@ from aifs.core.config import KernelConfig
 from aifs.core.errors import FsError, NotFound
 from aifs.files.types import Opened, SetAttr
 from aifs.fuse.bridge import HANDLE_BITS
-from aifs.fuse.kernel_cache import KernelCache, drop_attributes
 from aifs.fuse.requests import Scheduler
 from aifs.meta import acl
 from aifs.meta.records import Inode
@@ -150,11 +149,6 @@ class Operations(pyfuse3.Operations):
         self._negative.entry_timeout = kernel.negative_timeout_s
         self._unkept = EntryAttributes()
         self._unkept.entry_timeout = 0
-        self.kernel_cache = KernelCache()
-        fs.on_attr_change = drop_attributes
-        fs.on_link_change = self.kernel_cache.drop_attributes_soon
-        fs.on_entry_change = self.kernel_cache.drop_name_soon
-        fs.forget_names = self.kernel_cache.forget_names
 
     def _blank(self) -> EntryAttributes:
         entry = EntryAttributes()

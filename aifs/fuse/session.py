@@ -29,8 +29,10 @@ from aifs.fuse import requests
 from aifs.fuse.bridge import ALL_COST, SPEED_COST, Bridge, Missing
 from aifs.fuse.guard import Guard
 from aifs.fuse.handed_over import HandedOver
+from aifs.fuse.kernel_cache import KernelCache
 from aifs.fuse.operations import Operations
 from aifs.fuse.options import MountOptions
+from aifs.store.ownership import Ownership
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.lifecycle import open_filesystem
 
@@ -94,8 +96,9 @@ async def _serve(
     force: bool,
 ) -> None:
     scheduler = requests.install()
+    kernel = KernelCache()
     async with open_filesystem(
-        config, options.read_only, mountpoint, options.atime, force=force
+        config, options.read_only, mountpoint, options.atime, force=force, kernel=kernel
     ) as fs:
         handed_over = HandedOver(fs, scheduler, config.kernel.attr_timeout_s)
         bridge = Bridge(config.kernel, handed_over.take)
@@ -106,23 +109,30 @@ async def _serve(
         )
         with _mounted(operations, bridge, mountpoint, mount_arguments(config, options)):
             async with trio.open_nursery() as nursery:
-                handed_over.nursery = operations.kernel_cache.nursery = nursery
+                handed_over.nursery = nursery
+                nursery.start_soon(_end_with_right, fs.store.ownership)
                 nursery.start_soon(_handle_signals, mountpoint)
                 nursery.start_soon(
                     _announce,
                     fs,
+                    kernel,
                     bridge,
                     config.kernel.read_ahead,
                     config.burst.passthrough,
                     on_ready,
                 )
                 gc.freeze()
-                fs.store.ownership.on_end = pyfuse3.terminate
                 fs.store.ownership.require()
-                await _read_requests()
-                operations.kernel_cache.nursery = None  # background work goes on until it is told
+                with kernel.serving(nursery):
+                    await _read_requests()
                 nursery.cancel_scope.cancel()
         log.info("unmounted %s", mountpoint)
+
+
+async def _end_with_right(ownership: Ownership) -> None:
+    """End the mount when somebody has taken the store over."""
+    await ownership.over.wait()
+    pyfuse3.terminate()
 
 
 async def _read_requests() -> None:
@@ -175,7 +185,12 @@ def _mounted(
 
 
 async def _announce(
-    fs: Filesystem, bridge: Bridge, read_ahead: int, passthrough: bool, on_ready: Callable[[], None]
+    fs: Filesystem,
+    kernel: KernelCache,
+    bridge: Bridge,
+    read_ahead: int,
+    passthrough: bool,
+    on_ready: Callable[[], None],
 ) -> None:
     """Wait for the mount's first answer, set its read-ahead, use what the kernel offers, and say
     that it serves.
@@ -185,7 +200,7 @@ async def _announce(
     )
     missing = bridge.missing()
     if passthrough and bridge.passes_through:
-        fs.handles.passthrough = bridge
+        kernel.pass_through(bridge)
         missing += _refused(fs)
     for what, why, cost, _ in missing:
         log.warning(
@@ -200,7 +215,7 @@ async def _announce(
         missing.append(
             Missing("passthrough", "burst.passthrough is false", SPEED_COST, "set it to true")
         )
-    fs.edge_status = lambda: {**bridge.status(), "missing": [each._asdict() for each in missing]}
+    kernel.announce(bridge, missing)
     log.info("serving %s", fs.mountpoint)
     on_ready()
 

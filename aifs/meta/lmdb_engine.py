@@ -94,7 +94,8 @@ class LmdbEngine(Engine):
         self._commit_error = ""  # why LMDB takes no changes at present
         self._short_of_space = False
         self._syncing: trio.Event | None = None
-        self._wake = trio.Event()
+        self._changed = trio.Event()  # since the last sync was put off
+        self._wake = trio.Event()  # there is something to commit, or so much that it is due
         self._threads = trio.CapacityLimiter(2)  # one to sync, one to commit
         self._in_memory = filesystems.is_in_memory(directory)
         self._database = Database(directory, thorough)
@@ -161,6 +162,9 @@ class LmdbEngine(Engine):
             except OSError as error:
                 raise from_oserror(error, "metadata journal") from error
             self.seq = seq
+            self._changed.set()
+            if not self._memtable.entries:
+                self._wake.set()
             self._memtable.apply(writes)
             if self.tap is not None:
                 self.tap(writes, self._journal.last_bytes)
@@ -232,12 +236,17 @@ class LmdbEngine(Engine):
     async def _keep_synced(self) -> None:
         with suppress(Unavailable):  # logged where it was found
             while True:
+                await self._changed.wait()
+                self._changed = trio.Event()
                 await trio.sleep(self._commit_interval_s)
                 await self.barrier()
 
     async def _keep_committed(self) -> None:
         with suppress(Unavailable):
             while True:
+                if not (self._memtable.entries or self._frozen.entries or self._short_of_space):
+                    await self._wake.wait()
+                    self._wake = trio.Event()
                 with trio.move_on_after(self._commit_interval_s):
                     await self._wake.wait()
                 self._wake = trio.Event()

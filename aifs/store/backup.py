@@ -7,6 +7,7 @@ orderly close makes one, too. ``covered`` keeps deletions from running ahead: wh
 may refer to stays until a newer one is on the servers.
 """
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError, NoSpace
 from aifs.core.log import logger
+from aifs.core.upkeep import NEVER_S, Upkeep, Work
 from aifs.data import backups
 from aifs.data.backups import BackupFiles
 from aifs.data.servers import Servers
@@ -61,7 +63,9 @@ Put = Callable[[str, bytes], Any]
 class Backup:
     """Made before the engine is used, so that it sees all changes. Used from one trio thread."""
 
-    def __init__(self, config: Config, store: str, engine: LmdbEngine, servers: Servers) -> None:
+    def __init__(
+        self, config: Config, store: str, engine: LmdbEngine, servers: Servers, upkeep: Upkeep
+    ) -> None:
         self.interval_s = config.meta.backup_interval_s
         self._files = BackupFiles(servers, config.meta.backup_copies)
         self._store = store
@@ -93,7 +97,8 @@ class Backup:
         self._requests: list[tuple[str, str]] = []
         self._answers: dict[str, str] = {}
         self._shipping = trio.Lock()
-        self._wake = trio.Event()
+        self._upkeep = upkeep
+        self._due_at_s = math.inf  # by trio's clock
         self._advanced = trio.Event()
         if self.interval_s:
             engine.tap = self._tap
@@ -108,7 +113,8 @@ class Backup:
                 self._changes, self._changed_bytes, self._after = {}, 0, None
                 self._forgotten += 1
             elif self._changed_bytes > PART_BYTES and self._after is not None:
-                self._wake.set()
+                if not self._last_error:
+                    self._upkeep.wake(Work.BACKUP)
         for changes in self._scanned:
             changes.update(writes)
 
@@ -118,6 +124,7 @@ class Backup:
         """
         if not self.interval_s:
             return
+        self._due_at_s = trio.current_time() + self.interval_s
         if read_only:
             self._read_only, self.interval_s, self._changes = True, 0.0, {}
         sizes = await self._files.sizes()
@@ -140,6 +147,8 @@ class Backup:
             self._increment_bytes = sum(
                 found[name] for name in chain.segments if name.kind == INCREMENT
             )
+        elif not read_only:
+            self._due_at_s = trio.current_time()  # the next one has to be a base
 
     # --- what others ask ---
 
@@ -237,7 +246,7 @@ class Backup:
         """Have a backup made in the background, on the servers or in a directory; what came of it
         is in ``status`` by its token: "", or an error."""
         self._requests.append((token, directory))
-        self._wake.set()
+        self._upkeep.wake(Work.BACKUP)
 
     def status(self) -> dict[str, Any]:
         """``sequence``: the state that the newest backup makes; ``changed_bytes``: of changes
@@ -256,30 +265,24 @@ class Backup:
 
     # --- in the background ---
 
-    async def run(self) -> None:
-        """Make backups until cancelled."""
-        interval_s = self.interval_s or float("inf")
-        outdated = self._shipped is not None and self._after is None
-        due = trio.current_time() + (0.0 if outdated else interval_s)
-        while True:
-            with trio.move_on_at(due):
-                await self._wake.wait()
-            self._wake = trio.Event()
-            while self._requests:
-                await self._answer(*self._requests.pop(0))
-            if trio.current_time() < due and (
-                self._last_error or self._changed_bytes <= PART_BYTES
-            ):
-                continue
-            due = trio.current_time() + interval_s
+    async def work(self) -> float:
+        """Make the backups that are due, or asked for; in how many seconds the next one is due."""
+        while self._requests:
+            await self._answer(*self._requests.pop(0))
+        if not self.interval_s:
+            return NEVER_S
+        is_much = self._changed_bytes > PART_BYTES and not self._last_error
+        if trio.current_time() >= self._due_at_s or is_much:
             failing = self._last_error
+            self._due_at_s = trio.current_time() + self.interval_s
             try:
                 if self._changes or self._after is None:
                     await self.ship()
             except FsError as error:
                 if not failing:
                     _log.warning("the backup of the metadata has to wait: %s", error)
-                due = trio.current_time() + min(_RETRY_S, interval_s)
+                self._due_at_s = trio.current_time() + min(_RETRY_S, self.interval_s)
+        return self._due_at_s - trio.current_time()
 
     async def _answer(self, token: str, directory: str) -> None:
         answer = ""

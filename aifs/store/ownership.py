@@ -66,7 +66,8 @@ class Ownership:
         """``lock``: of the metadata directory ``meta``. Blocks for a moment."""
         self.ended = ""
         """Why there is no right any more: somebody has taken it over."""
-        self.on_end: Callable[[], None] = lambda: None
+        self.over = trio.Event()
+        """Set when there is none."""
         self._lock = lock
         self._servers = servers
         self._mine = _claim_of(meta, mountpoint)
@@ -145,7 +146,7 @@ class Ownership:
             )
             _log.error("%s", self.ended)
             self._servers.give_up(self.ended)
-            self.on_end()
+            self.over.set()
         elif isinstance(result, BaseException) and not isinstance(result, FsError):
             _log.error("a claim is not renewed", exc_info=result)
 

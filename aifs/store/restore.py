@@ -20,6 +20,7 @@ from aifs.core.errors import StoreError, Unavailable
 from aifs.core.limits import within
 from aifs.core.log import logger
 from aifs.core.tasks import first_error
+from aifs.core.upkeep import Upkeep
 from aifs.data import backups, naming
 from aifs.data.directory_storage import list_files
 from aifs.data.marker import read_marker
@@ -70,7 +71,7 @@ def back_up(config: Config, to: str) -> None:
     async def make() -> None:
         store = await open_store(config)
         try:
-            backup = Backup(config, store.uuid, store.engine, store.servers)
+            backup = Backup(config, store.uuid, store.engine, store.servers, Upkeep())
             if to:
                 await backup.write_to(to)
             else:

@@ -227,6 +227,7 @@ async def open_store(
             budget=budget,
             patience_s=config.data.timeout_s or FOR_EVER,
             lost_after_s=config.data.lost_after_s or FOR_EVER,
+            hedge_s=config.data.hedge_s,
         )
         await load_servers(config, engine, servers, read_only)
         same_boot = superblock.get("boot") == files.boot_id()

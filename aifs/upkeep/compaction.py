@@ -9,8 +9,6 @@ lists that name durable bytes, and a container that a later pass deals with.
 
 from contextlib import suppress
 
-import trio
-
 from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace, QuotaExceeded, Unavailable
 from aifs.core.log import logger
@@ -28,7 +26,7 @@ from aifs.meta.shared import find_shared
 
 _log = logger(__name__)
 
-_INTERVAL_S = 60.0
+INTERVAL_S = 60.0
 _SLICE = 2048
 _BATCH = 512
 _BATCH_BYTES = 64 << 20
@@ -62,11 +60,10 @@ class Compaction:
         wrong.
         """
 
-    async def run(self) -> None:
-        """Compact now and then, until cancelled."""
-        while True:
-            await trio.sleep(_INTERVAL_S)
-            await self.compact()
+    async def work(self) -> float:
+        """Compact; in how many seconds to do it again."""
+        await self.compact()
+        return INTERVAL_S
 
     async def compact(self) -> None:
         """One pass over all containers. What cannot be moved stays, with a line in the log."""
@@ -135,14 +132,14 @@ class Compaction:
 
     async def _move(self, live: list[tuple[Found, Location]], slots: tuple[Striped, ...]) -> None:
         read = self._containers.files.read_stored
-        pieces = [StoredPiece(found.header, place, read) for found, place in live]
-        async with self._containers.append_pieces(pieces, slots) as (places, lost):
+        pieces = [StoredPiece(found.header, place, read, found.record) for found, place in live]
+        async with self._containers.append_pieces(pieces, slots) as (places, growth):
             faults.reach(_COPIED)
             moves = [
                 Move(found.header.oid, found.header.index, old, new)
                 for (found, old), new in zip(live, places, strict=True)
             ]
-            garbage = await self._engine.transact(chunks.move_chunks, moves, lost)
+            garbage = await self._engine.transact(chunks.move_chunks, moves, growth)
         faults.reach(_MOVED)
         for container in garbage:
             self._collector.add_garbage(container)
@@ -166,8 +163,9 @@ def _mostly_dead(
 
 
 def _is_worth_it(record: Container, above: float) -> bool:
-    dead = record.length - record.live
-    return dead > above * record.length and padded(record.layout, record.live) < record.length
+    total = record.length - record.records  # which go with their chunks
+    needed = record.live + record.records * record.live // max(total, 1)
+    return total - record.live > above * total and padded(record.layout, needed) < record.length
 
 
 def _is_open(tx: ReadTransaction, container: int) -> bool:

@@ -8,7 +8,7 @@ compared with the file's checksums; where there are none, the clean copy is trus
 file's length.
 """
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable, Set
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum, auto
@@ -25,14 +25,15 @@ from aifs.files.chunk_users import users_of
 from aifs.files.containers import Containers
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
+from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
 from aifs.layout.placement import DRAINING, LOST
 from aifs.meta import keys
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.meta.server_uses import scan_endangered
-from aifs.upkeep.evict import Evictor
 from aifs.upkeep.judging import COPY_PIECE, Judgement, judge_copy
+from aifs.upkeep.scrub_state import Findings
 
 _log = logger(__name__)
 
@@ -57,14 +58,16 @@ class FromCopies:
         io: FileIO,
         containers: Containers,
         drain: Drain,
-        evictor: Evictor,
+        needs: Needs,
+        findings: Findings,
     ) -> None:
         self._engine = engine
         self._servers = servers
         self._io = io
         self._containers = containers
         self._drain = drain
-        self._evictor = evictor
+        self._needs = needs
+        self._findings = findings
         self._buffers = BudgetedBuffers(servers.budget)
         self._useless: set[tuple[int, int]] = (
             set()
@@ -73,8 +76,6 @@ class FromCopies:
             frozenset()
         )  # all that could be was rescued from these servers
         self._files = 0
-        self.on_restored: Callable[[int], None] = lambda ino: None
-        """Told of each file that is."""
 
     async def rescue(self, leaving: Set[int] = frozenset()) -> None:
         """Restore all files that cannot be read without the servers ``leaving`` and those that are
@@ -165,8 +166,8 @@ class FromCopies:
                 return Outcome.BUSY
         finally:
             file.gate.leave_alone()
-        self._evictor.released(copy.id)
-        self.on_restored(inode.ino)
+        self._needs.released(copy.id)
+        self._findings.restored(inode.ino)
         self._files += 1
         trust = (
             ", which is trusted: there are no checksums" if judgement is Judgement.UNTOLD else ""

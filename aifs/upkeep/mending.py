@@ -19,6 +19,7 @@ from aifs.data.servers import Servers
 from aifs.files.chunk_users import users_of
 from aifs.files.containers import Containers
 from aifs.files.file_io import FileIO
+from aifs.files.needs import missing
 from aifs.files.open_inode import OpenInode
 from aifs.layout.placement import ACTIVE
 from aifs.layout.striped import Striped
@@ -26,7 +27,6 @@ from aifs.meta import degraded, forms, moves
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.moves import ObjectSet
 from aifs.upkeep.compaction import Compaction
-from aifs.upkeep.evict import missing
 from aifs.upkeep.moves import Mover, NoTarget, Result
 from aifs.upkeep.relayout import Relayout
 

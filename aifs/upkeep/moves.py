@@ -97,11 +97,12 @@ class Mover:
         limiter: Limiter,
         io_priority: str,
         make_way: Callable[[], Awaitable[None]],
+        on_moved: Callable[[ObjectSet, int], None],
     ) -> None:
-        """``make_way`` is awaited before each piece, and may take its time."""
+        """``make_way`` is awaited before each piece, and may take its time. ``on_moved`` is called
+        when a column is whole, with where it lay until then."""
         self.moved_bytes = 0
-        self.on_moved: Callable[[ObjectSet, int], None] = lambda before, column: None
-        """Called when a column is whole; ``before`` says where it lay until then."""
+        self._on_moved = on_moved
         self._engine = engine
         self._servers = servers
         self._strays = strays
@@ -187,7 +188,7 @@ class Mover:
                     if after is not None:
                         flipped = True
                         subject.adopt(after.layout, lost & ~(1 << column))
-                        self.on_moved(objects, column)
+                        self._on_moved(objects, column)
         finally:
             if target.id != old and (flipped or length):
                 self._strays.add(Stray(ino, oid, old) if flipped else new)

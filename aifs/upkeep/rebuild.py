@@ -19,10 +19,12 @@ from aifs.burst.transfer import Limiter
 from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.core.log import logger
+from aifs.core.upkeep import Upkeep
 from aifs.data.checking.checks import Untold
 from aifs.data.servers import Servers
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
+from aifs.files.damage import Damage
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.layout.placement import ACTIVE, LOST
@@ -32,6 +34,7 @@ from aifs.meta.moves import Due, ObjectSet
 from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
 from aifs.upkeep.compaction import Compaction
+from aifs.upkeep.from_copies import FromCopies
 from aifs.upkeep.mending import FileSubject, Mender, Outcome
 from aifs.upkeep.moves import Mover
 from aifs.upkeep.relayout import Relayout
@@ -46,7 +49,7 @@ _RETRY_S, _RETRY_MAX_S = 2.0, 120.0
 _SCAN_SHARE = 100
 _QUIET_S = 0.1  # after the last file was opened for writing
 _REST_S = 0.03  # of a worker after each piece, while somebody writes
-_FAILED_MAX = _REPORTS_MAX = 1000
+_FAILED_MAX = 1000
 
 
 class Failed(NamedTuple):
@@ -73,7 +76,7 @@ class _Left:
 
 
 class Rebuild:
-    """``run`` does it; all else may be called at any time. Used from one trio thread."""
+    """``work`` does it; all else may be called at any time. Used from one trio thread."""
 
     def __init__(
         self,
@@ -87,6 +90,9 @@ class Rebuild:
         compaction: Compaction,
         handles: Handles,
         backup: Backup,
+        from_copies: FromCopies,
+        damage: Damage,
+        upkeep: Upkeep,
     ) -> None:
         self._engine = engine
         self._servers = servers
@@ -95,35 +101,28 @@ class Rebuild:
         self._handles = handles
         self._workers = config.rebuild.workers
         self._limiter = Limiter(config.rebuild.bandwidth)
-        self.strays = Strays(engine, servers, backup)
-        self.strays.on_swept = self._swept
+        self.strays = Strays(engine, servers, backup, upkeep, self._swept)
         priority = config.burst.ioprio
-        self._mover = Mover(engine, servers, self.strays, self._limiter, priority, self._make_way)
-        self._mover.on_moved = self._moved
+        self._mover = Mover(
+            engine, servers, self.strays, self._limiter, priority, self._make_way, self._moved
+        )
         self._relayout = Relayout(
             engine, servers, io, ids, collector, self._limiter, priority, config.data.min_spare
         )
         self._mender = Mender(
-            engine, servers, io, containers, compaction, self._mover, self._relayout, self.on_damage
+            engine, servers, io, containers, compaction, self._mover, self._relayout, damage.report
         )
-        self.rescue: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
-        """Awaited before a round: it may bring files that servers took with them back from
-        elsewhere.
-        """
-        self.restore: Callable[[int, int], Awaitable[bool]] = _cannot
-        """Whether what nobody can tell of an object set is not needed any more on return."""
-        self._damage: dict[
-            tuple[int, int, int], None
-        ] = {}  # what was reported since the last look at it
-        self._wake = trio.Event()
-        self._asked = 0  # counts the reasons for another round
-        self._handed_out = 0  # what it was when degraded object sets were last handed out
+        self._from_copies = from_copies
+        self._damage = damage
+        self._retry_s = _RETRY_S
+        self._handed_out = (
+            0  # what ``damage.asked`` was when degraded object sets were last handed out
+        )
         self._settled = -1  # what it was when a round that found nothing began
         self._left: _Left | None = None
         self._standing: dict[int, str] = {}  # of the servers, when ``_left`` was counted
         self._scan_at_s = 0.0
         self._active: dict[int, int] = {}  # oid to ino
-        self._done = trio.Event()
         self._news = trio.Event()
         self._failed: list[Failed] = []
         self._failing = 0
@@ -138,18 +137,7 @@ class Rebuild:
     def look(self) -> None:
         """A server's standing has changed."""
         self._scan_at_s = 0.0
-        self.wake()
-
-    def wake(self) -> None:
-        """A record says that something is due."""
-        self._asked += 1
-        self._wake.set()
-
-    def on_damage(self, oid: int, ino: int, column: int) -> None:
-        """A column has wrong bytes, or has none where it should have. Does not block."""
-        if (oid, ino, 1 << column) not in self._damage and len(self._damage) < _REPORTS_MAX:
-            self._damage[oid, ino, 1 << column] = None
-            self.wake()
+        self._damage.due()
 
     async def request(self, oid: int, ino: int, columns: Iterable[int]) -> bool:
         """Have these columns made anew; nobody reads them until then. ``ino`` 0: a container.
@@ -160,7 +148,7 @@ class Rebuild:
         mask = sum(1 << column for column in set(columns))
         noted = await self._note(oid, ino, mask)
         if noted:
-            self.wake()
+            self._damage.due()
         return noted
 
     async def _note(self, oid: int, ino: int, mask: int) -> bool:
@@ -176,45 +164,46 @@ class Rebuild:
 
     # --- in the background ---
 
-    async def run(self) -> None:
-        """Rebuild until cancelled."""
-        send, receive = trio.open_memory_channel[tuple[int, int]](0)
-        self._active.clear()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.strays.run)
-            for _ in range(self._workers):
-                nursery.start_soon(self._work, receive)
-            retry = _RETRY_S
-            while True:
-                asked = self._asked
-                try:
-                    progress = await self._round(send)
-                except FsError as error:
-                    _log.info("rebuilding has to wait: %s", error)
-                    progress = False
-                self._wake = trio.Event()
-                if self._asked != asked or progress:
-                    retry = _RETRY_S
-                    await trio.lowlevel.checkpoint()
-                    continue
-                waits = self._round_busy or self._round_failing
-                with trio.move_on_after(retry if waits else _LOOK_S):
-                    await self._wake.wait()
-                retry = min(2 * retry, _RETRY_MAX_S) if waits else _RETRY_S
+    async def work(self) -> float:
+        """Rebuild, round by round; in how many seconds to look again."""
+        while True:
+            asked = self._damage.asked
+            try:
+                progress = await self._round()
+            except FsError as error:
+                _log.info("rebuilding has to wait: %s", error)
+                progress = False
+            if self._damage.asked == asked and not progress:
+                break
+            self._retry_s = _RETRY_S
+            await trio.lowlevel.checkpoint()
+        if not (self._round_busy or self._round_failing):
+            self._retry_s = _RETRY_S
+            return _LOOK_S
+        retry_s, self._retry_s = self._retry_s, min(2 * self._retry_s, _RETRY_MAX_S)
+        return retry_s
 
-    async def _round(self, send: trio.MemorySendChannel) -> bool:
+    async def _round(self) -> bool:
         """Whether anything was done: then there should be another one."""
-        asked, self._settled = self._asked, -1
+        asked, self._settled = self._damage.asked, -1
         self._handed_out = asked
         await self._take_reports()
-        await self.rescue()
+        await self._from_copies.rescue()
         self._round_failed, self._round_failing, self._round_done, self._round_busy = [], 0, 0, 0
         await self._count()
         if self._left.objects:
-            await self._walk(partial(self._hand_out, send))
-            while self._active:
-                self._done = trio.Event()
-                await self._done.wait()
+            failure: FsError | None = None
+            send, receive = trio.open_memory_channel[tuple[int, int]](0)
+            self._active.clear()
+            async with trio.open_nursery() as nursery, send:
+                for _ in range(self._workers):
+                    nursery.start_soon(self._work, receive)
+                try:
+                    await self._walk(partial(self._hand_out, send))
+                except FsError as error:  # which the nursery would wrap
+                    failure = error
+            if failure is not None:
+                raise failure
         else:
             self._settled = asked
             for server in self._servers.capacity():
@@ -224,10 +213,9 @@ class Rebuild:
         return self._round_done > 0
 
     async def _take_reports(self) -> None:
-        while self._damage:
-            oid, ino, mask = next(iter(self._damage))
-            await self._note(oid, ino, mask)
-            self._damage.pop((oid, ino, mask), None)
+        while (report := self._damage.first()) is not None:
+            await self._note(*report)
+            self._damage.seen_to(report)
 
     def _tell(self) -> None:
         self._news.set()
@@ -237,11 +225,13 @@ class Rebuild:
         self._tell()
         # There may be a place again for what had none, and a server that is back may be in order.
         if self._round_busy or any(server.is_back for server in self._servers.capacity()):
-            self.wake()
+            self._damage.due()
 
     async def _hand_out(self, send: trio.MemorySendChannel, due: Due) -> None:
-        if self._asked != self._handed_out:  # what is wrong comes before what only has to leave
-            self._handed_out = self._asked
+        if (
+            self._damage.asked != self._handed_out
+        ):  # what is wrong comes before what only has to leave
+            self._handed_out = self._damage.asked
             await self._take_reports()
             await self._show(partial(self._give, send), b"q", moves.scan_degraded)
         await self._give(send, due)
@@ -278,11 +268,11 @@ class Rebuild:
         staying = self._mender.staying()
         if len(staying) == len(self._servers.capacity()) or trio.current_time() < self._scan_at_s:
             return
-        began, asked = trio.current_time(), self._asked
+        began, asked = trio.current_time(), self._damage.asked
         waiting = self._mender.waiting()
         found = await self._show(see, b"i", moves.scan_files, staying, waiting)
         found += await self._show(see, b"t", moves.scan_containers, staying, waiting)
-        if not found and asked == self._asked:
+        if not found and asked == self._damage.asked:
             now = trio.current_time()
             self._scan_at_s = now + max(_LOOK_S, _SCAN_SHARE * (now - began))
 
@@ -317,13 +307,12 @@ class Rebuild:
                     self._left.objects -= 1
             finally:
                 del self._active[oid]
-                self._done.set()
 
     async def _mend(self, ino: int, oid: int) -> Outcome:
         try:
             return await self._mender.mend(ino, oid)
         except Untold:
-            if await self.restore(ino, oid):
+            if await self._from_copies.restore_users(ino, oid):
                 return Outcome.GONE
             raise
 
@@ -346,9 +335,7 @@ class Rebuild:
 
     def _moved(self, before: ObjectSet, column: int) -> None:
         self._columns += 1
-        self._damage.pop(
-            (before.oid, before.ino, 1 << column), None
-        )  # what was said of it is not true any more
+        self._damage.seen_to((before.oid, before.ino, 1 << column))
         if self._left is not None:
             self._left.moved(
                 before.layout.servers[column], before.layout.object_length(column, before.size)
@@ -367,7 +354,7 @@ class Rebuild:
         """Whether nothing was due when this was last looked at, and nothing has been asked for
         since.
         """
-        return self._settled == self._asked and self._standing == self._standing_now()
+        return self._settled == self._damage.asked and self._standing == self._standing_now()
 
     def _standing_now(self) -> dict[int, str]:
         return {
@@ -413,10 +400,6 @@ class Rebuild:
             "failed": [failed._asdict() for failed in self._failed],
             "servers": {number: self.left(number) for number in left.servers},
         }
-
-
-async def _cannot(ino: int, oid: int) -> bool:
-    return False
 
 
 def _lengths_to_leave(

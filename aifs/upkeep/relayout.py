@@ -154,7 +154,7 @@ class Relayout:
                 self._servers, old_layout, ino, oid, background=self._io_priority
             )
         old = VerifiedObjects(
-            self._servers, stored, old_layout, ino, oid, subject.load, self._io.on_damage, lost
+            self._servers, stored, old_layout, ino, oid, subject.load, self._io.damage.report, lost
         )
         step = lcm(layout.row, HASHED) if layout.parity else _PIECE
         worker = self._servers[layout.servers[0]]

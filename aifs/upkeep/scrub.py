@@ -8,7 +8,7 @@ Passes begin on a schedule, or when somebody asks.
 
 import json
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from aifs.core.config import Config
 from aifs.core.errors import FsError, Invalid, ReadOnly
 from aifs.core.log import logger
 from aifs.core.units import parse_size
+from aifs.core.upkeep import NEVER_S, Upkeep, Work
 from aifs.data.servers import Servers
 from aifs.files.handles import Handles
 from aifs.files.types import CallerLike
@@ -33,7 +34,7 @@ from aifs.upkeep.evict import Evictor
 from aifs.upkeep.from_copies import FromCopies
 from aifs.upkeep.rebuild import Rebuild
 from aifs.upkeep.scrub_copies import CopyScrubber
-from aifs.upkeep.scrub_state import CONTAINERS, DONE, FILES, PUT_OFF, UNTOLD_MAX, State
+from aifs.upkeep.scrub_state import CONTAINERS, DONE, FILES, PUT_OFF, UNTOLD_MAX, Findings, State
 from aifs.upkeep.scrubbing import Found, Lost, Scrubber
 
 _log = logger(__name__)
@@ -56,7 +57,7 @@ alone to be verified.
 
 
 class Scrub:
-    """``run`` does it; all else may be called at any time. Used from one trio thread."""
+    """``work`` does it; all else may be called at any time. Used from one trio thread."""
 
     def __init__(
         self,
@@ -67,6 +68,8 @@ class Scrub:
         from_copies: FromCopies,
         evictor: Evictor,
         handles: Handles,
+        findings: Findings,
+        upkeep: Upkeep,
     ) -> None:
         self._engine = engine
         self._handles = handles
@@ -77,21 +80,25 @@ class Scrub:
         self._scrubber = Scrubber(engine, servers, self._throttle, rebuild.request)
         self._from_copies = from_copies
         self._copies = CopyScrubber(engine, servers, evictor, self._throttle)
-        self._state = State()
+        self._findings = findings
+        self._upkeep = upkeep
         self._loaded = False
-        self._wake = trio.Event()
         self._ended = trio.Event()
         self._pass: trio.CancelScope | None = None
         self._rate_from = (0.0, 0)
         self._ids = 1
 
+    @property
+    def _state(self) -> State:
+        return self._findings.state
+
     async def load(self) -> None:
-        """Go on from what is on record. ``run`` begins with it; what is said before is that of a
+        """Go on from what is on record. ``work`` begins with it; what is said before is that of a
         new store.
         """
         if not self._loaded:
             asked = self._state
-            self._state = await scrub_state.load(self._engine)
+            self._findings.begin(await scrub_state.load(self._engine))
             self._loaded = True
             self._limit()
             if asked.phase != DONE:
@@ -105,21 +112,22 @@ class Scrub:
         """
         state = self._state
         if state.phase == DONE:
-            untold = sorted(self.wrong_objects())[-UNTOLD_MAX:]
-            self._state = state = State(phase=FILES, begun_s=time.time(), untold_before=untold)
+            untold = sorted(self._findings.wrong_objects())[-UNTOLD_MAX:]
+            state = State(phase=FILES, begun_s=time.time(), untold_before=untold)
+            self._findings.begin(state)
             self._from_copies.look_again()
         state.repair, state.bandwidth = repair, bandwidth
         self._limit()
         if self._ended.is_set():  # else somebody waits for it already
             self._ended = trio.Event()
-        self._wake.set()
+        self._upkeep.wake(Work.SCRUB)
 
     def stop(self) -> None:
         """End the pass that is under way, if there is one. The next one begins from the start."""
         self._state.phase = DONE
         if self._pass is not None:
             self._pass.cancel()
-        self._wake.set()
+        self._upkeep.wake(Work.SCRUB)
 
     async def wait(self) -> None:
         """No pass is under way on return."""
@@ -129,38 +137,31 @@ class Scrub:
 
     # --- in the background ---
 
-    async def run(self) -> None:
-        """Scrub until cancelled."""
+    async def work(self) -> float:
+        """Scrub if that is due; in how many seconds it will be."""
         await self.load()
-        while True:
-            await self._due()
-            with trio.CancelScope() as self._pass:
-                try:
-                    await self._run_pass()
-                finally:
-                    stopped, self._pass = self._pass.cancel_called, None
-            if self._state.phase == DONE and not stopped and not self._state.unverified:
-                self._state.untold_before = []
-            if stopped or self._state.phase == DONE:
-                self._state.ended_s = time.time()
-                await self._save()
-                self._ended.set()
-
-    async def _due(self) -> None:
-        """Wait until there is something to do."""
-        while self._state.phase == DONE:
-            self._wake = trio.Event()
+        if self._state.phase == DONE:
             self._ended.set()
             left_s = (
                 self._state.begun_s + self._interval_s - time.time()
                 if self._interval_s
-                else float("inf")
+                else NEVER_S
             )
-            if left_s <= 0:
-                self.start()
-                return
-            with trio.move_on_after(left_s):
-                await self._wake.wait()
+            if left_s > 0:
+                return left_s
+            self.start()
+        with trio.CancelScope() as self._pass:
+            try:
+                await self._run_pass()
+            finally:
+                stopped, self._pass = self._pass.cancel_called, None
+        if self._state.phase == DONE and not stopped and not self._state.unverified:
+            self._state.untold_before = []
+        if stopped or self._state.phase == DONE:
+            self._state.ended_s = time.time()
+            await self._save()
+            self._ended.set()
+        return 0.0
 
     async def _run_pass(self) -> None:
         self._rate_from = (time.monotonic(), self._state.read_bytes)
@@ -278,16 +279,6 @@ class Scrub:
             for lost in found.lost
             if lost.ino not in restored
         ]
-
-    def wrong_objects(self) -> Set[int]:
-        """Oids of files of which the data servers have lost bytes, as this pass, or the last one,
-        has found.
-        """
-        return {*self._state.untold_before, *self._state.untold}
-
-    def restored(self, ino: int) -> None:
-        """The file is whole again."""
-        self._state.wrong = [entry for entry in self._state.wrong if entry["inode"] != ino]
 
     def _limit(self) -> None:
         asked = self._state.bandwidth

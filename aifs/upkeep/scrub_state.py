@@ -76,6 +76,27 @@ class State:
         self.untold += new[: UNTOLD_MAX - len(self.untold)]
 
 
+class Findings:
+    """The state of the pass that is under way, or of the last one. Made before those who ask what
+    is known to be wrong, and before the scrub, which puts it there."""
+
+    def __init__(self) -> None:
+        self.state = State()
+
+    def begin(self, state: State) -> None:
+        self.state = state
+
+    def wrong_objects(self) -> Set[int]:
+        """Oids of files of which the data servers have lost bytes, as this pass, or the last one,
+        has found.
+        """
+        return {*self.state.untold_before, *self.state.untold}
+
+    def restored(self, ino: int) -> None:
+        """The file is whole again."""
+        self.state.wrong = [entry for entry in self.state.wrong if entry["inode"] != ino]
+
+
 async def load(engine: Engine) -> State:
     """As recorded; else that of a store that was scrubbed when it was made."""
 
@@ -127,11 +148,13 @@ async def note(engine: Engine, state: State, lost: list[Lost]) -> None:
             entry["inode"] == item.ino and entry["object"] == item.oid for entry in state.wrong
         ):
             where = ", ".join(map(str, item.servers))
+            what = (
+                f"bytes {item.start} to {item.end - 1}" if item.start < item.end else "its recipe"
+            )
             _log.error(
-                "scrub: %s: bytes %d to %d, on data servers %s: %s",
+                "scrub: %s: %s, on data servers %s: %s",
                 _printable(names[0]),
-                item.start,
-                item.end - 1,
+                what,
                 where,
                 item.reason,
             )

@@ -9,8 +9,6 @@ that is not counts as lost only if no unprotected bytes can lie there, or after 
 that these may be lost.
 """
 
-import math
-from collections.abc import Awaitable, Callable, Set
 from typing import Any, NamedTuple
 
 import trio
@@ -19,17 +17,27 @@ from aifs.burst.tier import BurstTier
 from aifs.core.errors import Busy, FsError, Invalid, StoreError, Unavailable
 from aifs.core.log import logger
 from aifs.core.units import describe_size
+from aifs.core.upkeep import NEVER_S, Upkeep, Work
 from aifs.data.server import DataServer, name_of, role_of
 from aifs.data.workers import gather
+from aifs.files.collector import Collector
 from aifs.files.drain import Drain
+from aifs.files.file_io import FileIO
 from aifs.layout.placement import ACTIVE, BURST_FIRST, DRAINING, LOST
 from aifs.meta import servers as records
+from aifs.store.backup import Backup
 from aifs.store.server_uses import count_uses, find_copies
 from aifs.store.store import Store
 from aifs.upkeep.evict import Evictor
+from aifs.upkeep.from_copies import FromCopies
 from aifs.upkeep.rebuild import Rebuild
 
 _log = logger(__name__)
+
+WATCHERS = 1 << 10
+"""How many looks at the data servers may be under way: each waits for servers that hang, and no two
+for the same one.
+"""
 
 _PAUSE_S = 1.0
 _REACH_S = 5.0
@@ -46,10 +54,20 @@ class Outcome(NamedTuple):
 
 
 class ServerAdmin:
-    """Used from one trio thread; ``run`` is the background task."""
+    """Used from one trio thread; ``watch`` and ``work`` are its background work."""
 
     def __init__(
-        self, store: Store, tier: BurstTier, drain: Drain, evictor: Evictor, rebuild: Rebuild
+        self,
+        store: Store,
+        tier: BurstTier,
+        io: FileIO,
+        drain: Drain,
+        collector: Collector,
+        backup: Backup,
+        evictor: Evictor,
+        rebuild: Rebuild,
+        from_copies: FromCopies,
+        upkeep: Upkeep,
     ) -> None:
         self._engine = store.engine
         self._servers = store.servers
@@ -58,21 +76,16 @@ class ServerAdmin:
         self._drain = drain
         self._evictor = evictor
         self._rebuild = rebuild
-        self._servers.on_change = rebuild.look
-        self._wake = trio.Event()
+        self._io = io
+        self._collector = collector
+        self._backup = backup
+        self._from_copies = from_copies
+        self._upkeep = upkeep
+        self._changes = store.servers.changes  # as was told the rebuild
         self._removals: dict[int, tuple[bool, bool]] = {}  # asked for; ``lost``, ``lose_files``
         self._outcomes: dict[int, Outcome] = {}
         self._copies: dict[int, int] = {}
         self._refused = ""
-        self.leave_backups: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
-        """Sees to it that no backup of the metadata lies on servers alone that are on their way
-        out.
-        """
-        self.rescue: Callable[[Set[int]], Awaitable[None]] = _nothing
-        """Brings back what can be had elsewhere of the files that would be lost with these servers.
-        """
-        self.clean_up: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
-        """Deletes now what waits to be deleted on servers: until then it is on record there."""
 
     # --- orders ---
 
@@ -187,7 +200,7 @@ class ServerAdmin:
             raise Busy(f"{name_of(server_id)} is in use: drain it first")
         self._outcomes.pop(server_id, None)
         self._removals[server_id] = (lost, lose_files)
-        self._wake.set()
+        self._upkeep.wake(Work.SERVERS)
 
     def _require_another(self, server_id: int) -> None:
         others = [
@@ -202,29 +215,40 @@ class ServerAdmin:
         await self._table.change(server_id, state)
         _log.info("%s is %s", name_of(server_id), "in use again" if state == ACTIVE else state)
         self._rebuild.look()
-        self._wake.set()
+        self._upkeep.wake(Work.SERVERS)
 
     # --- in the background ---
 
-    async def run(self) -> None:
-        """Watch the servers, empty burst directories, remove what is to be removed, until
-        cancelled.
+    async def watch(self) -> float:
+        """Look at the data servers. One that hangs is not waited for: others are looked at again
+        meanwhile."""
+        again_s = self._servers.watch_again_s(is_busy=bool(self._io.open))
+        self._upkeep.at(Work.WATCH_SERVERS, trio.current_time() + again_s)
+        await self._servers.watch()
+        if self._servers.changes != self._changes:
+            self._changes = self._servers.changes
+            self._rebuild.look()
+        return self._servers.watch_again_s(is_busy=bool(self._io.open))
+
+    async def work(self) -> float:
+        """Remove what is to be removed, and empty burst directories; in how many seconds to look
+        again at these."""
+        while self._removals:
+            server_id, asked = next(iter(self._removals.items()))
+            outcome = await self._remove(server_id, *asked)
+            if (
+                not outcome.reason or self._removals[server_id] == asked
+            ):  # else something else is asked for now
+                self._outcomes[server_id] = outcome
+                del self._removals[server_id]
+        return _PAUSE_S if await self._empty_burst() else NEVER_S
+
+    async def clean_up(self) -> None:
+        """Delete now what waits to be deleted on servers: until then it is on record there. Raises
+        NoSpace or Unavailable if the metadata store cannot be changed.
         """
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._servers.watch)
-            while True:
-                while self._removals:
-                    server_id, asked = next(iter(self._removals.items()))
-                    outcome = await self._remove(server_id, *asked)
-                    if (
-                        not outcome.reason or self._removals[server_id] == asked
-                    ):  # else something else is asked for now
-                        self._outcomes[server_id] = outcome
-                        del self._removals[server_id]
-                waiting = await self._empty_burst()
-                with trio.move_on_after(_PAUSE_S if waiting else math.inf):
-                    await self._wake.wait()
-                self._wake = trio.Event()
+        await self._collector.drain(urgent=True)
+        await self._rebuild.strays.sweep(urgent=True)
 
     async def _remove(self, server_id: int, lost: bool, lose_files: bool) -> Outcome:
         try:
@@ -244,7 +268,7 @@ class ServerAdmin:
         is_lost = (await self._table.find(server_id)).state == LOST
         uses, files = await count_uses(self._engine, self._servers, server_id)
         if files and (lost or is_lost):
-            await self.rescue({server_id})
+            await self._from_copies.rescue({server_id})
             uses, files = await count_uses(self._engine, self._servers, server_id)
         if lost and not is_lost:
             if files and not lose_files:
@@ -267,7 +291,7 @@ class ServerAdmin:
             objects = f"{_count(uses.objects, 'object')} ({describe_size(uses.length)})"
             return Outcome(f"{objects} of {name} have to be {verb} first", passing=True)
         try:
-            await self.leave_backups()
+            await self._backup.leave_servers()
         except FsError as error:
             return Outcome(
                 f"{name} may have the only backup of the metadata, and no other can be made: {error}",
@@ -303,7 +327,8 @@ class ServerAdmin:
             if device.standing == DRAINING and not device.absent and not self._servers.read_only:
                 copies = await find_copies(self._engine, device.id)
                 self._drain.request(copies.dirty)
-                await self._evictor.give_up(copies.clean)
+                for ino in await self._evictor.give_up(copies.clean):
+                    await self._from_copies.restore(ino)
                 self._copies[device.id] = len(copies.dirty) + len(copies.clean)
             else:
                 self._copies.pop(device.id, None)
@@ -365,10 +390,6 @@ async def describe_idle(store: Store) -> dict[str, Any]:
         "removals": [],
         "refused": "",
     }
-
-
-async def _nothing(leaving: Set[int]) -> None:
-    """Nothing can be had elsewhere."""
 
 
 def _count(number: int, noun: str) -> str:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import trio
 
 from aifs.core import faults
-from aifs.core.errors import FsError, Unavailable
+from aifs.core.errors import Unavailable
 from aifs.core.log import logger
+from aifs.core.upkeep import NEVER_S, RETRY_S, Upkeep, Work
 from aifs.data.objects.striped import delete_batch
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
@@ -25,24 +26,30 @@ _log = logger(__name__)
 _DELETED = faults.declare("vfs.move.deleted", "stray objects are deleted, their records are not")
 
 _BATCH = 256
-_RETRY_S = 10.0
 
 
 class Strays:
     """Those that wait to be deleted. Used from one trio thread."""
 
-    def __init__(self, engine: Engine, servers: Servers, backup: Backup) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        servers: Servers,
+        backup: Backup,
+        upkeep: Upkeep,
+        on_swept: Callable[[], None],
+    ) -> None:
+        """``on_swept``: called when some have been deleted."""
         self._engine = engine
         self._backup = backup
+        self._upkeep = upkeep
+        self._on_swept = on_swept
         self._servers = servers
         self._waiting: dict[tuple[int, int], Stray] = {}  # by oid and server
         self._failed: dict[
             int, int
         ] = {}  # how many could not be deleted, by server, when that was last tried
         self._sweeping = trio.Lock()
-        self._work = trio.Event()
-        self.on_swept: Callable[[], None] = lambda: None
-        """Called when some have been deleted."""
 
     def __contains__(self, place: tuple[int, int]) -> bool:
         """Whether an object of this oid may lie on this server still: then it is no place for a new
@@ -57,22 +64,11 @@ class Strays:
     def add(self, stray: Stray) -> None:
         """Nobody needs it any more; its record is there."""
         self._waiting[stray.oid, stray.server] = stray
-        self._work.set()
+        self._upkeep.wake(Work.STRAYS)
 
-    async def run(self) -> None:
-        """Delete them until cancelled."""
-        while True:
-            await self._work.wait()
-            self._work = trio.Event()
-            try:
-                left = await self.sweep()
-            except FsError as error:
-                _log.info("objects that have moved elsewhere stay for now: %s", error)
-                left = len(self._waiting)
-            with trio.move_on_after(_RETRY_S if left else 0):
-                await self._work.wait()
-            if left:
-                self._work.set()
+    async def work(self) -> float:
+        """Delete them; in how many seconds to try again what was left."""
+        return RETRY_S if await self.sweep() else NEVER_S
 
     async def load(self) -> int:
         """Take over what an earlier mount has left on record; how many that are."""
@@ -114,7 +110,7 @@ class Strays:
         for stray in deleted:
             del self._waiting[stray.oid, stray.server]
         if deleted:
-            self.on_swept()
+            self._on_swept()
         if failed and len(failed) != self._failed.get(server):
             _log.info(
                 "%d objects that have moved elsewhere stay for now: %s",

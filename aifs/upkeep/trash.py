@@ -8,18 +8,20 @@ empty, and the rest until its turn comes; what is made there meanwhile is remove
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import trio
 
 from aifs.core import faults
-from aifs.core.errors import FsError, NotADirectory
+from aifs.core.errors import NotADirectory
 from aifs.core.log import logger
+from aifs.core.upkeep import NEVER_S, Upkeep, Work
 from aifs.files import permissions
 from aifs.files.collector import Collector
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
+from aifs.files.kernel import Kernel
 from aifs.files.types import ROOT, CallerLike
 from aifs.meta import namespace, trash
 from aifs.meta.kv import Engine, Transaction
@@ -33,7 +35,6 @@ NAMES = 32
 _REST = 1.0  # how long it then leaves the thread to others, of the time that it has taken
 
 _BACKLOG_MAX = 1024  # garbage that may wait for the collector before this part lets it catch up
-_RETRY_S = 10.0
 
 _REMOVED = faults.declare(
     "vfs.trash.removed", "a directory has lost its name and is in the trash, untouched below"
@@ -42,14 +43,25 @@ _EMPTIED = faults.declare("vfs.trash.emptied", "some names of a directory in the
 
 
 class Trash:
-    """Takes trees, and empties them in ``run``. The names of those in the trash are known to
+    """Takes trees, and empties them in ``work``. The names of those in the trash are known to
     nobody.
 
     Objects go by way of the collector, so they are deleted only after the transaction that made
     them garbage is durable (I5).
     """
 
-    def __init__(self, engine: Engine, io: FileIO, drain: Drain, collector: Collector) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        io: FileIO,
+        drain: Drain,
+        collector: Collector,
+        upkeep: Upkeep,
+        on_gone: Callable[[int], None],
+        kernel: Kernel,
+    ) -> None:
+        """``on_gone``: told of directories that are in the trash, and of files that have lost their
+        last name."""
         self._engine = engine
         self._io = io
         self._drain = drain
@@ -60,12 +72,9 @@ class Trash:
         self._trees = Counter[int]()  # top -> how many of its directories are left
         self._stuck: set[int] = set()  # directories that have to wait for fsck
         self._removed_inodes = 0
-        self._work = trio.Event()
-        self.on_gone: Callable[[int], None] = lambda ino: None
-        """Told of directories that are in the trash, and of files that have lost their last name.
-        """
-        self.on_kept: Callable[[Iterable[int]], None] = lambda inos: None
-        """Told of files that have lost a name and live on: they are open, or have other names."""
+        self._upkeep = upkeep
+        self._on_gone = on_gone
+        self._kernel = kernel
 
     async def load(self) -> None:
         """What earlier mounts have left."""
@@ -91,8 +100,8 @@ class Trash:
     def _add(self, ino: int, tree: int) -> None:
         self._directories[ino] = tree
         self._trees[tree] += 1
-        self._work.set()
-        self.on_gone(ino)
+        self._upkeep.wake(Work.TRASH)
+        self._on_gone(ino)
 
     def holds(self, ino: int) -> bool:
         """Whether this directory is in the trash itself, so that nobody shall see what is left in
@@ -110,17 +119,10 @@ class Trash:
 
     # --- in the background ---
 
-    async def run(self) -> None:
-        """Empty the trash until cancelled."""
-        while True:
-            await self._work.wait()
-            self._work = trio.Event()
-            try:
-                await self.empty()
-            except FsError as error:
-                _log.warning("removing the rest of deleted trees has to wait: %s", error)
-                await trio.sleep(_RETRY_S)
-                self._work.set()
+    async def work(self) -> float:
+        """Empty the trash."""
+        await self.empty()
+        return NEVER_S
 
     async def empty(self) -> None:
         """Take apart all that is in the trash. Raises NoSpace or Unavailable if the metadata store
@@ -149,11 +151,11 @@ class Trash:
         )
         for erased in done.erased:
             self._drain.gone(erased)
-            self.on_gone(erased)
+            self._on_gone(erased)
             self._io.unsynced.pop(erased, None)
         for inode in done.kept:
             self._keep(inode)
-        self.on_kept([inode.ino for inode in done.kept])
+        self._kernel.drop_attributes_soon([inode.ino for inode in done.kept])
         for oid in done.garbage:
             self._collector.add_garbage(oid)
         for directory in done.directories:
@@ -179,7 +181,7 @@ class Trash:
             file.forgotten = True
             file.cancel_drain()
             self._drain.gone(inode.ino)
-            self.on_gone(inode.ino)
+            self._on_gone(inode.ino)
 
 
 def _doom(tx: Transaction, parent: int, name: bytes, caller: CallerLike, now: int) -> Inode:

@@ -17,6 +17,7 @@ from aifs.burst.tier import BurstTier
 from aifs.core.errors import Busy, Invalid, NoAttribute, NotSupported, TimedOut
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
+from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
 from aifs.files.stage import Stager
 from aifs.files.types import CallerLike
@@ -45,6 +46,7 @@ class Host(Protocol):
     drain: Drain
     stager: Stager
     evictor: Evictor
+    needs: Needs
 
     async def getattr(self, ino: int) -> Inode: ...
 
@@ -95,7 +97,7 @@ async def state(fs: Host, ino: int) -> dict[str, Any]:
         answer["copy"] = inode.copy is not None
         answer["open"] = file is not None and file.users > 0
         answer["pinned"] = _is_pinned(inode)
-        answer["needed"] = inode.copy is not None and fs.evictor.is_needed(inode.copy.id)
+        answer["needed"] = inode.copy is not None and fs.needs.is_needed(inode.copy.id)
         answer["staging"] = fs.stager.is_staging(ino)
     return answer
 
@@ -256,7 +258,7 @@ async def evict(fs: Host, ino: int, caller: CallerLike) -> None:
     if _is_pinned(inode):
         raise Busy("it is pinned to the burst tier; unpin it first")
     if not await fs.evictor.evict(ino):
-        needed = fs.evictor.is_needed(inode.copy.id)
+        needed = fs.needs.is_needed(inode.copy.id)
         reason = "the data servers lack bytes of it, or do not answer: nobody else may have them"
         raise Busy(reason if needed else "it is open")
 

@@ -17,6 +17,7 @@ from aifs.core import ioctl
 from aifs.core.errors import NoAttribute, NotPermitted
 from aifs.core.log import logger
 from aifs.files import permissions, ranges
+from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
 from aifs.files.types import BLOCK_SIZE, ROOT, CallerLike, Opened, SetAttr, StatFs
 from aifs.meta import acl, keys, namespace, xattrs
@@ -45,14 +46,14 @@ class Filesystem(Grouping):
     thread.
     """
 
-    def __init__(self, store: Store, mountpoint: str, read_only: bool, atime: str) -> None:
-        super().__init__(store)
+    def __init__(
+        self, store: Store, kernel: Kernel, mountpoint: str, read_only: bool, atime: str
+    ) -> None:
+        super().__init__(store, kernel)
         self.mountpoint = mountpoint
         self.read_only = read_only
         self.started_s = time.monotonic()
         self.recovered = Recovered()
-        self.edge_status: Callable[[], dict[str, Any]] = dict
-        """What the edge says of itself, for ``aifs status``."""
         self.atime = "noatime" if read_only else atime
         """One of ATIMES."""
 
@@ -152,7 +153,7 @@ class Filesystem(Grouping):
                 self.groups.opened(ino)
             if not flags & os.O_WRONLY and not flags & os.O_NOATIME and self._accessed(file.inode):
                 file.unsaved = True
-                self.on_attr_change(ino)
+                self.kernel.drop_attributes(ino)
             return await self._add_handle(file, flags)
         except BaseException:
             await self._give_up(file, written=writing)
@@ -216,7 +217,7 @@ class Filesystem(Grouping):
     async def _kill_privileges(self, file: OpenInode) -> None:
         file.adopt(await self._engine.transact(attributes.kill_privileges, file.inode.ino))
         file.unsaved = True
-        self.on_attr_change(file.inode.ino)
+        self.kernel.drop_attributes(file.inode.ino)
 
     async def fallocate(
         self, handle: int, mode: int, offset: int, length: int, caller: CallerLike = ROOT
@@ -298,7 +299,7 @@ class Filesystem(Grouping):
         """
         if file.shown not in (None, (file.inode.mtime_ns, file.inode.blocks)):
             file.shown = None
-            self.on_attr_change(file.inode.ino)
+            self.kernel.drop_attributes(file.inode.ino)
 
     async def sync(self) -> None:
         """Everything acknowledged is on stable storage when this returns."""
@@ -379,9 +380,9 @@ class Filesystem(Grouping):
         self.require_writable()
         await self.trash.doom(parent, name, caller)
         if locked:
-            self.on_entry_change(parent, name)
+            self.kernel.drop_name_soon(parent, name)
         else:
-            await self.forget_names([(parent, name)])
+            await self.kernel.forget_names([(parent, name)])
 
     # --- the whole ---
 

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import trio
 
@@ -12,9 +13,10 @@ from aifs.core.log import logger
 from aifs.core.tasks import first_error
 from aifs.data.patience import FOR_EVER
 from aifs.data.patience import background as in_background
+from aifs.files.kernel import Kernel
 from aifs.store.store import Store, open_store, set_clean
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.recovery import load_copies, recover
+from aifs.vfs.recovery import Recovered, load_copies, recover
 
 _log = logger(__name__)
 
@@ -30,6 +32,7 @@ async def open_filesystem(
     atime: str = "relatime",
     adding: str = "",
     force: bool = False,
+    kernel: Kernel | None = None,
 ) -> AsyncIterator[Filesystem]:
     """Own the store, recover it, and serve until the block ends; then everything is made durable.
 
@@ -45,31 +48,24 @@ async def open_filesystem(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_keep_running, store.engine.run)
             nursery.start_soon(_keep_running, store.ownership.run)
-            fs = Filesystem(store, mountpoint, read_only, atime)
+            fs = Filesystem(store, kernel or Kernel(), mountpoint, read_only, atime)
             with in_background():
-                await fs.backup.load(read_only)
-                fs.recovered = await recover(store, fs.tier, fs.collector)
-                await fs.containers.recover()
-                await fs.trash.load()
-                await fs.rebuild.strays.load()
-                await fs.retention.load()
-                await fs.scrub.load()
-                undrained = await load_copies(store, fs.tier, fs.collector, fs.recovered)
-                fs.drain.load(undrained)
-                await fs.groups.load(undrained)
+                fs.recovered = await _load(fs, read_only)
             if not store.clean:
                 _log.info("the store was not closed in order: %s", fs.recovered)
             store.ownership.require()
             await set_clean(store.engine, False)
             error = None
             async with trio.open_nursery() as background:
-                for part in fs.background(read_only):
-                    background.start_soon(_keep_running, part.run)
+                if not read_only:
+                    background.start_soon(_keep_running, fs.groups.run)
+                background.start_soon(_keep_running, partial(fs.upkeep.run, fs.jobs(read_only)))
                 try:
                     yield fs
                 except BaseException as raised:  # noqa: BLE001 (raised again, outside the nurseries that would wrap it)
                     error = raised
                 background.cancel_scope.cancel()
+            fs.tier.stop()
             if store.ownership.ended and not isinstance(error, faults.SimulatedCrash):
                 error = StoreBusy(store.ownership.ended)
             elif not isinstance(error, faults.SimulatedCrash):
@@ -90,6 +86,27 @@ async def open_filesystem(
             store.close(orderly=closed)
         raise cause from None
     store.close()
+
+
+async def _load(fs: Filesystem, read_only: bool) -> Recovered:
+    """What the parts have to know before anything is asked of them, in an order that matters."""
+    # What backups there are: whoever gives something up asks from now on what they may refer to.
+    await fs.backup.load(read_only)
+    # The records themselves, before anybody reads them: files that were changed when the daemon
+    # died get their sizes, and what nobody refers to is queued for deletion.
+    recovered = await recover(fs.store, fs.tier, fs.collector)
+    await fs.containers.recover()
+    # What earlier mounts have left to do. None of these looks at another.
+    await fs.trash.load()
+    await fs.rebuild.strays.load()
+    await fs.retention.load()
+    # What is known to be wrong on the data servers, because that decides which copies are kept.
+    await fs.scrub.load()
+    undrained = await load_copies(fs.store, fs.tier, fs.collector, fs.needs, recovered)
+    # All that is undrained is the drain's, then groups take out what is theirs.
+    fs.drain.load(undrained)
+    await fs.groups.load(undrained)
+    return recovered
 
 
 async def _keep_running(task: Callable[[], Awaitable[None]]) -> None:
@@ -114,14 +131,14 @@ async def _keep_telling(store: Store) -> None:
 
 async def _close(fs: Filesystem) -> None:
     """What is still open is closed, deleted files are removed, all is synced, and the store is
-    marked clean.
+    marked clean. The order is that of who gives work to whom.
     """
     for file in list(fs.io.open.values()):
         file.handles = 1
         await fs.io.release(file)
     for ino in fs._orphans:
         fs.collector.add_orphan(ino)
-    await fs.clean_up()
+    await fs.server_admin.clean_up()
     await fs.groups.close()
     fs.containers.close()
     await fs.tier.close()

@@ -5,9 +5,9 @@
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable
 
 from aifs.core.errors import Invalid, NameTooLong, NotFound
+from aifs.files.kernel import Kernel
 from aifs.files.types import CallerLike, Opened
 from aifs.layout.hint import Policy
 from aifs.meta import namespace
@@ -22,17 +22,8 @@ _POLICIES_MAX = 1024
 class Names(Parts):
     """The part of ``Filesystem`` that concerns names."""
 
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
-        self.on_attr_change: Callable[[int], None] = lambda ino: None
-        """Called when an inode's attributes change without the kernel having asked for it."""
-        self.on_link_change: Callable[[Iterable[int]], None] = lambda inos: None
-        """Called when inodes have lost a name, and no request is about them."""
-        self.trash.on_kept = lambda inos: self.on_link_change(inos)
-        self.on_entry_change: Callable[[int, bytes], None] = lambda parent, name: None
-        """Called when a name leads to something else, or nowhere, without the kernel having asked
-        for it.
-        """
+    def __init__(self, store: Store, kernel: Kernel) -> None:
+        super().__init__(store, kernel)
         self._engine = store.engine
         self._policies: dict[int, Policy | None] = {}
         self._policy_changes = 0  # so that what was read before a change is not kept after it

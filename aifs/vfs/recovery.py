@@ -17,16 +17,14 @@ from aifs.data.server import DataServer, Missing
 from aifs.data.workers import outcomes
 from aifs.files.collector import Collector
 from aifs.files.drain import Undrained
+from aifs.files.needs import Needs
 from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
 from aifs.meta import forms, keys, moves, namespace
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import BurstRecord, Inode, decode_burst
-from aifs.meta.server_uses import is_file_whole
 from aifs.store.ids import last_windows
 from aifs.store.store import Store
-from aifs.upkeep import scrub_state
-from aifs.upkeep.evict import missing
 from aifs.upkeep.judging import COPY_PIECE, Judgement, judge_copy
 
 _log = logger(__name__)
@@ -263,7 +261,7 @@ def _is_known(tx: ReadTransaction, ino: int, oid: int) -> bool:
 
 
 async def load_copies(
-    store: Store, tier: BurstTier, collector: Collector, recovered: Recovered
+    store: Store, tier: BurstTier, collector: Collector, needs: Needs, recovered: Recovered
 ) -> list[Undrained]:
     """Tell the tier what it holds; returns what has to be drained.
 
@@ -271,7 +269,7 @@ async def load_copies(
     power cut may have left anything in it. Then it is kept if it is needed, and has its checksums.
     """
     undrained: list[Undrained] = []
-    sources = _Sources(store)
+    sources = _Sources(store, needs)
     start, end = keys.all_of(b"b")
     while batch := await store.engine.view(_read_copies, start, end):
         for copy_id, record, inode in batch:
@@ -306,20 +304,16 @@ async def load_copies(
 class _Sources:
     """Copies that may be all there is of their files."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, needs: Needs) -> None:
         self._store = store
-        self._gone = missing(store.servers)
-        self._wrong: set[int] | None = None  # oids, see scrub_state
+        self._needs = needs
         self._memory = memoryview(b"")
 
     async def has(self, inode: Inode) -> bool:
         """Whether the data servers cannot tell a file, but its copy can, though it was not synced
         before a power cut. It is on record as durable then."""
         engine, servers = self._store.engine, self._store.servers
-        if self._wrong is None:
-            state = await scrub_state.load(engine)
-            self._wrong = {*state.untold, *state.untold_before}
-        if await engine.view(is_file_whole, inode.ino, self._gone, self._wrong):
+        if not await self._needs.find({inode.copy.id: inode.ino}):
             return False
         if not self._memory:
             self._memory = memoryview(bytearray(COPY_PIECE))

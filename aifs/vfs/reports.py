@@ -6,14 +6,14 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from aifs.burst.tier import BurstTier
 from aifs.files.collector import Collector
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
-from aifs.files.handles import Handles
+from aifs.files.kernel import Kernel
 from aifs.files.stage import Stager
 from aifs.files.types import ROOT, CallerLike
 from aifs.layout.hint import format_layout_hint
@@ -54,7 +54,6 @@ class Host(Protocol):
 
     store: Store
     io: FileIO
-    handles: Handles
     tier: BurstTier
     drain: Drain
     groups: Groups
@@ -71,7 +70,7 @@ class Host(Protocol):
     mountpoint: str
     read_only: bool
     started_s: float
-    edge_status: Callable[[], dict[str, Any]]
+    kernel: Kernel
 
     async def getattr(self, ino: int) -> Inode: ...
 
@@ -197,8 +196,8 @@ async def status(fs: Host, caller: CallerLike = ROOT) -> dict[str, Any]:
     """The state of the mount; ``aifs status`` shows it."""
     store = fs.store
     servers = await store.servers.status()
-    edge = fs.edge_status()
-    edge["passthrough"] = fs.handles.passthrough is not None and not edge.get("missing")
+    edge = fs.kernel.status()
+    edge["passthrough"] = fs.kernel.passthrough is not None and not edge.get("missing")
     return {
         "pid": os.getpid(),
         "mountpoint": fs.mountpoint,

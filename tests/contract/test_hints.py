@@ -342,7 +342,7 @@ async def test_info_of_a_protected_interleaved_file_tells_its_redundancy(
 
 async def test_status_has_a_part_for_each_module(directory: Path) -> None:
     async with opened(directory) as fs:
-        fs.edge_status = lambda: {"in_use": True, "passthrough": True}
+        fs.kernel.status = lambda: {"in_use": True, "passthrough": True}
         await make(fs, ROOT, b"file")
         status = await ask(fs, ROOT, "status")
         assert [server["id"] for server in status["servers"]] == [0, 1, 2, 3]

@@ -363,7 +363,7 @@ async def test_name_and_pointers_change_together(directory: Path) -> None:
     async with opened(directory) as fs:
         runs = await tree(fs, b"runs", files=0)
         gone = []
-        fs.forget_names = lambda names: note(gone, names)
+        fs.kernel.forget_names = lambda names: note(gone, names)
 
         async def note(into: list, names: object) -> None:
             if names != fs.pointers:
@@ -421,7 +421,7 @@ async def test_the_kernel_is_told_that_an_old_tracker_has_lost_a_name(directory:
     """It may know the link count by another name of the file, which nothing else changes."""
     async with opened(directory) as fs:
         told: list[int] = []
-        fs.on_link_change = lambda inos: told.extend(inos)
+        fs.kernel.drop_attributes_soon = lambda inos: told.extend(inos)
         for step in (1, 2, 3):
             ino = await tree(fs, b"tmp")
             wanted = {"final": f"{step}", "tracker": "tracker", "content": f"{step}"}
@@ -448,7 +448,7 @@ async def test_a_tracker_that_is_opened_while_it_is_replaced_is_removed_later(
                 assert await fs.read(handle, 0, 10) == b"1"
                 opened_late.append(handle)
 
-        fs.forget_names = forget_names
+        fs.kernel.forget_names = forget_names
         for step in (1, 2):
             ino = await tree(fs, b"tmp")
             await put(
@@ -748,7 +748,7 @@ async def test_old_checkpoints_go_after_a_publish(directory: Path) -> None:
         assert await get(fs, runs, "keep") == "last=2,every=300"
         assert await fs.listxattr(runs) == []
         told: list[tuple[int, bytes]] = []
-        fs.on_entry_change = lambda parent, name: told.append((parent, name))
+        fs.kernel.drop_name_soon = lambda parent, name: told.append((parent, name))
         await tree(fs, b"notes", parent=runs)
         busy = await pending(fs, b"step-50", ranks=2, parent=runs)
         for step in range(100, 700, 100):

@@ -17,6 +17,7 @@ import trio.testing
 from aifs.check import repair
 from aifs.check.fsck import check
 from aifs.core.errors import AccessDenied, NotADirectory, NotFound, NotPermitted, ReadOnly
+from aifs.core.upkeep import NEVER_S
 from aifs.data.naming import list_all
 from aifs.data.storage import StoredObject
 from aifs.files import collector as vfs_collector
@@ -36,10 +37,10 @@ SHAPE = modes.WAITING | {"layout.unit": "4KiB", "layout.inline_limit": "100"}
 def at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees are taken apart when a test says so."""
 
-    async def rest(self: vfs_trash.Trash) -> None:
-        await trio.sleep_forever()
+    async def rest(self: vfs_trash.Trash) -> float:
+        return NEVER_S
 
-    monkeypatch.setattr(vfs_trash.Trash, "run", rest)
+    monkeypatch.setattr(vfs_trash.Trash, "work", rest)
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ async def test_a_tree_goes_at_once_and_its_space_later(source: Path) -> None:
         async def forget_names(names: list[tuple[int, bytes]]) -> None:
             changed.extend(names)
 
-        fs.forget_names = forget_names
+        fs.kernel.forget_names = forget_names
         await fs.remove_tree(ROOT, b"top")
         assert changed == [(ROOT, b"top")]
         assert await names(fs, ROOT) == [b"kept"]

@@ -21,8 +21,10 @@ import trio
 from aifs.core import faults
 from aifs.core.config import load
 from aifs.core.tasks import first_error
+from aifs.core.upkeep import Upkeep
 from aifs.data import health
-from aifs.data.containers.chunk_codec import digest_of
+from aifs.data.containers import pieces
+from aifs.data.containers.chunk_codec import FileRecord, digest_of
 from aifs.data.containers.pieces import HashedPiece, Source
 from aifs.data.containers.scan import ContainerScan
 from aifs.data.objects.striped import delete_objects
@@ -35,6 +37,7 @@ from aifs.files.containers import Containers
 from aifs.layout.interleaved import (
     HEADER_BYTES,
     Extent,
+    Growth,
     Interleaved,
     container_layout,
     named,
@@ -61,6 +64,7 @@ ROW = container_layout((0, 1, 2), Redundancy(1, 2, 1)).row
 CHUNK = 16384
 LAYOUT = Interleaved(CHUNK)
 VARIABLE = Interleaved(CHUNK, variable=True)
+RECORD = FileRecord(0, 0, 0, 0o100644, 0, 0, 0, 0, 0, b"a/path")
 POINTS = [
     name
     for name in sorted(faults.POINTS)
@@ -107,11 +111,20 @@ class Mounted:
         self.engine = engine
         self.servers = servers
         self.ids = IdAllocator(engine)
-        backup = Backup(load("/nowhere", {"meta.backup_interval": "0"}), "", engine, servers)
-        self.collector = Collector(engine, servers, backup, tier=None)
+        backup = Backup(
+            load("/nowhere", {"meta.backup_interval": "0"}), "", engine, servers, Upkeep()
+        )
+        self.collector = Collector(engine, servers, backup, tier=None, upkeep=Upkeep())
         size = CONTAINER if not redundancy.parity else 3 * ROW
         self.containers = Containers(
-            engine, servers, self.ids, self.collector, servers.budget, size, True
+            engine,
+            servers,
+            self.ids,
+            self.collector,
+            servers.budget,
+            size,
+            True,
+            on_damage=lambda oid, ino, column: None,
         )
         self.compaction = Compaction(engine, servers, self.containers, self.collector, 0.3)
 
@@ -138,11 +151,11 @@ class Mounted:
         inos = [await self.ids.take() for _ in contents]
         oids = [await self.ids.take() for _ in contents]
         sources = [
-            Source(ino, oid, len(content), fd_of(content), LAYOUT, ino % 2)
+            Source(ino, oid, len(content), fd_of(content), LAYOUT, ino % 2, RECORD)
             for ino, oid, content in zip(inos, oids, contents, strict=True)
         ]
-        async with self.containers.append(sources, (), self.redundancy) as (lists, lost):
-            await self.engine.transact(put_files, sources, lists, lost)
+        async with self.containers.append(sources, (), self.redundancy) as (lists, growth):
+            await self.engine.transact(put_files, sources, lists, growth)
         return inos
 
     async def share(self, contents: list[bytes], fd_of: "Copies") -> list[int]:
@@ -160,25 +173,36 @@ class Mounted:
                 part = content[start : start + step]
                 piece = HashedPiece(fd, ino, start, len(part), digest_of(part), ino % 2)
                 if ino % 3 == 0 and not rows:
-                    piece = piece._replace(oid=oid, index=0)
+                    piece = piece._replace(oid=oid, index=0, chunk=CHUNK)
                 wanted.setdefault((piece.digest, piece.oid), piece)
                 rows.append(Extent(len(part), named(len(part), piece.digest).place, not piece.oid))
             lists.append(rows)
         known = await self.engine.view(shared.find_all_shared, {digest for digest, _ in wanted})
         new = {key: piece for key, piece in wanted.items() if key[1] or key[0] not in known}
         slots = self.containers.slots(self.redundancy)
-        async with self.containers.append_pieces(list(new.values()), slots) as (places, lost):
+        async with self.containers.append_pieces(list(new.values()), slots) as (places, growth):
             found = {key: place for key, place in zip(new, places, strict=True)}
             for oid, rows in zip(oids, lists, strict=True):
                 for index, extent in enumerate(rows):
                     place = found.get((extent.digest, 0 if extent.shared else oid), extent.place)
                     rows[index] = extent._replace(place=place)
-            digests = frozenset(digest for digest, owner in new if not owner)
-            for number, oid in enumerate(oids):
-                if inos[number] % 4 == 0:  # as long ones are
-                    await self.containers.list_extents(oid, lists[number], digests, lost)
-                    lists[number] = []
-            await self.engine.transact(put_extent_lists, inos, oids, contents, lists, lost, digests)
+            recipes = [
+                recipe
+                for ino, oid, rows in zip(inos, oids, lists, strict=True)
+                for recipe in pieces.recipes(ino, oid, VARIABLE, rows, RECORD)
+            ]
+            async with self.containers.append_pieces(recipes, slots) as (recipe_places, more):
+                following = iter(recipe_places)
+                whole = [pieces.with_recipes(rows, [next(following)]) for rows in lists]
+                digests = frozenset(digest for digest, owner in new if not owner)
+                growth = [*growth, *more]
+                for number, oid in enumerate(oids):
+                    if inos[number] % 4 == 0:  # as long ones are
+                        await self.containers.list_extents(oid, whole[number], digests, growth)
+                        whole[number] = []
+                await self.engine.transact(
+                    put_extent_lists, inos, oids, contents, whole, growth, digests
+                )
         return inos
 
     async def delete(self, ino: int) -> None:
@@ -230,7 +254,7 @@ class Copies:
 
 
 def put_files(
-    tx: Transaction, sources: list[Source], lists: list[chunks.Chunks], lost: dict[int, int]
+    tx: Transaction, sources: list[Source], lists: list[chunks.Chunks], growth: list[Growth]
 ) -> None:
     for source, places in zip(sources, lists, strict=True):
         chunks.put_chunks(tx, source.oid, places)
@@ -250,7 +274,7 @@ def put_files(
             layout=source.layout,
         )
         namespace.put_inode(tx, inode)
-    chunks.put_lost(tx, lost)
+    chunks.put_growth(tx, growth)
 
 
 def put_extent_lists(
@@ -259,7 +283,7 @@ def put_extent_lists(
     oids: list[int],
     contents: list[bytes],
     lists: list[list[Extent]],
-    lost: dict[int, int],
+    growth: list[Growth],
     new: frozenset[bytes],
 ) -> None:
     extents.put_extents(tx, dict(zip(oids, lists, strict=True)), new)
@@ -267,7 +291,7 @@ def put_extent_lists(
         extents.put_named(tx, oid)
         inode = Inode(ino, 0o100644, 0, 0, 1, 0, len(content), 0, 0, 0, 0, oid=oid, layout=VARIABLE)
         namespace.put_inode(tx, inode)
-    chunks.put_lost(tx, lost)
+    chunks.put_growth(tx, growth)
 
 
 def delete_file(tx: Transaction, ino: int) -> list[int]:
@@ -537,7 +561,7 @@ async def test_who_uses_a_container(root: Path) -> None:
                 found.setdefault(user.ino, set()).add((user.first, user.last))
         size = CHUNK + 1050
         for ino in inos[:-1]:
-            assert found[ino] == {(0, CHUNK - 1), (CHUNK, size - 1)}
+            assert found[ino] == {(0, CHUNK - 1), (CHUNK, size - 1), (size, size - 1)}
         assert found[inos[-1]] == {(0, CHUNK - 1), (CHUNK, 2 * CHUNK - 1), (2 * CHUNK, 2 * CHUNK)}
     copies.close()
 
@@ -562,8 +586,8 @@ async def test_a_bad_chunk_is_replaced_for_all_who_name_it(root: Path) -> None:
             file.write(b"damage")
         piece = HashedPiece(copies(batch[0]), 1, 0, 12000, digest, 0)
         slots = mount.containers.slots(mount.redundancy)
-        async with mount.containers.append_pieces([piece], slots) as (places, lost):
-            await mount.engine.transact(extents.replace_shared, places, lost)
+        async with mount.containers.append_pieces([piece], slots) as (places, growth):
+            await mount.engine.transact(extents.replace_shared, places, growth)
         assert (
             (await mount.engine.view(shared.find_shared, digest)).references == known.references > 1
         )
@@ -618,13 +642,12 @@ async def test_a_file_deleted_while_its_chunks_move(
         for ino in inos[::2]:
             await mount.delete(ino)
         victim, deleted = inos[1], []
-        oid = (await mount.engine.view(namespace.get_inode, victim)).oid
         original = vfs_containers.Containers.append_pieces
 
         @asynccontextmanager
         async def append_pieces(self, pieces, slots):
             async with original(self, pieces, slots) as appended:
-                if any(piece.header.oid == oid for piece in pieces):
+                if any(piece.header.ino == victim for piece in pieces):
                     await mount.delete(victim)
                     deleted.append(victim)
                 yield appended

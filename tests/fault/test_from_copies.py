@@ -381,7 +381,7 @@ def test_what_a_scrub_has_found_is_known_until_it_is_verified(
         await scrub(fs, repair=False)
 
     async def stop(fs: Filesystem) -> None:
-        assert fs.scrub.wrong_objects()  # before anybody could evict them
+        assert fs.findings.wrong_objects()  # before anybody could evict them
         fs.scrub.start(repair=False)
         fs.scrub.stop()
         await fs.scrub.wait()
@@ -624,7 +624,7 @@ def test_copies_stay_while_servers_that_files_need_are_away(
 
 
 def test_a_file_that_is_opened_while_others_are_looked_at_keeps_its_copy(
-    files: Files, caplog: pytest.LogCaptureFixture
+    files: Files, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(fs: Filesystem) -> None:
         await files.write(fs)
@@ -634,7 +634,7 @@ def test_a_file_that_is_opened_while_others_are_looked_at_keeps_its_copy(
             looking.set()
             return {1 << 40}
 
-        fs.evictor.wrong_objects = wrong_objects
+        monkeypatch.setattr(fs.needs, "_wrong_objects", wrong_objects)
         copies = [(await fs.getattr(ino)).copy.id for ino in files.contents]
         async with trio.open_nursery() as nursery:
             nursery.start_soon(fs.evictor._evict, copies)

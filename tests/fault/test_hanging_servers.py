@@ -105,7 +105,7 @@ async def whole(fs: Filesystem) -> None:
     """Nothing is due any more."""
     fs.rebuild.look()
     while not (fs.rebuild.idle and not fs.rebuild.status()["failing_objects"]):
-        fs.rebuild.wake()
+        fs.damage.due()
         await fs.rebuild.news()
 
 
@@ -288,7 +288,7 @@ async def test_a_column_that_is_made_anew_in_its_place(directory: Path, op: str)
             await until(lambda: not fs.rebuild.status()["active_objects"])
             await check(fs, contents)
             held = list(hang.held)
-            fs.rebuild.wake()
+            fs.damage.due()
             await fs.rebuild.news()
             assert hang.held == held
             hang.release()

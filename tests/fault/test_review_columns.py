@@ -97,7 +97,7 @@ async def test_a_read_that_the_move_of_a_column_has_overtaken_reports_no_damage(
         oid, moved = (await fs.getattr(ino)).oid, fs.rebuild.status()["moved_columns"]
         assert bytes(await stale.read(0, 40 * UNIT, 40 * UNIT)) == files.contents[ino]
         stale.close()
-        assert not fs.rebuild._damage
+        assert fs.damage.first() is None
         await whole(fs)
         assert fs.rebuild.status()["moved_columns"] == moved
         assert not await fs.store.engine.view(degraded.is_marked, oid)
@@ -136,7 +136,7 @@ async def test_reports_that_keep_coming_while_a_round_hands_out_do_not_pile_up(d
             nonlocal depth, most
             depth += 1
             most = max(most, depth)
-            fs.rebuild.wake()  # somebody asks for something
+            fs.damage.due()  # somebody asks for something
             try:
                 await hand_out(*args)
             finally:

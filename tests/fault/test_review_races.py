@@ -13,8 +13,9 @@ import trio.lowlevel
 import trio.testing
 
 from aifs.core.errors import NoSpace
+from aifs.core.upkeep import Work
 from aifs.meta import keys
-from aifs.vfs import Caller, Filesystem, SetAttr, lifecycle
+from aifs.vfs import Caller, Filesystem, SetAttr
 from tests.support import stores
 from tests.support.data_servers import failing, hooked
 
@@ -207,7 +208,7 @@ async def test_two_servers_that_are_added_at_once_get_numbers_of_their_own(direc
 async def test_the_kernel_is_told_when_the_count_of_blocks_becomes_exact(directory: Path) -> None:
     async with opened(directory) as fs:
         told: list[int] = []
-        fs.on_attr_change = told.append
+        fs.kernel.drop_attributes = told.append
         handle, ino = await make(fs, b"f", UNIT)
         await fs.write(handle, 400 * UNIT, b"b" * UNIT)
         for finish in (fs.fsync, fs.release):
@@ -254,14 +255,14 @@ async def test_a_truncation_that_is_refused_is_neither_seen_nor_saved_later(
 
 
 async def test_background_work_that_a_full_disk_stops_says_so_in_a_line_and_goes_on(
-    directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lifecycle, "_RESTART_S", 0.01)
     async with opened(directory) as fs:
         with failing("write_at", str(directory / "meta"), errno.ENOSPC), trio.fail_after(300):
             fs.scrub.start()
-            while "background work has to wait" not in caplog.text:
+            while "the scrub has to wait" not in caplog.text:
                 await trio.sleep(0.01)
+        fs.upkeep.wake(Work.SCRUB)
         with trio.fail_after(300):
             await fs.scrub.wait()
     assert "No space left on device" in caplog.text and "Traceback" not in caplog.text

@@ -20,6 +20,7 @@ from aifs.core import faults
 from aifs.core.config import DIRECTORY_FILE, Config
 from aifs.core.errors import Busy, FsError, Invalid, NotPermitted, StoreError, Unavailable
 from aifs.core.faults import SimulatedCrash
+from aifs.core.upkeep import Work
 from aifs.data import patience
 from aifs.data import servers as data_servers
 from aifs.files.types import ROOT
@@ -627,7 +628,7 @@ async def test_what_is_protected_is_rebuilt_when_a_server_stays_away(
         os.rename(scratch / "away too", config.servers[2])
         os.rename(away, config.servers[1])
         await until(lambda: server.state in ("ok", "back") and not server.given_up)
-        fs.rebuild.strays._work.set()
+        fs.upkeep.wake(Work.STRAYS)
         await until(lambda: fs.rebuild.idle and server.state == "ok")
         await require_all(fs, sizes)
     assert "has not worked for 0.2 s" in caplog.text
@@ -661,7 +662,7 @@ async def test_a_server_that_is_drained_while_it_is_gone_is_emptied_when_it_is_b
         await order(fs, "drain", id=1)
         os.rename(scratch / "away", config.servers[1])
         await until(lambda: fs.store.servers[1].state == "ok")
-        fs.rebuild.wake()
+        fs.damage.due()
         await until_empty(fs, 1)
         await require_all(fs, sizes)
     await require_sound(config)

@@ -47,7 +47,7 @@ class Kernel:
         self.direct_bytes = 0
         """Bytes that were read and written behind the filesystem's back."""
         if fs.store.config.burst.passthrough:
-            fs.handles.passthrough = self
+            fs.kernel.passthrough = self
 
     async def __aenter__(self) -> Self:
         return self

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from aifs.burst.ledger import Ledger
 from aifs.burst.tier import BurstTier
 from aifs.core.config import load
+from aifs.core.upkeep import NEVER_S, Job, Upkeep, Work
 from aifs.data.health import Health
 from aifs.data.storage import Space
 from aifs.layout.placement import ACTIVE, BURST_FIRST
@@ -57,9 +58,15 @@ async def no_id() -> int:
     raise AssertionError
 
 
-def make_tier(*devices: FakeServer, **options: object) -> BurstTier:
+def make_tier(*devices: FakeServer, upkeep: Upkeep | None = None, **options: object) -> BurstTier:
     overrides = {f"burst.{key}": str(value) for key, value in ({"reserve": 0} | options).items()}
-    return BurstTier(load("/nowhere", overrides), FakeServers(*devices), MemoryEngine(), no_id)
+    return BurstTier(
+        load("/nowhere", overrides),
+        FakeServers(*devices),
+        MemoryEngine(),
+        no_id,
+        upkeep or Upkeep(),
+    )
 
 
 def a_copy(server: FakeServer, copy_id: int) -> SimpleNamespace:
@@ -300,24 +307,44 @@ def test_space_of_evicted_copies_is_not_asked_for_twice():
 
 async def test_the_evictor_is_woken(autojump_clock):
     server = FakeServer(0, 1000 * MIB)
-    tier = make_tier(server)
+    upkeep, evictions = Upkeep(), []
+    tier = make_tier(server, upkeep=upkeep)
+
+    async def evict() -> float:
+        evictions.append(tier.needs_eviction())
+        return NEVER_S
+
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(tier.crowded)
+        nursery.start_soon(upkeep.run, {Work.EVICT: Job(evict, first_s=NEVER_S)})
         await trio.sleep(1)
         tier.opened(a_copy(server, 1))
         tier.clean(1, server.id, 900 * MIB)
         await trio.sleep(1)
-        assert len(nursery.child_tasks) == 1
+        assert evictions == []
         tier.closed(a_copy(server, 1))
         await trio.testing.wait_all_tasks_blocked()
-        assert len(nursery.child_tasks) == 0
+        assert len(evictions) == 1 and server.id in evictions[0]
+        nursery.cancel_scope.cancel()
 
 
-async def test_the_background_task_ends_when_told(autojump_clock):
+async def test_a_tier_that_nobody_uses_is_looked_at_now_and_then_until_a_file_is_made() -> None:
     server = FakeServer(0, 1000 * MIB)
-    tier = make_tier(server)
-    with trio.move_on_after(60):
-        await tier.run()
+    upkeep, looks = Upkeep(), []
+    tier = make_tier(server, upkeep=upkeep)
+
+    async def look() -> float:
+        looks.append(await tier.work())
+        return looks[-1]
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(upkeep.run, {Work.LOOK_AT_BURST: Job(look)})
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(looks) == 1 and looks[0] > 1
+        tier.admit("")
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(looks) == 2
+        nursery.cancel_scope.cancel()
+    tier.stop()
     await tier.close()
 
 
@@ -420,6 +447,6 @@ def test_a_copy_on_a_device_that_is_not_registered_cannot_be_opened(tmp_path):
 
     servers = Servers({}, "store")
     with pytest.raises(Unavailable, match="^burst directory 3 is not registered"):
-        BurstTier(load(str(tmp_path), {}), servers, MemoryEngine(), no_id).open(
+        BurstTier(load(str(tmp_path), {}), servers, MemoryEngine(), no_id, Upkeep()).open(
             Copy(BURST_FIRST + 3, 1)
         )

@@ -39,9 +39,9 @@ Check = Callable[[memoryview], None]
 class ContainerFiles:
     """Used from one trio thread. ``on_damage`` is told of columns of protected containers."""
 
-    def __init__(self, servers: Servers, find: Find) -> None:
+    def __init__(self, servers: Servers, find: Find, on_damage: OnDamage) -> None:
         self.servers = servers
-        self.on_damage: OnDamage = lambda oid, ino, column: None
+        self._on_damage = on_damage
         self._find = find
         self._open: OrderedDict[int, Reader] = OrderedDict()  # by container, used last at the end
         self._chunks = ChunkCache(servers.budget)
@@ -130,7 +130,7 @@ class ContainerFiles:
                             server,
                             offset,
                         )
-                        self.on_damage(container, 0, column)
+                        self._on_damage(container, 0, column)
                 return
         where = f"container {container}"
         if not layout.is_protected:
@@ -200,7 +200,7 @@ class ContainerFiles:
         """
         reader = self._open.get(container)
         if reader is not None and reader.entry.layout.servers[column] == layout.servers[column]:
-            self.on_damage(container, ino, column)
+            self._on_damage(container, ino, column)
 
     def _close_some(self, keep: int) -> None:
         for container in list(self._open)[: len(self._open) - keep]:

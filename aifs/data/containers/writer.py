@@ -19,6 +19,7 @@ from aifs.core.budget import Budget
 from aifs.core.errors import FsError, NoSpace, QuotaExceeded
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
+from aifs.data.containers import chunk_codec
 from aifs.data.containers.open_containers import Damaged, OpenContainer, open_container
 from aifs.data.containers.pieces import Piece, StoredPiece
 from aifs.data.patience import Hanging
@@ -26,8 +27,11 @@ from aifs.data.servers import Servers
 from aifs.layout.interleaved import (
     CHUNK_MAX,
     HEADER_BYTES,
+    RECORD_MAX,
+    RECORDS_HEAD,
     STRIPE,
     UNIT,
+    Growth,
     Location,
     Stripe,
     deal,
@@ -53,7 +57,7 @@ sealed.
 """
 
 _ROW_MAX = DATA_MAX * UNIT
-_BUFFER = max(STRIPE, HEADER_BYTES + CHUNK_MAX) + _ROW_MAX
+_BUFFER = max(STRIPE, RECORDS_HEAD + RECORD_MAX + HEADER_BYTES + CHUNK_MAX) + _ROW_MAX
 """Of a stripe, and of what the one before has left of a row."""
 
 
@@ -75,12 +79,12 @@ class Catalogue(Protocol):
 
 
 class Appended(NamedTuple):
-    """Where chunks lie now, and masks of the columns that are not durable, by container; to be
-    recorded together.
+    """Where chunks lie now, and what else has become of their containers; to be recorded
+    together.
     """
 
     places: list[Location]
-    lost: dict[int, int]
+    growth: list[Growth]
 
 
 class ContainerWriter:
@@ -321,14 +325,21 @@ class _Append:
         self.places: list[Location] = [None] * len(pieces)  # type: ignore[list-item]
         self.starts: dict[OpenContainer, int] = {}
         self.failed = False
+        self._records: dict[OpenContainer, int] = {}
 
     def space(self, stripe: Stripe) -> int:
-        return sum(piece.space for piece in self.pieces[stripe.first : stripe.end])
+        return RECORDS_HEAD + sum(piece.space for piece in self.pieces[stripe.first : stripe.end])
 
     async def append(self, container: OpenContainer, stripe: Stripe, memory: memoryview) -> None:
         """Build the stripe in a worker thread, and append it."""
         pieces = self.pieces[stripe.first : stripe.end]
-        start = container.carried
+        records = dict.fromkeys(piece.record for piece in pieces if piece.record is not None)
+        tells = (
+            bool(records) or not container.end
+        )  # a container begins with what it is laid out like, also if of shared chunks
+        start = container.carried + (
+            chunk_codec.records_space(container.layout, records) if tells else 0
+        )
         for piece in pieces:
             if isinstance(piece, StoredPiece):
                 await piece.load(memory[start:])
@@ -336,6 +347,11 @@ class _Append:
 
         def build(memory: memoryview) -> int:
             filled = 0
+            if tells:
+                packed = chunk_codec.pack_records(container.id, container.layout, records)
+                filled = len(packed)
+                memory[:filled] = packed
+                self._records[container] = self._records.get(container, 0) + filled
             for number, piece in enumerate(pieces, stripe.first):
                 header = piece.fill(memory[filled:])
                 self.places[number] = Location(
@@ -357,5 +373,8 @@ class _Append:
             container.rewind(start)
 
     def result(self) -> Appended:
-        lost = {container.id: container.lost for container in self.starts if container.lost}
-        return Appended(self.places, lost)
+        growth = [
+            Growth(container.id, self._records.get(container, 0), container.lost)
+            for container in self.starts
+        ]
+        return Appended(self.places, growth)

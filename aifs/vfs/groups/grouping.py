@@ -5,6 +5,7 @@ from typing import NamedTuple
 from aifs.core import ioctl
 from aifs.core.errors import Busy, Invalid
 from aifs.core.ioctl import GROUP_STATES, Command
+from aifs.files.kernel import Kernel
 from aifs.files.types import CallerLike
 from aifs.meta import namespace, publishing
 from aifs.meta.groups import Options
@@ -42,8 +43,8 @@ class Grouping(Publishing):
     present, or last, one.
     """
 
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
+    def __init__(self, store: Store, kernel: Kernel) -> None:
+        super().__init__(store, kernel)
         self.groups.publish = self._publish_group
         self.groups.commit_pending = self._commit_pending
 

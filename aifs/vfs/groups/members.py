@@ -15,6 +15,7 @@ from aifs.core import faults
 from aifs.core.errors import FsError
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
+from aifs.data.patience import background
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.flips import Outcome
@@ -77,7 +78,7 @@ class Members:
         self._group_drain = group_drain
         self._unsynced: deque[tuple[Group, File]] = deque()
         self._waiting: deque[tuple[Group, File]] = deque()  # to be prepared
-        self._wake = trio.Event()  # something has come into one of these
+        self._syncers = self._preparers = 0  # workers that are at it
         self._prepared: set[Prepared] = set()
         self._storing: set[Prepared] = set()
         """Some of these, which whoever stores them releases."""
@@ -243,8 +244,20 @@ class Members:
             then()
 
     def _kick(self) -> None:
-        self._wake.set()
-        self._wake = trio.Event()
+        """There may be work: each time another worker begins, up to as many as may be."""
+        if self._nursery is None:
+            return  # ``run`` begins with it
+        with background():  # also where somebody's close is what begins it
+            if self._unsynced and self._syncers < _SYNCERS:
+                self._syncers += 1
+                self._nursery.start_soon(self._sync_some)
+            if self._may_prepare and self._preparers < _PREPARERS:
+                self._preparers += 1
+                self._nursery.start_soon(self._prepare_some)
+
+    @property
+    def _may_prepare(self) -> bool:
+        return bool(self._waiting) and len(self._prepared) < _AHEAD
 
     def prepare_soon(self, group: Group, file: File) -> None:
         """Once it is synced, because nobody waits for the rest."""
@@ -255,12 +268,11 @@ class Members:
         """Prepare what is closed, until cancelled. Then all leases are given up."""
         try:
             async with trio.open_nursery() as self._nursery:
-                for _ in range(_SYNCERS):
-                    self._nursery.start_soon(self._sync_some)
-                for _ in range(_PREPARERS):
-                    self._nursery.start_soon(self._prepare_some)
+                for _ in range(max(_SYNCERS, _PREPARERS)):
+                    self._kick()
+                await trio.sleep_forever()
         finally:
-            self._nursery = None
+            self._nursery, self._syncers, self._preparers = None, 0, 0
             with trio.CancelScope(shield=True):
                 for prepared in self._prepared - self._storing:
                     await self._release(prepared)
@@ -271,31 +283,30 @@ class Members:
                     file.state = FileState.BUFFERED
 
     async def _sync_some(self) -> None:
-        while True:
-            if not self._unsynced:
-                await self._wake.wait()
-                continue
-            group, file = self._unsynced.popleft()
-            if not self._is_due(group, file):
-                continue
-            try:
-                await self.sync(group, [file])
-            except FsError as error:
-                _log.info(
-                    "inode %d of group %d is not synced yet: %s", file.ino, group.record.id, error
-                )
-                continue  # whoever completes the group meets the error
-            self._waiting.append((group, file))
-            self._kick()
+        try:
+            while self._unsynced:
+                group, file = self._unsynced.popleft()
+                if not self._is_due(group, file):
+                    continue
+                try:
+                    await self.sync(group, [file])
+                except FsError as error:
+                    number = group.record.id
+                    _log.info("inode %d of group %d is not synced yet: %s", file.ino, number, error)
+                    continue  # whoever completes the group meets the error
+                self._waiting.append((group, file))
+                self._kick()
+        finally:
+            self._syncers -= 1
 
     async def _prepare_some(self) -> None:
-        while True:
-            if not self._waiting or len(self._prepared) >= _AHEAD:
-                await self._wake.wait()
-                continue
-            group, file = self._waiting.popleft()
-            if self._is_due(group, file):
-                await self.prepare(group, file)
+        try:
+            while self._may_prepare:
+                group, file = self._waiting.popleft()
+                if self._is_due(group, file):
+                    await self.prepare(group, file)
+        finally:
+            self._preparers -= 1
 
     def _is_due(self, group: Group, file: File) -> bool:
         """Who drains a group that is complete prepares what is left."""

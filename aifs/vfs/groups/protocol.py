@@ -17,6 +17,7 @@ import trio
 from aifs.core import faults
 from aifs.core.errors import Busy, FsError, Invalid, NoAttribute, NotSupported, Stale, TimedOut
 from aifs.core.log import logger
+from aifs.core.upkeep import Upkeep, Work
 from aifs.data.patience import background
 from aifs.files import permissions
 from aifs.files.drain import Drain, Undrained
@@ -65,7 +66,7 @@ CommitPending = Callable[[int, int], Awaitable[bool]]
 
 
 class Groups:
-    """The groups of a mount. ``run`` does what takes time; used from one trio thread."""
+    """The groups of a mount. ``run`` and ``work`` do what takes time; used from one trio thread."""
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class Groups:
         ids: IdAllocator,
         drain: Drain,
         members: Members,
+        upkeep: Upkeep,
         deadline_s: float,
     ) -> None:
         self.publish: Publish = _cannot_publish
@@ -95,12 +97,11 @@ class Groups:
         self._ids = ids
         self._drain = drain
         self._members = members
+        self._upkeep = upkeep
         self._deadline_s = deadline_s
         self._nursery: trio.Nursery | None = None
-        self._news = trio.Event()
         self._durable = 0
         self._last: dict[str, Any] | None = None
-        drain.on_wanted = self._wanted
 
     # --- which group ------------------------------------------------------------------------------
 
@@ -166,8 +167,7 @@ class Groups:
         for ino in ended[: max(0, len(ended) - _ENDED_MAX)]:
             del self.by_directory[ino]
         self._open = frozenset(ino for ino, group in self.by_directory.items() if group.is_open)
-        self._news.set()
-        self._news = trio.Event()
+        self._upkeep.wake(Work.GROUPS)
 
     # --- what ranks ask for -----------------------------------------------------------------------
 
@@ -385,11 +385,11 @@ class Groups:
         if group is not None and group.is_live:
             self._start(self._cancel, group, "its directory was removed")
 
-    def _wanted(self, inos: list[int]) -> None:
-        """Somebody waits for these on the capacity tier: a group that is still open cannot be
-        waited for.
+    def _give_back_wanted(self) -> None:
+        """What somebody waits for on the capacity tier: a group that is still open cannot be waited
+        for.
         """
-        for ino in inos:
+        for ino in self._drain.take_wanted():
             group = self._members.group_of.get(ino)
             if group is None:
                 self._drain.give_back([ino])
@@ -600,8 +600,7 @@ class Groups:
                 self._nursery.start_soon(self._members.run)
                 for group in self.by_directory.values():
                     self._resume(group)
-                while True:
-                    await self._watch_time()
+                await trio.sleep_forever()
         finally:
             self._nursery = None
 
@@ -628,8 +627,9 @@ class Groups:
         group.wake()
         self._look()
 
-    async def _watch_time(self) -> None:
-        """See to what is overdue, then wait until something may be."""
+    async def work(self) -> float:
+        """See to what is overdue, or waited for; in how many seconds something may be."""
+        self._give_back_wanted()
         now = trio.current_time()
         for group in list(self.by_directory.values()):
             record = group.overdue(now)
@@ -638,8 +638,7 @@ class Groups:
         until = min((group.deadline() for group in self.by_directory.values()), default=math.inf)
         if self._members.relieve(self._deadline_s):
             until = min(until, now + _LOOK_S)
-        with trio.move_on_at(until):
-            await self._news.wait()
+        return until - trio.current_time()
 
     def status(self) -> dict[str, Any]:
         """What ``aifs status`` shows. ``last``: the group that has been durable last, in this

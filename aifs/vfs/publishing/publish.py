@@ -6,13 +6,13 @@ pending directory (``pending``) gets its final name only when all of its members
 """
 
 import time
-from collections.abc import Awaitable, Callable, Iterable
 
 from aifs.core import faults, ioctl
 from aifs.core.errors import Busy, FsError, ReadOnly
 from aifs.core.ioctl import Command
 from aifs.core.log import logger
 from aifs.files import permissions
+from aifs.files.kernel import Kernel
 from aifs.files.types import ROOT, CallerLike
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.meta import namespace, publishing
@@ -41,21 +41,16 @@ _DIRECTORY = 0o040000 >> 12
 class Publishing(Names):
     """The part of ``Filesystem`` that shows trees under new names."""
 
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
+    def __init__(self, store: Store, kernel: Kernel) -> None:
+        super().__init__(store, kernel)
         self.read_only = True
         self.refusals = Refusals()
         self.refused: dict[int, str] = {}
         """Why the last publish of a pending directory was refused."""
-        self.forget_names: Callable[[Iterable[tuple[int, bytes]]], Awaitable[None]] = _nobody_knows
-        """Awaited when names (parent, name) lead somewhere else without the kernel having asked for
-        it.
-        """
         self.pointers: set[tuple[int, bytes]] = set()
         """Names (parent, name) that publishing changes together with others. The kernel does not
         keep what they lead to: it would forget them one after the other, and programs see one new
         and another old."""
-        self.retention.on_removed = lambda parent, name: self.on_entry_change(parent, name)
 
     async def rename(
         self,
@@ -132,7 +127,7 @@ class Publishing(Names):
         pointers = {(what.parent, name) for name in (what.latest, what.tracker) if name}
         if not pointers <= self.pointers:
             self.pointers |= pointers
-            await self.forget_names(pointers)
+            await self.kernel.forget_names(pointers)
         ids = (
             await self.ids.take(),
             await self.ids.take(),
@@ -146,7 +141,7 @@ class Publishing(Names):
             raise
         for inode in done.unlinked:
             self._unlinked(inode)
-        self.on_link_change([inode.ino for inode in done.unlinked if inode.nlink])
+        self.kernel.drop_attributes_soon([inode.ino for inode in done.unlinked if inode.nlink])
         if done.doomed is not None:
             self.trash.take(done.doomed)
         faults.reach(_SHOWN)
@@ -158,7 +153,7 @@ class Publishing(Names):
                 (what.parent, what.latest),
                 (what.parent, what.tracker),
             ]
-            await self.forget_names(
+            await self.kernel.forget_names(
                 [
                     (done.old_parent, done.old_name),
                     *((place, name) for place, name in names if name),
@@ -232,10 +227,6 @@ class Publishing(Names):
     def _shown(self, ino: int, parent: int) -> None:
         self.refused.pop(ino, None)
         self.retention.shown(parent)
-
-
-async def _nobody_knows(names: Iterable[tuple[int, bytes]]) -> None:
-    """There is no kernel."""
 
 
 def _publish(

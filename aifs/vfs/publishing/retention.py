@@ -6,6 +6,7 @@ a transaction that looks once more whether it is still what was decided about, a
 asked for it (who set the policy, who marked the directory) may remove it now.
 """
 
+import math
 import stat
 import time
 from collections.abc import Callable
@@ -17,8 +18,10 @@ from aifs.core.config import Config
 from aifs.core.errors import AccessDenied, FsError, Invalid, NotFound, NotPermitted, Unavailable
 from aifs.core.log import logger
 from aifs.core.retention import Checkpoint, Keep
+from aifs.core.upkeep import Upkeep, Work
 from aifs.files import permissions
 from aifs.files.file_io import FileIO
+from aifs.files.kernel import Kernel
 from aifs.files.types import CallerLike
 from aifs.meta import keys, namespace, publishing, trash
 from aifs.meta.kv import Engine, ReadTransaction, Transaction, grows
@@ -37,18 +40,26 @@ class Retention:
     """Looks after directories that have a policy when something is published in them, and after all
     now and then."""
 
-    def __init__(self, config: Config, engine: Engine, io: FileIO, trash_: Trash) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        io: FileIO,
+        trash_: Trash,
+        upkeep: Upkeep,
+        kernel: Kernel,
+    ) -> None:
         self._abandoned_after_s = config.publish.abandoned_after_s
         self._engine = engine
         self._io = io
         self._trash = trash_
         self._kept: set[int] = set()  # directories with a policy
         self._due: set[int] = set()
-        self._wake = trio.Event()
+        self._everything_at_s = -math.inf  # by trio's clock
+        self._upkeep = upkeep
+        self._kernel = kernel
         self.now_ns = _careful_clock()
         """The time of day by which things are old."""
-        self.on_removed: Callable[[int, bytes], None] = lambda parent, name: None
-        """Called when a name (parent, name) has gone."""
 
     # --- policies ---
 
@@ -81,22 +92,18 @@ class Retention:
         """A directory has got a name in ``parent``, or its policy has changed."""
         if parent in self._kept:
             self._due.add(parent)
-            self._wake.set()
+            self._upkeep.wake(Work.RETENTION)
 
-    async def run(self) -> None:
-        """Enforce until cancelled."""
-        everything_at = trio.current_time()
-        while True:
-            if trio.current_time() >= everything_at:
-                everything_at = trio.current_time() + _INTERVAL_S
-                self._due |= self._kept
-                await self._attempt(self.remove_abandoned)
-            while self._due:
-                ino = self._due.pop()
-                await self._attempt(self.enforce, ino)
-            with trio.move_on_at(everything_at):
-                await self._wake.wait()
-            self._wake = trio.Event()
+    async def work(self) -> float:
+        """Enforce policies that are due; in how many seconds all are."""
+        if trio.current_time() >= self._everything_at_s:
+            self._everything_at_s = trio.current_time() + _INTERVAL_S
+            self._due |= self._kept
+            await self._attempt(self.remove_abandoned)
+        while self._due:
+            ino = self._due.pop()
+            await self._attempt(self.enforce, ino)
+        return self._everything_at_s - trio.current_time()
 
     async def _attempt(self, function: Callable, *args: int) -> None:
         try:
@@ -171,7 +178,7 @@ class Retention:
         if inode is None:
             return False
         self._trash.take(inode)
-        self.on_removed(parent, name)
+        self._kernel.drop_name_soon(parent, name)
         return True
 
     # --- what is there ---

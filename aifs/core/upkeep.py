@@ -1,0 +1,132 @@
+"""Background work: one task decides what runs next, by due time and by who has asked for it.
+
+Each part of a store that has work to do in the background has a *step*: it does what is due, and
+says in how many seconds it wants to run again unless it is asked for earlier. A kind of work that
+is due gets a task, which ends with the step, so an idle store has the one task that sleeps until
+the earliest due time.
+
+The kinds never wait for one another: any of them may hang on a server for long, a scrub takes days,
+and room in the burst tier is needed meanwhile. So each kind is a lane of its own, of one task, or
+of several where it has that many *workers*: as long as there is work, each worker that takes some
+asks for the next one. What goes wrong in one kind is logged, and tried again; the others go on.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from enum import Enum
+from typing import NamedTuple
+
+import trio
+
+from aifs.core.errors import FsError
+from aifs.core.log import logger
+from aifs.core.tasks import first_error
+
+_log = logger(__name__)
+
+RETRY_S = 10.0
+
+NEVER_S = math.inf
+"""A step that returns this runs again when it is asked for."""
+
+
+class Work(Enum):
+    """The kinds of background work. The value is what the log calls it."""
+
+    WATCH_SERVERS = "watching the data servers"
+    SERVERS = "leaving servers"
+    LOOK_AT_BURST = "watching the burst tier"
+    EVICT = "dropping cached copies"
+    STAGE = "staging"
+    DRAIN = "draining"
+    GROUPS = "looking after groups"
+    WRITE_BACK = "write-back"
+    COLLECT = "removing deleted files"
+    RELEASE = "releasing what backups have held"
+    STRAYS = "removing objects that have moved elsewhere"
+    TRASH = "removing the rest of deleted trees"
+    BACKUP = "the backup of the metadata"
+    RETENTION = "removing old checkpoints"
+    COMPACT = "compaction"
+    REBUILD = "rebuilding"
+    SCRUB = "the scrub"
+    RELAX = "giving back memory"
+
+
+class Job(NamedTuple):
+    """How a kind of work is done."""
+
+    step: Callable[[], Awaitable[float]]
+    """Does what is due; returns in how many seconds it is due again. May raise FsError."""
+    workers: int = 1
+    """How many steps may run at once."""
+    first_s: float = 0.0
+    """In how many seconds it is due first, if it is not asked for before."""
+    retry_s: float = RETRY_S
+    """After how long it is tried again when it has raised an error."""
+
+
+class Upkeep:
+    """Made before the parts that ask for work. Used from one trio thread."""
+
+    def __init__(self) -> None:
+        self._due_s: dict[Work, float] = {}  # by trio's clock; what is missing is not due
+        self._running = Counter[Work]()
+        self._failing: set[Work] = set()
+        self._asleep_until = -math.inf  # -inf: not asleep
+        self._earlier = trio.Event()  # something is due before that
+
+    def wake(self, work: Work) -> None:
+        """There is something to do now. Does not block."""
+        self.at(work, -math.inf)
+
+    def at(self, work: Work, time_s: float) -> None:
+        """There will be something to do at this time of trio's clock, if not earlier."""
+        if time_s < self._due_s.get(work, math.inf):
+            self._due_s[work] = time_s
+            if time_s < self._asleep_until:
+                self._earlier.set()
+
+    async def run(self, jobs: Mapping[Work, Job]) -> None:
+        """Do all that is due, until cancelled."""
+        self._running.clear()
+        for work, job in jobs.items():
+            self.at(work, trio.current_time() + job.first_s)
+        async with trio.open_nursery() as nursery:
+            while True:
+                now_s, until_s = trio.current_time(), math.inf
+                for work, job in jobs.items():
+                    due_s = self._due_s.get(work, math.inf)
+                    if self._running[work] >= job.workers:
+                        continue  # whoever ends looks at it again
+                    if due_s <= now_s:
+                        del self._due_s[work]
+                        self._running[work] += 1
+                        nursery.start_soon(self._step, work, job, name=work.value)
+                    else:
+                        until_s = min(until_s, due_s)
+                self._earlier = trio.Event()
+                self._asleep_until = until_s
+                with trio.move_on_at(until_s):
+                    await self._earlier.wait()
+                self._asleep_until = -math.inf
+
+    async def _step(self, work: Work, job: Job) -> None:
+        try:
+            again_s = await job.step()
+            if work in self._failing:
+                self._failing.discard(work)
+                _log.info("%s goes on", work.value)
+        except Exception as error:  # noqa: BLE001 (logged; with its stack, unless it says that a disk is full or fails)
+            again_s = job.retry_s
+            cause = first_error(error)
+            if not isinstance(cause, FsError):
+                _log.exception("%s failed; it starts again in %d s", work.value, again_s)
+            elif work not in self._failing:  # what follows until it works would say the same
+                self._failing.add(work)
+                _log.warning("%s has to wait: %s", work.value, cause)
+        finally:
+            self._running[work] -= 1
+        self.at(work, trio.current_time() + again_s)
+        self._earlier.set()

@@ -1,0 +1,34 @@
+"""The kernel, as the filesystem sees it: what it has to be told, and whether it reads and writes
+local files by itself."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from aifs.files.types import Passthrough
+
+
+class Kernel:
+    """There is none: nobody keeps anything, and nothing is passed through. The edge has one that
+    tells the real kernel."""
+
+    def __init__(self) -> None:
+        self.passthrough: Passthrough | None = None
+        """Present if the kernel can read and write local files by itself."""
+
+    def drop_attributes(self, ino: int) -> None:
+        """An inode's attributes have changed without the kernel having asked for it. It is waiting
+        for an answer about this inode."""
+
+    def drop_attributes_soon(self, inos: Iterable[int]) -> None:
+        """Inodes have lost a name, and no request is about them."""
+
+    def drop_name_soon(self, parent: int, name: bytes) -> None:
+        """A name leads to something else, or nowhere, without the kernel having asked for it."""
+
+    async def forget_names(self, names: Iterable[tuple[int, bytes]]) -> None:
+        """Names (parent, name) lead somewhere else; the kernel knows it on return, if that does not
+        take long."""
+
+    def status(self) -> dict[str, Any]:
+        """What the edge says of itself, for ``aifs status``."""
+        return {}

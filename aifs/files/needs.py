@@ -1,0 +1,60 @@
+"""Which clean burst copies are needed: they may hold bytes that nobody else has."""
+
+from collections.abc import Callable, Iterable, Mapping, Set
+
+import trio
+
+from aifs.data.servers import Servers
+from aifs.meta.degraded import any_degraded
+from aifs.meta.kv import Engine
+from aifs.meta.server_uses import is_file_whole
+
+
+class Needs:
+    """A clean copy is needed if the data servers cannot tell its file at present (a server is lost,
+    absent or failing, columns are known to be wrong), or if a scrub has found it to be wrong there.
+    Used from one trio thread."""
+
+    def __init__(
+        self, engine: Engine, servers: Servers, wrong_objects: Callable[[], Set[int]]
+    ) -> None:
+        """``wrong_objects``: the oids of files of which the data servers are known to have lost
+        bytes."""
+        self._engine = engine
+        self._servers = servers
+        self._wrong_objects = wrong_objects
+        self._needed: set[int] = set()  # as was found when they were last looked at
+
+    async def find(self, owners: Mapping[int, int]) -> set[int]:
+        """Which of these clean copies, with their files, are needed now."""
+        gone, wrong, needed = missing(self._servers), self._wrong_objects(), set()
+        if gone or wrong or await self._engine.view(any_degraded):
+            for copy_id, ino in owners.items():
+                if not await self._engine.view(is_file_whole, ino, gone, wrong):
+                    needed.add(copy_id)
+                await trio.lowlevel.checkpoint()
+        return needed
+
+    def note(self, looked_at: Set[int], needed: Set[int]) -> None:
+        """Somebody wanted to drop the copies ``looked_at``; ``needed`` of them stay."""
+        self._needed = (self._needed - looked_at) | needed
+
+    def is_needed(self, copy_id: int) -> bool:
+        """Whether a copy stayed, when somebody last wanted to drop it, because the data servers
+        lack bytes of it.
+        """
+        return copy_id in self._needed
+
+    def released(self, copy_id: int) -> None:
+        """The copy is no cache any more."""
+        self._needed.discard(copy_id)
+
+    @property
+    def copies(self) -> Iterable[int]:
+        """Those that stayed."""
+        return self._needed
+
+
+def missing(servers: Servers) -> frozenset[int]:
+    """Data servers that cannot be relied on now: lost, absent or failing."""
+    return frozenset(server.id for server in servers.capacity() if server.state != "ok")
