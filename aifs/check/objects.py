@@ -6,7 +6,6 @@ docs/metadata.md), and objects may be longer than the file calls for (I4). What 
 servers' workers.
 """
 
-import os
 from collections.abc import Iterable
 from functools import partial
 from itertools import islice
@@ -17,21 +16,15 @@ from aifs.check.container_objects import ContainerObjects
 from aifs.check.findings import Fix, Problem, Progress, read_record
 from aifs.check.scan import BATCH, MetadataScan, for_each
 from aifs.check.table import NONE, UNREADABLE
-from aifs.core import files
-from aifs.core.errors import FsError, from_oserror
+from aifs.core.errors import FsError
 from aifs.data.server import DataServer
-from aifs.data.storage import ForeignFile, StoredObject
+from aifs.data.storage import ASIDE, ForeignFile, Key, StoredObject
 from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
 from aifs.meta import keys
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Copy, Inode, decode_burst, decode_garbage, decode_inode
 from aifs.store.store import Store
-
-ASIDE = "lost+found"
-"""Directory of a server for objects that belong to no file. Some filesystems have one of this name,
-too.
-"""
 
 
 class ObjectCheck:
@@ -45,7 +38,7 @@ class ObjectCheck:
         self._table = scan.table
         self._containers = ContainerObjects(store.engine, store.servers, scan.user)
         self._progress = progress
-        self._orphans: list[tuple[DataServer, Problem]] = []
+        self._orphans: list[tuple[DataServer, Problem, Key]] = []
         self._lacks: dict[int, list[Lack]] = {}  # of protected files, by inode
         self._expected = 0
         self.problems: list[Problem] = []
@@ -116,7 +109,7 @@ class ObjectCheck:
                 self.counts["objects"] += 1
                 self.counts["bytes"] += found.allocated
                 await self._match_object(server, found)
-            elif found.path != os.path.join(server.path, ASIDE):
+            else:
                 detail = f"{server.name}: not of this store; left as it is"
                 self.problems.append(Problem("foreign-file", found.path, detail, where=found.path))
 
@@ -137,7 +130,7 @@ class ObjectCheck:
             detail = f"{server.name}: {found.length} bytes{whose}"
             problem = Problem("orphan-object", found.path, detail, where=found.path)
             self.problems.append(problem)
-            self._orphans.append((server, problem))
+            self._orphans.append((server, problem, (found.ino, found.oid)))
 
     async def _match_stripes(self, server: DataServer, found: StoredObject) -> bool:
         """Whether it is, or may be, an object of a striped file."""
@@ -210,9 +203,10 @@ class ObjectCheck:
             return False  # named already
         server = self._servers[number]
         try:
-            return not await self._servers.run(server, _exists, server.object_path(ino, oid))
+            found = await self._servers.run(server, server.list_range, oid, oid + 1)
         except FsError:
             return False  # the server cannot be listed either
+        return (ino, oid) not in found
 
     # --- what is found ---
 
@@ -265,18 +259,17 @@ class ObjectCheck:
         """Move orphan objects to their server's lost+found, durably on return. What cannot be moved
         stays.
         """
-        for server in {server.id: server for server, _ in self._orphans}.values():
-            problems = [problem for owner, problem in self._orphans if owner is server]
+        for server in {server.id: server for server, _, _ in self._orphans}.values():
+            problems = [problem for owner, problem, _ in self._orphans if owner is server]
+            orphans = [key for owner, _, key in self._orphans if owner is server]
             try:
-                await self._servers.run(
-                    server, _move_aside, server.path, [problem.where for problem in problems]
-                )
+                await self._servers.run(server, server.set_aside, orphans)
             except FsError as error:
                 for problem in problems:
                     problem.detail += f"; cannot be moved: {error}"
             else:
                 for problem in problems:
-                    problem.detail += f"; moved to {os.path.join(server.path, ASIDE)}"
+                    problem.detail += f"; moved to {server.path}/{ASIDE}"
                     problem.repaired = True
 
 
@@ -313,29 +306,3 @@ def _is_garbage(tx: ReadTransaction, found: StoredObject) -> bool:
 
 def _take(listing: Iterable[StoredObject | ForeignFile]) -> list[StoredObject | ForeignFile]:
     return list(islice(listing, BATCH))
-
-
-def _exists(path: str) -> bool:
-    try:
-        os.stat(path)
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise from_oserror(error, path) from error
-    return True
-
-
-def _move_aside(root: str, paths: list[str]) -> None:
-    aside = os.path.join(root, ASIDE)
-    try:
-        files.make_dirs(aside)
-        for path in paths:
-            target, suffix = os.path.join(aside, os.path.basename(path)), 0
-            while os.path.lexists(target):
-                suffix += 1
-                target = os.path.join(aside, f"{os.path.basename(path)}.{suffix}")
-            files.rename(path, target)
-        for directory in sorted({root, aside, *map(os.path.dirname, paths)}):
-            files.sync_dir(directory)
-    except OSError as error:
-        raise from_oserror(error, aside) from error

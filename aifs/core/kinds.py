@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -147,6 +148,19 @@ def _format_hedge(delay_s: float) -> str:
     return "off" if delay_s == math.inf else format_duration(delay_s) if delay_s else "auto"
 
 
+_ADDRESS = re.compile(r"[a-z][a-z0-9+]*://")
+
+
+def is_path(address: str) -> bool:
+    """Whether the address of a data server is that of a directory, not KIND://REST."""
+    return _ADDRESS.match(address) is None
+
+
+def _parse_address(value: Any, base: str) -> str:
+    is_other = isinstance(value, str) and "\0" not in value and not is_path(value)
+    return value if is_other else _parse_path(value, base)
+
+
 def _parse_path(value: Any, base: str) -> str:
     if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError
@@ -171,12 +185,12 @@ def _parse_servers(value: Any, base: str) -> tuple[ServerPlace, ...]:
 
 def _parse_server(value: Any, base: str) -> ServerPlace:
     if not isinstance(value, dict):
-        return ServerPlace(_parse_path(value, base))
+        return ServerPlace(_parse_address(value, base))
     if not {"path"} <= set(value) <= {"path", "domain", "bandwidth"}:
         raise ValueError
     bandwidth = size(0, 1 << 60).parse(value.get("bandwidth", 0), base)
     return ServerPlace(
-        _parse_path(value["path"], base), parse_domain(value.get("domain", "")), bandwidth
+        _parse_address(value["path"], base), parse_domain(value.get("domain", "")), bandwidth
     )
 
 

@@ -7,18 +7,20 @@ removed when they have become empty.
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from aifs.core import files, filesystems
 from aifs.core.errors import NotSupported, StoreError
 from aifs.data import naming, probe
-from aifs.data.marker import check_identity, read_marker
+from aifs.data.marker import NAME as MARKER
+from aifs.data.marker import Identity, Marker, check_identity, read_marker, write_marker
 from aifs.data.slots import read_slots, write_slots
 from aifs.data.storage import (
+    ASIDE,
+    BACKUP,
     CLAIM,
     ForeignFile,
-    Identity,
     Key,
     Space,
     Status,
@@ -55,6 +57,28 @@ class DirectoryStorage(Storage):
         return self.in_memory and not files.is_hooked()
 
     # --- identity ---
+
+    def read_marker(self) -> Marker:
+        return read_marker(self.address)
+
+    def mark(self, marker: Marker) -> None:
+        files.make_dirs(self.address)
+        write_marker(self.address, marker)
+
+    def erase(self) -> None:
+        erase_directory(self.address, (naming.OBJECTS, BACKUP, CLAIM, MARKER))
+
+    def give_up(self) -> None:
+        """Empty directories go, too."""
+        for directory, _, names in os.walk(
+            os.path.join(self.address, naming.OBJECTS), topdown=False
+        ):
+            if not names and not os.listdir(directory):
+                files.remove_dir(directory)
+        super().give_up()
+        if os.path.isdir(backups := os.path.join(self.address, BACKUP)):
+            files.remove_dir(backups)
+        files.sync_dir(self.address)
 
     def identify(self, identity: Identity, read_only: bool) -> None:
         with suppress(OSError):  # the marker cannot be read then, either, and that says more
@@ -153,7 +177,8 @@ class DirectoryStorage(Storage):
     def close(self, handle: int) -> None:
         files.close_file(handle)
 
-    read = staticmethod(files.read_into)  # nothing comes between, for the sake of small reads
+    def read(self, handle: int, buffer: memoryview, offset: int) -> int:
+        return files.read_into(handle, buffer, offset)
 
     def read_cached(self, handle: int, buffer: memoryview, offset: int) -> bool:
         """What the page cache has."""
@@ -201,6 +226,20 @@ class DirectoryStorage(Storage):
             self.reach()
         self._unsynced_names.mark(directory)
         self._thinned.add(directory)
+
+    def set_aside(self, keys: Sequence[Key]) -> None:
+        aside = os.path.join(self.address, ASIDE)
+        files.make_dirs(aside)
+        for key in keys:
+            path, name, suffix = self.where(key), naming.name_of(*key), 0
+            while os.path.lexists(
+                target := os.path.join(aside, f"{name}.{suffix}" if suffix else name)
+            ):
+                suffix += 1
+            files.rename(path, target)
+        for directory in sorted({aside, *(os.path.dirname(self.where(key)) for key in keys)}):
+            files.sync_dir(directory)
+        files.sync_dir(self.address)
 
     # --- durability of names ---
 
@@ -297,6 +336,19 @@ class DirectoryStorage(Storage):
             files.unlink(os.path.join(self.address, name))
         except FileNotFoundError:
             self.reach()
+
+
+def erase_directory(path: str, names: Iterable[str]) -> None:
+    """Delete these of what is in a directory, with all below. Durable on return. Raises OSError."""
+    for name in names:
+        own = os.path.join(path, name)
+        for directory, _, inner in os.walk(own, topdown=False):
+            for file in inner:
+                files.unlink(os.path.join(directory, file))
+            files.remove_dir(directory)
+        if os.path.lexists(own):
+            files.unlink(own)
+    files.sync_dir(path)
 
 
 # --- whole files of any directory -----------------------------------------------------------------

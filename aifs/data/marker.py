@@ -11,14 +11,25 @@ Format 1: one JSON object with ``format`` (1), ``store`` (UUID), ``role`` ("meta
 import json
 import os
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from aifs.core import files
 from aifs.core.errors import StoreError
-from aifs.data.storage import Identity
 
 NAME = ".aifs"
 FORMAT = 1
 ROLES = ("meta", "data", "burst")
+
+
+class Identity(NamedTuple):
+    """Whose storage it is, as its marker says."""
+
+    store: str
+    """UUID."""
+    role: str
+    """'data' or 'burst'."""
+    id: int
+    """Number within the role."""
 
 
 @dataclass(frozen=True, slots=True)

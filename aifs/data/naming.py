@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from aifs.data.marker import NAME as MARKER
 from aifs.data.probe import NAME as PROBE
-from aifs.data.storage import BACKUP, CLAIM, ForeignFile, StoredObject
+from aifs.data.storage import ASIDE, BACKUP, CLAIM, ForeignFile, StoredObject
 
 OBJECTS = "objects"
 
@@ -48,11 +48,11 @@ def list_range(root: str, first_oid: int, end_oid: int) -> list[tuple[int, int]]
 
 
 def list_all(root: str) -> Iterator[StoredObject | ForeignFile]:
-    """Everything below ``root`` but marker, claim, a probe, backups and our directories, in order
-    of path.
+    """Everything below ``root`` but marker, claim, a probe, backups, what was moved aside, and our
+    directories, in order of path.
     """
     for name in _names_in(root):
-        if name not in (MARKER, CLAIM, PROBE, OBJECTS, BACKUP):
+        if name not in (MARKER, CLAIM, PROBE, OBJECTS, BACKUP, ASIDE):
             yield ForeignFile(f"{root}/{name}")
     for upper in _directories(f"{root}/{OBJECTS}", _UPPER):
         if isinstance(upper, ForeignFile):

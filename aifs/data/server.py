@@ -17,10 +17,10 @@ from aifs.data import claim
 from aifs.data.claim import Claim
 from aifs.data.health import Health
 from aifs.data.latency import Latency
+from aifs.data.marker import Identity
 from aifs.data.storage import (
     NEAR,
     ForeignFile,
-    Identity,
     Key,
     Space,
     Status,
@@ -286,6 +286,11 @@ class DataServer:
             except FsError as error:
                 failed.update(dict.fromkeys(oids, error))
         return failed
+
+    def set_aside(self, keys: Sequence[Key]) -> None:
+        """Move objects to where people alone look for them; durable on return. Raises
+        NotSupported."""
+        self.call("remove", self.path, self.storage.set_aside, keys)
 
     def read(self, key: Key, handle: int, buffer: memoryview, offset: int) -> int:
         """Fill ``buffer``; returns the bytes read, fewer only at the object's end."""

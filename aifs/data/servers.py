@@ -11,13 +11,13 @@ import trio
 
 from aifs.core.budget import Budget
 from aifs.core.errors import FsError, StoreError, Unavailable
-from aifs.data.directory_storage import DirectoryStorage
 from aifs.data.latency import Hedging
 from aifs.data.patience import FOR_EVER, ask_all, background
 from aifs.data.reading.buffers import BufferPool
 from aifs.data.reading.read_cache import ReadCache
 from aifs.data.server import DataServer
 from aifs.data.storage import Space
+from aifs.data.storages import storage_at
 from aifs.data.workers import Completions, Workers, gather
 from aifs.layout.placement import ACTIVE, BURST_FIRST, LOST, Candidate, weight_of
 
@@ -90,7 +90,7 @@ class Servers:
             workers = Workers(
                 f"aifs-data-{number}", self._limit, self._completions, self._patience_s
             )
-        return DataServer(number, DirectoryStorage(path), self._store, workers)
+        return DataServer(number, storage_at(path), self._store, workers)
 
     def __getitem__(self, number: int) -> DataServer:
         try:
@@ -126,6 +126,16 @@ class Servers:
         fail, or all if all do.
         """
         return tuple(server.id for server in self._chosen())
+
+    @property
+    def appends(self) -> bool:
+        """Whether there are data servers whose objects can grow, as containers do."""
+        return any(server.storage.append for server in self.capacity())
+
+    def in_place(self, numbers: Iterable[int]) -> bool:
+        """Whether objects on all of these servers can be changed."""
+        known = map(self.find, numbers)
+        return all(server is None or server.storage.in_place for server in known)
 
     def candidates(self) -> tuple[Candidate, ...]:
         """What ``usable`` says, with failure domains, and weights by the free space as last

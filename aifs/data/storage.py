@@ -22,10 +22,12 @@ What users may rely on depends on what a storage says that it can do (``Storage`
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from aifs.core.errors import NotSupported
+from aifs.core.errors import NotSupported, StoreError
+from aifs.data.marker import NAME as MARKER
+from aifs.data.marker import Identity, Marker
 
 Key = tuple[int, int]
 """Names an object on a server: (ino, oid)."""
@@ -38,19 +40,11 @@ same divided by this.
 CLAIM = "owner"
 """Name of the blob that says who has the store; it is put every few seconds."""
 
+ASIDE = "lost+found"
+"""Where objects are put that belong to no file. Some filesystems have a directory of this name, too."""
+
 BACKUP = "backup"
 """What the names of blobs begin with that are backups of the metadata: ``backup/NAME``."""
-
-
-class Identity(NamedTuple):
-    """Whose storage it is, as its marker says."""
-
-    store: str
-    """UUID."""
-    role: str
-    """'data' or 'burst'."""
-    id: int
-    """Number within the role."""
 
 
 class Space(NamedTuple):
@@ -133,6 +127,37 @@ class Storage(ABC):
         return self.in_memory
 
     # --- identity ---
+
+    @abstractmethod
+    def read_marker(self) -> Marker:
+        """Whose it says it is, whether it has been identified or not. Raises StoreError if it does
+        not say, or is not there."""
+
+    @abstractmethod
+    def mark(self, marker: Marker) -> None:
+        """Make it that of a store, and make the place if there is none. Durable on return."""
+
+    def erase(self) -> None:
+        """Delete all that a store has there, if it is marked as that. Durable on return."""
+        try:
+            self.read_marker()
+        except StoreError:
+            return
+        for found in list(self.list_all()):
+            if isinstance(found, StoredObject):
+                self.remove((found.ino, found.oid))
+                self.sync_names(found.oid)
+        self._delete_blobs()
+
+    def give_up(self) -> None:
+        """Delete marker, claim and backups of the metadata. Durable on return."""
+        self._delete_blobs()
+
+    def _delete_blobs(self) -> None:
+        for name in self.list_blobs(BACKUP):
+            self.delete_blob(f"{BACKUP}/{name}")
+        self.delete_blob(CLAIM)
+        self.delete_blob(MARKER)
 
     @abstractmethod
     def identify(self, identity: Identity, read_only: bool) -> None:
@@ -229,6 +254,10 @@ class Storage(ABC):
     def remove(self, key: Key) -> None:
         """There is no such object on return, whether there was one or not; durable after
         ``sync_names``. Raises if that is only because the storage is not there."""
+
+    def set_aside(self, keys: Sequence[Key]) -> None:
+        """Move objects to where nobody looks for them but people (ASIDE), durably on return."""
+        raise NotSupported(f"{self.address}: nothing can be moved aside there")
 
     def sync_names(self, oid: int) -> None:
         """Which objects of this oid and those near it exist is durable on return. Where each ``sync``

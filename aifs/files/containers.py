@@ -11,7 +11,7 @@ import trio
 
 from aifs.core import faults
 from aifs.core.budget import Budget
-from aifs.core.errors import Unavailable
+from aifs.core.errors import NotSupported, Unavailable
 from aifs.data.containers import pieces
 from aifs.data.containers.chunked import ChunkedObjects
 from aifs.data.containers.files import ContainerFiles
@@ -110,13 +110,19 @@ class Containers:
 
     def slots(self, redundancy: Redundancy, allowed: Sequence[int] = ()) -> tuple[Striped, ...]:
         """What containers new files may go to are laid out like: on servers ``allowed`` (none: any)
-        that are in use.
+        that are in use, and whose objects can grow.
 
         Stays the same as long as the servers do: else ever more containers would be begun. Where
         too few work, the others get columns that will lack, to be rebuilt elsewhere. Raises
-        Unavailable if even so there are too few.
+        Unavailable if even so there are too few, NotSupported if there is no such server.
         """
-        candidates = self._servers.candidates()
+        candidates = tuple(
+            candidate
+            for candidate in self._servers.candidates()
+            if self._servers[candidate.id].storage.append
+        )
+        if not candidates:
+            raise NotSupported("no data server can keep containers: objects there do not grow")
         chosen = tuple(c for c in candidates if c.id in allowed) or candidates
         if not redundancy.is_protected:
             return tuple(container_layout((candidate.id,)) for candidate in chosen)

@@ -101,6 +101,8 @@ class Drainer:
         kind = draining.policy.kind or self._layout.kind
         if kind != "interleaved" or draining.size <= self._layout.inline_limit:
             return False
+        if not self._servers.appends:
+            return False  # so it gets objects of its own
         allocated = draining.copy.stat().st_blocks * 512
         return draining.size <= max(_HOLES_LISTED, 2 * allocated)
 

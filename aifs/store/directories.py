@@ -6,18 +6,16 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime, timezone
 
-from aifs.core import files
 from aifs.core.config import Config, is_directory_source
 from aifs.core.errors import StoreError
+from aifs.core.kinds import is_path
 from aifs.core.log import logger
-from aifs.data.marker import FORMAT, NAME, Marker, read_marker, write_marker
-from aifs.data.storage import BACKUP, CLAIM
+from aifs.data.directory_storage import erase_directory
+from aifs.data.marker import FORMAT, NAME, Marker, read_marker
+from aifs.data.server import DataServer
+from aifs.data.storage import ASIDE, CLAIM
+from aifs.data.storages import storage_at
 from aifs.store.owner import NAME as OWNER_NAME
-
-LOST_AND_FOUND = "lost+found"
-"""Left alone in every directory: the filesystem's own below a mount point, and what fsck has moved
-aside.
-"""
 
 _OWN_NAMES = {
     "meta": {OWNER_NAME, "data.mdb", "journal.0", "journal.1"},
@@ -31,7 +29,8 @@ _log = logger(__name__)
 def recorded_path(config: Config, path: str) -> str:
     """Relative for what lies below a source directory, so that the whole can be moved."""
     below = (
-        is_directory_source(config.source)
+        is_path(path)
+        and is_directory_source(config.source)
         and os.path.commonpath([config.source, path]) == config.source
     )
     return os.path.relpath(path, config.source) if below else path
@@ -78,13 +77,16 @@ def require_usable(role: str, path: str, *, force: bool = False, store: str = ""
     ``store``: one that has only that store's marker and claim counts as empty: somebody died while
     it was being added.
     """
+    if not is_path(path):
+        _require_unmarked(path, force)
+        return
     try:
         names = os.listdir(path)
     except FileNotFoundError:
         return
     except NotADirectoryError:
         raise StoreError(f"{path}: is not a directory; name one for the {role} files") from None
-    held = set(names) - {LOST_AND_FOUND}
+    held = set(names) - {ASIDE}
     if not held:
         return
     foreign = sorted(held - {NAME} - _OWN_NAMES[role])
@@ -104,48 +106,41 @@ def require_usable(role: str, path: str, *, force: bool = False, store: str = ""
         raise StoreError(f"{path}: holds a store already; --force erases it and all files in it")
 
 
+def _require_unmarked(address: str, force: bool) -> None:
+    try:
+        storage_at(address).read_marker()
+    except StoreError:
+        return
+    if not force:
+        raise StoreError(f"{address}: holds a store already; --force erases it and all files in it")
+
+
 def mark(path: str, store: str, role: str, number: int) -> None:
-    """Make the directory, if need be, that one of the store. Durable on return."""
-    files.make_dirs(path)
+    """Make it that one of the store, and make it if need be. Durable on return."""
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    write_marker(path, Marker(FORMAT, store, role, number, created))
+    storage_at(path).mark(Marker(FORMAT, store, role, number, created))
 
 
 def erase(role: str, path: str) -> None:
-    """Delete what a store has in the directory. Durable on return."""
-    for name in _OWN_NAMES[role] | {NAME}:
-        own = os.path.join(path, name)
-        for directory, _, names in os.walk(own, topdown=False):
-            for inner in names:
-                files.unlink(os.path.join(directory, inner))
-            files.remove_dir(directory)
-        if os.path.lexists(own) and (role, name) != ("meta", OWNER_NAME):
-            files.unlink(own)
-    files.sync_dir(path)
+    """Delete what a store has there, but for the owner file of metadata, which is held. Durable on
+    return.
+    """
+    if role == "meta":
+        erase_directory(path, _OWN_NAMES[role] - {OWNER_NAME} | {NAME})
+    else:
+        storage_at(path).erase()
 
 
-def give_up(path: str, store: str, role: str, number: int) -> None:
-    """Take marker and claim, backups of the metadata and empty directories out of one that the
+def give_up(server: DataServer) -> None:
+    """Take marker and claim, backups of the metadata and empty directories out of a server that the
     store has no use for any more, if it is there.
 
-    A problem is logged: the number is never used again, so that the directory is refused wherever
-    it comes back.
+    A problem is logged: the number is never used again, so that it is refused wherever it comes back.
     """
+    storage = server.storage
     try:
-        marker = read_marker(path)
-        if (marker.store, marker.role, marker.id) != (store, role, number):
-            return
-        backups = os.path.join(path, BACKUP)
-        if os.path.isdir(backups):
-            for name in os.listdir(backups):
-                files.unlink(os.path.join(backups, name))
-            files.remove_dir(backups)
-        for directory, _, names in os.walk(os.path.join(path, "objects"), topdown=False):
-            if not names and not os.listdir(directory):
-                files.remove_dir(directory)
-        for name in (CLAIM, NAME):
-            if os.path.lexists(own := os.path.join(path, name)):
-                files.unlink(own)
-        files.sync_dir(path)
+        marker = storage.read_marker()
+        if (marker.store, marker.role, marker.id) == (server.store, server.role, server.number):
+            storage.give_up()
     except (OSError, StoreError) as error:
-        _log.info("%s: its marker stays, which does no harm: %s", path, error)
+        _log.info("%s: its marker stays, which does no harm: %s", storage.address, error)

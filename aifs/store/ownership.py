@@ -34,14 +34,13 @@ from aifs.core import files
 from aifs.core.errors import FsError, StoreBusy, StoreError
 from aifs.core.log import logger
 from aifs.data.claim import Claim, put_claim, read_claim
-from aifs.data.directory_storage import DirectoryStorage
 from aifs.data.marker import NAME as MARKER_NAME
-from aifs.data.marker import read_marker
 from aifs.data.patience import Patience, ask_all
 from aifs.data.patience import background as in_background
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.data.storage import Storage
+from aifs.data.storages import storage_at
 from aifs.data.workers import outcomes
 from aifs.store.owner import OwnerLock
 
@@ -246,7 +245,7 @@ def _ask_each(
     """
     paths = list(directories)
     answers = ask_all(
-        [(Patience(), function, (DirectoryStorage(path), *args)) for path in paths], _ANSWER_S
+        [(Patience(), function, (storage_at(path), *args)) for path in paths], _ANSWER_S
     )
     for path, answer in zip(paths, answers, strict=True):
         if isinstance(answer, OSError | FsError | StoreError):
@@ -257,7 +256,7 @@ def _ask_each(
 
 
 def _put_as_own(storage: Storage, claim: Claim, store: str) -> None:
-    if read_marker(storage.address).store == store:
+    if storage.read_marker().store == store:
         put_claim(storage, claim, durable=True)
 
 

@@ -17,6 +17,7 @@ import trio
 from aifs.core import files
 from aifs.core.config import Config, is_directory_source
 from aifs.core.errors import StoreError, Unavailable
+from aifs.core.kinds import is_path
 from aifs.core.limits import within
 from aifs.core.log import logger
 from aifs.core.tasks import first_error
@@ -25,6 +26,8 @@ from aifs.data import backups, naming
 from aifs.data.directory_storage import list_files
 from aifs.data.marker import read_marker
 from aifs.data.patience import Patience, ask_all
+from aifs.data.storage import ASIDE
+from aifs.data.storages import below
 from aifs.meta import chunks, keys, namespace
 from aifs.meta.backup import Chain, Name, Segment, chains, decode_segment, newest, parse_name
 from aifs.meta.kv import Transaction
@@ -225,7 +228,7 @@ def restore(config: Config, source: str, at: int | None, force: bool = False) ->
     left there then. StoreBusy, unless ``force``: if somebody is seen to use the servers.
     """
     meta = config.meta.directory
-    if os.path.isdir(meta) and set(os.listdir(meta)) - {directories.LOST_AND_FOUND, OWNER_NAME}:
+    if os.path.isdir(meta) and set(os.listdir(meta)) - {ASIDE, OWNER_NAME}:
         raise StoreError(
             f"{meta}: is not empty; move what is there away first, it may hold more than any backup"
         )
@@ -363,7 +366,7 @@ def _finish(tx: Transaction, config: Config, seq: int) -> None:
     if not is_directory_source(config.source) and not all(map(os.path.isabs, recorded)):
         what = "the store was made with a directory as SOURCE, which its servers lie in; restore it with that"
         raise StoreError(f"{config.source}: {what} (aifs.yaml in it can name others)")
-    paths = [os.path.join(config.source, path) for path in recorded]
+    paths = [below(config.source, path) for path in recorded if is_path(path)]
     paths += [*config.servers, *config.burst.directories]
     answers = ask_all([(Patience(), os.path.isdir, (path,)) for path in paths], _ANSWER_S)
     there = [path for path, answer in zip(paths, answers, strict=True) if answer is True]

@@ -15,10 +15,12 @@ import trio
 from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import Busy, Invalid, StoreError, Unavailable
+from aifs.core.kinds import is_path
 from aifs.core.log import logger
 from aifs.data.patience import FOR_EVER, background
 from aifs.data.server import DataServer, name_of, role_of
 from aifs.data.servers import Servers
+from aifs.data.storages import below
 from aifs.layout.placement import ACTIVE, BURST_FIRST, LOST
 from aifs.layout.striped import Striped
 from aifs.meta import keys, servers
@@ -82,7 +84,7 @@ class ServerTable:
     async def _add(
         self, directory: str, role: str, domain: str, old: int | None = None, state: str = ""
     ) -> int:
-        directory = os.path.abspath(directory)
+        directory = os.path.abspath(directory) if is_path(directory) else directory
         async with self._changing:
             lost = old if state == LOST else None
             others = [server for server in self._servers.values() if server.id != lost]
@@ -160,7 +162,7 @@ class ServerTable:
 
 def _give_up(server: DataServer) -> None:
     with server.workers.patience.asking("remove", server.path):
-        directories.give_up(server.path, server.store, server.role, server.number)
+        directories.give_up(server)
 
 
 def _remove(tx: Transaction, server_id: int) -> None:
@@ -216,6 +218,12 @@ async def load_servers(config: Config, engine: Engine, in_use: Servers, read_onl
                 wrong[server.id] += "; only cached copies lie there"
                 dispensable.add(server.id)
     in_use.require(wrong, dispensable, stakes)
+    written_once = [server for server in in_use.capacity() if not server.storage.in_place]
+    if written_once and not in_use.burst():
+        raise StoreError(
+            f"{written_once[0].name}: {written_once[0].path}: objects there are written once, so files "
+            "need a burst directory that they can change in; name one in burst.directories"
+        )
 
 
 def _count_undrained(tx: ReadTransaction, server: DataServer) -> int:
@@ -231,7 +239,7 @@ async def adopt_domains(config: Config, engine: Engine) -> None:
 
     def adopt(tx: Transaction) -> int:
         changed, table = 0, servers.read_table(tx)
-        paths = {number: os.path.join(config.source, row.path) for number, row in table.items()}
+        paths = {number: below(config.source, row.path) for number, row in table.items()}
         same = directories.same_directories(named, list(paths.values()))
         domains = {same[path]: domain for path, domain in named.items() if path in same}
         for server_id, record in table.items():

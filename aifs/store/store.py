@@ -21,10 +21,12 @@ from aifs.core import files
 from aifs.core.budget import Budget
 from aifs.core.config import Config, is_directory_source
 from aifs.core.errors import StoreError, Unavailable
+from aifs.core.kinds import is_path
 from aifs.core.log import logger
 from aifs.data.marker import NAME, read_marker
 from aifs.data.patience import FOR_EVER
 from aifs.data.servers import Servers
+from aifs.data.storages import below
 from aifs.layout.placement import BURST_FIRST
 from aifs.meta import keys
 from aifs.meta.keys import FIRST_FREE_ID, ROOT_INO
@@ -121,7 +123,8 @@ def format_store(config: Config, force: bool) -> str:
     try:
         require_unused(path for role, _, path in roles if role != "meta")
         for role, _, path in roles:
-            files.make_dirs(path)
+            if is_path(path):
+                files.make_dirs(path)
             directories.erase(role, path)
         identity = str(uuid.uuid4())
         for role, number, path in roles[1:]:
@@ -213,9 +216,7 @@ async def open_store(
             raise StoreError(
                 f"{meta}: the store has format {superblock['format']}; this version knows 1 to {FORMAT}"
             )
-        paths = {
-            number: os.path.join(config.source, record.path) for number, record in table.items()
-        }
+        paths = {number: below(config.source, record.path) for number, record in table.items()}
         if not is_directory_source(config.source):
             require_registered(config, list(paths.values()), adding)
         await adopt_domains(config, engine)

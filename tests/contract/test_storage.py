@@ -12,8 +12,8 @@ import pytest
 
 from aifs.core.errors import NotSupported, StoreError
 from aifs.data.directory_storage import DirectoryStorage
-from aifs.data.marker import FORMAT, NAME, Marker, encode_marker
-from aifs.data.storage import BACKUP, CLAIM, NEAR, Identity, Storage, StoredObject
+from aifs.data.marker import FORMAT, NAME, Identity, Marker, encode_marker
+from aifs.data.storage import BACKUP, CLAIM, NEAR, Storage, StoredObject
 from tests.support.data_servers import STORE, make_server
 from tests.support.memory_storage import BUCKETS, MemoryStorage
 

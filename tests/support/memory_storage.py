@@ -10,8 +10,8 @@ from itertools import count
 
 from aifs.core.errors import NotSupported, StoreError
 from aifs.data.marker import NAME as MARKER
-from aifs.data.marker import check_identity, decode_marker
-from aifs.data.storage import ForeignFile, Identity, Key, Space, Status, Storage, StoredObject
+from aifs.data.marker import Identity, Marker, check_identity, decode_marker, encode_marker
+from aifs.data.storage import ForeignFile, Key, Space, Status, Storage, StoredObject
 
 _TOTAL = 1 << 40
 
@@ -54,15 +54,21 @@ class MemoryStorage(Storage):
 
     # --- identity ---
 
+    def read_marker(self) -> Marker:
+        content = self._bucket.blobs.get(MARKER) if self._bucket.is_there else None
+        if content is None:
+            raise StoreError(f"{self.address}: is not a bucket of a store")
+        return decode_marker(content, self.address)
+
+    def mark(self, marker: Marker) -> None:
+        self._bucket.blobs[MARKER] = encode_marker(marker)
+
     def identify(self, identity: Identity, read_only: bool) -> None:
         self._identity = identity
         self._check_marker()
 
     def _check_marker(self) -> None:
-        content = self._bucket.blobs.get(MARKER) if self._bucket.is_there else None
-        if content is None:
-            raise StoreError(f"{self.address}: is not a bucket of a store")
-        marker = decode_marker(content, self.address)
+        marker = self.read_marker()
         if self._identity is not None:
             check_identity(self.address, marker, self._identity)
 
@@ -175,8 +181,7 @@ class MemoryStorage(Storage):
         return self._bucket.blobs.get(name)
 
     def put_blob(self, name: str, data: bytes, durable: bool = True) -> None:
-        if name != MARKER:
-            self.reach()
+        self.reach()
         self._bucket.blobs[name] = bytes(data)
 
     def list_blobs(self, prefix: str) -> dict[str, int]:

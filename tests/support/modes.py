@@ -5,7 +5,7 @@ time; bytes are passed through to it or go by way of the daemon; drained files a
 interleaved, plain, replicated or coded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -34,11 +34,15 @@ CONTAINER_SIZE = 64 << 10
 """Far below what may be configured, so that containers are filled, and compacted, by tests too."""
 
 
-def make_store(directory: Path, settings: Mapping[str, object], servers: int = 0) -> None:
+def make_store(
+    directory: Path, settings: Mapping[str, object], servers: int | Sequence[str] = 0
+) -> None:
     """An empty store in the missing ``directory``, which keeps its settings in itself, with so many
-    data servers (0: as many as by default)."""
+    data servers (0: as many as by default), or with those of these addresses."""
     directory.mkdir()
-    tree: dict = {"servers": [f"data/{number}" for number in range(servers)]} if servers else {}
+    if isinstance(servers, int):
+        servers = [f"data/{number}" for number in range(servers)]
+    tree: dict = {"servers": list(servers)} if servers else {}
     for key, value in ({"meta.backup_interval": "0"} | dict(settings)).items():
         section, _, name = key.partition(".")
         tree.setdefault(section, {})[name] = value if value or key != "burst.directories" else []

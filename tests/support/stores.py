@@ -4,7 +4,7 @@ drained, read.
 
 import json
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -38,7 +38,7 @@ async def opened(
     settings: Mapping[str, object] = MappingProxyType({}),
     *,
     base: Mapping[str, object] = modes.ON,
-    servers: int = 0,
+    servers: int | Sequence[str] = 0,
     sound: bool = True,
 ) -> AsyncIterator[Filesystem]:
     """The filesystem of the store in ``directory``, which is made where it is missing: with a
