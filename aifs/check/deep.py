@@ -250,8 +250,6 @@ class DeepCheck:
 
     def _describe(self, bad: _Bad) -> str:
         names = " or ".join(self._servers[number].name for number in bad.servers)
-        if bad.start == bad.end:
-            return f"its recipe, without which it cannot be rebuilt, on {names}"
         return f"bytes {bad.start} to {bad.end - 1}, on {names}"
 
     async def _tell_wrong(self, objects: _Objects, layout: Striped, wrong: set[int]) -> None:

@@ -224,7 +224,7 @@ def rows(wrong: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:
     return [
         (
             ", ".join(item["paths"]),
-            f"{item['start']}-{item['end'] - 1}" if item["start"] < item["end"] else "recipe",
+            f"{item['start']}-{item['end'] - 1}",
             ", ".join(map(str, item["servers"])),
             item["reason"],
         )

@@ -19,8 +19,6 @@ _SLICE = 512
 class User(NamedTuple):
     """A chunk that a file has in the container at ``start`` to ``end``: its bytes ``first`` to
     ``last``.
-
-    A recipe has no bytes of its file: it comes behind the last one.
     """
 
     start: int

@@ -2,7 +2,7 @@
 put together.
 """
 
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from aifs.data.containers.writer import Appended, ContainerWriter
 from aifs.data.servers import Servers
 from aifs.data.workers import gather
 from aifs.files.collector import Collector
-from aifs.layout.interleaved import Extent, Growth, container_layout
+from aifs.layout.interleaved import Extent, container_layout
 from aifs.layout.placement import ACTIVE, ALGORITHM, Candidate, spread
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.layout.striped import Striped
@@ -41,12 +41,12 @@ LISTED_AT_ONCE = 32 * CHUNKS_PER_RECORD
 
 
 class Stored(NamedTuple):
-    """Files in containers: their chunk lists, and what else is to be recorded with these
-    (``put_growth``).
+    """Files in containers: their chunk lists, and what is to be recorded with these (see
+    Appended).
     """
 
     lists: list[Chunks]
-    growth: list[Growth]
+    lost: dict[int, int]
 
 
 class Containers:
@@ -177,7 +177,7 @@ class Containers:
         async with self._writer.append(whole, slots) as appended:
             following = iter(appended.places)
             lists = [[None if piece is None else next(following) for piece in file] for file in cut]
-            yield Stored(lists, appended.growth)
+            yield Stored(lists, appended.lost)
 
     @asynccontextmanager
     async def append_pieces(
@@ -188,10 +188,10 @@ class Containers:
             yield appended
 
     async def list_extents(
-        self, oid: int, extents: Sequence[Extent], new: Collection[bytes], growth: Sequence[Growth]
+        self, oid: int, extents: Sequence[Extent], new: Collection[bytes], lost: Mapping[int, int]
     ) -> None:
         """Record the extent list of a file beforehand, if it is long, so that the flip is a short
-        transaction: ``Drained`` then has no extents. ``new`` and ``growth``: see ``put_loose``;
+        transaction: ``Drained`` then has no extents. ``new`` and ``lost``: see ``put_loose``;
         call this while what has been appended is pinned.
 
         Until the flip the list is garbage: the caller gives ``oid`` to the collector if there is
@@ -200,16 +200,16 @@ class Containers:
         start = 0
         for first in range(0, len(extents), LISTED_AT_ONCE):
             part = extents[first : first + LISTED_AT_ONCE]
-            await self._engine.transact(put_loose, oid, first, start, part, new, growth)
+            await self._engine.transact(put_loose, oid, first, start, part, new, lost)
             start += sum(extent.length for extent in part)
             faults.reach(_LISTED)
             await trio.lowlevel.checkpoint()
 
-    async def list_chunks(self, oid: int, listed: Chunks, growth: Sequence[Growth]) -> None:
+    async def list_chunks(self, oid: int, listed: Chunks, lost: Mapping[int, int]) -> None:
         """The same for a chunk list: ``Drained`` then has no chunks."""
         for first in range(0, len(listed), LISTED_AT_ONCE):
             part = listed[first : first + LISTED_AT_ONCE]
-            await self._engine.transact(chunks.put_loose, oid, first, part, growth)
+            await self._engine.transact(chunks.put_loose, oid, first, part, lost)
             faults.reach(_LISTED)
             await trio.lowlevel.checkpoint()
 

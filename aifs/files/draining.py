@@ -12,12 +12,10 @@ from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
-from aifs.data.containers.chunk_codec import FileRecord
 from aifs.data.containers.pieces import Source
 from aifs.data.objects.protected import ProtectedObjects
 from aifs.data.objects.striped import StripedObjects
 from aifs.data.servers import Servers
-from aifs.files import path_hints
 from aifs.files.collector import Collector
 from aifs.files.containers import LISTED_AT_ONCE, Containers
 from aifs.files.file_io import FileIO
@@ -149,32 +147,24 @@ class Drainer:
         self, files: list[Draining], servers: tuple[int, ...], redundancy: Redundancy
     ) -> None:
         try:
-            records = await self._engine.view(
-                path_hints.describe, [file.file.inode for file in files]
-            )
-            sources = [
-                await self._source(file, record)
-                for file, record in zip(files, records, strict=True)
-            ]
+            sources = [await self._source(file) for file in files]
             await self._mover.admit(sum(file.size for file in files))
             async with self._containers.append(sources, servers, redundancy) as stored:
                 for file, source, chunks in zip(files, sources, stored.lists, strict=True):
                     file.layout, file.oid, file.chunks = source.layout, source.oid, chunks
                     if len(chunks) > LISTED_AT_ONCE:  # no transaction should take long
                         file.garbage = file.oid
-                        await self._containers.list_chunks(file.oid, chunks, stored.growth)
+                        await self._containers.list_chunks(file.oid, chunks, stored.lost)
                         file.chunks = ()
-                await self._flips.flip(files, stored.growth)
+                await self._flips.flip(files, stored.lost)
         except FsError as error:
             # One that is cut or deleted meanwhile spoils it for the others.
             spoilt = any(file.cancelled for file in files)
             for file in files:
                 file.outcome = file.outcome or (Outcome.CHANGED if spoilt else error)
 
-    async def _source(self, draining: Draining, record: FileRecord) -> Source:
+    async def _source(self, draining: Draining) -> Source:
         asked = draining.policy.compress
         level = self._layout.compress if asked is None else asked
         oid = await self._ids.take()
-        return Source(
-            draining.ino, oid, draining.size, draining.copy.fd, Interleaved(CHUNK), level, record
-        )
+        return Source(draining.ino, oid, draining.size, draining.copy.fd, Interleaved(CHUNK), level)

@@ -6,7 +6,7 @@ if nothing had happened, and what had been made for it is garbage. The proof tha
 copy is a lease on it: handles that can write are known, but a mapping can outlive its handle.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum, auto
@@ -19,10 +19,11 @@ from aifs.files.collector import Collector
 from aifs.files.file_io import FileIO
 from aifs.files.open_inode import OpenInode
 from aifs.layout.hint import DEFAULT_POLICY
-from aifs.layout.interleaved import Extent, Growth, Interleaved
+from aifs.layout.interleaved import Extent, Interleaved
 from aifs.layout.striped import Striped
 from aifs.meta import forms
 from aifs.meta.chunk_lists import Chunks
+from aifs.meta.chunks import NOTHING_LOST
 from aifs.meta.forms import Drained
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
@@ -163,9 +164,12 @@ class Flips:
             await self._io.release(file)
 
     async def flip(
-        self, files: Sequence[Draining], growth: Sequence[Growth] = (), new: Collection[bytes] = ()
+        self,
+        files: Sequence[Draining],
+        lost: Mapping[int, int] = NOTHING_LOST,
+        new: Collection[bytes] = (),
     ) -> None:
-        """Make what has been copied count, of those that have not changed. ``growth`` and ``new``:
+        """Make what has been copied count, of those that have not changed. ``lost`` and ``new``:
         see forms.put_drained.
 
         Needs no gate: who changes a file cancels its drain first, and a transaction does not
@@ -189,7 +193,7 @@ class Flips:
             for d in unchanged
         ]
         try:
-            garbage = await self._engine.transact(forms.put_drained, after, growth, new)
+            garbage = await self._engine.transact(forms.put_drained, after, lost, new)
         except Stale:
             raise
         except FsError as error:

@@ -23,18 +23,11 @@ CHUNK = 1 << 20
 
 CHUNK_MAX = 4 << 20
 
-HEADER_BYTES = 76
+HEADER_BYTES = 64
 """Of the header before each chunk in a container (see data/containers/chunk_codec.py)."""
 
-RECORD_MAX = 320
-"""Of what is said of a file beside its chunks (see data/containers/chunk_codec.py)."""
-
-RECORDS_HEAD = HEADER_BYTES + 72
-"""Bytes before the first of these in a stripe, at most."""
-
-STRIPE = RECORDS_HEAD + 4 * (CHUNK + HEADER_BYTES + RECORD_MAX)
-"""Bytes, headers and records of files included, that are appended to one container at a time; more
-only where one chunk takes more."""
+STRIPE = 4 * (CHUNK + HEADER_BYTES)
+"""Bytes, headers included, that are appended to one container at a time."""
 
 UNIT = 64 << 10
 """The stripe unit of containers."""
@@ -82,17 +75,6 @@ class Extent(NamedTuple):
 def named(length: int, digest: bytes) -> Extent:
     """A shared chunk of which only the digest is known."""
     return Extent(length, Location(0, 0, 0, 0, length, 0, digest), True)
-
-
-class Growth(NamedTuple):
-    """What else has been appended to a container, beside chunks.
-
-    ``records``: bytes of records of files. ``lost``: mask of the columns that are not durable.
-    """
-
-    container: int
-    records: int
-    lost: int
 
 
 class Stripe(NamedTuple):
@@ -158,15 +140,15 @@ def padded(layout: Striped, length: int) -> int:
 def deal(sizes: Sequence[int], slots: int, start: int) -> list[Stripe]:
     """Chunks as stripes, in order: each as full as it gets, in the slot behind the last one's.
 
-    A slot is what takes one stripe at a time: a server, or a set of them. ``sizes`` include headers
-    and records. ``start``: the slot of the first stripe, taken modulo their number.
+    A slot is what takes one stripe at a time: a server, or a set of them. ``sizes`` include headers.
+    ``start``: the slot of the first stripe, taken modulo their number.
     """
     stripes: list[Stripe] = []
-    first, filled = 0, RECORDS_HEAD
+    first, filled = 0, 0
     for index, size in enumerate(sizes):
         if filled + size > STRIPE and index > first:
             stripes.append(Stripe((start + len(stripes)) % slots, first, index))
-            first, filled = index, RECORDS_HEAD
+            first, filled = index, 0
         filled += size
     if len(sizes) > first:
         stripes.append(Stripe((start + len(stripes)) % slots, first, len(sizes)))

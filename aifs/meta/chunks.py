@@ -14,19 +14,18 @@ Chunk lists: meta/chunk_lists.py; those whose chunks have different lengths: met
 Record, little-endian:
 
 container
-    u8 format=2, u64 length, u64 live bytes, u64 bytes of records of files, u32 stripe unit, u8
-    replicas, u8 parity columns, u8 number of columns, servers (u16 each, in the order of columns)
-    Format 1, which is still read, is u8 format=1, u16 server, u64 length, u64 live bytes: a plain
-    one.
+    u8 format=1, u64 length, u64 live bytes, u32 stripe unit, u8 replicas, u8 parity columns, u8
+    number of columns, servers (u16 each, in the order of columns)
 """
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import NamedTuple
 
 from aifs.core.errors import Unavailable
-from aifs.layout.interleaved import HEADER_BYTES, Growth, Location, container_layout, padded
+from aifs.layout.interleaved import HEADER_BYTES, Location, padded
 from aifs.layout.striped import Striped
 from aifs.meta import keys, servers, shared
 from aifs.meta.chunk_lists import (
@@ -44,23 +43,19 @@ from aifs.meta.degraded import drop_degraded, find_degraded, put_degraded
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import Garbage
 
-CONTAINER_FORMAT = 2
+CONTAINER_FORMAT = 1
 DROPPED_AT_ONCE = 32
 """Records of a chunk list that one transaction drops."""
 
-_CONTAINER = struct.Struct("<BQQQIBBB")
-_CONTAINER_1 = struct.Struct("<BHQQ")
+NOTHING_LOST: Mapping[int, int] = MappingProxyType({})
+
+_CONTAINER = struct.Struct("<BQQIBBB")
 
 
 class Container(NamedTuple):
-    """``records``: how many of its bytes say something of files; they are part of ``length``, and
-    nobody's live bytes.
-    """
-
     layout: Striped
     length: int
     live: int
-    records: int = 0
 
     def encode(self) -> bytes:
         layout, count = self.layout, len(self.layout.servers)
@@ -68,7 +63,6 @@ class Container(NamedTuple):
             CONTAINER_FORMAT,
             self.length,
             self.live,
-            self.records,
             layout.unit,
             layout.replicas,
             layout.parity,
@@ -80,17 +74,12 @@ class Container(NamedTuple):
 def decode_container(record: bytes) -> Container:
     """Raises Unavailable for a damaged record, as the other decoders do."""
     try:
-        if record[0] == 1:
-            _, server, length, live = _CONTAINER_1.unpack(record)
-            return Container(container_layout((server,)), length, live)
-        version, length, live, records, unit, replicas, parity, count = _CONTAINER.unpack_from(
-            record
-        )
+        version, length, live, unit, replicas, parity, count = _CONTAINER.unpack_from(record)
         layout = Striped(
             unit, struct.unpack(f"<{count}H", record[_CONTAINER.size :]), replicas, parity
         )
         if version == CONTAINER_FORMAT and unit and replicas and layout.width > 0:
-            return Container(layout, length, live, records)
+            return Container(layout, length, live)
     except (struct.error, IndexError):
         pass
     raise Unavailable("the record of a container is damaged")
@@ -122,13 +111,13 @@ def put_chunks(tx: Transaction, oid: int, chunks: Chunks) -> None:
 
 @grows
 def put_loose(
-    tx: Transaction, oid: int, first: int, chunks: Chunks, growth: Sequence[Growth] = ()
+    tx: Transaction, oid: int, first: int, chunks: Chunks, lost: Mapping[int, int] = NOTHING_LOST
 ) -> None:
     """Record the next part of a chunk list that no file names yet: chunks from number ``first`` on,
     a multiple of CHUNKS_PER_RECORD. As extents.put_loose, which says the rest."""
     tx.put(keys.loose(oid), b"")
     _put_list(tx, oid, first, chunks)
-    put_growth(tx, [grown._replace(records=0) for grown in growth if grown.lost])
+    put_lost(tx, lost)
 
 
 def _put_list(tx: Transaction, oid: int, first: int, chunks: Chunks) -> None:
@@ -138,27 +127,21 @@ def _put_list(tx: Transaction, oid: int, first: int, chunks: Chunks) -> None:
     count_in(tx, [place for place in chunks if place is not None])
 
 
-def put_growth(tx: Transaction, growth: Sequence[Growth]) -> None:
-    """Record what else an append has done to containers, in the transaction that records its
-    chunks: after these.
+def put_lost(tx: Transaction, lost: Mapping[int, int]) -> None:
+    """Record which columns of containers an append has not made durable (a mask by container), in
+    the transaction that records its chunks: after these.
     """
-    for container, records, lost in growth:
-        record = find_container(tx, container)
-        if record is not None:
-            tx.put(
-                keys.container(container),
-                record._replace(records=record.records + records).encode(),
-            )
-            if lost:
-                put_degraded(tx, container, 0, lost)
+    for container, columns in lost.items():
+        if find_container(tx, container) is not None:
+            put_degraded(tx, container, 0, columns)
 
 
-def put_dead(tx: Transaction, dead: Iterable[Location], growth: Sequence[Growth]) -> None:
+def put_dead(tx: Transaction, dead: Iterable[Location], lost: Mapping[int, int]) -> None:
     """Record an append of which no chunk is named: it counts as dead. Raises Unavailable for an
     unknown container.
     """
     count_in(tx, (), dead)
-    put_growth(tx, growth)
+    put_lost(tx, lost)
 
 
 def drop_chunks(tx: Transaction, oid: int) -> list[int]:
@@ -209,11 +192,13 @@ class Move(NamedTuple):
     new: Location
 
 
-def move_chunks(tx: Transaction, moves: Sequence[Move], growth: Sequence[Growth] = ()) -> list[int]:
+def move_chunks(
+    tx: Transaction, moves: Sequence[Move], lost: Mapping[int, int] = NOTHING_LOST
+) -> list[int]:
     """Point lists, and records of shared chunks, to the copies where they still name the old
     places; ids of containers that are garbage now.
 
-    ``growth``: what copying them has done to their new containers.
+    ``lost``: see put_lost.
     """
     done = [move for move in moves if not move.oid and shared.move(tx, move.old, move.new)]
     by_record: dict[tuple[int, int], list[Move]] = {}
@@ -234,7 +219,7 @@ def move_chunks(tx: Transaction, moves: Sequence[Move], growth: Sequence[Growth]
             done += current
     count_in(tx, [move.new for move in done])
     if done:
-        put_growth(tx, growth)
+        put_lost(tx, lost)
     return count_out(tx, [move.old for move in done])
 
 

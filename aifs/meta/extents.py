@@ -1,10 +1,8 @@
 """Extent lists of interleaved files whose chunks have different lengths and may be shared, as
 transaction functions.
 
-Records: meta/chunk_lists.py, format 2. An extent list covers its file without gaps; behind the last
-byte come *recipes*, chunks of the file's own of no bytes, which say in a container what the list is
-(data/containers/chunk_codec.py). Extent lists are dropped, and their own chunks moved, as chunk
-lists are (meta/chunks.py).
+Records: meta/chunk_lists.py, format 2. An extent list covers its file without gaps. Extent lists are
+dropped, and their own chunks moved, as chunk lists are (meta/chunks.py).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 
 from aifs.core.errors import Unavailable
-from aifs.layout.interleaved import HEADER_BYTES, Extent, Growth, Location
+from aifs.layout.interleaved import HEADER_BYTES, Extent, Location
 from aifs.meta import chunks, keys, shared
 from aifs.meta.chunk_lists import (
     CHUNKS_PER_RECORD,
@@ -121,12 +119,11 @@ def put_loose(
     start: int,
     extents: Sequence[Extent],
     new: Collection[bytes] = (),
-    growth: Sequence[Growth] = (),
+    lost: Mapping[int, int] = chunks.NOTHING_LOST,
 ) -> None:
     """Record the next part of an extent list that no file names yet: extents from number ``first``
     on, a multiple of CHUNKS_PER_RECORD, which begin at byte ``start``. See put_extents for the
-    rest. ``growth``: what appending the chunks has done to containers; of this only the columns
-    that have failed are recorded, the rest is the caller's to (put_growth).
+    rest. ``lost``: see chunks.put_lost.
 
     The list is *loose*: it is dropped again unless a file gets it (put_named). For long lists,
     since no transaction should take long.
@@ -136,7 +133,7 @@ def put_loose(
     tx.put(keys.loose(oid), b"")
     put_list(tx, oid, extents, first, start)
     chunks.count_in(tx, alive, dead)
-    chunks.put_growth(tx, [grown._replace(records=0) for grown in growth if grown.lost])
+    chunks.put_lost(tx, lost)
 
 
 def put_named(tx: Transaction, oid: int) -> None:
@@ -160,7 +157,7 @@ def put_list(
 
 
 def replace_shared(
-    tx: Transaction, places: Sequence[Location], growth: Sequence[Growth] = ()
+    tx: Transaction, places: Sequence[Location], lost: Mapping[int, int] = chunks.NOTHING_LOST
 ) -> list[int]:
     """Good copies of shared chunks that turned out to be bad have been appended: whoever names them
     gets these; ids of containers that are garbage now. One that nobody names any more is left
@@ -172,5 +169,5 @@ def replace_shared(
             alive.append(place)
             before.append(old)
     chunks.count_in(tx, alive, [place for place in places if place not in alive])
-    chunks.put_growth(tx, growth)
+    chunks.put_lost(tx, lost)
     return chunks.count_out(tx, before)

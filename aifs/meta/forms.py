@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from aifs.layout.interleaved import Extent, Growth, is_variable
+from aifs.layout.interleaved import Extent, is_variable
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys, namespace
 from aifs.meta.chunk_lists import Chunks
@@ -142,7 +142,7 @@ class Drained(NamedTuple):
     its bytes.
 
     ``durable``: the copy is on stable storage. ``digests``: those of a striped file. ``chunks``: of
-    an interleaved one, or, if that is variable, its ``extents`` with recipes; neither if they are
+    an interleaved one, or, if that is variable, its ``extents``; neither if they are
     on record as a loose list. ``lacking``: mask of the columns of a protected file that could not
     be written. ``due``: the file should be protected and is not.
     """
@@ -161,16 +161,16 @@ class Drained(NamedTuple):
 def put_drained(
     tx: Transaction,
     drained: Sequence[Drained],
-    growth: Sequence[Growth] = (),
+    lost: Mapping[int, int] = chunks.NOTHING_LOST,
     new: Collection[bytes] = (),
 ) -> list[int]:
     """The durable objects or chunks of ``inode.oid``, or inline bytes, are the files now; the ids
     of copies that are garbage now.
 
-    ``growth``: what else storing the chunks has done to containers. ``new``: digests of the shared
-    chunks that have been appended for these files and are not on record yet; extents that name them
-    have their places. Raises Stale, and changes nothing, if a shared chunk that an extent names is
-    neither new nor on record (any more).
+    ``lost``: see chunks.put_lost. ``new``: digests of the shared chunks that have been appended for
+    these files and are not on record yet; extents that name them have their places. Raises Stale,
+    and changes nothing, if a shared chunk that an extent names is neither new nor on record (any
+    more).
     """
     lists = {d.inode.oid: d.extents for d in drained if is_variable(d.inode.layout)}
     if lists:
@@ -197,7 +197,7 @@ def put_drained(
             garbage.append(namespace.discard_copy(tx, copy))
         else:
             namespace.put_copy(tx, inode.ino, copy, undrained=False, durable=durable, now=0)
-    chunks.put_growth(tx, growth)
+    chunks.put_lost(tx, lost)
     return garbage
 
 

@@ -132,14 +132,14 @@ class Compaction:
 
     async def _move(self, live: list[tuple[Found, Location]], slots: tuple[Striped, ...]) -> None:
         read = self._containers.files.read_stored
-        pieces = [StoredPiece(found.header, place, read, found.record) for found, place in live]
-        async with self._containers.append_pieces(pieces, slots) as (places, growth):
+        pieces = [StoredPiece(found.header, place, read) for found, place in live]
+        async with self._containers.append_pieces(pieces, slots) as (places, lost):
             faults.reach(_COPIED)
             moves = [
                 Move(found.header.oid, found.header.index, old, new)
                 for (found, old), new in zip(live, places, strict=True)
             ]
-            garbage = await self._engine.transact(chunks.move_chunks, moves, growth)
+            garbage = await self._engine.transact(chunks.move_chunks, moves, lost)
         faults.reach(_MOVED)
         for container in garbage:
             self._collector.add_garbage(container)
@@ -163,9 +163,8 @@ def _mostly_dead(
 
 
 def _is_worth_it(record: Container, above: float) -> bool:
-    total = record.length - record.records  # which go with their chunks
-    needed = record.live + record.records * record.live // max(total, 1)
-    return total - record.live > above * total and padded(record.layout, needed) < record.length
+    dead = record.length - record.live
+    return dead > above * record.length and padded(record.layout, record.live) < record.length
 
 
 def _is_open(tx: ReadTransaction, container: int) -> bool:

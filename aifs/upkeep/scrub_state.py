@@ -148,13 +148,11 @@ async def note(engine: Engine, state: State, lost: list[Lost]) -> None:
             entry["inode"] == item.ino and entry["object"] == item.oid for entry in state.wrong
         ):
             where = ", ".join(map(str, item.servers))
-            what = (
-                f"bytes {item.start} to {item.end - 1}" if item.start < item.end else "its recipe"
-            )
             _log.error(
-                "scrub: %s: %s, on data servers %s: %s",
+                "scrub: %s: bytes %d to %d, on data servers %s: %s",
                 _printable(names[0]),
-                what,
+                item.start,
+                item.end - 1,
                 where,
                 item.reason,
             )

@@ -38,8 +38,7 @@ _AHEAD = 32  # MiBs that a window has at most
 
 class Lost(NamedTuple):
     """Bytes ``start`` to ``end`` - 1 of a file (``ino`` 0: of the container ``oid``) that are not
-    repaired, and the servers that they lie on; none of them, but a recipe, where the two are the
-    same. ``for_good``: and cannot be."""
+    repaired, and the servers that they lie on. ``for_good``: and cannot be."""
 
     ino: int
     oid: int

@@ -248,16 +248,13 @@ async def found_in(made: Shelf, container: int) -> list[tuple[Location | None, b
     scan = ContainerScan(made.files, container, made.table[container], made.ends[container])
     found = []
     while some := await scan.following():
-        found += [
-            (container, chunk.offset, chunk.header.oid, chunk.header.index, chunk.record.path)
-            for chunk in some
-        ]
+        found += [(container, chunk.offset, chunk.header.oid, chunk.header.index) for chunk in some]
     return found
 
 
 def expected_in(made: Shelf) -> set[tuple]:
     return {
-        (place.container, place.offset, oid, index, b"copy%d" % oid)
+        (place.container, place.offset, oid, index)
         for oid, file in made.lists.items()
         for index, place in enumerate(file)
         if place

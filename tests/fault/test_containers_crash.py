@@ -23,8 +23,7 @@ from aifs.core.config import load
 from aifs.core.tasks import first_error
 from aifs.core.upkeep import Upkeep
 from aifs.data import health
-from aifs.data.containers import pieces
-from aifs.data.containers.chunk_codec import FileRecord, digest_of
+from aifs.data.containers.chunk_codec import digest_of
 from aifs.data.containers.pieces import HashedPiece, Source
 from aifs.data.containers.scan import ContainerScan
 from aifs.data.objects.striped import delete_objects
@@ -37,7 +36,6 @@ from aifs.files.containers import Containers
 from aifs.layout.interleaved import (
     HEADER_BYTES,
     Extent,
-    Growth,
     Interleaved,
     container_layout,
     named,
@@ -64,7 +62,6 @@ ROW = container_layout((0, 1, 2), Redundancy(1, 2, 1)).row
 CHUNK = 16384
 LAYOUT = Interleaved(CHUNK)
 VARIABLE = Interleaved(CHUNK, variable=True)
-RECORD = FileRecord(0, 0, 0, 0o100644, 0, 0, 0, 0, 0, b"a/path")
 POINTS = [
     name
     for name in sorted(faults.POINTS)
@@ -151,11 +148,11 @@ class Mounted:
         inos = [await self.ids.take() for _ in contents]
         oids = [await self.ids.take() for _ in contents]
         sources = [
-            Source(ino, oid, len(content), fd_of(content), LAYOUT, ino % 2, RECORD)
+            Source(ino, oid, len(content), fd_of(content), LAYOUT, ino % 2)
             for ino, oid, content in zip(inos, oids, contents, strict=True)
         ]
-        async with self.containers.append(sources, (), self.redundancy) as (lists, growth):
-            await self.engine.transact(put_files, sources, lists, growth)
+        async with self.containers.append(sources, (), self.redundancy) as (lists, lost):
+            await self.engine.transact(put_files, sources, lists, lost)
         return inos
 
     async def share(self, contents: list[bytes], fd_of: "Copies") -> list[int]:
@@ -173,36 +170,25 @@ class Mounted:
                 part = content[start : start + step]
                 piece = HashedPiece(fd, ino, start, len(part), digest_of(part), ino % 2)
                 if ino % 3 == 0 and not rows:
-                    piece = piece._replace(oid=oid, index=0, chunk=CHUNK)
+                    piece = piece._replace(oid=oid, index=0)
                 wanted.setdefault((piece.digest, piece.oid), piece)
                 rows.append(Extent(len(part), named(len(part), piece.digest).place, not piece.oid))
             lists.append(rows)
         known = await self.engine.view(shared.find_all_shared, {digest for digest, _ in wanted})
         new = {key: piece for key, piece in wanted.items() if key[1] or key[0] not in known}
         slots = self.containers.slots(self.redundancy)
-        async with self.containers.append_pieces(list(new.values()), slots) as (places, growth):
+        async with self.containers.append_pieces(list(new.values()), slots) as (places, lost):
             found = {key: place for key, place in zip(new, places, strict=True)}
             for oid, rows in zip(oids, lists, strict=True):
                 for index, extent in enumerate(rows):
                     place = found.get((extent.digest, 0 if extent.shared else oid), extent.place)
                     rows[index] = extent._replace(place=place)
-            recipes = [
-                recipe
-                for ino, oid, rows in zip(inos, oids, lists, strict=True)
-                for recipe in pieces.recipes(ino, oid, VARIABLE, rows, RECORD)
-            ]
-            async with self.containers.append_pieces(recipes, slots) as (recipe_places, more):
-                following = iter(recipe_places)
-                whole = [pieces.with_recipes(rows, [next(following)]) for rows in lists]
-                digests = frozenset(digest for digest, owner in new if not owner)
-                growth = [*growth, *more]
-                for number, oid in enumerate(oids):
-                    if inos[number] % 4 == 0:  # as long ones are
-                        await self.containers.list_extents(oid, whole[number], digests, growth)
-                        whole[number] = []
-                await self.engine.transact(
-                    put_extent_lists, inos, oids, contents, whole, growth, digests
-                )
+            digests = frozenset(digest for digest, owner in new if not owner)
+            for number, oid in enumerate(oids):
+                if inos[number] % 4 == 0:  # as long ones are
+                    await self.containers.list_extents(oid, lists[number], digests, lost)
+                    lists[number] = []
+            await self.engine.transact(put_extent_lists, inos, oids, contents, lists, lost, digests)
         return inos
 
     async def delete(self, ino: int) -> None:
@@ -254,7 +240,7 @@ class Copies:
 
 
 def put_files(
-    tx: Transaction, sources: list[Source], lists: list[chunks.Chunks], growth: list[Growth]
+    tx: Transaction, sources: list[Source], lists: list[chunks.Chunks], lost: dict[int, int]
 ) -> None:
     for source, places in zip(sources, lists, strict=True):
         chunks.put_chunks(tx, source.oid, places)
@@ -274,7 +260,7 @@ def put_files(
             layout=source.layout,
         )
         namespace.put_inode(tx, inode)
-    chunks.put_growth(tx, growth)
+    chunks.put_lost(tx, lost)
 
 
 def put_extent_lists(
@@ -283,7 +269,7 @@ def put_extent_lists(
     oids: list[int],
     contents: list[bytes],
     lists: list[list[Extent]],
-    growth: list[Growth],
+    lost: dict[int, int],
     new: frozenset[bytes],
 ) -> None:
     extents.put_extents(tx, dict(zip(oids, lists, strict=True)), new)
@@ -291,7 +277,7 @@ def put_extent_lists(
         extents.put_named(tx, oid)
         inode = Inode(ino, 0o100644, 0, 0, 1, 0, len(content), 0, 0, 0, 0, oid=oid, layout=VARIABLE)
         namespace.put_inode(tx, inode)
-    chunks.put_growth(tx, growth)
+    chunks.put_lost(tx, lost)
 
 
 def delete_file(tx: Transaction, ino: int) -> list[int]:
@@ -561,7 +547,7 @@ async def test_who_uses_a_container(root: Path) -> None:
                 found.setdefault(user.ino, set()).add((user.first, user.last))
         size = CHUNK + 1050
         for ino in inos[:-1]:
-            assert found[ino] == {(0, CHUNK - 1), (CHUNK, size - 1), (size, size - 1)}
+            assert found[ino] == {(0, CHUNK - 1), (CHUNK, size - 1)}
         assert found[inos[-1]] == {(0, CHUNK - 1), (CHUNK, 2 * CHUNK - 1), (2 * CHUNK, 2 * CHUNK)}
     copies.close()
 
@@ -586,8 +572,8 @@ async def test_a_bad_chunk_is_replaced_for_all_who_name_it(root: Path) -> None:
             file.write(b"damage")
         piece = HashedPiece(copies(batch[0]), 1, 0, 12000, digest, 0)
         slots = mount.containers.slots(mount.redundancy)
-        async with mount.containers.append_pieces([piece], slots) as (places, growth):
-            await mount.engine.transact(extents.replace_shared, places, growth)
+        async with mount.containers.append_pieces([piece], slots) as (places, lost):
+            await mount.engine.transact(extents.replace_shared, places, lost)
         assert (
             (await mount.engine.view(shared.find_shared, digest)).references == known.references > 1
         )
@@ -642,12 +628,13 @@ async def test_a_file_deleted_while_its_chunks_move(
         for ino in inos[::2]:
             await mount.delete(ino)
         victim, deleted = inos[1], []
+        oid = (await mount.engine.view(namespace.get_inode, victim)).oid
         original = vfs_containers.Containers.append_pieces
 
         @asynccontextmanager
         async def append_pieces(self, pieces, slots):
             async with original(self, pieces, slots) as appended:
-                if any(piece.header.ino == victim for piece in pieces):
+                if any(piece.header.oid == oid for piece in pieces):
                     await mount.delete(victim)
                     deleted.append(victim)
                 yield appended

@@ -14,9 +14,7 @@ import trio
 
 from aifs.check.fsck import check
 from aifs.core.errors import NoSpace
-from aifs.data.containers.scan import ContainerScan
 from aifs.files.draining import Draining
-from aifs.files.types import ROOT
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.placement import DRAINING
 from aifs.meta import chunks, keys, servers
@@ -265,25 +263,6 @@ async def test_unfilled_containers_of_an_earlier_mount_are_sealed(directory, kin
         assert not await fs.store.engine.view(chunks.open_containers)
         files |= await write_files(fs, some(2))
         await expect(fs, files)
-
-
-@redundant
-async def test_containers_say_whose_chunks_they_hold(directory, kind):
-    async with mounted(directory, kind) as fs:
-        below = await fs.mkdir(ROOT_INO, b"below", 0o755, ROOT)
-        ino = await write_file(fs, b"first", b"x" * 5000, below.ino)
-        await fs.rename(below.ino, b"first", below.ino, b"second", 0)
-        files = await write_files(fs, {b"top": b"y" * 7000})
-        await drained(fs, ino)
-        said = {}
-        for container, record in (await table(fs)).items():
-            scan = ContainerScan(fs.containers.files, container, record.layout, record.length)
-            while found := await scan.following():
-                said |= {chunk.header.ino: chunk.record for chunk in found}
-        assert said[ino].path == b"/below/second"
-        assert (said[ino].mode, said[ino].size, said[ino].count) == (0o100644, 5000, 1)
-        [top] = files
-        assert said[top].path == b"/top"
 
 
 @redundant

@@ -21,7 +21,7 @@ from aifs.core.tasks import first_error
 from aifs.data.containers.chunk_codec import digest_of
 from aifs.layout.interleaved import HEADER_BYTES
 from aifs.layout.redundancy import PLAIN, Redundancy
-from aifs.meta import chunks, extents, keys
+from aifs.meta import chunks, keys
 from aifs.meta import shared as shared_records
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs import Caller, Filesystem, open_filesystem
@@ -340,30 +340,6 @@ def test_what_a_plain_chunk_has_lost_is_named_for_all_its_users(
         ("wrong-checksum", "/first"),
         ("wrong-checksum", "/second"),
     }
-    caplog.clear()
-
-
-def test_a_lost_recipe_is_named_and_costs_no_bytes(
-    source: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    make(source, {"data.verify": "read"})
-    pair = Pair()
-
-    async def work(fs: Filesystem) -> dict[str, Any]:
-        await pair.save(fs, PLAIN)
-        oid = (await fs.getattr(pair.inos[b"first"])).oid
-        _, _, rows = await fs.store.engine.view(extents.get_extents, oid, 0)
-        container, at = rows[-1].place.container, rows[-1].place.offset + HEADER_BYTES
-        record = await fs.store.engine.view(chunks.find_container, container)
-        path = Path(fs.store.servers[record.layout.servers[0]].object_path(0, container))
-        spoil(path, path.read_bytes()[at : at + 32])
-        status = await scrub(fs)
-        await pair.compare(fs)
-        return status
-
-    [wrong] = use(source, work)["wrong"]
-    assert (wrong["paths"], wrong["start"], wrong["end"]) == (["/first"], SIZE + 5000, SIZE + 5000)
-    assert "/first: its recipe, on data servers" in caplog.text
     caplog.clear()
 
 

@@ -16,7 +16,7 @@ from tests.support import gpt
 
 RANKS = 4
 OF_BYTES, PER_FILE = 0.03, 64 << 10
-"""What metadata may take: names and headers of tensors, recipes, headers and padding of chunks."""
+"""What metadata may take: names and headers of tensors, headers and padding of chunks."""
 
 
 @pytest.fixture(scope="module")

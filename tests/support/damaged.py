@@ -133,7 +133,7 @@ class DamagedStore:
         private = Segment(os.urandom(70), is_shared=False)
         contents = {
             "/a/first": [COMMON, private, *[Segment(bytes(UNIT))] * 150, COMMON],
-            "/z/other": [Segment(os.urandom(500)), COMMON],
+            "/z/other": [Segment(os.urandom(500), is_shared=False), COMMON],
         }
         for path in contents:
             self.ino[path] = (await fs.mknod(*self._place(path), 0o100644, 0, NOBODY)).ino
@@ -275,7 +275,7 @@ class DamagedStore:
         )
 
     def shared_container(self) -> tuple[int, Path]:
-        """Number and path of the container that all shared chunks lie in, beside the recipe of
+        """Number and path of the container that all shared chunks lie in, beside the own chunk of
         /z/other.
         """
         oid = self.inode("/z/other").oid

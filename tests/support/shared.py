@@ -10,11 +10,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from aifs.core.errors import Stale
-from aifs.data.containers import pieces
 from aifs.data.containers.chunk_codec import digest_of
 from aifs.data.containers.pieces import HashedPiece
-from aifs.files import path_hints
-from aifs.layout.interleaved import Extent, Growth, Interleaved, Location, named
+from aifs.layout.interleaved import Extent, Interleaved, Location, named
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, extents, namespace, shared
@@ -120,43 +118,27 @@ async def _store(
             elif segment.is_shared and digest in new:
                 rows.append(new[digest])
             else:
-                own = (
-                    {}
-                    if segment.is_shared
-                    else {"oid": oids[ino], "index": len(rows), "chunk": chunk}
-                )
+                own = {} if segment.is_shared else {"oid": oids[ino], "index": len(rows)}
                 if segment.is_shared:
                     new[digest] = len(to_store)
                 rows.append(len(to_store))
                 to_store.append(HashedPiece(fd, ino, at, length, digest, level, **own))
             at += length
-    async with fs.containers.append_pieces(to_store, slots) as (places, growth):
+    async with fs.containers.append_pieces(to_store, slots) as (places, lost):
         whole = {
             ino: [_extent(row, to_store, places) for row in rows] for ino, rows in lists.items()
         }
         inodes = [replace(await fs.getattr(ino), mtime_ns=time.time_ns()) for ino in contents]
-        records = await engine.view(path_hints.describe, inodes)
         layout = Interleaved(chunk, variable=True)
-        recipes = [
-            pieces.recipes(ino, oids[ino], layout, rows, record)
-            for (ino, rows), record in zip(whole.items(), records, strict=True)
-        ]
-        every = [piece for part in recipes for piece in part]
-        async with fs.containers.append_pieces(every, slots) as (recipe_places, more):
-            following = iter(recipe_places)
-            full = {
-                ino: pieces.with_recipes(rows, [next(following) for _ in part])
-                for (ino, rows), part in zip(whole.items(), recipes, strict=True)
-            }
-            mtimes = {inode.ino: inode.mtime_ns for inode in inodes}
-            args = layout, oids, mtimes, full, frozenset(new), [*growth, *more]
-            try:
-                garbage = await engine.transact(_record, *args)
-            except Stale:
-                return False
-            for oid in garbage:
-                fs.collector.add_garbage(oid)
-            return True
+        mtimes = {inode.ino: inode.mtime_ns for inode in inodes}
+        args = layout, oids, mtimes, whole, frozenset(new), lost
+        try:
+            garbage = await engine.transact(_record, *args)
+        except Stale:
+            return False
+        for oid in garbage:
+            fs.collector.add_garbage(oid)
+        return True
 
 
 def _extent(
@@ -174,7 +156,7 @@ def _record(
     mtimes: Mapping[int, int],
     lists: Mapping[int, Sequence[Extent]],
     new: frozenset[bytes],
-    growth: Sequence[Growth],
+    lost: Mapping[int, int],
 ) -> list[int]:
     garbage: list[int] = []
     extents.put_extents(tx, {oids[ino]: rows for ino, rows in lists.items()}, new)
@@ -188,7 +170,7 @@ def _record(
             sum(extent.length for extent in rows),
         )
         namespace.put_inode(tx, inode)
-    chunks.put_growth(tx, growth)
+    chunks.put_lost(tx, lost)
     return garbage
 
 

@@ -10,7 +10,7 @@ import trio
 
 from aifs.core.budget import Budget
 from aifs.data.containers import pieces
-from aifs.data.containers.chunk_codec import FileRecord, digest_of
+from aifs.data.containers.chunk_codec import digest_of
 from aifs.data.containers.chunked import ChunkedObjects
 from aifs.data.containers.files import ContainerFiles
 from aifs.data.containers.pieces import Source
@@ -20,7 +20,6 @@ from aifs.data.servers import Servers
 from aifs.layout.interleaved import (
     HEADER_BYTES,
     Extent,
-    Growth,
     Interleaved,
     Location,
     container_layout,
@@ -108,14 +107,13 @@ class Shelf:
     def changed(self, container: int, layout: Striped) -> None:
         self.files.changed(container, layout)
 
-    def record(self, places, growth: list[Growth]) -> None:
+    def record(self, places, lost: dict[int, int]) -> None:
         """What the transaction does that records an append."""
         for place in filter(None, places):
             end = padded(self.table[place.container], place.offset + HEADER_BYTES + place.stored)
             self.ends[place.container] = max(self.ends.get(place.container, 0), end)
-        for container, _, lost in growth:
-            if lost:
-                self.lost[container] = self.lost.get(container, 0) | lost
+        for container, columns in lost.items():
+            self.lost[container] = self.lost.get(container, 0) | columns
 
     @contextmanager
     def sources(self, contents: dict[int, bytes], chunk: int = 65536, level: int = 0):
@@ -130,10 +128,7 @@ class Shelf:
                             file.write(content[start : start + 4096])
                     file.truncate(len(content))
                 fd = os.open(path, os.O_RDONLY)
-                record = FileRecord(0, 0, 0, 0o100644, 1, 2, 3, 0, 0, b"copy%d" % oid)
-                sources.append(
-                    Source(oid + 1, oid, len(content), fd, Interleaved(chunk), level, record)
-                )
+                sources.append(Source(oid + 1, oid, len(content), fd, Interleaved(chunk), level))
             yield sources
         finally:
             for source in sources:
@@ -145,10 +140,10 @@ class Shelf:
         with self.sources(contents, chunk, level) as sources:
             cut = [pieces.cut(source) for source in sources]
             whole = [piece for file in cut for piece in file if piece is not None]
-            async with self.writer.append(whole, self.slots) as (places, growth):
+            async with self.writer.append(whole, self.slots) as (places, lost):
                 following = iter(places)
                 if keep:
-                    self.record(places, growth)
+                    self.record(places, lost)
                 for source, file in zip(sources, cut, strict=True):
                     chunks = [None if piece is None else next(following) for piece in file]
                     if keep:
@@ -172,7 +167,7 @@ class Shelf:
                     if not part.strip(b"\0"):
                         some.append(Extent(len(part)))
                     else:
-                        own = (source.oid, len(some), chunk) if len(some) % 5 == 4 else (0, 0, 0)
+                        own = (source.oid, len(some)) if len(some) % 5 == 4 else (0, 0)
                         piece = pieces.HashedPiece(
                             source.fd, source.ino, start, len(part), digest_of(part), level, *own
                         )
@@ -184,25 +179,20 @@ class Shelf:
             new = {
                 key: piece for key, piece in wanted.items() if key[1] or key[0] not in self.shared
             }
-            async with self.writer.append(list(new.values()), self.slots) as (places, growth):
-                self.record(places, growth)
+            async with self.writer.append(list(new.values()), self.slots) as (places, lost):
+                self.record(places, lost)
                 found = dict(zip(new, places, strict=True))
                 self.shared |= {key[0]: place for key, place in found.items() if not key[1]}
             for source in sources:
                 placed = []
                 for index, extent in enumerate(lists[source.oid]):
-                    key = (extent.digest, source.oid, index, chunk)
+                    key = (extent.digest, source.oid, index)
                     place = self.shared[extent.digest] if extent.shared else found.get(key)
                     placed.append(extent._replace(place=place))
-                recipes = pieces.recipes(source.ino, source.oid, layout, placed, source.record)
-                async with self.writer.append(recipes, self.slots) as (places, growth):
-                    self.record(places, growth)
-                    self.layouts[source.oid] = layout
-                    self.extents[source.oid] = pieces.with_recipes(placed, places)
-                    self.lists[source.oid] = [
-                        None if extent.shared else extent.place
-                        for extent in self.extents[source.oid]
-                    ]
+                self.layouts[source.oid], self.extents[source.oid] = layout, placed
+                self.lists[source.oid] = [
+                    None if extent.shared else extent.place for extent in placed
+                ]
 
     def objects(self, oid: int) -> ChunkedObjects:
         async def load(index: int):

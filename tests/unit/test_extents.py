@@ -7,12 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aifs.core.errors import NotFound, Stale, Unavailable
-from aifs.data.containers import pieces
-from aifs.data.containers.chunk_codec import RECIPE_EXTENTS, FileRecord, pack_recipe, unpack_recipe
 from aifs.layout.interleaved import (
     HEADER_BYTES,
     Extent,
-    Growth,
     Interleaved,
     Location,
     container_layout,
@@ -40,12 +37,11 @@ GOLDEN_LIST = (
     "0203010010000000000000"
     "0700000000000000"
     "0200"
-    "3602000000000000"
+    "2a02000000000000"
     "ff0000000000010000"
     "fe00004000" + "02" * 32 + "0001ea010000e80300005700000000000000" + "01" * 32
 )
 GOLDEN_SHARED = "01070000000000000057000000000000000a00000064000000010300000000000000"
-GOLDEN_RECIPE = "01020000000000000009000000000000000000000000010080e803000000000000" + "01" * 32
 
 digests = st.binary(min_size=32, max_size=32)
 own = st.builds(
@@ -95,10 +91,6 @@ def test_anything_else_is_damage(record):
             pass
     with pytest.raises(Unavailable):
         shared.decode_shared(bytes(32), record)
-    try:
-        unpack_recipe(record)
-    except ValueError:
-        pass
 
 
 def test_golden_records():
@@ -106,44 +98,9 @@ def test_golden_records():
     some = [Extent(1 << 40), named(4 << 20, b"\2" * 32), Extent(1000, place)]
     assert encode_extents(1 << 12, some).hex() == GOLDEN_LIST
     assert Shared(Location(0, 7, 0x57, 10, 100, 1, bytes(32)), 3).encode().hex() == GOLDEN_SHARED
-    assert pack_recipe(2, 9, [(1 << 40, b""), (1000, b"\1" * 32)]).hex() == GOLDEN_RECIPE
     inode = Inode(5, 0o100644, 0, 0, 1, 0, 9, 0, 0, 0, 0, oid=7, layout=Interleaved(4 << 20, True))
     assert inode.encode()[1] == 5
     assert decode_inode(5, inode.encode()) == inode
-
-
-@given(
-    st.integers(0, 1 << 40),
-    st.integers(0, 1 << 40),
-    st.lists(st.tuples(st.integers(0, 1 << 60), st.just(b"") | digests)),
-)
-def test_recipe_round_trip(first, count, told):
-    body = pack_recipe(first, count, told)
-    assert unpack_recipe(body) == (first, count, told)
-    for damaged in (body[:-1], body + b"\0", b"\2" + body[1:], b""):
-        with pytest.raises(ValueError):
-            unpack_recipe(damaged)
-
-
-def test_recipes_of_a_long_list_are_several():
-    count = RECIPE_EXTENTS + 5
-    place = Location(0, 7, 0, 9, 9, 0, b"\1" * 32)
-    some = [named(10, bytes(32)) for _ in range(count - 2)] + [Extent(20), Extent(9, place)]
-    record = FileRecord(0, 0, 0, 0o100644, 1, 2, 3, 0, 0, b"path")
-    made = pieces.recipes(3, 4, Interleaved(4 << 20, True), some, record)
-    assert [piece.index for piece in made] == [count, count + 1]
-    told = [unpack_recipe(piece.body) for piece in made]
-    assert [(recipe.first, recipe.count) for recipe in told] == [
-        (0, count),
-        (RECIPE_EXTENTS, count),
-    ]
-    assert [*told[0].extents, *told[1].extents] == [
-        (extent.length, extent.digest) for extent in some
-    ]
-    size = 10 * (count - 2) + 29
-    assert {piece.record for piece in made} == {
-        record._replace(ino=3, oid=4, size=size, chunk=4 << 20, count=3)
-    }  # one chunk of its own, and two recipes
 
 
 class Reads:
@@ -161,7 +118,7 @@ class Reads:
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=900), st.data())
 async def test_extents_are_found_by_offset(lengths, data):
     engine = MemoryEngine()
-    whole = [Extent(length) for length in lengths] + [Extent(0)]  # recipes have no length
+    whole = [Extent(length) for length in lengths]
     await engine.transact(extents.put_list, 1, whole)
 
     def look(tx) -> None:
@@ -364,7 +321,7 @@ async def test_a_chunk_that_has_gone_spoils_the_flip_and_nothing_else():
     with pytest.raises(NotFound):
         await engine.view(namespace.get_inode, 20)
     again = good._replace(inode=inode(21), copy=Copy(0, 121))
-    assert await engine.transact(forms.put_drained, [good, again], [], {b"\1" * 32}) == [120, 121]
+    assert await engine.transact(forms.put_drained, [good, again], {}, {b"\1" * 32}) == [120, 121]
     record = await engine.view(shared.find_shared, b"\1" * 32)
     assert record == Shared(place._replace(server=0), 2)
     assert await engine.view(shared.find_all_shared, [b"\1" * 32, b"\2" * 32]) == {
@@ -379,15 +336,13 @@ async def test_a_long_list_is_loose_until_a_file_has_it():
     place = Location(1, 7, 0, 9, 9, 0, b"\1" * 32)
     some = [Extent(9, place, True)] * CHUNKS_PER_RECORD
     for first in (0, CHUNKS_PER_RECORD):
-        await engine.transact(
-            extents.put_loose, 1, first, 9 * first, some, {place.digest}, [Growth(7, 5, 2)]
-        )
+        await engine.transact(extents.put_loose, 1, first, 9 * first, some, {place.digest}, {7: 2})
     await engine.transact(
         extents.put_loose, 1, 2 * CHUNKS_PER_RECORD, 18 * CHUNKS_PER_RECORD, [Extent(1)]
     )
     assert (await engine.view(shared.find_shared, place.digest)).references == 2 * CHUNKS_PER_RECORD
     container, lost = await engine.view(chunks.find_readable, 7)
-    assert (container.live, container.records, lost) == (HEADER_BYTES + 9, 0, 2)
+    assert (container.live, lost) == (HEADER_BYTES + 9, 2)
     assert (await engine.view(extents.get_extents, 1, 18 * CHUNKS_PER_RECORD))[2] == [Extent(1)]
     assert await engine.view(lambda tx: tx.get(keys.loose(1))) is not None
     with pytest.raises(Stale):
@@ -396,7 +351,7 @@ async def test_a_long_list_is_loose_until_a_file_has_it():
     inode = Inode(
         20, 0o100644, 0, 0, 1, 0, 9, 0, 0, 0, 0, oid=1, layout=Interleaved(4096, variable=True)
     )
-    await engine.transact(forms.put_drained, [Drained(inode, Copy(0, 120), True)], [])
+    await engine.transact(forms.put_drained, [Drained(inode, Copy(0, 120), True)], {})
     assert await engine.view(lambda tx: tx.get(keys.loose(1))) is None
     await engine.transact(chunks.seal_container, 7)
     assert await engine.transact(chunks.drop_chunks, 1) == [7]

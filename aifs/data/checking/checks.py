@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from aifs.core.errors import FsError, Unavailable
 from aifs.data.checking.digests import DIGEST_BYTES, HASHED
-from aifs.data.containers.chunk_codec import RECORDS, decode, digest_of, is_padding, unpack_header
+from aifs.data.containers.chunk_codec import decode, digest_of, is_padding, unpack_header
 from aifs.data.server import DataServer
 from aifs.data.storage import Key
 from aifs.layout.interleaved import CHUNK_MAX, HEADER_BYTES
@@ -62,8 +62,7 @@ class ContainerCheck:
         if len(data) < end:
             return None
         try:
-            stored = data[HEADER_BYTES:end]
-            raw = stored if header.codec == RECORDS else decode(stored, header.codec, header.raw)
+            raw = decode(data[HEADER_BYTES:end], header.codec, header.raw)
             return end, digest_of(raw) == header.digest
         except ValueError:
             return end, False

@@ -4,21 +4,20 @@ container.
 
 import errno
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from aifs.core import files
 from aifs.core.errors import Unavailable, from_oserror
 from aifs.data.containers import chunk_codec
-from aifs.data.containers.chunk_codec import RECIPE, RECIPE_EXTENTS, FileRecord, Header
-from aifs.layout.interleaved import HEADER_BYTES, RECORD_MAX, Extent, Interleaved, Location
+from aifs.data.containers.chunk_codec import Header
+from aifs.layout.interleaved import HEADER_BYTES, Interleaved, Location
 
 
 class Source(NamedTuple):
     """A file to be stored as it is. Nobody changes it meanwhile.
 
     ``fd``: open for reading, of ``size`` bytes. ``level``: of zstd, 0 for no compression.
-    ``record``: what is to be said of it in the container; its sizes and counts are filled in.
     """
 
     ino: int
@@ -27,7 +26,6 @@ class Source(NamedTuple):
     fd: int
     layout: Interleaved
     level: int
-    record: FileRecord | None = None
 
 
 class FilePiece(NamedTuple):
@@ -35,19 +33,18 @@ class FilePiece(NamedTuple):
 
     source: Source
     index: int
-    record: FileRecord | None = None
 
     @property
     def space(self) -> int:
-        """Bytes of a container that it takes at most, with the record of its file."""
-        return HEADER_BYTES + RECORD_MAX + self.source.layout.length(self.index, self.source.size)
+        """Bytes of a container that it takes at most."""
+        return HEADER_BYTES + self.source.layout.length(self.index, self.source.size)
 
     def fill(self, memory: memoryview) -> Header:
         """Make the beginning of ``memory`` the chunk. Blocks. Raises Unavailable."""
-        ino, oid, size, fd, layout, level, _ = self.source
+        ino, oid, size, fd, layout, level = self.source
         length = layout.length(self.index, size)
         _read(fd, ino, memory[HEADER_BYTES : HEADER_BYTES + length], self.index * layout.chunk)
-        return chunk_codec.encode(memory, length, level, ino, oid, self.index, layout.chunk)
+        return chunk_codec.encode(memory, length, level, oid, self.index)
 
 
 class HashedPiece(NamedTuple):
@@ -56,7 +53,7 @@ class HashedPiece(NamedTuple):
 
     ``fd``: open for reading. ``ino``: of whose burst copy that is, for errors. ``level``: of zstd,
     0 for no compression. It becomes a shared chunk, or, with ``oid``, extent ``index`` of that
-    file, whose largest chunk is ``chunk``.
+    file.
     """
 
     fd: int
@@ -67,42 +64,16 @@ class HashedPiece(NamedTuple):
     level: int
     oid: int = 0
     index: int = 0
-    chunk: int = 0
-    record: FileRecord | None = None
 
     @property
     def space(self) -> int:
-        return HEADER_BYTES + RECORD_MAX + self.length
+        return HEADER_BYTES + self.length
 
     def fill(self, memory: memoryview) -> Header:
         """As that of a FilePiece."""
-        fd, ino, offset, length, digest, level, oid, index, chunk, _ = self
+        fd, ino, offset, length, digest, level, oid, index = self
         _read(fd, ino, memory[HEADER_BYTES : HEADER_BYTES + length], offset)
-        return chunk_codec.encode(
-            memory, length, level, ino if oid else 0, oid, index, chunk, digest
-        )
-
-
-class RecipePiece(NamedTuple):
-    """What the extents of a file are, or some of them (see ``recipes``)."""
-
-    ino: int
-    oid: int
-    index: int
-    chunk: int
-    body: bytes
-    record: FileRecord | None = None
-
-    @property
-    def space(self) -> int:
-        return HEADER_BYTES + RECORD_MAX + len(self.body)
-
-    def fill(self, memory: memoryview) -> Header:
-        ino, oid, index, chunk, body, _ = self
-        header = Header(ino, oid, index, chunk, RECIPE, len(body), 0, chunk_codec.digest_of(body))
-        memory[:HEADER_BYTES] = chunk_codec.pack_header(header)
-        memory[HEADER_BYTES : HEADER_BYTES + len(body)] = body
-        return header
+        return chunk_codec.encode(memory, length, level, oid, index, digest)
 
 
 class StoredPiece(NamedTuple):
@@ -113,7 +84,6 @@ class StoredPiece(NamedTuple):
     header: Header
     place: Location
     read: Callable[[Location, memoryview], Awaitable[None]]
-    record: FileRecord | None = None
 
     @property
     def length(self) -> int:
@@ -122,7 +92,7 @@ class StoredPiece(NamedTuple):
 
     @property
     def space(self) -> int:
-        return RECORD_MAX + self.length
+        return self.length
 
     async def load(self, memory: memoryview) -> None:
         """Make the beginning of ``memory`` the chunk as it is stored. Raises Unavailable if it is
@@ -141,7 +111,7 @@ class StoredPiece(NamedTuple):
         return self.header
 
 
-Piece = FilePiece | HashedPiece | RecipePiece | StoredPiece
+Piece = FilePiece | HashedPiece | StoredPiece
 
 
 def _read(fd: int, ino: int, target: memoryview, offset: int) -> None:
@@ -156,63 +126,12 @@ def _read(fd: int, ino: int, target: memoryview, offset: int) -> None:
         raise Unavailable(f"burst copy of inode {ino}: has fewer bytes than the {end} to be stored")
 
 
-def recipes(
-    ino: int,
-    oid: int,
-    layout: Interleaved,
-    extents: Sequence[Extent],
-    record: FileRecord | None = None,
-) -> list[RecipePiece]:
-    """Those of a file that is an extent list, to be appended when its other chunks have been.
-
-    Where they lie are more extents, of length 0, behind the others, in this order
-    (``with_recipes``). Blocks for long lists.
-    """
-    count = len(extents)
-    starts = range(0, count, RECIPE_EXTENTS)
-    if record is not None:
-        size = sum(extent.length for extent in extents)
-        own = sum(1 for extent in extents if extent.place is not None and not extent.shared) + len(
-            starts
-        )
-        record = record._replace(ino=ino, oid=oid, size=size, chunk=layout.chunk, count=own)
-    return [
-        RecipePiece(
-            ino,
-            oid,
-            count + number,
-            layout.chunk,
-            chunk_codec.pack_recipe(
-                first,
-                count,
-                [(e.length, e.digest) for e in extents[first : first + RECIPE_EXTENTS]],
-            ),
-            record,
-        )
-        for number, first in enumerate(starts)
-    ]
-
-
-def with_recipes(extents: Sequence[Extent], places: Sequence[Location]) -> list[Extent]:
-    """The whole extent list of a file whose recipes lie there."""
-    return [*extents, *(Extent(0, place) for place in places)]
-
-
 def cut(source: Source) -> list[FilePiece | None]:
     """The chunks of a source in order; None for a hole. Blocks. Raises Unavailable."""
     indexes = _indexes(source)
-    record = source.record
-    if record is not None:
-        record = record._replace(
-            ino=source.ino,
-            oid=source.oid,
-            size=source.size,
-            chunk=source.layout.chunk,
-            count=len(indexes),
-        )
     pieces: list[FilePiece | None] = [None] * source.layout.count(source.size)
     for index in indexes:
-        pieces[index] = FilePiece(source, index, record)
+        pieces[index] = FilePiece(source, index)
     return pieces
 
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from aifs.core.errors import Unavailable
 from aifs.data.containers import chunk_codec
-from aifs.data.containers.chunk_codec import RECORDS, FileRecord, Header
+from aifs.data.containers.chunk_codec import Header
 from aifs.data.containers.files import ContainerFiles
 from aifs.layout.interleaved import HEADER_BYTES
 from aifs.layout.striped import Striped
@@ -14,11 +14,10 @@ _WINDOW = 64 << 10
 
 
 class Found(NamedTuple):
-    """A chunk in a container, by its header, and what is said of its file."""
+    """A chunk in a container, by its header."""
 
     offset: int
     header: Header
-    record: FileRecord | None = None
 
 
 class ContainerScan:
@@ -33,7 +32,6 @@ class ContainerScan:
         self._layout = layout
         self._length = length
         self._offset = offset
-        self._records: dict[int, FileRecord] = {}  # of the stripe, by object id
 
     @property
     def offset(self) -> int:
@@ -67,14 +65,10 @@ class ContainerScan:
                 continue
             try:
                 header = chunk_codec.unpack_header(window[at : at + HEADER_BYTES])
-                end = at + HEADER_BYTES + header.stored
-                if header.codec == RECORDS:
-                    self._learn(header, window[at + HEADER_BYTES : end])
-                else:
-                    found.append(self._found(at, header))
             except ValueError:
                 break
-            at = end
+            found.append(Found(self._offset + at, header))
+            at += HEADER_BYTES + header.stored
         return found, at
 
     async def _careful(self) -> tuple[list[Found], int]:
@@ -88,18 +82,7 @@ class ContainerScan:
         if self._is_padding(0, header_bytes):
             return [], self._row_end(0)
         header = chunk_codec.unpack_header(header_bytes)
-        done = HEADER_BYTES + header.stored
-        if header.codec != RECORDS:
-            return [self._found(0, header)], done
-        body = memoryview(bytearray(header.stored))
-
-        def check(body: memoryview) -> None:
-            if chunk_codec.digest_of(body) != header.digest:
-                raise ValueError("its checksum is wrong")
-
-        await self._files.read_right(self._container, self._offset + HEADER_BYTES, body, check)
-        self._learn(header, body)
-        return [], done
+        return [Found(self._offset, header)], HEADER_BYTES + header.stored
 
     def _check_header(self, data: memoryview) -> None:
         if not self._is_padding(0, data):
@@ -113,13 +96,3 @@ class ContainerScan:
         """Where the row that ``at`` is in ends."""
         row = self._layout.row
         return -(-(self._offset + at) // row) * row - self._offset
-
-    def _found(self, at: int, header: Header) -> Found:
-        return Found(self._offset + at, header, self._records.get(header.oid))
-
-    def _learn(self, header: Header, body: memoryview) -> None:
-        """Raises ValueError if it is damaged, or not whole."""
-        if chunk_codec.digest_of(body) != header.digest:
-            raise ValueError("its checksum is wrong")
-        _, records = chunk_codec.unpack_records(body)
-        self._records = {record.oid: record for record in records}

@@ -19,7 +19,6 @@ from aifs.core.budget import Budget
 from aifs.core.errors import FsError, NoSpace, QuotaExceeded
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
-from aifs.data.containers import chunk_codec
 from aifs.data.containers.open_containers import Damaged, OpenContainer, open_container
 from aifs.data.containers.pieces import Piece, StoredPiece
 from aifs.data.patience import Hanging
@@ -27,11 +26,8 @@ from aifs.data.servers import Servers
 from aifs.layout.interleaved import (
     CHUNK_MAX,
     HEADER_BYTES,
-    RECORD_MAX,
-    RECORDS_HEAD,
     STRIPE,
     UNIT,
-    Growth,
     Location,
     Stripe,
     deal,
@@ -57,7 +53,7 @@ sealed.
 """
 
 _ROW_MAX = DATA_MAX * UNIT
-_BUFFER = max(STRIPE, RECORDS_HEAD + RECORD_MAX + HEADER_BYTES + CHUNK_MAX) + _ROW_MAX
+_BUFFER = max(STRIPE, HEADER_BYTES + CHUNK_MAX) + _ROW_MAX
 """Of a stripe, and of what the one before has left of a row."""
 
 
@@ -79,12 +75,12 @@ class Catalogue(Protocol):
 
 
 class Appended(NamedTuple):
-    """Where chunks lie now, and what else has become of their containers; to be recorded
-    together.
+    """Where chunks lie now, and masks of the columns that are not durable, by container; to be
+    recorded together.
     """
 
     places: list[Location]
-    growth: list[Growth]
+    lost: dict[int, int]
 
 
 class ContainerWriter:
@@ -325,21 +321,14 @@ class _Append:
         self.places: list[Location] = [None] * len(pieces)  # type: ignore[list-item]
         self.starts: dict[OpenContainer, int] = {}
         self.failed = False
-        self._records: dict[OpenContainer, int] = {}
 
     def space(self, stripe: Stripe) -> int:
-        return RECORDS_HEAD + sum(piece.space for piece in self.pieces[stripe.first : stripe.end])
+        return sum(piece.space for piece in self.pieces[stripe.first : stripe.end])
 
     async def append(self, container: OpenContainer, stripe: Stripe, memory: memoryview) -> None:
         """Build the stripe in a worker thread, and append it."""
         pieces = self.pieces[stripe.first : stripe.end]
-        records = dict.fromkeys(piece.record for piece in pieces if piece.record is not None)
-        tells = (
-            bool(records) or not container.end
-        )  # a container begins with what it is laid out like, also if of shared chunks
-        start = container.carried + (
-            chunk_codec.records_space(container.layout, records) if tells else 0
-        )
+        start = container.carried
         for piece in pieces:
             if isinstance(piece, StoredPiece):
                 await piece.load(memory[start:])
@@ -347,11 +336,6 @@ class _Append:
 
         def build(memory: memoryview) -> int:
             filled = 0
-            if tells:
-                packed = chunk_codec.pack_records(container.id, container.layout, records)
-                filled = len(packed)
-                memory[:filled] = packed
-                self._records[container] = self._records.get(container, 0) + filled
             for number, piece in enumerate(pieces, stripe.first):
                 header = piece.fill(memory[filled:])
                 self.places[number] = Location(
@@ -373,8 +357,5 @@ class _Append:
             container.rewind(start)
 
     def result(self) -> Appended:
-        growth = [
-            Growth(container.id, self._records.get(container, 0), container.lost)
-            for container in self.starts
-        ]
-        return Appended(self.places, growth)
+        lost = {container.id: container.lost for container in self.starts if container.lost}
+        return Appended(self.places, lost)

@@ -5,7 +5,7 @@ A chunk that has been appended is right if the lease of the file that it was rea
 when that is done. Otherwise the files that it was for wait for another round.
 """
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -15,14 +15,11 @@ import trio
 from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace, Stale
 from aifs.core.tasks import run_all
-from aifs.data.containers import pieces
-from aifs.data.containers.chunk_codec import FileRecord
 from aifs.data.containers.pieces import HashedPiece, Piece
 from aifs.data.containers.writer import Appended
-from aifs.files import path_hints
 from aifs.files.containers import LISTED_AT_ONCE
 from aifs.files.flips import Outcome
-from aifs.layout.interleaved import HEADER_BYTES, Extent, Growth, Interleaved, Location, named
+from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location, named
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, extents, shared
 from aifs.vfs.groups import sharing
@@ -34,7 +31,7 @@ from aifs.vfs.groups.tools import Asked, Tools
 
 _APPENDED = faults.declare(
     "vfs.group.appended",
-    "chunks and recipes of a group are durable in containers, no file names them",
+    "chunks of a group are durable in containers, no file names them",
 )
 _REPLACED = faults.declare(
     "vfs.group.replaced", "a bad shared chunk has been replaced by a good one, for all who name it"
@@ -110,7 +107,7 @@ class Storing:
             async with self._appended(work):
                 places = [work.places[digest] for digest in work.right]
                 for garbage in await self._tools.engine.transact(
-                    extents.replace_shared, places, work.growth
+                    extents.replace_shared, places, work.lost
                 ):
                     self._tools.collector.add_garbage(garbage)
                 faults.reach(_REPLACED)
@@ -194,13 +191,10 @@ class Storing:
         NoSpace, Unavailable.
         """
         work, holding = _Work(self._slots), self._holding()
-        records = await self._tools.engine.view(
-            path_hints.describe, [member.file.inode for member in alive]
-        )
-        for number, (member, record) in enumerate(zip(alive, records, strict=True)):
+        for member in alive:
             self._drop_list(member)
             member.oid = await self._tools.ids.take()
-            await self._tools.work(member, self._add_all, work, member, record, number, holding)
+            await self._tools.work(member, self._add_all, work, member, holding)
         await self._tools.mover.admit(
             sum(
                 piece.length
@@ -236,9 +230,7 @@ class Storing:
             )
             work.pieces[assigned.slot].append((digest, piece))
 
-    def _add_all(
-        self, work: "_Work", member: Prepared, record: FileRecord, number: int, holding: set[int]
-    ) -> None:
+    def _add_all(self, work: "_Work", member: Prepared, holding: set[int]) -> None:
         """In a worker thread: what is stored for a member, and its extents, as far as they are
         known.
         """
@@ -270,15 +262,11 @@ class Storing:
                     member.level,
                     member.oid,
                     index,
-                    self._layout.chunk,
                 )
                 work.pieces[slot].append(((member.ino, index), piece))
             found.append(
                 named(length, digest)._replace(shared=not is_own) if digest else Extent(length)
             )
-        slot = number % len(self._slots)
-        for recipe in pieces.recipes(member.ino, member.oid, self._layout, found, record):
-            work.pieces[slot].append(((member.ino, recipe.index), recipe))
 
     @asynccontextmanager
     async def _appended(self, work: "_Work") -> AsyncIterator[None]:
@@ -292,7 +280,7 @@ class Storing:
             except FsError:
                 with suppress(FsError):
                     await self._tools.engine.transact(
-                        chunks.put_dead, list(work.places.values()), work.growth
+                        chunks.put_dead, list(work.places.values()), work.lost
                     )
                 raise
 
@@ -307,7 +295,7 @@ class Storing:
             work.places |= zip(
                 (key for key, _ in work.pieces[number]), appended.places, strict=True
             )
-            work.growth += appended.growth
+            work.lost |= appended.lost
 
         begin = trio.current_time()
         await run_all(*(partial(append, number) for number, some in enumerate(work.pieces) if some))
@@ -323,10 +311,6 @@ class Storing:
                 place = places.get(extent.digest if extent.shared else (member.ino, index))
                 if place is not None:
                     found[index] = extent._replace(place=place)
-        recipes = []
-        while (place := places.get((member.ino, len(found) + len(recipes)))) is not None:
-            recipes.append(place)
-        member.extents = pieces.with_recipes(found, recipes)
         member.layout = self._layout
 
     async def _flip(self, alive: list[Prepared], work: "_Work") -> None:
@@ -336,8 +320,8 @@ class Storing:
         while ready:
             try:
                 for member in ready:
-                    await self._list(member, new, work.growth)
-                await self._tools.flips.flip(ready, work.growth, new)
+                    await self._list(member, new, work.lost)
+                await self._tools.flips.flip(ready, work.lost, new)
                 break
             except Stale:
                 leaned = {
@@ -358,11 +342,11 @@ class Storing:
             faults.reach(_FLIPPED)
             await self._tools.work(drained[0], self._count, drained, work)
 
-    async def _list(self, member: Prepared, new: set[bytes], growth: Sequence[Growth]) -> None:
+    async def _list(self, member: Prepared, new: set[bytes], lost: Mapping[int, int]) -> None:
         """Have a long list on record before the flip. Raises Stale, NoSpace, Unavailable."""
         if len(member.extents) > LISTED_AT_ONCE:
             member.garbage = member.oid
-            await self._tools.containers.list_extents(member.oid, member.extents, new, growth)
+            await self._tools.containers.list_extents(member.oid, member.extents, new, lost)
             member.extents = ()
 
     def _drop_list(self, member: Prepared) -> None:
@@ -402,4 +386,4 @@ class _Work:
         self.senders: dict[bytes, Prepared] = {}
         self.right: set[bytes] = set()
         self.places: dict[Any, Location] = {}
-        self.growth: list[Growth] = []
+        self.lost: dict[int, int] = {}
