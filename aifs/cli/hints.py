@@ -26,6 +26,7 @@ STAGE = "user.aifs.stage"
 STATE = "user.aifs.state"
 STATUS = "user.aifs.status"
 TIER = "user.aifs.tier"
+TRACE = "user.aifs.trace"
 
 
 def read(path: str, name: str, follow: bool = True) -> dict[str, Any]:

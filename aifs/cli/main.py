@@ -29,6 +29,7 @@ from aifs.cli.rm import rm_command
 from aifs.cli.scrub import scrub_command
 from aifs.cli.server import server_group
 from aifs.cli.status import status_command
+from aifs.cli.trace import trace_command
 from aifs.cli.umount import umount_command
 from aifs.cli.warm import warm_command
 from aifs.core.errors import AifsError, UserError
@@ -79,6 +80,7 @@ for _command in (
     status_command,
     info_command,
     doctor_command,
+    trace_command,
     drain_command,
     warm_command,
     evict_command,

@@ -272,6 +272,15 @@ static PyObject *kill_privileges(PyObject *self, PyObject *unused)
     return PyBool_FromLong(bridge.kill_privileges);
 }
 
+PyDoc_STRVAR(last_request_doc, "last_request()\n--\n\n"
+                               "Inode, uid and pid of the request read last. Ask before anything is awaited.");
+
+static PyObject *last_request(PyObject *self, PyObject *unused)
+{
+    (void)self, (void)unused;
+    return Py_BuildValue("KII", (unsigned long long)bridge.nodeid, bridge.uid, bridge.pid);
+}
+
 PyDoc_STRVAR(note_acl_doc, "note_acl(nodeid)\n--\n\n"
                            "The inode has, or will have, an ACL: requests for it are passed on.");
 
@@ -321,6 +330,7 @@ static PyMethodDef methods[] = {
     {"backing_open", backing_open, METH_VARARGS, backing_open_doc},
     {"backing_close", backing_close, METH_VARARGS, backing_close_doc},
     {"kill_privileges", kill_privileges, METH_NOARGS, kill_privileges_doc},
+    {"last_request", last_request, METH_NOARGS, last_request_doc},
     {"note_acl", note_acl_method, METH_O, note_acl_doc},
     {"negotiated", negotiated, METH_NOARGS, negotiated_doc},
     {"counts", counts, METH_NOARGS, counts_doc},

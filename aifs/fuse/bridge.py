@@ -138,6 +138,12 @@ class Bridge:
         """
         return extension is not None and extension.kill_privileges()
 
+    def last_request(self) -> tuple[int, int, int]:
+        """Inode, uid and pid of the request read last; 0, -1 and -1 where nobody knows. Ask before
+        anything is awaited.
+        """
+        return extension.last_request() if self.in_use else (0, -1, -1)
+
     def note_acl(self, ino: int) -> None:
         """Before the kernel is told of an inode with an ACL, or an ACL is set: it may ask for
         it.

@@ -178,7 +178,10 @@ struct bridge {
     /* Learned from INIT. */
     uint64_t offered, granted;
 
-    bool kill_privileges; /* the flag of the request examined last */
+    /* Of the request examined last. */
+    bool kill_privileges;
+    uint64_t nodeid;
+    uint32_t uid, pid;
     uint64_t counts[OPCODES];
     uint64_t xattr_changes;
     uint64_t plain[PLAIN_MAX];
@@ -254,6 +257,9 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
     bridge->kill_privileges = false;
     if (size < sizeof *header || header->len != size)
         return PASS; /* libfuse says what it thinks of it */
+    bridge->nodeid = header->nodeid;
+    bridge->uid = header->uid;
+    bridge->pid = header->pid;
     if (header->opcode < OPCODES)
         bridge->counts[header->opcode]++;
     void *body = header + 1;

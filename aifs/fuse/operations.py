@@ -8,8 +8,10 @@ there is no access handler.
 
 import errno
 import functools
+import inspect
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -30,7 +32,9 @@ from aifs.fuse.bridge import HANDLE_BITS
 from aifs.fuse.requests import Scheduler
 from aifs.meta import acl
 from aifs.meta.records import Inode
+from aifs.vfs import operation_log
 from aifs.vfs.filesystem import Filesystem
+from aifs.vfs.operation_log import Request
 
 log = logging.getLogger(__name__)
 
@@ -54,25 +58,66 @@ def answers(handler: Handler) -> Handler:
     """The choke point: FsError is answered with its errno; another exception is logged and answered
     with EIO.
 
-    It also counts the requests that are being answered; whoever else runs meanwhile sees those that
-    wait.
+    It also counts the requests that are being answered, so that whoever else runs meanwhile sees
+    those that wait, and puts them into the operation log if somebody reads that.
     """
+    operation = handler.__name__
+    parameters = [*inspect.signature(handler).parameters][1:]
 
     @functools.wraps(handler)
     async def answer(self: Any, *args: Any) -> Any:
-        scheduler = self._scheduler
+        scheduler, noted = self._scheduler, self._fs.operation_log
         scheduler.waiting_requests += 1
+        request, begin_ns = None, 0
+        number, moved = errno.EINTR, 0  # unless it ends in another way
         try:
-            return await handler(self, *args)
+            if noted.is_on:
+                request = asked(operation, dict(zip(parameters, args, strict=True)), self)
+                begin_ns = time.perf_counter_ns()
+            answered = await handler(self, *args)
+            if request is not None:
+                number, moved = outcome(operation, answered)
+            return answered
         except FsError as error:
-            raise FUSEError(error.errno) from None
+            number = error.errno
+            raise FUSEError(number) from None
         except Exception:
-            log.exception("%s failed; answered with EIO", handler.__name__)
-            raise FUSEError(errno.EIO) from None
+            number = errno.EIO
+            log.exception("%s failed; answered with EIO", operation)
+            raise FUSEError(number) from None
         finally:
             scheduler.waiting_requests -= 1
+            if request is not None:
+                noted.put(request, begin_ns, number, moved)
 
     return answer  # type: ignore[return-value]
+
+
+def asked(operation: str, arguments: dict[str, Any], edge: Any) -> Request | None:
+    """What the operation log says of a request to ``edge``, which knows its ``last_request``. Called
+    before anything is awaited. None if the log itself is being read."""
+    name: bytes = arguments.get("name", b"")
+    caller = arguments.get("ctx", arguments.get("caller"))
+    if caller is None:
+        ino, uid, pid = edge.last_request()
+    else:
+        ino = next((arguments[key] for key in ("ino", "parent", "nodeid") if key in arguments), 0)
+        uid, pid = caller.uid, caller.pid
+    if "parent" in arguments:
+        return Request(operation, ino, name, b"", uid, pid)
+    if name.startswith(operation_log.ATTRIBUTE):
+        return None
+    return Request(operation, ino, b"", name, uid, pid)
+
+
+def outcome(operation: str, answered: Any) -> tuple[int, int]:
+    """The errno that an answer means, and how many bytes of a file."""
+    if operation == "read":
+        return 0, len(answered)
+    if operation == "write":
+        return 0, answered
+    is_missing = operation == "lookup" and answered.st_ino == 0  # which the kernel keeps
+    return errno.ENOENT if is_missing else 0, 0
 
 
 def fill(entry: EntryAttributes, inode: Inode) -> EntryAttributes:
@@ -123,6 +168,7 @@ class Operations(pyfuse3.Operations):
     ``kill_privileges()`` tells whether the request read last owes the clearing of set-id bits,
     where the kernel leaves that to us; so it is called before a handler awaits anything.
     ``note_acl(ino)`` is called for each inode with an ACL before the kernel hears of it.
+    ``last_request()``: inode, uid and pid of that request, for those that name a handle alone.
     ``synchronous``: of a mount with the option sync.
     """
 
@@ -136,6 +182,7 @@ class Operations(pyfuse3.Operations):
         scheduler: Scheduler,
         kill_privileges: Callable[[], bool],
         note_acl: Callable[[int], None],
+        last_request: Callable[[], tuple[int, int, int]],
         synchronous: bool = False,
     ) -> None:
         super().__init__()
@@ -145,6 +192,7 @@ class Operations(pyfuse3.Operations):
         self._scheduler = scheduler
         self._kill_privileges = kill_privileges
         self._note_acl = note_acl
+        self.last_request = last_request
         self._negative = EntryAttributes()
         self._negative.entry_timeout = kernel.negative_timeout_s
         self._unkept = EntryAttributes()

@@ -105,7 +105,13 @@ async def _serve(
         handed_over.reply = bridge.reply
         synchronous = "sync" in options.fuse_options
         operations = Operations(
-            fs, config.kernel, scheduler, bridge.kill_privileges, bridge.note_acl, synchronous
+            fs,
+            config.kernel,
+            scheduler,
+            bridge.kill_privileges,
+            bridge.note_acl,
+            bridge.last_request,
+            synchronous,
         )
         with _mounted(operations, bridge, mountpoint, mount_arguments(config, options)):
             async with trio.open_nursery() as nursery:

@@ -21,6 +21,7 @@ files.
     user.aifs.refused        any: JSON, the last request that the caller was refused here, and why (core/refusals.py)
     user.aifs.info           any: JSON, the inode and where its parts lie
     user.aifs.status         root: JSON, the state of the mount
+    user.aifs.trace[.N]      root, the root user and the daemon's: JSON, requests as they are answered (operation_log.tell)
     user.aifs.scrub          root: JSON, what a scrub has done and found; set start[,no-repair][,bandwidth=SIZE] or stop
     user.aifs.servers        root: JSON, the data servers and burst directories
     user.aifs.server-*       root, write only: adding, draining, replacing, removing servers (server_hints.py)
@@ -54,8 +55,9 @@ from aifs.layout.striped import Striped
 from aifs.meta.publishing import Publication
 from aifs.meta.records import Inode
 from aifs.upkeep import scrub
-from aifs.vfs import burst_hints, reports, rights, server_hints
+from aifs.vfs import burst_hints, operation_log, reports, rights, server_hints
 from aifs.vfs.groups import group_hints
+from aifs.vfs.operation_log import OperationLog
 from aifs.vfs.publishing import pending
 from aifs.vfs.publishing.retention import Retention
 from aifs.vfs.refusals import Refusals
@@ -72,6 +74,7 @@ class Host(reports.Host, burst_hints.Host, server_hints.Host, group_hints.Host, 
     retention: Retention
     refused: dict[int, str]
     refusals: Refusals
+    operation_log: OperationLog
     atime: str
 
     async def publish(self, what: Publication, caller: CallerLike) -> None: ...
@@ -100,6 +103,10 @@ async def get(fs: Host, ino: int, name: bytes, caller: CallerLike) -> bytes:
         return _json(await reports.status(fs, caller))
     if name == b"user.aifs.servers":
         return _json(await fs.server_admin.describe())
+    if name == operation_log.ATTRIBUTE:
+        return await operation_log.tell(fs.operation_log, fs.store.engine)
+    if name.startswith(b"user.aifs.trace.") and name[16:].isdigit():
+        return await operation_log.tell(fs.operation_log, fs.store.engine, int(name[16:]))
     if name == b"user.aifs.scrub":
         return _json(reports.without_paths(fs.scrub.status(), caller))
     if name == b"user.aifs.pending":

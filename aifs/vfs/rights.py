@@ -7,12 +7,13 @@ What the daemon removes later because somebody has asked for it, it removes with
 at that time (``publishing.Asker``), never with its own.
 """
 
+import os
 import stat
 from collections.abc import Callable
 from typing import NamedTuple
 
 from aifs.core import ioctl
-from aifs.core.errors import NoAttribute, NotPermitted
+from aifs.core.errors import AccessDenied, NoAttribute, NotPermitted
 from aifs.core.ioctl import Command
 from aifs.files.permissions import READ, WRITE, require_may, require_owner
 from aifs.files.types import CallerLike
@@ -47,6 +48,14 @@ def root(inode: Inode, caller: CallerLike) -> None:
     """The root user, on the mount's root."""
     if inode.ino != ROOT_INO or caller.uid != 0:
         raise NotPermitted("it is for the root user, on the mount's root directory")
+
+
+def server(inode: Inode, caller: CallerLike) -> None:
+    """The root user, and who has mounted: what they are told is about everybody's files."""
+    if inode.ino != ROOT_INO:
+        raise NoAttribute()
+    if caller.uid not in (0, os.geteuid()):
+        raise AccessDenied("it is for the root user, and for who has mounted")
 
 
 def top(inode: Inode, caller: CallerLike) -> None:
@@ -92,6 +101,8 @@ HINTS: dict[bytes, Right] = {
     b"user.aifs.info": Right(reader, unchangeable),
     b"user.aifs.status": Right(top, unchangeable),
     b"user.aifs.servers": Right(top, unchangeable),
+    b"user.aifs.trace": Right(server, unchangeable),
+    b"user.aifs.trace.N": Right(server, unchangeable),
     b"user.aifs.scrub": Right(top, root),
     b"user.aifs.atime": Right(unreadable, root),
     b"user.aifs.backup": Right(unreadable, root),
@@ -118,8 +129,14 @@ IOCTLS: dict[Command, Rule] = {
 
 _NONE = Right(unreadable, unchangeable)
 
+_NUMBERED = {
+    b"user.aifs.group": b"user.aifs.group.ID",
+    b"user.aifs.trace": b"user.aifs.trace.N",
+}
+"""Hints that may end with a number."""
+
 
 def of_hint(name: bytes) -> Right:
     """That of a hint that does not exist lets nobody do anything."""
-    is_numbered = name.startswith(b"user.aifs.group.") and name[16:].isdigit()
-    return HINTS.get(b"user.aifs.group.ID" if is_numbered else name, _NONE)
+    stem, _, number = name.rpartition(b".")
+    return HINTS.get(_NUMBERED.get(stem, name) if number.isdigit() else name, _NONE)

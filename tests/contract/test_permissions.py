@@ -59,6 +59,8 @@ MAY_SET = {
     "info": NOBODY,
     "status": NOBODY,
     "servers": NOBODY,
+    "trace": NOBODY,
+    "trace.N": NOBODY,
     "scrub": ADMIN,
     "atime": ADMIN,
     "backup": ADMIN,
@@ -178,12 +180,16 @@ async def test_hints_are_read_by_who_may_read(directory: Path) -> None:
         top = await a_directory(fs, "top", 0o711)
         for name in MAY_SET:
             for ino in (ROOT, top):
-                hint = f"user.aifs.{name.replace('ID', '7')}".encode()
+                hint = f"user.aifs.{name.replace('.ID', '.7').replace('.N', '.7')}".encode()
                 for user, caller in USERS.items():
                     with_rights = await is_let(fs.getxattr(ino, hint, caller))
                     unreadable = rights.of_hint(hint).read in (rights.unreadable, rights.anybody)
-                    elsewhere = rights.of_hint(hint).read is rights.top and ino != ROOT
-                    assert with_rights == (user != "other" or unreadable or elsewhere), name
+                    at_root = rights.of_hint(hint).read in (rights.top, rights.server)
+                    elsewhere = at_root and ino != ROOT
+                    is_their_own = user != "other"
+                    if rights.of_hint(hint).read is rights.server:
+                        is_their_own = user == "root"
+                    assert with_rights == (is_their_own or unreadable or elsewhere), name
 
 
 async def test_orders_of_root_are_given_at_the_root(directory: Path) -> None:

@@ -23,6 +23,7 @@ from aifs.fuse.bridge import Bridge
 from aifs.fuse.handed_over import HandedOver
 from aifs.fuse.requests import Scheduler
 from aifs.meta.publishing import Publication
+from aifs.vfs.operation_log import OperationLog
 from aifs.vfs.refusals import Refusals
 
 CALLER = (1, 2, 3)
@@ -34,6 +35,7 @@ class FakeFilesystem:
     def __init__(self, answer: Any = None) -> None:
         self.answer = answer
         self.refusals = Refusals()
+        self.operation_log = OperationLog()
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def __getattr__(self, name: str) -> Any:

@@ -25,6 +25,7 @@ from aifs.fuse.options import MountOptions
 from aifs.fuse.requests import ReaderLock, Scheduler
 from aifs.fuse.session import mount_arguments
 from aifs.meta.records import Inode
+from aifs.vfs.operation_log import OperationLog, Request
 
 KERNEL = SimpleNamespace(
     entry_timeout_s=10.0, attr_timeout_s=20.0, negative_timeout_s=30.0, read_ahead=0
@@ -37,6 +38,9 @@ def inode(ino: int = 7) -> Inode:
     return Inode(ino, 0o100644, 11, 12, 3, 0x801, 1 << 44, 17, 10**18 + 1, 10**18 + 2, -5)
 
 
+LAST_REQUEST = (77, 1000, 4321)
+
+
 class FakeFilesystem:
     """Answers each method with ``answer``, or raises it; ``calls`` has the arguments."""
 
@@ -45,6 +49,7 @@ class FakeFilesystem:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.on_attr_change = None
         self.pointers: set[tuple[int, bytes]] = set()
+        self.operation_log = OperationLog()
 
     def forget(self, inos: list[int]) -> None:
         self.calls.append(("forget", (inos,)))
@@ -61,8 +66,13 @@ class FakeFilesystem:
 
 def over(fs: Any, scheduler: Scheduler | None = None, kill_privileges: bool = False) -> Operations:
     return Operations(
-        fs, KERNEL, scheduler or Scheduler(0.0), lambda: kill_privileges, lambda ino: None
-    )  # type: ignore[arg-type]
+        fs,
+        KERNEL,
+        scheduler or Scheduler(0.0),
+        lambda: kill_privileges,
+        lambda ino: None,
+        lambda: LAST_REQUEST,
+    )
 
 
 def edge(answer: Any = None, kill_privileges: bool = False) -> tuple[Operations, FakeFilesystem]:
@@ -104,6 +114,55 @@ async def test_bugs_are_answered_with_eio_and_logged_with_their_stack(
     (record,) = caplog.records
     assert record.levelno == logging.ERROR and record.exc_info[0] is ZeroDivisionError
     assert "getattr" in record.message
+
+
+async def test_what_is_answered_is_logged_while_somebody_reads() -> None:
+    ops, fs = edge(NotEmpty())
+    log = fs.operation_log
+    with pytest.raises(pyfuse3.FUSEError):
+        await ops.rmdir(1, b"before", CALLER)
+    log.follow()
+    with pytest.raises(pyfuse3.FUSEError):
+        await ops.rmdir(1, b"d", CALLER)
+    fs.answer = b"content"
+    await ops.read(5, 0, 4096)
+    await ops.getxattr(9, b"user.x", CALLER)
+    await ops.getxattr(1, b"user.aifs.trace.0", CALLER)  # who reads the log is not in it
+    fs.answer = 3
+    await ops.write(5, 0, b"abc")
+    await ops.forget([(7, 1)])
+    fs.answer = StatFs(4096, 1, 1, 1, 1, 1, 255)
+    await ops.statfs(CALLER)
+    _, records = log.records(0)
+    assert [(record.request, record.errno, record.bytes) for record in records] == [
+        (Request("rmdir", 1, b"d", b"", 1, 3), errno.ENOTEMPTY, 0),
+        (Request("read", *LAST_REQUEST[:1], b"", b"", *LAST_REQUEST[1:]), 0, 7),
+        (Request("getxattr", 9, b"", b"user.x", 1, 3), 0, 0),
+        (Request("write", *LAST_REQUEST[:1], b"", b"", *LAST_REQUEST[1:]), 0, 3),
+        (Request("forget", *LAST_REQUEST[:1], b"", b"", *LAST_REQUEST[1:]), 0, 0),
+        (Request("statfs", 0, b"", b"", 1, 3), 0, 0),
+    ]
+    assert all(record.duration_us >= 0 and record.at_ns > 0 for record in records)
+
+
+async def test_bugs_and_cancelled_requests_are_logged_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ops, fs = edge(ZeroDivisionError("a bug"))
+    fs.operation_log.follow()
+    with pytest.raises(pyfuse3.FUSEError):
+        await ops.getattr(1, CALLER)
+    caplog.clear()
+
+    async def endless(ino: int) -> None:
+        await trio.sleep_forever()
+
+    fs.getattr = endless  # type: ignore[attr-defined]
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await ops.getattr(2, CALLER)
+    _, records = fs.operation_log.records(0)
+    assert [record.errno for record in records] == [errno.EIO, errno.EINTR]
 
 
 async def test_cancellation_is_no_error() -> None:

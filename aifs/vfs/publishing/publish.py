@@ -22,6 +22,7 @@ from aifs.meta.records import Dentry
 from aifs.store.store import Store
 from aifs.vfs import burst_hints, rights
 from aifs.vfs.names import Names
+from aifs.vfs.operation_log import OperationLog
 from aifs.vfs.publishing import pending
 from aifs.vfs.publishing.barrier import sync_below
 from aifs.vfs.refusals import Refusals
@@ -45,6 +46,7 @@ class Publishing(Names):
         super().__init__(store, kernel)
         self.read_only = True
         self.refusals = Refusals()
+        self.operation_log = OperationLog()
         self.refused: dict[int, str] = {}
         """Why the last publish of a pending directory was refused."""
         self.pointers: set[tuple[int, bytes]] = set()
