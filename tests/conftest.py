@@ -15,12 +15,15 @@ from tests.support.data_servers import threads_end
 from tests.support.memory import in_memory
 from tests.support.powercut import make_copies_one_disk
 
+_IN_PROCESS = ("contract", "fault", "model")
+"""The suites that open stores in the test's own process, or in children that it forks."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--engines",
-        default="lmdb",
-        help=f"metadata engines to run on: all, or some of {', '.join(engines.ENGINES)}",
+        help=f"metadata engines to run on: all, or some of {', '.join(engines.ENGINES)}; without it"
+        " lmdb, and all for what is marked so, or with --long for all suites in process",
     )
     parser.addoption("--engine-seed", type=int, default=0, help="when hostile engines suspend")
     parser.addoption(
@@ -42,7 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"engines: {config.getoption('--engines')}, seed {config.getoption('--engine-seed')}"
+    asked = config.getoption("--engines") or "lmdb, and others where marked"
+    return f"engines: {asked}; seed {config.getoption('--engine-seed')}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -50,6 +54,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     asked for.
     """
     asked = metafunc.config.getoption("--engines")
+    if asked is None:
+        in_process = metafunc.definition.path.parent.name in _IN_PROCESS
+        marked = metafunc.definition.get_closest_marker("engines") is not None
+        everywhere = marked or (in_process and metafunc.config.getoption("--long"))
+        asked = "all" if everywhere else "lmdb"
     names = list(engines.ENGINES) if asked == "all" else asked.split(",")
     if names != ["lmdb"]:
         metafunc.parametrize("engine_kind", names, indirect=True)

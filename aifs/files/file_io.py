@@ -5,7 +5,7 @@ A file's newest bytes lie in the burst tier (``burst_io``), or in its inode or o
 modules, ``writeback``, ``drain``, ``stage`` and ``evict`` change a file's form.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -137,14 +137,14 @@ class FileIO:
         return file
 
     @contextmanager
-    def opening(self, *inos: int) -> Iterator[None]:
-        """Inodes that are not open, nor being opened, are ours: whoever wants to open one waits
-        until this ends, and what he finds then is either in ``open`` or on record.
+    def opening(self, *inos: int) -> Iterator[Collection[int]]:
+        """Those of these inodes that are not open, nor being opened, are ours: whoever wants to
+        open one waits until this ends. What he finds then is in ``open``, or on record.
         """
-        claims = {ino: _Opening() for ino in inos}
+        claims = {ino: _Opening() for ino in inos if not self.is_open(ino)}
         self._opening.update(claims)
         try:
-            yield
+            yield claims.keys()
         finally:
             for ino, claim in claims.items():
                 del self._opening[ino]
@@ -575,8 +575,7 @@ class FileIO:
 
     async def forget_marks(self, inos: list[int]) -> None:
         """Remove the dirty marks of closed files whose objects are settled and synced."""
-        closed = [ino for ino in inos if not self.is_open(ino)]
-        with self.opening(*closed):
+        with self.opening(*inos) as closed:
             await self._engine.transact(forms.remove_dirty, closed)
             for ino in closed:
                 self.unsynced.pop(ino, None)

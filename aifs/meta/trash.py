@@ -135,11 +135,22 @@ class Slice:
     finished: bool = False
 
 
-def remove_slice(tx: Transaction, ino: int, is_open: Container[int], limit: int, now: int) -> Slice:
+def find_slice(tx: ReadTransaction, ino: int, limit: int) -> list[int]:
+    """The inodes of up to ``limit`` names of a directory, which ``remove_slice`` removes first.
+    Raises DamagedTree.
+    """
+    try:
+        entries = tx.range(*keys.entries_after(ino, 0), limit)
+        return [decode_entry(value)[0] for _, value in entries]
+    except Unavailable as error:
+        raise DamagedTree(str(error)) from error
+
+
+def remove_slice(tx: Transaction, ino: int, closed: Container[int], limit: int, now: int) -> Slice:
     """Remove up to ``limit`` names of a directory in the trash; the directory itself when nothing
     is left in it.
 
-    Files without other names are erased, unless they are in ``is_open``: those become orphans.
+    Files without other names are erased, if they are in ``closed``: others become orphans.
     Raises DamagedTree, with nothing changed.
     """
     done = Slice()
@@ -156,7 +167,7 @@ def remove_slice(tx: Transaction, ino: int, is_open: Container[int], limit: int,
             tx.delete(keys.dentry(ino, name))
             inode = namespace.find_inode(tx, child)
             if inode is not None:
-                _remove(tx, inode, doomed, is_open, now, done)
+                _remove(tx, inode, doomed, closed, now, done)
         if len(entries) < limit:
             done.finished = True
             _erase(tx, namespace.get_inode(tx, ino), done)
@@ -167,12 +178,12 @@ def remove_slice(tx: Transaction, ino: int, is_open: Container[int], limit: int,
 
 
 def _remove(
-    tx: Transaction, inode: Inode, doomed: Doomed, is_open: Container[int], now: int, done: Slice
+    tx: Transaction, inode: Inode, doomed: Doomed, closed: Container[int], now: int, done: Slice
 ) -> None:
     if inode.is_dir:
         _put(tx, inode, doomed, now)
         done.directories.append(inode.ino)
-    elif inode.nlink <= 1 and inode.ino not in is_open:
+    elif inode.nlink <= 1 and inode.ino in closed:
         _erase(tx, inode, done)
     else:
         done.kept.append(namespace.drop_link(tx, inode, now))

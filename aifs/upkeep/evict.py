@@ -86,14 +86,13 @@ class Evictor:
         mapped.
         """
         owners = await self._engine.view(forms.find_copy_owners, copy_ids)
-        closed = {copy_id: ino for copy_id, ino in owners.items() if ino not in self._io.open}
+        closed = {copy_id: ino for copy_id, ino in owners.items() if not self._io.is_open(ino)}
         needed = await self._needs.find(closed)
         used = set() if mapped else await self._find_mapped(closed.keys() - needed)
         victims = {copy_id: ino for copy_id, ino in closed.items() if copy_id not in needed | used}
-        garbage = await self._engine.transact(  # some may have been opened meanwhile
-            forms.put_evicted,
-            {copy_id: ino for copy_id, ino in victims.items() if ino not in self._io.open},
-        )
+        with self._io.opening(*victims.values()) as claimed:  # some have been opened meanwhile
+            victims = {copy_id: ino for copy_id, ino in victims.items() if ino in claimed}
+            garbage = await self._engine.transact(forms.put_evicted, victims)
         faults.reach(_EVICTED)
         for copy_id in garbage:
             self._tier.evicted(copy_id)

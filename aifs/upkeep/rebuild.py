@@ -17,7 +17,7 @@ import trio
 
 from aifs.burst.transfer import Limiter
 from aifs.core.config import Config
-from aifs.core.errors import FsError
+from aifs.core.errors import FsError, NotFound, Stale
 from aifs.core.log import logger
 from aifs.core.upkeep import Upkeep
 from aifs.data.checking.checks import Untold
@@ -156,11 +156,24 @@ class Rebuild:
             return False
         if ino == 0:
             self._containers.moved(oid)
-        file = self._io.open.get(ino)
-        if file is not None and file.inode.oid == oid and file.objects is not None:
-            lost = await self._engine.view(degraded.find_degraded, oid)
-            FileSubject(self._io, self._engine, file).adopt(file.inode.layout, lost)
+        elif self._io.is_open(ino):
+            await self._tell_readers(oid, ino)
         return True
+
+    async def _tell_readers(self, oid: int, ino: int) -> None:
+        """The open file is read without the columns that are known to be wrong now."""
+        try:
+            file = await self._io.acquire(ino)
+        except (NotFound, Stale):
+            return
+        try:
+            subject = FileSubject(self._io, self._engine, file)
+            async with subject.alone():  # else a move might end while we wait for the record
+                if file.inode.oid == oid and file.objects is not None:
+                    lost = await self._engine.view(degraded.find_degraded, oid)
+                    subject.adopt(file.inode.layout, lost)
+        finally:
+            await self._io.release(file)
 
     # --- in the background ---
 

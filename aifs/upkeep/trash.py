@@ -75,6 +75,7 @@ class Trash:
         self._upkeep = upkeep
         self._on_gone = on_gone
         self._kernel = kernel
+        self._emptying = trio.Lock()
 
     async def load(self) -> None:
         """What earlier mounts have left."""
@@ -128,6 +129,10 @@ class Trash:
         """Take apart all that is in the trash. Raises NoSpace or Unavailable if the metadata store
         cannot be changed.
         """
+        async with self._emptying:
+            await self._empty()
+
+    async def _empty(self) -> None:
         while len(self._directories) > len(self._stuck):
             begin = trio.current_time()
             ino = next(ino for ino in reversed(self._directories) if ino not in self._stuck)
@@ -146,9 +151,11 @@ class Trash:
 
     async def _remove_slice(self, ino: int) -> None:
         tree = self._directories[ino]
-        done = await self._engine.transact(
-            trash.remove_slice, ino, self._io.open.keys(), NAMES, time.time_ns()
-        )
+        inos = await self._engine.view(trash.find_slice, ino, NAMES)
+        with self._io.opening(*inos) as closed:
+            done = await self._engine.transact(
+                trash.remove_slice, ino, closed, NAMES, time.time_ns()
+            )
         for erased in done.erased:
             self._drain.gone(erased)
             self._on_gone(erased)
@@ -173,13 +180,11 @@ class Trash:
 
     def _keep(self, inode: Inode) -> None:
         """A file has lost a name, perhaps its last; then it goes when it is closed."""
-        file = self._io.open.get(inode.ino)
-        if file is None:
-            return
-        file.adopt(inode)
+        file = self._io.adopt(inode)
         if inode.nlink == 0:
-            file.forgotten = True
-            file.cancel_drain()
+            if file is not None:
+                file.cancel_drain()
+            self._io.forget(inode.ino)
             self._drain.gone(inode.ino)
             self._on_gone(inode.ino)
 

@@ -29,6 +29,8 @@ from aifs.upkeep import trash as vfs_trash
 from aifs.vfs import Caller, Filesystem, SetAttr, open_filesystem
 from tests.support import modes
 
+pytestmark = pytest.mark.engines
+
 ROOT, OWNER, OTHER = 1, Caller(uid=1000, gid=1000), Caller(uid=2000, gid=2000)
 SHAPE = modes.WAITING | {"layout.unit": "4KiB", "layout.inline_limit": "100"}
 

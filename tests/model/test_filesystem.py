@@ -13,7 +13,8 @@ import pytest
 
 from aifs.check.fsck import check
 from aifs.core.config import Config
-from tests.support import lives, lockstep, model_ops, modes
+from aifs.store import store
+from tests.support import engines, lives, lockstep, model_ops, modes
 from tests.support.sequences import Op, listing, shrink
 
 LENGTH = 1000
@@ -105,6 +106,19 @@ def _require_agreement(
 @pytest.mark.parametrize("seed", range(3))
 def test_random_operations(scratch: Path, shape: str, seed: int) -> None:
     _require_agreement(scratch, SHAPES[shape], seed * 100 + list(SHAPES).index(shape))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_operations_on_hostile_engines(
+    scratch: Path, shape: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Each shape on one of them; with --long all tests here run on all."""
+    number = list(SHAPES).index(shape)
+    hostile = [name for name in engines.ENGINES if name != "lmdb"]
+    engines.seed(request.config.getoption("--engine-seed"))
+    engine = engines.ENGINES[hostile[number % len(hostile)]]
+    monkeypatch.setattr(store, "LmdbEngine", engine)
+    _require_agreement(scratch, SHAPES[shape], 300 + number, length=LENGTH // 4)
 
 
 @pytest.mark.long

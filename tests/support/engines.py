@@ -177,6 +177,31 @@ def _write_as_another_host(tx: Transaction, inodes: list[bytes]) -> None:
             tx.put(key, replace(inode, ctime_ns=inode.ctime_ns + 1).encode())
 
 
+class Stopping(LmdbEngine):
+    """Suspends one call where a test says: after the transaction or the view of ``function``, by
+    its name, until ``go`` is set. ``stopped`` is set when it has got there.
+    """
+
+    def stop_after(self, function: str) -> None:
+        self._function, self.stopped, self.go = function, trio.Event(), trio.Event()
+
+    async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
+        result = await super().transact(function, *args)
+        await self._stop(function)
+        return result
+
+    async def view(self, function: Callable[..., Result], *args: Any) -> Result:
+        result = await super().view(function, *args)
+        await self._stop(function)
+        return result
+
+    async def _stop(self, function: Callable[..., Any]) -> None:
+        if getattr(self, "_function", "") == getattr(function, "__name__", None):
+            self._function = ""
+            self.stopped.set()
+            await self.go.wait()
+
+
 ENGINES: dict[str, type[LmdbEngine]] = {
     "lmdb": LmdbEngine,
     "suspending": Suspending,

@@ -22,6 +22,8 @@ from tests.support.lockstep import Life
 from tests.support.oracle import ROOT, Oracle, Stamp
 from tests.support.sequences import Op
 
+_STUCK_S = 120  # an operation that takes longer will never end
+
 
 class _Warnings(logging.Handler):
     def __init__(self) -> None:
@@ -137,7 +139,8 @@ async def _live_async(
             if op[0] == "crash":
                 die(position)
             try:
-                await life.run(op)
+                with trio.fail_after(_STUCK_S):
+                    await life.run(op)
             except Exception as error:
                 error.add_note(f"at operation {position}: {op!r}"[:500])
                 raise

@@ -124,9 +124,8 @@ class Grouping(Publishing):
         if await self._engine.view(publishing.find_pending, dentry.ino):
             unequal = await self.groups.unequal(dentry.ino)
             if unequal:
-                error = Busy(unequal)
-                self._refuse(dentry.ino, error)
-                raise error
+                with self._noting_refusal(dentry.ino):
+                    raise Busy(unequal)
         return published
 
     async def _publish_group(self, ino: int, name: bytes, caller: CallerLike) -> None:

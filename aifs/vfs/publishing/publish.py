@@ -6,9 +6,11 @@ pending directory (``pending``) gets its final name only when all of its members
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from aifs.core import faults, ioctl
-from aifs.core.errors import Busy, FsError, ReadOnly
+from aifs.core.errors import Busy, ReadOnly
 from aifs.core.ioctl import Command
 from aifs.core.log import logger
 from aifs.files import permissions
@@ -89,7 +91,7 @@ class Publishing(Names):
             published += await self._make_durable(other, parent)
         faults.reach(_DURABLE)
         cookies = (await self.ids.take(), await self.ids.take())
-        try:
+        with self._noting_refusal(moving.ino):
             inode, other = await self._engine.transact(
                 publishing.rename,
                 parent,
@@ -100,9 +102,6 @@ class Publishing(Names):
                 cookies,
                 time.time_ns(),
             )
-        except Busy as error:
-            self._refuse(moving.ino, error)
-            raise
         self._adopt(inode)
         if other is not None:
             self._unlinked(other)
@@ -136,11 +135,8 @@ class Publishing(Names):
             await self.ids.take(),
             await self.ids.take(),
         )
-        try:
+        with self._noting_refusal(what.ino):
             done = await self._engine.transact(_publish, what, caller, ids, time.time_ns())
-        except Busy as error:
-            self._refuse(what.ino, error)
-            raise
         for inode in done.unlinked:
             self._unlinked(inode)
         self.kernel.drop_attributes_soon([inode.ino for inode in done.unlinked if inode.nlink])
@@ -182,19 +178,16 @@ class Publishing(Names):
         """All that ``dentry`` names is where the policy of the new directory wants it before it
         shows; a pending directory is complete. Returns the inode numbers of the files that had to
         be synced."""
-        is_pending = dentry.type == _DIRECTORY and await self._engine.view(
-            self._is_complete, dentry.ino
-        )
+        is_directory = dentry.type == _DIRECTORY
+        with self._noting_refusal(dentry.ino):
+            is_pending = is_directory and await self._engine.view(_is_complete, dentry.ino)
         published = await sync_below(self._engine, self.io, self.writeback, dentry)
         policy = await self._policy_of(new_parent) or DEFAULT_POLICY
         if policy.publish == "capacity":
             await burst_hints.drain_below(self, dentry.ino)
         if is_pending:
-            try:
+            with self._noting_refusal(dentry.ino):
                 await pending.check_files(self, dentry.ino)
-            except Busy as error:
-                self._refuse(dentry.ino, error)
-                raise
         return published
 
     async def require_may(self, command: Command, ino: int, caller: CallerLike) -> None:
@@ -209,26 +202,29 @@ class Publishing(Names):
         if self.read_only:
             raise ReadOnly()
 
-    def _is_complete(self, tx: ReadTransaction, ino: int) -> bool:
-        """Whether the directory is pending; raises Busy if it is, and members are missing. Early,
-        because the barrier may take long: the transaction decides."""
-        mark = publishing.find_pending(tx, ino)
-        if mark is None:
-            return False
+    @contextmanager
+    def _noting_refusal(self, ino: int) -> Iterator[None]:
+        """Why a directory is not published is kept for who asks."""
         try:
-            publishing.require_complete(tx, ino, mark)
+            yield
         except Busy as error:
-            self._refuse(ino, error)
+            self.refused[ino] = str(error)
+            _log.info("inode %d is not published: %s", ino, error)
             raise
-        return True
-
-    def _refuse(self, ino: int, error: FsError) -> None:
-        self.refused[ino] = str(error)
-        _log.info("inode %d is not published: %s", ino, error)
 
     def _shown(self, ino: int, parent: int) -> None:
         self.refused.pop(ino, None)
         self.retention.shown(parent)
+
+
+def _is_complete(tx: ReadTransaction, ino: int) -> bool:
+    """Whether the directory is pending; raises Busy if it is, and members are missing. Early,
+    because the barrier may take long: the transaction decides."""
+    mark = publishing.find_pending(tx, ino)
+    if mark is None:
+        return False
+    publishing.require_complete(tx, ino, mark)
+    return True
 
 
 def _publish(

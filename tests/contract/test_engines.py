@@ -1,0 +1,301 @@
+"""What the filesystem may rely on of a metadata engine (see kv.py), and nothing more: each test
+stops a call where an engine may suspend it, and lets others go on."""
+
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from aifs.check.fsck import check
+from aifs.core.errors import NotFound
+from aifs.files.types import ROOT
+from aifs.meta import keys
+from aifs.meta.keys import ROOT_INO
+from aifs.meta.kv import ReadTransaction, Transaction
+from aifs.store import store
+from aifs.vfs import Filesystem, SetAttr
+from tests.support import engines, modes
+from tests.support.stores import moved_out, opened, put, read_file, write_file
+
+SHAPE = modes.WAITING | {"layout.unit": "4KiB", "layout.inline_limit": "0"}
+TEXT = b"0123456789" * 1000
+
+
+@asynccontextmanager
+async def stopping(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Filesystem]:
+    monkeypatch.setattr(store, "LmdbEngine", engines.Stopping)
+    async with opened(directory, SHAPE) as fs:
+        yield fs
+
+
+@asynccontextmanager
+async def stopped(fs: Filesystem, function: str, call: Callable[[], Awaitable]) -> AsyncIterator:
+    """``call`` is suspended after its transaction or view of ``function``, and goes on to its end
+    when this is left. Yields a list that has what it returned then."""
+    engine, found = fs.store.engine, []
+
+    async def work() -> None:
+        found.append(await call())
+
+    async with trio.open_nursery() as nursery:
+        engine.stop_after(function)
+        nursery.start_soon(work)
+        await engine.stopped.wait()
+        try:
+            yield found
+        finally:
+            engine.go.set()
+
+
+async def test_others_open_a_file_before_its_creator_hears_of_it(directory, monkeypatch):
+    async with stopping(directory, monkeypatch) as fs:
+
+        def create():
+            return fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
+
+        async with trio.open_nursery() as nursery:
+            async with stopped(fs, "create", create) as created:
+                ino = (await fs.lookup(ROOT_INO, b"f")).ino
+                other = []
+
+                async def use() -> None:
+                    handle, *_ = await fs.open(ino, os.O_RDWR)
+                    other.append(handle)
+
+                nursery.start_soon(use)
+                await trio.testing.wait_all_tasks_blocked()
+        (first, *_), _ = created[0]
+        (second,) = other
+        assert fs.handles[first].file is fs.handles[second].file
+        await fs.write(second, 0, TEXT)
+        assert await fs.read(first, 0, len(TEXT)) == TEXT
+        await fs.release(first)
+        await fs.release(second)
+        assert await read_file(fs, ino) == TEXT
+
+
+async def test_a_file_is_removed_before_its_creator_hears_of_it(directory, monkeypatch):
+    async with stopping(directory, monkeypatch) as fs:
+
+        def create():
+            return fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
+
+        async with stopped(fs, "create", create) as created:
+            ino = (await fs.lookup(ROOT_INO, b"f")).ino
+            await fs.unlink(ROOT_INO, b"f")
+        (handle, *_), _ = created[0]
+        assert (await fs.getattr(ino)).nlink == 0
+        await fs.write(handle, 0, TEXT)
+        fs.forget([ino])
+        await fs.release(handle)
+        await fs.collector.drain()
+        with pytest.raises(NotFound):
+            await fs.getattr(ino)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_a_save_in_between_does_not_undo_a_change_of_attributes(
+    directory, monkeypatch, is_open
+):
+    async with stopping(directory, monkeypatch) as fs:
+        ino = await write_file(fs, b"f", TEXT)
+        handle, *_ = await fs.open(ino, os.O_RDWR) if is_open else (None,)
+        change = SetAttr(mode=0o600, mtime_ns=12345)
+
+        async with trio.open_nursery() as nursery:
+            async with stopped(fs, "_change", lambda: fs.setattr(ino, change, ROOT)):
+                if is_open:
+                    await fs.io.save(fs.handles[handle].file)
+                else:
+                    nursery.start_soon(fs.set_flags, ino, 0, 0)
+                    await trio.testing.wait_all_tasks_blocked()
+        assert ((await fs.getattr(ino)).mode & 0o777, (await fs.getattr(ino)).mtime_ns) == (
+            0o600,
+            12345,
+        )
+        if is_open:
+            await fs.release(handle)
+        after = await fs.getattr(ino)
+        assert (after.mode & 0o777, after.mtime_ns) == (0o600, 12345)
+
+
+async def test_a_save_in_between_does_not_bring_a_name_back(directory, monkeypatch):
+    async with stopping(directory, monkeypatch) as fs:
+        ino = await write_file(fs, b"f", TEXT)
+        handle, *_ = await fs.open(ino, os.O_RDWR)
+        async with stopped(fs, "unlink", lambda: fs.unlink(ROOT_INO, b"f")):
+            await fs.io.save(fs.handles[handle].file)
+        assert (await fs.getattr(ino)).nlink == 0
+        fs.forget([ino])
+        await fs.release(handle)
+        await fs.collector.drain()
+        with pytest.raises(NotFound):
+            await fs.getattr(ino)
+
+
+async def test_what_transactions_tell_is_taken_over_in_their_order(directory, monkeypatch):
+    async with stopping(directory, monkeypatch) as fs:
+        ino = await write_file(fs, b"f", TEXT)
+        handle, *_ = await fs.open(ino, os.O_RDONLY)
+        async with stopped(fs, "link", lambda: fs.link(ino, ROOT_INO, b"g")):
+            await fs.link(ino, ROOT_INO, b"h")
+        assert (await fs.getattr(ino)).nlink == 3
+        await fs.release(handle)
+
+
+async def test_a_file_is_opened_after_what_was_read_of_it_has_changed(directory, monkeypatch):
+    async with stopping(directory, monkeypatch) as fs:
+        ino = await write_file(fs, b"f", TEXT)
+        async with stopped(fs, "load", lambda: fs.open(ino, os.O_RDONLY)) as found:
+            await fs.link(ino, ROOT_INO, b"g")
+        assert (await fs.getattr(ino)).nlink == 2
+        await fs.release(found[0].handle)
+
+
+async def test_a_policy_that_is_just_changed_is_not_remembered_as_it_was(directory, monkeypatch):
+    async with stopping(directory, monkeypatch) as fs:
+
+        def create():
+            return fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
+
+        async with stopped(fs, "get_inode", create) as created:
+            await put(fs, ROOT_INO, "tier", "capacity", ROOT)
+        (handle, *_), _ = created[0]
+        await fs.release(handle)
+        ino = await write_file(fs, b"g", TEXT)
+        assert (await fs.getattr(ino)).copy is None
+
+
+async def test_a_cached_copy_that_goes_is_used_by_nobody_who_opens_the_file(directory, monkeypatch):
+    async with stopping(directory, monkeypatch) as fs:
+        ino = await write_file(fs, b"f", TEXT)
+        fs.drain.request([ino])
+        await fs.drain.wait([ino])
+        found = []
+
+        async def read() -> None:
+            found.append(await read_file(fs, ino))
+
+        async with trio.open_nursery() as nursery:
+            async with stopped(fs, "put_evicted", lambda: fs.evictor.evict(ino)):
+                nursery.start_soon(read)
+                await trio.testing.wait_all_tasks_blocked()
+        assert found == [TEXT]
+        assert (await fs.getattr(ino)).copy is None
+
+
+async def test_two_tasks_may_empty_the_trash(directory, monkeypatch):
+    async with stopping(directory, monkeypatch) as fs:
+        top = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
+        for number in range(5):
+            await write_file(fs, b"%d" % number, TEXT, top)
+        async with trio.open_nursery() as nursery:
+            await fs.remove_tree(ROOT_INO, b"d")
+            fs.store.engine.stop_after("remove_slice")
+            nursery.start_soon(fs.trash.empty)
+            await fs.store.engine.stopped.wait()
+            nursery.start_soon(fs.trash.empty)
+            await trio.testing.wait_all_tasks_blocked()
+            fs.store.engine.go.set()
+        assert fs.trash.status()["trees"] == 0
+
+
+async def test_a_file_stays_readable_for_who_opens_it_while_its_tree_goes(directory, monkeypatch):
+    async with stopping(directory, monkeypatch) as fs:
+        top = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
+        ino = await write_file(fs, b"f", TEXT, top)
+        await moved_out(fs, ino)
+        async with stopped(fs, "load", lambda: fs.open(ino, os.O_RDONLY)) as found:
+            await fs.remove_tree(ROOT_INO, b"d")
+            await fs.trash.empty()
+        assert await fs.read(found[0].handle, 0, len(TEXT)) == TEXT
+        await fs.release(found[0].handle)
+        await fs.collector.drain()
+        with pytest.raises(NotFound):
+            await fs.getattr(ino)
+
+
+async def test_fsck_finds_the_same_where_views_are_run_again(directory, monkeypatch):
+    async with opened(directory, SHAPE, sound=False) as fs:
+        top = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
+        for number in range(4):
+            await write_file(fs, b"%d" % number, TEXT, top)
+        lost = (await fs.lookup(top, b"0")).ino
+        await fs.store.engine.transact(_damage, top, lost)
+    config = modes.config_of(directory)
+
+    async def findings() -> list[str]:
+        return sorted(map(str, (await trio.to_thread.run_sync(check, config, False)).findings))
+
+    found = await findings()
+    assert len(found) >= 3
+    monkeypatch.setattr(store, "LmdbEngine", engines.Repeating)
+    assert await findings() == found
+
+
+def _damage(tx: Transaction, directory: int, lost: int) -> None:
+    tx.delete(keys.dentry(directory, b"1"))
+    tx.delete(keys.inode(lost))
+    tx.put(keys.dirty(999), b"")
+    tx.add(keys.COUNTER_INODES, 7)
+
+
+# --- the engines themselves -----------------------------------------------------------------------
+
+
+def _count(tx: Transaction, runs: list[int]) -> int:
+    runs.append(tx.counter(b"cx"))
+    return tx.add(b"cx", 1)
+
+
+def _peek(tx: ReadTransaction, runs: list[int]) -> int:
+    runs.append(tx.counter(b"cx"))
+    return tx.counter(b"cx")
+
+
+async def test_a_repeating_engine_runs_all_functions_again(tmp_path):
+    engine = engines.Repeating(str(tmp_path))
+    changes, looks = [], []
+    for number in range(1, 11):
+        assert await engine.transact(_count, changes) == number
+        assert await engine.view(_peek, looks) == number
+    assert len(changes) >= 20 and len(looks) >= 20
+    engine.close()
+
+
+async def test_others_run_before_and_after_a_suspended_commit(tmp_path):
+    engines.seed(1)
+    engine = engines.Suspending(str(tmp_path))
+    runs, found = [], []
+
+    async def count() -> None:
+        found.append(await engine.transact(_count, runs))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(50):
+            nursery.start_soon(count)
+    assert sorted(found) == list(range(1, 51)), "transactions are serializable all the same"
+    assert found != sorted(found), "who commits first need not be told first"
+    assert len(runs) > 50, "what others have changed meanwhile is read again"
+    engine.close()
+
+
+async def test_a_conflicting_engine_has_another_host_change_what_was_read(tmp_path):
+    engines.seed(1)
+    engine = engines.Conflicting(str(tmp_path))
+    ids, runs = [], []
+
+    def take(tx: Transaction) -> None:
+        runs.append(tx.counter(b"cids"))
+        tx.add(b"cids", 1)
+
+    for _ in range(50):
+        await engine.transact(take)
+        ids.append(await engine.view(lambda tx: tx.counter(b"cids")))
+    assert len(runs) > 50 and len(set(runs)) == len(runs)
+    assert ids[-1] > 50
+    engine.close()
