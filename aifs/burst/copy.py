@@ -277,7 +277,7 @@ class BurstCopy:
         return await self._work(self.device.call, "seek", self._key, _seek, self.fd, offset, whence)
 
     async def data_range(self, offset: int, size: int) -> tuple[int, int]:
-        """As StripedObjects.data_range."""
+        """As Bytes.data_range."""
         await self.ensure_open()
         call = self.device.call, "read", self._key, files.next_data, self.fd, offset, size
         return await self._work(*call) or (size, size)

@@ -22,8 +22,7 @@ from aifs.core.errors import Unavailable
 from aifs.core.tasks import run_all
 from aifs.data.checking.digests import HASHED, digests_of, join_digests
 from aifs.data.objects.holes import Sparse, pieces_with_data
-from aifs.data.objects.protected import ProtectedObjects
-from aifs.data.objects.striped import StripedObjects
+from aifs.data.objects.object_set import ObjectSet
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.workers import gather
 
@@ -102,7 +101,7 @@ class Mover:
         self,
         copy: BurstCopy,
         size: int,
-        objects: StripedObjects | ProtectedObjects,
+        objects: ObjectSet,
         cancelled: Callable[[], bool],
         spare: int = 0,
     ) -> bytes | None:
@@ -112,8 +111,7 @@ class Mover:
         Returns the checksums (see join_digests); None if ``cancelled`` has become true meanwhile,
         which is asked between pieces. Holes stay holes. Raises NoSpace, QuotaExceeded, Unavailable.
         """
-        protected = objects if isinstance(objects, ProtectedObjects) else None
-        piece_size = PIECE if protected is None else _whole_rows(protected.row)
+        piece_size = _whole_rows(objects.row)
         digests: dict[int, bytes] = {}  # by offset of the piece
         offsets: Sequence[int] = range(0, size, piece_size)
         sparse = copy.stat().st_blocks * 512 < size
@@ -129,11 +127,7 @@ class Mover:
 
         async def move_now(offset: int, length: int) -> None:
             piece = await self._run(copy, _read_piece, offset, await self._buffer(length), sparse)
-            if protected is not None:
-                await protected.write(offset, piece.data, piece.ranges)
-            else:
-                for start, end in piece.ranges:
-                    await objects.write(start, piece.data[start - offset : end - offset])
+            await objects.write(offset, piece.data, piece.ranges)
             digests[offset] = piece.digests
             self.moved_bytes += length
 
@@ -142,11 +136,8 @@ class Mover:
             return None
         await objects.settle(size)
         faults.reach(_WRITTEN)
-        found = join_digests(digests, size, piece_size, protected is not None)
-        if protected is not None:
-            await protected.sync(spare)
-        else:
-            await objects.sync()
+        found = join_digests(digests, size, piece_size, objects.is_protected)
+        await objects.sync(spare)
         return found
 
     @asynccontextmanager

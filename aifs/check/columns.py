@@ -143,10 +143,10 @@ class Lack(NamedTuple):
     length: int
 
 
-def expected_columns(layout: Striped, size: int, lost: int) -> Iterator[tuple[int, int]]:
+def expected_columns(layout: Striped, size: int, unread: int) -> Iterator[tuple[int, int]]:
     """Column and server of each object that a striped file must have."""
     for column, number in enumerate(layout.servers):
-        if layout.object_length(column, size) and not lost >> column & 1:
+        if layout.object_length(column, size) and not unread >> column & 1:
             yield column, number
 
 
@@ -162,13 +162,13 @@ def lost_bytes(layout: Striped, column: int, length: int, size: int) -> str:
 
 
 def judge(
-    inode: Inode, lost: int, lacks: list[Lack]
+    inode: Inode, unread: int, lacks: list[Lack]
 ) -> Iterator[tuple[Lack, str, str, Fix | None]]:
     """What each lack means for a protected file: kind of finding, detail, what mends it."""
     layout = inode.layout
     mask = sum(1 << lack.column for lack in lacks)
     for lack in sorted(lacks):
-        if layout.survives(lost | mask):
+        if layout.survives(unread | mask):
             fix = partial(put_degraded, oid=inode.oid, ino=inode.ino, mask=1 << lack.column)
             yield lack, "degraded", lack.what, fix
         elif layout.data_column(lack.column) is None:

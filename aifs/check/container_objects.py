@@ -137,18 +137,18 @@ class ContainerObjects:
 
 
 class _Expected:
-    """A container. ``lost``: mask of columns that nobody reads; ``lengths``: of the objects that
+    """A container. ``unread``: mask of columns that nobody reads; ``lengths``: of the objects that
     are there, by column.
     """
 
-    def __init__(self, record: Container, lost: int) -> None:
+    def __init__(self, record: Container, unread: int) -> None:
         self.record = record
-        self.lost = lost
+        self.unread = unread
         self.lengths: dict[int, int] = {}
 
     def needed(self, column: int, size: int | None = None) -> int:
         """How long a column must be for the first ``size`` bytes to be read from it."""
-        if self.lost >> column & 1:
+        if self.unread >> column & 1:
             return 0
         return self.record.layout.object_length(
             column, self.record.length if size is None else size
@@ -160,7 +160,7 @@ class _Expected:
         """
 
         def is_lost(size: int) -> bool:
-            missing = self.lost
+            missing = self.unread
             for column, length in self.lengths.items():
                 missing |= (length < self.needed(column, size)) << column
             return not self.record.layout.survives(missing)

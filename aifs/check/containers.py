@@ -10,7 +10,7 @@ from aifs.check import repair
 from aifs.check.findings import RECORDS, RECOVERY, Fix, Subject, View, read_record
 from aifs.check.shared import SharedCheck
 from aifs.core.errors import FsError
-from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location
+from aifs.layout.interleaved import HEADER_BYTES, Extent, Location
 from aifs.meta import chunk_lists, chunks, keys, namespace
 from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.chunks import Container
@@ -108,7 +108,7 @@ class ContainerCheck:
         oid, first = keys.chunk_list_parts(key)
         self._in_use(oid)
         inode = None if ino is None else await self._view(_find, ino)
-        used = inode is not None and isinstance(inode.layout, Interleaved) and inode.oid == oid
+        used = inode is not None and inode.chunks is not None and inode.oid == oid
         if not used and certain and oid not in self._loose:
             fix = partial(repair.delete, key=key)
             self._report("stray-record", f"chunk list {oid}", "no file has it", fix, RECORDS)

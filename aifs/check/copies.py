@@ -22,7 +22,6 @@ from aifs.check.findings import (
 from aifs.check.table import NONE, UNREADABLE, InodeTable
 from aifs.core.errors import FsError
 from aifs.layout.placement import BURST_FIRST
-from aifs.layout.striped import Striped
 from aifs.meta import keys, namespace
 from aifs.meta.keys import DIGEST_BYTES, DIGESTS_PER_RECORD
 from aifs.meta.kv import ReadTransaction
@@ -162,7 +161,7 @@ class CopyCheck:
 def _nonsense(tx: ReadTransaction, ino: int | None, oid: int, first: int, value: bytes) -> str:
     """Why these checksums cannot be right, or nothing."""
     inode = None if ino is None else namespace.find_inode(tx, ino)
-    if inode is None or not isinstance(inode.layout, Striped):
+    if inode is None or inode.objects is None:
         return "checksums of objects that no file has"
     if tx.get(keys.dirty(ino)) is not None:
         return f"inode {ino}: checksums of a file that was being changed"

@@ -115,9 +115,9 @@ class DeepCheck:
         if row == NONE or self._table.flags[row] & UNREADABLE:
             return
         inode = decode_inode(ino, value)
-        layout = inode.layout
+        layout = inode.objects
         has_checksums = await self._view(read_record, keys.checksums(inode.oid, 0)) is not None
-        if isinstance(layout, Striped) and (layout.is_protected or has_checksums):
+        if layout is not None and (layout.is_protected or has_checksums):
             self._waiting.append(_Objects(ino, inode.oid, inode.size))
         if inode.layout is not None and inode.copy is not None:
             self._cached.append(ino)
@@ -130,7 +130,7 @@ class DeepCheck:
 
     async def _read(self, objects: _Objects, damaged: Collection[Subject]) -> None:
         ino, oid, size = objects
-        found, lost = await self._view(
+        found, unread = await self._view(
             lambda tx: (moves.find_objects(tx, ino, oid), degraded.find_degraded(tx, oid))
         )
         if found is None:
@@ -143,12 +143,12 @@ class DeepCheck:
                 or server.absent
                 or (not ino and server.object_path(0, oid) in damaged)
             ):
-                lost |= 1 << column
-        if not layout.survives(lost):
+                unread |= 1 << column
+        if not layout.survives(unread):
             return  # named already
         step = STEP if ino else 2 * STRIPE
         inspection = Inspection(
-            self._servers, self._buffers, layout, ino, oid, size, lost=lost, step=step
+            self._servers, self._buffers, layout, ino, oid, size, unread=unread, step=step
         )
         try:
             wrong = await self._inspect(inspection, objects, layout)

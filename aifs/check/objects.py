@@ -20,7 +20,6 @@ from aifs.core.errors import FsError
 from aifs.data.server import DataServer
 from aifs.data.storage import ASIDE, ForeignFile, Key, StoredObject
 from aifs.layout.placement import LOST
-from aifs.layout.striped import Striped
 from aifs.meta import keys
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Copy, Inode, decode_burst, decode_garbage, decode_inode
@@ -83,7 +82,7 @@ class ObjectCheck:
         self.counts["directories"] += inode.is_dir
         self.counts["files"] += inode.is_file
         count = int(inode.copy is not None)
-        if isinstance(inode.layout, Striped):
+        if inode.objects is not None:
             count += sum(
                 1
                 for _ in expected_columns(
@@ -138,8 +137,8 @@ class ObjectCheck:
         if row == NONE or self._table.flags[row] & UNREADABLE:
             return row != NONE
         inode = await self._view(_read_inode, found.ino)
-        layout = inode.layout if inode is not None and inode.oid == found.oid else None
-        if not isinstance(layout, Striped) or server.id not in layout.servers:
+        layout = inode.objects if inode is not None and inode.oid == found.oid else None
+        if layout is None or server.id not in layout.servers:
             return False
         column = layout.servers.index(server.id)
         expected = layout.object_length(column, inode.size)
@@ -183,7 +182,7 @@ class ObjectCheck:
         inode, dirty = await self._view(lambda tx: (_read_inode(tx, ino), _is_dirty(tx, ino)))
         if dirty:
             return
-        if isinstance(inode.layout, Striped):
+        if inode.objects is not None:
             known = await self._view(lost_columns, inode.oid)
             for column, number in expected_columns(inode.layout, inode.size, known):
                 if await self._is_missing(number, ino, inode.oid):

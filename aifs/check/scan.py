@@ -19,9 +19,7 @@ from aifs.check.names import NameCheck
 from aifs.check.pending import PendingCheck
 from aifs.check.table import DIRECTORY, DOOMED, NONE, ORPHAN, OWN_OID, UNREADABLE, InodeTable
 from aifs.core.errors import FsError
-from aifs.layout.interleaved import CHUNK_MAX, Interleaved
-from aifs.layout.placement import BURST_FIRST
-from aifs.layout.striped import UNIT_MAX, UNIT_MIN, Striped
+from aifs.layout.interleaved import Interleaved
 from aifs.meta import keys, namespace
 from aifs.meta.chunks import decode_container
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
@@ -206,7 +204,7 @@ class MetadataScan:
         row = self.table.add(ino, inode.mode >> 12, 0, inode.nlink, inode.parent)
         self._in_use(inode.oid)
         self._copies.inode(inode)
-        if isinstance(inode.layout, Interleaved):
+        if inode.chunks is not None:
             await self._containers.file(inode)
         if inode.layout is not None:
             if inode.oid == ino:
@@ -223,8 +221,8 @@ class MetadataScan:
                 f"inode {ino}: size {inode.size}, but it holds {size} bytes",
                 partial(repair.change_inode, ino=ino, changes={"size": size}),
             )
-        if isinstance(inode.layout, Striped):
-            await self._columns.layout(ino, inode.oid, inode.layout)
+        if inode.objects is not None:
+            await self._columns.layout(ino, inode.oid, inode.objects)
 
     def _unreadable(self, ino: int, reason: str) -> None:
         # The root has nothing to lose but its attributes, and without it nothing can be reached.
@@ -414,7 +412,7 @@ def _nonsense(inode: Inode, record: bytes) -> str:
         return "the root is not a directory"
     if (layout is not None or inode.copy is not None) and not inode.is_file:
         return "has objects, but is not a regular file"
-    if not _is_possible(layout):
+    if layout is not None and not layout.is_possible:
         return "has an impossible layout"
     if inode.data is not None and not (inode.is_file or stat.S_ISLNK(inode.mode)):
         return "holds bytes, but is neither a regular file nor a symlink"
@@ -422,14 +420,6 @@ def _nonsense(inode: Inode, record: bytes) -> str:
         if number >= _ID_MAX:
             return f"has an impossible object id {number}"
     return ""
-
-
-def _is_possible(layout: Striped | Interleaved | None) -> bool:
-    if isinstance(layout, Striped):
-        servers = layout.servers
-        distinct = 0 < len(servers) == len(set(servers)) and max(servers) < BURST_FIRST
-        return distinct and UNIT_MIN <= layout.unit <= UNIT_MAX
-    return layout is None or 0 < layout.chunk <= CHUNK_MAX
 
 
 async def _skip(key: bytes, value: bytes) -> None:

@@ -21,7 +21,6 @@ from aifs.files.collector import Collector
 from aifs.files.needs import Needs
 from aifs.files.open_inode import Drain, OpenInode
 from aifs.layout.hint import DEFAULT_POLICY, Policy
-from aifs.layout.striped import Striped
 from aifs.meta import forms
 from aifs.meta.kv import Engine
 
@@ -165,7 +164,7 @@ class BurstIO:
             self.attach(file, copy)
             return True
         protected = (
-            isinstance(inode.layout, Striped) and inode.layout.is_protected
+            inode.objects is not None and inode.objects.is_protected
         )  # else it would lose that
         if (inode.size <= self._stage_for_write or protected) and self.stager is not None:
             if await self.stager.stage(inode.ino) and file.copy is not None:

@@ -16,13 +16,13 @@ from aifs.core.errors import FsError
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.data.objects.holes import pieces_with_data
-from aifs.data.objects.striped import StripedObjects
+from aifs.data.objects.object_set import ObjectSet
 from aifs.data.servers import Servers
 from aifs.files.collector import Collector
 from aifs.files.damage import Damage
 from aifs.files.open_inode import OpenInode
 from aifs.layout.hint import DEFAULT_POLICY
-from aifs.layout.interleaved import CHUNK, Interleaved
+from aifs.layout.interleaved import CHUNK
 from aifs.layout.placement import ACTIVE, ALGORITHM, WEIGHTS, Candidate, spread
 from aifs.layout.redundancy import Redundancy
 from aifs.layout.striped import Striped
@@ -165,7 +165,7 @@ class CapacityIO:
         own = inode.oid == 0 and not inode.data and self._ids.is_recent(inode.ino)
         oid = inode.ino if own else await self._ids.take()
         layout, due = self.place_plain(inode), self.redundancy(inode).is_protected
-        objects = StripedObjects(self._servers, layout, inode.ino, oid, new=True)
+        objects = ObjectSet(self._servers, layout, inode.ino, oid, new=True)
         if inode.data:
             # The inline bytes may be durable already: they stay in the record until the objects
             # hold them durably. Until then the objects are on record as garbage, so that no crash
@@ -201,7 +201,7 @@ class CapacityIO:
             self.place_plain(inode),
             self.redundancy(inode).is_protected,
         )
-        objects = StripedObjects(self._servers, layout, inode.ino, oid, new=True)
+        objects = ObjectSet(self._servers, layout, inode.ino, oid, new=True)
         await self._engine.transact(forms.put_garbage, oid, inode.ino, layout)
         try:
             async for offset in pieces_with_data(file, inode.size, CHUNK):
@@ -225,9 +225,7 @@ class CapacityIO:
     @staticmethod
     def _is_fixed(inode: Inode) -> bool:
         """Whether the file's bytes cannot be changed where they are."""
-        return isinstance(inode.layout, Interleaved) or (
-            inode.layout is not None and inode.layout.is_protected
-        )
+        return inode.layout is not None and not inode.layout.in_place
 
     # --- placement ---
 

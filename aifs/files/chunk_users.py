@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from aifs.core.errors import FsError
-from aifs.layout.interleaved import HEADER_BYTES, Interleaved, Location
+from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.meta import keys
 from aifs.meta.chunk_lists import decode_chunks, decode_extents, decode_shares, is_extents
 from aifs.meta.kv import Engine, ReadTransaction
@@ -109,9 +109,9 @@ def _find_owners(
     key: bytes, value: bytes, oids: set[int], owners: dict[int, tuple[int, int, int]]
 ) -> None:
     inode = decode_inode(keys.number(key), value)
-    if inode.oid in oids and isinstance(inode.layout, Interleaved):
+    if inode.oid in oids and inode.chunks is not None:
         owners[inode.oid] = (
             inode.ino,
-            1 if inode.layout.variable else inode.layout.chunk,
+            1 if inode.chunks.variable else inode.chunks.chunk,
             inode.size,
         )

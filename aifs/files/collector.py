@@ -13,7 +13,7 @@ from aifs.core import faults
 from aifs.core.errors import Unavailable
 from aifs.core.log import logger
 from aifs.core.upkeep import NEVER_S, RETRY_S, Upkeep, Work
-from aifs.data.objects.striped import delete_batch
+from aifs.data.objects.object_set import delete_batch
 from aifs.data.servers import Servers
 from aifs.meta import chunks, keys, namespace
 from aifs.meta.kv import Engine, ReadTransaction, Transaction

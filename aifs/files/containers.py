@@ -14,10 +14,10 @@ from aifs.core.budget import Budget
 from aifs.core.errors import NotSupported, Unavailable
 from aifs.data.containers import pieces
 from aifs.data.containers.chunked import ChunkedObjects
-from aifs.data.containers.files import ContainerFiles
+from aifs.data.containers.files import ContainerFiles, Entry
 from aifs.data.containers.pieces import Piece, Source
-from aifs.data.containers.readers import Entry, OnDamage
 from aifs.data.containers.writer import Appended, ContainerWriter
+from aifs.data.objects.object_set import OnDamage
 from aifs.data.servers import Servers
 from aifs.data.workers import gather
 from aifs.files.collector import Collector

@@ -13,8 +13,7 @@ from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
 from aifs.data.containers.pieces import Source
-from aifs.data.objects.protected import ProtectedObjects
-from aifs.data.objects.striped import StripedObjects
+from aifs.data.objects.object_set import ObjectSet
 from aifs.data.servers import Servers
 from aifs.files.collector import Collector
 from aifs.files.containers import LISTED_AT_ONCE, Containers
@@ -118,8 +117,7 @@ class Drainer:
         ino, oid = draining.ino, await self._ids.take()
         inode = draining.file.inode
         layout = self._io.capacity.place(inode)
-        kind = ProtectedObjects if layout.is_protected else StripedObjects
-        objects = kind(self._servers, layout, ino, oid, new=True, background=self._io_priority)
+        objects = ObjectSet(self._servers, layout, ino, oid, new=True, background=self._io_priority)
         await self._engine.transact(forms.put_garbage, oid, ino, layout)
         draining.garbage = oid
         try:
@@ -135,10 +133,9 @@ class Drainer:
                 return
             draining.layout, draining.oid, draining.digests = layout, oid, digests
             draining.blocks = objects.blocks() or 0
-            if isinstance(objects, ProtectedObjects):
-                draining.lacking = objects.failed
-            else:
-                draining.due = self._io.capacity.redundancy(inode).is_protected
+            draining.lacking = objects.unread
+            is_asked = self._io.capacity.redundancy(inode).is_protected
+            draining.due = is_asked and not layout.is_protected
             faults.reach(_COPIED)
         finally:
             objects.close()

@@ -21,10 +21,8 @@ from aifs.core.errors import FileTooLarge, FsError, NoSpace, Stale, Unavailable
 from aifs.core.log import logger
 from aifs.core.upkeep import Upkeep, Work
 from aifs.data.checking.digests import HASHED
-from aifs.data.checking.verified import FollowedObjects, VerifiedObjects
 from aifs.data.containers.chunked import ChunkedObjects
-from aifs.data.objects.protected import ProtectedObjects
-from aifs.data.objects.striped import StripedObjects
+from aifs.data.objects.object_set import Followed, ObjectSet
 from aifs.data.patience import background
 from aifs.data.servers import Servers
 from aifs.files.burst_io import BurstIO
@@ -39,7 +37,7 @@ from aifs.layout.striped import Striped
 from aifs.meta import forms
 from aifs.meta.degraded import find_degraded
 from aifs.meta.kv import Engine, Transaction
-from aifs.meta.moves import ObjectSet
+from aifs.meta.moves import SetRecord
 from aifs.meta.namespace import find_inode, get_inode, put_inode, take_attributes
 from aifs.meta.records import Inode
 from aifs.store.ids import IdAllocator
@@ -127,11 +125,11 @@ class FileIO:
                 await self._opening[ino].wait()
                 continue
             with self.opening(ino):
-                inode, dirty, lost = await self._engine.view(forms.load, ino)
+                inode, dirty, unread = await self._engine.view(forms.load, ino)
                 if not inode.is_file:
                     raise Stale(f"inode {ino} is not a regular file")
                 self._note_first()
-                self.open[ino] = self._opened(inode, dirty, lost)
+                self.open[ino] = self._opened(inode, dirty, unread)
         file.handles += 1
         file.used = True
         return file
@@ -183,8 +181,8 @@ class FileIO:
         else:
             self._collector.add_orphan(ino)
 
-    def _opened(self, inode: Inode, dirty: bool, lost: int) -> OpenInode:
-        file = OpenInode(inode, self.objects_of(inode, lost), dirty)
+    def _opened(self, inode: Inode, dirty: bool, unread: int) -> OpenInode:
+        file = OpenInode(inode, self.objects_of(inode, unread), dirty)
         if inode.copy is not None:
             self.burst.attach(file, self._tier.open(inode.copy))
         return file
@@ -195,67 +193,57 @@ class FileIO:
             self._upkeep.at(Work.WRITE_BACK, trio.current_time() + self.commit_interval_s)
             self._upkeep.wake(Work.WATCH_SERVERS)
 
-    def objects_of(self, inode: Inode, lost: int = 0, background: str = "") -> Objects | None:
+    def objects_of(self, inode: Inode, unread: int = 0, background: str = "") -> Objects | None:
         """What holds the bytes of a file on the capacity tier; None if nothing does.
 
-        ``lost``: mask of columns that must not be read; ``background``: an I/O priority, for
+        ``unread``: mask of columns that must not be read; ``background``: an I/O priority, for
         reading past all caches.
         """
-        layout = inode.layout
-        if layout is None:
+        if inode.layout is None:
             return None
-        if not isinstance(layout, Striped):
+        if inode.chunks is not None:
             return self._containers.objects_of(inode)
-        if self._verify:
-            return self._checked_objects_of(inode, lost, background)
-        return self.plain_objects_of(inode, lost, background)
-
-    def _checked_objects_of(self, inode: Inode, lost: int, background: str) -> VerifiedObjects:
-        objects = self.plain_objects_of(inode, lost, background)
-        load = partial(self._engine.view, forms.get_checksums, inode.oid)
-        damaged = partial(self._damaged, inode.layout)
-        return VerifiedObjects(
-            self._servers, objects, inode.layout, inode.ino, inode.oid, load, damaged, lost
-        )
+        return self.set_of(inode, unread, background, checked=self._verify)
 
     async def source_of(
         self, inode: Inode, background: str, followed: bool
-    ) -> VerifiedObjects | FollowedObjects | ChunkedObjects:
+    ) -> ObjectSet | Followed | ChunkedObjects:
         """For who copies the bytes of a settled file elsewhere: checked. ``followed``: somebody
         reads the file now, so that each byte is to come from its server once for both; else past
         all caches of striped files, at that I/O priority."""
-        if not isinstance(inode.layout, Striped):
+        if inode.chunks is not None:
             return self._containers.objects_of(inode, copied=True)
-        lost = 0
+        unread = 0
         if inode.layout.is_protected:
-            lost = await self._engine.view(find_degraded, inode.oid)
-        checked = self._checked_objects_of(inode, lost, background)
-        return FollowedObjects(self.objects_of(inode, lost), checked) if followed else checked
+            unread = await self._engine.view(find_degraded, inode.oid)
+        objects = self.set_of(inode, unread, background, checked=True)
+        return Followed(objects) if followed else objects
 
-    def plain_objects_of(
-        self, of: Inode | ObjectSet, lost: int = 0, background: str = ""
-    ) -> StripedObjects | ProtectedObjects:
-        """The objects of a striped file, without comparing what is read with checksums."""
-        if of.layout.is_protected:
-            damaged = partial(self._damaged, of.layout)
-            return ProtectedObjects(
-                self._servers,
-                of.layout,
-                of.ino,
-                of.oid,
-                lost=lost,
-                background=background,
-                on_damage=damaged,
-            )
-        return StripedObjects(self._servers, of.layout, of.ino, of.oid, background=background)
+    def set_of(
+        self, of: Inode | SetRecord, unread: int = 0, background: str = "", checked: bool = False
+    ) -> ObjectSet:
+        """The objects of a striped file. ``checked``: what is read past the caches is compared with
+        checksums.
+        """
+        return ObjectSet(
+            self._servers,
+            of.layout,
+            of.ino,
+            of.oid,
+            background=background,
+            unread=unread,
+            on_damage=partial(self._damaged, of.layout),
+            digests=partial(self._engine.view, forms.get_checksums, of.oid) if checked else None,
+            verify=self._verify,
+        )
 
     def _damaged(self, layout: Striped, oid: int, ino: int, column: int) -> None:
         """Found by somebody who read by this layout: if the column has moved meanwhile, its old
         object may be gone.
         """
         file = self.open.get(ino)
-        now = file.inode.layout if file is not None and file.inode.oid == oid else None
-        if isinstance(now, Striped) and now.servers[column] == layout.servers[column]:
+        now = file.inode.objects if file is not None and file.inode.oid == oid else None
+        if now is not None and now.servers[column] == layout.servers[column]:
             self.damage.report(oid, ino, column)
 
     def adopt_new(self, inode: Inode, copy: BurstCopy | None) -> OpenInode:

@@ -10,7 +10,6 @@ from aifs.data.server import name_of
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
 from aifs.files.types import FileHandle, Opened
-from aifs.layout.striped import Striped
 from aifs.meta.records import APPEND_ONLY
 
 _log = logger(__name__)
@@ -140,9 +139,9 @@ def _server(file: OpenInode, flags: int) -> int | None:
     """
     if file.copy is not None:
         return file.copy.server
-    layout, reads = file.inode.layout, flags & os.O_ACCMODE == os.O_RDONLY
-    if reads and not file.dirty and isinstance(layout, Striped) and len(layout.servers) == 1:
-        return layout.servers[0]
+    objects, reads = file.inode.objects, flags & os.O_ACCMODE == os.O_RDONLY
+    if reads and not file.dirty and objects is not None and len(objects.servers) == 1:
+        return objects.servers[0]
     return None
 
 

@@ -5,14 +5,12 @@ size changed.
 from typing import Protocol
 
 from aifs.burst.copy import BurstCopy
-from aifs.data.checking.verified import VerifiedObjects
 from aifs.data.containers.chunked import ChunkedObjects
-from aifs.data.objects.protected import ProtectedObjects
-from aifs.data.objects.striped import StripedObjects
+from aifs.data.objects.object_set import ObjectSet
 from aifs.files.gate import Gate
 from aifs.meta.records import Inode
 
-Objects = StripedObjects | ProtectedObjects | VerifiedObjects | ChunkedObjects
+Objects = ObjectSet | ChunkedObjects
 """What the bytes of a file on the capacity tier are read through."""
 
 
@@ -110,7 +108,7 @@ class OpenInode:
         inode.ctime_ns = max(inode.ctime_ns, stored.ctime_ns)
 
     async def data_range(self, offset: int, size: int, strict: bool = True) -> tuple[int, int]:
-        """As StripedObjects.data_range, of whatever holds the bytes, which may be replaced
+        """As Bytes.data_range, of whatever holds the bytes, which may be replaced
         meanwhile.
         """
         while True:

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from aifs.core.errors import Invalid
 from aifs.core.pairs import parse_pairs
 from aifs.core.units import format_size, parse_size
+from aifs.layout.kinds import Layout
 from aifs.layout.redundancy import REPLICAS_MAX, Redundancy, check_coded_unit, format_ec, parse_ec
-from aifs.layout.striped import UNIT_MAX, UNIT_MIN, Striped
+from aifs.layout.striped import UNIT_MAX, UNIT_MIN
 
 COUNT_MAX = 255
 SERVER_ID_MAX = 0x7FFF
@@ -52,8 +53,11 @@ class Policy(NamedTuple):
 DEFAULT_POLICY = Policy()
 
 
-def policy_of(layout: Striped) -> Policy:
+def policy_of(of: Layout) -> Policy:
     """What one would ask for to get this layout."""
+    layout = of.objects
+    if layout is None:
+        return Policy(kind=of.kind)
     if layout.parity:
         return Policy(layout.unit, 0, layout.servers, data=layout.width, parity=layout.parity)
     replicas = layout.replicas if layout.is_protected else 0

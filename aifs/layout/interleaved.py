@@ -13,8 +13,9 @@ spread over all of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
+from aifs.layout.kinds import Layout
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.layout.striped import Striped
 
@@ -88,7 +89,7 @@ class Stripe(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Interleaved:
+class Interleaved(Layout):
     """The layout of one file: the size of its chunks in bytes; where they lie is the chunk list's
     to say.
 
@@ -100,6 +101,18 @@ class Interleaved:
     chunk: int
     variable: bool = False
 
+    kind: ClassVar[str] = "interleaved"
+
+    @property
+    def chunks(self) -> "Interleaved":
+        """See Layout."""
+        return self
+
+    @property
+    def is_possible(self) -> bool:
+        """See Layout."""
+        return 0 < self.chunk <= CHUNK_MAX
+
     def count(self, size: int) -> int:
         """How many chunks a file of ``size`` bytes has."""
         return -(-size // self.chunk)
@@ -107,11 +120,6 @@ class Interleaved:
     def length(self, index: int, size: int) -> int:
         """Bytes of chunk ``index`` of a file of ``size`` bytes: all are whole but the last."""
         return min(self.chunk, size - index * self.chunk)
-
-
-def is_variable(layout: object) -> bool:
-    """Whether a file that is laid out so is an extent list."""
-    return isinstance(layout, Interleaved) and layout.variable
 
 
 def container_layout(servers: tuple[int, ...], redundancy: Redundancy = PLAIN) -> Striped:

@@ -16,7 +16,10 @@ it; no server has two of them.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
+
+from aifs.layout.kinds import Layout
+from aifs.layout.placement import BURST_FIRST
 
 UNIT_MIN = 4096
 UNIT_MAX = 1 << 30
@@ -32,7 +35,7 @@ class Extent(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Striped:
+class Striped(Layout):
     """The layout of one file: the unit in bytes, the ids of its data servers in the order of
     columns, the redundancy.
     """
@@ -41,6 +44,25 @@ class Striped:
     servers: tuple[int, ...]
     replicas: int = 1
     parity: int = 0
+
+    kind: ClassVar[str] = "striped"
+
+    @property
+    def objects(self) -> "Striped":
+        """See Layout."""
+        return self
+
+    @property
+    def in_place(self) -> bool:
+        """See Layout: what protects each other is written once."""
+        return not self.is_protected
+
+    @property
+    def is_possible(self) -> bool:
+        """See Layout."""
+        servers = self.servers
+        distinct = 0 < len(servers) == len(set(servers)) and max(servers) < BURST_FIRST
+        return distinct and UNIT_MIN <= self.unit <= UNIT_MAX
 
     @property
     def width(self) -> int:
@@ -83,23 +105,23 @@ class Striped:
         servers = (*self.servers[:column], server, *self.servers[column + 1 :])
         return Striped(self.unit, servers, self.replicas, self.parity)
 
-    def spare(self, lost: int) -> int:
-        """How many more columns, whichever, may be lost if those of the mask ``lost`` are;
+    def spare(self, unread: int) -> int:
+        """How many more columns, whichever, may be lost if those of the mask ``unread`` are;
         negative: bytes are lost.
         """
         if self.replicas > 1:
             return (
                 min(
-                    sum(not lost >> copy & 1 for copy in self.copies(column))
+                    sum(not unread >> copy & 1 for copy in self.copies(column))
                     for column in range(self.width)
                 )
                 - 1
             )
-        return self.parity - lost.bit_count()
+        return self.parity - unread.bit_count()
 
-    def survives(self, lost: int) -> bool:
-        """Whether all bytes can be told without the columns of the mask ``lost``."""
-        return self.spare(lost) >= 0
+    def survives(self, unread: int) -> bool:
+        """Whether all bytes can be told without the columns of the mask ``unread``."""
+        return self.spare(unread) >= 0
 
     def extents(self, offset: int, length: int) -> Iterator[Extent]:
         """The byte range as extents of data columns, in file order. Together they cover it exactly;

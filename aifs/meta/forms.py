@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from aifs.layout.interleaved import Extent, is_variable
+from aifs.layout.interleaved import Extent
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys, namespace
 from aifs.meta.chunk_lists import Chunks
@@ -23,7 +23,7 @@ def load(tx: ReadTransaction, ino: int) -> tuple[Inode, bool, int]:
     NotFound.
     """
     inode = namespace.get_inode(tx, ino)
-    protected = isinstance(inode.layout, Striped) and inode.layout.is_protected
+    protected = inode.layout is not None and inode.layout.is_protected
     return (
         inode,
         tx.get(keys.dirty(ino)) is not None,
@@ -172,14 +172,14 @@ def put_drained(
     and changes nothing, if a shared chunk that an extent names is neither new nor on record (any
     more).
     """
-    lists = {d.inode.oid: d.extents for d in drained if is_variable(d.inode.layout)}
+    lists = {d.inode.oid: d.extents for d in drained if d.inode.lists_extents}
     if lists:
         put_extents(tx, {oid: extents for oid, extents in lists.items() if extents}, new)
         for oid in lists:
             put_named(tx, oid)
     garbage = []
     for inode, copy, durable, digests, placed, lacking, due, _ in drained:
-        if isinstance(inode.layout, Striped):
+        if inode.objects is not None:
             tx.delete(keys.garbage(inode.oid))
             if not inode.layout.is_protected:
                 _put_plain(tx, inode, due)

@@ -24,7 +24,7 @@ from aifs.meta.servers import mark_unprotected
 _INO_BYTES = 8
 
 
-class ObjectSet(NamedTuple):
+class SetRecord(NamedTuple):
     """Whose objects they are (0: a container's), their id, how they lie, and for how many bytes."""
 
     ino: int
@@ -33,17 +33,17 @@ class ObjectSet(NamedTuple):
     size: int
 
 
-def find_objects(tx: ReadTransaction, ino: int, oid: int) -> ObjectSet | None:
+def find_objects(tx: ReadTransaction, ino: int, oid: int) -> SetRecord | None:
     """None if the file, or container, has no such objects (any more). Raises Unavailable for a
     damaged record.
     """
     if ino == 0:
         container = chunks.find_container(tx, oid)
-        return None if container is None else ObjectSet(0, oid, container.layout, container.length)
+        return None if container is None else SetRecord(0, oid, container.layout, container.length)
     inode = namespace.find_inode(tx, ino)
-    if inode is None or inode.oid != oid or not isinstance(inode.layout, Striped):
+    if inode is None or inode.oid != oid or inode.objects is None:
         return None
-    return ObjectSet(ino, oid, inode.layout, inode.size)
+    return SetRecord(ino, oid, inode.objects, inode.size)
 
 
 def is_changing(tx: ReadTransaction, ino: int, oid: int) -> bool:
@@ -126,20 +126,20 @@ def load_strays(tx: ReadTransaction) -> list[Stray]:
 
 
 def flip(
-    tx: Transaction, before: ObjectSet, column: int, server: int, lost: int | None = None
-) -> ObjectSet | None:
+    tx: Transaction, before: SetRecord, column: int, server: int, unread: int | None = None
+) -> SetRecord | None:
     """The object of ``column`` is whole and durable on ``server``: from now on it lies there and
     may be read.
 
     If that is another server than before, what lies on the old one is a stray from now on. None,
     and nothing is changed, if the objects are not what they were ``before``, may be changed just
-    now, or are degraded otherwise than by the mask ``lost``: it may have been made of a column that
+    now, or are degraded otherwise than by the mask ``unread``: it may have been made of a column that
     is known to be wrong now.
     """
     ino, oid, layout, _ = before
     if find_objects(tx, ino, oid) != before or is_changing(tx, ino, oid):
         return None
-    if lost is not None and find_degraded(tx, oid) != lost:
+    if unread is not None and find_degraded(tx, oid) != unread:
         return None
     old = layout.servers[column]
     after = before._replace(layout=layout.moved(column, server))
@@ -157,7 +157,7 @@ def flip(
     return after
 
 
-def _put_layout(tx: Transaction, objects: ObjectSet) -> None:
+def _put_layout(tx: Transaction, objects: SetRecord) -> None:
     if objects.ino:
         inode = namespace.get_inode(tx, objects.ino)
         namespace.put_inode(tx, replace(inode, layout=objects.layout))
@@ -170,14 +170,14 @@ def _put_layout(tx: Transaction, objects: ObjectSet) -> None:
 @grows
 def put_relaid(
     tx: Transaction,
-    before: ObjectSet,
-    after: ObjectSet,
+    before: SetRecord,
+    after: SetRecord,
     blocks: int,
     digests: bytes,
-    lost: int,
+    unread: int,
     due: bool,
 ) -> list[int] | None:
-    """The durable objects ``after``, but for the columns of the mask ``lost``, replace those
+    """The durable objects ``after``, but for the columns of the mask ``unread``, replace those
     ``before``.
 
     ``due``: the file should be protected, and is not. Returns the ids of what is garbage now; None,
@@ -193,8 +193,8 @@ def put_relaid(
     namespace.put_checksums(tx, after.oid, digests)
     if not after.layout.is_protected:
         mark_unprotected(tx, after.layout.servers)
-    if lost or due:
-        put_degraded(tx, after.oid, before.ino, lost)
+    if unread or due:
+        put_degraded(tx, after.oid, before.ino, unread)
     namespace.put_inode(tx, replace(inode, oid=after.oid, layout=after.layout, blocks=blocks))
     return garbage
 
@@ -260,13 +260,14 @@ def scan_files(
 
     def judge(key: bytes, value: bytes) -> Due | None:
         inode = decode_inode(keys.number(key), value)
-        if not isinstance(inode.layout, Striped):
+        layout = inode.objects
+        if layout is None:
             return None
-        allowed = staying if inode.layout.is_protected else plain
-        if allowed.issuperset(inode.layout.servers):
+        allowed = staying if layout.is_protected else plain
+        if allowed.issuperset(layout.servers):
             return None
-        objects = ObjectSet(inode.ino, inode.oid, inode.layout, inode.size)
-        return _due(objects, due_columns(inode.layout, 0, allowed))
+        objects = SetRecord(inode.ino, inode.oid, layout, inode.size)
+        return _due(objects, due_columns(layout, 0, allowed))
 
     return _scan(tx, start, end, limit, judge)
 
@@ -287,7 +288,7 @@ def scan_containers(
         allowed = staying if record.layout.is_protected else plain
         if allowed.issuperset(record.layout.servers):
             return None
-        objects = ObjectSet(0, keys.number(key), record.layout, record.length)
+        objects = SetRecord(0, keys.number(key), record.layout, record.length)
         return _due(objects, due_columns(record.layout, 0, allowed))
 
     return _scan(tx, start, end, limit, judge)
@@ -310,7 +311,7 @@ def _scan(
     return found, key + b"\0" if count == limit else b""
 
 
-def _due(objects: ObjectSet, columns: tuple[int, ...]) -> Due:
+def _due(objects: SetRecord, columns: tuple[int, ...]) -> Due:
     layout, size = objects.layout, objects.size
     length = sum(layout.object_length(column, size) for column in columns) if columns else size
     return Due(objects.ino, objects.oid, columns, length)

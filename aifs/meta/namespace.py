@@ -366,8 +366,8 @@ def discard_layout(tx: Transaction, inode: Inode) -> list[int]:
     """
     if inode.layout is None:
         return []
-    if isinstance(inode.layout, Striped):
-        tx.put(keys.garbage(inode.oid), Garbage(inode.ino, inode.layout).encode())
+    if inode.objects is not None:
+        tx.put(keys.garbage(inode.oid), Garbage(inode.ino, inode.objects).encode())
         drop_checksums(tx, inode.oid)
         drop_degraded(tx, inode.oid)
         return [inode.oid]

@@ -43,6 +43,7 @@ from typing import NamedTuple
 from aifs.core.errors import NotPermitted, Unavailable
 from aifs.layout.hint import KINDS, PUBLISHES, TIERS, Policy
 from aifs.layout.interleaved import Interleaved
+from aifs.layout.kinds import chunks_of, objects_of
 from aifs.layout.striped import Striped
 
 FORMAT = 2
@@ -119,6 +120,21 @@ class Inode:
     default_acl: bytes = b""
     seq: int = field(default=0, compare=False, repr=False)
     stripped: bool = field(default=False, compare=False, repr=False)
+
+    @property
+    def objects(self) -> Striped | None:
+        """How the object set that is the file's own is laid out; None: it has none."""
+        return objects_of(self.layout)
+
+    @property
+    def chunks(self) -> Interleaved | None:
+        """How the file is cut into chunks in containers; None: it is not."""
+        return chunks_of(self.layout)
+
+    @property
+    def lists_extents(self) -> bool:
+        """Whether the file is an extent list."""
+        return self.chunks is not None and self.chunks.variable
 
     @property
     def space(self) -> int:

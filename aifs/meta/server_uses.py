@@ -65,8 +65,8 @@ def _uses_of(tx: ReadTransaction, key: bytes, value: bytes, server: int, gone: S
             oid, layout, size = number, container.layout, container.length
         else:
             inode = decode_inode(number, value)
-            oid, layout, size = inode.oid, inode.layout, inode.size
-        if not isinstance(layout, Striped) or server not in layout.servers:
+            oid, layout, size = inode.oid, inode.objects, inode.size
+        if layout is None or server not in layout.servers:
             return Uses()
         survives = _survives(tx, oid, layout, size, gone)
     except Unavailable:
@@ -79,8 +79,8 @@ def is_whole(tx: ReadTransaction, inode: Inode, gone: Set[int]) -> bool:
     """Whether all bytes that a file has on the capacity tier can be told without the servers
     ``gone``, as far as is on record. Not if a record is damaged."""
     try:
-        if isinstance(inode.layout, Striped):
-            return _survives(tx, inode.oid, inode.layout, inode.size, gone)
+        if inode.objects is not None:
+            return _survives(tx, inode.oid, inode.objects, inode.size, gone)
         if inode.layout is None:
             return True
         records = tx.range(*keys.chunk_lists(inode.oid))

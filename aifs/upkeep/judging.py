@@ -10,7 +10,6 @@ from aifs.core.errors import FsError
 from aifs.data.checking.checks import Part, differ
 from aifs.data.checking.digests import DIGEST_BYTES, HASHED
 from aifs.data.servers import Servers
-from aifs.layout.interleaved import Interleaved
 from aifs.meta import chunks, extents, forms
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
@@ -70,8 +69,8 @@ async def judge_copy(
 async def _parts(engine: Engine, inode: Inode, start: int) -> Sequence[Part]:
     """Those of what is read together, from ``start`` on; none if nobody has checksums."""
     end = min(start + COPY_PIECE, inode.size)
-    if isinstance(inode.layout, Interleaved):
-        read = _extents if inode.layout.variable else _chunks
+    if inode.chunks is not None:
+        read = _extents if inode.lists_extents else _chunks
         return await read(engine, inode, start, end)
     number = start // HASHED
     first, digests = await engine.view(forms.get_checksums, inode.oid, number)

@@ -25,7 +25,7 @@ from aifs.layout.placement import ACTIVE
 from aifs.layout.striped import Striped
 from aifs.meta import degraded, forms, moves
 from aifs.meta.kv import Engine, ReadTransaction
-from aifs.meta.moves import ObjectSet
+from aifs.meta.moves import SetRecord
 from aifs.upkeep.compaction import Compaction
 from aifs.upkeep.moves import Mover, NoTarget, Result
 from aifs.upkeep.relayout import Relayout
@@ -77,18 +77,18 @@ class FileSubject:
         finally:
             self.file.gate.leave_alone()
 
-    def adopt(self, layout: Striped, lost: int) -> None:
-        self._replace(layout, self.file.inode.oid, lost)
+    def adopt(self, layout: Striped, unread: int) -> None:
+        self._replace(layout, self.file.inode.oid, unread)
 
-    def adopt_objects(self, objects: ObjectSet, lost: int, blocks: int) -> None:
+    def adopt_objects(self, objects: SetRecord, unread: int, blocks: int) -> None:
         """The file has other objects from now on."""
         self.file.inode.blocks = blocks
-        self._replace(objects.layout, objects.oid, lost)
+        self._replace(objects.layout, objects.oid, unread)
 
-    def _replace(self, layout: Striped, oid: int, lost: int) -> None:
+    def _replace(self, layout: Striped, oid: int, unread: int) -> None:
         file, old = self.file, self.file.objects
         file.inode.layout, file.inode.oid = layout, oid
-        file.objects, file.trimmed = self._io.objects_of(file.inode, lost), False
+        file.objects, file.trimmed = self._io.objects_of(file.inode, unread), False
         if old is not None:
             old.close()
         self._seen = file.changes, file.objects, oid, layout
@@ -112,7 +112,7 @@ class ContainerSubject:
     async def alone(self) -> AsyncIterator[None]:
         yield
 
-    def adopt(self, layout: Striped, lost: int) -> None:
+    def adopt(self, layout: Striped, unread: int) -> None:
         self._containers.moved(self._container)
 
 
@@ -202,7 +202,7 @@ class Mender:
             raise failure
         return outcome if seen.due else Outcome.BUSY
 
-    async def _protect(self, subject: FileSubject, objects: ObjectSet) -> bool:
+    async def _protect(self, subject: FileSubject, objects: SetRecord) -> bool:
         """Whether a plain file is what its policy asks for on return; not if it was changed
         meanwhile.
         """
@@ -228,7 +228,7 @@ class Mender:
             return False
         if not self.staying().issuperset(layout.servers):
             return False
-        return await self._relayout.lay_out(subject, seen.objects, seen.lost, layout)
+        return await self._relayout.lay_out(subject, seen.objects, seen.unread, layout)
 
     async def _mend_container(self, container: int) -> Outcome:
         seen = await self._look(0, container)
@@ -259,7 +259,7 @@ class Mender:
         outcome = Outcome.DONE
         for column in seen.due:
             try:
-                result, wrong = await self._mover.move(subject, seen.objects, seen.lost, column)
+                result, wrong = await self._mover.move(subject, seen.objects, seen.unread, column)
             except FsError as error:
                 failure = failure or error
             else:
@@ -276,7 +276,7 @@ class Mender:
             raise failure
         if (
             outcome is Outcome.DONE
-            and not seen.lost
+            and not seen.unread
             and (seen.objects.layout.is_protected or not ino)
         ):
             await self._forget(oid)  # a mark that says nothing
@@ -288,8 +288,8 @@ class _Seen(NamedTuple):
     move.
     """
 
-    objects: ObjectSet | None
-    lost: int = 0
+    objects: SetRecord | None
+    unread: int = 0
     is_marked: bool = False
     is_changing: bool = False
     due: tuple[int, ...] = ()
@@ -299,6 +299,6 @@ def _see(tx: ReadTransaction, ino: int, oid: int, staying: Set[int]) -> _Seen:
     objects = moves.find_objects(tx, ino, oid)
     if objects is None:
         return _Seen(None)
-    lost = degraded.find_degraded(tx, oid)
-    due = moves.due_columns(objects.layout, lost, staying)
-    return _Seen(objects, lost, degraded.is_marked(tx, oid), moves.is_changing(tx, ino, oid), due)
+    unread = degraded.find_degraded(tx, oid)
+    due = moves.due_columns(objects.layout, unread, staying)
+    return _Seen(objects, unread, degraded.is_marked(tx, oid), moves.is_changing(tx, ino, oid), due)

@@ -19,21 +19,21 @@ from aifs.burst.transfer import Limiter
 from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace
 from aifs.core.tasks import run_all
+from aifs.data.checking.checked_reads import LoadDigests
 from aifs.data.checking.column_source import ColumnSource
 from aifs.data.checking.digests import HASHED
-from aifs.data.checking.verified import LoadDigests
 from aifs.data.containers.column import ContainerColumn, LoadLive
 from aifs.data.objects.columns import Columns
+from aifs.data.objects.recovery import forget_columns
 from aifs.data.reading.blocks import object_name
 from aifs.data.reading.buffers import BudgetedBuffers
-from aifs.data.reading.degraded_reads import forget_columns
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.layout.placement import Candidate
 from aifs.layout.striped import Striped
 from aifs.meta import moves
 from aifs.meta.kv import Engine
-from aifs.meta.moves import ObjectSet, Stray
+from aifs.meta.moves import SetRecord, Stray
 from aifs.upkeep.strays import Strays
 
 _RECORDED = faults.declare(
@@ -65,7 +65,7 @@ class Subject(Protocol):
         we are in it.
         """
 
-    def adopt(self, layout: Striped, lost: int) -> None:
+    def adopt(self, layout: Striped, unread: int) -> None:
         """The record says this from now on. Does not suspend."""
 
 
@@ -97,7 +97,7 @@ class Mover:
         limiter: Limiter,
         io_priority: str,
         make_way: Callable[[], Awaitable[None]],
-        on_moved: Callable[[ObjectSet, int], None],
+        on_moved: Callable[[SetRecord, int], None],
     ) -> None:
         """``make_way`` is awaited before each piece, and may take its time. ``on_moved`` is called
         when a column is whole, with where it lay until then."""
@@ -112,9 +112,9 @@ class Mover:
         self._buffers = BudgetedBuffers(servers.budget)
 
     async def move(
-        self, subject: Subject, objects: ObjectSet, lost: int, column: int
+        self, subject: Subject, objects: SetRecord, unread: int, column: int
     ) -> tuple[Result, set[int]]:
-        """Bring a column to a server where it may stay, whole; ``lost``: mask of columns that must
+        """Bring a column to a server where it may stay, whole; ``unread``: mask of columns that must
         not be read.
 
         Returns also other columns that turned out to have wrong bytes. Raises Unavailable if nobody
@@ -122,7 +122,7 @@ class Mover:
         """
         failed: dict[int, FsError] = {}
         while True:
-            target = self._target(objects, column, lost, failed)
+            target = self._target(objects, column, unread, failed)
             if target is None:
                 if any((objects.oid, number) in self._strays for number in self._servers.usable()):
                     return Result.PENDING, set()
@@ -131,12 +131,12 @@ class Mover:
                     NoTarget("there is no other server that could take the column"),
                 )
             try:
-                return await self._move(subject, objects, lost, column, target)
+                return await self._move(subject, objects, unread, column, target)
             except _TargetFails as failure:
                 failed[target.id] = failure.error
 
     def _target(
-        self, objects: ObjectSet, column: int, lost: int, failed: Mapping[int, FsError]
+        self, objects: SetRecord, column: int, unread: int, failed: Mapping[int, FsError]
     ) -> DataServer | None:
         here = objects.layout.servers[column]
         usable = [
@@ -145,7 +145,7 @@ class Mover:
             if not self._servers[candidate.id].absent
         ]
         if (
-            lost >> column & 1
+            unread >> column & 1
             and here not in failed
             and any(candidate.id == here for candidate in usable)
         ):
@@ -161,7 +161,7 @@ class Mover:
         return None if chosen is None else self._servers[chosen]
 
     async def _move(
-        self, subject: Subject, objects: ObjectSet, lost: int, column: int, target: DataServer
+        self, subject: Subject, objects: SetRecord, unread: int, column: int, target: DataServer
     ) -> tuple[Result, set[int]]:
         ino, oid, layout, size = objects
         length, old = layout.object_length(column, size), layout.servers[column]
@@ -174,7 +174,7 @@ class Mover:
                 await self._engine.barrier()
                 faults.reach(_RECORDED)
             if length:
-                wrong = await self._make(subject, objects, lost, column, target, length)
+                wrong = await self._make(subject, objects, unread, column, target, length)
             faults.reach(_MADE)
             async with subject.alone():
                 if subject.is_unchanged():  # from here on nothing suspends
@@ -183,11 +183,11 @@ class Mover:
                     )  # it may have been wrong there
                     forget_columns(self._servers.cache, layout, (ino, oid))
                     after = await self._engine.transact(
-                        moves.flip, objects, column, target.id, lost
+                        moves.flip, objects, column, target.id, unread
                     )
                     if after is not None:
                         flipped = True
-                        subject.adopt(after.layout, lost & ~(1 << column))
+                        subject.adopt(after.layout, unread & ~(1 << column))
                         self._on_moved(objects, column)
         finally:
             if target.id != old and (flipped or length):
@@ -202,8 +202,8 @@ class Mover:
     async def _make(
         self,
         subject: Subject,
-        objects: ObjectSet,
-        lost: int,
+        objects: SetRecord,
+        unread: int,
         column: int,
         target: DataServer,
         length: int,
@@ -216,7 +216,7 @@ class Mover:
         sink = Columns(
             self._servers, layout.moved(column, target.id), ino, oid, background=self._io_priority
         )
-        reader = self._reader(subject, objects, source, lost, column, target)
+        reader = self._reader(subject, objects, source, unread, column, target)
         stopped = False
 
         async def work() -> None:
@@ -255,9 +255,9 @@ class Mover:
     def _reader(
         self,
         subject: Subject,
-        objects: ObjectSet,
+        objects: SetRecord,
         columns: Columns,
-        lost: int,
+        unread: int,
         column: int,
         target: DataServer,
     ) -> ColumnSource | ContainerColumn:
@@ -270,12 +270,12 @@ class Mover:
                 layout,
                 size,
                 column,
-                lost,
+                unread,
                 subject.load,
                 target,
             )
         return ContainerColumn(
-            self._servers, self._buffers, columns, layout, oid, size, column, lost, subject.load
+            self._servers, self._buffers, columns, layout, oid, size, column, unread, subject.load
         )
 
     async def _is_new(self, sink: Columns, column: int) -> bool:

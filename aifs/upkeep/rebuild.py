@@ -30,7 +30,7 @@ from aifs.files.handles import Handles
 from aifs.layout.placement import ACTIVE, LOST
 from aifs.meta import degraded, keys, moves, paths
 from aifs.meta.kv import Engine, ReadTransaction
-from aifs.meta.moves import Due, ObjectSet
+from aifs.meta.moves import Due, SetRecord
 from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
 from aifs.upkeep.compaction import Compaction
@@ -346,7 +346,7 @@ class Rebuild:
         ):
             await trio.sleep(_REST_S)
 
-    def _moved(self, before: ObjectSet, column: int) -> None:
+    def _moved(self, before: SetRecord, column: int) -> None:
         self._columns += 1
         self._damage.seen_to((before.oid, before.ino, 1 << column))
         if self._left is not None:

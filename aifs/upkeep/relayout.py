@@ -15,11 +15,10 @@ from typing import Protocol
 from aifs.burst.transfer import Limiter
 from aifs.core import faults
 from aifs.core.tasks import run_all
+from aifs.data.checking.checked_reads import LoadDigests
 from aifs.data.checking.digests import HASHED, digests_of, join_digests
-from aifs.data.checking.verified import LoadDigests, VerifiedObjects
 from aifs.data.objects.holes import pieces_with_data
-from aifs.data.objects.protected import ProtectedObjects
-from aifs.data.objects.striped import StripedObjects
+from aifs.data.objects.object_set import ObjectSet
 from aifs.data.servers import Servers
 from aifs.files.collector import Collector
 from aifs.files.file_io import FileIO
@@ -27,7 +26,7 @@ from aifs.files.open_inode import OpenInode
 from aifs.layout.striped import Striped
 from aifs.meta import forms, moves
 from aifs.meta.kv import Engine
-from aifs.meta.moves import ObjectSet
+from aifs.meta.moves import SetRecord
 from aifs.store.ids import IdAllocator
 
 _COPIED = faults.declare(
@@ -49,7 +48,7 @@ class Subject(Protocol):
 
     def alone(self) -> AbstractAsyncContextManager[None]: ...
 
-    def adopt_objects(self, objects: ObjectSet, lost: int, blocks: int) -> None: ...
+    def adopt_objects(self, objects: SetRecord, unread: int, blocks: int) -> None: ...
 
 
 class Relayout:
@@ -66,7 +65,7 @@ class Relayout:
         io_priority: str,
         spare: int,
     ) -> None:
-        """``spare``: see ProtectedObjects.sync."""
+        """``spare``: see ObjectSet.sync."""
         self.files = 0
         self._engine = engine
         self._servers = servers
@@ -78,27 +77,22 @@ class Relayout:
         self._spare = spare
 
     async def lay_out(
-        self, subject: Subject, before: ObjectSet, lost: int, layout: Striped
+        self, subject: Subject, before: SetRecord, unread: int, layout: Striped
     ) -> bool:
         """Whether the file is laid out so on return; not if it was changed meanwhile.
 
-        ``lost``: mask of columns that must not be read. Raises Unavailable if bytes of it cannot be
+        ``unread``: mask of columns that must not be read. Raises Unavailable if bytes of it cannot be
         told, or are not those that were stored; NoSpace.
         """
-        after = ObjectSet(before.ino, await self._ids.take(), layout, before.size)
+        after = SetRecord(before.ino, await self._ids.take(), layout, before.size)
         await self._engine.transact(forms.put_garbage, after.oid, after.ino, layout)
-        make = ProtectedObjects if layout.is_protected else StripedObjects
-        new = make(
+        new = ObjectSet(
             self._servers, layout, after.ino, after.oid, new=True, background=self._io_priority
         )
         recorded = False
         try:
-            digests = await self._copy(subject, before, lost, new, layout)
-            lacking = (
-                await new.sync(self._spare)
-                if isinstance(new, ProtectedObjects)
-                else await new.sync() or 0
-            )
+            digests = await self._copy(subject, before, unread, new, layout)
+            lacking = await new.sync(self._spare)
             faults.reach(_COPIED)
             async with subject.alone():
                 if subject.is_unchanged():  # from here on nothing suspends
@@ -115,8 +109,8 @@ class Relayout:
     async def _flip(
         self,
         subject: Subject,
-        before: ObjectSet,
-        after: ObjectSet,
+        before: SetRecord,
+        after: SetRecord,
         blocks: int,
         digests: bytes,
         lacking: int,
@@ -138,23 +132,22 @@ class Relayout:
     async def _copy(
         self,
         subject: Subject,
-        before: ObjectSet,
-        lost: int,
-        new: StripedObjects | ProtectedObjects,
+        before: SetRecord,
+        unread: int,
+        new: ObjectSet,
         layout: Striped,
     ) -> bytes:
         """Copy all bytes; returns their checksums (see join_digests)."""
         ino, oid, old_layout, size = before
-        if old_layout.is_protected:
-            stored: ProtectedObjects | StripedObjects = ProtectedObjects(
-                self._servers, old_layout, ino, oid, lost=lost, background=self._io_priority
-            )
-        else:
-            stored = StripedObjects(
-                self._servers, old_layout, ino, oid, background=self._io_priority
-            )
-        old = VerifiedObjects(
-            self._servers, stored, old_layout, ino, oid, subject.load, self._io.damage.report, lost
+        old = ObjectSet(
+            self._servers,
+            old_layout,
+            ino,
+            oid,
+            background=self._io_priority,
+            unread=unread,
+            on_damage=self._io.damage.report,
+            digests=subject.load,
         )
         step = lcm(layout.row, HASHED) if layout.parity else _PIECE
         worker = self._servers[layout.servers[0]]

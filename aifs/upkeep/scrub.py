@@ -25,7 +25,6 @@ from aifs.data.servers import Servers
 from aifs.files.handles import Handles
 from aifs.files.types import CallerLike
 from aifs.layout.placement import BURST_FIRST
-from aifs.layout.striped import Striped
 from aifs.meta import keys, namespace
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import decode_inode
@@ -391,7 +390,7 @@ def _find_files(tx: ReadTransaction, kind: bytes, cursor: int) -> tuple[list[Ite
             inode = decode_inode(keys.number(key), value)
         except FsError:
             continue  # fsck names it
-        if isinstance(inode.layout, Striped):
+        if inode.objects is not None:
             items.append((inode.ino, inode.oid))
         elif inode.layout is not None and inode.copy is not None:
             items.append((inode.ino, 0))

@@ -20,15 +20,15 @@ from aifs.data.checking.checks import ContainerCheck, FileCheck
 from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED
 from aifs.data.checking.inspection import STEP, Inspection
 from aifs.data.checking.window import LONG, UNREADABLE, WRONG, Check, Flaw, Loss, Verdict
+from aifs.data.objects.recovery import forget_columns
 from aifs.data.reading.buffers import BudgetedBuffers
-from aifs.data.reading.degraded_reads import forget_columns
 from aifs.data.servers import Servers
 from aifs.files.chunk_users import User, users_of
 from aifs.layout.interleaved import STRIPE
 from aifs.layout.placement import LOST
 from aifs.meta import degraded, forms, moves
 from aifs.meta.kv import Engine, ReadTransaction
-from aifs.meta.moves import ObjectSet
+from aifs.meta.moves import SetRecord
 
 _PRIORITY = "best-effort"
 _TRIES = 3
@@ -121,10 +121,10 @@ class Scrubber:
 
 
 class _Seen(NamedTuple):
-    """What the metadata says of an object set. ``lost``: mask of columns that must not be read."""
+    """What the metadata says of an object set. ``unread``: mask of columns that must not be read."""
 
-    objects: ObjectSet | None
-    lost: int
+    objects: SetRecord | None
+    unread: int
     is_changing: bool
 
 
@@ -160,7 +160,7 @@ class _Scrub:
             self._ino,
             self._oid,
             self._size,
-            lost=seen.lost | absent,
+            unread=seen.unread | absent,
             step=STEP if self._ino else 2 * STRIPE,
             background=_PRIORITY,
         )
@@ -259,7 +259,7 @@ class _Scrub:
         """
         seen = await self._engine.view(_see, self._ino, self._oid)
         before = self._seen
-        if seen.objects is None or seen.is_changing or seen.lost != before.lost:
+        if seen.objects is None or seen.is_changing or seen.unread != before.unread:
             raise _Changed
         if (
             seen.objects._replace(size=0) != before.objects._replace(size=0)

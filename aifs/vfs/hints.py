@@ -45,13 +45,11 @@ from aifs.layout.hint import (
     DEFAULT_POLICY,
     PUBLISHES,
     TIERS,
-    Policy,
     format_layout_hint,
     parse_layout_hint,
     policy_of,
 )
 from aifs.layout.redundancy import PLAIN
-from aifs.layout.striped import Striped
 from aifs.meta.publishing import Publication
 from aifs.meta.records import Inode
 from aifs.upkeep import scrub
@@ -142,11 +140,8 @@ def _policy_text(inode: Inode, name: bytes) -> str:
     if name == b"user.aifs.publish" and inode.is_dir:
         return policy.publish or DEFAULT_PUBLISH
     if name == b"user.aifs.layout":
-        layout = inode.layout
-        if isinstance(layout, Striped):
-            return format_layout_hint(policy_of(layout))
-        if layout is not None:
-            return format_layout_hint(Policy(kind="interleaved"))
+        if inode.layout is not None:
+            return format_layout_hint(policy_of(inode.layout))
         if policy._replace(tier="", expected=0, publish="") != DEFAULT_POLICY:
             return format_layout_hint(policy)
     return ""

@@ -12,7 +12,7 @@ from aifs.burst.tier import BurstTier
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
-from aifs.data.objects.striped import StripedObjects, delete_objects
+from aifs.data.objects.object_set import ObjectSet, delete_objects
 from aifs.data.server import DataServer, Missing
 from aifs.data.workers import outcomes
 from aifs.files.collector import Collector
@@ -149,7 +149,7 @@ def _is_durable(tx: ReadTransaction, copy_id: int) -> bool:
 
 
 async def _settle_objects(store: Store, inode: Inode) -> None:
-    objects = StripedObjects(store.servers, inode.layout, inode.ino, inode.oid)
+    objects = ObjectSet(store.servers, inode.layout, inode.ino, inode.oid)
     try:
         await objects.settle(inode.size)
         await objects.sync()

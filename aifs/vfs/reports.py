@@ -99,9 +99,9 @@ async def describe(fs: Host, ino: int) -> dict[str, Any]:
             "state": burst_hints.state_of(inode, fs.io.open.get(ino)),
             "path": device.object_path(0, inode.copy.id),
         }
-    if isinstance(layout, Striped):
+    if inode.objects is not None:
         info["layout"] = {
-            "kind": "striped",
+            "kind": layout.kind,
             "unit": layout.unit,
             "servers": list(layout.servers),
             "replicas": layout.replicas,
@@ -118,7 +118,7 @@ async def describe(fs: Host, ino: int) -> dict[str, Any]:
         layouts = await fs.store.engine.view(_container_layouts, shares)
         weakest = min(layouts.values(), key=lambda each: each.tolerates, default=Striped(1, (0,)))
         info["layout"] = {
-            "kind": "interleaved",
+            "kind": layout.kind,
             "chunk": layout.chunk,
             "servers": sorted({server for each in layouts.values() for server in each.servers}),
             "replicas": weakest.replicas,
@@ -137,7 +137,7 @@ def _form(inode: Inode) -> str:
     if inode.in_burst:
         return "burst"
     if inode.layout is not None:
-        return "striped" if isinstance(inode.layout, Striped) else "interleaved"
+        return inode.layout.kind
     return "empty" if inode.data is None else "inline"
 
 

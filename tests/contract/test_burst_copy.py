@@ -13,7 +13,7 @@ from aifs.burst.copy import BurstCopy
 from aifs.burst.spares import BATCH, KEEP_S, Spares
 from aifs.core import files
 from aifs.core.errors import NoSpace, NoSuchAddress, Unavailable
-from aifs.data.objects.striped import delete_batch
+from aifs.data.objects.object_set import delete_batch
 from aifs.data.servers import Servers
 from aifs.layout.placement import BURST_FIRST
 from aifs.layout.striped import Striped

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from aifs.core.errors import Unavailable
-from aifs.data.objects.striped import StripedObjects, delete_objects
+from aifs.data.objects.object_set import ObjectSet, delete_objects
 from aifs.data.reading.blocks import BLOCK
 from aifs.layout.striped import Striped
 from tests.support.data_servers import data_servers, failing, hooked, open_below
@@ -36,8 +36,8 @@ def layout(request):
     return request.param
 
 
-async def written(servers, layout, size: int) -> tuple[StripedObjects, bytes]:
-    objects = StripedObjects(servers, layout, INO, OID, new=True)
+async def written(servers, layout, size: int) -> tuple[ObjectSet, bytes]:
+    objects = ObjectSet(servers, layout, INO, OID, new=True)
     data = random.Random(size).randbytes(size)
     await objects.write(0, data)
     await objects.settle(size)
@@ -203,7 +203,7 @@ async def test_damage_is_told_and_healed(servers):
     objects.close()
     path = servers[1].object_path(INO, OID)
     with hooked():
-        objects = StripedObjects(servers, layout, INO, OID)
+        objects = ObjectSet(servers, layout, INO, OID)
         with open(path, "r+b") as file:
             file.truncate(MIB + 5)
         with pytest.raises(Unavailable, match=f"^data server 1: {path} ends before byte"):
@@ -236,7 +236,7 @@ async def test_a_closed_file_keeps_its_descriptors_until_loads_end(servers, tmp_
             go.wait(60)
 
     with hooked(stall):
-        objects = StripedObjects(servers, layout, INO, OID)
+        objects = ObjectSet(servers, layout, INO, OID)
         async with trio.open_nursery() as nursery:
             for number in range(4):
                 nursery.start_soon(objects.read, number * MIB, MIB, size, True)
@@ -249,7 +249,7 @@ async def test_a_closed_file_keeps_its_descriptors_until_loads_end(servers, tmp_
         # That they are closed now is seen when the servers have ended: workers do it.
         seen = Requests()
         with hooked(seen):
-            objects = StripedObjects(servers, layout, INO, OID)
+            objects = ObjectSet(servers, layout, INO, OID)
             assert await objects.read(0, MIB, size, True) == data[:MIB]
         assert not seen.total
         objects.close()
@@ -261,7 +261,7 @@ async def test_what_somebody_else_has_read_into_the_cache_is_forgotten_before_a_
     """Staging and copy_file_range read a file by objects of their own."""
     size = 3 * MIB
     objects, data = await written(servers, layout, size)
-    other = StripedObjects(servers, layout, INO, OID)
+    other = ObjectSet(servers, layout, INO, OID)
     with hooked():
         assert await other.read(0, size, size, True) == data
         await servers.cache.settle()

@@ -14,8 +14,8 @@ import trio
 from aifs.core.errors import Unavailable
 from aifs.data import latency
 from aifs.data.latency import Hedging, Latency
-from aifs.data.objects.protected import ProtectedObjects
-from aifs.data.reading.degraded_reads import forget_columns
+from aifs.data.objects.object_set import ObjectSet
+from aifs.data.objects.recovery import forget_columns
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
 from tests.support.data_servers import data_servers, hooked
@@ -66,7 +66,7 @@ async def quiet(servers: Servers) -> None:
 
 
 async def stored(servers: Servers, layout: Striped) -> None:
-    objects = ProtectedObjects(servers, layout, INO, OID, new=True)
+    objects = ObjectSet(servers, layout, INO, OID, new=True)
     for start in range(0, SIZE, 8 * layout.row):
         await objects.write(start, DATA[start : start + 8 * layout.row])
     await objects.settle(SIZE)
@@ -75,7 +75,7 @@ async def stored(servers: Servers, layout: Striped) -> None:
 
 
 async def read_by_all(servers: Servers, layout: Striped, behind: Sequence[int]) -> None:
-    objects = ProtectedObjects(servers, layout, INO, OID)
+    objects = ObjectSet(servers, layout, INO, OID)
 
     async def read(offset: int) -> None:
         length = min(MIB, SIZE - offset)
@@ -161,7 +161,7 @@ async def test_hedges_that_wait_for_one_another_end_with_the_servers_they_wait_f
         except Unavailable as error:
             errors.append(error)
 
-    objects = ProtectedObjects(servers, layout, INO, OID)
+    objects = ObjectSet(servers, layout, INO, OID)
     try:
         with hooked(fail), trio.fail_after(100):
             async with trio.open_nursery() as readers:
@@ -194,7 +194,7 @@ async def test_what_a_wrong_column_has_told_is_forgotten_with_it(servers, monkey
         if op == "read_into" and path.startswith(f"{servers[slow].path}/"):
             go_on.wait()
 
-    objects = ProtectedObjects(servers, layout, INO, OID)
+    objects = ObjectSet(servers, layout, INO, OID)
     try:
         with hooked(hang), trio.fail_after(100):
             assert await objects.read(0, MIB, SIZE) != DATA[:MIB]
@@ -218,7 +218,7 @@ async def test_a_hedge_outlives_the_reader_who_began_it(servers):
         if op == "read_into" and path.startswith(f"{servers[SLOW].path}/"):
             go_on.wait()
 
-    objects = ProtectedObjects(servers, layout, INO, OID)
+    objects = ObjectSet(servers, layout, INO, OID)
     try:
         with hooked(hang), trio.fail_after(100):
             async with trio.open_nursery() as readers:

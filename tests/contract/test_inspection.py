@@ -16,8 +16,7 @@ from aifs.data.checking.checks import FileCheck
 from aifs.data.checking.digests import HASHED, digests_of
 from aifs.data.checking.inspection import Inspection
 from aifs.data.checking.window import LONG, MISSING, SHORT, UNREADABLE, WRONG, Flaw, Loss
-from aifs.data.objects.protected import ProtectedObjects
-from aifs.data.objects.striped import StripedObjects
+from aifs.data.objects.object_set import ObjectSet
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
@@ -51,7 +50,7 @@ def name(layout: Striped) -> str:
 
 async def write(servers: Servers, layout: Striped, size: int = SIZE) -> bytes:
     data = random.Random(size).randbytes(size)
-    kind = ProtectedObjects if layout.is_protected else StripedObjects
+    kind = ObjectSet if layout.is_protected else ObjectSet
     objects = kind(servers, layout, INO, OID, new=True)
     step = 4 * MIB // layout.row * layout.row
     for start in range(0, size, step):
@@ -67,10 +66,10 @@ def path_of(servers: Servers, layout: Striped, column: int) -> Path:
 
 
 async def inspect(
-    servers: Servers, layout: Striped, digests: bytes, size: int = SIZE, lost: int = 0
+    servers: Servers, layout: Striped, digests: bytes, size: int = SIZE, unread: int = 0
 ) -> tuple[list[Flaw], list[Loss]]:
     inspection = Inspection(
-        servers, BudgetedBuffers(Budget(64 * MIB)), layout, INO, OID, size, lost=lost
+        servers, BudgetedBuffers(Budget(64 * MIB)), layout, INO, OID, size, unread=unread
     )
     flaws, losses, at = await inspection.excess(), [], 0
     try:
@@ -180,13 +179,13 @@ def test_columns_that_are_known_to_be_lost_are_not_told_about(
 ) -> None:
     async def main() -> None:
         data = await write(servers, layout)
-        for lost in combinations(range(len(layout.servers)), layout.tolerates):
-            kept = {column: path_of(servers, layout, column).read_bytes() for column in lost}
-            for column in lost:
+        for unread in combinations(range(len(layout.servers)), layout.tolerates):
+            kept = {column: path_of(servers, layout, column).read_bytes() for column in unread}
+            for column in unread:
                 path_of(servers, layout, column).write_bytes(b"stale" * 1000)
-            mask = sum(1 << column for column in lost)
-            assert await inspect(servers, layout, digests_of(data), lost=mask) == ([], [])
-            for column in lost:
+            mask = sum(1 << column for column in unread)
+            assert await inspect(servers, layout, digests_of(data), unread=mask) == ([], [])
+            for column in unread:
                 path_of(servers, layout, column).write_bytes(kept[column])
 
     trio.run(main)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aifs.core.errors import Unavailable
-from aifs.data.objects.striped import StripedObjects, delete_batch, delete_objects
+from aifs.data.objects.object_set import ObjectSet, delete_batch, delete_objects
 from aifs.data.servers import Servers
 from aifs.data.storage import ForeignFile, StoredObject
 from aifs.layout.striped import Striped
@@ -77,7 +77,7 @@ steps = st.lists(
 
 async def use(servers: Servers, layout: Striped, plan: list[tuple[str, int, int]]) -> None:
     model = bytearray()
-    objects = StripedObjects(servers, layout, INO, OID, new=True)
+    objects = ObjectSet(servers, layout, INO, OID, new=True)
     settled = False
     for number, (step, offset, length) in enumerate(plan):
         if step == "append":
@@ -103,7 +103,7 @@ async def use(servers: Servers, layout: Striped, plan: list[tuple[str, int, int]
             await objects.sync()
         elif step == "reopen":
             objects.close()
-            objects = StripedObjects(servers, layout, INO, OID)
+            objects = ObjectSet(servers, layout, INO, OID)
             assert objects.blocks() is None
             await objects.trim(len(model))
             assert objects.blocks() is not None
@@ -148,7 +148,7 @@ def test_like_a_bytearray(parent, threaded, plan, layout):
 
 
 async def test_what_no_object_holds_is_zeros_or_damage(servers, layout):
-    objects = StripedObjects(servers, layout, INO, OID, new=True)
+    objects = ObjectSet(servers, layout, INO, OID, new=True)
     data = pattern(100_000)[:100_000]
     await objects.write(0, data)
     await objects.settle(len(data))
@@ -171,15 +171,17 @@ async def test_what_no_object_holds_is_zeros_or_damage(servers, layout):
     objects.close()
 
     os.unlink(path)
-    objects = StripedObjects(servers, layout, INO, OID)
-    with pytest.raises(Unavailable, match=complaint):
+    objects = ObjectSet(servers, layout, INO, OID)
+    with pytest.raises(
+        Unavailable, match=f"^data server {layout.servers[victim]}: {path} is missing"
+    ):
         await objects.read(lost, 1, len(data), True)
     assert await objects.read(lost, 1, len(data), False) == b"\0"
     objects.close()
 
 
 async def test_a_reused_buffer_shows_nothing_of_its_last_use(servers, layout):
-    objects = StripedObjects(servers, layout, INO, OID, new=True)
+    objects = ObjectSet(servers, layout, INO, OID, new=True)
     await objects.write(0, b"\xff" * 200_000)
     for _ in range(3):
         view = await objects.read(0, 200_000, 400_000, False)
@@ -190,11 +192,11 @@ async def test_a_reused_buffer_shows_nothing_of_its_last_use(servers, layout):
 
 
 async def test_settle_learns_about_objects_that_it_did_not_write(servers, layout):
-    objects = StripedObjects(servers, layout, INO, OID, new=True)
+    objects = ObjectSet(servers, layout, INO, OID, new=True)
     await objects.write(0, pattern(80_000)[:80_000])
     objects.close()
     for size in (80_000, 5000, 120_000, 0):
-        objects = StripedObjects(servers, layout, INO, OID)
+        objects = ObjectSet(servers, layout, INO, OID)
         await objects.settle(size)
         assert lengths(servers, layout) == exact(layout, size)
         if size:
@@ -206,7 +208,7 @@ async def test_settle_learns_about_objects_that_it_did_not_write(servers, layout
 
 
 async def test_trim_cuts_and_never_extends(servers, layout):
-    objects = StripedObjects(servers, layout, INO, OID, new=True)
+    objects = ObjectSet(servers, layout, INO, OID, new=True)
     await objects.write(0, pattern(80_000)[:80_000])
     before = lengths(servers, layout)
     await objects.trim(1 << 40)
@@ -222,7 +224,7 @@ async def test_trim_cuts_and_never_extends(servers, layout):
 
 
 async def test_removed_objects_are_made_again(servers, layout):
-    objects = StripedObjects(servers, layout, INO, OID, new=True)
+    objects = ObjectSet(servers, layout, INO, OID, new=True)
     await objects.write(0, b"old" * 50_000)
     await objects.settle(0)
     assert lengths(servers, layout) == [None] * len(layout.servers)
@@ -236,7 +238,7 @@ async def test_removed_objects_are_made_again(servers, layout):
 async def test_a_sparse_file_of_16_tib(servers):
     layout = Striped(1 << 20, (0, 1, 2, 3))
     size = 16 << 40
-    objects = StripedObjects(servers, layout, INO, OID, new=True)
+    objects = ObjectSet(servers, layout, INO, OID, new=True)
     try:
         await objects.write(size - 4, b"tail")
     except Unavailable as error:
@@ -251,7 +253,7 @@ async def test_a_sparse_file_of_16_tib(servers):
 
 async def test_streaming_needs_no_question_to_the_servers(servers, layout):
     """A new file that was written front to back is settled already."""
-    objects = StripedObjects(servers, layout, INO, OID, new=True)
+    objects = ObjectSet(servers, layout, INO, OID, new=True)
     calls = []
     await objects.trim(0)
     for offset in range(0, 131_072, 4096):
@@ -268,7 +270,7 @@ async def test_streaming_needs_no_question_to_the_servers(servers, layout):
 
 
 async def test_sync_covers_bytes_and_names_once(servers, layout):
-    objects = StripedObjects(servers, layout, INO, OID, new=True)
+    objects = ObjectSet(servers, layout, INO, OID, new=True)
     await objects.write(0, pattern(300_000)[:300_000])
     calls: list[tuple[str, str]] = []
     with hooked(lambda op, path: calls.append((op, path))):
@@ -292,10 +294,10 @@ async def test_sync_covers_bytes_and_names_once(servers, layout):
 
 
 async def test_settle_then_sync_covers_what_an_earlier_user_left(servers, layout):
-    objects = StripedObjects(servers, layout, INO, OID, new=True)
+    objects = ObjectSet(servers, layout, INO, OID, new=True)
     await objects.write(0, pattern(300_000)[:300_000])
     objects.close()
-    objects = StripedObjects(servers, layout, INO, OID)
+    objects = ObjectSet(servers, layout, INO, OID)
     await objects.trim(300_000)
     await objects.settle(300_000)
     calls = []
@@ -307,7 +309,7 @@ async def test_settle_then_sync_covers_what_an_earlier_user_left(servers, layout
 
 
 async def store(servers: Servers, layout: Striped, oid: int) -> None:
-    objects = StripedObjects(servers, layout, INO, oid, new=True)
+    objects = ObjectSet(servers, layout, INO, oid, new=True)
     await objects.write(0, b"x" * 300_000)
     await objects.sync()
     objects.close()
@@ -343,7 +345,7 @@ async def test_a_shared_directory_stays_and_is_synced(servers, layout):
 
 
 async def test_sync_all_covers_names(servers, layout):
-    objects = StripedObjects(servers, layout, INO, OID, new=True)
+    objects = ObjectSet(servers, layout, INO, OID, new=True)
     await objects.write(0, b"x" * 300_000)
     objects.close()
     calls = []
@@ -358,7 +360,7 @@ async def test_sync_all_covers_names(servers, layout):
 
 
 async def test_many_tasks_share_one_file(servers, layout):
-    objects = StripedObjects(servers, layout, INO, OID, new=True)
+    objects = ObjectSet(servers, layout, INO, OID, new=True)
     size, piece = 262_144, 8192
     data = pattern(size)[:size]
 
@@ -383,7 +385,7 @@ async def test_many_tasks_share_one_file(servers, layout):
 
 async def test_a_view_keeps_its_bytes(servers):
     layout = Striped(1 << 20, (0, 1, 2, 3))
-    objects = StripedObjects(servers, layout, INO, OID, new=True)
+    objects = ObjectSet(servers, layout, INO, OID, new=True)
     count = 40  # more than the pool holds
     for number in range(count):
         await objects.write(number << 20, bytes([number]) * (1 << 20))
@@ -401,7 +403,7 @@ async def test_a_view_keeps_its_bytes(servers):
 async def test_windows_and_listings(servers, layout):
     oids = [0xFF, 0x100, 0x1FFFF, 0x20000, 0x20305]
     for oid in oids:
-        objects = StripedObjects(servers, layout, INO + oid, oid, new=True)
+        objects = ObjectSet(servers, layout, INO + oid, oid, new=True)
         await objects.write(0, b"x" * 300_000)
         objects.close()
     everywhere = sorted((number, INO + oid, oid) for number in layout.servers for oid in oids)
@@ -423,7 +425,7 @@ async def test_windows_and_listings(servers, layout):
 
 async def test_foreign_files_are_told_from_objects(servers):
     layout = Striped(4096, (0,))
-    objects = StripedObjects(servers, layout, INO, OID, new=True)
+    objects = ObjectSet(servers, layout, INO, OID, new=True)
     await objects.write(0, b"x")
     objects.close()
     server = servers[0]
@@ -451,7 +453,7 @@ async def test_foreign_files_are_told_from_objects(servers):
 async def test_descriptors_are_few_and_given_back(servers):
     layout = Striped(4096, (0, 1, 2, 3))
     parent = Path(servers[0].path).parent
-    objects = StripedObjects(servers, layout, INO, OID, new=True)
+    objects = ObjectSet(servers, layout, INO, OID, new=True)
     await objects.write(4096, b"x")
     assert open_below(parent) == [servers[1].object_path(INO, OID)]
     objects.close()

@@ -17,7 +17,7 @@ from aifs.burst.copy import BurstCopy
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core.budget import Budget
 from aifs.core.errors import NoSpace, Unavailable
-from aifs.data.objects.striped import StripedObjects
+from aifs.data.objects.object_set import ObjectSet
 from aifs.data.servers import Servers
 from aifs.layout.placement import BURST_FIRST
 from aifs.layout.striped import Striped
@@ -70,8 +70,8 @@ def path_of(copy: BurstCopy) -> Path:
     return Path(copy.device.object_path(0, copy.id))
 
 
-def make_objects(servers: Servers, layout: Striped, **options) -> StripedObjects:
-    return StripedObjects(servers, layout, 7, 70, background="best-effort", **options)
+def make_objects(servers: Servers, layout: Striped, **options) -> ObjectSet:
+    return ObjectSet(servers, layout, 7, 70, background="best-effort", **options)
 
 
 def never() -> bool:
@@ -91,7 +91,7 @@ async def test_there_and_back(servers, layout):
         data = random.Random(size).randbytes(size)
         copy, back = make_copy(servers, 2 * number + 1), make_copy(servers, 2 * number + 2)
         path_of(copy).write_bytes(data)
-        objects = StripedObjects(servers, layout, 7, 100 + number, new=True, background="idle")
+        objects = ObjectSet(servers, layout, 7, 100 + number, new=True, background="idle")
         assert await mover.drain_out(copy, size, objects, never) == digests(data)
         assert await objects.read(0, size, size, True) == data
         for index, server in enumerate(layout.servers):
@@ -175,7 +175,7 @@ async def test_a_server_that_fails(servers, op):
                 await mover.drain_out(copy, size, objects, never)
             objects.close()
         assert failed
-        objects = StripedObjects(servers, Striped(MIB, (0, 1, 2)), 7, 71 + error, new=True)
+        objects = ObjectSet(servers, Striped(MIB, (0, 1, 2)), 7, 71 + error, new=True)
         assert await mover.drain_out(copy, size, objects, never) == digests(
             path_of(copy).read_bytes()
         )
@@ -213,7 +213,7 @@ async def test_memory_stays_within_the_budget(servers):
         for number in range(4):
             copy = make_copy(servers, number + 1)
             path_of(copy).write_bytes(bytes([number]) * (5 * PIECE))
-            objects = StripedObjects(
+            objects = ObjectSet(
                 servers, Striped(MIB, (0, 1, 2)), 7, number, new=True, background="none"
             )
 

@@ -12,9 +12,7 @@ import trio
 from aifs.core.errors import Unavailable
 from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, digests_of
 from aifs.data.checking.suspects import suspect_sets
-from aifs.data.checking.verified import VerifiedObjects
-from aifs.data.objects.protected import ProtectedObjects
-from aifs.data.objects.striped import StripedObjects
+from aifs.data.objects.object_set import ObjectSet
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
 from aifs.meta import keys
@@ -52,7 +50,7 @@ class File:
         self.damage: list[tuple[int, int, int]] = []
 
     async def write(self) -> None:
-        objects = self._inner(new=True)
+        objects = ObjectSet(self.servers, self.layout, INO, OID, new=True)
         step = 4 * MIB // self.layout.row * self.layout.row
         for start in range(0, len(self.data), step):
             await objects.write(start, self.data[start : start + step])
@@ -60,12 +58,7 @@ class File:
         await objects.sync()
         objects.close()
 
-    def _inner(self, new: bool = False, lost: int = 0) -> StripedObjects | ProtectedObjects:
-        if self.layout.is_protected:
-            return ProtectedObjects(self.servers, self.layout, INO, OID, new=new, lost=lost)
-        return StripedObjects(self.servers, self.layout, INO, OID, new=new)
-
-    def open(self, lost: int = 0) -> VerifiedObjects:
+    def open(self, lost: int = 0) -> ObjectSet:
         async def load(number: int) -> tuple[int, bytes]:
             first = number - number % DIGESTS_AT_ONCE
             return first, self.digests[
@@ -75,8 +68,15 @@ class File:
         def on_damage(oid: int, ino: int, column: int) -> None:
             self.damage.append((oid, ino, column))
 
-        inner = self._inner(lost=lost)
-        return VerifiedObjects(self.servers, inner, self.layout, INO, OID, load, on_damage, lost)
+        return ObjectSet(
+            self.servers,
+            self.layout,
+            INO,
+            OID,
+            unread=lost,
+            on_damage=on_damage,
+            digests=load,
+        )
 
     def path(self, column: int) -> Path:
         return Path(self.servers[self.layout.servers[column]].object_path(INO, OID))
@@ -252,12 +252,12 @@ def test_files_without_checksums_and_files_being_changed_are_read_as_they_are(
 
 def test_suspects_are_those_that_the_others_can_do_without() -> None:
     mirror = Striped(4096, (0, 1, 2, 3), replicas=2)
-    assert list(suspect_sets(mirror, [0])) == [frozenset(), {0}, {2}]
-    assert list(suspect_sets(mirror, [0], lost=0b0100)) == [{2}]
+    assert list(suspect_sets(mirror, [0])) == [0, 0b0001, 0b0100]
+    assert list(suspect_sets(mirror, [0], unread=0b0100)) == [0b0100]
     coded = Striped(4096, (0, 1, 2, 3), parity=2)
     sets = list(suspect_sets(coded, [1]))
-    assert sets[:5] == [frozenset(), {0}, {1}, {2}, {3}]
+    assert sets[:5] == [0, 0b0001, 0b0010, 0b0100, 0b1000]
     assert len(sets) == 1 + 4 + 6
-    assert list(suspect_sets(coded, [1], lost=0b0001)) == [{0}, {0, 1}, {0, 2}, {0, 3}]
-    assert list(suspect_sets(Striped(4096, (0, 1)), [0, 1])) == [frozenset()]
+    assert list(suspect_sets(coded, [1], unread=0b0001)) == [1, 0b11, 0b101, 0b1001]
+    assert list(suspect_sets(Striped(4096, (0, 1)), [0, 1])) == [0]
     assert len(list(suspect_sets(Striped(4096, tuple(range(32)), replicas=2), range(16)))) == 256

@@ -26,7 +26,7 @@ from aifs.data import health
 from aifs.data.containers.chunk_codec import digest_of
 from aifs.data.containers.pieces import HashedPiece, Source
 from aifs.data.containers.scan import ContainerScan
-from aifs.data.objects.striped import delete_objects
+from aifs.data.objects.object_set import delete_objects
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.files import containers as vfs_containers

@@ -8,7 +8,6 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import trio
@@ -18,9 +17,8 @@ from aifs.burst import queue
 from aifs.core.errors import StoreBusy, StoreError, Unavailable
 from aifs.core.faults import SimulatedCrash
 from aifs.data import backups, patience
-from aifs.data.containers.readers import Entry, PlainReader
 from aifs.data.objects.columns import Columns
-from aifs.data.objects.striped import StripedObjects
+from aifs.data.objects.object_set import ObjectSet
 from aifs.data.server import DataServer
 from aifs.files.types import SetAttr
 from aifs.layout.placement import DRAINING
@@ -31,7 +29,7 @@ from aifs.upkeep import scrub
 from aifs.vfs import open_filesystem, reports
 from aifs.vfs.filesystem import Filesystem
 from tests.support import modes, stores
-from tests.support.data_servers import hooked
+from tests.support.data_servers import hooked, open_below
 from tests.support.hanging import ALL, WAIT_S, answered, hanging, until
 from tests.support.stores import drained, moved_out, overwrite, read_file, write_file
 
@@ -419,20 +417,21 @@ async def test_what_is_about_to_be_removed_is_not_opened_by_a_reader(directory: 
     """Else what is written there later, by the same descriptor, would be lost."""
     async with opened(directory, "plain") as fs:
         layout = Striped(4096, (BAD,))
-        before, after = (StripedObjects(fs.store.servers, layout, 7, OID) for _ in range(2))
+        before, after = (ObjectSet(fs.store.servers, layout, 7, OID) for _ in range(2))
         await before.write(0, b"x" * 100)
         async with trio.open_nursery() as nursery:
             with server(fs).lock_of(OID):  # somebody hangs there
                 with patience.background(), pytest.raises(Unavailable), trio.fail_after(WAIT_S):
                     await before.settle(0)
+                asked = server(fs).workers.outstanding
                 nursery.start_soon(after.read, 0, 100, 200, False)
                 await trio.testing.wait_all_tasks_blocked()
-                assert not after._busy  # it has not asked
+                assert server(fs).workers.outstanding == asked
         await answered(fs, BAD)
         await after.write(0, b"y" * 100)
         for objects in before, after:
             objects.close()
-        again = StripedObjects(fs.store.servers, layout, 7, OID)
+        again = ObjectSet(fs.store.servers, layout, 7, OID)
         assert await again.read(0, 100, 100, False) == b"y" * 100
         await again.settle(0)
         again.close()
@@ -443,16 +442,20 @@ async def test_a_descriptor_is_kept_until_a_read_that_hangs_has_ended(directory:
         layout = Striped(4096, (BAD,))
         objects = Columns(fs.store.servers, layout, 0, OID)
         await objects.write(0, 0, b"x" * 100)
-        reader = PlainReader(fs.store.servers, OID, Entry(layout, 100))
-        reader._pattern = SimpleNamespace(random=True, observe=lambda *_: [])
+        reader = ObjectSet(fs.store.servers, layout, 0, OID)
+        path = server(fs).object_path(0, OID)
+        await objects.sync(0)
+        objects.close_idle()
+        await answered(fs, BAD)
+        assert path not in open_below(directory)
         with hanging(server(fs).path, ("read_into",)) as hang:
             with patience.background(), pytest.raises(Unavailable):
-                await reader.read(0, memoryview(bytearray(100)))
-            reader.retire()
-            assert reader._fd is not None
+                await reader.fill(0, memoryview(bytearray(100)), 100)
+            reader.close()
+            assert path in open_below(directory)
             hang.release()
         await answered(fs, BAD)
-        await until(lambda: reader._fd is None)
+        await until(lambda: path not in open_below(directory))
         await objects.settle(0, 0)
         objects.close()
 

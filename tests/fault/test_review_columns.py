@@ -12,7 +12,7 @@ import trio
 from aifs.core import faults
 from aifs.core.errors import Unavailable
 from aifs.data.checking.column_source import ColumnSource
-from aifs.data.objects.protected import ProtectedObjects
+from aifs.data.objects.object_set import ObjectSet
 from aifs.data.reading.blocks import ObjectSource, object_name
 from aifs.layout.placement import DRAINING
 from aifs.meta import degraded
@@ -90,7 +90,7 @@ async def test_a_read_that_the_move_of_a_column_has_overtaken_reports_no_damage(
         await files.write(fs, [40 * UNIT])
         [ino] = files.contents
         opened = await fs.open(ino, os.O_RDONLY)
-        stale = fs.io.plain_objects_of(fs.io.open[ino].inode)  # as staging has them
+        stale = fs.io.set_of(fs.io.open[ino].inode)  # as staging has them
         number = (await fs.getattr(ino)).layout.servers[0]
         await leave(fs, ino)
         await left(fs, number)
@@ -242,7 +242,7 @@ async def test_bytes_that_were_read_while_the_column_was_found_to_be_wrong_do_no
         await files.write(fs, [40 * UNIT])
         [ino] = files.contents
         fs.io.burst.stager = None
-        inode, read, wrong = await fs.getattr(ino), ProtectedObjects.read, []
+        inode, read, wrong = await fs.getattr(ino), ObjectSet.read, []
 
         async def overtaken(self, offset, length, size, strict=True):
             data = await read(self, offset, length, size, strict)
@@ -252,7 +252,7 @@ async def test_bytes_that_were_read_while_the_column_was_found_to_be_wrong_do_no
                 return memoryview(bytes(length))  # holes of the new object
             return data
 
-        monkeypatch.setattr(ProtectedObjects, "read", overtaken)
+        monkeypatch.setattr(ObjectSet, "read", overtaken)
         if who == "writer":
             await overwrite(fs, ino, 0, b"x")
             files.contents[ino] = b"x" + files.contents[ino][1:]

@@ -169,7 +169,7 @@ def test_what_is_wrong_only_once_is_not_wrong(
 
     def spoil(columns: Columns, column: int, buffer: memoryview, offset: int) -> int:
         done = read_now(columns, column, buffer, offset)
-        place = columns._key, column, offset
+        place = columns.key, column, offset
         if done and place not in spoilt:
             spoilt.add(place)
             if len(spoilt) % 2:

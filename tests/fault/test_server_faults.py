@@ -15,7 +15,7 @@ import trio
 import trio.testing
 
 from aifs.core.errors import NoSpace, QuotaExceeded, StoreError, Unavailable
-from aifs.data.objects.striped import StripedObjects, delete_batch
+from aifs.data.objects.object_set import ObjectSet, delete_batch
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
 from tests.support.data_servers import (
@@ -44,8 +44,8 @@ def servers(tmp_path):
         yield servers
 
 
-def new_objects(servers: Servers, layout: Striped = FOUR, oid: int = OID) -> StripedObjects:
-    return StripedObjects(servers, layout, INO, oid, new=True)
+def new_objects(servers: Servers, layout: Striped = FOUR, oid: int = OID) -> ObjectSet:
+    return ObjectSet(servers, layout, INO, oid, new=True)
 
 
 def messages(caplog, level: int) -> list[str]:
@@ -168,8 +168,11 @@ async def test_deletions_that_fail_are_named(servers):
 
 
 async def test_a_server_that_is_not_registered(servers):
-    with pytest.raises(Unavailable, match="^data server 8 is not registered"):
-        new_objects(servers, Striped(4096, (0, 8)))
+    objects = new_objects(servers, Striped(4096, (0, 8)))
+    for use in (objects.read(4096, 10, 8192), objects.write(4096, b"x"), objects.settle(8192)):
+        with pytest.raises(Unavailable, match="^data server 8 is not registered"):
+            await use
+    objects.close()
     assert servers.find(8) is None
     assert (
         await delete_batch(servers, {OID: (INO, Striped(4096, (0, 8)))}) == {}
@@ -192,7 +195,7 @@ async def test_a_vanished_directory_is_an_error_and_never_made_anew(servers, tmp
     elif replacement == "another server":
         make_server(path, 5)
     before = sorted(tmp_path.rglob("*"))
-    later = StripedObjects(servers, FOUR, INO, OID)
+    later = ObjectSet(servers, FOUR, INO, OID)
     with pytest.raises(Unavailable):
         await later.read(4096, 10, 16384, False)  # not zeros
     with pytest.raises(Unavailable):
@@ -471,7 +474,7 @@ async def test_a_read_only_server_serves_read_only_mounts_alone(read_only_server
     with pytest.raises(StoreError, match=r"^data server 1: .*cannot be written to; .*-o ro"):
         servers.check_identity()
     servers.check_identity(read_only=True)
-    objects = StripedObjects(servers, Striped(4096, (0, 1)), INO, OID)
+    objects = ObjectSet(servers, Striped(4096, (0, 1)), INO, OID)
     assert await objects.read(0, 8192, 8192, True) == b"a" * 8192
     objects.close()
     servers.close()
@@ -510,7 +513,7 @@ def test_what_was_synced_survives_a_power_cut(tmp_path, seed):
             rng.shuffle(oids)
             layout = Striped(4096, (0, 1, 2))
             for oid in oids:
-                objects = StripedObjects(servers, layout, INO, oid, new=True)
+                objects = ObjectSet(servers, layout, INO, oid, new=True)
                 data = rng.randbytes(rng.randrange(1, 30_000))
                 await objects.write(0, data)
                 if rng.random() < 0.6:
@@ -528,7 +531,7 @@ def test_what_was_synced_survives_a_power_cut(tmp_path, seed):
         with opened({number: f"{after}/server{number}" for number in table}) as servers:
             layout = Striped(4096, (0, 1, 2))
             for oid, data in synced.items():
-                objects = StripedObjects(servers, layout, INO, oid)
+                objects = ObjectSet(servers, layout, INO, oid)
                 assert await objects.read(0, len(data), len(data), True) == data
                 objects.close()
             assert not deleted & {oid for _, _, oid in await list_window(servers, 0, 1 << 20)}
@@ -555,20 +558,20 @@ def test_settle_and_sync_make_the_work_of_a_dead_process_durable(tmp_path, seed)
 
     async def write() -> None:
         with opened(table) as servers:
-            objects = StripedObjects(servers, layout, INO, OID, new=True)
+            objects = ObjectSet(servers, layout, INO, OID, new=True)
             await objects.write(0, data)
             objects.close()
 
     async def recover() -> None:
         with opened(table) as servers:
-            objects = StripedObjects(servers, layout, INO, OID)
+            objects = ObjectSet(servers, layout, INO, OID)
             await objects.settle(40_000)
             await objects.sync()
             objects.close()
 
     async def check(after: Path) -> None:
         with opened({number: f"{after}/server{number}" for number in table}) as servers:
-            objects = StripedObjects(servers, layout, INO, OID)
+            objects = ObjectSet(servers, layout, INO, OID)
             assert await objects.read(0, 40_000, 40_000, True) == data[:40_000]
             for index, number in enumerate(layout.servers):
                 path = servers[number].object_path(INO, OID)

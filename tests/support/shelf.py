@@ -12,9 +12,8 @@ from aifs.core.budget import Budget
 from aifs.data.containers import pieces
 from aifs.data.containers.chunk_codec import digest_of
 from aifs.data.containers.chunked import ChunkedObjects
-from aifs.data.containers.files import ContainerFiles
+from aifs.data.containers.files import ContainerFiles, Entry
 from aifs.data.containers.pieces import Source
-from aifs.data.containers.readers import Entry
 from aifs.data.containers.writer import ContainerWriter
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import (

@@ -17,7 +17,7 @@ from aifs.layout.redundancy import Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, degraded, forms, keys, moves, namespace, paths
 from aifs.meta.memory_engine import MemoryEngine
-from aifs.meta.moves import ObjectSet, Stray
+from aifs.meta.moves import SetRecord, Stray
 from aifs.meta.records import Inode, decode_garbage
 from aifs.meta.servers import ServerRecord, find_unprotected, put_server
 from aifs.upkeep.moves import choose_target
@@ -50,7 +50,7 @@ async def engine_with(layout: Striped) -> MemoryEngine:
     return engine
 
 
-async def objects_of(engine: MemoryEngine) -> ObjectSet | None:
+async def objects_of(engine: MemoryEngine) -> SetRecord | None:
     return await engine.view(moves.find_objects, INO, OID)
 
 
@@ -149,7 +149,7 @@ async def test_a_container_moves_only_when_it_is_sealed():
     layout = container_layout((2, 1), Redundancy(2))
     await engine.transact(chunks.put_container, 500, layout)
     before = await engine.view(moves.find_objects, 0, 500)
-    assert before == ObjectSet(0, 500, layout, 0)
+    assert before == SetRecord(0, 500, layout, 0)
     assert await engine.transact(moves.flip, before, 0, 7) is None
     await engine.transact(lambda tx: tx.delete(keys.open_container(500)))
     after = await engine.transact(moves.flip, before, 0, 7)
@@ -159,7 +159,7 @@ async def test_a_container_moves_only_when_it_is_sealed():
 
 async def test_protected_objects_replace_plain_ones():
     engine = await engine_with(PLAIN)
-    before, after = await objects_of(engine), ObjectSet(INO, OID + 1, CODED, SIZE)
+    before, after = await objects_of(engine), SetRecord(INO, OID + 1, CODED, SIZE)
     await engine.transact(degraded.put_degraded, OID, INO, 0)
     await engine.transact(forms.put_garbage, OID + 1, INO, CODED)
     garbage = await engine.transact(moves.put_relaid, before, after, 99, b"d" * 32, 0b100, False)

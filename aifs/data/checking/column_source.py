@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from functools import partial
 
 from aifs.core.errors import FsError, Unavailable
+from aifs.data.checking.checked_reads import LoadDigests
 from aifs.data.checking.checks import Untold
 from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED, digests_of
 from aifs.data.checking.suspects import source_of, suspect_sets
-from aifs.data.checking.verified import LoadDigests
 from aifs.data.objects.coding import code_of
-from aifs.data.objects.columns import Columns
+from aifs.data.objects.columns import Columns, columns_of
 from aifs.data.patience import Hanging
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.server import DataServer
@@ -39,11 +39,11 @@ class ColumnSource:
         layout: Striped,
         size: int,
         column: int,
-        lost: int,
+        unread: int,
         load: LoadDigests,
         worker: DataServer,
     ) -> None:
-        """``lost``: mask of columns that must not be read. ``worker``: the server in whose threads
+        """``unread``: mask of columns that must not be read. ``worker``: the server in whose threads
         bytes are compared with checksums."""
         self._servers = servers
         self._buffers = buffers
@@ -51,11 +51,11 @@ class ColumnSource:
         self._layout = layout
         self._size = size
         self._column = column
-        self._lost = lost
+        self._unread = unread
         self._load = load
         self._worker = worker
         self._data = layout.data_column(column)
-        self._suspects: frozenset[int] = frozenset()
+        self._doubted = 0  # mask of columns that were wrong, or failed, in the place before
         self._length = layout.object_length(column, size)
         self._starts = iter(range(0, self._length, self._piece))
         self.wrong: set[int] = set()
@@ -79,9 +79,8 @@ class ColumnSource:
         """Leave out what is zeros anyway: holes of the file, where ``there`` has none of the
         column's bytes either. For a file without checksums."""
         layout, starts = self._layout, set[int]()
-        lost = frozenset(c for c in range(len(layout.servers)) if self._lost >> c & 1)
         for find in (
-            partial(self._columns.data_range, without=lost),
+            partial(self._columns.data_range, unread=self._unread),
             partial(there.any_data, [self._column]),
         ):
             at = 0
@@ -110,7 +109,7 @@ class ColumnSource:
         why that cannot be told.
         """
         own = None
-        if not self._lost >> self._column & 1:
+        if not self._unread >> self._column & 1:
             try:
                 if await self._read_own(offset, part):
                     return part
@@ -191,14 +190,14 @@ class ColumnSource:
         """
         failure: FsError | None = None
         expected = await self._expected(first, len(data))
-        for suspects in self._suspicions(first, len(data)):
+        for unread in self._suspicions(first, len(data)):
             try:
-                digests = await self._read_without(suspects, first, data, bool(expected))
+                digests = await self._read_without(unread, first, data, bool(expected))
             except FsError as error:
                 failure = failure or error
                 continue
             if digests == expected:
-                self._remember(suspects, certain=failure is None)
+                self._remember(unread, certain=failure is None)
                 return
         if failure is not None:
             raise failure
@@ -207,11 +206,9 @@ class ColumnSource:
             f"bytes {first} to {last} do not have their checksum, whichever columns tell them"
         )
 
-    async def _read_without(
-        self, suspects: frozenset[int], first: int, data: memoryview, hashed: bool
-    ) -> bytes:
-        """Fill ``data`` with bytes of the file, told by columns that are not ``suspects``: one run
-        of each is read. Their checksums if ``hashed``, else b"".
+    async def _read_without(self, unread: int, first: int, data: memoryview, hashed: bool) -> bytes:
+        """Fill ``data`` with bytes of the file, told by columns that are not in the mask ``unread``:
+        one run of each is read. Their checksums if ``hashed``, else b"".
 
         Raises Unavailable.
         """
@@ -220,10 +217,10 @@ class ColumnSource:
         low = min(extent.object_offset for extent in extents)
         high = max(extent.object_offset + extent.length for extent in extents)
         sources = {
-            index: source_of(layout, index, suspects)
+            index: source_of(layout, index, unread)
             for index in {extent.index for extent in extents}
         }
-        usable = [column for column in range(len(layout.servers)) if column not in suspects]
+        usable = [column for column in range(len(layout.servers)) if not unread >> column & 1]
         needed = {source for source in sources.values() if source is not None}
         if None in sources.values():
             needed.update(usable[: layout.width])
@@ -264,24 +261,22 @@ class ColumnSource:
         ):
             if isinstance(answer, FsError):
                 raise answer
-            self._columns.require(column, low, len(answer), length, self._size)
+            self._columns.require_whole(column, low, answer, length, self._size)
             held[column] = answer
         return held
 
-    def _suspicions(self, first: int, length: int) -> Iterator[frozenset[int]]:
-        if self._suspects:
-            yield self._suspects
+    def _suspicions(self, first: int, length: int) -> Iterator[int]:
+        if self._doubted:
+            yield self._doubted
         touched = {extent.index for extent in self._layout.extents(first, length)}
-        yield from suspect_sets(self._layout, touched, self._lost | 1 << self._column)
+        yield from suspect_sets(self._layout, touched, self._unread | 1 << self._column)
 
-    def _remember(self, suspects: frozenset[int], certain: bool) -> None:
+    def _remember(self, unread: int, certain: bool) -> None:
         """What was wrong, or failed, in one place is doubted first in the next one."""
-        doubtful = {
-            column for column in suspects if not self._lost >> column & 1 and column != self._column
-        }
-        self._suspects = suspects if doubtful else frozenset()
+        doubtful = unread & ~self._unread & ~(1 << self._column)
+        self._doubted = unread if doubtful else 0
         if certain:
-            self.wrong |= doubtful
+            self.wrong.update(columns_of(doubtful))
 
     async def _is_right(self, first: int, data: memoryview) -> bool:
         """Whether bytes of the file, of whole MiBs, have their checksums; True where there are

@@ -51,19 +51,19 @@ class Inspection:
         oid: int,
         size: int,
         *,
-        lost: int = 0,
+        unread: int = 0,
         step: int = STEP,
         background: str = "",
         columns: Columns | None = None,
     ) -> None:
-        """``lost``: mask of columns that are not to be read, nor told about. ``step``: more than
+        """``unread``: mask of columns that are not to be read, nor told about. ``step``: more than
         what one check covers. ``columns``: those of the object set, if there are any already."""
         self.columns = columns or Columns(servers, layout, ino, oid, background=background)
         self._servers = servers
         self._buffers = buffers
         self._layout = layout
         self._size = size
-        self._lost = lost
+        self._unread = unread
         self.failed: set[int] = set()
         """Columns that had not all of the last window."""
         self._row = layout.row if layout.parity else 1
@@ -81,7 +81,7 @@ class Inspection:
 
     def _readable(self) -> list[int]:
         return [
-            column for column in range(len(self._layout.servers)) if not self._lost >> column & 1
+            column for column in range(len(self._layout.servers)) if not self._unread >> column & 1
         ]
 
     async def starts(self, has_checksums: bool) -> Sequence[int]:
@@ -117,7 +117,7 @@ class Inspection:
         """Look at the window from ``start`` on: whole rows. Each one begins where another one
         ended, or behind a loss.
         """
-        window = await self._look(start, self._lost)
+        window = await self._look(start, self._unread)
         verdict = await self._work(window.judge, start, check)
         self.known = window.carried, window.doubtful
         return verdict
@@ -128,25 +128,25 @@ class Inspection:
         """The same, and what belongs in ``column`` of the rows that are judged up to their end:
         offset in its object, and bytes. Columns of the mask ``spare`` are read only if that cannot
         be told without them."""
-        for lost in dict.fromkeys((self._lost | spare, self._lost)):
-            window = await self._look(start, lost)
+        for unread in dict.fromkeys((self._unread | spare, self._unread)):
+            window = await self._look(start, unread)
             verdict, offset, right = await self._work(window.tell, start, check, column)
             if not verdict.losses:
                 break
         self.known = window.carried, window.doubtful
         return verdict, offset, right
 
-    async def _look(self, start: int, lost: int) -> Window:
+    async def _look(self, start: int, unread: int) -> Window:
         carried, doubtful = self.known
         begin = start // self._row * self._row
         end = min(-(-(start + self.step) // self._row) * self._row, self._size)
         if begin + len(carried) != start:
             carried, doubtful = b"", [(begin, start)]
-        window = Window(self._layout, self._size, begin, end, lost)
+        window = Window(self._layout, self._size, begin, end, unread)
         window.carried, window.doubtful = carried, list(doubtful)
         memory = await self._buffers.take(-(-window.space // _SIZE_STEP) * _SIZE_STEP)
         window.place(memory)
-        wanted = {c: found for c, found in window.found.items() if found[1] and not lost >> c & 1}
+        wanted = {c: found for c, found in window.found.items() if found[1] and not unread >> c & 1}
         calls = [
             (c, self.columns.read_now, (c, target, offset))
             for c, (offset, target) in wanted.items()

@@ -78,13 +78,13 @@ class Window:
     ``doubtful``: spans of the file nobody knows about.
     """
 
-    def __init__(self, layout: Striped, size: int, begin: int, end: int, lost: int) -> None:
+    def __init__(self, layout: Striped, size: int, begin: int, end: int, unread: int) -> None:
         self.layout, self.size, self.begin, self.end = layout, size, begin, end
         self.found: dict[int, tuple[int, memoryview]] = {}
         self.failed: dict[int, str] = {}
         self.carried: bytes | memoryview = b""
         self.doubtful: list[Span] = []
-        self._lost = lost
+        self._unread = unread
         self._offsets = [0] * layout.width
         self._spans: list[list[Span]] = [
             [] for _ in range(layout.width)
@@ -99,7 +99,7 @@ class Window:
         ]
         self.space = end - begin + sum(self._lengths[self._like(column)] for column in self._apart)
         self.space += layout.parity * self._lengths[0]  # of what it should be
-        self._told: tuple[frozenset[int], memoryview] | None = None
+        self._told: tuple[int, memoryview] | None = None
         self._truth = memoryview(b"")
         self._parities: list[memoryview] = []
 
@@ -138,8 +138,8 @@ class Window:
             if column in self._apart:
                 scatter(self.found[column][1], [self._plain[a:b] for a, b in self._spans[column]])
         self._plain[: len(self.carried)] = self.carried
-        erased = frozenset(self.failed) | {c for c in self.found if self._lost >> c & 1}
-        told = self._without(erased)
+        unread = self._unread | sum(1 << column for column in self.failed)
+        told = self._without(unread)
         truth, losses, unsure = told or self._plain, [], []
         at, is_last = start - self.begin, self.end == self.size
         while at < len(truth):
@@ -148,10 +148,14 @@ class Window:
                 break
             length, is_right = found
             columns = self._touched(at, at + length) if length else range(self.layout.width)
-            if is_right is None and told is None and any(column in erased for column in columns):
+            if (
+                is_right is None
+                and told is None
+                and any(unread >> column & 1 for column in columns)
+            ):
                 is_right = False
             if is_right is False:
-                better = self._elsewhere(erased, columns, check, at, is_last)
+                better = self._elsewhere(unread, columns, check, at, is_last)
                 if better is None:
                     end = self.begin + at + length if length else -1
                     losses.append(Loss(self.begin + at, end, tuple(columns)))
@@ -172,39 +176,39 @@ class Window:
         read_bytes = sum(
             len(target)
             for column, (_, target) in self.found.items()
-            if not self._lost >> column & 1
+            if not self._unread >> column & 1
         )
         return Verdict(flaws, losses + unclear, self.begin + at, read_bytes)
 
-    def _without(self, suspects: frozenset[int]) -> memoryview | None:
+    def _without(self, unread: int) -> memoryview | None:
         """The file's bytes as they are told by the other columns; None if these are too few."""
         lacking = [
             column
             for column in range(self.layout.width)
-            if column in suspects and self._lengths[column]
+            if unread >> column & 1 and self._lengths[column]
         ]
         if not lacking:
             return self._plain
-        if self._told is not None and self._told[0] == suspects:
+        if self._told is not None and self._told[0] == unread:
             return self._told[1]
         data = memoryview(bytearray(self._plain))
         for column in lacking:
-            right = self._column_without(suspects, column)
+            right = self._column_without(unread, column)
             if right is None:
                 return None
             scatter(right, [data[a:b] for a, b in self._spans[column]])
         data[: len(self.carried)] = (
             self.carried
         )  # what has been judged already, maybe without other columns
-        self._told = suspects, data
+        self._told = unread, data
         return data
 
-    def _column_without(self, suspects: frozenset[int], column: int) -> memoryview | None:
+    def _column_without(self, unread: int, column: int) -> memoryview | None:
         layout = self.layout
-        source = source_of(layout, column, suspects)
+        source = source_of(layout, column, unread)
         if source is not None:
             return self.found[source][1]
-        others = {c: target for c, (_, target) in self.found.items() if c not in suspects}
+        others = {c: target for c, (_, target) in self.found.items() if not unread >> c & 1}
         if not layout.parity or len(others) < layout.width:
             return None
         units = dict(list(others.items())[: layout.width])
@@ -213,13 +217,13 @@ class Window:
         return whole[: self._lengths[column]]
 
     def _elsewhere(
-        self, erased: frozenset[int], columns: Iterator[int], check: Check, at: int, is_last: bool
+        self, unread: int, columns: Iterator[int], check: Check, at: int, is_last: bool
     ) -> tuple[int, memoryview] | None:
         """Length and bytes of what begins at ``at``, from columns without which it is right."""
-        lost = sum(1 << column for column in erased)
-        last = [self._told[0]] if self._told is not None and self._told[0] >= erased else []
-        for suspects in chain(last, suspect_sets(self.layout, columns, lost)):
-            data = self._without(suspects) if suspects != erased else None
+        told = self._told
+        last = [told[0]] if told is not None and told[0] & unread == unread else []
+        for mask in chain(last, suspect_sets(self.layout, columns, unread)):
+            data = self._without(mask) if mask != unread else None
             if (
                 data is not None
                 and (found := check.at(data[at:], self.begin + at, is_last))
@@ -274,7 +278,7 @@ class Window:
         for column, (offset, found) in self.found.items():
             kind = self.failed.get(column, WRONG)
             if (
-                self._lost >> column & 1
+                self._unread >> column & 1
                 or kind in (MISSING, SHORT)
                 or (column < self.layout.width and truth is self._plain)
             ):

@@ -50,7 +50,7 @@ class _Part(NamedTuple):
 
 
 class ChunkedObjects:
-    """One interleaved file, for reading: what StripedObjects are for a striped one. It never
+    """One interleaved file, for reading: what ObjectSet are for a striped one. It never
     changes.
     """
 
@@ -70,7 +70,7 @@ class ChunkedObjects:
         self._known = _Known((0,), ())
 
     async def read(self, offset: int, length: int, size: int, strict: bool) -> memoryview:
-        """Exactly ``length`` bytes of a file that has ``size``, as StripedObjects.read; what lacks
+        """Exactly ``length`` bytes of a file that has ``size``, as ObjectSet.read; what lacks
         is never zeros.
         """
         buffer = self._containers.servers.buffers.take(length)
@@ -160,7 +160,7 @@ class ChunkedObjects:
         return _Known(range(first * chunk, (first + len(places) + 1) * chunk, chunk), places)
 
     async def data_range(self, offset: int, size: int, strict: bool = True) -> tuple[int, int]:
-        """As StripedObjects.data_range, by the chunks."""
+        """As Bytes.data_range, by the chunks."""
         while offset < size:
             await self._find(offset)
             starts, places = self._known

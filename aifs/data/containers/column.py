@@ -51,10 +51,10 @@ class ContainerColumn:
         container: int,
         size: int,
         column: int,
-        lost: int,
+        unread: int,
         load_live: LoadLive,
     ) -> None:
-        """``columns`` are those of the container. ``lost``: mask of columns that must not be
+        """``columns`` are those of the container. ``unread``: mask of columns that must not be
         read.
         """
         self.wrong: set[int] = set()
@@ -66,11 +66,11 @@ class ContainerColumn:
         self._size = size
         self._column = column
         self._load_live = load_live
-        self._is_copied = layout.parity > 0 and not lost >> column & 1
+        self._is_copied = layout.parity > 0 and not unread >> column & 1
         self._inspection = Inspection(
-            servers, buffers, layout, 0, container, size, lost=lost, step=_STEP, columns=columns
+            servers, buffers, layout, 0, container, size, unread=unread, step=_STEP, columns=columns
         )
-        self._spare = self._not_needed(lost)
+        self._spare = self._not_needed(unread)
         self._check: ContainerCheck | _Dead = self._new_check()
         self._at = 0
         self._turn = trio.Lock()
@@ -78,10 +78,10 @@ class ContainerColumn:
     def _new_check(self) -> ContainerCheck:
         return ContainerCheck(self._layout.row if self._layout.parity else 1)
 
-    def _not_needed(self, lost: int) -> int:
+    def _not_needed(self, unread: int) -> int:
         """The mask of columns that are read only where others are not enough."""
         layout = self._layout
-        usable = [column for column in range(len(layout.servers)) if not lost >> column & 1]
+        usable = [column for column in range(len(layout.servers)) if not unread >> column & 1]
         usable.sort(key=lambda column: (column != self._column, not self._columns.is_good(column)))
         return sum(1 << column for column in usable[layout.width :])
 

@@ -3,22 +3,24 @@
 Bytes that lie in the page cache are read on the trio thread straight into the answer, as striped
 objects are. Everything else of a plain container goes through the read cache, in pieces of about a
 stripe; what will be read next is seen here and not at the files: files that were stored together
-lie together, so who reads them in this order reads ahead, too. Protected containers are read as
-protected files are (see protected.py), which does the same.
+lie together, so who reads them in this order reads ahead, too. A container is an object set like
+any other.
 """
 
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import NamedTuple
 
 from aifs.core.errors import Unavailable
 from aifs.core.log import logger
 from aifs.data.checking.checks import Untold
 from aifs.data.checking.suspects import suspect_sets
 from aifs.data.containers import chunk_codec
-from aifs.data.containers.readers import Entry, OnDamage, PlainReader, ProtectedReader, Reader
-from aifs.data.objects.protected import ProtectedObjects
-from aifs.data.reading.blocks import object_name
+from aifs.data.objects.columns import columns_of
+from aifs.data.objects.object_set import ObjectSet, OnDamage
+from aifs.data.reading.blocks import BLOCK, BLOCK_MAX, object_name
+from aifs.data.reading.cached_reads import WHOLE_BLOCKS_FROM
 from aifs.data.reading.chunk_cache import ChunkCache
 from aifs.data.server import Missing, name_of
 from aifs.data.servers import Servers
@@ -28,6 +30,38 @@ from aifs.layout.striped import Striped
 _log = logger(__name__)
 
 _OPEN_MAX = 64
+
+STRIPE_BLOCK = BLOCK_MAX
+"""Bytes of a plain container that are fetched at once: about a stripe."""
+
+
+class Entry(NamedTuple):
+    """What the table says of a container."""
+
+    layout: Striped
+    length: int
+    unread: int = 0
+    """Mask of columns that must not be read."""
+
+    def size(self, end: int) -> int:
+        """How long the container counts as where bytes up to ``end`` are read. A plain one may have
+        grown: its object itself says how long it is.
+        """
+        if self.layout.is_protected:
+            return self.length
+        return -(-max(self.length, end) // STRIPE_BLOCK) * STRIPE_BLOCK
+
+    def covers(self, end: int) -> bool:
+        """Whether what is known here will do to read up to ``end``."""
+        return end <= self.length or not self.layout.is_protected
+
+
+class _Open(NamedTuple):
+    """A container that is read."""
+
+    entry: Entry
+    objects: ObjectSet
+
 
 Find = Callable[[int], Awaitable[Entry | None]]
 """The table's entry of a container; None if it has none (any more)."""
@@ -43,7 +77,7 @@ class ContainerFiles:
         self.servers = servers
         self._on_damage = on_damage
         self._find = find
-        self._open: OrderedDict[int, Reader] = OrderedDict()  # by container, used last at the end
+        self._open: OrderedDict[int, _Open] = OrderedDict()  # by container, used last at the end
         self._chunks = ChunkCache(servers.budget)
 
     def changed(self, container: int, layout: Striped) -> None:
@@ -62,9 +96,9 @@ class ContainerFiles:
         self._retire(container)
 
     def _retire(self, container: int) -> None:
-        reader = self._open.pop(container, None)
-        if reader is not None:
-            reader.retire()
+        found = self._open.pop(container, None)
+        if found is not None:
+            found.objects.close()
 
     # --- bytes ---
 
@@ -72,20 +106,24 @@ class ContainerFiles:
         """Fill ``target`` from byte ``offset`` of a container, if that can be done without
         waiting.
         """
-        reader = self._open.get(container)
-        if reader is None:
+        found = self._open.get(container)
+        if found is None:
             return False
         self._open.move_to_end(container)
-        return reader.read_now(offset, target)
+        try:
+            return found.objects.read_now(offset, target, found.entry.size(offset + len(target)))
+        except Unavailable:
+            return False  # ``read`` will say so
 
     async def read(self, container: int, offset: int, target: memoryview) -> None:
         """Fill ``target`` from byte ``offset`` of a container. Raises Missing, Unavailable."""
-        reader = await self._reader(container, offset + len(target))
-        reader.in_use(1)
+        end = offset + len(target)
+        entry, objects = await self._opened(container, end)
+        objects.in_use(1)
         try:
-            await reader.read(offset, target)
+            await objects.fill(offset, target, entry.size(end))
         finally:
-            reader.in_use(-1)
+            objects.in_use(-1)
 
     # --- bytes that are checked ---
 
@@ -95,7 +133,7 @@ class ContainerFiles:
         """The same for bytes that are right if ``check`` says so. Those of a protected container
         are put together from other columns until they are. Raises Missing, Unavailable, Untold."""
         await self.read(container, offset, target)
-        entry = (await self._reader(container, offset + len(target))).entry
+        entry = (await self._opened(container, offset + len(target))).entry
         wrong = await self._work(entry.layout, _what_is_wrong, check, target)
         if wrong:
             await self._put_right(container, entry, offset, target, check, wrong)
@@ -109,11 +147,10 @@ class ContainerFiles:
         check: Check,
         wrong: str,
     ) -> None:
-        layout, length, lost = entry
+        layout, length, unread = entry
         columns = {extent.index for extent in layout.extents(offset, len(target))}
-        for suspects in suspect_sets(layout, columns, lost) if layout.is_protected else ():
-            without = sum(1 << column for column in suspects)
-            objects = ProtectedObjects(self.servers, layout, 0, container, lost=without)
+        for mask in suspect_sets(layout, columns, unread) if layout.is_protected else ():
+            objects = ObjectSet(self.servers, layout, 0, container, unread=mask)
             try:
                 await objects.read_into(offset, target, length)
             except Unavailable:
@@ -121,16 +158,14 @@ class ContainerFiles:
             finally:
                 objects.close()
             if not await self._work(layout, _what_is_wrong, check, target):
-                for column in suspects:
-                    if not lost >> column & 1:
-                        server = name_of(layout.servers[column])
-                        _log.warning(
-                            "container %d: %s holds wrong bytes near byte %d",
-                            container,
-                            server,
-                            offset,
-                        )
-                        self._on_damage(container, 0, column)
+                for column in columns_of(mask & ~unread):
+                    _log.warning(
+                        "container %d: %s holds wrong bytes near byte %d",
+                        container,
+                        name_of(layout.servers[column]),
+                        offset,
+                    )
+                    self._on_damage(container, 0, column)
                 return
         where = f"container {container}"
         if not layout.is_protected:
@@ -156,7 +191,7 @@ class ContainerFiles:
         stored = target if place.codec == chunk_codec.PLAIN else memoryview(bytearray(place.stored))
         if not self.read_now(place.container, offset, stored):
             await self.read(place.container, offset, stored)
-        entry = (await self._reader(place.container, offset + place.stored)).entry
+        entry = (await self._opened(place.container, offset + place.stored)).entry
         wrong = await self._work(entry.layout, _decode, place, stored, target)
         if wrong:
             await self._put_right(
@@ -170,42 +205,50 @@ class ContainerFiles:
 
     # --- descriptors ---
 
-    async def _reader(self, container: int, end: int) -> Reader:
+    async def _opened(self, container: int, end: int) -> _Open:
         """Of a container that has at least ``end`` bytes. Raises Missing if the table does not have
         it.
         """
-        reader = self._open.get(container)
-        if reader is None or not reader.covers(end):
+        found = self._open.get(container)
+        if found is None or not found.entry.covers(end):
             entry = await self._find(container)
             if entry is None:
                 raise Missing(f"container {container} does not exist")
-            reader = self._open.get(container)  # others may have been faster
-            if reader is None or reader.entry != entry:
+            found = self._open.get(container)  # others may have been faster
+            if found is None or found.entry != entry:
                 self._retire(container)
-                reader = self._open[container] = self._new(container, entry)
+                found = self._open[container] = _Open(entry, self._objects_of(container, entry))
                 self._close_some(_OPEN_MAX)
         self._open.move_to_end(container)
-        return reader
+        return found
 
-    def _new(self, container: int, entry: Entry) -> Reader:
-        if entry.layout.is_protected:
-            return ProtectedReader(
-                self.servers, container, entry, partial(self._damaged, entry.layout)
-            )
-        return PlainReader(self.servers, container, entry)
+    def _objects_of(self, container: int, entry: Entry) -> ObjectSet:
+        cache, layout = self.servers.cache, entry.layout
+        # Files are dealt out to containers on all servers, and read ahead in each of them.
+        window = max(cache.window_max // max(len(self.servers.capacity()), 1), 2 * STRIPE_BLOCK)
+        return ObjectSet(
+            self.servers,
+            layout,
+            0,
+            container,
+            unread=entry.unread,
+            on_damage=partial(self._damaged, layout),
+            block=BLOCK if layout.is_protected else STRIPE_BLOCK,
+            window=0 if layout.is_protected else window,
+            whole_from=WHOLE_BLOCKS_FROM if layout.is_protected else 0,
+        )
 
     def _damaged(self, layout: Striped, container: int, ino: int, column: int) -> None:
         """Found by a reader that goes by this layout; if it is not the one in use any more, the
         column may have moved.
         """
-        reader = self._open.get(container)
-        if reader is not None and reader.entry.layout.servers[column] == layout.servers[column]:
+        found = self._open.get(container)
+        if found is not None and found.entry.layout.servers[column] == layout.servers[column]:
             self._on_damage(container, ino, column)
 
     def _close_some(self, keep: int) -> None:
-        for container in list(self._open)[: len(self._open) - keep]:
-            if not self._open[container].users:
-                self._open.pop(container).close()
+        while len(self._open) > keep:
+            self._open.popitem(last=False)[1].objects.close()
 
     def close_idle(self) -> None:
         """Close what nobody reads now, so that deleted containers give back their space. Does not
@@ -217,8 +260,7 @@ class ContainerFiles:
         """Close all, each when what is under way has been read. Nobody begins to read any more.
         Does not block.
         """
-        while self._open:
-            self._open.popitem()[1].retire()
+        self._close_some(0)
 
 
 # --- in worker threads ---

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from aifs.core.errors import FsError
-from aifs.data.objects.protected import ProtectedObjects
+from aifs.data.objects.object_set import ObjectSet
 from aifs.data.patience import Hanging
 from aifs.data.servers import Servers
 from aifs.data.workers import gather
@@ -29,7 +29,7 @@ class OpenContainer:
 
     ``end``: of what has been appended. ``carried``: how many bytes before it are still in the
     caller's memory, at its beginning. ``pins``: users whose chunks in it are not recorded yet.
-    ``full``: nothing more is appended. ``lost``: mask of the columns that have failed.
+    ``full``: nothing more is appended. ``unread``: mask of the columns that have failed.
     """
 
     def __init__(self, servers: Servers, layout: Striped, container: int, end: int) -> None:
@@ -40,7 +40,7 @@ class OpenContainer:
         self.carried = 0
         self.full = False
         self.pins = 0
-        self.lost = 0
+        self.unread = 0
 
     async def open(self) -> None:
         """Make ready for ``append``. Raises Damaged, NoSpace, Unavailable."""
@@ -53,7 +53,7 @@ class OpenContainer:
         """Write what has stayed in memory."""
 
     async def sync(self, spare: int) -> None:
-        """All is durable on return, but for the columns that are ``lost``. Raises NoSpace,
+        """All is durable on return, but for the columns that are ``unread``. Raises NoSpace,
         Unavailable.
         """
 
@@ -168,7 +168,7 @@ class _Protected(OpenContainer):
 
     def __init__(self, servers: Servers, layout: Striped, container: int, end: int) -> None:
         super().__init__(servers, layout, container, end)
-        self._objects = ProtectedObjects(servers, layout, 0, container, new=True)
+        self._objects = ObjectSet(servers, layout, 0, container, new=True)
 
     async def append(self, build: Build, memory: memoryview) -> None:
         server = self.servers.idlest(self.layout.servers)
@@ -198,11 +198,11 @@ class _Protected(OpenContainer):
 
     async def sync(self, spare: int) -> None:
         try:
-            self.lost |= await self._objects.sync(spare)
+            self.unread |= await self._objects.sync(spare)
         except BaseException:
             self.full = True
             raise
-        self.full = self.full or self.lost > 0
+        self.full = self.full or self.unread > 0
 
     def close(self) -> None:
         self._objects.close()

@@ -91,7 +91,7 @@ class ContainerWriter:
     ) -> None:
         """``size``: when a container has reached it, the next one is begun. ``spare``: how many
         columns more than their bytes need protected ones must have, if others fail; see
-        ProtectedObjects.sync."""
+        ObjectSet.sync."""
         self._servers = servers
         self._catalogue = catalogue
         self._buffers = _Buffers(budget)
@@ -357,5 +357,5 @@ class _Append:
             container.rewind(start)
 
     def result(self) -> Appended:
-        lost = {container.id: container.lost for container in self.starts if container.lost}
+        lost = {container.id: container.unread for container in self.starts if container.unread}
         return Appended(self.places, lost)

@@ -1,18 +1,25 @@
-"""One object set, column by column: for rebuild, move, scrub and repair, and below protected
-objects.
+"""The objects of one object set, column by column: for rebuild, move, scrub and repair, and below
+whole files (see ``object_set``).
+
+A mask of columns that must not be read is called ``unread`` here and everywhere: bit c is column c.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
+from threading import Lock
 from typing import Any
 
 from aifs.core import files
 from aifs.core.errors import FsError, Unavailable
 from aifs.data.objects.coding import code_of
 from aifs.data.objects.holes import find_data, first_range
+from aifs.data.objects.known import Known
 from aifs.data.objects.races import some_of
+from aifs.data.patience import until_answered
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
+from aifs.data.unsynced import Unsynced
 from aifs.data.workers import Call, outcomes
 from aifs.layout.striped import Striped
 
@@ -34,7 +41,10 @@ class Columns:
     Everything runs in the servers' workers, at the I/O priority ``background``. ``fetch`` and
     ``reconstruct`` may be cancelled: what a server does for them then ends by itself; the others
     may not while they wait. Nothing here fails over to other columns, except ``reconstruct``, which
-    is that.
+    is that. Methods whose names end with ``_now`` block; they may be called from any thread.
+
+    Descriptors are opened when an object is first touched. Whoever closes an idle one syncs it
+    first if it has been written to: what failed to become durable then is told to each later sync.
     """
 
     def __init__(
@@ -46,26 +56,31 @@ class Columns:
         *,
         new: bool = False,
         background: str = "",
+        on_short: Callable[[int], None] = lambda column: None,
     ) -> None:
         """Does no I/O; a server that is not registered raises Unavailable when its column is used.
         ``new``: no object of this oid has ever been made, so no earlier process may have left one
-        whose name is not durable."""
-        self.on_short: Callable[[int], None] = lambda column: None
-        """Told of columns whose objects ended where ``reconstruct`` needed bytes."""
+        whose name is not durable. ``on_short`` is told, on the trio thread, of columns whose
+        objects end where others need bytes of them."""
+        self.key = (ino, oid)
+        self.unsynced = Unsynced()
+        """Columns whose objects have changed, by us, and may not be durable."""
         self._servers = servers
         self._layout = layout
-        self._key = (ino, oid)
         self._new = new
+        self._on_short = on_short
         self._background = background
-        self._used: dict[int, DataServer] = {}
-        self._fds: dict[int, int] = {}
-        self._retired: list[tuple[DataServer, int]] = []
-        self._busy = 0
+        self._used: list[DataServer | None] = [None] * len(layout.servers)
+        self._fds: list[int | None] = [None] * len(layout.servers)
+        self._lost: dict[int, str] = {}  # why bytes that were written are not durable
+        self._closing: dict[int, Lock] = {}  # held while an object is synced, to be closed
+        self._retired: list[tuple[DataServer, int]] = []  # descriptors of removed objects
+        self._busy = 0  # calls that use descriptors
         self._closed = False
 
     def server(self, column: int) -> DataServer:
         """Raises Unavailable."""
-        server = self._used.get(column)
+        server = self._used[column]
         if server is None:
             server = self._used[column] = self._servers[self._layout.servers[column]]
         return server
@@ -77,7 +92,7 @@ class Columns:
             return False
         return not server.health.failing & _READS or server.health.usable
 
-    # --- bytes ---
+    # --- reading ---
 
     async def read(self, column: int, offset: int, buffer: memoryview) -> int:
         """Fill ``buffer`` from the column's object; the bytes read, fewer only at its end, 0 if it
@@ -101,27 +116,32 @@ class Columns:
             (column, self.read_now, (column, buffer, offset))
             for (column, offset, _), buffer in zip(ranges, buffers, strict=True)
         ]
-        answers = await self.attempt(calls, abandonable=True)
+        answers = await self.attempt(calls, abandonable=True, inline=True)
         return [
             a if isinstance(a, FsError) else buffer[:a]
             for a, buffer in zip(answers, buffers, strict=True)
         ]
 
     def read_now(self, column: int, buffer: memoryview, offset: int) -> int:
-        """As ``read``. Blocks."""
-        fd = self._descriptor(column, create=False)
-        return 0 if fd is None else self.server(column).read(self._key, fd, buffer, offset)
+        """As ``read``."""
+        fd = self._fds[column]
+        if fd is None:
+            fd = self.descriptor_now(column)
+        return 0 if fd is None else self.server(column).read(self.key, fd, buffer, offset)
 
-    async def write(self, column: int, offset: int, data: bytes | memoryview) -> None:
-        """All of ``data`` is in the server's page cache on return; the object is made if need be.
-        Raises NoSpace, QuotaExceeded, Unavailable."""
-        await self._run(column, self.write_now, column, offset, [data])
-
-    def write_now(self, column: int, offset: int, parts: Sequence[bytes | memoryview]) -> None:
-        """The same for parts that follow each other. Blocks."""
-        fd = self._descriptor(column, create=True)
-        data = parts[0] if len(parts) == 1 else b"".join(parts)
-        self.server(column).write(self._key, fd, data, offset)
+    def read_cached(self, column: int, parts: Sequence[memoryview], offset: int) -> bool:
+        """Fill ``parts``, which follow each other in the column's object, if the page cache has
+        them. Does not block.
+        """
+        fd = self._fds[column]
+        if fd is None:
+            return False
+        server = self.server(column)
+        for part in parts:
+            if not server.read_cached(fd, part, offset):
+                return False
+            offset += len(part)
+        return True
 
     async def reconstruct(
         self,
@@ -129,29 +149,30 @@ class Columns:
         offset: int,
         length: int,
         size: int,
-        without: frozenset[int] = frozenset(),
+        unread: int = 0,
         read: Exact | None = None,
     ) -> memoryview:
         """What belongs at ``offset`` of the column's object, told by other columns: up to
         ``length`` bytes, fewer only at the end that the object has where the file has ``size``
         bytes.
 
-        Neither the column itself nor those of ``without`` are read; those whose servers are slow
-        only if nothing else is left; ``read``: how, if not by ``exact``. Raises Unavailable, which
-        names what lacks.
+        Neither the column itself nor those of the mask ``unread`` are read; those whose servers are
+        slow only if nothing else is left; ``read``: how, if not by ``exact``. Raises Unavailable,
+        which names what lacks.
         """
         layout = self._layout
         length = min(length, layout.object_length(column, size) - offset)
         if length <= 0:
             return memoryview(b"")
         others = layout.copies(column) if layout.replicas > 1 else range(len(layout.servers))
-        usable = [other for other in others if other != column and other not in without]
+        usable = [other for other in others if other != column and not unread >> other & 1]
         usable.sort(key=lambda other: not self.is_good(other))
         needed = 1 if layout.replicas > 1 else layout.width
         if not layout.is_protected or len(usable) < needed:
             raise Unavailable(
-                f"inode {self._key[0]}, object {self._key[1]}: column {column} (data server {layout.servers[column]}) cannot be "
-                f"told: {len(usable)} of {needed} other columns are left"
+                f"inode {self.key[0]}, object {self.key[1]}: column {column} (data server "
+                f"{layout.servers[column]}) cannot be told: {len(usable)} of {needed} other "
+                "columns are left"
             )
         held = {
             other: min(max(layout.object_length(other, size) - offset, 0), length)
@@ -183,35 +204,49 @@ class Columns:
         if not length:
             return memoryview(b"")
         data = await self.fetch(column, offset, length)
-        self.require(column, offset, len(data), length, size)
+        self.require_whole(column, offset, data, length, size)
         return data
 
-    def require(self, column: int, offset: int, found: int, length: int, size: int) -> None:
-        """Raises Unavailable, and tells ``on_short``, if there are fewer bytes than there must
-        be.
+    def require_whole(
+        self, column: int, offset: int, data: memoryview, length: int, size: int
+    ) -> None:
+        """Raises Unavailable, and tells ``on_short``, if ``data`` has fewer than ``length`` bytes.
+        For the trio thread.
         """
-        if found < length:
-            self.on_short(column)
-            raise self._too_short(column, offset + length, size)
+        if len(data) < length:
+            self._on_short(column)
+            self.require(column, offset + len(data), offset + length, size)
 
-    def _too_short(self, column: int, end: int, size: int) -> Unavailable:
-        server, expected = self.server(column), self._layout.object_length(column, size)
-        path = server.object_path(*self._key)
-        return Unavailable(f"{server.name}: {path} ends before byte {end} of {expected}")
+    def require(self, column: int, length: int, end: int, size: int) -> None:
+        """Raises Unavailable if an object of ``length`` bytes ends before ``end``, and has fewer
+        than it must have where the file has ``size``.
+        """
+        end = min(end, self._layout.object_length(column, size))
+        if length < end:
+            server, expected = self.server(column), self._layout.object_length(column, size)
+            path = server.object_path(*self.key)
+            if self._fds[column] is None:
+                raise Unavailable(f"{server.name}: {path} is missing")
+            raise Unavailable(f"{server.name}: {path} ends before byte {end} of {expected}")
+
+    # --- holes ---
 
     async def data_range(
-        self, offset: int, size: int, without: frozenset[int] = frozenset()
+        self, offset: int, size: int, strict: bool = True, unread: int = 0
     ) -> tuple[int, int]:
-        """As StripedObjects.data_range, as far as it can be told without the columns of
-        ``without``, and without those that fail: else all of the file may be data."""
-        unusable = set(without)
-        while columns := self._telling(unusable):
-            calls = [(c, self._find_data, (c, offset, size, True)) for c in columns]
-            found = dict(zip(columns, await self.attempt(calls), strict=True))
-            failed = [c for c, answer in found.items() if isinstance(answer, FsError)]
+        """As ObjectSet.data_range, as far as it can be told without the columns of the mask
+        ``unread``, and without those that fail: else all of the file may be data. Raises
+        Unavailable where each column is the only one that can tell.
+        """
+        while columns := self._telling(unread):
+            calls = [(c, self._find_data, (c, offset, size, strict)) for c in columns]
+            found = dict(zip(columns, await self.attempt(calls, waits=not strict), strict=True))
+            failed = {c: answer for c, answer in found.items() if isinstance(answer, FsError)}
             if not failed:
                 return first_range(self._layout, found, offset, size)
-            unusable.update(failed)
+            if not self._layout.is_protected:
+                raise next(iter(failed.values()))
+            unread |= sum(1 << column for column in failed)
         return offset, size
 
     async def any_data(self, columns: Sequence[int], offset: int, size: int) -> tuple[int, int]:
@@ -221,10 +256,12 @@ class Columns:
         read = {column: part for column, part in found if not isinstance(part, FsError)}
         return first_range(self._layout, read, offset, size)
 
-    def _telling(self, unusable: Set[int]) -> list[int]:
+    def _telling(self, unread: int) -> Sequence[int]:
         """Columns that together tell where there is data; none if too few are left."""
         layout = self._layout
-        usable = [c for c in range(len(layout.servers)) if c not in unusable and self.is_good(c)]
+        if not layout.is_protected:
+            return range(layout.width)
+        usable = [c for c in range(len(layout.servers)) if not unread >> c & 1 and self.is_good(c)]
         chosen = [
             next((copy for copy in layout.copies(column) if copy in usable), None)
             for column in range(layout.width)
@@ -237,67 +274,109 @@ class Columns:
     def _find_data(
         self, column: int, offset: int, size: int, strict: bool
     ) -> tuple[int, int] | None:
-        fd, server = self._descriptor(column, create=False), self.server(column)
-        length = 0 if fd is None else server.stat(self._key, fd).length
+        fd, server = self.descriptor_now(column), self.server(column)
+        length = 0 if fd is None else server.stat(self.key, fd).length
         end = self._layout.object_length(column, size)
-        if strict and length < end:  # what lacks is no hole
-            raise self._too_short(column, end, size)
-        return find_data(server, self._key, fd, self._layout, column, offset, min(end, length))
+        if strict:  # what lacks is no hole
+            self.require(column, length, end, size)
+        return find_data(server, self.key, fd, self._layout, column, offset, min(end, length))
 
-    # --- length and durability ---
+    # --- changing ---
 
-    async def settle(self, column: int, length: int) -> int:
-        """The object is exactly so long on return, made, cut or extended (0: removed); its blocks
-        of 512 bytes.
+    async def write(self, column: int, offset: int, data: bytes | memoryview) -> None:
+        """All of ``data`` is in the server's page cache on return; the object is made if need be.
+        Raises NoSpace, QuotaExceeded, Unavailable."""
+        await self._run(column, self.write_now, column, offset, [data])
+
+    def write_now(self, column: int, offset: int, parts: Sequence[bytes | memoryview]) -> None:
+        """The same for parts that follow each other."""
+        fd = self.descriptor_now(column, create=True)
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        try:
+            self.server(column).write(self.key, fd, data, offset)
+        finally:
+            self.unsynced.mark(column)
+
+    def punch_now(self, column: int, start: int, end: int) -> None:
+        """The range of the object, if there is one, reads as zeros and takes no space on return."""
+        fd = self.descriptor_now(column) if start < end else None
+        if fd is not None:
+            try:
+                self.server(column).punch(self.key, fd, start, end - start)
+            finally:
+                self.unsynced.mark(column)
+
+    async def settle(self, column: int, length: int) -> None:
+        """The object is exactly so long on return, made, cut or extended (0: removed).
 
         Raises NoSpace, QuotaExceeded, Unavailable.
         """
-        return await self._run(column, self.settle_now, column, length)
+        await self._run(column, self.settle_now, column, length)
 
-    def settle_now(self, column: int, length: int) -> int:
-        """Blocks."""
+    def settle_now(self, column: int, length: int) -> Known:
+        """The same; what is known of the object then. The next sync covers it, whoever has changed
+        it before.
+        """
+        try:
+            if length:
+                return self._cut(column, self.descriptor_now(column, create=True), length, True)
+            self._remove(column)
+            return Known(0)
+        finally:
+            self.unsynced.mark(column)
+
+    def trim_now(self, column: int, length: int) -> Known:
+        """The object is no longer than that on return; what is known of it then."""
+        fd = self.descriptor_now(column)
+        return Known(0) if fd is None else self._cut(column, fd, length, extend=False)
+
+    def _cut(self, column: int, fd: int, length: int, extend: bool) -> Known:
         server = self.server(column)
-        if not length:
-            with server.lock_of(self._key[1]):
-                server.remove_object(self._key)
-                if column in self._fds:
-                    self._retired.append(
-                        (server, self._fds.pop(column))
-                    )  # somebody may be reading it
-            return 0
-        fd = self._descriptor(column, create=True)
-        if server.stat(self._key, fd).length != length:
-            server.truncate(self._key, fd, length)
-        return server.stat(self._key, fd).blocks
+        status = server.stat(self.key, fd)
+        if status.length > length or (extend and status.length < length):
+            try:
+                server.truncate(self.key, fd, length)
+            finally:
+                self.unsynced.mark(column)
+            status = server.stat(self.key, fd)
+        # An empty object is one too many: settling will remove it.
+        return Known(status.length, status.blocks, exact=status.length > 0)
+
+    def _remove(self, column: int) -> None:
+        server = self.server(column)
+        with server.lock_of(self.key[1]):
+            server.remove_object(self.key)
+            fd, self._fds[column] = self._fds[column], None
+        if fd is not None:
+            self._retired.append((server, fd))  # somebody may be reading it
+        self._lost.pop(column, None)
 
     async def sync(self, column: int) -> None:
-        """The object's bytes, length and name (or absence) are durable on return. Raises NoSpace,
-        QuotaExceeded, Unavailable."""
-        await self._run(column, self.sync_now, column)
+        """The object's bytes, length and name (or absence) are durable on return, whoever has
+        changed it. Raises NoSpace, QuotaExceeded, Unavailable."""
+        self.unsynced.mark(column)
+        await self._run(column, self.sync_now, column, self.unsynced.get(column), not self._new)
 
-    def sync_now(self, column: int) -> None:
-        """Blocks."""
+    def sync_now(self, column: int, generation: int, doubt: bool = False) -> None:
+        """The same, of what was ``unsynced`` as this ``generation``. ``doubt``: the name may be the
+        work of a process that died."""
         server = self.server(column)
-        fd = self._descriptor(column, create=False)
-        if fd is not None:
-            server.sync_object(self._key, fd)
-        if not self._new:
-            server.doubt_names_near(self._key[1])
-        server.sync_names_near(self._key[1])
+        with self._closing.get(column, nullcontext()):
+            fd = self.descriptor_now(column)
+            if column in self._lost:
+                raise Unavailable(f"bytes were lost earlier: {self._lost[column]}")
+            if fd is not None:
+                try:
+                    server.sync_object(self.key, fd)
+                except FsError as error:
+                    self._lost[column] = str(error)
+                    raise
+        if doubt:
+            server.doubt_names_near(self.key[1])
+        server.sync_names_near(self.key[1])
+        self.unsynced.done(column, generation)
 
     # --- calls ---
-
-    def _descriptor(self, column: int, create: bool) -> int | None:
-        fd = self._fds.get(column)
-        if fd is None:
-            server = self.server(column)
-            with server.lock_of(self._key[1]):
-                fd = self._fds.get(column)
-                if fd is None:
-                    fd = server.open_object(self._key, create)
-                    if fd is not None:
-                        self._fds[column] = fd
-        return fd
 
     async def _run(self, column: int, function: Callable[..., Any], *args: Any) -> Any:
         [answer] = await self.attempt([(column, function, args)])
@@ -306,31 +385,39 @@ class Columns:
         return answer
 
     async def attempt(
-        self, calls: Sequence[tuple[int, Callable[..., Any], tuple]], abandonable: bool = False
+        self,
+        calls: Sequence[tuple[int, Callable[..., Any], tuple]],
+        *,
+        abandonable: bool = False,
+        inline: bool = False,
+        waits: bool = False,
     ) -> list[Any]:
         """Run (column, function, args) in the workers of the columns' servers, all at once; what
-        each returned, or its FsError, in order. ``abandonable``: it may be cancelled, for what the
-        calls write to is nobody else's."""
+        each returned, or its FsError, in order.
+
+        ``abandonable``: it may be cancelled, for what the calls write to is nobody else's.
+        ``inline``: calls to memory need no worker, since they take microseconds. ``waits``: see
+        until_answered.
+        """
         handed: list[Call] = []
         places: list[int] = []
         answers: list[Any] = [None] * len(calls)
         for place, (column, function, args) in enumerate(calls):
             try:
                 server = self.server(column)
-                if abandonable and server.may_inline and not self._background:
-                    answers[place] = function(*args)  # reads of memory
+                if inline and server.may_inline and not self._background and not server.hangs:
+                    answers[place] = function(*args)
                     continue
             except FsError as error:
                 answers[place] = error
                 continue
             places.append(place)
             if self._background:
-                handed.append(
-                    (server.workers, files.at_priority, (self._background, function, *args))
-                )
-            else:
-                handed.append((server.workers, function, args))
+                function, args = files.at_priority, (self._background, function, *args)
+            handed.append((server.workers, function, args))
         if handed:
+            if waits:
+                await until_answered(workers for workers, _, _ in handed)
             self.in_use(1)
             results = await outcomes(handed, partial(self.in_use, -1), abandonable)
             for place, result in zip(places, results, strict=True):
@@ -339,34 +426,58 @@ class Columns:
                 answers[place] = result
         return answers
 
+    # --- descriptors ---
+
+    def descriptor_now(self, column: int, create: bool = False) -> int | None:
+        """Ours, of the column's object; None if there is none and it is not to be made."""
+        fd = self._fds[column]
+        if fd is None:
+            server = self.server(column)
+            with server.lock_of(self.key[1]):
+                fd = self._fds[column]
+                if fd is None:
+                    fd = self._fds[column] = server.open_object(self.key, create)
+        return fd
+
     def in_use(self, change: int) -> None:
         """As long as the sum of changes is more than 0, descriptors are kept."""
         self._busy += change
-        self._close_unused()
+        if not self._busy and (self._closed or self._retired):
+            self._close_unused()
 
     def close_idle(self) -> int:
-        """As that of StripedObjects, of columns that are only read."""
+        """Give up the descriptors until they are needed again, unless a call uses them; how many.
+        Does not block.
+        """
         if self._busy:
             return 0
-        fds, self._fds = self._fds, {}
-        for column, fd in fds.items():
-            self.server(column).close_object(fd)
-        return len(fds)
+        unsynced = self.unsynced.snapshot()
+        closed = [(column, fd) for column, fd in enumerate(self._fds) if fd is not None]
+        for column, fd in closed:
+            self._fds[column] = None
+            lock = self._closing.setdefault(column, Lock()) if column in unsynced else None
+            lost = partial(self._lost.setdefault, column)
+            self.server(column).close_idle(self.key, fd, lock, lost)
+        return len(closed)
 
     def close(self) -> None:
         """Give up the descriptors, once no call uses them any more. Nothing is synced. Does not
         block.
         """
         self._closed = True
-        self._close_unused()
+        self.in_use(0)
 
     def _close_unused(self) -> None:
-        if self._busy:
-            return
         for server, fd in self._retired:
             server.close_object(fd, removed=True)
         self._retired.clear()
         if self._closed:
-            for column, fd in self._fds.items():
-                self.server(column).close_object(fd)
-            self._fds.clear()
+            for column, fd in enumerate(self._fds):
+                if fd is not None:
+                    self._fds[column] = None
+                    self.server(column).close_object(fd)
+
+
+def columns_of(mask: int) -> Iterable[int]:
+    """The columns of a mask, ascending."""
+    return (column for column in range(mask.bit_length()) if mask >> column & 1)

@@ -12,10 +12,9 @@ import trio
 
 from aifs.core.errors import FsError
 from aifs.data.objects.columns import Columns, Range
-from aifs.data.reading.blocks import BLOCK, Block, ObjectSource
-from aifs.data.reading.cached_reads import collect
+from aifs.data.reading.blocks import Block
+from aifs.data.reading.cached_reads import CachedReads, collect
 from aifs.data.servers import Servers
-from aifs.data.storage import Key
 from aifs.layout.striped import Striped
 
 HEAD_START_S = 0.005
@@ -34,41 +33,42 @@ Fill = Callable[[memoryview, int], Awaitable[int]]
 class Hedges:
     """Of one file, whose bytes nobody changes."""
 
-    def __init__(self, servers: Servers, layout: Striped, key: Key, columns: Columns) -> None:
+    def __init__(
+        self, servers: Servers, layout: Striped, columns: Columns, cached: CachedReads
+    ) -> None:
         self._cache = servers.cache
         self._servers = servers
         self._layout = layout
-        self._key = key
         self._columns = columns
+        self._source = cached.source
+        self._block = cached.block
 
-    def hedge(
-        self, offset: int, length: int, size: int, sources: list[int], lost: frozenset[int]
-    ) -> bool:
+    def hedge(self, offset: int, length: int, size: int, sources: list[int], unread: int) -> bool:
         """A range of a file of ``size`` bytes is late, whose data columns are read from the columns
         ``sources``: have its blocks that are still loading told without these, and without those of
-        ``lost``.
+        the mask ``unread``.
 
         False: the range is not read by blocks, or there is no memory.
         """
         blocks: dict[Block, int] = {}
         for index, start, _, count in self._layout.extents(offset, length):
             column = sources[index]
-            for number in range(start // BLOCK, -(-(start + count) // BLOCK)):
+            for number in range(start // self._block, -(-(start + count) // self._block)):
                 block = self._cache.peek(self._source(column), number)
                 if block is None:
                     return False
                 blocks[block] = column
         return all(
-            self._cache.hedge(block, self._told(block, column, size, lost))
+            self._cache.hedge(block, self._told(block, column, size, unread))
             for block, column in blocks.items()
         )
 
-    def _told(self, block: Block, column: int, size: int, lost: frozenset[int]) -> "_Told":
+    def _told(self, block: Block, column: int, size: int, unread: int) -> "_Told":
         tell, judge = (
-            partial(self._tell, block, column, size, lost),
+            partial(self._tell, block, column, size, unread),
             partial(self._judge, block, column),
         )
-        return _Told(block.name, tell, judge, self._columns.in_use)
+        return _Told(block.name, self._block, tell, judge, self._columns.in_use)
 
     async def fetch_all(self, ranges: Sequence[Range]) -> list[memoryview | FsError]:
         """As Columns.fetch_all; what is loaded or loading is not fetched again."""
@@ -81,39 +81,37 @@ class Hedges:
         answers: list[memoryview | FsError] = []
         for (_, offset, length), blocks in zip(ranges, held, strict=True):
             try:
-                answers.append(await collect(blocks, offset, length) if blocks else next(fetched))
+                answers.append(
+                    await collect(blocks, offset, length, self._block) if blocks else next(fetched)
+                )
             except FsError as error:
                 answers.append(error)
         return answers
 
     def _find(self, column: int, offset: int, length: int) -> list[Block]:
         """The blocks that hold a range of a column; none if one of them lacks."""
-        source, end = self._source(column), offset + length
-        numbers = range(offset // BLOCK, -(-end // BLOCK))
+        source, end, block = self._source(column), offset + length, self._block
+        numbers = range(offset // block, -(-end // block))
         blocks = [
-            self._cache.find(source, number, min(BLOCK, end - number * BLOCK)) for number in numbers
+            self._cache.find(source, number, min(block, end - number * block)) for number in numbers
         ]
         return blocks if None not in blocks else []
-
-    def _source(self, column: int) -> ObjectSource:
-        read = partial(self._columns.read_now, column)
-        return ObjectSource(
-            self._columns.server(column), self._key, read, in_use=self._columns.in_use
-        )
 
     async def _tell(
         self,
         block: Block,
         column: int,
         size: int,
-        lost: frozenset[int],
+        unread: int,
         buffer: memoryview,
         offset: int,
     ) -> int:
         await trio.sleep(HEAD_START_S)
         if not block.loading:
             return 0
-        data = await self._columns.reconstruct(column, offset, len(buffer), size, lost, self._read)
+        data = await self._columns.reconstruct(
+            column, offset, len(buffer), size, unread, self._read
+        )
         buffer[: len(data)] = data
         return len(data)
 
@@ -132,13 +130,13 @@ class Hedges:
         if not length:
             return memoryview(b"")
         source, end = self._source(column), self._layout.object_length(column, size)
-        number = offset // BLOCK
-        needed = offset + length - number * BLOCK
+        number = offset // self._block
+        needed = offset + length - number * self._block
         block = self._cache.find(source, number, needed) or self._cache.start(source, number, end)
         if block is None:  # there is no memory for it
             return await self._columns.exact(column, offset, length, size)
-        data = await collect([block], offset, length)
-        self._columns.require(column, offset, len(data), length, size)
+        data = await collect([block], offset, length, self._block)
+        self._columns.require_whole(column, offset, data, length, size)
         return data
 
 
@@ -146,17 +144,18 @@ class _Told:
     """As a source of the read cache. ``fill``: memory with what is at an offset; how many bytes
     there were. ``judge``: what came of it, and the seconds that it took."""
 
-    block = BLOCK
     busy = False
 
     def __init__(
         self,
         name: Hashable,
+        block: int,
         fill: Fill,
         judge: Callable[[float], Awaitable[None]],
         in_use: Callable[[int], None],
     ) -> None:
         self.name = name
+        self.block = block
         self._fill = fill
         self._judge = judge
         self._in_use = in_use

@@ -54,7 +54,7 @@ def find_data(
 def first_range(
     layout: Striped, found: Mapping[int, Range | None], offset: int, size: int
 ) -> Range:
-    """See StripedObjects.data_range; ``found``: what ``find_data`` says, of columns that tell all
+    """See Bytes.data_range; ``found``: what ``find_data`` says, of columns that tell all
     data. Where these are not those of data alone, whole rows count. Pure."""
     whole_rows = any(layout.data_column(column) is None for column in found)
     ranges = []

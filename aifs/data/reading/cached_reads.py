@@ -1,15 +1,24 @@
-"""Reads of a settled striped file that have to wait for servers: through the read cache, and ahead
-of the reader.
+"""Reads of an object set's bytes, each from the column that the caller says: from memory, the page
+cache, the read cache or the server, and ahead of the reader.
+
+What is done where: reads that the page cache can answer, and those of memory filesystems, run on
+the trio thread, since that takes less than the hand-off to a worker. What a settled file has on
+servers that one has to wait for goes through the read cache, by whole blocks, where that pays; all
+else is asked of the servers' workers, for all columns of a request at once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 
-from aifs.data.reading.blocks import BLOCK, Block, ObjectSource, object_name
+from aifs.core.errors import FsError
+from aifs.data.objects.columns import Columns
+from aifs.data.objects.runs import Run, runs_of
+from aifs.data.patience import in_time, is_background
+from aifs.data.reading.blocks import BLOCK, Block, ObjectSource
+from aifs.data.reading.buffers import scatter
 from aifs.data.reading.patterns import Pattern
 from aifs.data.reading.read_cache import ReadCache
-from aifs.data.server import DataServer
-from aifs.data.storage import Key
 from aifs.layout.striped import Striped
 
 WHOLE_BLOCKS_FROM = 64 << 10
@@ -17,71 +26,188 @@ WHOLE_BLOCKS_FROM = 64 << 10
 stream is seen.
 """
 
+_AT_ALL = nullcontext()
+
+Sources = Sequence[int | None]
+"""For each data column the column that its bytes are read from."""
+
 
 class CachedReads:
-    """One per user of a file's objects, used only while nobody changes them; blocks are shared.
-    Does not suspend.
+    """One per user of an object set; blocks are shared. The read cache is used only while nobody
+    changes the objects.
     """
 
     def __init__(
         self,
         cache: ReadCache,
         layout: Striped,
-        servers: Sequence[DataServer],
-        key: Key,
-        read: Callable[[int, memoryview, int], int],
-        in_use: Callable[[int], None],
+        columns: Columns,
+        block: int = BLOCK,
+        window: int = 0,
+        whole_from: int = WHOLE_BLOCKS_FROM,
     ) -> None:
-        """``read``: (number of the object, buffer, offset) to bytes read, in a worker; ``in_use``:
-        see ObjectSource.
-        """
+        """``block``: bytes of an object that are fetched at once. ``window``: how far a stream is
+        read ahead at most; 0: as far as the cache allows. ``whole_from``: requests of so many bytes
+        fetch whole blocks though no stream is seen."""
+        self.block = block
         self._cache = cache
         self._layout = layout
-        self._servers = servers
-        self._key = key
-        self._read = read
-        self._in_use = in_use
+        self._columns = columns
+        self._window = window or cache.window_max
+        self._whole_from = whole_from
         self._pattern = Pattern()
+        self._sources: dict[int, ObjectSource] = {}
 
-    @cached_property
-    def _sources(self) -> list[ObjectSource]:
-        """Made when they are first needed: most files are never read from a server that one has to
-        wait for.
-        """
-        return [
-            ObjectSource(server, self._key, partial(self._read, index), in_use=self._in_use)
-            for index, server in enumerate(self._servers)
-        ]
+    def source(self, column: int) -> ObjectSource:
+        """The column's object, as the cache knows it. Raises Unavailable."""
+        source = self._sources.get(column)
+        if source is None:
+            columns = self._columns
+            source = self._sources[column] = ObjectSource(
+                columns.server(column),
+                columns.key,
+                partial(columns.read_now, column),
+                self.block,
+                columns.in_use,
+            )
+        return source
 
-    def find(self, index: int, offset: int, length: int) -> list[Block] | None:
-        """The blocks that hold a range of object ``index``, loaded or loading; None if some are
-        missing.
+    async def read(
+        self,
+        offset: int,
+        buffer: memoryview,
+        size: int,
+        strict: bool,
+        sources: Sources,
+        cancellable: bool = True,
+    ) -> memoryview:
+        """Bytes from ``offset`` on of a file that has ``size``: ``buffer`` filled, or as many bytes
+        elsewhere. Bytes that no object holds are zeros.
+
+        With ``strict`` the file is settled: bytes that an object must hold are not allowed to be
+        missing. Not ``cancellable`` while ``buffer`` is written to, if it is used by others later.
+        Raises Unavailable, naming server and object.
         """
+        columns = self._columns
+        calls: list[tuple[int, object, tuple]] = []
+        loads: list[tuple[int, Run, list[Block]]] = []
+        ahead = None
+        for run in runs_of(self._layout, offset, buffer):
+            index, begin, parts = run
+            column = sources[index]
+            if columns.server(column).may_inline:
+                self._read_run(column, begin, parts, size, strict)
+                continue
+            length = sum(map(len, parts))
+            blocks = self._find(column, begin, length) if strict else None
+            if blocks is None and columns.read_cached(column, parts, begin):
+                continue
+            if strict and ahead is None:
+                ahead = self._pattern.observe(offset, len(buffer), self._window)
+            if blocks is None and strict:
+                blocks = self._load(column, begin, length, size)
+            if blocks is None:
+                calls.append((column, self._read_run, (column, begin, parts, size, strict)))
+            else:
+                loads.append((column, run, blocks))
+        if ahead:
+            # Before anything is waited for: the file is still settled.
+            self._read_ahead(ahead, size, sources)
+        if calls:
+            # What lands late may be the removal of what would be opened, but for settled files.
+            await self._gather(calls, abandonable=cancellable, waits=not strict)
+        for column, (_, begin, parts), blocks in loads:
+            length = sum(map(len, parts))
+            with in_time(columns.server(column).workers.patience) if is_background() else _AT_ALL:
+                held = await collect(blocks, begin, length, self.block)
+            if len(held) == len(buffer):
+                return held  # all of the request
+            if len(held) < length:
+                columns.require(column, begin + len(held), begin + length, size)
+                held = memoryview(bytes(held).ljust(length, b"\0"))
+            scatter(held, parts)
+        return buffer
+
+    async def read_past(self, offset: int, buffer: memoryview, size: int, sources: Sources) -> None:
+        """As a strict ``read``, but into ``buffer``, and past all caches of ours."""
+        await self._gather(
+            [
+                (sources[index], self._read_run, (sources[index], begin, parts, size, True))
+                for index, begin, parts in runs_of(self._layout, offset, buffer)
+            ]
+        )
+
+    def read_now(self, offset: int, buffer: memoryview, size: int, sources: Sources) -> bool:
+        """As a strict ``read`` into ``buffer``, if it takes no waiting; wholly, or nothing counts.
+        Raises Unavailable. Does not block.
+        """
+        columns = self._columns
+        for index, begin, parts in runs_of(self._layout, offset, buffer):
+            column = sources[index]
+            if columns.server(column).may_inline:
+                self._read_run(column, begin, parts, size, True)
+            elif not columns.read_cached(column, parts, begin):
+                return False
+        return True
+
+    def forget(self) -> None:
+        """The objects are about to change. What others have read of them counts, too: who copies a
+        file has objects of his own.
+        """
+        if not self._cache.empty:
+            for number in self._layout.servers:
+                self._cache.invalidate((number, *self._columns.key))
+
+    # --- from the servers ---
+
+    def _read_run(
+        self, column: int, offset: int, parts: list[memoryview], size: int, strict: bool
+    ) -> None:
+        """Fill ``parts`` by one request to the server, whatever the stripe unit. Blocks."""
+        target = parts[0] if len(parts) == 1 else memoryview(bytearray(sum(map(len, parts))))
+        done = self._columns.read_now(column, target, offset)
+        if done < len(target):
+            if strict:
+                self._columns.require(column, offset + done, offset + len(target), size)
+            target[done:] = bytes(len(target) - done)
+        if len(parts) > 1:
+            scatter(target, parts)
+
+    async def _gather(
+        self, calls: Sequence[tuple], abandonable: bool = False, waits: bool = False
+    ) -> None:
+        answers = await self._columns.attempt(calls, abandonable=abandonable, waits=waits)
+        for answer in answers:
+            if isinstance(answer, FsError):
+                try:
+                    raise answer
+                finally:
+                    del answer, answers  # they would tie a knot with the traceback
+
+    # --- through the cache ---
+
+    def _find(self, column: int, offset: int, length: int) -> list[Block] | None:
+        """The blocks that hold a range of an object, loaded or loading; None if some are missing."""
         if self._cache.empty:
             return None
         blocks = []
-        for number, needed in _pieces(offset, length):
-            block = self._cache.find(self._sources[index], number, needed)
+        for number, needed in self._pieces(offset, length):
+            block = self._cache.find(self.source(column), number, needed)
             if block is None:
                 return None
             blocks.append(block)
         return blocks
 
-    def observe(self, offset: int, length: int) -> list[tuple[int, int]]:
-        """Note a read of the file that waits for servers, or would without the cache; what to
-        ``read_ahead`` after it.
-        """
-        return self._pattern.observe(offset, length, self._cache.window_max)
-
-    def load(self, index: int, offset: int, length: int, size: int) -> list[Block] | None:
-        """As ``find``, with what is missing being fetched. None if that is waste, or there is no
+    def _load(self, column: int, offset: int, length: int, size: int) -> list[Block] | None:
+        """As ``_find``, with what is missing being fetched. None if that is waste, or there is no
         memory for it.
         """
-        if self._pattern.random or (length < WHOLE_BLOCKS_FROM and not self._pattern.following):
+        pattern = self._pattern
+        if pattern.random or (length < self._whole_from and not pattern.following):
             return None
-        source, end = self._sources[index], self._layout.object_length(index, size)
+        source, end = self.source(column), self._layout.object_length(column, size)
         blocks = []
-        for number, needed in _pieces(offset, length):
+        for number, needed in self._pieces(offset, length):
             block = self._cache.find(source, number, needed) or self._cache.start(
                 source, number, end
             )
@@ -90,58 +216,54 @@ class CachedReads:
             blocks.append(block)
         return blocks
 
-    def read_ahead(self, ranges: list[tuple[int, int]], size: int) -> None:
+    def _read_ahead(self, ranges: list[tuple[int, int]], size: int, sources: Sources) -> None:
         """Fetch ``ranges`` of a file of ``size`` bytes, as far as servers and memory are free."""
         for begin, length in ranges:
             for index, number, offset in self._blocks_of(begin, min(begin + length, size)):
-                end = self._layout.object_length(index, size)
-                if number * BLOCK < end and not self._servers[index].may_inline:
-                    if not self._cache.read_ahead(self._sources[index], number, end):
-                        self._pattern.refused(begin, offset)
-                        return
-
-    def forget(self) -> None:
-        """The objects are about to change. What others have read of them counts, too: who copies a
-        file has objects of his own.
-        """
-        if not self._cache.empty:
-            for server in self._servers:
-                self._cache.invalidate(object_name(server, self._key))
+                column = sources[index]
+                end = self._layout.object_length(column, size)
+                if number * self.block >= end or self._columns.server(column).may_inline:
+                    continue
+                if not self._cache.read_ahead(self.source(column), number, end):
+                    self._pattern.refused(begin, offset)
+                    return
 
     def _blocks_of(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """(object, block, an offset in the file up to which all before it suffice), in the order of
-        the file.
+        """(data column, block, an offset in the file up to which all before it suffice), in the
+        order of the file.
         """
-        unit, count = self._layout.unit, len(self._servers)
-        if unit >= BLOCK:
+        unit, count, block = self._layout.unit, self._layout.width, self.block
+        if unit >= block or count == 1:
             for index, object_offset, offset, length in self._layout.extents(begin, end - begin):
-                for number, _ in _pieces(object_offset, length):
-                    yield index, number, max(offset, offset + number * BLOCK - object_offset)
+                for number, _ in self._pieces(object_offset, length):
+                    yield index, number, max(offset, offset + number * block - object_offset)
             return
         # A block holds units of several rows: go by rows of blocks.
         row = unit * count
-        first, last = begin // row * unit // BLOCK, (max(begin, end - 1) // row + 1) * unit
-        for number in range(first, -(-last // BLOCK)):
+        first, last = begin // row * unit // block, (max(begin, end - 1) // row + 1) * unit
+        for number in range(first, -(-last // block)):
             for index in range(count):
-                yield index, number, max(begin, number * BLOCK // unit * row)
+                yield index, number, max(begin, number * block // unit * row)
+
+    def _pieces(self, offset: int, length: int) -> Iterator[tuple[int, int]]:
+        """The blocks that hold a range of an object, and how many bytes of each, from its start on,
+        that takes.
+        """
+        block = self.block
+        for number in range(offset // block, (offset + length - 1) // block + 1):
+            yield number, min(block, offset + length - number * block)
 
 
-def _pieces(offset: int, length: int) -> Iterator[tuple[int, int]]:
-    """The blocks that hold a range of an object, and how many bytes of each, from its start on,
-    that takes.
-    """
-    for number in range(offset // BLOCK, (offset + length - 1) // BLOCK + 1):
-        yield number, min(BLOCK, offset + length - number * BLOCK)
-
-
-async def collect(blocks: Sequence[Block], offset: int, length: int) -> memoryview:
-    """A range of an object, from the blocks that hold it; shorter where the object ends. Copied if
-    they are several.
+async def collect(
+    blocks: Sequence[Block], offset: int, length: int, size: int = BLOCK
+) -> memoryview:
+    """A range of an object, from the blocks of ``size`` bytes that hold it; shorter where the
+    object ends. Copied if they are several.
     """
     views = []
     for block in blocks:
         views.append(await block.bytes())
-        if len(views[-1]) < BLOCK:
+        if len(views[-1]) < size:
             break
-    start = offset % BLOCK
+    start = offset % size
     return (views[0] if len(views) == 1 else memoryview(b"".join(views)))[start : start + length]

@@ -1,0 +1,194 @@
+"""Reading striped files so that every MiB that comes from servers is compared with its checksum:
+what is copied elsewhere always is, what programs read with ``data.verify: read``.
+
+What is read is whole MiBs of the file, through the read cache, where only checked bytes enter: so
+each is checked once as long as it is cached. Where a checksum differs, a protected file's bytes are
+told without the columns that may be wrong, by trying which. Files without checksums, which are
+those that were written in place, are read as they are.
+"""
+
+from collections.abc import Awaitable, Callable
+
+from aifs.core.errors import FsError, Unavailable
+from aifs.core.log import logger
+from aifs.data.checking.checks import Untold
+from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED
+from aifs.data.checking.suspects import source_of, suspect_sets
+from aifs.data.containers.chunk_codec import digest_of
+from aifs.data.objects.columns import Columns, columns_of
+from aifs.data.reading.file_blocks import FileBlocks
+from aifs.data.servers import Servers
+from aifs.layout.striped import Striped
+
+_log = logger(__name__)
+
+LoadDigests = Callable[[int], Awaitable[tuple[int, bytes]]]
+"""Checksums of the DIGESTS_AT_ONCE MiBs of a file among which is the one asked for: number of the
+first, and BLAKE3 of each; b"": none."""
+
+ReadPast = Callable[[int, memoryview, int], Awaitable[None]]
+"""As ObjectSet.read_into, without checking."""
+
+OnDamage = Callable[[int, int, int], None]
+"""Called with oid, ino and the column whose object has wrong bytes. Does not block."""
+
+
+class CheckedReads:
+    """Of one object set. After a change nothing is known of checksums until they are loaded
+    again.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        layout: Striped,
+        columns: Columns,
+        read_past: ReadPast,
+        load: LoadDigests,
+        on_damage: OnDamage,
+        unread: int,
+    ) -> None:
+        """``unread``: mask of columns that must not be read."""
+        self._servers = servers
+        self._layout = layout
+        self._columns = columns
+        self._read_past = read_past
+        self._load = load
+        self._on_damage = on_damage
+        self._unread = unread
+        self._digests: dict[int, tuple[int, bytes]] = {}  # by MiB: the record that it is in
+        self._generation = 0
+        name = ("verified", *columns.key)
+        self._blocks = FileBlocks(servers, layout, name, HASHED, self._fill, columns.in_use)
+
+    async def read(self, offset: int, length: int, size: int) -> memoryview | None:
+        """Bytes of a settled file of ``size`` bytes; None if they have no checksums. Raises
+        Unavailable; Untold for bytes that are wrong and cannot be told otherwise.
+        """
+        if not (await self.covers(offset) and await self.covers(offset + length - 1)):
+            return None
+        return await self._blocks.read(offset, length, size)
+
+    async def read_past(self, offset: int, buffer: memoryview, size: int) -> None:
+        """The same into ``buffer``, past all caches, checked where there are checksums; ``offset``
+        is a multiple of a MiB, and the end another or the file's.
+        """
+        for start in range(0, len(buffer), HASHED):
+            await self._fill(offset + start, buffer[start : start + HASHED], size)
+
+    async def is_right(self, offset: int, part: memoryview) -> bool:
+        """Whether these bytes of the file, a MiB or its last ones, have their checksum, or there is
+        none.
+        """
+        expected = await self._digest(offset // HASHED)
+        return not expected or await self._digest_of(part) == expected
+
+    async def covers(self, offset: int) -> bool:
+        """Whether the byte has a checksum."""
+        return bool(await self._digest(offset // HASHED))
+
+    def forget(self) -> None:
+        """The file is about to change."""
+        self._generation += 1
+        self._digests.clear()
+        self._blocks.forget()
+
+    async def _fill(self, offset: int, part: memoryview, size: int) -> None:
+        """Fill ``part`` with a MiB of the file, or its last bytes, checked."""
+        expected = await self._digest(offset // HASHED)
+        if expected and await self._read_at_once(offset, part) == expected:
+            return
+        await self._read_past(offset, part, size)
+        if expected and await self._digest_of(part) != expected:
+            await self._tell_right(offset, part, size, expected)
+
+    async def _read_at_once(self, offset: int, part: memoryview) -> bytes | None:
+        """Fill ``part`` and return its checksum, by one call, while it is in the processor's cache,
+        if it lies in one object of an unprotected file: for all else others know better who is to
+        be asked. None also for what cannot be read."""
+        index, object_offset, _, length = next(self._layout.extents(offset, len(part)))
+        if self._layout.is_protected or length < len(part):
+            return None
+        [answer] = await self._columns.attempt(
+            [(index, self._read_and_hash, (index, part, object_offset))]
+        )
+        return None if isinstance(answer, FsError) else answer
+
+    def _read_and_hash(self, column: int, part: memoryview, offset: int) -> bytes | None:
+        done = self._columns.read_now(column, part, offset)
+        return digest_of(part) if done == len(part) else None
+
+    async def _digest(self, number: int) -> bytes:
+        """The checksum of a MiB; b"" if it has none."""
+        record = self._digests.get(number // DIGESTS_AT_ONCE)
+        if record is None:
+            generation = self._generation
+            record = await self._load(number)
+            if generation == self._generation:
+                self._digests[number // DIGESTS_AT_ONCE] = record
+        first, digests = record
+        return digests[(number - first) * DIGEST_BYTES : (number - first + 1) * DIGEST_BYTES]
+
+    async def _digest_of(self, part: memoryview) -> bytes:
+        idlest = self._servers.idlest(self._layout.servers)
+        return await self._servers.run(idlest, digest_of, part)
+
+    # --- wrong bytes ---
+
+    async def _tell_right(self, offset: int, part: memoryview, size: int, expected: bytes) -> None:
+        """Fill ``part`` with the bytes that have the checksum ``expected``, and report whose were
+        wrong.
+        """
+        (ino, oid), layout = self._columns.key, self._layout
+        touched = {extent.index for extent in layout.extents(offset, len(part))}
+        for unread in suspect_sets(layout, touched, self._unread):
+            try:
+                await _read_without(self._columns, layout, unread, offset, part, size)
+            except FsError:
+                continue
+            if await self._digest_of(part) == expected:
+                self._report(unread & ~self._unread, offset)
+                return
+        where = " or ".join(
+            f"{self._servers[number].name} ({self._servers[number].object_path(ino, oid)})"
+            for number in (layout.servers[column] for column in sorted(touched))
+        )
+        end = offset + len(part) - 1
+        raise Untold(
+            f"inode {ino}: bytes {offset} to {end}, on {where}, do not have their checksum"
+        )
+
+    def _report(self, wrong: int, offset: int) -> None:
+        """``wrong``: mask of columns without which the bytes are right."""
+        ino, oid = self._columns.key
+        for column in columns_of(wrong):
+            self._on_damage(oid, ino, column)
+        if not wrong:
+            _log.info(
+                "inode %d: bytes from %d on had a wrong checksum once, and a right one when read "
+                "again",
+                ino,
+                offset,
+            )
+
+
+async def _read_without(
+    columns: Columns,
+    layout: Striped,
+    unread: int,
+    offset: int,
+    part: memoryview,
+    size: int,
+) -> None:
+    """Fill ``part`` with bytes of a file of ``size`` bytes, told by columns that are not
+    in the mask ``unread``. Raises Unavailable.
+    """
+    for index, object_offset, file_offset, length in layout.extents(offset, len(part)):
+        target = part[file_offset - offset : file_offset - offset + length]
+        source = source_of(layout, index, unread)
+        if source is None:
+            target[:] = await columns.reconstruct(index, object_offset, length, size, unread)
+        elif len(found := await columns.fetch(source, object_offset, length)) < length:
+            raise Unavailable(f"column {source} ends too early")
+        else:
+            target[:] = found

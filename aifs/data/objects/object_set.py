@@ -1,0 +1,544 @@
+"""The object set of one striped file, whatever protects it: reads and writes of byte ranges, exact
+lengths, durability.
+
+Without protection there is one copy of each column, so that a column which fails is an error; with
+it, bytes count as written where enough columns have them, and as read where enough can tell them.
+A read goes through four stages, each a class of its own: from the servers and the page cache, by
+way of the read cache (``reading/cached_reads``); compared with checksums, where the reader wants
+that (``checking/checked_reads``); and, where something protects the bytes, around columns that are
+lost, wrong or late (``recovery``).
+
+Writes to memory filesystems run on the trio thread, since that takes less than the hand-off to a
+worker; all other calls run in the servers' workers, for all columns of a request at once. Whatever
+may cut or remove an object runs in workers even in memory, where freeing a large file takes long.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from aifs.core.errors import FsError
+from aifs.data.checking.checked_reads import CheckedReads, LoadDigests
+from aifs.data.checking.digests import HASHED
+from aifs.data.objects.coding import encode_rows
+from aifs.data.objects.columns import Columns, columns_of
+from aifs.data.objects.known import Known
+from aifs.data.objects.recovery import Recovery
+from aifs.data.objects.runs import runs_of
+from aifs.data.reading.blocks import BLOCK, object_name
+from aifs.data.reading.cached_reads import WHOLE_BLOCKS_FROM, CachedReads
+from aifs.data.servers import Servers
+from aifs.data.workers import Call, outcomes
+from aifs.layout.placement import LOST
+from aifs.layout.striped import Striped
+
+Ranges = Sequence[tuple[int, int]]
+"""Start and end of each."""
+
+OnDamage = Callable[[int, int, int], None]
+"""Called with oid, ino and a column whose object is missing, short or wrong. Does not block."""
+
+Work = tuple[int, Callable[..., Any], tuple]
+"""A column, and what to call with which arguments in a worker of its server."""
+
+
+class Bytes(Protocol):
+    """What a file's bytes on the capacity tier are read through, whatever its layout."""
+
+    async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:
+        """Exactly ``length`` bytes, of a file that has ``size``; bytes that no object holds are
+        zeros.
+
+        With ``strict`` the file is settled: bytes that an object must hold are not allowed to be
+        missing, and what has to come from servers is cached and read ahead. Raises Unavailable,
+        naming server and object. The memory is reused once no view of it is left. Cancellable.
+        """
+
+    async def read_into(self, offset: int, buffer: memoryview, size: int) -> None:
+        """As a strict ``read``, but into ``buffer``, and past the caches of striped files."""
+
+    async def data_range(self, offset: int, size: int, strict: bool = True) -> tuple[int, int]:
+        """Start and end of what comes first from byte ``offset`` on of a file of ``size`` bytes and
+        may be no hole: all before it is one. Both are ``size`` if there is nothing. ``strict``: see
+        ``read``. Raises Unavailable.
+        """
+
+    async def backing(self, size: int) -> int | None:
+        """The descriptor, not the caller's, of a local file that is all of the file's ``size``
+        bytes, if there is such.
+        """
+
+    def blocks(self) -> int | None:
+        """Blocks of 512 bytes that the bytes take, once and without parity, as du(1) shows for
+        files without protection; None if that is not known here. Does not block.
+        """
+
+    async def sync(self, spare: int = 0, all_objects: bool = False) -> int:
+        """All that has changed is durable on return; see ObjectSet."""
+
+    def close_idle(self) -> int:
+        """Give up descriptors until they are needed again, unless a call uses them; how many. Does
+        not block.
+        """
+
+    def close(self) -> None:
+        """Give up the descriptors, once no call uses them any more. Nothing is synced. Does not
+        block.
+        """
+
+
+class ObjectSet:
+    """All use of one file's objects by one user goes through one of these at a time. See Bytes.
+
+    ``read`` and ``sync`` may overlap with everything; ``write`` with other writes; ``settle`` and
+    ``trim`` with neither ``write`` nor each other. Calls that use worker threads are not
+    cancellable while they do, but for ``read``. A protected set is written once, into a new oid,
+    and never changed.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        layout: Striped,
+        ino: int,
+        oid: int,
+        *,
+        new: bool = False,
+        background: str = "",
+        unread: int = 0,
+        on_damage: OnDamage = lambda oid, ino, column: None,
+        digests: LoadDigests | None = None,
+        verify: bool = True,
+        block: int = BLOCK,
+        window: int = 0,
+        whole_from: int = WHOLE_BLOCKS_FROM,
+    ) -> None:
+        """Does no I/O. ``new``: no object of this oid has ever been made, which spares asking.
+        ``background``: an I/O priority (see core.files), at which everything runs, in workers.
+        ``unread``: mask of columns that must not be read. ``on_damage`` is told once of each column
+        of a protected set that turns out to be missing or short.
+
+        With ``digests`` what is read past the caches is compared with its checksums, and what is
+        read through them if ``verify``; ``on_damage`` is told of columns with wrong bytes. The
+        rest: see CachedReads.
+        """
+        self._servers = servers
+        self._layout = layout
+        self._key = (ino, oid)
+        self._background = background
+        self._on_damage = on_damage
+        self._columns = columns = Columns(
+            servers, layout, ino, oid, new=new, background=background, on_short=self._short
+        )
+        self._sources = tuple(range(layout.width))
+        self._cached = CachedReads(servers.cache, layout, columns, block, window, whole_from)
+        self._recovery = (
+            Recovery(servers, layout, columns, self._cached, unread)
+            if layout.is_protected
+            else None
+        )
+        self._checked = (
+            CheckedReads(servers, layout, columns, self._read_past, digests, on_damage, unread)
+            if digests is not None
+            else None
+        )
+        self._verify = verify and digests is not None
+        self._known = [Known(0 if new else None) for _ in layout.servers]
+        self._inherited = not new  # objects may hold what an earlier user wrote and did not sync
+        self._failed = 0
+        self._error: FsError | None = None
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether bytes survive the loss of a column."""
+        return self._layout.is_protected
+
+    @property
+    def row(self) -> int:
+        """What ``write`` takes multiples of."""
+        return self._layout.row if self._layout.parity else 1
+
+    @property
+    def unread(self) -> int:
+        """The mask of columns of a protected set that must not be read, since they could not be
+        written.
+        """
+        return self._failed
+
+    # --- reading ---
+
+    async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:
+        """See Bytes. Bytes of columns that cannot be read are told by others. Raises Unavailable;
+        Untold for bytes that are wrong, whichever columns tell them.
+        """
+        if self._verify and strict:
+            data = await self._checked.read(offset, length, size)
+            if data is not None:
+                return data
+        if self._recovery is not None:
+            return await self._recovery.read(offset, length, size)
+        buffer = self._servers.buffers.take(length)
+        return await self._cached.read(offset, buffer, size, strict, self._sources)
+
+    async def fill(self, offset: int, buffer: memoryview, size: int) -> None:
+        """As a strict ``read``, into the caller's memory; what has checksums is not compared with
+        them.
+        """
+        if self._recovery is not None:
+            buffer[:] = await self._recovery.read(offset, len(buffer), size)
+            return
+        data = await self._cached.read(offset, buffer, size, True, self._sources, False)
+        if data is not buffer:
+            buffer[:] = data
+
+    def read_now(self, offset: int, buffer: memoryview, size: int) -> bool:
+        """The same, if it takes no waiting; wholly, or nothing counts. Raises Unavailable. Does not
+        block.
+        """
+        if self._recovery is not None:
+            return self._recovery.read_now(offset, buffer, size)
+        return self._cached.read_now(offset, buffer, size, self._sources)
+
+    async def read_into(self, offset: int, buffer: memoryview, size: int) -> None:
+        """See Bytes. With checksums ``offset`` is a multiple of a MiB, and the end another or the
+        file's.
+        """
+        if self._checked is not None:
+            await self._checked.read_past(offset, buffer, size)
+        else:
+            await self._read_past(offset, buffer, size)
+
+    async def _read_past(self, offset: int, buffer: memoryview, size: int) -> None:
+        if self._recovery is not None:
+            await self._recovery.read_past(offset, buffer, size)
+        else:
+            await self._cached.read_past(offset, buffer, size, self._sources)
+
+    async def is_right(self, offset: int, part: memoryview) -> bool:
+        """Whether these bytes of the file, a MiB or its last ones, have their checksum, or there is
+        none.
+        """
+        return self._checked is None or await self._checked.is_right(offset, part)
+
+    async def backing(self, size: int) -> int | None:
+        """See Bytes: the first object, if nothing protects it, it is on a local server, and whoever
+        reads by himself need not check anything.
+        """
+        if (
+            self._recovery is not None
+            or self._verify
+            or not self._columns.server(0).storage.is_local
+        ):
+            return None
+        fd = (await self._run([(0, self._columns.descriptor_now, (0,))], inline=False))[0]
+        server = self._columns.server(0)
+        is_all = fd is not None and server.stat(self._key, fd).length == size
+        return fd if is_all else None
+
+    async def data_range(self, offset: int, size: int, strict: bool = True) -> tuple[int, int]:
+        """See Bytes. What has checksums may be no hole, even where it seems to be one."""
+        if strict and self._checked is not None and offset < size:
+            if await self._checked.covers(offset):
+                return offset, size
+        unread = 0 if self._recovery is None else self._recovery.unread
+        return await self._columns.data_range(offset, size, strict, unread)
+
+    def _short(self, column: int) -> None:
+        """An object lacks bytes that it must have."""
+        recovery = self._recovery
+        if recovery is not None and not recovery.unread >> column & 1:
+            recovery.unread |= 1 << column
+            ino, oid = self._key
+            self._on_damage(oid, ino, column)
+
+    def _forget(self) -> None:
+        """The objects are about to change."""
+        self._cached.forget()
+        if self._checked is not None:
+            self._checked.forget()
+
+    # --- writing ---
+
+    async def write(
+        self, offset: int, data: bytes | memoryview, ranges: Ranges | None = None
+    ) -> None:
+        """All of ``data`` is in the servers' page caches on return. Objects are made as they are
+        needed. A coded file is written by whole ``row``s (the last may be the end of the file).
+
+        ``ranges`` of the file, if given, are all of it that are not holes, which stay holes. A
+        column of a protected set that fails is left out from then on. Raises NoSpace,
+        QuotaExceeded, Unavailable if too many have failed: then any part of it may have been
+        written.
+        """
+        self._forget()
+        memory = memoryview(data)
+        spans = ((offset, offset + len(memory)),) if ranges is None else ranges
+        calls = [
+            (column, self._columns.write_now, (column, object_offset, parts))
+            for start, end in spans
+            for index, object_offset, parts in runs_of(
+                self._layout, start, memory[start - offset : end - offset]
+            )
+            for column in self._layout.copies(index)
+        ]
+        if self._layout.parity:
+            await self._write_coded(calls, self._parity_of(offset, memory, spans))
+        else:
+            await self._write(calls)
+
+    async def _write(self, calls: Sequence[Work], others: Sequence[Work] = ()) -> None:
+        columns = {column for column, _, _ in calls}
+        try:
+            await self._run([*calls, *others])
+        except BaseException:
+            for column in columns:
+                self._known[column].length = None
+            raise
+        for column, _, (_, offset, parts) in calls:
+            self._known[column].written(offset, sum(map(len, parts)))
+        for column in columns_of(self._failed):
+            self._known[column].length = None
+
+    async def _write_coded(
+        self,
+        calls: list[Work],
+        spans: list[tuple[int, memoryview, list[memoryview]]],
+    ) -> None:
+        """Write the data, and the parity of ``spans``, which is encoded meanwhile by one of the
+        columns' workers.
+        """
+        width, count = self._layout.width, len(self._layout.servers)
+        registered = [c for c in range(count) if self._servers.find(self._layout.servers[c])]
+        encode = (self._layout, spans)
+        while True:
+            column = next(c for c in registered if not self._failed >> c & 1)
+            await self._write(calls, [(column, encode_rows, encode)])
+            if not self._failed >> column & 1:
+                break
+            calls = []  # nobody has encoded it, or nobody knows that
+        await self._write(
+            [
+                (column, self._columns.write_now, (column, object_offset, [parity[number]]))
+                for object_offset, _, parity in spans
+                for number, column in enumerate(range(width, count))
+            ]
+        )
+
+    def _parity_of(
+        self, offset: int, memory: memoryview, ranges: Ranges
+    ) -> list[tuple[int, memoryview, list[memoryview]]]:
+        """The rows that have to be encoded: offset in the parity objects, bytes of the file, and
+        memory for the result.
+        """
+        row, unit = self._layout.row, self._layout.unit
+        spans: list[list[int]] = []
+        for start, end in ranges:
+            first, last = start // row * row, min(-(-end // row) * row, offset + len(memory))
+            if spans and first <= spans[-1][1]:
+                spans[-1][1] = max(last, spans[-1][1])
+            else:
+                spans.append([first, last])
+        take = self._servers.buffers.take
+        return [
+            (
+                first // row * unit,
+                memory[first - offset : last - offset],
+                [
+                    take(self._layout.object_length(0, last - first))
+                    for _ in range(self._layout.parity)
+                ],
+            )
+            for first, last in spans
+        ]
+
+    async def punch(self, offset: int, length: int) -> None:
+        """The range reads as zeros on return, and takes no space. One call to each server that has
+        an object.
+
+        Raises NotSupported where a server's filesystem has no such thing, Unavailable: then any
+        part of it may be zeros.
+        """
+        self._forget()
+        for known in self._known:
+            known.length = None
+        length_at = self._layout.object_length
+        await self._run(
+            [
+                (
+                    column,
+                    self._columns.punch_now,
+                    (column, length_at(column, offset), length_at(column, offset + length)),
+                )
+                for column in self._sources
+            ],
+            inline=False,
+        )
+
+    # --- lengths ---
+
+    async def trim(self, size: int) -> None:
+        """No object is longer on return than a file of ``size`` bytes calls for. Raises
+        Unavailable.
+        """
+        self._forget()
+        calls = []
+        for column, known in enumerate(self._known):
+            length = self._layout.object_length(column, size)
+            if known.length is None or known.length > length:
+                calls.append((column, self._columns.trim_now, (column, length)))
+        await self._learn(calls)
+
+    async def settle(self, size: int) -> None:
+        """Objects exist on return exactly as a file of ``size`` bytes calls for: made, cut,
+        extended or removed; except those of a protected set that fail.
+
+        ``sync`` then covers whatever may not be durable of them, also the work of earlier users of
+        the file. Raises NoSpace, QuotaExceeded, Unavailable if too many have failed.
+        """
+        self._forget()
+        calls = []
+        for column, known in enumerate(self._known):
+            length = self._layout.object_length(column, size)
+            if self._inherited or not known.exact or known.length != length:
+                calls.append((column, self._columns.settle_now, (column, length)))
+        await self._learn(calls)
+        self._inherited = False
+
+    async def _learn(self, calls: Sequence[Work]) -> None:
+        """Run the calls, and take over what each says of its object."""
+        for column, _, _ in calls:
+            self._known[column].length = None
+        for column, known in (await self._run(calls, inline=False)).items():
+            self._known[column] = known
+
+    def blocks(self) -> int | None:
+        """See Bytes: exact after ``settle``, a good guess while being written. None before the
+        first ``trim`` or ``settle`` of objects that are not new.
+        """
+        if self._inherited and any(known.length is None for known in self._known):
+            return None
+        copies = map(self._layout.copies, self._sources)
+        return sum(max(self._known[copy].blocks for copy in same) for same in copies)
+
+    # --- durability ---
+
+    async def sync(self, spare: int = 0, all_objects: bool = False) -> int:
+        """Every object that has changed, by us, is durable on return, with its length, its name, or
+        its absence; with ``all_objects`` each one, whoever has changed it. Except those of the mask
+        that is returned, which have failed.
+
+        Raises NoSpace, QuotaExceeded, Unavailable if not even ``spare`` more columns (at most one
+        less than the layout tolerates) than the bytes need are durable. Where the system has failed
+        to write bytes back, it forgets them: then this fails each time it is called.
+        """
+        unsynced = self._columns.unsynced
+        if all_objects:
+            unsynced.mark(*range(len(self._layout.servers)))
+        await self._run(
+            [
+                (column, self._columns.sync_now, (column, generation))
+                for column, generation in unsynced.snapshot().items()
+            ]
+        )
+        self._check(min(spare, self._layout.tolerates - 1))
+        return self._failed
+
+    # --- calls ---
+
+    async def _run(self, calls: Iterable[Work], inline: bool = True) -> dict[int, Any]:
+        """Run (column, function, args) where the column has not failed; by column, what those
+        returned that do not fail now (of several, any). Raises what failed if too many have."""
+        usable = [call for call in calls if not self._failed >> call[0] & 1]
+        is_protected = self._layout.is_protected
+        results = await self._columns.attempt(
+            usable, inline=inline and not is_protected, waits=not is_protected
+        )
+        returned: dict[int, Any] = {}
+        for (column, _, _), result in zip(usable, results, strict=True):
+            if not isinstance(result, FsError):
+                returned[column] = result
+            elif is_protected:
+                self._failed |= 1 << column
+                self._error = self._error or result
+            else:
+                raise result
+        self._check(0)
+        return returned
+
+    def _check(self, spare: int) -> None:
+        if self._error is not None and self._layout.spare(self._failed) < spare:
+            raise self._error
+
+    # --- descriptors ---
+
+    def in_use(self, change: int) -> None:
+        """As long as the sum of changes is more than 0, descriptors are kept. Does not block."""
+        self._columns.in_use(change)
+
+    def close_idle(self) -> int:
+        """See Bytes. What has been written through a descriptor is synced first."""
+        return self._columns.close_idle()
+
+    def close(self) -> None:
+        """See Bytes."""
+        self._columns.close()
+        if self._recovery is not None:
+            self._recovery.forget()
+
+
+class Followed:
+    """For who copies a striped file while others read it: by way of the caches that these use, so
+    that each byte comes from its server once for all, and checked."""
+
+    def __init__(self, objects: ObjectSet) -> None:
+        """``objects``: made as those of the others, with checksums; of nobody else."""
+        self._objects = objects
+        self.data_range = objects.data_range
+        self.close = objects.close
+
+    async def read_into(self, offset: int, buffer: memoryview, size: int) -> None:
+        """As of ObjectSet, but for the caches."""
+        for start in range(0, len(buffer), HASHED):
+            part = buffer[start : start + HASHED]
+            part[:] = await self._objects.read(offset + start, len(part), size)
+            if not await self._objects.is_right(offset + start, part):
+                await self._objects.read_into(offset + start, part, size)
+
+
+async def delete_objects(servers: Servers, layout: Striped, ino: int, oid: int) -> None:
+    """Delete the objects of ``oid``, durably; those that do not exist are no error. Raises NoSpace,
+    Unavailable.
+    """
+    failed = await delete_batch(servers, {oid: (ino, layout)})
+    if failed:
+        raise failed[oid]
+
+
+async def delete_batch(
+    servers: Servers, doomed: Mapping[int, tuple[int, Striped]]
+) -> dict[int, FsError]:
+    """Delete the objects of many files: oid to (ino, layout). What is deleted is durably so on
+    return.
+
+    Returns the errors, by oid, of those of which something may be left. One request to each server,
+    for all.
+    """
+    failed: dict[int, FsError] = {}
+    keys: dict[int, list[tuple[int, int]]] = {}
+    for oid, (ino, layout) in doomed.items():
+        for number in layout.servers:
+            keys.setdefault(number, []).append((ino, oid))
+    calls: list[Call] = []
+    for number, chosen in keys.items():
+        server = servers.find(number)
+        if server is None or server.standing == LOST:
+            continue  # what may lie there is nobody's concern any more
+        for key in chosen:
+            servers.cache.invalidate(object_name(server, key))
+        calls.append((server.workers, server.remove_objects, (chosen,)))
+    for (_, _, [chosen]), errors in zip(calls, await outcomes(calls) if calls else [], strict=True):
+        if isinstance(errors, FsError):
+            errors = dict.fromkeys((oid for _, oid in chosen), errors)
+        elif isinstance(errors, BaseException):
+            raise errors
+        failed.update(errors)
+    return failed

@@ -1,0 +1,314 @@
+"""Reads of a protected object set that survive columns which are lost, wrong, or late.
+
+A read is *healthy* where each data column has a good column to be read from; it costs the same as
+one of a set without protection. It is *hedged*: when it takes too long, the bytes are also told
+around the columns that it waits for. Where a data column has none, parity tells it: by whole rows,
+which go through the read cache, where the read is one of a stream.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import trio
+
+from aifs.core.errors import FsError, Unavailable
+from aifs.core.tasks import run_all
+from aifs.data.objects.coding import code_of
+from aifs.data.objects.columns import Columns, FetchAll, Range
+from aifs.data.objects.hedged import HEAD_START_S, Hedges
+from aifs.data.objects.races import some_of
+from aifs.data.objects.runs import Run, ranges_of, runs_of
+from aifs.data.reading.blocks import BLOCK_MAX
+from aifs.data.reading.buffers import scatter
+from aifs.data.reading.cached_reads import CachedReads, Sources
+from aifs.data.reading.file_blocks import FileBlocks
+from aifs.data.reading.read_cache import ReadCache
+from aifs.data.servers import Servers
+from aifs.data.storage import Key
+from aifs.layout.striped import Striped
+
+_NOTHING = memoryview(b"")
+
+
+class Recovery:
+    """Of one object set, whose bytes nobody changes."""
+
+    def __init__(
+        self,
+        servers: Servers,
+        layout: Striped,
+        columns: Columns,
+        cached: CachedReads,
+        unread: int,
+    ) -> None:
+        self.unread = unread
+        """The mask of columns that must not be read; it may change at any time."""
+        self._servers = servers
+        self._layout = layout
+        self._key = columns.key
+        self._columns = columns
+        self._cached = cached
+        self._hedges = Hedges(servers, layout, columns, cached)
+        block = layout.row * max(BLOCK_MAX // layout.row, 1)
+        self._rows = FileBlocks(
+            servers, layout, _rows_name(self._key), block, self._read_row, columns.in_use
+        )
+
+    async def read(self, offset: int, length: int, size: int) -> memoryview:
+        """Exactly ``length`` bytes of a settled file of ``size`` bytes. Raises Unavailable if too
+        many columns cannot be read. Cancellable.
+        """
+        if self._layout.parity and None in self._sources(range(self._layout.width)):
+            data = await self._rows.read(offset, length, size, only_streams=True)
+            if data is not None:
+                return data
+        touched = self._touched(offset, length)
+        sources = self._sources(touched)
+        if None in sources:
+            buffer = self._servers.buffers.take(length)
+            runs = runs_of(self._layout, offset, buffer)
+            if await self._read_degraded(runs, sources, size, self._columns.fetch_all):
+                return buffer
+            return await self._read_around(offset, length, size)
+        if all(self._columns.server(sources[column]).may_inline for column in touched):
+            delay_s = math.inf  # memory answers, or nothing does
+        else:
+            delay_s = self._delay_s([sources[column] for column in touched], length)
+        with trio.move_on_after(delay_s):
+            return await self._read_healthy(sources, offset, length, size)
+        self._servers.hedging.hedged()
+        if self._hedges.hedge(offset, length, size, sources, self.unread):
+            return await self._read_healthy(sources, offset, length, size)
+        attempts = (
+            partial(self._read_cached, sources, offset, length, size),
+            partial(self._read_around, offset, length, size, hedged=True),
+        )
+        return next(iter((await some_of(attempts, 1, 0)).values()))
+
+    async def read_past(self, offset: int, buffer: memoryview, size: int) -> None:
+        """The same, into ``buffer``, past all caches of ours."""
+        await self._read_into(offset, buffer, size, self._columns.fetch_all)
+
+    def read_now(self, offset: int, buffer: memoryview, size: int) -> bool:
+        """See CachedReads.read_now."""
+        sources = self._sources(self._touched(offset, len(buffer)))
+        if None in sources:
+            return False
+        return self._cached.read_now(offset, buffer, size, sources)
+
+    def forget(self) -> None:
+        """Rows that have been put together may be of columns that are wrong."""
+        self._rows.forget()
+
+    # --- healthy reads ---
+
+    async def _read_healthy(
+        self, sources: Sources, offset: int, length: int, size: int
+    ) -> memoryview:
+        try:
+            return await self._read_cached(sources, offset, length, size)
+        except Unavailable:
+            return await self._read_around(offset, length, size)
+
+    async def _read_cached(
+        self, sources: Sources, offset: int, length: int, size: int
+    ) -> memoryview:
+        buffer = self._servers.buffers.take(length)
+        return await self._cached.read(offset, buffer, size, True, sources)
+
+    def _touched(self, offset: int, length: int) -> Iterable[int]:
+        """The data columns that hold a range of the file."""
+        first, last = offset // self._layout.unit, (offset + length - 1) // self._layout.unit
+        width = self._layout.width
+        return (
+            range(width)
+            if last - first + 1 >= width
+            else {unit % width for unit in range(first, last + 1)}
+        )
+
+    def _sources(self, touched: Iterable[int]) -> list[int | None]:
+        """For each data column, the column to read it from; None for one of ``touched`` that none
+        is good for.
+        """
+        sources: list[int | None] = list(range(self._layout.width))
+        for column in touched if self._layout.parity else sources[:]:
+            copies = self._copies(column)
+            sources[column] = next((copy for copy in copies if self._columns.is_good(copy)), None)
+            if sources[column] is None and column not in touched:
+                sources[column] = column
+        return sources
+
+    def _copies(self, column: int) -> tuple[int, ...]:
+        """Those that hold the bytes of a data column and may be read; which comes first depends on
+        the file.
+        """
+        copies = self._layout.copies(column)
+        first = self._key[0] % len(copies)
+        return tuple(
+            copy for copy in copies[first:] + copies[:first] if not self.unread >> copy & 1
+        )
+
+    def _delay_s(self, sources: Iterable[int], length: int) -> float:
+        latencies = [self._columns.server(column).latency for column in sources]
+        return self._servers.hedging.delay_s(latencies, length)
+
+    # --- degraded reads ---
+
+    async def _read_row(self, offset: int, buffer: memoryview, size: int) -> None:
+        """Fill a block of rows; what the cache has of the columns is taken from there."""
+        await self._read_into(offset, buffer, size, self._hedges.fetch_all)
+
+    async def _read_into(
+        self, offset: int, buffer: memoryview, size: int, fetch_all: FetchAll
+    ) -> None:
+        sources = self._sources(self._touched(offset, len(buffer)))
+        runs = runs_of(self._layout, offset, buffer)
+        if not await self._read_degraded(runs, sources, size, fetch_all):
+            await self._all(runs, size, hedged=None not in sources)
+
+    async def _read_degraded(
+        self, runs: Sequence[Run], sources: Sources, size: int, fetch_all: FetchAll
+    ) -> bool:
+        """Fill the memory of ``runs``, with one request for each range of a column that is needed;
+        those of data columns without a source are told by parity. Whether that has worked; else
+        nothing counts. Does not wait for slow servers."""
+        columns, width = self._columns, self._layout.width
+        good = [
+            column
+            for column in range(len(self._layout.servers))
+            if not self.unread >> column & 1 and columns.is_good(column)
+        ]
+        others = good[:width] if self._layout.parity else []
+        if len(others) < width and any(sources[index] is None for index, _, _ in runs):
+            return False
+        ranges = ranges_of(self._layout, runs, sources, others, size)
+        touched = {column for column, _, _ in ranges}
+        worker = min(
+            touched, key=lambda c: (not columns.is_good(c), columns.server(c).workers.outstanding)
+        )
+        if all(columns.server(column).may_inline for column in touched):
+            direct = {(sources[i], offset, len(p[0])): p[0] for i, offset, p in runs if len(p) == 1}
+            buffers = [direct.get(r) or self._servers.buffers.take(r[2]) for r in ranges]
+            [done] = await columns.attempt(
+                [(worker, self._read_and_assemble, (runs, sources, others, ranges, buffers))]
+            )
+            return done is True
+        # Not into the memory itself: a server that hangs may write to what it was given at any time
+        # later.
+        with trio.move_on_after(self._delay_s(touched, max(length for _, _, length in ranges))):
+            answers = await fetch_all(ranges)
+            if any(
+                isinstance(a, FsError) or len(a) < r[2]
+                for r, a in zip(ranges, answers, strict=True)
+            ):
+                return False
+            [done] = await columns.attempt(
+                [(worker, self._assemble, (runs, sources, others, ranges, answers))]
+            )
+            return done is True
+        self._servers.hedging.hedged()
+        return False
+
+    def _read_and_assemble(
+        self,
+        runs: Sequence[Run],
+        sources: Sources,
+        others: Sequence[int],
+        ranges: Sequence[Range],
+        buffers: Sequence[memoryview],
+    ) -> bool:
+        """Fill the memory of ``runs``, by way of ``buffers`` for ``ranges``; False if these end too
+        early. Blocks.
+        """
+        for (column, offset, length), buffer in zip(ranges, buffers, strict=True):
+            if self._columns.read_now(column, buffer, offset) < length:
+                return False
+        return self._assemble(runs, sources, others, ranges, buffers)
+
+    def _assemble(
+        self,
+        runs: Sequence[Run],
+        sources: Sources,
+        others: Sequence[int],
+        ranges: Sequence[Range],
+        answers: Sequence[memoryview],
+    ) -> bool:
+        """Fill the memory of ``runs`` from what was read. Blocks."""
+        held: dict[int, list[tuple[int, memoryview]]] = {}
+        for (column, start, _), answer in zip(ranges, answers, strict=True):
+            held.setdefault(column, []).append((start, answer))
+
+        def found(column: int, offset: int, length: int) -> memoryview:
+            for start, answer in held.get(column, ()):
+                if start <= offset < start + len(answer):
+                    return answer[offset - start : offset - start + length]
+            return _NOTHING
+
+        for index, offset, parts in runs:
+            if sources[index] is not None:
+                whole = found(sources[index], offset, sum(map(len, parts)))
+                if not any(answer is parts[0] for answer in answers):
+                    scatter(whole, parts)  # else it was read to where it belongs
+                continue
+            for part in parts:
+                units = {column: found(column, offset, len(part)) for column in others}
+                code_of(self._layout.width, self._layout.parity).reconstruct(units, index, part)
+                offset += len(part)
+        return True
+
+    # --- column by column, from whichever can tell ---
+
+    async def _read_around(
+        self, offset: int, length: int, size: int, hedged: bool = False
+    ) -> memoryview:
+        """``hedged``: nobody waits for the columns themselves."""
+        buffer = self._servers.buffers.take(length)
+        await self._all(runs_of(self._layout, offset, buffer), size, hedged)
+        return buffer
+
+    async def _all(self, runs: Sequence[Run], size: int, hedged: bool) -> None:
+        if len(runs) == 1:
+            await self._tell(runs[0], size, hedged)
+        elif runs:
+            await run_all(*(partial(self._tell, run, size, hedged) for run in runs))
+
+    async def _tell(self, run: Run, size: int, hedged: bool) -> None:
+        """Fill the run's memory, from whichever columns can tell its bytes."""
+        index, offset, parts = run
+        length = sum(map(len, parts))
+        copies = sorted(self._copies(index), key=lambda copy: not self._columns.is_good(copy))
+        attempts: list[Callable[[], Any]] = [
+            partial(self._columns.exact, copy, offset, length, size) for copy in copies
+        ]
+        if self._layout.parity:
+            others = partial(self._columns.reconstruct, index, offset, length, size, self.unread)
+            attempts.insert(1 if copies and self._columns.is_good(copies[0]) else 0, others)
+        if not attempts:
+            raise Unavailable(
+                f"inode {self._key[0]}, object {self._key[1]}: all copies of column {index} are "
+                "lost"
+            )
+        delay_s = (
+            HEAD_START_S
+            if hedged
+            else self._delay_s(filter(self._columns.is_good, copies[:1]), length)
+        )
+        [(winner, data)] = (await some_of(attempts, 1, delay_s)).items()
+        if hedged and winner and copies and not self.unread >> copies[0] & 1:
+            self._columns.server(copies[0]).latency.was_late()
+        scatter(data, parts)
+
+
+def forget_columns(cache: ReadCache, layout: Striped, key: Key) -> None:
+    """A column of an object set was wrong, and is not any more: so may be what it has told others
+    by, rows and blocks.
+    """
+    cache.invalidate(_rows_name(key))
+    for number in layout.servers:
+        cache.invalidate((number, *key))
+
+
+def _rows_name(key: Key) -> Hashable:
+    return ("rows", *key)

@@ -1,0 +1,108 @@
+"""Blocks of a file, rather than of one of its objects, in the read cache: for bytes that have to be
+put together, or compared with checksums, before anybody may have them.
+
+To tell a unit that is lost takes the other units of its row, which a stream will ask for next; and
+a checksum covers a whole MiB. So blocks are filled once, for all readers, and ahead of them, from
+all servers at a time.
+"""
+
+from collections.abc import Awaitable, Callable, Hashable
+
+import trio
+
+from aifs.data.reading.cached_reads import WHOLE_BLOCKS_FROM, collect
+from aifs.data.reading.patterns import Pattern
+from aifs.data.servers import Servers
+from aifs.layout.striped import Striped
+
+Fill = Callable[[int, memoryview, int], Awaitable[None]]
+"""Fills memory with the bytes of the file from an offset on; last the file's size."""
+
+
+class FileBlocks:
+    """Of one file, whose bytes nobody changes. A Source of the read cache."""
+
+    def __init__(
+        self,
+        servers: Servers,
+        layout: Striped,
+        name: Hashable,
+        block: int,
+        fill: Fill,
+        in_use: Callable[[int], None],
+    ) -> None:
+        """``name`` and ``block``: see blocks.Source; ``in_use``: see ObjectSource."""
+        self.name = name
+        self.block = block
+        self._servers = servers
+        self._layout = layout
+        self._fill = fill
+        self._in_use = in_use
+        self._pattern = Pattern()
+        self._size = 0
+
+    async def read(
+        self, offset: int, length: int, size: int, only_streams: bool = False
+    ) -> memoryview | None:
+        """Bytes of a file of ``size`` bytes. ``only_streams``: None if the read is none of a
+        stream, and others have not had the blocks filled: then these are not worth it.
+
+        Raises what ``fill`` raises.
+        """
+        cache, pattern, block = self._servers.cache, self._pattern, self.block
+        ahead = pattern.observe(offset, length, cache.window_max)
+        numbers = range(offset // block, (offset + length - 1) // block + 1)
+        blocks = [cache.find(self, n, min(block, offset + length - n * block)) for n in numbers]
+        is_stream = pattern.following or length >= WHOLE_BLOCKS_FROM
+        if only_streams and None in blocks and (pattern.random or not is_stream):
+            return None
+        self._size = size
+        blocks = [
+            found or cache.start(self, number, size)
+            for number, found in zip(numbers, blocks, strict=True)
+        ]
+        self._read_ahead(ahead)
+        if None not in blocks:
+            return await collect(blocks, offset, length, block)
+        del blocks  # nobody who waits for memory may hold any
+        return await cache.fetch(self, offset, length, size)
+
+    def _read_ahead(self, ranges: list[tuple[int, int]]) -> None:
+        for begin, length in ranges:
+            end = min(begin + length, self._size)
+            for number in range(begin // self.block, -(-end // self.block)):
+                if not self._servers.cache.read_ahead(self, number, self._size):
+                    self._pattern.refused(begin, number * self.block)
+                    return
+
+    def forget(self) -> None:
+        """Blocks that have been filled may have wrong bytes, or will have."""
+        self._servers.cache.invalidate(self.name)
+
+    # --- as a source of the cache ---
+
+    @property
+    def busy(self) -> bool:
+        """See blocks.Source."""
+        servers = (self._servers.find(number) for number in self._layout.servers)
+        return all(server is None or server.workers.busy for server in servers)
+
+    def start(
+        self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int
+    ) -> None:
+        """See blocks.Source."""
+        self._in_use(1)
+        part = buffer[: min(self.block, self._size - offset)]
+        trio.lowlevel.spawn_system_task(self._load, tell, part, offset, self._size)
+
+    async def _load(
+        self, tell: Callable[[int | BaseException], None], part: memoryview, offset: int, size: int
+    ) -> None:
+        try:
+            await self._fill(offset, part, size)
+        except Exception as error:  # noqa: BLE001 (raised again where the bytes are waited for)
+            tell(error)
+        else:
+            tell(len(part))
+        finally:
+            self._in_use(-1)
