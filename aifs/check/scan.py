@@ -23,7 +23,7 @@ from aifs.layout.interleaved import Interleaved
 from aifs.meta import keys, namespace
 from aifs.meta.chunks import decode_container
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
-from aifs.meta.records import Garbage, Inode, decode_garbage, decode_inode, in_this_format
+from aifs.meta.records import Garbage, Inode, decode_garbage, decode_inode
 from aifs.meta.trash import Doomed, decode_doomed
 from aifs.store.ids import WINDOW
 
@@ -404,7 +404,7 @@ class MetadataScan:
 def _nonsense(inode: Inode, record: bytes) -> str:
     """What an inode record says that cannot be, or nothing."""
     layout = inode.layout
-    if inode.encode() != in_this_format(record):
+    if inode.encode() != record:
         return "the record has a wrong length, or unknown values"
     if inode.mode & ~0o7777 not in _TYPES:
         return f"there is no file type {inode.mode >> 12}"

@@ -4,7 +4,7 @@ is.
 A directory without the right marker (an export that is not mounted, a swapped disk) is never
 written to.
 
-Format 1: one JSON object with ``format`` (1), ``store`` (UUID), ``role`` ("meta", "data" or
+One JSON object with ``format`` ("aifs 1"), ``store`` (UUID), ``role`` ("meta", "data" or
 "burst"), ``id`` (number within its role) and ``created`` (ISO 8601, UTC), ended by a newline.
 """
 
@@ -17,7 +17,8 @@ from aifs.core import files
 from aifs.core.errors import StoreError
 
 NAME = ".aifs"
-FORMAT = 1
+FORMAT = "aifs 1"
+"""Of stores. Before the first release it was a number, from which these stores are told."""
 ROLES = ("meta", "data", "burst")
 
 
@@ -34,7 +35,7 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    format: int
+    format: str
     store: str
     role: str
     id: int
@@ -76,9 +77,14 @@ def decode_marker(content: bytes, path: str) -> Marker:
         raise StoreError(
             f"{path}: damaged marker; restore it from another copy of the directory"
         ) from error
+    if type(marker.format) is int:
+        raise StoreError(
+            f"{path}: of a store that an unreleased version of AIFS made, which alone can read it: copy its files out "
+            "with that version, and make a new store"
+        )
     if marker.format != FORMAT:
         raise StoreError(
-            f"{path}: format {marker.format!r}, but this version knows format {FORMAT} alone"
+            f"{path}: format {marker.format!r}, but this version knows {FORMAT!r} alone"
         )
     if marker.role not in ROLES or type(marker.id) is not int or type(marker.store) is not str:
         raise StoreError(f"{path}: damaged marker; restore it from another copy of the directory")

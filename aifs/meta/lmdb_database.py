@@ -5,11 +5,8 @@ On disk, in LMDB's own format, are two named databases. All values end with a *c
 bytes: the CRC-32 (the one of zlib, little-endian) of the key and of the value before it. So a value
 that is not what was stored is told when it is read.
 
-    checked       the records (meta/keys.py)
+    records       the records (meta/keys.py)
     engine        applied: u64, little-endian, number of the last transaction that is here as a whole
-
-A database of before had its values without check values, in ``records`` and under ``applied_seq``:
-opening it moves them.
 
 LMDB runs without its lock file, as the store has one owner. It then keeps the pages of the newest
 snapshot, and of no older one, from being reused: so the read transaction is renewed before every
@@ -22,7 +19,6 @@ import os
 import struct
 from collections.abc import Callable
 from functools import partial
-from itertools import islice
 from zlib import crc32
 
 import lmdb
@@ -46,14 +42,11 @@ INITIAL_MAP_BYTES = 256 << 20
 
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 _APPLIED = b"applied"
-_APPLIED_UNCHECKED = b"applied_seq"
 _SEQ = struct.Struct("<Q")
 _CHECK = struct.Struct("<I")
 _CHECK_BYTES = _CHECK.size
 _WHOLE = 0x2144DF1C
 """The CRC-32 of anything that its own CRC-32 stands behind."""
-
-_MOVED_AT_ONCE = 2048  # records that get their check values in one transaction
 
 BEFORE_COMMIT = faults.declare("meta.commit.before", "an LMDB transaction is filled, not committed")
 AFTER_LMDB = faults.declare(
@@ -107,16 +100,15 @@ class Database:
             self._directory,
             create=create,
             map_size=self._map_bytes,
-            max_dbs=3,
+            max_dbs=2,
             mode=0o600,
             lock=False,
             max_spare_txns=2,
         )
         try:
             self._extend(self._used_bytes())
-            self._records = self._env.open_db(b"checked")
+            self._records = self._env.open_db(b"records")
             self._own = self._env.open_db(b"engine")
-            self._add_check_values()
             self._begin()
         except BaseException:
             self._env.close()
@@ -178,32 +170,6 @@ class Database:
                 files.truncate(fd, needed)
             finally:
                 files.close_file(fd)
-
-    def _add_check_values(self) -> None:
-        """Move the records of a database of before, some at a time; a crash leaves each in one of
-        the two places.
-        """
-        try:
-            old = self._env.open_db(b"records", create=False)
-        except lmdb.NotFoundError:
-            return
-        moved = 0
-        while True:
-            with self._env.begin(write=True, db=self._records) as writer:
-                with writer.cursor(old) as cursor:
-                    cursor.first()
-                    records = list(islice(cursor, _MOVED_AT_ONCE))
-                for key, value in records:
-                    writer.put(key, with_check_value(key, value))
-                    writer.delete(key, db=old)
-                moved += len(records)
-                if not records:
-                    applied = writer.pop(_APPLIED_UNCHECKED, db=self._own)
-                    if applied is not None:
-                        writer.put(_APPLIED, with_check_value(_APPLIED, applied), db=self._own)
-                    writer.drop(old)
-                    break
-        log.info("metadata: %d records got check values", moved)
 
     def _begin(self) -> None:
         self._snapshot = self._env.begin(db=self._records)

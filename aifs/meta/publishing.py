@@ -5,7 +5,7 @@ to it.
     p ino        u8 format=2, u32 ranks, i64 step (-1: unknown), i64 created (ns), asker, job to the end; format 1: no asker
     p ino rank   u8 format=1, i64 committed (ns), then for each file that has to be there: u64 size (2^64-1:
                  any), u16 length of its path, path below the directory
-    r ino        u8 format=2, asker, what is kept, as text (core/retention.py); of earlier versions: the text alone
+    r ino        u8 format=1, asker, what is kept, as text (core/retention.py)
     asker        u32 uid, u16 count of groups, for each u32 gid
 
 All little-endian; ``rank`` in the key is 4 bytes, big-endian.
@@ -29,7 +29,7 @@ from aifs.meta.records import Inode, decode_entry
 
 FORMAT = 2
 RANKS_MAX = 1 << 13
-_MEMBER_FORMAT = 1
+_MEMBER_FORMAT = _KEPT_FORMAT = 1
 ANY_SIZE = (1 << 64) - 1
 
 _PENDING = struct.Struct("<BIqq")
@@ -101,23 +101,24 @@ def decode_pending(record: bytes) -> Pending:
 
 
 class Kept(NamedTuple):
-    """Which checkpoints of a directory are kept, as text, and who has said so; None: its owner."""
+    """Which checkpoints of a directory are kept, as text, and who has said so."""
 
     policy: str
-    asker: Asker | None
+    asker: Asker
 
     def encode(self) -> bytes:
-        assert self.asker is not None
-        return bytes((FORMAT,)) + self.asker.encode() + self.policy.encode()
+        return bytes((_KEPT_FORMAT,)) + self.asker.encode() + self.policy.encode()
 
 
 def decode_kept(record: bytes) -> Kept:
     """Raises Unavailable for a damaged record."""
     try:
-        asker, start = _decode_asker(record, 1) if record[:1] == bytes((FORMAT,)) else (None, 0)
-        return Kept(record[start:].decode(), asker)
+        if record[:1] == bytes((_KEPT_FORMAT,)):
+            asker, start = _decode_asker(record, 1)
+            return Kept(record[start:].decode(), asker)
     except (struct.error, UnicodeDecodeError):
-        raise Unavailable("the record of which checkpoints are kept is damaged") from None
+        pass
+    raise Unavailable("the record of which checkpoints are kept is damaged")
 
 
 class Member(NamedTuple):

@@ -3,18 +3,16 @@
 All numbers are little-endian.
 
 inode
-    u8 format=2, u8 form, u8 policy length, u8 number of servers, u32 mode, u32 uid, u32 gid, u32
+    u8 format=1, u8 form, u8 policy length, u8 number of servers, u32 mode, u32 uid, u32 gid, u32
     nlink, u32 rdev, u64 size, u64 blocks (of 512 bytes), i64 atime, i64 mtime, i64 ctime (ns), u64
     parent (0: a file that has or had several), u64 oid, u32 unit (of the layout, in bytes), i64
-    birth (ns; 0: not known), u32 flags, u32 project, u16 length of the access ACL, u16 length of
+    birth (ns), u32 flags, u32 project, u16 length of the access ACL, u16 length of
     the default ACL, then: policy, access ACL, default ACL (meta/acl.py), [u8 replicas, u8 parity
     columns,] servers (u16 each, in the order of columns), burst copy (u16 server, u64 id), inline
     bytes to the end form: 0 without a layout, 1 inline (the bytes are at the end; also symlink
     targets), 2 striped, 3 interleaved, 4 protected striped (which alone has what is in brackets), 5
-    interleaved as an extent list; plus 128: there is a burst copy Format 1, of stores of format 4
-    and earlier, had nothing between unit and policy, and no ACLs; it is read, not written. flags:
-    16 immutable, 32 append only, 2^29 what is made in the directory belongs to its project (those
-    of chattr(1))
+    interleaved as an extent list; plus 128: there is a burst copy. flags: 16 immutable, 32 append
+    only, 2^29 what is made in the directory belongs to its project (those of chattr(1))
 dentry
     u64 ino, u64 cookie, u8 type (mode >> 12)
 entry
@@ -46,7 +44,7 @@ from aifs.layout.interleaved import Interleaved
 from aifs.layout.kinds import chunks_of, objects_of
 from aifs.layout.striped import Striped
 
-FORMAT = 2
+FORMAT = 1
 EMPTY, INLINE, STRIPED, INTERLEAVED, PROTECTED, VARIABLE = range(6)
 _HAS_COPY = 128
 
@@ -54,7 +52,6 @@ IMMUTABLE, APPEND_ONLY, INHERITS_PROJECT = 0x10, 0x20, 0x20000000
 _GUARDED = IMMUTABLE | APPEND_ONLY
 
 _INODE = struct.Struct("<BBBBIIIIIQQqqqQQIqIIHH")
-_INODE_OF_FORMAT_1 = struct.Struct("<BBBBIIIIIQQqqqQQI")
 _DENTRY = struct.Struct("<QQB")
 _ENTRY = struct.Struct("<QB")
 _GARBAGE = struct.Struct("<QI")
@@ -228,18 +225,9 @@ class Inode:
         )
 
 
-def in_this_format(record: bytes) -> bytes:
-    """An inode's record as it would be written now, if it is one of format 1; else the record."""
-    if record[:1] != b"\1":
-        return record
-    end = _INODE_OF_FORMAT_1.size
-    return bytes((FORMAT,)) + record[1:end] + bytes(_INODE.size - end) + record[end:]
-
-
 def decode_inode(ino: int, record: bytes) -> Inode:
     """Raises Unavailable for a record that is damaged or of another format."""
     try:
-        record = in_this_format(record)
         (
             version,
             form,

@@ -24,7 +24,7 @@ from aifs.core.tasks import first_error
 from aifs.core.upkeep import Upkeep
 from aifs.data import backups, naming
 from aifs.data.directory_storage import list_files
-from aifs.data.marker import read_marker
+from aifs.data.marker import FORMAT, read_marker
 from aifs.data.patience import Patience, ask_all
 from aifs.data.storage import ASIDE
 from aifs.data.storages import below
@@ -42,7 +42,7 @@ from aifs.store.owner import NAME as OWNER_NAME
 from aifs.store.owner import OwnerLock
 from aifs.store.ownership import end_rights, require_unused
 from aifs.store.server_table import id_of
-from aifs.store.store import FORMAT, open_store
+from aifs.store.store import open_store
 
 _log = logger(__name__)
 
@@ -347,12 +347,9 @@ def _distrust_copies(tx: Transaction, start: bytes, end: bytes) -> bytes:
 
 def _finish(tx: Transaction, config: Config, seq: int) -> None:
     superblock = json.loads(tx.get(keys.SUPERBLOCK) or b"{}")
-    if superblock.get("format") not in (
-        FORMAT - 1,
-        FORMAT,
-    ):  # the earlier one is upgraded when it is opened
+    if superblock.get("format") != FORMAT:
         raise StoreError(
-            f"the backup is of a store of format {superblock.get('format')}; this version knows {FORMAT}"
+            f"the backup is of a store of format {superblock.get('format')!r}; this version knows {FORMAT!r} alone"
         )
     # Closed in order, so that nothing is looked for in the last ids; of another boot, so that no
     # cache is trusted.

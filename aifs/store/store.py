@@ -1,10 +1,7 @@
 """A store on disk: making one, opening one.
 
 The metadata holds the store's identity and the table of its data servers and burst directories
-(server_table); every directory carries the same identity in its marker. Format 1 knew burst
-directories by their markers alone; format 2 had no protected files, and no marks of the servers
-that unprotected bytes lie on; format 3 had no extent lists, shared chunks and groups; format 4 had
-no times of birth and no ACLs (records of inodes of format 1, which are read as they are).
+(server_table); every directory carries the same identity in its marker.
 """
 
 import json
@@ -23,11 +20,10 @@ from aifs.core.config import Config, is_directory_source
 from aifs.core.errors import StoreError, Unavailable
 from aifs.core.kinds import is_path
 from aifs.core.log import logger
-from aifs.data.marker import NAME, read_marker
+from aifs.data.marker import FORMAT, NAME, read_marker
 from aifs.data.patience import FOR_EVER
 from aifs.data.servers import Servers
 from aifs.data.storages import below
-from aifs.layout.placement import BURST_FIRST
 from aifs.meta import keys
 from aifs.meta.keys import FIRST_FREE_ID, ROOT_INO
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
@@ -46,8 +42,6 @@ from aifs.store.server_table import (
     load_servers,
     require_registered,
 )
-
-FORMAT = 5
 
 _log = logger(__name__)
 
@@ -210,11 +204,9 @@ async def open_store(
             raise StoreError(
                 f"{meta}: the metadata belongs to another store than the directory's marker says"
             )
-        if superblock["format"] in range(1, FORMAT):
-            table |= await _upgrade(engine, config, marker.store, superblock["format"])
-        elif superblock["format"] != FORMAT:
+        if superblock["format"] != FORMAT:
             raise StoreError(
-                f"{meta}: the store has format {superblock['format']}; this version knows 1 to {FORMAT}"
+                f"{meta}: the store has format {superblock['format']!r}; this version knows {FORMAT!r} alone"
             )
         paths = {number: below(config.source, record.path) for number, record in table.items()}
         if not is_directory_source(config.source):
@@ -275,45 +267,6 @@ async def _read_identity(
             f"{meta}: the store's own records are damaged ({error}). Restore them from the last backup: "
             f"mv {meta} {meta}.damaged && aifs meta restore {source}"
         ) from error
-
-
-async def _upgrade(
-    engine: Engine, config: Config, identity: str, before: int
-) -> dict[int, ServerRecord]:
-    """Make a store of an earlier format one of this. Durable on return.
-
-    Format 1 made no use of its burst directories: they enter the table; returns their rows, by id.
-    Format 2 had no marks of the servers that unprotected bytes lie on: that may be any of them.
-    Formats 3 and 4 lack nothing.
-    """
-    rows = {}
-    for path in config.burst.directories if before == 1 else ():
-        try:
-            marker = read_marker(path)
-            if (marker.store, marker.role) != (identity, "burst"):
-                raise StoreError(f"{path}: its marker says {marker.role} of store {marker.store}")
-        except StoreError as error:
-            _log.warning("a burst directory is not used: %s", error)
-        else:
-            rows[id_of("burst", marker.id)] = ServerRecord(directories.recorded_path(config, path))
-
-    def upgrade(tx: Transaction) -> None:
-        put_servers(tx, rows)
-        for number in read_table(tx):
-            if before < 3 and number < BURST_FIRST:
-                tx.put(keys.unprotected(number), b"")
-        superblock = json.loads(tx.get(keys.SUPERBLOCK)) | {"format": FORMAT}
-        tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())
-
-    await engine.transact(upgrade)
-    await engine.barrier()
-    _log.info(
-        "the store was upgraded from format %d to %d, with %d burst directories",
-        before,
-        FORMAT,
-        len(rows),
-    )
-    return rows
 
 
 async def set_clean(engine: Engine, clean: bool) -> None:

@@ -547,8 +547,8 @@ def test_a_restore_that_fails_leaves_nothing(source: Path, monkeypatch: pytest.M
 
 def test_the_format_of_the_store_is_checked(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lose_metadata(source)
-    monkeypatch.setattr("aifs.store.restore.FORMAT", 99)
-    with pytest.raises(StoreError, match="this version knows 99"):
+    monkeypatch.setattr("aifs.store.restore.FORMAT", "aifs 99")
+    with pytest.raises(StoreError, match="this version knows 'aifs 99'"):
         restore(modes.config_of(source), "", None)
 
 

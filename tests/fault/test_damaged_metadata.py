@@ -15,14 +15,14 @@ import trio
 
 from aifs.check.fsck import check
 from aifs.cli.main import main
-from aifs.core.errors import AifsError, StoreError, Unavailable
+from aifs.core.errors import StoreError, Unavailable
 from aifs.meta import keys
 from aifs.meta.kv import DamagedRecord
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.store.restore import back_up
 from tests.support import modes
 from tests.support.damaged import DamagedStore
-from tests.support.stores import opened, read_file, require_sound, write_file
+from tests.support.stores import opened, read_file, write_file
 
 PAGE = 4096
 SMALL = b"what a small file holds, in its inode record"
@@ -187,55 +187,5 @@ async def test_a_zeroed_page_is_refused_with_the_command_that_helps(scratch, cap
     _, source, target = move.split()
     shutil.move(source, target)
     assert await trio.to_thread.run_sync(main, restore.split()) == 0
-    async with opened(scratch / "s", INLINE) as fs:
-        assert await read_file(fs, ino) == SMALL
-
-
-# --- stores of before ---
-
-
-def without_check_values(meta: Path) -> None:
-    """Make the database what an earlier version would have left."""
-    with lmdb.open(str(meta), lock=False, max_dbs=3) as environment:
-        checked, own = environment.open_db(b"checked"), environment.open_db(b"engine")
-        records = environment.open_db(b"records")
-        with environment.begin(write=True) as tx:
-            for key, value in tx.cursor(checked):
-                tx.put(key, value[:-4], db=records)
-            tx.drop(checked)
-            tx.put(b"applied_seq", tx.pop(b"applied", db=own)[:-4], db=own)
-
-
-async def test_a_store_without_check_values_gets_them(scratch, monkeypatch):
-    ino = await store_with_a_small_file(scratch / "s")
-    without_check_values(scratch / "s" / "meta")
-    monkeypatch.setattr("aifs.meta.lmdb_database._MOVED_AT_ONCE", 3)
-    async with opened(scratch / "s", INLINE) as fs:
-        assert await read_file(fs, ino) == SMALL
-    flip_in(database(scratch / "s"), SMALL)
-    with pytest.raises(AssertionError, match=f"record i {ino}"):
-        await require_sound(modes.config_of(scratch / "s"))
-
-
-async def test_the_move_to_check_values_may_be_interrupted(scratch, monkeypatch):
-    ino = await store_with_a_small_file(scratch / "s")
-    without_check_values(scratch / "s" / "meta")
-    monkeypatch.setattr("aifs.meta.lmdb_database._MOVED_AT_ONCE", 3)
-    moved = 0
-
-    def interrupted(key: bytes, value: bytes) -> bytes:
-        nonlocal moved
-        moved += 1
-        if moved == 8:
-            raise StoreError("interrupted")
-        return original(key, value)
-
-    with monkeypatch.context() as patch:
-        from aifs.meta import lmdb_database
-
-        original = lmdb_database.with_check_value
-        patch.setattr(lmdb_database, "with_check_value", interrupted)
-        with pytest.raises(AifsError, match="interrupted"):
-            LmdbEngine(str(scratch / "s" / "meta"))
     async with opened(scratch / "s", INLINE) as fs:
         assert await read_file(fs, ino) == SMALL

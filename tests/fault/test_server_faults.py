@@ -423,7 +423,7 @@ def change(field: str, value: object):
         (change("store", "other"), "its marker says data 2 of store other, not data 2 of store"),
         (change("role", "burst"), "its marker says burst 2"),
         (change("id", 1), "its marker says data 1 of store"),
-        (change("format", 9), "format 9"),
+        (change("format", "aifs 9"), "format 'aifs 9'"),
     ],
 )
 def test_a_wrong_directory_is_refused_by_name(tmp_path, spoil, complaint):

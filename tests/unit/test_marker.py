@@ -8,9 +8,11 @@ import pytest
 from aifs.core.errors import StoreError
 from aifs.data.marker import Marker, read_marker, write_marker
 
-MARKER = Marker(1, "5a0cbd2e-4d0b-4f7a-b6b7-0d5f7c5f6a10", "data", 3, "2025-01-01T00:00:00+00:00")
+MARKER = Marker(
+    "aifs 1", "5a0cbd2e-4d0b-4f7a-b6b7-0d5f7c5f6a10", "data", 3, "2025-01-01T00:00:00+00:00"
+)
 FIELDS = json.loads(
-    '{"format": 1, "store": "5a0cbd2e-4d0b-4f7a-b6b7-0d5f7c5f6a10", "role": "data", "id": 3, '
+    '{"format": "aifs 1", "store": "5a0cbd2e-4d0b-4f7a-b6b7-0d5f7c5f6a10", "role": "data", "id": 3, '
     '"created": "2025-01-01T00:00:00+00:00"}'
 )
 
@@ -26,7 +28,7 @@ def test_the_file_is_as_documented(tmp_path):
 
 def test_a_marker_can_be_replaced(tmp_path):
     write_marker(str(tmp_path), MARKER)
-    other = Marker(1, "another", "meta", 0, "2025-01-02T00:00:00+00:00")
+    other = Marker("aifs 1", "another", "meta", 0, "2025-01-02T00:00:00+00:00")
     write_marker(str(tmp_path), other)
     assert read_marker(str(tmp_path)) == other
 
@@ -42,7 +44,8 @@ def test_a_marker_can_be_replaced(tmp_path):
         (json.dumps(FIELDS | {"role": "tape"}).encode(), "damaged marker"),
         (json.dumps(FIELDS | {"id": "3"}).encode(), "damaged marker"),
         (json.dumps(FIELDS | {"store": None}).encode(), "damaged marker"),
-        (json.dumps(FIELDS | {"format": 2}).encode(), "format 2, but this version knows format 1"),
+        (json.dumps(FIELDS | {"format": "aifs 2"}).encode(), "format 'aifs 2', but this version"),
+        (json.dumps(FIELDS | {"format": 1}).encode(), "an unreleased version of AIFS made"),
     ],
 )
 def test_a_damaged_marker_is_refused_by_name(tmp_path, content, complaint):

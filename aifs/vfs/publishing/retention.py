@@ -358,7 +358,4 @@ def _may_remove(tx: ReadTransaction, inode: Inode, asker: Asker) -> bool:
 def _policy_setter(tx: ReadTransaction, ino: int) -> Asker | None:
     """Who removes what the policy of a directory does not keep."""
     kept = _get_kept(tx, ino)
-    if kept is None or kept.asker is not None:
-        return None if kept is None else kept.asker
-    directory = namespace.find_inode(tx, ino)
-    return None if directory is None else Asker(directory.uid, (directory.gid,))
+    return None if kept is None else kept.asker
