@@ -64,17 +64,18 @@ async def users_of(engine: Engine, container: int) -> list[User]:
 
 
 async def _walk(engine: Engine, kind: bytes, function: Callable[..., None], *args: Any) -> None:
-    def walk_slice(tx: ReadTransaction, start: bytes) -> bytes:
-        count, key = 0, b""
-        for key, value in tx.range(start, end, _SLICE):
-            count += 1
-            with suppress(FsError):
-                function(key, value, *args)
-        return key + b"\0" if count == _SLICE else b""
-
+    """Call ``function`` for each record of a kind; outside of views, as it takes note of them."""
     start, end = keys.all_of(kind)
     while start:
-        start = await engine.view(walk_slice, start)
+        records = await engine.view(_read_slice, start, end)
+        for key, value in records:
+            with suppress(FsError):
+                function(key, value, *args)
+        start = records[-1][0] + b"\0" if len(records) == _SLICE else b""
+
+
+def _read_slice(tx: ReadTransaction, start: bytes, end: bytes) -> list[tuple[bytes, bytes]]:
+    return list(tx.range(start, end, _SLICE))
 
 
 def _find_shared(key: bytes, value: bytes, container: int, shared: dict[bytes, Location]) -> None:

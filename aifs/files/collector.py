@@ -132,8 +132,12 @@ class Collector:
             while self._orphans or self._garbage:
                 while self._orphans and len(self._garbage) < _BATCH:
                     batch = self._orphans[:_ERASED_AT_ONCE]
-                    oids = await self._engine.transact(_erase, batch)
+                    oids, damaged = await self._engine.transact(_erase, batch)
                     del self._orphans[: len(batch)]
+                    for ino, error in damaged:
+                        _log.warning(
+                            "deleted inode %d cannot be removed (fsck will name it): %s", ino, error
+                        )
                     for oid in oids:
                         self.add_garbage(oid)
                     faults.reach(_ERASED)
@@ -206,15 +210,16 @@ class Collector:
         await self._engine.transact(_forget_garbage, deleted)
 
 
-def _erase(tx: Transaction, inos: list[int]) -> list[int]:
-    """Erase orphans; returns the oids whose objects are garbage now."""
+def _erase(tx: Transaction, inos: list[int]) -> tuple[list[int], list[tuple[int, Unavailable]]]:
+    """Erase orphans; the oids whose objects are garbage now, and which inodes stay, and why."""
     oids: list[int] = []
+    damaged: list[tuple[int, Unavailable]] = []
     for ino in inos:
         try:
             oids += namespace.remove_orphan(tx, ino)
         except Unavailable as error:
-            _log.warning("deleted inode %d cannot be removed (fsck will name it): %s", ino, error)
-    return oids
+            damaged.append((ino, error))
+    return oids, damaged
 
 
 def _find_loose(tx: ReadTransaction, oids: list[int]) -> list[int]:

@@ -7,6 +7,7 @@ WRONG_MAX of them.
 
 import json
 from collections.abc import Set
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -100,15 +101,12 @@ class Findings:
 async def load(engine: Engine) -> State:
     """As recorded; else that of a store that was scrubbed when it was made."""
 
-    def read(tx: ReadTransaction) -> State:
-        record = tx.get(_KEY)
-        try:
-            return State(**json.loads(record)) if record else State(begun_s=_created_s(tx))
-        except (ValueError, TypeError):
-            _log.warning("the record of scrubs is damaged: it begins anew")
-            return State(begun_s=_created_s(tx))
-
-    return await engine.view(read)
+    record, created_s = await engine.view(lambda tx: (tx.get(_KEY), _created_s(tx)))
+    try:
+        return State(**json.loads(record)) if record else State(begun_s=created_s)
+    except (ValueError, TypeError):
+        _log.warning("the record of scrubs is damaged: it begins anew")
+        return State(begun_s=created_s)
 
 
 def _created_s(tx: ReadTransaction) -> float:
@@ -189,24 +187,27 @@ async def names_of(engine: Engine, ino: int) -> list[str]:
     if path is not None:
         return [path.decode("utf-8", "surrogateescape")]
     found: list[tuple[int, bytes]] = []
-
-    def look(tx: ReadTransaction, start: bytes) -> bytes:
-        count, key = 0, b""
-        for key, value in tx.range(start, keys.all_of(b"d")[1], _SLICE):
-            count += 1
-            try:
-                if decode_dentry(value).ino == ino:
-                    found.append(keys.dentry_parts(key))
-            except Unavailable:
-                continue
-        return key + b"\0" if count == _SLICE else b""
-
     start = keys.all_of(b"d")[0]
     while start and len(found) < min(inode.nlink, _NAMES_MAX):
-        start = await engine.view(look, start)
+        more, start = await engine.view(_find_names, ino, start)
+        found += more
     names = []
     for parent, name in found[:_NAMES_MAX]:
         above = await engine.view(paths.find_path, parent)
         above = b"/?" if above is None else above.rstrip(b"/")
         names.append((above + b"/" + name).decode("utf-8", "surrogateescape"))
     return names or [f"inode {ino}"]
+
+
+def _find_names(
+    tx: ReadTransaction, ino: int, start: bytes
+) -> tuple[list[tuple[int, bytes]], bytes]:
+    """The names of an inode, as (directory, name), in a slice of all names; and where to go on,
+    b"" at the end."""
+    count, key, found = 0, b"", []
+    for key, value in tx.range(start, keys.all_of(b"d")[1], _SLICE):
+        count += 1
+        with suppress(Unavailable):
+            if decode_dentry(value).ino == ino:
+                found.append(keys.dentry_parts(key))
+    return found, key + b"\0" if count == _SLICE else b""

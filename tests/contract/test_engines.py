@@ -12,14 +12,16 @@ import trio.testing
 
 from aifs.check.fsck import check
 from aifs.core.errors import NotFound
+from aifs.files.chunk_users import users_of
 from aifs.files.types import ROOT
 from aifs.meta import keys
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.store import store
+from aifs.upkeep.scrub_state import names_of
 from aifs.vfs import Filesystem, SetAttr
 from tests.support import engines, modes
-from tests.support.stores import moved_out, opened, put, read_file, write_file
+from tests.support.stores import moved_out, numbers, opened, put, read_file, write_file
 
 SHAPE = modes.WAITING | {"layout.unit": "4KiB", "layout.inline_limit": "0"}
 TEXT = b"0123456789" * 1000
@@ -235,6 +237,20 @@ async def test_fsck_finds_the_same_where_views_are_run_again(directory, monkeypa
     assert len(found) >= 3
     monkeypatch.setattr(store, "LmdbEngine", engines.Repeating)
     assert await findings() == found
+
+
+async def test_what_is_sought_in_all_records_is_found_once_where_views_are_run_again(
+    directory, monkeypatch
+):
+    monkeypatch.setattr(store, "LmdbEngine", engines.Repeating)
+    async with opened(directory, SHAPE | modes.INTERLEAVED) as fs:
+        ino = await write_file(fs, b"f", TEXT)
+        await fs.link(ino, ROOT_INO, b"g")
+        await moved_out(fs, ino)
+        engine = fs.store.engine
+        assert await names_of(engine, ino) == ["/f", "/g"]
+        (container,) = await numbers(fs, b"t")
+        assert [user.ino for user in await users_of(engine, container)] == [ino]
 
 
 def _damage(tx: Transaction, directory: int, lost: int) -> None:
