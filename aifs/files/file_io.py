@@ -21,8 +21,7 @@ from aifs.core.errors import FileTooLarge, FsError, NoSpace, Stale, Unavailable
 from aifs.core.log import logger
 from aifs.core.upkeep import Upkeep, Work
 from aifs.data.checking.digests import HASHED
-from aifs.data.containers.chunked import ChunkedObjects
-from aifs.data.objects.object_set import Followed, ObjectSet
+from aifs.data.objects.object_set import Bytes, Followed, ObjectSet
 from aifs.data.patience import background
 from aifs.data.servers import Servers
 from aifs.files.burst_io import BurstIO
@@ -31,7 +30,7 @@ from aifs.files.collector import Collector
 from aifs.files.containers import Containers
 from aifs.files.damage import Damage
 from aifs.files.needs import Needs
-from aifs.files.open_inode import Objects, OpenInode
+from aifs.files.open_inode import OpenInode
 from aifs.files.types import SIZE_MAX
 from aifs.layout.striped import Striped
 from aifs.meta import forms
@@ -193,7 +192,7 @@ class FileIO:
             self._upkeep.at(Work.WRITE_BACK, trio.current_time() + self.commit_interval_s)
             self._upkeep.wake(Work.WATCH_SERVERS)
 
-    def objects_of(self, inode: Inode, unread: int = 0, background: str = "") -> Objects | None:
+    def objects_of(self, inode: Inode, unread: int = 0, background: str = "") -> Bytes | None:
         """What holds the bytes of a file on the capacity tier; None if nothing does.
 
         ``unread``: mask of columns that must not be read; ``background``: an I/O priority, for
@@ -205,9 +204,7 @@ class FileIO:
             return self._containers.objects_of(inode)
         return self.set_of(inode, unread, background, checked=self._verify)
 
-    async def source_of(
-        self, inode: Inode, background: str, followed: bool
-    ) -> ObjectSet | Followed | ChunkedObjects:
+    async def source_of(self, inode: Inode, background: str, followed: bool) -> Bytes | Followed:
         """For who copies the bytes of a settled file elsewhere: checked. ``followed``: somebody
         reads the file now, so that each byte is to come from its server once for both; else past
         all caches of striped files, at that I/O priority."""

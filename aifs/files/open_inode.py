@@ -5,13 +5,9 @@ size changed.
 from typing import Protocol
 
 from aifs.burst.copy import BurstCopy
-from aifs.data.containers.chunked import ChunkedObjects
-from aifs.data.objects.object_set import ObjectSet
+from aifs.data.objects.object_set import Bytes
 from aifs.files.gate import Gate
 from aifs.meta.records import Inode
-
-Objects = ObjectSet | ChunkedObjects
-"""What the bytes of a file on the capacity tier are read through."""
 
 
 class Drain(Protocol):
@@ -72,7 +68,7 @@ class OpenInode:
         "writers",
     )
 
-    def __init__(self, inode: Inode, objects: Objects | None, dirty: bool) -> None:
+    def __init__(self, inode: Inode, objects: Bytes | None, dirty: bool) -> None:
         self.inode = inode
         self.objects = objects
         self.copy: BurstCopy | None = None

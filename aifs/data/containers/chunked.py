@@ -69,7 +69,7 @@ class ChunkedObjects:
         self._verify = verify
         self._known = _Known((0,), ())
 
-    async def read(self, offset: int, length: int, size: int, strict: bool) -> memoryview:
+    async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:
         """Exactly ``length`` bytes of a file that has ``size``, as ObjectSet.read; what lacks
         is never zeros.
         """
@@ -178,8 +178,12 @@ class ChunkedObjects:
     def blocks(self) -> None:
         """Unknown here: the inode's record has it."""
 
-    async def sync(self) -> None:
+    async def backing(self, size: int) -> None:
+        """There is no such file."""
+
+    async def sync(self, spare: int = 0, all_objects: bool = False) -> int:
         """Nothing to do: it was durable before it was recorded."""
+        return 0
 
     def close_idle(self) -> int:
         """Nothing to give up: descriptors are shared."""

@@ -6,10 +6,7 @@ one only. So whoever reads a part of such a chunk has the whole of it fetched, u
 compared, once for all who ask meanwhile, and it stays for those who come later; where there is no
 memory for one, those get it who wait for it already.
 
-Chunks go in the order in which they were fetched: that one was read again says that a reader has
-passed it, not that more will come, and so none is fetched twice for readers who are no further
-apart than what is kept. That is a quarter of the budget; a half, once somebody reads what is half
-way out, until as much as the whole budget has been fetched without that.
+Chunks go in the order in which they were fetched; how many are kept: see ``keeping``.
 """
 
 from collections.abc import Awaitable, Callable
@@ -19,10 +16,10 @@ import trio
 
 from aifs.core.budget import Budget
 from aifs.data.reading.buffers import BudgetedBuffers
+from aifs.data.reading.keeping import Keeping
 from aifs.layout.interleaved import Location
 
 _SHARE = 4
-_FOLLOWED_SHARE = 2
 _SMALLEST = 64 << 10  # buffers come in sizes 4 times larger than the one before
 
 Key = tuple[int, int]
@@ -52,13 +49,9 @@ class ChunkCache:
 
     def __init__(self, budget: Budget) -> None:
         self._buffers = BudgetedBuffers(budget)
-        self._total = budget.total
+        self._keeping = Keeping(budget.total, _SHARE)  # counts bytes as they do in the budget
         self._chunks: dict[Key, _Chunk] = {}  # fetched last at the end
         self._bytes = 0
-        self._fetched = 0  # as they count in the budget
-        self._followed_at = (
-            -budget.total
-        )  # what had been fetched when somebody last read what was half way out
         self._loads: dict[Key, _Load] = {}
         budget.add_cache(self._give_back)
 
@@ -67,8 +60,7 @@ class ChunkCache:
         chunk = self._chunks.get((place.container, place.offset))
         if chunk is None:
             return None
-        if self._fetched - chunk.fetched > self._total // _SHARE // 2:
-            self._followed_at = self._fetched
+        self._keeping.read_again(chunk.fetched)
         return chunk.data
 
     async def get(self, place: Location, load: Load) -> memoryview:
@@ -109,11 +101,10 @@ class ChunkCache:
 
     def _keep(self, key: Key, data: memoryview) -> None:
         size = _size(len(data))
-        self._fetched += size
+        self._keeping.fetched += size
         self._bytes += size
-        self._chunks[key] = _Chunk(data, self._fetched)
-        is_followed = self._fetched - self._followed_at < self._total
-        limit = self._total // (_FOLLOWED_SHARE if is_followed else _SHARE)
+        self._chunks[key] = _Chunk(data, self._keeping.fetched)
+        limit = self._keeping.limit
         while self._bytes > limit and len(self._chunks) > 1:
             self._drop(next(iter(self._chunks)))
 

@@ -16,14 +16,7 @@ and not kept.
 
 Loaded blocks are in one of two queues: those that were fetched ahead and that nobody has read yet,
 oldest first, and the others, in the order in which they were first read. Memory is taken from the
-latter as long as there are any. That a block was read again does not count: a reader has passed it,
-which says nothing of more to come.
-
-What has been read is kept for those who follow the first reader and do not get it from a page
-cache: readers of other files that share its chunks, and those who read past the page cache. Little
-is kept while nobody follows: an eighth of the budget. Where a block is read that is half way out,
-up to half of the budget is, until as much as the whole budget has been fetched without that
-happening again. So readers of the same bytes that are no further apart have them fetched once.
+latter as long as there are any. How many of these are kept: see ``keeping``.
 
 A block that its server takes long for may be asked of another source, too (*hedged*): once, for all
 who wait for it.
@@ -37,11 +30,11 @@ import trio
 from aifs.core.budget import Budget
 from aifs.data.reading.blocks import BLOCK_MAX, Block, Source
 from aifs.data.reading.buffers import BudgetedBuffers
+from aifs.data.reading.keeping import Keeping
 from aifs.data.reading.patterns import WINDOW_MAX
 
 _FLOOR = 16 << 20
 _USED_SHARE = 8
-_FOLLOWED_SHARE = 2
 _SMALLEST = 64 << 10  # buffers come in sizes 4 times larger than the one before
 
 
@@ -67,12 +60,10 @@ class ReadCache:
         self._gone: dict[
             tuple[Hashable, int], int
         ] = {}  # what was dropped because enough was kept, oldest first: age
-        self._followed_at = (
-            -budget.total
-        )  # what had been fetched when somebody last read what others had read long before
         self._ahead_bytes = 0  # with those that are loading
         self._hits = self._misses = self._joined = self._hedged_bytes = 0
-        self._fetched = self._fetched_ahead = self._ahead_used = self._ahead_unused = 0
+        self._fetched_ahead = self._ahead_used = self._ahead_unused = 0
+        self._keeping = Keeping(budget.total, _USED_SHARE)
         budget.add_cache(self._give_back)
 
     @property
@@ -101,8 +92,7 @@ class ReadCache:
             self._joined += 1
         else:
             self._hits += 1
-            if self._fetched - block.read_at > self._budget.total // _USED_SHARE // 2:
-                self._followed_at = self._fetched
+            self._keeping.read_again(block.read_at)
         return block
 
     def peek(self, source: Source, index: int) -> Block | None:
@@ -203,11 +193,11 @@ class ReadCache:
     def _load(
         self, source: Source, index: int, memory: memoryview, kept: bool = True, ahead: bool = False
     ) -> Block:
-        block = Block(source.name, index, len(memory), kept, ahead, self._fetched)
+        block = Block(source.name, index, len(memory), kept, ahead, self._keeping.fetched)
         self._objects.setdefault(block.name, {})[index] = block
         if (block.name, index) in self._gone:
             del self._gone[block.name, index]
-            self._followed_at = self._fetched
+            self._keeping.follow()
         if ahead:
             self._ahead_bytes += block.size
             self._fetched_ahead += block.size
@@ -234,7 +224,7 @@ class ReadCache:
         block.answered = block.answered or is_own
         failed = isinstance(result, BaseException)
         if not failed:
-            self._fetched += result
+            self._keeping.fetched += result
         if block.loading and (is_own or not failed):
             if self._is_current(block):
                 self._take_in(block, failed)
@@ -298,20 +288,15 @@ class ReadCache:
         """Somebody reads, or has read, what is loaded: the kernel has it now, so little of that is
         kept if nobody follows.
         """
-        block.read_at = self._fetched
+        block.read_at = self._keeping.fetched
         self._used[block] = None
         self._used_bytes += block.size
-        is_followed = self._fetched - self._followed_at < self._budget.total
-        limit = self._budget.total // (_FOLLOWED_SHARE if is_followed else _USED_SHARE)
+        limit = self._keeping.limit
         while self._used_bytes > limit and len(self._used) > 1:
             oldest = next(iter(self._used))
             self._drop(oldest)
             self._gone[oldest.name, oldest.index] = oldest.read_at
-        while (
-            self._gone
-            and self._fetched - self._gone[first := next(iter(self._gone))]
-            > self._budget.total // _FOLLOWED_SHARE
-        ):
+        while self._gone and self._keeping.is_long_ago(self._gone[first := next(iter(self._gone))]):
             del self._gone[first]
 
     def _memory(self, size: int) -> memoryview | None:
@@ -344,7 +329,7 @@ class ReadCache:
         return size <= spare and self._ahead_bytes + size <= self._budget.total // 2
 
     def _is_forgotten(self, block: Block) -> bool:
-        return self._fetched - block.age > self._budget.total
+        return self._keeping.fetched - block.age > self._budget.total
 
     # --- status ---
 
@@ -355,7 +340,7 @@ class ReadCache:
             "hits": self._hits,
             "misses": self._misses,
             "joined": self._joined,
-            "fetched_bytes": self._fetched,
+            "fetched_bytes": self._keeping.fetched,
             "hedged_bytes": self._hedged_bytes,
             "read_ahead_bytes": self._fetched_ahead,
             "read_ahead_used_bytes": self._ahead_used,
