@@ -117,14 +117,6 @@ def delete(server: DataServer, names: list[str]) -> None:
 # --- of any directory, also when no store is open ---
 
 
-def read(path: str) -> bytes:
-    """Raises OSError; Unavailable if the file is missing."""
-    data = files.read_file(path)
-    if data is None:
-        raise Unavailable(f"{path}: is missing")
-    return data
-
-
 def put_in_directory(directory: str, name: str, data: bytes) -> None:
     """Store a file in ``directory``, which is made if it is missing; durable on return. Raises
     NoSpace, Unavailable.

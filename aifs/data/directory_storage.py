@@ -290,6 +290,9 @@ class DirectoryStorage(Storage):
         self.reach()
         return naming.list_range(self.address, first_oid, end_oid)
 
+    def id_bound(self) -> int:
+        return naming.id_bound(self.address)
+
     def list_all(self) -> Iterator[StoredObject | ForeignFile]:
         self.reach()
         yield from naming.list_all(self.address)
@@ -328,8 +331,16 @@ class DirectoryStorage(Storage):
         put_file(path, data)
 
     def list_blobs(self, prefix: str) -> dict[str, int]:
-        self.reach()
-        return list_files(os.path.join(self.address, prefix))
+        try:
+            with os.scandir(os.path.join(self.address, prefix)) as entries:
+                return {
+                    entry.name: entry.stat().st_size
+                    for entry in entries
+                    if entry.is_file(follow_symlinks=False)
+                }
+        except FileNotFoundError:
+            self.reach()
+            return {}
 
     def delete_blob(self, name: str) -> None:
         try:
@@ -367,16 +378,3 @@ def put_file(path: str, data: bytes) -> None:
             with suppress(OSError):
                 files.unlink(name)
         raise
-
-
-def list_files(directory: str) -> dict[str, int]:
-    """The files in ``directory``, which may be missing, with their lengths. Raises OSError."""
-    try:
-        with os.scandir(directory) as entries:
-            return {
-                entry.name: entry.stat().st_size
-                for entry in entries
-                if entry.is_file(follow_symlinks=False)
-            }
-    except FileNotFoundError:
-        return {}

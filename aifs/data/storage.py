@@ -280,6 +280,13 @@ class Storage(ABC):
     def list_all(self) -> Iterator[StoredObject | ForeignFile]:
         """All that is there but blobs, in order. Objects may come and go meanwhile."""
 
+    def id_bound(self) -> int:
+        """No object there has this oid or a larger one, whether it has been identified or not."""
+        return max(
+            (found.oid + 1 for found in self.list_all() if isinstance(found, StoredObject)),
+            default=0,
+        )
+
     @abstractmethod
     def space(self) -> Space: ...
 

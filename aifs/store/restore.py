@@ -8,7 +8,7 @@ deleted: what would have other objects deleted, or trusts what may have changed,
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -22,12 +22,11 @@ from aifs.core.limits import within
 from aifs.core.log import logger
 from aifs.core.tasks import first_error
 from aifs.core.upkeep import Upkeep
-from aifs.data import backups, naming
-from aifs.data.directory_storage import list_files
-from aifs.data.marker import FORMAT, read_marker
+from aifs.data.directory_storage import DirectoryStorage
+from aifs.data.marker import FORMAT
 from aifs.data.patience import Patience, ask_all
-from aifs.data.storage import ASIDE
-from aifs.data.storages import below
+from aifs.data.storage import ASIDE, BACKUP, Storage
+from aifs.data.storages import below, storage_at
 from aifs.meta import chunks, keys, namespace
 from aifs.meta.backup import Chain, Name, Segment, chains, decode_segment, newest, parse_name
 from aifs.meta.kv import Transaction
@@ -102,38 +101,41 @@ class State:
 
 
 class Found:
-    """The segments in some directories, each perhaps in several of them."""
+    """The segments in some storages, each perhaps in several of them."""
 
-    def __init__(self, store: str, places: list[str]) -> None:
-        """Raises StoreError if a directory cannot be read."""
+    def __init__(self, store: str, places: Sequence[Storage], folder: str) -> None:
+        """``folder``: what the names of their blobs begin with. Raises StoreError if a storage cannot
+        be read."""
         self._store = store
-        self._paths: dict[Name, list[str]] = {}
+        self._folder = folder
+        self._places: dict[Name, list[Storage]] = {}
         self.sizes: dict[Name, int] = {}
         for place in places:
             try:
-                listed = list_files(place)
+                listed = place.list_blobs(folder)
             except OSError as error:
-                raise StoreError(f"{place}: {error.strerror}") from error
+                raise StoreError(f"{place.address}: {error.strerror}") from error
             for text, size in listed.items():
                 name = parse_name(text)
                 if name is not None:
-                    self._paths.setdefault(name, []).append(os.path.join(place, text))
+                    self._places.setdefault(name, []).append(place)
                     self.sizes[name] = size
 
     def read(self, name: Name) -> Segment:
         """The segment, from the first copy of it that is whole. Raises Unavailable."""
         error: Exception = Unavailable(f"{name}: is missing")
-        for path in self._paths.get(name, ()):
+        for place in self._places.get(name, ()):
+            text = os.path.join(self._folder, str(name))
             try:
-                return decode_segment(name, self._store, backups.read(path))
-            except (Unavailable, OSError) as raised:
-                _log.warning("%s is not used: %s", path, raised)
+                return decode_segment(name, self._store, place.get_blob(text) or b"")
+            except (Unavailable, StoreError, OSError) as raised:
+                _log.warning("%s/%s is not used: %s", place.address, text, raised)
                 error = raised
         raise Unavailable(str(error)) from error
 
     def whole_chain(self, at: int | None) -> Chain:
         """The newest state whose segments are all whole. Raises StoreError if there is none."""
-        usable = set(self._paths)
+        usable = set(self._places)
         while (chain := newest(usable, at)) is not None:
             damaged = [name for name in chain.segments if not self._is_whole(name)]
             if not damaged:
@@ -157,7 +159,7 @@ def answering(config: Config) -> Config:
 
     def answers(path: str) -> bool:
         try:
-            within(_ANSWER_S, read_marker, path)
+            within(_ANSWER_S, storage_at(path).read_marker)
         except TimeoutError as error:
             _log.warning("%s is done without: %s", path, error.strerror)
             return False
@@ -182,15 +184,16 @@ def find(config: Config, source: str) -> tuple[str, Found]:
     Raises StoreError.
     """
     stores: dict[str, str] = {}
-    places = []
+    places: list[Storage] = []
     for path in config.servers:
+        storage = storage_at(path)
         try:
-            marker = read_marker(path)
+            marker = storage.read_marker()
         except StoreError as error:
             _log.warning("not used: %s", error)
             continue
         stores[marker.store] = path
-        places.append(os.path.join(path, naming.BACKUP))
+        places.append(storage)
     if not stores:
         what = "none of its data servers can be read, so nobody knows which store it is"
         raise StoreError(
@@ -204,7 +207,9 @@ def find(config: Config, source: str) -> tuple[str, Found]:
     (store,) = stores
     if source and not os.path.isdir(source):
         raise StoreError(f"{source}: there is no such directory")
-    return store, Found(store, [source] if source else places)
+    if source:
+        return store, Found(store, [DirectoryStorage(source)], "")
+    return store, Found(store, places, BACKUP)
 
 
 def states(found: Found) -> Iterator[State]:
@@ -357,16 +362,17 @@ def _finish(tx: Transaction, config: Config, seq: int) -> None:
     tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())
     for path in (*config.servers, *config.burst.directories):
         with suppress(StoreError):  # one that was added since keeps its number
-            marker = read_marker(path)
+            marker = storage_at(path).read_marker()
             reserve_number(tx, id_of(marker.role, marker.id))
     recorded = [record.path for record in read_table(tx).values()]
-    if not is_directory_source(config.source) and not all(map(os.path.isabs, recorded)):
+    if not is_directory_source(config.source) and any(
+        is_path(path) and not os.path.isabs(path) for path in recorded
+    ):
         what = "the store was made with a directory as SOURCE, which its servers lie in; restore it with that"
         raise StoreError(f"{config.source}: {what} (aifs.yaml in it can name others)")
-    paths = [below(config.source, path) for path in recorded if is_path(path)]
-    paths += [*config.servers, *config.burst.directories]
-    answers = ask_all([(Patience(), os.path.isdir, (path,)) for path in paths], _ANSWER_S)
-    there = [path for path, answer in zip(paths, answers, strict=True) if answer is True]
-    highest = max(map(naming.id_bound, there), default=0)
+    paths = {below(config.source, path) for path in recorded}
+    paths |= {*config.servers, *config.burst.directories}
+    answers = ask_all([(Patience(), storage_at(path).id_bound, ()) for path in paths], _ANSWER_S)
+    highest = max((answer for answer in answers if isinstance(answer, int)), default=0)
     ids = tx.counter(keys.COUNTER_IDS)
     tx.add(keys.COUNTER_IDS, max(highest - ids, 0) + _IDS_LOST_AT_MOST + 2 * WINDOW)

@@ -3,14 +3,17 @@ neither change nor grow (tests/support/memory_storage.py). So it will be on obje
 """
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trio
 
 from aifs.core.errors import NotSupported, StoreError
 from aifs.data import storages
 from aifs.layout.redundancy import Redundancy
+from aifs.store.restore import restore
 from tests.support import modes
 from tests.support.memory_storage import BUCKETS, MemoryStorage
 from tests.support.stores import (
@@ -91,6 +94,19 @@ async def test_what_changes_in_a_file_becomes_new_objects(directory: Path) -> No
         await rewrite(fs, ino, b"short")
         await drained(fs, ino)
         assert await read_file(fs, ino) == b"short"
+
+
+async def test_metadata_that_are_lost_come_back_from_there(directory: Path) -> None:
+    async with opened(directory, STRIPED, servers=ADDRESSES) as fs:
+        ino = await write_file(fs, b"file", b"x" * 50000)
+        await moved_out(fs, ino)
+        await fs.backup.ship()
+    config = modes.config_of(directory)
+    shutil.rmtree(config.meta.directory)
+    await trio.to_thread.run_sync(restore, config, "", None)
+    async with served(config) as fs:
+        assert await read_file(fs, ino) == b"x" * 50000
+    await require_sound(config)
 
 
 async def test_without_a_burst_directory_they_are_refused(directory: Path) -> None:

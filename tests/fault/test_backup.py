@@ -17,6 +17,7 @@ from aifs.core import faults, files
 from aifs.core.config import load
 from aifs.core.errors import FsError, NoSpace, NotFound, StoreError, Unavailable
 from aifs.data import backups
+from aifs.data.directory_storage import DirectoryStorage
 from aifs.data.naming import list_all
 from aifs.data.storage import BACKUP, StoredObject
 from aifs.meta.backup import BASE, parse_name
@@ -726,12 +727,12 @@ def test_a_server_that_does_not_answer_is_done_without(
     source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = modes.config_of(source)
-    read = vfs_restore.read_marker
+    read = DirectoryStorage.read_marker
     monkeypatch.setattr(vfs_restore, "_ANSWER_S", 1.0)
     monkeypatch.setattr(
-        vfs_restore,
+        DirectoryStorage,
         "read_marker",
-        lambda path: read(path) if path != config.servers[1] else time.sleep(3600),
+        lambda it: read(it) if it.address != config.servers[1] else time.sleep(3600),
     )
     found = vfs_restore.answering(config)
     assert found.servers == (*config.servers[:1], *config.servers[2:])
