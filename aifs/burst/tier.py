@@ -27,6 +27,7 @@ from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.data.storage import Space
 from aifs.layout.placement import ACTIVE
+from aifs.layout.striped import Striped
 from aifs.meta.kv import Engine
 from aifs.meta.records import Copy
 
@@ -180,6 +181,10 @@ class BurstTier:
         if expected:
             self._devices[device.id].promise(copy_id, expected)
         return BurstCopy(device, copy_id, self._servers.buffers, fd)
+
+    def is_needed_for(self, layout: Striped) -> bool:
+        """Whether a file can change only here: its objects, where they are, are written once."""
+        return not self._servers.in_place(layout.servers)
 
     def open(self, place: Copy) -> BurstCopy:
         """An existing copy. Does no I/O. Raises Unavailable if its device is not registered."""

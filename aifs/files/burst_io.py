@@ -163,10 +163,10 @@ class BurstIO:
                 return False
             self.attach(file, copy)
             return True
-        protected = (
-            inode.objects is not None and inode.objects.is_protected
-        )  # else it would lose that
-        if (inode.size <= self._stage_for_write or protected) and self.stager is not None:
+        # Else it would lose its protection, or could not be changed at all.
+        objects = inode.objects
+        must = objects is not None and (objects.is_protected or self._tier.is_needed_for(objects))
+        if (inode.size <= self._stage_for_write or must) and self.stager is not None:
             if await self.stager.stage(inode.ino) and file.copy is not None:
                 await self._prepare_cached(file)
                 return True

@@ -80,8 +80,10 @@ async def test_small_files_get_objects_of_their_own(directory: Path) -> None:
 
 
 async def test_what_changes_in_a_file_becomes_new_objects(directory: Path) -> None:
+    """Also in one that is too large to be staged where servers can change objects."""
     data = bytearray(os.urandom(3 * MIB))
-    async with opened(directory, STRIPED, servers=ADDRESSES) as fs:
+    settings = STRIPED | {"burst.stage_for_write": "16KiB"}
+    async with opened(directory, settings, servers=ADDRESSES) as fs:
         ino = await write_file(fs, b"file", data)
         await moved_out(fs, ino)
         before = {key for bucket in BUCKETS.values() for key in bucket.objects}

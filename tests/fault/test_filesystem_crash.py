@@ -374,7 +374,7 @@ def test_many_kills(scratch: Path, point: str, mode: str) -> None:
 
 # --- failing and full disks ---
 
-READS = ("read_at", "read_into", "read_cached", "read_file")
+READS = ("read_at", "read_into", "read_file")
 
 
 class OneFault:

@@ -323,7 +323,7 @@ async def test_nobody_waits_for_its_bytes_in_the_background(
         contents = await write_some(fs, *(b"%d" % number for number in range(12)))
         await moved_out(fs, *contents)
     async with opened(directory, mode) as fs:
-        with hanging(server(fs).path, (*ALL, "read_at", "read_cached")) as hang:
+        with hanging(server(fs).path, (*ALL, "read_at")) as hang:
             fs.scrub.start()
             await fs.scrub.wait()
             assert fs.scrub.status()["wrong_ranges"] == 0
