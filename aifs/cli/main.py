@@ -4,6 +4,7 @@ code.
 Commands import what they need when they run, so that help and small commands start fast.
 """
 
+import io
 import logging
 import os
 import sys
@@ -104,10 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stderr.
     """
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # None: it was closed when we were started
-            stream.reconfigure(
-                errors="surrogateescape"
-            )  # file names are bytes: they leave as they came
+        if isinstance(stream, io.TextIOWrapper):  # None: it was closed when we were started
+            # File names are bytes: they leave as they came.
+            stream.reconfigure(errors="surrogateescape")
     logging.basicConfig(
         format="aifs: %(message)s", level=logging.WARNING
     )  # a daemon sets up its own

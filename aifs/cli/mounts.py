@@ -69,8 +69,9 @@ def end(mount: Mount) -> None:
     connection = daemon = None
     with suppress(OSError):  # then the daemon's end is that of the connection
         connection = connections.open_abort(mount.device)
-    with suppress(OSError, TypeError):
-        daemon = os.pidfd_open(pid)
+    if pid is not None:
+        with suppress(OSError):
+            daemon = os.pidfd_open(pid)
     unmount(mount.mountpoint, lazy=True)
     if daemon is not None:
         signal.pidfd_send_signal(daemon, signal.SIGKILL)
@@ -193,7 +194,7 @@ def register(source: str, mountpoint: str) -> None:
             "uhelper=fuse.aifs",
         ]
         done = _run("mount", *options, source, mountpoint)
-        if done.returncode:
+        if done is not None and done.returncode:
             print_error(f"umount(8) will not wait for this mount's daemon: {done.stderr.strip()}")
 
 

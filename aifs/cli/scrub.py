@@ -88,12 +88,12 @@ def scrub_command(
 
 
 async def _run(place: str, order: str, wait: bool) -> dict[str, Any]:
-    from aifs.cli.server_orders import MountDoor, opened
+    from aifs.cli.server_orders import OpenDoor, opened
 
     async with opened(place) as door:
-        if isinstance(door, MountDoor):
-            return _at_mount(door.where, order, wait)
-        return await _by_ourselves(door.fs, order)
+        if isinstance(door, OpenDoor):
+            return await _by_ourselves(door.fs, order)
+        return _at_mount(door.where, order, wait)
 
 
 def _at_mount(mountpoint: str, order: str, wait: bool) -> dict[str, Any]:

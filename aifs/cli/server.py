@@ -139,7 +139,7 @@ def add_command(burst: bool, domain: str, place: str, directory: str) -> None:
 
     directory = os.path.abspath(directory)
 
-    async def add() -> str:
+    async def add() -> dict[str, Any]:
         async with opened(place, adding=directory) as door:
             fields = {"path": directory, "role": "burst" if burst else "data", "domain": domain}
             await door.order(hints.SERVER_ADD, **fields)

@@ -22,6 +22,10 @@ class Door(Protocol):
 
     where: str
 
+    @property
+    def source(self) -> str:
+        """What the store was, or would be, mounted from."""
+
     async def order(self, name: str, **fields: Any) -> None:
         """Raises StoreError that says why the order is refused."""
 

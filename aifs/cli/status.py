@@ -53,8 +53,10 @@ def status_command(mountpoint: str, as_json: bool) -> None:
     if status["burst"]["devices"]:
         print()
         sizes = ("dirty", "clean", "pinned", "free", "low", "high")
-        rows = [_row_of(device) for device in status["burst"]["devices"]]
-        print_table(("burst", "state", *sizes, "path", "new files"), rows, right=("burst", *sizes))
+        devices = [_row_of(device) for device in status["burst"]["devices"]]
+        print_table(
+            ("burst", "state", *sizes, "path", "new files"), devices, right=("burst", *sizes)
+        )
 
 
 def _size(of: dict[str, Any], key: str) -> str:

@@ -75,7 +75,9 @@ def umount_command(
     path = require_aifs(mountpoint)
     os.chdir("/")  # do not be the one who keeps it busy
     if force:
-        end(mounted_at(path))
+        mount = mounted_at(path)
+        if mount is not None:  # else it has just been unmounted
+            end(mount)
         return
     if lazy or is_dead(path):
         unmount(path, lazy=True)

@@ -89,4 +89,4 @@ def _bytes_of(tensor: Any) -> Iterable[memoryview]:
     import numpy
 
     array = numpy.ascontiguousarray(tensor, dtype=tensor.dtype.newbyteorder("<"))
-    return [memoryview(array.reshape(-1).view(numpy.uint8))] if array.nbytes else []
+    return [array.reshape(-1).view(numpy.uint8).data] if array.nbytes else []

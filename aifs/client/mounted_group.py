@@ -216,7 +216,7 @@ class MountedGroup:
                 error.errno != errno.EINVAL or file
             ):  # it will not get any further
                 self._give_up(
-                    error.strerror
+                    error.strerror or ""
                     if error.errno == errno.EINVAL
                     else f"rank {self._options.rank}: {error}"
                 )

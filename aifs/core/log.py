@@ -54,7 +54,7 @@ def setup(file: str | None, level: str) -> None:
 
 class _PrivateFile(logging.handlers.RotatingFileHandler):
     def _open(self) -> TextIOWrapper:
-        stream = open(
+        stream: Any = open(
             self.baseFilename,
             self.mode,
             encoding=self.encoding,

@@ -19,10 +19,17 @@ time.
 class CallerLike(Protocol):
     """Who asks: pyfuse3's RequestContext, or our own Caller."""
 
-    uid: int
-    gid: int
-    pid: int
-    umask: int
+    @property
+    def uid(self) -> int: ...
+
+    @property
+    def gid(self) -> int: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def umask(self) -> int: ...
 
 
 class Caller(NamedTuple):

@@ -8,10 +8,14 @@ symbols that pyfuse3 can see, so that pyfuse3 mounts through it. ``bridge.py`` s
 import importlib
 import os
 import sys
+from typing import Any
 
 __all__ = ["extension", "extension_error"]
 
-extension, extension_error = None, ""
+extension: Any = None
+"""The C module, which has no types; None: ``extension_error`` says why."""
+
+extension_error = ""
 _flags = sys.getdlopenflags()
 sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
 try:

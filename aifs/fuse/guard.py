@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 from types import TracebackType
-from typing import Self
 
 from aifs.core import connections, mountinfo
 
@@ -49,7 +48,7 @@ class Guard:
                 "if this process is killed, programs may have to wait for aifs mount: %s", error
             )
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Guard":
         return self
 
     def __exit__(

@@ -110,5 +110,5 @@ def install() -> Scheduler:
     """Make pyfuse3 wait this way from now on; before ``pyfuse3.main``."""
     alone = len(os.sched_getaffinity(0)) == 1
     scheduler = Scheduler(0.0 if alone else BUSY_POLL_S)
-    pyfuse3.trio = scheduler
+    pyfuse3.trio = scheduler  # type: ignore[attr-defined]  # what it has is trio itself
     return scheduler

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import replace
 
 from aifs.group import planner
-from aifs.group.pattern import Pattern
+from aifs.group.pattern import Destination, Pattern, Source
 from aifs.group.plan import Plan, problems
 
 TOLERANCE = 0.1
@@ -62,7 +62,7 @@ def _again(plan: Plan, pattern: Pattern) -> Plan | None:
 
 
 def _bandwidths(pattern: Pattern) -> list[int]:
-    nodes = [*pattern.sources, *pattern.destinations]
+    nodes: list[Source | Destination] = [*pattern.sources, *pattern.destinations]
     return [
         *(node.bandwidth for node in nodes),
         *(bandwidth for _, bandwidth in sorted(pattern.links.items())),

@@ -120,10 +120,11 @@ class _Lines:
             found: dict[str, Any] = {}
             for key_node, value_node in node.value:
                 key = str(self._loader.construct_object(key_node, deep=True))
-                self.line_of[(*place, key)] = key_node.start_mark.line + 1
+                below = (*place, key)
+                self.line_of[below] = key_node.start_mark.line + 1
                 if key in found:
-                    raise self.error((*place, key), "given twice")
-                found[key] = self._walk(value_node, (*place, key))
+                    raise self.error(below, "given twice")
+                found[key] = self._walk(value_node, below)
             return found
         if isinstance(node, yaml.SequenceNode) and not (len(place) == 3 and place[-1] in _LEAVES):
             return [self._walk(child, (*place, number)) for number, child in enumerate(node.value)]
@@ -186,7 +187,7 @@ def _told(lines: _Lines, error: ValidationError) -> ConfigError:
     first = error.errors()[0]
     place = first["loc"]
     if first["type"] == "extra_forbidden":
-        models = {
+        models: dict[str, type[BaseModel]] = {
             "sources": _SourceEntry,
             "destinations": _DestinationEntry,
             "links": _LinkEntry,

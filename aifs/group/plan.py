@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from aifs.group.pattern import Link, Pattern
+from aifs.group.pattern import Destination, Link, Pattern, Source
 
 
 class Share(NamedTuple):
@@ -17,7 +17,7 @@ class Share(NamedTuple):
     kind: int
     source: int
     destination: int
-    count: int
+    count: int  # type: ignore[assignment]
 
 
 class Transfer(NamedTuple):
@@ -27,7 +27,7 @@ class Transfer(NamedTuple):
 
     kind: int
     first: int
-    count: int
+    count: int  # type: ignore[assignment]
     source: int
     destination: int
 
@@ -74,12 +74,13 @@ class Plan:
         for (source, destination), size in self.link_bytes.items():
             sent[source] += size
             taken[destination] += size
+        ends: tuple[tuple[str, Sequence[Source | Destination], list[int]], ...] = (
+            ("source", pattern.sources, sent),
+            ("destination", pattern.destinations, taken),
+        )
         found = [
             Load(role, node.name, size, node.bandwidth, size / node.bandwidth)
-            for role, nodes, sizes in (
-                ("source", pattern.sources, sent),
-                ("destination", pattern.destinations, taken),
-            )
+            for role, nodes, sizes in ends
             for node, size in zip(nodes, sizes, strict=True)
         ]
         for link, size in sorted(self.link_bytes.items()):
@@ -138,7 +139,8 @@ def problems(pattern: Pattern, shares: Sequence[Share]) -> list[str]:
     be carried out.
     """
     found = []
-    copies, stored = [0] * len(pattern.classes), defaultdict(int)
+    copies = [0] * len(pattern.classes)
+    stored: defaultdict[tuple[int, int], int] = defaultdict(int)
     sent, taken = [0] * len(pattern.sources), [0] * len(pattern.destinations)
     for kind, source, destination, count in shares:
         chunks = pattern.classes[kind]
@@ -158,14 +160,14 @@ def problems(pattern: Pattern, shares: Sequence[Share]) -> list[str]:
             found.append(
                 f"class {kind}: a chunk is twice on {pattern.destinations[destination].name}"
             )
-    for source, size in zip(pattern.sources, sent, strict=True):
-        if source.memory is not None and size > source.memory:
+    for sender, size in zip(pattern.sources, sent, strict=True):
+        if sender.memory is not None and size > sender.memory:
             found.append(
-                f"source {source.name}: {size} bytes are more than its memory of {source.memory}"
+                f"source {sender.name}: {size} bytes are more than its memory of {sender.memory}"
             )
-    for destination, size in zip(pattern.destinations, taken, strict=True):
-        if destination.space is not None and size > destination.space:
+    for taker, size in zip(pattern.destinations, taken, strict=True):
+        if taker.space is not None and size > taker.space:
             found.append(
-                f"destination {destination.name}: {size} bytes are more than its space of {destination.space}"
+                f"destination {taker.name}: {size} bytes are more than its space of {taker.space}"
             )
     return found

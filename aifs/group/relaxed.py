@@ -13,7 +13,7 @@ and ``whole`` puts right what it breaks.
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from aifs.core.errors import NoSpace
@@ -134,7 +134,7 @@ def _joined(pattern: Pattern) -> tuple[list[Part], float]:
     start, end = len(pattern.sources), len(pattern.sources) + 1
     network = Network(end + 1 + len(holders.classes))
     edges = holders.add_to(network, start, end + 1, 0)
-    limits = {
+    limits: dict[int, Source | Destination] = {
         network.add(number, end, source.bandwidth, _memory(source)): source
         for number, source in enumerate(pattern.sources)
     }
@@ -180,10 +180,9 @@ def _linked(pattern: Pattern) -> tuple[list[Part], float]:
         for source in chunks.sources:
             held[source] += chunks.bytes
     limits: dict[int, Source | Destination] = {}
-    for number, source in enumerate(pattern.sources):
-        limits[
-            network.add(ingress + number, egress + number, source.bandwidth, _memory(source))
-        ] = source
+    for number, sender in enumerate(pattern.sources):
+        edge = network.add(ingress + number, egress + number, sender.bandwidth, _memory(sender))
+        limits[edge] = sender
     wires = [
         [
             network.add(
@@ -196,21 +195,20 @@ def _linked(pattern: Pattern) -> tuple[list[Part], float]:
         ]
         for source, size in enumerate(held)
     ]
-    for number, destination in enumerate(pattern.destinations):
-        edge = network.add(
-            first_destination + number, end, destination.bandwidth, _room(pattern, destination)
-        )
-        limits[edge] = destination
+    for number, taker in enumerate(pattern.destinations):
+        edge = network.add(first_destination + number, end, taker.bandwidth, _room(pattern, taker))
+        limits[edge] = taker
     fastest = _fastest(pattern, pattern.sources, pattern.destinations)
     lower = network.least_time(
         start, end, demand, fastest, lambda cut: _too_small(network, cut, limits, demand)
     )
-    senders, sent = holders.queues(network, edges), [defaultdict(float) for _ in range(count)]
+    senders = holders.queues(network, edges)
+    sent: list[defaultdict[int, float]] = [defaultdict(float) for _ in range(count)]
     for kind, chunks in enumerate(pattern.classes):
-        sender, left = senders[chunks.sources], float(chunks.bytes * pattern.replicas)
+        queue, left = senders[chunks.sources], float(chunks.bytes * pattern.replicas)
         while left > 0:
-            source = sender.owner
-            step = _cut(left, sender)
+            source = queue.owner
+            step = _cut(left, queue)
             sent[source][kind] += step
             left -= step
     parts = []
@@ -232,7 +230,7 @@ def _linked(pattern: Pattern) -> tuple[list[Part], float]:
 def _too_small(
     network: Network,
     cut: list[int],
-    limits: dict[int, Source] | dict[int, Destination],
+    limits: Mapping[int, Source | Destination],
     demand: int,
 ) -> NoSpace:
     passed = int(sum(network.cap[edge] for edge in cut))

@@ -28,9 +28,8 @@ class Policy(NamedTuple):
     """How new files are stored. Zeros, empty and None mean: as the store does by default."""
 
     unit: int = 0  # stripe unit in bytes
-    count: int = (
-        0  # servers that a file's bytes are striped over, not counting replicas and parity; 0: all
-    )
+    # servers that a file's bytes are striped over, not counting replicas and parity; 0: all
+    count: int = 0  # type: ignore[assignment]
     servers: tuple[int, ...] = ()  # ids to choose from, ascending; empty: any
     kind: str = ""  # one of KINDS
     compress: int | None = None  # zstd level of interleaved chunks; 0: none

@@ -138,7 +138,7 @@ class _Writer:
             self._write(struct.pack("<4sI", b"PK\7\x08", crc) + sizes)
             self.crcs_hash = _hash_combine(self.crcs_hash, crc)
         short = min(size, _MAX32)
-        fields = (
+        listed = (
             b"PK\1\2",
             0,
             0,
@@ -157,7 +157,7 @@ class _Writer:
             0,
             min(start, _MAX32),
         )
-        self._central.append(_CENTRAL.pack(*fields) + path + _zip64(size, size, start))
+        self._central.append(_CENTRAL.pack(*listed) + path + _zip64(size, size, start))
 
     def _write_data(self, size: int, chunks: Chunks) -> int:
         crc = written = 0

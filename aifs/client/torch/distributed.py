@@ -112,7 +112,7 @@ class AifsWriter(FileSystemWriter):
             parse_keep(keep)
         self._target = plain(path)
         self._keep, self._hash, self._replace, self._group = keep, hash, replace, group
-        self._pointers = {"step": step, "latest": latest, "tracker": tracker}
+        self._pointers: dict[str, Any] = {"step": step, "latest": latest, "tracker": tracker}
         self.fs = _Files()
         self.path = self.fs.init_path(path)
 
@@ -150,7 +150,8 @@ class AifsWriter(FileSystemWriter):
         size = sum(
             math.prod(tensor.chunk.sizes) * tensor.properties.dtype.itemsize for tensor in tensors
         )
-        self.fs.method = writing_method(os.fspath(self.path), size)
+        fs: Any = self.fs  # ours
+        fs.method = writing_method(os.fspath(self.path), size)
         written = super().write_data(plan, planner)
         names = {result.storage_data.relative_path for result in written.wait()}
         rank = int(plan.storage_data.prefix.strip("_"))

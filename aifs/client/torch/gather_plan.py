@@ -35,8 +35,9 @@ def choose(size: int, speeds: Sequence[Speeds]) -> tuple[str, int]:
     count = len(speeds)
     if count == 1 or not size:
         return READ, 0
-    storage, network = [one.storage for one in speeds], [one.network for one in speeds]
-    if None in storage or None in network:
+    storage = [one.storage for one in speeds if one.storage is not None]
+    network = [one.network for one in speeds if one.network is not None]
+    if len(storage) < count or len(network) < count:
         return GATHER, 0
     fastest, slowest, link = max(storage), min(storage), min(network)
     times = {

@@ -192,7 +192,8 @@ def parallel_load(
     directory = plain(path)
     find = partial(_find, directory, file)
     content = read_alone(find) if isinstance(group, tuple) else read_files(find, directory, group)
-    return torch.load(_Memory(content), map_location=map_location, weights_only=weights_only)
+    source: Any = _Memory(content)  # enough of a file for torch
+    return torch.load(source, map_location=map_location, weights_only=weights_only)
 
 
 def _find(directory: str, file: str | None) -> Found:

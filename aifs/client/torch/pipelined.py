@@ -15,6 +15,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -94,7 +95,7 @@ class PipelinedCheckpointer:
             self._helper.connection.send(job)
         except (BrokenPipeError, ConnectionResetError):
             self._fail_without_helper()
-        sources = [chunks_of(storage) for storage in storages]
+        sources: list[Iterable[memoryview]] = [chunks_of(storage) for storage in storages]
         self._staging = self._pool.submit(
             self._arena.fill, sources, places, self._helper.connection, storages
         )

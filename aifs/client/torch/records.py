@@ -29,6 +29,7 @@ def describe(
     dtypes: dict[int, Any] = {}
 
     def persistent_id(_: Any, one: Any) -> tuple[Any, ...] | None:
+        storage: Any
         if isinstance(one, torch.storage.TypedStorage):
             storage, dtype, count = one._untyped_storage, one.dtype, one._size()
             kind = getattr(torch, one._pickle_storage_type())
@@ -72,7 +73,7 @@ def names_hash(count: int) -> str:
             written.append(bytes(data))
             return len(data)
 
-    writer = torch._C.PyTorchFileWriter(Recorder())
+    writer = torch._C.PyTorchFileWriter(Recorder())  # type: ignore[call-overload]
     for name in record_names(count)[:-1]:  # it writes the version by itself
         writer.write_record(name, b"", 0)
     writer.write_end_of_file()
@@ -113,7 +114,7 @@ def chunks(source: torch.Tensor) -> Iterator[memoryview]:
         events[side].record()
         return view(buffers[side].data_ptr(), count)
 
-    coming = fetch(0) if size else None
+    coming = fetch(0) if size else memoryview(b"")
     for begin in range(0, size, CHUNK):
         ready = coming
         if begin + CHUNK < size:

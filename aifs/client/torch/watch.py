@@ -49,7 +49,7 @@ class Watch:
         _calls[ranks] += 1
         self.rank, self.size = dist.get_rank(group), len(ranks)
         self._what = what
-        store = dist.distributed_c10d._get_default_store()  # there is no other way to it
+        store: Any = dist.distributed_c10d._get_default_store()  # there is no other way to it
         with suppress(AttributeError, RuntimeError):
             store = store.clone()  # the process group waits in it
         self._store = dist.PrefixStore(f"aifs/{'-'.join(map(str, ranks))}/{_calls[ranks]}", store)
