@@ -15,8 +15,8 @@ from aifs.check.columns import ColumnRecords
 from aifs.check.containers import ContainerCheck
 from aifs.check.copies import CopyCheck
 from aifs.check.findings import RECORDS, RECOVERY, Fix, Problem, Progress, Subject, printable
+from aifs.check.marks import MarkCheck
 from aifs.check.names import NameCheck
-from aifs.check.pending import PendingCheck
 from aifs.check.table import DIRECTORY, DOOMED, NONE, ORPHAN, OWN_OID, UNREADABLE, InodeTable
 from aifs.core.errors import FsError
 from aifs.layout.interleaved import Interleaved
@@ -107,7 +107,7 @@ class MetadataScan:
         self._names = NameCheck(view, self.table, self.problems, self._in_use)
         self._copies = CopyCheck(view, self.table, self.problems, self._servers, self._in_use)
         self._columns = ColumnRecords(view, self._servers, self._problem)
-        self._pending = PendingCheck(view, self.table, self._problem)
+        self._marks = MarkCheck(view, self.table, self._problem)
         self._containers = ContainerCheck(view, self._servers, self._problem, self._in_use)
         self._users: dict[int, int] = {}  # object id -> inode, where the two differ
         self._unreadable_inodes = 0
@@ -127,9 +127,8 @@ class MetadataScan:
             (b"o", self._orphan),
             (b"w", self._dirty),
             (b"z", self._trash),
-            (b"p", self._pending.mark),
-            (b"n", self._pending.group),
-            (b"r", self._pending.policy),
+            (b"n", self._marks.group),
+            (b"r", self._marks.policy),
             (b"x", self._xattr),
             (b"t", self._container),
             (b"a", self._containers.open_mark),

@@ -159,13 +159,9 @@ def _prepare(pending: str, ranks: int, step: int | None) -> None:
     if ranks == 1:
         trees.empty_dir(pending)
     if attributes.is_aifs(pending):
-        if attributes.get(pending, attributes.PENDING):
-            attributes.remove(pending, attributes.PENDING)  # with the commits of a crashed attempt
-        attributes.put(
-            pending,
-            attributes.PENDING,
-            f"ranks={ranks}" + ("" if step is None else f",step={step}"),
-        )
+        mark = f"ranks={ranks}" + ("" if step is None else f",step={step}")
+        # Nothing counts that a crashed attempt, perhaps another user's, has committed.
+        attributes.put(pending, attributes.PENDING, f"{mark},anew=yes")
 
 
 def _give_up(pending: str, lock: int, group: Ranks | None, error: BaseException) -> None:

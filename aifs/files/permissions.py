@@ -10,9 +10,9 @@ import stat
 from aifs.core.errors import AccessDenied, NotFound, NotPermitted
 from aifs.files.types import CallerLike
 from aifs.meta import acl, namespace
+from aifs.meta.askers import Asker
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import ReadTransaction
-from aifs.meta.publishing import Asker
 from aifs.meta.records import Inode
 
 READ, WRITE, SEARCH = 4, 2, 1

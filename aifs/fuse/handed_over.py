@@ -21,7 +21,7 @@ from aifs.fuse.requests import Scheduler
 from aifs.meta.publishing import Publication
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.groups.group_text import make_options
+from aifs.vfs.groups.group_text import Wanted, make_options
 
 INTERRUPT, IOCTL, FALLOCATE, LSEEK, COPY_FILE_RANGE, SYNCFS, STATX, COPY_FILE_RANGE_64 = (
     36,
@@ -236,7 +236,7 @@ class HandedOver:
             bool(flags & ioctl.GROUP_SAME_SIZE),
             ioctl.text(job),
         )
-        number = await self._fs.begin_group(ino, options, caller)
+        number = await self._fs.begin_group(ino, Wanted(options), caller)
         return ioctl.AIFS_IOC_GROUP_CREATE.argument.pack(*argument[:5], number, name, publish, job)
 
     async def _join_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:

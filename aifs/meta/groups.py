@@ -1,15 +1,17 @@
 """Groups as transaction functions (see kv.py): what the ranks of a job write below one directory,
-as one grouped write.
+who of them has committed, and whether the directory may get a new name.
 
-    n ino          group of the directory: _GROUP, then, each with its length in two bytes: name, publish, error,
-                   publish error, report (JSON), and, if flags say so, job, and the other groups of
-                   who began it (u32 each)
+    n ino          group of the directory: _GROUP, asker, then, each with its length in two bytes: name,
+                   publish, error, publish error, report (JSON), job, and, if it is pending, _PENDING,
+                   asker, job to the end, else nothing
     n ino number   member. number: rank that has committed, or inode number of a file that has been closed. _MEMBER: what the
-                   file was then; for a rank the size of its files and 1 if all have to have one
-                   size, else zeros
+                   file was then; for a rank the size of its files and 1 if all have to have one size,
+                   else zeros; then for each file that has to be there when the directory gets its
+                   name: u64 size (2^64-1: any), u16 length of its path, path below the directory
 
-All little-endian; ``number`` in the key is 8 bytes, big-endian. A directory has the record of its
-last group until the next one begins. docs/grouped.md has the protocol.
+All little-endian; ``number`` in the key is 8 bytes, big-endian; asker: see askers.py. A directory
+has the record of its last group until the next one begins, or, if nothing of it was stored
+together, until it has its name. docs/grouped.md has the protocol.
 """
 
 import struct
@@ -17,56 +19,93 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from aifs.core.errors import Unavailable
+from aifs.core.errors import Busy, Invalid, Unavailable
 from aifs.meta import keys, namespace
+from aifs.meta.askers import Asker, decode_asker
 from aifs.meta.kv import ReadTransaction, Transaction, grows
-from aifs.meta.publishing import RANKS_MAX, Asker
 
 FORMAT = 1
+RANKS_MAX = 1 << 13
+ANY_SIZE = (1 << 64) - 1
 STATES = ("open", "committed", "draining", "durable", "failed", "cancelled", "expired")
 """Numbered from 1 in records; draining, which only a mount can be at, is recorded as committed."""
 
 LIVE = ("open", "committed", "draining")
 """States that lead to others."""
 
-# format, state, flags; ranks; dead rank; uid, gid; id, chunk, timeout_ms, grace_ms; created,
-# committed, buffered, durable (ns)
-_GROUP = struct.Struct("<BBHIiIIQQQQqqqq")
-_TEXTS = 5
+# format, state, flags; ranks; dead rank; id, chunk, timeout_ms, grace_ms; created, committed,
+# buffered, durable (ns)
+_GROUP = struct.Struct("<BBHIiQQQQqqqq")
+_TEXTS = 7
 _LENGTH = struct.Struct("<H")
 _TEXT_MAX = 0xFFFF
-_EXPLICIT, _PUBLISHED, _SAME_SIZE, _UNEQUAL, _JOB, _GROUPS = 1, 2, 4, 8, 16, 32
-_FLAGS = 63
+_EXPLICIT, _PUBLISHED, _SAME_SIZE, _UNEQUAL = 1, 2, 4, 8
+_FLAGS = 15
+_PENDING = struct.Struct("<qq")  # step (-1: unknown), marked (ns)
+_NO_STEP = -1
 _MEMBER = struct.Struct("<BqQq")  # format, when (ns), size, mtime (ns)
+_FILE = struct.Struct("<QH")
+_NAMED_MAX = 8  # ranks that a message names
 
 
 class Options(NamedTuple):
-    """What a group is asked to be. ``chunk``: the largest piece that is stored once, in bytes;
-    ``explicit``: each rank commits, where else it is the closing of as many files as there are
-    ranks; ``timeout_ms``: from the beginning until all have committed; ``grace_ms``: how long a
-    rank whose process has ended may stay away; ``publish``: final name, b"": none; ``same_size``:
-    all files have to have one size; ``job``: whose ranks these are, b"": nobody knows."""
+    """What a group is asked to be."""
 
     name: bytes
+    """The kind of group it is: plans are kept by it. b"": none, where nothing is shared."""
     ranks: int
     chunk: int
+    """The largest piece that is stored once, in bytes. 0: files are left to the usual drain."""
     explicit: bool
+    """Each rank commits, where else it is the closing of as many files as there are ranks."""
     timeout_ms: int
+    """From the beginning until all have committed. 0: any time."""
     grace_ms: int
+    """How long a rank whose process has ended may stay away."""
     publish: bytes
+    """The final name. b"": none."""
     same_size: bool = False
+    """All files have to have one size."""
     job: bytes = b""
+    """Whose ranks these are. b"": nobody knows."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether the group's files are stored together, and what is equal in them once."""
+        return self.chunk > 0
+
+
+class Pending(NamedTuple):
+    """The directory gets no new name before all ranks have committed."""
+
+    step: int | None
+    created_ns: int
+    """When it was marked, since the epoch."""
+    job: bytes
+    asker: Asker
+    """Who has marked it, with whose rights it is removed when nobody goes on with it."""
+
+    def encode(self) -> bytes:
+        step = _NO_STEP if self.step is None else self.step
+        return _PENDING.pack(step, self.created_ns) + self.asker.encode() + self.job
+
+
+def _decode_pending(record: bytes) -> Pending | None:
+    """Raises struct.error."""
+    if not record:
+        return None
+    step, created_ns = _PENDING.unpack_from(record)
+    asker, end = decode_asker(record, _PENDING.size)
+    return Pending(None if step == _NO_STEP else step, created_ns, record[end:], asker)
 
 
 class GroupRecord(NamedTuple):
-    """A group. Times in ns since the epoch, 0: not yet. ``dead``: the rank whose death has ended
-    it, or -1. ``report``: what its drain has said, as JSON. ``unequal``: it has failed because its
-    files have sizes that differ. ``groups``: what ``uid`` is a member of besides ``gid``."""
+    """A group. Times in ns since the epoch, 0: not yet."""
 
     id: int
     options: Options
-    uid: int
-    gid: int
+    asker: Asker
+    """Who has begun the group, and publishes it."""
     created_ns: int
     state: str = "open"
     committed_ns: int = 0
@@ -74,22 +113,26 @@ class GroupRecord(NamedTuple):
     durable_ns: int = 0
     published: bool = False
     dead: int = -1
+    """The rank whose death has ended it."""
     error: str = ""
     publish_error: str = ""
     report: bytes = b""
+    """What its drain has said, as JSON."""
     unequal: bool = False
-    groups: tuple[int, ...] = ()
+    """It has failed because its files have sizes that differ."""
+    pending: Pending | None = None
+    """Stays when the group ends without success, and with it the commits."""
 
     @property
-    def asker(self) -> Asker:
-        """Who has begun the group, and publishes it."""
-        return Asker(self.uid, (self.gid, *self.groups))
+    def seals(self) -> bool:
+        """Whether the directory gets no new name before all ranks have committed."""
+        is_to_be_named = self.options.explicit and self.options.publish and not self.published
+        return self.pending is not None or (self.state in LIVE and bool(is_to_be_named))
 
     def encode(self) -> bytes:
         options = self.options
         flags = _EXPLICIT * options.explicit | _PUBLISHED * self.published
-        flags |= _SAME_SIZE * options.same_size | _UNEQUAL * self.unequal | _JOB * bool(options.job)
-        flags |= _GROUPS * bool(self.groups)
+        flags |= _SAME_SIZE * options.same_size | _UNEQUAL * self.unequal
         state = "committed" if self.state == "draining" else self.state
         head = _GROUP.pack(
             FORMAT,
@@ -97,8 +140,6 @@ class GroupRecord(NamedTuple):
             flags,
             options.ranks,
             self.dead,
-            self.uid,
-            self.gid,
             self.id,
             options.chunk,
             options.timeout_ms,
@@ -108,22 +149,18 @@ class GroupRecord(NamedTuple):
             self.buffered_ns,
             self.durable_ns,
         )
-        errors = (self.error.encode()[:_TEXT_MAX], self.publish_error.encode()[:_TEXT_MAX])
-        report = self.report if len(self.report) <= _TEXT_MAX else b""
-        texts = [
+        texts = (
             options.name,
             options.publish,
-            *errors,
-            report,
-            *([options.job] if options.job else []),
-            *([_pack_groups(self.groups)] if self.groups else []),
-        ]
-        return head + b"".join(_LENGTH.pack(len(text)) + text for text in texts)
-
-
-def _pack_groups(gids: tuple[int, ...]) -> bytes:
-    gids = gids[: _TEXT_MAX // 4]
-    return struct.pack(f"<{len(gids)}I", *gids)
+            self.error.encode()[:_TEXT_MAX],
+            self.publish_error.encode()[:_TEXT_MAX],
+            self.report if len(self.report) <= _TEXT_MAX else b"",
+            options.job,
+            b"" if self.pending is None else self.pending.encode(),
+        )
+        return (
+            head + self.asker.encode() + b"".join(_LENGTH.pack(len(text)) + text for text in texts)
+        )
 
 
 def decode_group(record: bytes) -> GroupRecord:
@@ -135,8 +172,6 @@ def decode_group(record: bytes) -> GroupRecord:
             flags,
             ranks,
             dead,
-            uid,
-            gid,
             number,
             chunk,
             timeout_ms,
@@ -146,14 +181,14 @@ def decode_group(record: bytes) -> GroupRecord:
             buffered_ns,
             durable_ns,
         ) = _GROUP.unpack_from(record)
-        texts, offset = [], _GROUP.size
-        for _ in range(_TEXTS + bool(flags & _JOB) + bool(flags & _GROUPS)):
+        asker, offset = decode_asker(record, _GROUP.size)
+        texts = []
+        for _ in range(_TEXTS):
             (length,) = _LENGTH.unpack_from(record, offset)
             offset += _LENGTH.size + length
             texts.append(record[offset - length : offset])
-        groups = [
-            gid for (gid,) in struct.iter_unpack("<I", texts.pop() if flags & _GROUPS else b"")
-        ]
+        name, publish, error, publish_error, report, job, mark = texts
+        pending = _decode_pending(mark)
     except struct.error:
         raise Unavailable("the record of a group is damaged") from None
     known = (
@@ -164,7 +199,6 @@ def decode_group(record: bytes) -> GroupRecord:
     )
     if not known or offset != len(record) or flags & ~_FLAGS:
         raise Unavailable("the record of a group is damaged, or of a later version")
-    name, publish, error, publish_error, report, *job = texts
     options = Options(
         name,
         ranks,
@@ -174,13 +208,12 @@ def decode_group(record: bytes) -> GroupRecord:
         grace_ms,
         publish,
         bool(flags & _SAME_SIZE),
-        *job,
+        job,
     )
     return GroupRecord(
         number,
         options,
-        uid,
-        gid,
+        asker,
         created_ns,
         STATES[state - 1],
         committed_ns,
@@ -192,7 +225,7 @@ def decode_group(record: bytes) -> GroupRecord:
         publish_error.decode(errors="replace"),
         report,
         bool(flags & _UNEQUAL),
-        tuple(groups),
+        pending,
     )
 
 
@@ -204,26 +237,41 @@ class GroupMember(NamedTuple):
     when_ns: int
     size: int = 0
     mtime_ns: int = 0
+    files: tuple[tuple[bytes, int], ...] = ()
+    """What has to be there when the directory gets its name, as (path below the directory, size or
+    ANY_SIZE)."""
 
     def encode(self) -> bytes:
-        return _MEMBER.pack(FORMAT, *self)
+        files = b"".join(_FILE.pack(size, len(path)) + path for path, size in self.files)
+        return _MEMBER.pack(FORMAT, self.when_ns, self.size, self.mtime_ns) + files
 
 
 def decode_member(record: bytes) -> GroupMember:
     """Raises Unavailable for a damaged record."""
-    if len(record) != _MEMBER.size or record[0] != FORMAT:
+    try:
+        version, when_ns, size, mtime_ns = _MEMBER.unpack_from(record)
+        files, offset = [], _MEMBER.size
+        while offset < len(record):
+            wanted, length = _FILE.unpack_from(record, offset)
+            offset += _FILE.size + length
+            files.append((record[offset - length : offset], wanted))
+    except struct.error:
+        raise Unavailable("the record of a member of a group is damaged") from None
+    if version != FORMAT or offset != len(record):
         raise Unavailable("the record of a member of a group is damaged, or of a later version")
-    return GroupMember(*_MEMBER.unpack(record)[1:])
+    return GroupMember(when_ns, size, mtime_ns, tuple(files))
 
 
-# --- transactions ---------------------------------------------------------------------------------
+# --- a group and its state ------------------------------------------------------------------------
 
 
 @grows
 def begin(tx: Transaction, ino: int, group: GroupRecord) -> GroupRecord | None:
-    """The directory's group from now on; what is on record of the one before, if that can be read.
-    Raises NotFound, NotADirectory."""
+    """The directory's group from now on; what is on record of the one before, if that can be read,
+    whose commits count no more. Raises NotFound, NotADirectory, Invalid for the root."""
     namespace.get_directory(tx, ino)
+    if ino == keys.ROOT_INO and group.pending is not None:
+        raise Invalid("the root cannot be published")
     before = None
     with suppress(Unavailable):
         before = find(tx, ino)
@@ -233,38 +281,92 @@ def begin(tx: Transaction, ino: int, group: GroupRecord) -> GroupRecord | None:
 
 
 @grows
+def change(tx: Transaction, ino: int, group: GroupRecord) -> None:
+    """Record what else is asked of the group, whose commits go on to count. Raises NotFound,
+    NotADirectory, Invalid if it is not the directory's group any more."""
+    namespace.get_directory(tx, ino)
+    there = find(tx, ino)
+    if there is None or there.id != group.id:
+        raise Invalid("the directory has got its name meanwhile")
+    tx.put(keys.group(ino), group.encode())
+
+
+@grows
 def update(tx: Transaction, ino: int, group: GroupRecord) -> None:
-    """Record what has become of a group; members of one that has ended are forgotten. Nothing
-    happens if its directory is gone, or another has followed."""
+    """Record what has become of a group; the commits of one that has ended are forgotten, but for a
+    pending directory. Nothing happens if its directory is gone, or another has followed."""
     there = find(tx, ino)
     if there is not None and there.id == group.id:
-        if group.state not in LIVE:
+        if group.state not in LIVE and group.pending is None:
             namespace.drop_group(tx, ino)
         tx.put(keys.group(ino), group.encode())
 
 
-@grows
-def put_member(tx: Transaction, ino: int, group_id: int, number: int, member: GroupMember) -> None:
-    """As ``update``, for a member."""
+def abandon(tx: Transaction, ino: int, group_id: int) -> None:
+    """The directory is pending no more, and nobody has committed; nothing is known of the group.
+    Nothing happens if another has followed."""
     there = find(tx, ino)
     if there is not None and there.id == group_id:
-        tx.put(keys.group_member(ino, number), member.encode())
+        namespace.drop_group(tx, ino)
+
+
+def find(tx: ReadTransaction, ino: int) -> GroupRecord | None:
+    record = tx.get(keys.group(ino))
+    return None if record is None else decode_group(record)
+
+
+def is_pending(tx: ReadTransaction, ino: int) -> bool:
+    """Whether the directory is pending; also if nobody can tell."""
+    try:
+        record = find(tx, ino)
+    except Unavailable:
+        return True
+    return record is not None and record.pending is not None
+
+
+# --- commits --------------------------------------------------------------------------------------
+
+
+@grows
+def commit(
+    tx: Transaction, ino: int, group_id: int, rank: int, member: GroupMember, again: bool
+) -> None:
+    """Record a rank's commit. Raises Invalid: another group has followed, the directory has got its
+    name, or the rank has committed and this is not ``again``."""
+    there = find(tx, ino)
+    if there is None or there.id != group_id:
+        raise Invalid("the directory has got its name meanwhile, or another group has begun")
+    if there.state not in LIVE and there.pending is None:
+        raise Invalid("the group has ended meanwhile")
+    if not again and tx.get(keys.group_member(ino, rank)) is not None:
+        raise Invalid(f"rank {rank} has committed already")
+    tx.put(keys.group_member(ino, rank), member.encode())
 
 
 @grows
 def put_closed(
     tx: Transaction, ino: int, group_id: int, numbers: Sequence[int], now_ns: int
 ) -> None:
-    """Files have been closed, and are durable as they are on record."""
+    """Files have been closed, and are durable as they are on record. Nothing happens if another
+    group has followed."""
+    there = find(tx, ino)
+    if there is None or there.id != group_id:
+        return
     for number in numbers:
         inode = namespace.find_inode(tx, number)
         if inode is not None:
-            put_member(tx, ino, group_id, number, GroupMember(now_ns, inode.size, inode.mtime_ns))
+            member = GroupMember(now_ns, inode.size, inode.mtime_ns)
+            tx.put(keys.group_member(ino, number), member.encode())
 
 
-def find(tx: ReadTransaction, ino: int) -> GroupRecord | None:
-    record = tx.get(keys.group(ino))
-    return None if record is None else decode_group(record)
+def committed(tx: ReadTransaction, ino: int) -> list[int]:
+    """The ranks of a group that have committed, ascending."""
+    return [keys.group_number(key) for key, _ in tx.range(*keys.group_members(ino))]
+
+
+def get_member(tx: ReadTransaction, ino: int, number: int) -> GroupMember | None:
+    record = tx.get(keys.group_member(ino, number))
+    return None if record is None else decode_member(record)
 
 
 def members(tx: ReadTransaction, ino: int) -> dict[int, GroupMember]:
@@ -275,11 +377,45 @@ def members(tx: ReadTransaction, ino: int) -> dict[int, GroupMember]:
     }
 
 
-def load_live(
+def conclude(tx: Transaction, ino: int) -> None:
+    """The directory gets its final name in this transaction, so it is pending no more. Raises Busy
+    if ranks have not committed."""
+    record = find(tx, ino)
+    if record is None or not record.seals:
+        return
+    require_complete(tx, ino, record)
+    if not record.options.shares or record.state not in LIVE:
+        namespace.drop_group(tx, ino)
+    if record.options.shares:
+        tx.put(keys.group(ino), record._replace(pending=None).encode())
+
+
+def require_complete(tx: ReadTransaction, ino: int, record: GroupRecord) -> None:
+    """Raises Busy, which names the ranks, if some of a group that seals its directory have not
+    committed, or the file whose size differs though all must have one."""
+    lacking = sorted(set(range(record.options.ranks)).difference(committed(tx, ino)))
+    if lacking:
+        raise Busy(lacking_text(lacking, record.options.ranks))
+    if record.unequal:
+        raise Busy(record.error)
+
+
+def lacking_text(lacking: Sequence[int], ranks: int) -> str:
+    """Who has not committed, for people."""
+    names = ", ".join(map(str, lacking[:_NAMED_MAX])) + (
+        "" if len(lacking) <= _NAMED_MAX else ", ..."
+    )
+    return f"{len(lacking)} of {ranks} ranks have not committed: {names}"
+
+
+# --- which groups there are -----------------------------------------------------------------------
+
+
+def load(
     tx: ReadTransaction,
 ) -> tuple[dict[int, tuple[GroupRecord, dict[int, GroupMember]]], list[int]]:
-    """All groups that have not ended, by directory, with their members by number; and the
-    directories whose records are damaged."""
+    """All groups that are live or keep a directory pending, by directory, with their members by
+    number; and the directories whose records are damaged."""
     found: dict[int, tuple[GroupRecord, dict[int, GroupMember]]] = {}
     damaged: list[int] = []
     for ino in [
@@ -289,7 +425,7 @@ def load_live(
     ]:
         try:
             record = find(tx, ino)
-            if record is not None and record.state in LIVE:
+            if record is not None and (record.state in LIVE or record.pending is not None):
                 found[ino] = record, members(tx, ino)
         except Unavailable:
             damaged.append(ino)

@@ -27,10 +27,9 @@
                                      (8 bytes little-endian; 0: a container)
     u server                         unprotected bytes may lie on that data server; empty; never removed while it is in use
     z ino                            trash: a tree that nobody can find by name, to be removed (meta/trash.py)
-    p ino [rank]                     pending directory; with rank (4 bytes): a member that has committed (meta/publishing.py)
     r ino                            retention of the checkpoints in a directory: text, as in core/retention.py
-    n ino [number]                   group of a directory; with number (8 bytes): rank that has committed, or file that has been
-                                     closed (meta/groups.py)
+    n ino [number]                   group of a directory, which may be pending; with number (8 bytes): rank that has
+                                     committed, or file that has been closed (meta/groups.py)
     j name                           where a background job that goes through the store has got to; its own format
 
 ino, parent, cookie, oid, id and first are 8 bytes, server is 2 bytes, all big-endian, so that
@@ -51,7 +50,6 @@ _NUMBER = struct.Struct(">cQ").pack
 _TWO_NUMBERS = struct.Struct(">cQQ").pack
 _NUMBER_AND_SERVER = struct.Struct(">cQH").pack
 _SERVER = struct.Struct(">cH").pack
-_MEMBER = struct.Struct(">cQI").pack
 
 SUPERBLOCK = b"S"
 COUNTER_IDS = b"cids"  # all ids below it may be in use
@@ -140,24 +138,6 @@ def unprotected(server: int) -> bytes:
 
 def trash(ino: int) -> bytes:
     return _NUMBER(b"z", ino)
-
-
-def pending(ino: int) -> bytes:
-    return _NUMBER(b"p", ino)
-
-
-def member(ino: int, rank: int) -> bytes:
-    return _MEMBER(b"p", ino, rank)
-
-
-def members(ino: int) -> tuple[bytes, bytes]:
-    """The key range of the members of a pending directory, in order of rank."""
-    return _MEMBER(b"p", ino, 0), _NUMBER(b"p", ino + 1)
-
-
-def pending_rank(key: bytes) -> int | None:
-    """The rank of a ``p`` key; None for the directory's own."""
-    return int.from_bytes(key[9:], "big") if len(key) > 9 else None
 
 
 def retention(ino: int) -> bytes:

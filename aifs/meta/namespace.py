@@ -320,16 +320,9 @@ def erase(tx: Transaction, inode: Inode) -> list[int]:
         garbage.append(discard_copy(tx, inode.copy))
     tx.delete(keys.dirty(ino))
     if inode.is_dir:
-        drop_pending(tx, ino)
         drop_group(tx, ino)
         tx.delete(keys.retention(ino))
     return garbage
-
-
-def drop_pending(tx: Transaction, ino: int) -> None:
-    """A directory is pending no more (meta/publishing.py)."""
-    for key in [key for key, _ in tx.range(keys.pending(ino), keys.members(ino)[1])]:
-        tx.delete(key)
 
 
 def drop_group(tx: Transaction, ino: int) -> None:

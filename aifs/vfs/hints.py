@@ -11,8 +11,8 @@ files.
     user.aifs.remove         directory, set: name of a directory in it, to be removed with all that lies below (trash.py)
     user.aifs.publish        directory: get and set burst or capacity, where bytes must be before a rename into it shows them
     user.aifs.pending        directory: JSON, who has committed; set 'ranks=8,step=100,job=NAME' to mark it, '' to abandon
-    user.aifs.commit         pending directory, set: a rank, or JSON (pending.put_commit)
-    user.aifs.publish-as     directory, set: JSON, the final name and the pointers to it (pending.publish_as)
+    user.aifs.commit         pending directory, set: a rank, or JSON (groups/group_hints.py)
+    user.aifs.publish-as     directory, set: JSON, the final name and the pointers to it (publishing/publish_hint.py)
     user.aifs.keep           directory: get and set which checkpoints in it are kept (core/retention.py)
     user.aifs.backup         root, write only: TOKEN:[DIRECTORY], back up the metadata (backup.request)
     user.aifs.group          directory: get (also of what lies below) and set 'name=step,ranks=8', a grouped write; '' ends it
@@ -56,7 +56,7 @@ from aifs.upkeep import scrub
 from aifs.vfs import burst_hints, operation_log, reports, rights, server_hints
 from aifs.vfs.groups import group_hints
 from aifs.vfs.operation_log import OperationLog
-from aifs.vfs.publishing import pending
+from aifs.vfs.publishing import publish_hint
 from aifs.vfs.publishing.retention import Retention
 from aifs.vfs.refusals import Refusals
 
@@ -70,7 +70,6 @@ class Host(reports.Host, burst_hints.Host, server_hints.Host, group_hints.Host, 
     """What the hints need of the filesystem."""
 
     retention: Retention
-    refused: dict[int, str]
     refusals: Refusals
     operation_log: OperationLog
     atime: str
@@ -108,7 +107,7 @@ async def get(fs: Host, ino: int, name: bytes, caller: CallerLike) -> bytes:
     if name == b"user.aifs.scrub":
         return _json(reports.without_paths(fs.scrub.status(), caller))
     if name == b"user.aifs.pending":
-        return _json(await pending.tell(fs, ino, caller))
+        return _json(await group_hints.tell_pending(fs, ino, caller))
     if name == b"user.aifs.group":
         return _json(await group_hints.tell(fs, ino, caller))
     if name.startswith(b"user.aifs.group.") and name[16:].isdigit():
@@ -188,9 +187,9 @@ async def remove(fs: Host, ino: int, name: bytes, caller: CallerLike) -> None:
 
 async def _remove(fs: Host, ino: int, name: bytes, caller: CallerLike) -> None:
     if name == b"user.aifs.pending":
-        await pending.remove(fs, ino)
+        await fs.groups.abandon(ino, caller)
     elif name == b"user.aifs.group":
-        await fs.groups.cancel(ino)
+        await fs.groups.cancel(ino, caller=caller)
     elif name == b"user.aifs.keep":
         if not await fs.retention.policy_of(ino):
             raise NoAttribute()
@@ -294,11 +293,11 @@ _ORDERS = {
 
 _STATEMENTS = {
     b"user.aifs.atime": _set_atime,
-    b"user.aifs.pending": pending.put,
-    b"user.aifs.commit": pending.put_commit,
+    b"user.aifs.pending": group_hints.put_pending,
+    b"user.aifs.commit": group_hints.put_pending_commit,
     b"user.aifs.group": group_hints.put,
     b"user.aifs.group.commit": group_hints.put_commit,
-    b"user.aifs.publish-as": pending.publish_as,
+    b"user.aifs.publish-as": publish_hint.publish_as,
     b"user.aifs.scrub": scrub.order,
     b"user.aifs.keep": lambda fs, ino, text, caller: fs.retention.set_policy(ino, text, caller),
 }

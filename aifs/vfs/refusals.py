@@ -2,6 +2,7 @@
 has just asked.
 """
 
+import errno
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,6 +55,17 @@ class Refusals:
         is known.
         """
         return self._of.get(caller.uid, {}).get(ino)
+
+    def last(self, ino: int, since_s: float) -> str:
+        """What was wrong with the last request about this inode that was, since then, whoever
+        asked; ''."""
+        found = [
+            theirs[ino]
+            for theirs in self._of.values()
+            if ino in theirs and theirs[ino]["errno"] in (errno.EINVAL, errno.EBUSY)
+        ]
+        newest = max(found, key=lambda one: one["at_s"], default=None)
+        return newest["reason"] if newest is not None and newest["at_s"] >= since_s else ""
 
 
 def _cut(entries: dict[int, Any], most: int) -> None:

@@ -4,7 +4,7 @@ The kernel checks extended attributes before it asks, by mode alone, and ioctls 
 is decided here, by the inode that the request names. Where a request concerns names besides, the
 transaction that changes them checks those as well (publishing/permissions.py); the table says so.
 What the daemon removes later because somebody has asked for it, it removes with that one's rights
-at that time (``publishing.Asker``), never with its own.
+at that time (``askers.Asker``), never with its own.
 """
 
 import os
@@ -90,11 +90,12 @@ HINTS: dict[bytes, Right] = {
     b"user.aifs.stage": Right(unreadable, owner),
     b"user.aifs.evict": Right(unreadable, owner),
     b"user.aifs.remove": Right(unreadable, writer),  # and permissions.require_may_remove_tree
-    b"user.aifs.pending": Right(reader, owner),
+    b"user.aifs.pending": Right(reader, writer),  # and its owner, but to begin anew what nobody
+    # goes on with (groups.Groups.begin): who may write may remove what was left in it, too
     b"user.aifs.commit": Right(unreadable, writer),
     b"user.aifs.publish-as": Right(unreadable, anybody),  # but publish.require_may_publish
     b"user.aifs.keep": Right(reader, owner),
-    b"user.aifs.group": Right(reader, writer),
+    b"user.aifs.group": Right(reader, writer),  # pending=yes: as user.aifs.pending
     b"user.aifs.group.ID": Right(reader, unchangeable),
     b"user.aifs.group.commit": Right(unreadable, writer),
     b"user.aifs.refused": Right(anybody, unchangeable),  # each is told his own

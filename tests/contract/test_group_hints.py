@@ -31,8 +31,8 @@ from aifs.core.errors import (
     Unavailable,
 )
 from aifs.meta import keys
+from aifs.meta.askers import Asker
 from aifs.meta.kv import Transaction
-from aifs.meta.publishing import Asker
 from aifs.vfs import Caller, Filesystem
 from aifs.vfs.groups.group_drain import GroupDrain
 from aifs.vfs.groups.group_text import parse_group
@@ -799,17 +799,52 @@ async def test_all_groups_of_who_begins_a_group_count_when_it_is_published(
         assert (await fs.lookup(team, b"final")).ino == top
 
 
-async def test_a_group_with_other_ranks_than_the_pending_directory_counts_for_itself(
-    directory: Path,
+@pytest.mark.parametrize("first", ["group", "pending"])
+async def test_a_group_and_a_pending_directory_have_the_same_ranks(
+    directory: Path, first: str
 ) -> None:
+    """They are one: who asks for another number is told at once."""
     async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=1,commit=explicit")
-        await put(fs, top, "pending", "ranks=2,step=1")
+        for number, text in enumerate(("ranks=1,commit=explicit", "ranks=2")):
+            top = await tree(fs, b"%d" % number)
+            wanted = [("pending", "ranks=2,step=1"), ("group", f"name=step,{text}")]
+            if first == "group":
+                wanted.reverse()
+            await put(fs, top, *wanted[0])
+            with pytest.raises(Invalid, match="needs commit=explicit"):
+                await put(fs, top, *wanted[1])
+
+
+async def test_a_group_that_is_to_be_published_keeps_its_directory_pending(directory: Path) -> None:
+    """P4 and P5 of docs/publish.md."""
+    async with opened(directory) as fs:
+        top = await group_in(fs, "ranks=2,commit=explicit,publish=final", b"tmp", ADMIN)
+        await make(fs, top, b"a", b"a" * SIZE)
+        await put(fs, top, "group.commit", {"rank": 0, "files": {"a": SIZE}})
+        with pytest.raises(Busy, match="1 of 2 ranks have not committed: 1"):
+            await fs.rename(ROOT, b"tmp", ROOT, b"other")
+        await fs.unlink(top, b"a")
+        with pytest.raises(FsError, match="'a' is missing"):
+            await put(fs, top, "group.commit", "1")
+        assert "'a' is missing" in (await durable(fs, top))["publish_error"]
+        await fs.rename(ROOT, b"tmp", ROOT, b"other")
+
+
+async def test_a_directory_stays_pending_when_its_group_fails(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top = await tree(fs, b"tmp")
+        await put(fs, top, "pending", "ranks=2")
         await put(fs, top, "commit", "0")
-        assert (await ask(fs, top))["missing"] == [0]
-        await put(fs, top, "group.commit", "0")
-        await durable(fs, top)
-        assert (await ask(fs, top, "pending"))["missing"] == [1]
+        await put(fs, top, "group", "name=step,ranks=2,commit=explicit,timeout=10ms")
+        assert (await in_state(fs, top, "expired"))["pending"]
+    async with opened(directory) as fs:
+        with pytest.raises(Busy, match="1 of 2 ranks have not committed: 1"):
+            await fs.rename(ROOT, b"tmp", ROOT, b"final")
+        with pytest.raises(FsError, match="after 0.01 s, 1 of 2 ranks"):
+            await put(fs, top, "group.commit", "1")
+        await put(fs, top, "commit", "1")
+        await fs.rename(ROOT, b"tmp", ROOT, b"final")
+        assert (await ask(fs, top))["state"] == "expired", "as it ended"
 
 
 # --- from mount to mount --------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 others have followed; on the filesystem in process."""
 
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,8 @@ from aifs.core.errors import (
     NotFound,
     Stale,
 )
-from aifs.meta.kv import ReadTransaction
 from aifs.vfs import Caller, Filesystem
 from aifs.vfs.groups import protocol
-from aifs.vfs.groups.group import File
 from tests.contract.test_group_hints import ROOT, SIZE, ask, durable, group_in, in_state, make, tree
 from tests.support import stores
 from tests.support.stores import LIMIT_S, OWNER, opened, put, read_file
@@ -90,22 +88,19 @@ async def test_a_file_that_is_written_again_while_sizes_are_compared(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "_SLICE", 1)
-    looked = []
-
-    def look(tx: ReadTransaction, files: Sequence[File]) -> list[tuple[File, str]]:
-        looked.append(files[0].ino)
-        return paths_of(tx, files)
+    looked: list[int] = []
 
     async def view(function: Any, *args: Any) -> Any:
         found = await engine_view(function, *args)
-        if function is look and len(looked) == 2:
-            await stores.rewrite(fs, inos[0], b"a" * SIZE)
+        if function is protocol._paths:
+            looked.append(args[0][0].ino)
+            if len(looked) == 2:
+                await stores.rewrite(fs, inos[0], b"a" * SIZE)
         return found
 
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=2,same_size=yes")
-        engine_view, paths_of = fs.store.engine.view, protocol._paths
-        monkeypatch.setattr(protocol, "_paths", look)
+        engine_view = fs.store.engine.view
         monkeypatch.setattr(fs.store.engine, "view", view)
         inos = [await make(fs, top, b"0", b"a" * CUT), await make(fs, top, b"1", b"a" * SIZE)]
         await durable(fs, top)
@@ -170,6 +165,10 @@ async def test_a_pending_directory_with_other_sizes_is_not_published(
         assert "/final.pending/1" in (await ask(fs, top, "pending"))["refused"]
         await in_state(fs, top, "failed")
         await put(fs, top, "group", "name=step,ranks=2,commit=explicit")
+        with pytest.raises(Busy, match="2 of 2 ranks have not committed"):
+            await fs.rename(ROOT, b"final.pending", ROOT, b"final")
+        for rank in range(2):
+            await put(fs, top, by, f"{rank}")
         await fs.rename(ROOT, b"final.pending", ROOT, b"final")
 
 

@@ -4,6 +4,7 @@ races, retention.
 
 import json
 import os
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from aifs.core.errors import (
     Busy,
     Exists,
     FsError,
+    GroupCancelled,
     Invalid,
     IsADirectory,
     NoAttribute,
@@ -32,7 +34,7 @@ from aifs.core.errors import (
 )
 from aifs.files import waiter
 from aifs.files.types import ROOT as ROOT_USER
-from aifs.meta import keys, namespace, publishing
+from aifs.meta import groups, keys, namespace
 from aifs.meta.kv import Transaction
 from aifs.meta.publishing import Publication
 from aifs.meta.records import IMMUTABLE
@@ -171,6 +173,99 @@ async def test_abandoning_takes_the_mark_and_the_commits(directory: Path, remove
         assert (await ask(fs, ino))["members"] == []
         await put(fs, ino, "pending", "")
         await fs.rename(ROOT, b"tmp", ROOT, b"step-100")
+
+
+async def test_who_may_write_begins_anew_what_nobody_goes_on_with(directory: Path) -> None:
+    """In a team's directory, what one user's crash has left is another one's to do again."""
+    async with opened(directory) as fs:
+        ino = await tree(fs, b"tmp")
+        await fs.setattr(ino, SetAttr(mode=0o777), OWNER)
+        anew = "ranks=2,step=100,anew=yes"
+        with pytest.raises(NotPermitted):  # nobody has said that it is a checkpoint
+            await put(fs, ino, "pending", anew, OTHER)
+        with subprocess.Popen(["sleep", "1000"]) as process:
+            rank = Caller(OWNER.uid, OWNER.gid, process.pid)
+            await put(fs, ino, "pending", "ranks=1,step=100", rank)
+            await put(fs, ino, "commit", "0")
+            with pytest.raises(NotPermitted, match=f"processes {process.pid}"):
+                await put(fs, ino, "pending", anew, OTHER)
+            process.kill()
+        for wrong, error in (("ranks=2,step=100", NotPermitted), ("", NotPermitted)):
+            with pytest.raises(error):
+                await put(fs, ino, "pending", wrong, OTHER)
+        for mode, error in ((0o1777, NotPermitted), (0o755, AccessDenied)):
+            await fs.setattr(ino, SetAttr(mode=mode), OWNER)
+            with pytest.raises(error):
+                await put(fs, ino, "pending", anew, OTHER)
+        assert (await ask(fs, ino))["members"] == [0]
+        await fs.setattr(ino, SetAttr(mode=0o777), OWNER)
+        await put(fs, ino, "group", "name=step,ranks=1,commit=explicit,timeout=1h")
+        left = (await ask(fs, ino, name="group"))["id"]
+        await put(fs, ino, "pending", anew, OTHER)
+        with pytest.raises(GroupCancelled, match="pending anew"):
+            await fs.groups.wait(ino, left, False, None)
+        assert (await ask(fs, ino))["missing"] == [0, 1]
+        for rank in ("0", "1"):
+            await put(fs, ino, "commit", rank, OTHER)
+        await put(fs, ino, "publish-as", {"final": "final"}, OTHER)
+        assert (await fs.lookup(ROOT, b"final")).ino == ino
+
+
+async def test_a_mark_is_short_for_a_group(directory: Path) -> None:
+    """What one attribute says, the other one takes, and both tell."""
+    async with opened(directory) as fs:
+        ino = await pending(fs, b"tmp", ranks=2)
+        told = await ask(fs, ino, name="group")
+        assert (told["state"], told["pending"], told["missing"]) == ("open", True, [0, 1])
+        long = "ranks=2,commit=explicit,dedup=no,pending=yes,step=100,job=job 7"
+        await put(fs, ino, "group", long)
+        assert (await ask(fs, ino, name="group"))["id"] == told["id"], "the same again"
+        for other in (long.replace("100", "101"), long.replace("ranks=2", "ranks=3")):
+            with pytest.raises(Invalid, match="pending already"):
+                await put(fs, ino, "group", other)
+        await put(fs, ino, "group.commit", {"rank": 1, "files": {"0.pt": SIZE}})
+        assert (await ask(fs, ino))["members"] == [1]
+        with pytest.raises(Invalid, match="rank 1 has committed"):
+            await put(fs, ino, "group.commit", "1")
+        await put(fs, ino, "group.commit", {"rank": 1, "again": True})
+        await put(fs, ino, "commit", "0")
+        await fs.groups.wait(ino, 0, False, None)
+        with pytest.raises(Invalid, match="drained as usual"):
+            await fs.groups.wait(ino, 0, True, None)
+        await fs.setattr(ino, SetAttr(mode=0o777), OWNER)
+        with pytest.raises(NotPermitted):
+            await put(fs, ino, "group", "", OTHER)
+        await fs.rename(ROOT, b"tmp", ROOT, b"final")
+        for name in ("pending", "group"):
+            with pytest.raises(NoAttribute):
+                await get(fs, ino, name)
+        await put(fs, ino, "group", long)
+        await put(fs, ino, "group", "")
+        with pytest.raises(NoAttribute):
+            await get(fs, ino, "pending")
+
+
+async def test_who_waits_for_the_ranks_is_told_of_the_name_and_of_the_end(directory: Path) -> None:
+    async with opened(directory) as fs:
+        one, two = await pending(fs, b"one"), await pending(fs, b"two")
+        ends: list[object] = []
+
+        async def wait(ino: int) -> None:
+            try:
+                ends.append(await fs.groups.wait(ino, 0, False, None))
+            except FsError as error:
+                ends.append(str(error))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait, one)
+            await trio.testing.wait_all_tasks_blocked()
+            await put(fs, one, "commit", "0")
+            await fs.rename(ROOT, b"one", ROOT, b"final")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait, two)
+            await trio.testing.wait_all_tasks_blocked()
+            await put(fs, two, "pending", "")
+        assert ends == [None, "the directory is pending no more"]
 
 
 NONSENSE = [
@@ -322,7 +417,7 @@ async def test_commits_survive_a_remount(directory: Path) -> None:
         await put(fs, ino, "commit", {"rank": 0, "files": {"0.pt": SIZE}})
     async with opened(directory) as fs:
         assert (await ask(fs, ino))["members"] == [0]
-        member = await fs.store.engine.view(publishing.get_member, ino, 0)
+        member = await fs.store.engine.view(groups.get_member, ino, 0)
         assert member.files == ((b"0.pt", SIZE),)
 
 
@@ -351,7 +446,7 @@ async def test_what_is_above_a_pending_directory_can_be_moved_and_removed(direct
         await fs.remove_tree(ROOT, b"moved")
         await fs.trash.empty()
         assert (
-            await fs.store.engine.view(lambda tx: [*tx.range(b"p", b"q"), *tx.range(b"r", b"s")])
+            await fs.store.engine.view(lambda tx: [*tx.range(b"n", b"o"), *tx.range(b"r", b"s")])
             == []
         )
 
@@ -892,19 +987,6 @@ async def test_nobody_has_a_directory_of_others_removed_by_marking_it(
         assert await names(fs) == kept
 
 
-async def test_a_mark_of_an_earlier_version_removes_nothing_until_it_is_set_anew(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(directory) as fs:
-        ino = await tree(fs, b"tmp")
-        await fs.store.engine.transact(publishing.mark, ino, publishing.Pending(1, None, 1))
-        await remove_abandoned(fs, monkeypatch)
-        assert await names(fs) == {b"tmp"}
-        await put(fs, ino, "pending", "ranks=1")
-        await remove_abandoned(fs, monkeypatch)
-        assert await names(fs) == set()
-
-
 async def test_a_mark_counts_with_the_groups_of_who_set_it(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -953,17 +1035,6 @@ async def test_an_immutable_checkpoint_stays_and_holds_up_no_other(directory: Pa
         await put(fs, runs, "keep", "last=1")
         await settle(fs, runs, {b"1", b"3", b"4"})
         await fs.retention.enforce(runs)
-
-
-async def test_a_policy_of_an_earlier_version_is_the_owners(directory: Path) -> None:
-    async with opened(directory) as fs:
-        runs = await tree(fs, b"runs", files=0)
-        for step, caller in ((1, OTHER), (2, OWNER), (3, OWNER)):
-            await tree(fs, b"%d" % step, parent=runs, caller=caller)
-        await fs.store.engine.transact(lambda tx: tx.put(keys.retention(runs), b"last=1"))
-        assert await get(fs, runs, "keep") == "last=1"
-        await fs.retention.enforce(runs)
-        assert await names(fs, runs) == {b"1", b"3"}
 
 
 async def test_a_final_name_tells_nothing_of_where_one_may_not_search(directory: Path) -> None:
@@ -1114,10 +1185,10 @@ async def test_a_file_that_was_synced_before_it_was_closed_is_in_order(
 
 async def test_fsck_takes_marks_away_that_cannot_be_true(directory: Path) -> None:
     planted = {
-        keys.pending(99): "stray-record",
-        keys.member(99, 0): "stray-record",
+        keys.group(99): "stray-record",
+        keys.group_member(99, 0): "stray-record",
         keys.retention(99): "stray-record",
-        keys.pending(5)[:5]: "stray-record",
+        keys.group(5)[:5]: "stray-record",
     }
     async with opened(directory, sound=False) as fs:
         good, damaged, file = (
@@ -1128,12 +1199,12 @@ async def test_fsck_takes_marks_away_that_cannot_be_true(directory: Path) -> Non
         await put(fs, good, "commit", "1")
         await put(fs, good, "keep", "last=1")
         planted |= {
-            keys.pending(file): "stray-record",
+            keys.group(file): "stray-record",
             keys.retention(file): "stray-record",
-            keys.pending(damaged): "unreadable-record",
-            keys.member(good, 0): "unreadable-record",
+            keys.group(damaged): "unreadable-record",
+            keys.group_member(good, 0): "unreadable-record",
             keys.retention(damaged): "unreadable-record",
-            keys.member(ROOT, 3): "stray-record",
+            keys.group_member(ROOT, 3): "stray-record",
         }
 
         def plant(tx: Transaction) -> None:

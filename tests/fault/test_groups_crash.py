@@ -93,6 +93,8 @@ class Job:
         await fs.setxattr(
             ino, b"user.aifs.group", (text + (f",publish=final-{step}" if publish else "")).encode()
         )
+        if explicit and rng.random() < 0.3:
+            await fs.setxattr(ino, b"user.aifs.pending", f"ranks={ranks}".encode())
         files, promised = self.written.setdefault(step, {}), self.promised.setdefault(step, set())
         for rank in range(ranks):
             for part in range(rng.randint(1, 2) if explicit else 1):

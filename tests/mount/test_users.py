@@ -6,6 +6,7 @@ permissions are right.
 
 import errno
 import fcntl
+import json
 import os
 import stat
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from aifs.cli import hints, mounts, rm  # noqa: F401 - a child of another user cannot import
 from aifs.cli.output import describe_error
+from aifs.client import checkpoint
 from aifs.core import ioctl
 from tests.support.mounts import Mounted
 from tests.support.users import errno_of, in_process
@@ -341,3 +343,30 @@ def test_setuid_programs(here: Path) -> None:
         ).stdout.strip()
 
     assert in_process(run, BOB) == str(ALICE)
+
+
+def test_a_save_that_a_crash_has_left_is_done_again_by_another_of_the_team(
+    here: Path, module_mount: Mounted
+) -> None:
+    mounted_only(here, module_mount)
+    team, unfinished = here / "team", []
+    team.mkdir()
+    os.chown(team, 0, TEAM)
+    team.chmod(0o2775)
+
+    def begin() -> None:
+        os.umask(0o002)
+        saving = checkpoint(team / "step-1")
+        unfinished.append(saving)  # else it ends in order
+        (saving.__enter__() / "state").write_bytes(b"half of")
+
+    def save() -> None:
+        os.umask(0o002)
+        with checkpoint(team / "step-1") as tmp:
+            (tmp / "state").write_bytes(b"all")
+
+    assert attempt(ALICE, begin, (TEAM,)) == 0
+    assert json.loads(os.getxattr(team / ".step-1.pending", "user.aifs.pending"))["ranks"] == 1
+    assert attempt(BOB, save) == EACCES, "who may not write to it"
+    assert attempt(BOB, save, (TEAM,)) == 0
+    assert (team / "step-1" / "state").read_bytes() == b"all"

@@ -29,6 +29,7 @@ from aifs.layout.interleaved import HEADER_BYTES, Interleaved
 from aifs.layout.placement import BURST_FIRST
 from aifs.layout.striped import Striped
 from aifs.meta import chunk_lists, chunks, groups, journal, keys, shared
+from aifs.meta.askers import Asker
 from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.groups import GroupMember, GroupRecord
 from aifs.meta.kv import Transaction
@@ -579,7 +580,7 @@ def wrong_count_of_live_bytes(store: DamagedStore) -> None:
 COMMON_CHUNK = f"shared chunk {chunk_codec.digest_of(COMMON.data).hex()[:16]}"
 UNKNOWN = chunk_codec.digest_of(b"unknown")
 GROUP = GroupRecord(
-    7, groups.Options(b"step", 2, 1 << 20, False, 1000, 0, b""), 0, 0, 1, state="durable"
+    7, groups.Options(b"step", 2, 1 << 20, False, 1000, 0, b""), Asker(0, (0,)), 1, state="durable"
 )
 UNKNOWN_CHUNK = f"shared chunk {UNKNOWN.hex()[:16]}"
 

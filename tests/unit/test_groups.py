@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from aifs.core import ioctl
 from aifs.core.errors import GroupCancelled, GroupExpired, Invalid, MemberDied, Unavailable
 from aifs.layout.interleaved import CHUNK_MAX
-from aifs.meta import groups
-from aifs.meta.groups import GroupMember, GroupRecord, Options
+from aifs.meta import groups, keys
+from aifs.meta.askers import Asker
+from aifs.meta.groups import GroupMember, GroupRecord, Options, Pending
 from aifs.vfs.groups.group import FileState, Group, describe_ranks
-from aifs.vfs.groups.group_text import format_group, parse_group
+from aifs.vfs.groups.group_text import Wanted, format_group, parse_group, parse_pending
 
 KIB, MIB = 1 << 10, 1 << 20
 SECOND_NS = 10**9
@@ -42,6 +43,20 @@ OPTIONS = st.builds(
     job=NAMES.map(str.encode) | st.just(b""),
 )
 TIMES = st.integers(0, 1 << 62)
+NUMBERS = st.integers(0, (1 << 32) - 1)
+ASKERS = st.builds(
+    Asker, NUMBERS, st.lists(NUMBERS, min_size=1, max_size=5).map(tuple), st.just(0), st.just(0)
+)
+NOBODY = Asker(0, (0,))
+MEMBERS = st.builds(
+    GroupMember,
+    TIMES,
+    TIMES,
+    TIMES,
+    st.lists(
+        st.tuples(st.binary(min_size=1, max_size=300), TIMES | st.just(groups.ANY_SIZE)), max_size=5
+    ).map(tuple),
+)
 
 
 @st.composite
@@ -50,8 +65,7 @@ def records(draw: st.DrawFn) -> GroupRecord:
     return GroupRecord(
         draw(TIMES),
         options,
-        draw(st.integers(0, 1 << 31)),
-        draw(st.integers(0, 1 << 31)),
+        draw(ASKERS),
         draw(TIMES),
         draw(st.sampled_from([state for state in groups.STATES if state != "draining"])),
         draw(TIMES),
@@ -63,7 +77,10 @@ def records(draw: st.DrawFn) -> GroupRecord:
         draw(st.text(max_size=50)),
         draw(st.binary(max_size=100)),
         draw(st.booleans()),
-        tuple(draw(st.lists(st.integers(0, (1 << 32) - 1), max_size=5))),
+        draw(
+            st.none()
+            | st.builds(Pending, st.none() | TIMES, TIMES, st.binary(max_size=255), ASKERS)
+        ),
     )
 
 
@@ -71,7 +88,7 @@ def records(draw: st.DrawFn) -> GroupRecord:
 
 
 def test_what_is_left_out_is_the_usual() -> None:
-    assert parse_group("name=step,ranks=8") == Options(
+    assert parse_group("name=step,ranks=8").options == Options(
         b"step", 8, CHUNK_MAX, False, 600_000, 0, b""
     )
 
@@ -82,17 +99,24 @@ def test_everything_can_be_said() -> None:
     )
     text += "same_size=yes, job=17.1"
     expected = Options(b"s", 2, 64 * KIB, True, 90_000, 500, b"step-1", True, b"17.1")
-    assert parse_group(text) == expected
+    assert parse_group(text) == Wanted(expected)
 
 
 @pytest.mark.parametrize("size", ["file", "64MiB", "1TiB"])
 def test_a_chunk_is_not_larger_than_the_largest(size: str) -> None:
-    assert parse_group(f"name=a,ranks=1,dedup={size}").chunk == CHUNK_MAX == 4 * MIB
+    assert parse_group(f"name=a,ranks=1,dedup={size}").options.chunk == CHUNK_MAX == 4 * MIB
+
+
+def test_a_pending_directory_is_short_for_a_group() -> None:
+    for short in ("", ",step=100,job=a job", ",anew=yes"):
+        long = "ranks=8,commit=explicit,dedup=no,pending=yes"
+        assert parse_pending(f"ranks=8{short}") == parse_group(f"{long}{short}")
+    assert parse_pending("ranks=8,step=100").mark == (100, b"")
 
 
 @given(OPTIONS)
 def test_a_group_is_read_as_it_was_written(options: Options) -> None:
-    assert parse_group(format_group(options)) == options
+    assert parse_group(format_group(options)) == Wanted(options)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +145,12 @@ def test_a_group_is_read_as_it_was_written(options: Options) -> None:
         ("name=a,ranks=8,publish=..", "publish"),
         ("name=a,ranks=8,same_size=maybe", "yes, no"),
         ("name=a,ranks=8,job=" + 64 * "7", "job"),
+        ("name=a,ranks=8,dedup=no", "pending=yes"),
+        ("name=a,ranks=8,step=5", "pending=yes"),
+        ("name=a,ranks=8,anew=yes", "pending=yes"),
+        ("name=a,ranks=8,pending=yes", "commit=explicit"),
+        ("ranks=8,commit=explicit,dedup=no,pending=yes,publish=a", "publish needs more"),
+        ("ranks=8,commit=explicit,pending=yes", "name must be given"),
     ],
 )
 def test_a_wrong_text_is_refused_and_named(text: str, named: str) -> None:
@@ -136,17 +166,21 @@ def test_a_record_is_read_as_it_was_written(record: GroupRecord) -> None:
     assert groups.decode_group(record.encode()) == record
 
 
+@given(MEMBERS)
+def test_a_member_is_read_as_it_was_written(member: GroupMember) -> None:
+    assert groups.decode_member(member.encode()) == member
+
+
 def test_the_format_of_records_stays() -> None:
     options = Options(b"step", 8, 4 * MIB, True, 600_000, 1000, b"final")
-    record = GroupRecord(77, options, 1000, 100, 5, "failed", 6, 7, 8, True, 3, "why", "", b"{}")
+    asker = Asker(1000, (100,))
+    record = GroupRecord(77, options, asker, 5, "failed", 6, 7, 8, True, 3, "why", "", b"{}")
     assert record.encode().hex() == (
         "01"
         "05"
         "0300"
         "08000000"
         "03000000"
-        "e8030000"
-        "64000000"
         "4d00000000000000"
         "0000400000000000"
         "c027090000000000"
@@ -155,6 +189,7 @@ def test_the_format_of_records_stays() -> None:
         "0600000000000000"
         "0700000000000000"
         "0800000000000000"
+        "e8030000010064000000"
         "0400"
         "73746570"
         "0500"
@@ -164,21 +199,43 @@ def test_the_format_of_records_stays() -> None:
         "0000"
         "0200"
         "7b7d"
+        "0000"
+        "0000"
     )
     sized = options._replace(same_size=True, job=b"17")
     assert record._replace(options=sized, unequal=True).encode().hex() == (
-        record.encode().hex().replace("01050300", "01051f00") + "02003137"
+        record.encode().hex().replace("01050300", "01050f00")[:-8] + "02003137" + "0000"
     )
-    assert record._replace(groups=(4242, 7)).encode().hex() == (
-        record.encode().hex().replace("01050300", "01052300") + "08009210000007000000"
+    pending = Pending(100, 9, b"job 7", Asker(1000, (100, 7)))
+    assert record._replace(pending=pending).encode().hex() == (
+        record.encode().hex()[:-4]
+        + "2300"
+        + "64000000000000000900000000000000"
+        + "e8030000020064000000070000006a6f622037"
     )
     assert (
         GroupMember(1, 2, 3).encode().hex() == "01010000000000000002000000000000000300000000000000"
     )
+    assert GroupMember(1, 2, 3, ((b"ab", 3),)).encode().hex() == (
+        GroupMember(1, 2, 3).encode().hex() + "030000000000000002006162"
+    )
+    assert keys.group(5).hex() == "6e0000000000000005"
+    assert keys.group_member(5, 3).hex() == "6e00000000000000050000000000000003"
+
+
+def test_what_seals_a_directory() -> None:
+    options, mark = parse_group("name=a,ranks=1").options, Pending(None, 1, b"", NOBODY)
+    record = GroupRecord(1, options, NOBODY, 0)
+    assert not record.seals and record._replace(pending=mark, state="failed").seals
+    record = record._replace(options=options._replace(publish=b"final"))
+    assert not record.seals, "files may be closed in any order"
+    record = record._replace(options=record.options._replace(explicit=True))
+    assert record.seals and not record._replace(published=True).seals
+    assert not record._replace(state="cancelled").seals
 
 
 def test_a_group_that_is_drained_is_on_record_as_committed() -> None:
-    record = GroupRecord(1, parse_group("name=a,ranks=1"), 0, 0, 0, "draining")
+    record = GroupRecord(1, parse_group("name=a,ranks=1").options, NOBODY, 0, "draining")
     assert groups.decode_group(record.encode()).state == "committed"
 
 
@@ -198,9 +255,9 @@ def test_a_damaged_record_is_no_group(record: GroupRecord, data: st.DataObject) 
 
 def make(text: str = "", now: float = 1000.0, age_s: int = 0) -> Group:
     """A group that is ``age_s`` old."""
-    options = parse_group(f"name=step,ranks=3,commit=explicit,timeout=60s{text}")
+    options = parse_group(f"name=step,ranks=3,commit=explicit,timeout=60s{text}").options
     now_ns = 10**18
-    return Group(7, GroupRecord(1, options, 0, 0, now_ns - age_s * SECOND_NS), None, now, now_ns)
+    return Group(7, GroupRecord(1, options, NOBODY, now_ns - age_s * SECOND_NS), None, now, now_ns)
 
 
 def test_a_group_is_complete_when_all_ranks_have_committed() -> None:

@@ -1,13 +1,15 @@
-"""Records of pending directories, and publications, on an engine in memory."""
+"""Records of what is kept, and publications, on an engine in memory."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.core.errors import Busy, Invalid, NotFound, Unavailable
-from aifs.meta import keys, namespace, publishing
+from aifs.meta import groups, keys, namespace, publishing
+from aifs.meta.askers import Asker
+from aifs.meta.groups import GroupMember, GroupRecord, Options, Pending
 from aifs.meta.memory_engine import MemoryEngine
-from aifs.meta.publishing import ANY_SIZE, Asker, Kept, Member, Pending, Publication
+from aifs.meta.publishing import Kept, Publication
 from aifs.meta.records import Inode
 from aifs.vfs.publishing import barrier
 
@@ -19,30 +21,6 @@ askers = st.builds(
 )
 
 
-@given(
-    st.builds(
-        Pending,
-        st.integers(1, publishing.RANKS_MAX),
-        st.none() | numbers,
-        numbers,
-        st.binary(max_size=255),
-        st.none() | askers,
-    )
-)
-def test_a_mark_is_read_back(mark: Pending) -> None:
-    assert publishing.decode_pending(mark.encode()) == mark
-
-
-files = st.lists(
-    st.tuples(st.binary(min_size=1, max_size=300), numbers | st.just(ANY_SIZE)), max_size=5
-).map(tuple)
-
-
-@given(st.builds(Member, numbers, files))
-def test_a_member_is_read_back(member: Member) -> None:
-    assert publishing.decode_member(member.encode()) == member
-
-
 @given(st.text(), askers)
 def test_what_is_kept_is_read_back(policy: str, asker: Asker) -> None:
     kept = Kept(policy, asker)
@@ -51,43 +29,18 @@ def test_what_is_kept_is_read_back(policy: str, asker: Asker) -> None:
 
 @given(st.binary(max_size=60))
 def test_damage_is_told(record: bytes) -> None:
-    decoders = publishing.decode_pending, publishing.decode_member, publishing.decode_kept
-    for decode in decoders:
-        try:
-            decode(record)
-        except Unavailable:
-            pass
+    try:
+        publishing.decode_kept(record)
+    except Unavailable:
+        pass
 
 
 def test_the_records_stay_as_they_are() -> None:
-    assert Pending(8, 100, 5, b"j").encode().hex() == "0108000000640000000000000005000000000000006a"
-    assert Pending(1, None, 0).encode().hex() == "0101000000ffffffffffffffff0000000000000000"
     asker = Asker(1000, (1000, 7))
-    assert Pending(1, None, 0, b"j", asker).encode().hex() == (
-        "0201000000ffffffffffffffff0000000000000000e80300000200e8030000070000006a"
-    )
     assert Kept("last=1", asker).encode().hex() == (
         "01e80300000200e803000007000000" + b"last=1".hex()
     )
-    assert Member(5, ((b"ab", 3),)).encode().hex() == "010500000000000000030000000000000002006162"
-    assert (
-        keys.pending(5).hex() == "700000000000000005"
-        and keys.member(5, 3).hex() == "70000000000000000500000003"
-    )
     assert keys.retention(5).hex() == "720000000000000005"
-    assert keys.pending_rank(keys.pending(5)) is None and keys.pending_rank(keys.member(5, 3)) == 3
-
-
-def test_member_keys_belong_to_one_directory() -> None:
-    first, end = keys.members(5)
-    assert (
-        keys.pending(5)
-        < first
-        <= keys.member(5, 0)
-        < keys.member(5, publishing.RANKS_MAX)
-        < end
-        == keys.pending(6)
-    )
 
 
 @pytest.fixture
@@ -107,20 +60,27 @@ async def mkdir(
     return ino
 
 
+def pending(ranks: int) -> GroupRecord:
+    """A group that only keeps its directory pending."""
+    asker = Asker(0, (0,))
+    options = Options(b"", ranks, 0, True, 0, 0, b"")
+    return GroupRecord(1, options, asker, 0, pending=Pending(None, 0, b"", asker))
+
+
 async def test_a_message_names_some_of_the_ranks(engine: MemoryEngine) -> None:
     await mkdir(engine, ROOT, b"tmp", 2)
-    await engine.transact(publishing.mark, 2, Pending(100, None, 0))
+    await engine.transact(groups.begin, 2, pending(100))
     for rank in (0, 2):
-        await engine.transact(publishing.commit, 2, rank, Member(0), False)
+        await engine.transact(groups.commit, 2, 1, rank, GroupMember(0), False)
     with pytest.raises(
         Busy, match=r"98 of 100 ranks have not committed: 1, 3, 4, 5, 6, 7, 8, 9, \.\.\."
     ):
-        await engine.transact(publishing.conclude, 2)
+        await engine.transact(groups.conclude, 2)
 
 
 async def test_a_refused_publication_changes_nothing(engine: MemoryEngine) -> None:
     await mkdir(engine, ROOT, b"tmp", 2)
-    await engine.transact(publishing.mark, 2, Pending(1, None, 0))
+    await engine.transact(groups.begin, 2, pending(1))
     before = await engine.view(lambda tx: list(tx.range(b"", b"\xff")))
     for what in (
         Publication(2, ROOT, b"final", latest=b"latest", tracker=b"tracker"),

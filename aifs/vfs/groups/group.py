@@ -11,7 +11,7 @@ from typing import Any
 import trio
 
 from aifs.core.errors import FsError, GroupCancelled, GroupExpired, Invalid, MemberDied, Unavailable
-from aifs.meta.groups import LIVE, GroupRecord
+from aifs.meta.groups import LIVE, GroupRecord, Pending, lacking_text
 
 _NAMED_MAX = 8  # ranks that a message names
 
@@ -28,43 +28,55 @@ class FileState(Enum):
 
 @dataclass(slots=True, eq=False)
 class File:
-    """A file of a group. ``since``: when it was closed. ``counted``: it counts as a part of the
-    group, as it is now. ``closes``: how often it was closed, and ``recorded`` which of them is on
-    record; ``tries``: how often it could not be stored; ``prepared``: what the drain knows of it.
-    """
+    """A file of a group."""
 
     ino: int
     size: int
     since: float
+    """When it was closed for the first time."""
     state: FileState = FileState.BUFFERED
     counted: bool = True
+    """Whether it counts as a part of the group, as it is now."""
     closes: int = 0
+    """How often it was closed."""
     recorded: int = -1
+    """Which of its closes is on record."""
     tries: int = 0
+    """How often it could not be stored."""
     prepared: Any = None
+    """What the drain knows of it."""
 
 
 class Group:
-    """A group of one directory, ``ino``. ``record`` is what is on record of it, or about to be."""
+    """The group of a directory. It may be asked to store what its ranks write as one (``shares``),
+    to keep the directory pending until all of them have committed (``pending``), or both."""
 
     def __init__(self, ino: int, record: GroupRecord, report: Any, now: float, now_ns: int) -> None:
         self.ino = ino
         self.record = record
+        """What is on record of it, or about to be."""
         self.report = report
+        """What its drain says."""
         self.committed: set[int] = set()
         self.committing: set[int] = set()
-        self.processes: dict[int, int] = {}  # rank -> process that lives
-        self.away: dict[int, float] = {}  # rank -> since when its process has ended
+        self.processes: dict[int, int] = {}
+        """By rank: the process that lives and has joined as that rank."""
+        self.markers: set[int] = set()
+        """Processes that live, and have asked for the directory to be pending."""
+        self.away: dict[int, float] = {}
+        """By rank: since when its process has ended."""
         self.files: dict[int, File] = {}
+        """By inode number."""
         self.closes = 0
         """How often files have been closed."""
         self.counted = 0
         """How many files count as closed."""
         self.since = math.inf
         """When the first one was closed."""
-        self.refused = ""
         self.drain_error = ""
+        """What its drain has met last."""
         self.settling = False
+        """Whether its end after the last commit has begun."""
         self.sizes: dict[int, int] = {}
         """Of the files of ranks that have committed, the first one first, if all have to have one
         size.
@@ -73,9 +85,7 @@ class Group:
         """What the publish at its end has failed with, in this mount."""
         self.event = trio.Event()
         """Set and replaced whenever something has changed that somebody may wait for."""
-        self._expires_at = (
-            now + record.options.timeout_ms / 1e3 - (now_ns - record.created_ns) / 1e9
-        )
+        self._now, self._now_ns = now, now_ns  # the same moment, of the clock and since the epoch
 
     def wake(self) -> None:
         self.event.set()
@@ -94,6 +104,20 @@ class Group:
         return self.record.state == "open"
 
     @property
+    def shares(self) -> bool:
+        """Whether its files are stored together; else they are no members."""
+        return self.record.options.shares
+
+    @property
+    def pending(self) -> Pending | None:
+        return self.record.pending
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody has to see to it still: it is live, or its directory is pending."""
+        return self.is_live or self.pending is not None
+
+    @property
     def is_settled(self) -> bool:
         """Whether no more happens to it before its files are drained: it is published, if it is to
         be before that.
@@ -109,6 +133,11 @@ class Group:
             len(self.committed) == ranks if self.record.options.explicit else self.counted >= ranks
         )
 
+    @property
+    def is_buffered(self) -> bool:
+        """Whether all have committed, all is in the burst tier, and published if that is wanted."""
+        return self.is_settled or (not self.shares and self.is_complete)
+
     def missing(self) -> list[int]:
         """The ranks that have not committed; none if the group commits by closing."""
         options = self.record.options
@@ -119,11 +148,7 @@ class Group:
         options = self.record.options
         if not options.explicit:
             return f"{options.ranks - self.counted} of {options.ranks} files have not been closed"
-        ranks = self.missing()
-        names = ", ".join(map(str, ranks[:_NAMED_MAX])) + (
-            "" if len(ranks) <= _NAMED_MAX else ", ..."
-        )
-        return f"{len(ranks)} of {options.ranks} ranks have not committed: {names}"
+        return lacking_text(self.missing(), options.ranks)
 
     def require_open(self) -> None:
         """Raises what it has ended with; Invalid if it is complete."""
@@ -148,17 +173,23 @@ class Group:
         """Raises Invalid unless ``rank`` may join or commit now, and what the group has ended
         with.
         """
-        options = self.record.options
         self.require_success()
+        self.require_may_commit(rank, again=False)
+
+    def require_may_commit(self, rank: int, again: bool) -> None:
+        """Raises Invalid: there is no such rank, it has committed and this is not ``again``, or the
+        group has ended, and its directory is not pending."""
+        options = self.record.options
         if not options.explicit:
             raise Invalid(
                 "the group commits by closing files; for ranks that commit ask for commit=explicit"
             )
         if not 0 <= rank < options.ranks:
             raise Invalid(f"there is no rank {rank}: they are 0 to {options.ranks - 1}")
-        if rank in self.committed or rank in self.committing:
+        if rank in self.committed | self.committing and not again:
             raise Invalid(f"rank {rank} has committed already")
-        self.require_open()
+        if self.pending is None:
+            self.require_open()
 
     def require_free(self, rank: int) -> None:
         """Raises Invalid if a process that lives is this rank."""
@@ -167,14 +198,10 @@ class Group:
                 f"rank {rank} has been joined by process {self.processes[rank]}, which is alive"
             )
 
-    def is_left_to(self, job: bytes) -> bool:
-        """Whether it is open, of another job, and nobody of that lives. Raises Invalid if somebody
-        does. ``job``: b"": any.
-        """
-        present = self.record.options.job
-        if job in (b"", present):
-            return False
+    def require_left_to(self, job: bytes) -> None:
+        """Raises Invalid if somebody of the group, which is of another job, lives."""
         if self.processes or self.committing:
+            present = self.record.options.job
             ranks = ", ".join(
                 map(str, sorted(self.processes.keys() | self.committing)[:_NAMED_MAX])
             )
@@ -183,7 +210,6 @@ class Group:
                 f"job {job.decode()} cannot begin: {whose} is writing here, and its ranks {ranks} live; wait for its group, or "
                 f"cancel it; if they are one job, all its ranks have to name the same one"
             )
-        return True
 
     def join(self, rank: int, process: int) -> None:
         """``process`` is this rank from now on. Raises Invalid."""
@@ -192,8 +218,11 @@ class Group:
         self.processes[rank] = process
         self.away.pop(rank, None)
 
-    def left(self, rank: int, process: int, now: float) -> None:
-        """The process has ended."""
+    def left(self, rank: int | None, process: int, now: float) -> None:
+        """The process, which has joined as this rank, or has marked the directory, has ended."""
+        if rank is None:
+            self.markers.discard(process)
+            return
         if self.processes.get(rank) == process:
             del self.processes[rank]
             if rank not in self.committed:
@@ -214,7 +243,10 @@ class Group:
         dying = (
             since + grace_s for rank, since in self.away.items() if rank not in self.committing
         )
-        return min(self._expires_at, *dying, math.inf)
+        timeout_s = self.record.options.timeout_ms / 1e3
+        age_s = (self._now_ns - self.record.created_ns) / 1e9
+        expires_at = self._now + timeout_s - age_s if timeout_s else math.inf
+        return min(expires_at, *dying, math.inf)
 
     def overdue(self, now: float) -> GroupRecord | None:
         """What is to be recorded if a rank is dead, or the group's time is over."""

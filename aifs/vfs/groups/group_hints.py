@@ -1,25 +1,29 @@
-"""Groups as extended attributes: ``user.aifs.group`` and ``user.aifs.group.commit``
-(docs/grouped.md).
+"""Groups as extended attributes: ``user.aifs.group`` and ``user.aifs.group.commit``, and their short
+forms for pending directories, ``user.aifs.pending`` and ``user.aifs.commit`` (docs/grouped.md).
 """
 
 import json
 import os
+import time
 from itertools import islice
 from typing import Any, Protocol
 
 import trio
 
 from aifs.core.errors import Invalid, NoAttribute
+from aifs.core.json_text import parse_object
 from aifs.files import permissions
-from aifs.files.types import CallerLike
+from aifs.files.types import SIZE_MAX, CallerLike
 from aifs.meta import namespace, paths
-from aifs.meta.groups import Options
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
 from aifs.store.store import Store
+from aifs.vfs import rights
 from aifs.vfs.groups.group import File, Group, describe_ranks
-from aifs.vfs.groups.group_text import parse_group
-from aifs.vfs.groups.protocol import Groups
+from aifs.vfs.groups.group_text import Wanted, parse_group, parse_pending
+from aifs.vfs.groups.protocol import Commit, Groups
+from aifs.vfs.publishing.listed import path_below
+from aifs.vfs.refusals import Refusals
 
 _UNEQUAL = "not all files have one size"
 _SHOWN = 256  # files, and ranks
@@ -34,35 +38,120 @@ class Host(Protocol):
 
     store: Store
     groups: Groups
+    refusals: Refusals
 
     async def getattr(self, ino: int) -> Inode: ...
 
-    async def begin_group(self, ino: int, options: Options, caller: CallerLike) -> int: ...
+    async def begin_group(self, ino: int, wanted: Wanted, caller: CallerLike) -> int: ...
+
+
+# --- what programs write --------------------------------------------------------------------------
 
 
 async def put(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
-    """Begin a group of the directory, as ``text`` says; '' cancels it. Raises Invalid, Busy."""
+    """Begin a group of the directory, as ``text`` says; '' ends it. Raises as Groups.begin and
+    Groups.cancel."""
     if not text:
-        await fs.groups.cancel(ino)
+        await fs.groups.cancel(ino, caller=caller)
         return
     if not (await fs.getattr(ino)).is_dir:
         raise Invalid("a group belongs to a directory")
     await fs.begin_group(ino, parse_group(text), caller)
 
 
+async def put_pending(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
+    """``ranks=8,step=100,job=NAME`` marks a directory, '' takes the mark away: short for what
+    ``user.aifs.group`` can say. Raises as ``put``, NotADirectory."""
+    if not text:
+        await fs.groups.abandon(ino, caller)
+        return
+    if "anew" not in text:  # else it is looked at who goes on with the directory
+        rights.owner(await fs.getattr(ino), caller)
+    await fs.groups.begin(ino, parse_pending(text), caller)
+
+
 async def put_commit(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
-    """On a directory: the rank ``text`` commits; behind it may be the path of one of its files. On
-    a file, with '': it counts as closed. Raises as Groups.commit and Groups.commit_file."""
+    """On a directory: a rank commits (``_parse_commit``), or the rank ``text``; behind it may be
+    the path of one of its files. On a file, with '': it counts as closed. Raises as Groups.commit
+    and Groups.commit_file."""
     inode = await fs.getattr(ino)
     if inode.is_dir:
         rank, _, file = text.partition(" ")
-        if not (rank.isascii() and rank.isdigit() and len(rank) < 10):
-            raise Invalid(f"group: {rank!r} is not a rank")
-        await fs.groups.commit(ino, 0, int(rank), os.fsencode(file.strip()))
+        is_plain = rank.isascii() and rank.isdigit()
+        what = (
+            Commit(_rank(rank), sized=os.fsencode(file.strip()))
+            if is_plain
+            else _parse_commit(text)
+        )
+        await fs.groups.commit(ino, 0, what)
     elif text or not inode.is_file:
         raise Invalid("group: a rank commits on the directory; a file takes no value")
     else:
         await fs.groups.commit_file(inode)
+
+
+async def put_pending_commit(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
+    """A rank of a pending directory commits (``_parse_commit``), whatever has become of its group.
+    Raises as Groups.commit_pending."""
+    await fs.groups.commit_pending(ino, _parse_commit(text))
+
+
+def _parse_commit(text: str) -> Commit:
+    """``3``, or JSON {"rank": 3, "files": {path: size}} or {"rank": 3, "list": path}, with "again"
+    to commit anew. Raises Invalid."""
+    if not text.startswith("{"):
+        return Commit(_rank(text))
+    known = {"rank": int, "files": dict, "list": str, "again": bool}
+    asked = parse_object("commit", text, known)
+    if "rank" not in asked or ("files" in asked and "list" in asked):
+        raise Invalid("commit: it needs a rank, and 'files' or 'list' or neither")
+    files = None
+    if "files" in asked:
+        files = tuple(
+            (path_below(os.fsencode(path)), _size(path, size))
+            for path, size in asked["files"].items()
+        )
+    listing = path_below(os.fsencode(asked["list"])) if asked.get("list") else b""
+    return Commit(asked["rank"], files, listing, asked.get("again", False))
+
+
+def _rank(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise Invalid(f"commit: {text!r} is not a rank")
+    return int(text)
+
+
+def _size(path: str, size: Any) -> int:
+    if type(size) is not int or not 0 <= size <= SIZE_MAX:
+        raise Invalid(f"commit: {path!r}: {size!r} is not a size in bytes")
+    return size
+
+
+# --- what they are told ---------------------------------------------------------------------------
+
+
+async def tell_pending(fs: Host, ino: int, caller: CallerLike) -> dict[str, Any]:
+    """What ``user.aifs.pending`` says. Raises NoAttribute."""
+    group = fs.groups.pending(ino)
+    mark = group.pending
+    assert mark is not None
+    owner = (await fs.getattr(ino)).uid
+    return {
+        "ranks": group.record.options.ranks,
+        "step": mark.step,
+        "job": os.fsdecode(mark.job),
+        "created_s": mark.created_ns / 1e9,
+        "age_s": max(0.0, round((time.time_ns() - mark.created_ns) / 1e9, 3)),
+        "members": sorted(group.committed),
+        "missing": group.missing(),
+        "refused": _refused(fs, ino, mark.created_ns) if caller.uid in (0, owner) else "",
+    }
+
+
+def _refused(fs: Host, ino: int, since_ns: int) -> str:
+    """Why the last request about the directory was refused, whoever asked; it may name what lies
+    below, so that is for the owner and root."""
+    return fs.refusals.last(ino, since_ns / 1e9)
 
 
 async def tell(fs: Host, ino: int, caller: CallerLike, group_id: int = 0) -> dict[str, Any]:
@@ -74,8 +163,7 @@ async def tell(fs: Host, ino: int, caller: CallerLike, group_id: int = 0) -> dic
     inode = await fs.getattr(ino)
     if not inode.is_dir and not inode.is_file:
         raise NoAttribute()
-    groups = fs.groups
-    group = await (groups.find(ino, group_id) if group_id else groups.find_above(ino))
+    group = await (fs.groups.find(ino, group_id) if group_id else fs.groups.find_above(ino))
     record, options = group.record, group.record.options
     shown = list(islice(group.files.values(), _SHOWN))
     names: list[str] = []
@@ -85,11 +173,11 @@ async def tell(fs: Host, ino: int, caller: CallerLike, group_id: int = 0) -> dic
         )
         await trio.lowlevel.checkpoint()
     told = report_of(group)
-    owners = {0, record.uid, (await fs.store.engine.view(_owner, group.ino))}
+    owners = {0, record.asker.uid, (await fs.store.engine.view(_owner, group.ino))}
     wrong = {
         "error": record.error,
         "publish_error": record.publish_error,
-        "refused": group.refused,
+        "refused": _refused(fs, group.ino, record.created_ns),
         "drain_error": group.drain_error,
     }
     if caller.uid not in owners:
@@ -108,6 +196,7 @@ async def tell(fs: Host, ino: int, caller: CallerLike, group_id: int = 0) -> dic
         "grace_s": options.grace_ms / 1000,
         "same_size": options.same_size,
         "job": os.fsdecode(options.job),
+        "pending": group.pending is not None,
         "publish": os.fsdecode(options.publish),
         "published": record.published,
         "members": describe_ranks(group, _SHOWN),

@@ -1,38 +1,68 @@
-"""Groups as text: ``name=step,ranks=8,dedup=4MiB``. Pure."""
+"""Groups as text: ``name=step,ranks=8,dedup=4MiB``, and pending directories, whose ``ranks=8,step=100``
+is short for ``ranks=8,commit=explicit,dedup=no,pending=yes,step=100``. Pure.
+"""
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from aifs.core.errors import Invalid
 from aifs.core.pairs import parse_pairs
 from aifs.core.units import format_duration, format_size, parse_duration, parse_size
 from aifs.layout.interleaved import CHUNK_MAX
-from aifs.meta.groups import Options
-from aifs.meta.publishing import RANKS_MAX
+from aifs.meta.groups import RANKS_MAX, Options
 
 CHUNK_MIN = 64 << 10
 NAME_MAX, PUBLISH_MAX, JOB_MAX = 63, 255, 63
+PENDING_JOB_MAX = 255
+_STEP_MAX = 1 << 62
 _PAGE = 4096
 _TIMEOUT_MS, _TIMEOUT_MAX_MS = 600_000, 1 << 40
 _COMMITS = ("close", "explicit")
 WHOLE_FILE = "file"
 """Of ``dedup``: as much at a time as can be, which is CHUNK_MAX."""
+NOTHING = "no"
+"""Of ``dedup``: files are left to the usual drain."""
 
 
-def parse_group(text: str) -> Options:
-    """The group that ``text`` asks for: ``name=step,ranks=8[,dedup=4MiB][,commit=close|explicit][,timeout=10min][,grace=0s]
-    [,publish=NAME][,same_size=yes|no][,job=ID]``. Raises Invalid."""
+class Wanted(NamedTuple):
+    """What somebody asks of a directory."""
+
+    options: Options
+    mark: tuple[int | None, bytes] | None = None
+    """If it is to be pending: step and job."""
+    anew: bool = False
+    """What an earlier attempt has left does not count."""
+
+
+def parse_group(text: str) -> Wanted:
+    """The group that ``text`` asks for: ``name=step,ranks=8[,dedup=4MiB|file|no][,commit=close|explicit][,timeout=10min][,grace=0s]
+    [,publish=NAME][,same_size=yes|no][,job=ID][,pending=yes|no][,step=N][,anew=yes|no]``. Raises Invalid."""
     values: dict[str, Any] = {}
     for key, value in parse_pairs("group", text, _PARSERS, "name=step,ranks=8"):
         values[key] = _PARSERS[key](key, value)
-    lacking = [key for key in ("name", "ranks") if key not in values]
+    is_pending, chunk = values.get("pending") == "yes", values.get("dedup", CHUNK_MAX)
+    needed = ("ranks",) if chunk == 0 else ("name", "ranks")
+    lacking = [key for key in needed if key not in values]
     if lacking:
         raise Invalid(f"group: {' and '.join(lacking)} must be given, as in 'name=step,ranks=8'")
-    return make_options(
+    if not is_pending and (chunk == 0 or "step" in values or "anew" in values):
+        raise Invalid("group: dedup=no, step and anew are for directories that are pending=yes")
+    if is_pending and values.get("commit") != "explicit":
+        raise Invalid("group: the ranks of a pending directory commit, so say commit=explicit")
+    mark = (values.get("step"), values.get("job", b"")) if is_pending else None
+    anew = values.get("anew") == "yes"
+    if chunk == 0:
+        more = [
+            key for key in ("name", "timeout", "grace", "publish", "same_size") if key in values
+        ]
+        if more:
+            raise Invalid(f"group: {', '.join(more)} needs more than dedup=no")
+        return Wanted(_bare(values["ranks"]), mark, anew)
+    options = make_options(
         values["name"],
         values["ranks"],
-        values.get("dedup", 0),
+        chunk,
         values.get("commit") == "explicit",
         values.get("timeout", 0),
         values.get("grace", 0),
@@ -40,6 +70,31 @@ def parse_group(text: str) -> Options:
         values.get("same_size") == "yes",
         values.get("job", b""),
     )
+    return Wanted(options, mark, anew)
+
+
+def parse_pending(text: str) -> Wanted:
+    """``ranks=8[,step=100][,job=NAME][,anew=yes|no]``. Raises Invalid."""
+    values: dict[str, Any] = {}
+    for key, value in parse_pairs("pending", text, _PENDING, "ranks=8,step=100"):
+        values[key] = _PENDING[key](key, value)
+    if "ranks" not in values:
+        raise Invalid("pending: ranks must be given, as in 'ranks=8,step=100'")
+    job = values.get("job", b"")
+    if len(job) > PENDING_JOB_MAX:
+        raise Invalid(f"pending: a job's name has up to {PENDING_JOB_MAX} bytes")
+    return Wanted(_bare(values["ranks"]), (values.get("step"), job), values.get("anew") == "yes")
+
+
+def _bare(ranks: int) -> Options:
+    """Of a group that only keeps its directory pending."""
+    _require_ranks(ranks)
+    return Options(b"", ranks, 0, True, 0, 0, b"")
+
+
+def _require_ranks(ranks: int) -> None:
+    if not 0 < ranks <= RANKS_MAX:
+        raise Invalid(f"group: there are 1 to {RANKS_MAX} ranks, not {ranks}")
 
 
 def make_options(
@@ -67,8 +122,7 @@ def make_options(
             raise Invalid(
                 f"group: a {what} has {least} to {most} printable ASCII characters, and no comma"
             )
-    if not 0 < ranks <= RANKS_MAX:
-        raise Invalid(f"group: there are 1 to {RANKS_MAX} ranks, not {ranks}")
+    _require_ranks(ranks)
     if chunk < CHUNK_MIN or chunk % _PAGE:
         raise Invalid(
             f"group: dedup={format_size(chunk)} is no multiple of {_PAGE} bytes from {format_size(CHUNK_MIN)} on"
@@ -88,7 +142,7 @@ def make_options(
 
 
 def format_group(options: Options) -> str:
-    """The text that ``parse_group`` reads back as ``options``."""
+    """The text that ``parse_group`` reads back as ``options``, if its files are stored together."""
     text = (
         f"name={os.fsdecode(options.name)},ranks={options.ranks},dedup={format_size(options.chunk)},"
         f"commit={_COMMITS[options.explicit]},timeout={format_duration(options.timeout_ms / 1000)},"
@@ -103,15 +157,17 @@ def _parse_name(key: str, text: str) -> bytes:
     return os.fsencode(text)
 
 
-def _parse_ranks(key: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise Invalid(f"group: ranks={text} is not a whole number")
+def _parse_number(key: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= _STEP_MAX):
+        raise Invalid(f"group: {key}={text} is not a whole number up to {_STEP_MAX}")
     return int(text)
 
 
 def _parse_chunk(key: str, text: str) -> int:
     if text == WHOLE_FILE:
         return CHUNK_MAX
+    if text == NOTHING:
+        return 0
     try:
         return max(parse_size(text), 1)
     except ValueError as error:
@@ -136,7 +192,7 @@ def _choice(*choices: str) -> Callable[[str, str], str]:
 
 _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "name": _parse_name,
-    "ranks": _parse_ranks,
+    "ranks": _parse_number,
     "dedup": _parse_chunk,
     "commit": _choice(*_COMMITS),
     "timeout": _parse_time,
@@ -144,4 +200,9 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "publish": _parse_name,
     "same_size": _choice("yes", "no"),
     "job": _parse_name,
+    "pending": _choice("yes", "no"),
+    "step": _parse_number,
+    "anew": _choice("yes", "no"),
 }
+
+_PENDING = {key: _PARSERS[key] for key in ("ranks", "step", "job", "anew")}

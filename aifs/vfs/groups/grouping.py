@@ -3,17 +3,16 @@
 from typing import NamedTuple
 
 from aifs.core import ioctl
-from aifs.core.errors import Busy, Invalid
 from aifs.core.ioctl import GROUP_STATES, Command
 from aifs.files.kernel import Kernel
 from aifs.files.types import CallerLike
 from aifs.meta import namespace, publishing
-from aifs.meta.groups import Options
-from aifs.meta.records import Dentry
 from aifs.store.store import Store
 from aifs.vfs import rights
 from aifs.vfs.groups.group_hints import SUMS, report_of
-from aifs.vfs.publishing import pending
+from aifs.vfs.groups.group_text import Wanted
+from aifs.vfs.groups.protocol import Commit
+from aifs.vfs.publishing.listed import path_below
 from aifs.vfs.publishing.publish import Publishing
 
 
@@ -46,20 +45,11 @@ class Grouping(Publishing):
     def __init__(self, store: Store, kernel: Kernel) -> None:
         super().__init__(store, kernel)
         self.groups.publish = self._publish_group
-        self.groups.commit_pending = self._commit_pending
 
-    async def begin_group(self, ino: int, options: Options, caller: CallerLike) -> int:
+    async def begin_group(self, ino: int, wanted: Wanted, caller: CallerLike) -> int:
         """Its id. Raises as Groups.begin, AccessDenied, ReadOnly."""
         await self._require_may_change(ioctl.AIFS_IOC_GROUP_CREATE, ino, caller)
-        if (
-            options.publish
-            and not options.explicit
-            and await self._engine.view(publishing.find_pending, ino)
-        ):
-            raise Invalid(
-                "the directory is pending: its ranks have to commit before it is published, so say commit=explicit"
-            )
-        return (await self.groups.begin(ino, options, caller)).record.id
+        return (await self.groups.begin(ino, wanted, caller)).record.id
 
     async def join_group(self, ino: int, group_id: int, rank: int, caller: CallerLike) -> None:
         await self._require_may_change(ioctl.AIFS_IOC_GROUP_JOIN, ino, caller)
@@ -69,7 +59,17 @@ class Grouping(Publishing):
         self, ino: int, group_id: int, rank: int, caller: CallerLike, file: bytes = b""
     ) -> None:
         await self._require_may_change(ioctl.AIFS_IOC_GROUP_COMMIT, ino, caller)
-        await self.groups.commit(ino, group_id, rank, file)
+        await self.groups.commit(ino, group_id, Commit(rank, sized=file))
+
+    async def commit(
+        self, ino: int, rank: int, listing: bytes, again: bool, caller: CallerLike
+    ) -> None:
+        """A rank commits its part of a pending directory (Groups.commit_pending). The kernel has
+        not checked that it may write there."""
+        self.require_writable()
+        await self.require_may(ioctl.AIFS_IOC_COMMIT, ino, caller)
+        listing = path_below(listing) if listing else b""
+        await self.groups.commit_pending(ino, Commit(rank, None, listing, again))
 
     async def wait_group(
         self, ino: int, group_id: int, durable: bool, timeout_s: float | None
@@ -82,7 +82,7 @@ class Grouping(Publishing):
 
     async def cancel_group(self, ino: int, group_id: int, reason: str, caller: CallerLike) -> None:
         await self._require_may_change(ioctl.AIFS_IOC_GROUP_CANCEL, ino, caller)
-        await self.groups.cancel(ino, group_id, reason)
+        await self.groups.cancel(ino, group_id, reason, caller)
 
     async def query_group(self, ino: int, group_id: int) -> GroupState:
         group = await self.groups.find(ino, group_id)
@@ -104,40 +104,10 @@ class Grouping(Publishing):
             record.durable_ns,
         )
 
-    async def committed_pending(self, ino: int, rank: int) -> None:
-        """A rank of a pending directory has committed: also to the directory's group, if that has
-        as many ranks.
-        """
-        mark = await self._engine.view(publishing.find_pending, ino)
-        if mark is not None:
-            await self.groups.committed_pending(ino, rank, mark.ranks)
-
     async def _require_may_change(self, command: Command, ino: int, caller: CallerLike) -> None:
         self.require_writable()
         rights.IOCTLS[command](await self._engine.view(namespace.get_directory, ino), caller)
 
-    async def _make_durable(self, dentry: Dentry, new_parent: int) -> list[int]:
-        """A pending directory is not published, either, with files whose sizes its group does not
-        allow.
-        """
-        published = await super()._make_durable(dentry, new_parent)
-        if await self._engine.view(publishing.find_pending, dentry.ino):
-            unequal = await self.groups.unequal(dentry.ino)
-            if unequal:
-                with self._noting_refusal(dentry.ino):
-                    raise Busy(unequal)
-        return published
-
     async def _publish_group(self, ino: int, name: bytes, caller: CallerLike) -> None:
         parent = (await self._engine.view(namespace.get_directory, ino)).parent
         await self.publish(publishing.Publication(ino, parent, name), caller)
-
-    async def _commit_pending(self, ino: int, rank: int) -> bool:
-        """Commit a rank of a pending directory, which may have committed there for an earlier
-        group.
-        """
-        mark = await self._engine.view(publishing.find_pending, ino)
-        if mark is None or rank >= mark.ranks:
-            return False
-        await pending.commit(self, ino, rank, None, again=True)
-        return True

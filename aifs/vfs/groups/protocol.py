@@ -8,34 +8,45 @@ import math
 import os
 import stat
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NamedTuple
 
 import trio
 
 from aifs.core import faults
-from aifs.core.errors import Busy, FsError, Invalid, NoAttribute, NotSupported, Stale, TimedOut
+from aifs.core.errors import (
+    Busy,
+    FsError,
+    Invalid,
+    NoAttribute,
+    NotPermitted,
+    NotSupported,
+    Stale,
+    TimedOut,
+)
 from aifs.core.log import logger
 from aifs.core.upkeep import Upkeep, Work
 from aifs.data.patience import background
 from aifs.files import permissions
 from aifs.files.drain import Drain, Undrained
 from aifs.files.file_io import FileIO
-from aifs.files.types import CallerLike
+from aifs.files.types import ROOT, CallerLike
 from aifs.files.writeback import WriteBack
 from aifs.meta import groups, namespace, paths
-from aifs.meta.groups import GroupMember, GroupRecord, Options
+from aifs.meta.askers import Asker
+from aifs.meta.groups import ANY_SIZE, GroupMember, GroupRecord, Options, Pending
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Dentry, Inode
 from aifs.store.ids import IdAllocator
+from aifs.vfs import rights
 from aifs.vfs.groups import processes
 from aifs.vfs.groups.group import File, FileState, Group
-from aifs.vfs.groups.group_text import format_group
+from aifs.vfs.groups.group_text import Wanted, format_group
 from aifs.vfs.groups.members import Members
 from aifs.vfs.groups.report import Report
-from aifs.vfs.publishing import pending
-from aifs.vfs.publishing.barrier import sync_below
+from aifs.vfs.publishing.barrier import sync_below, sync_files
+from aifs.vfs.publishing.listed import find_file, first_wrong, look_up, path_below
 
 _log = logger(__name__)
 
@@ -61,8 +72,24 @@ _LOOK_S = 1.0  # how often the burst tier's room is looked at while files are wi
 
 _DIRECTORY = stat.S_IFDIR >> 12
 
+_NAMED_MAX = 8  # processes that a message names
+
 Publish = Callable[[int, bytes, CallerLike], Awaitable[None]]
-CommitPending = Callable[[int, int], Awaitable[bool]]
+
+
+class Commit(NamedTuple):
+    """A rank has written its part."""
+
+    rank: int
+    files: tuple[tuple[bytes, int], ...] | None = None
+    """What it has written, as (path below the directory, bytes). None: all that is unsynced below,
+    and nothing has to be there later."""
+    listing: bytes = b""
+    """Path of a file that says it, which has to be there."""
+    again: bool = False
+    """It may have committed before."""
+    sized: bytes = b""
+    """Path of a file whose size is compared if all files have to have one."""
 
 
 class Groups:
@@ -81,13 +108,11 @@ class Groups:
     ) -> None:
         self.publish: Publish = _cannot_publish
         """Publishes a directory (inode number, final name, on whose behalf); the filesystem's."""
-        self.commit_pending: CommitPending = _is_not_pending
-        """Commits a rank (inode number of the directory, rank) if the directory is pending, and
-        says whether it is; the filesystem's."""
         self.by_directory: dict[int, Group] = {}
-        """All that are live, and some that have ended, the youngest last."""
+        """All that are live, or keep their directory pending, and some that have ended, the youngest
+        last."""
         self._followed: dict[int, Group] = {}  # by id
-        self._open: frozenset[int] = frozenset()  # the directories whose groups are open
+        self._open: frozenset[int] = frozenset()  # directories whose groups take files
         self._recording = trio.Lock()
         """Held while records of groups are written, so that they are in the order of what happens.
         """
@@ -137,76 +162,151 @@ class Groups:
 
     @property
     def _live(self) -> list[Group]:
-        return [group for group in self.by_directory.values() if group.is_live]
+        """Those that have files."""
+        return [group for group in self.by_directory.values() if group.is_live and group.shares]
 
     def _new(self, ino: int, record: GroupRecord) -> Group:
         return Group(ino, record, Report(), trio.current_time(), time.time_ns())
 
-    async def _begin(self, ino: int, record: GroupRecord, before: Group | None) -> Group | None:
-        """A new group of a directory, after ``before``, which has ended; None if another one has
-        begun meanwhile. How the one before has ended is known to those who ask by its id. Raises
-        NotFound, NotADirectory."""
-        async with self._recording:
-            if self.by_directory.get(ino) is not before:
-                return None
-            recorded = await self._engine.transact(groups.begin, ino, record)
-            ended = before.record if before is not None else recorded
-            if ended is not None and ended.state not in groups.LIVE:
-                followed = self._followed[ended.id] = self._new(ino, ended)
-                followed.publish_failure = None if before is None else before.publish_failure
-            for group_id in list(self._followed)[:-_FOLLOWED_MAX]:
-                del self._followed[group_id]
-            self.by_directory.pop(ino, None)  # the youngest to the end
-            group = self.by_directory[ino] = self._new(ino, record)
-            self._look()
+    async def _begin(self, ino: int, record: GroupRecord, before: Group | None) -> Group:
+        """A new group of a directory, after ``before``. How that one has ended is known to those
+        who ask by its id. Whoever calls this is recording. Raises NotFound, NotADirectory,
+        Invalid."""
+        recorded = await self._engine.transact(groups.begin, ino, record)
+        if before is not None and before.is_live:
+            before.record = before.record._replace(
+                state="cancelled", error="its directory is pending anew"
+            )
+            before.wake()
+        ended = before.record if before is not None else recorded
+        if ended is not None and ended.state not in groups.LIVE:
+            followed = self._followed[ended.id] = self._new(ino, ended)
+            followed.publish_failure = None if before is None else before.publish_failure
+        for group_id in list(self._followed)[:-_FOLLOWED_MAX]:
+            del self._followed[group_id]
+        self.by_directory.pop(ino, None)  # the youngest to the end
+        group = self.by_directory[ino] = self._new(ino, record)
+        self._look()
+        return group
+
+    async def _change(self, group: Group, record: GroupRecord) -> Group:
+        """More is asked of a group. Whoever calls this is recording. Raises NotFound, Invalid."""
+        await self._engine.transact(groups.change, group.ino, record)
+        group.record = record
+        self._look()
         return group
 
     def _look(self) -> None:
         """Something has changed that a time-out or the place of files depends on."""
-        ended = [ino for ino, group in self.by_directory.items() if not group.is_live]
+        ended = [ino for ino, group in self.by_directory.items() if not group.is_held]
         for ino in ended[: max(0, len(ended) - _ENDED_MAX)]:
             del self.by_directory[ino]
-        self._open = frozenset(ino for ino, group in self.by_directory.items() if group.is_open)
+        self._open = frozenset(group.ino for group in self._live if group.is_open)
         self._upkeep.wake(Work.GROUPS)
 
     # --- what ranks ask for -----------------------------------------------------------------------
 
-    async def begin(self, ino: int, options: Options, caller: CallerLike) -> Group:
-        """A group of the directory; the one that is open, if it has been asked for in the same
-        words. What another job has left is cancelled before. Raises Invalid: another one is open,
-        or of a job whose ranks live; Busy: it is not durable yet; NotFound, NotADirectory."""
+    async def begin(self, ino: int, wanted: Wanted, caller: CallerLike) -> Group:
+        """The directory's group does what is wanted, on stable storage with the next commit.
+
+        It is the one that is there, if that was asked for the same, or keeps its directory pending,
+        or has files and is to keep it pending, too; its commits count. Else a new one begins, after
+        what another job has left, or, if it is to begin anew, whatever there was, has been
+        cancelled. Raises Invalid: another one is open, or of a job whose ranks live; Busy: it is
+        not durable yet; NotPermitted: who marks a directory owns it, or begins anew what nobody
+        goes on with; NotFound, NotADirectory."""
+        asker = permissions.asker_of(caller)
+        if wanted.mark is not None:
+            await self._require_may_mark(ino, wanted.anew, caller)
         while True:
-            there = self.by_directory.get(ino)
-            if there is None or not there.is_live:
-                number = await self._ids.take()
-                asker = permissions.asker_of(caller)
-                record = GroupRecord(
-                    number, options, asker.uid, asker.gid, time.time_ns(), groups=asker.gids[1:]
-                )
-                group = await self._begin(ino, record, there)
-                if group is not None:
-                    return group
-                continue
-            with _refusals(there):
-                if not there.is_open:
-                    raise Busy(
-                        f"the group is {there.state}; wait until it is durable, or cancel it"
-                    )
-                if options.job not in (b"", there.record.options.job):
-                    self._look_who_lives(there)
-                if not there.is_left_to(options.job):
-                    present = there.record.options
-                    if options._replace(job=present.job) != present:
-                        raise Invalid(f"another group is open: {format_group(present)}")
-                    return there
-            job = options.job.decode()
-            await self._cancel(
-                there, f"it was left behind: nobody of it lives, and job {job} has begun anew"
-            )
+            number = await self._ids.take()
+            async with self._recording:
+                there = self.by_directory.get(ino)
+                reason = self._left_behind(there, wanted)
+                if not reason:
+                    group = await self._begin_or_join(ino, there, wanted, asker, number)
+                    break
+            assert there is not None
+            await self._cancel(there, reason)
+        if wanted.mark is not None:
+            self._take_note(group, caller)
+        return group
+
+    async def _begin_or_join(
+        self, ino: int, there: Group | None, wanted: Wanted, asker: Asker, number: int
+    ) -> Group:
+        now_ns, options = time.time_ns(), wanted.options
+        pending = (
+            None if wanted.mark is None else Pending(wanted.mark[0], now_ns, wanted.mark[1], asker)
+        )
+        if there is None or not there.is_held or wanted.anew:
+            record = GroupRecord(number, options, asker, now_ns, pending=pending)
+            return await self._begin(ino, record, there)
+        if pending is not None and there.pending is not None:
+            _require_same_mark(there, options, pending)
+        if there.is_live and there.shares:
+            if options.shares:
+                _require_same(there, options)
+            if pending is None or there.pending is not None:
+                return there
+            _require_same_ranks(there, options)
+            return await self._change(there, there.record._replace(pending=pending))
+        if not options.shares:
+            return there
+        _require_same_ranks(there, options)
+        if there.is_open:
+            record = there.record._replace(options=options, asker=asker, created_ns=now_ns)
+            return await self._change(there, record)
+        record = GroupRecord(number, options, asker, now_ns, pending=there.pending)
+        return await self._begin(ino, record, there)
+
+    def _left_behind(self, there: Group | None, wanted: Wanted) -> str:
+        """Why the group that is there has to be cancelled before what is wanted can begin; ''.
+        Raises Invalid: its ranks live."""
+        if there is None or not there.is_live or not there.shares:
+            return ""
+        if wanted.anew:
+            return "its directory is pending anew"
+        job = wanted.options.job
+        if not there.is_open or not wanted.options.shares or job in (b"", there.record.options.job):
+            return ""
+        self._look_who_lives(there)
+        there.require_left_to(job)
+        return f"it was left behind: nobody of it lives, and job {job.decode()} has begun anew"
+
+    async def _require_may_mark(self, ino: int, anew: bool, caller: CallerLike) -> None:
+        """The directory's owner may; and, to begin anew, whoever may write to it if no process
+        lives that has marked it, or joined its group. Raises NotPermitted, AccessDenied."""
+        inode = await self._engine.view(namespace.get_directory, ino)
+        there = self.by_directory.get(ino)
+        if not anew or there is None or there.pending is None:
+            rights.owner(inode, caller)
+            return
+        try:
+            rights.owner(inode, caller)
+        except NotPermitted:
+            rights.writer(inode, caller)
+            self._look_who_lives(there)
+            living = sorted({*there.processes.values(), *there.markers})
+            if living:
+                names = ", ".join(map(str, living[:_NAMED_MAX]))
+                raise NotPermitted(
+                    f"only its owner and root may begin anew while others save here: processes {names}"
+                ) from None
+
+    def _take_note(self, group: Group, caller: CallerLike) -> None:
+        """The process that asks goes on with the directory as long as it lives, if it can be
+        seen."""
+        with suppress(NotSupported):
+            process = processes.process_of(caller.pid)
+            if process not in group.markers:
+                group.markers.add(process)
+                self._start(self._watch, group, None, process)
 
     def _look_who_lives(self, group: Group) -> None:
         """A process that was killed just now may not have been heard of."""
-        for rank, process in list(group.processes.items()):
+        ranks: dict[int | None, int] = {**group.processes}
+        for rank, process in [*ranks.items(), *((None, process) for process in group.markers)]:
             if not processes.lives(process):
                 group.left(rank, process, trio.current_time())
         self._look()
@@ -216,112 +316,116 @@ class Groups:
         ended with.
         """
         group = await self.find(ino, group_id)
-        with _refusals(group):
-            group.require_rank(rank)
-            process = processes.process_of(caller.pid)
-            if group.processes.get(rank) != process:
-                group.join(rank, process)
-                self._start(self._watch, group, rank, process)
-            group.wake()
-            self._look()
+        group.require_rank(rank)
+        process = processes.process_of(caller.pid)
+        if group.processes.get(rank) != process:
+            group.join(rank, process)
+            self._start(self._watch, group, rank, process)
+        group.wake()
+        self._look()
 
-    async def commit(self, ino: int, group_id: int, rank: int, file: bytes = b"") -> None:
-        """All that is unsynced below the directory is durable in the burst tier on return, and so
-        is the rank's commit. The last one also waits for the publish, and raises what that fails
-        with. ``file``: path below the directory of one that the rank has written, whose size is
-        compared if all files have to have one. Raises Invalid, and what the group has ended with.
+    async def commit(self, ino: int, group_id: int, what: Commit) -> None:
+        """A rank of a group commits: its files, or all that is unsynced below the directory, are
+        durable in the burst tier on return, and so is the commit. The last one also waits for the
+        publish, and raises what that fails with. Raises Invalid, and what the group has ended with.
         """
         group = await self.find(ino, group_id)
-        with _refusals(group):
-            group.require_rank(rank)
-            if file and group.record.options.same_size:
-                group.sizes[rank] = await self._right_size(group, rank, file)
-            try:
-                if not await self.commit_pending(ino, rank):
-                    await self._commit(group, rank, sync=True)
-                elif (
-                    rank not in group.committed
-                ):  # the pending directory has another number of ranks
-                    await self._commit(group, rank, sync=False)
-            finally:
-                if rank not in group.committed | group.committing:
-                    group.sizes.pop(rank, None)
+        group.require_success()
+        await self._commit(group, what)
         await self._settled(group)
 
-    async def committed_pending(self, ino: int, rank: int, ranks: int) -> None:
-        """A rank has committed to a directory that is pending: also to its group, if that has as
-        many and waits for it.
-        """
+    async def commit_pending(self, ino: int, what: Commit) -> None:
+        """As ``commit``, for the name of a pending directory, whatever has become of its group;
+        waits for no publish. Raises Invalid: not pending, no such rank, it has committed before, or
+        a file is not there in that size."""
         group = self.by_directory.get(ino)
-        if group is None or not group.is_open or not group.record.options.explicit:
-            return
-        if ranks == group.record.options.ranks and rank not in group.committed | group.committing:
-            await self._commit(group, rank, sync=False)
+        if group is None or group.pending is None:
+            raise Invalid(
+                "the directory is not pending: it has not been marked, or is published already"
+            )
+        await self._commit(group, what)
 
-    async def _right_size(self, group: Group, rank: int, file: bytes) -> int:
-        """The size of a file of a rank that is about to commit. Raises Invalid if it has another
+    async def _commit(self, group: Group, what: Commit) -> None:
+        rank, ino = what.rank, group.ino
+        group.require_may_commit(rank, what.again)
+        if what.sized and group.record.options.same_size:
+            group.sizes[rank] = await self._right_size(group, what)
+        group.committing.add(rank)
+        try:
+            wanted = (*(what.files or ()), *([(what.listing, ANY_SIZE)] if what.listing else []))
+            if what.files is None:
+                dentry = Dentry(ino, 0, _DIRECTORY)
+                await sync_below(self._engine, self._io, self._writeback, dentry)
+            else:
+                found = await look_up(self._engine, self._io, ino, wanted)
+                inos = [inode.ino for _, _, inode in found if inode is not None]
+                await sync_files(self._io, self._writeback, inos)
+            wrong = await first_wrong(self._engine, self._io, ino, wanted)
+            if wrong:
+                raise Invalid(f"commit: rank {rank}: {wrong}")
+            _require_going_on(group)
+            size, is_sized = group.sizes.get(rank, 0), rank in group.sizes
+            member = GroupMember(time.time_ns(), size, is_sized, wanted)
+            await self._engine.transact(
+                groups.commit, ino, group.record.id, rank, member, what.again
+            )
+            faults.reach(_RANK)
+            await self._engine.barrier()
+            _require_going_on(group)
+            group.commit(rank)
+        finally:
+            group.committing.discard(rank)
+            if rank not in group.committed:
+                group.sizes.pop(rank, None)
+            group.wake()
+            self._look()
+        self._complete(group)
+
+    async def _right_size(self, group: Group, what: Commit) -> int:
+        """The size of the file of a rank that is about to commit. Raises Invalid if it has another
         one than that of the first rank.
         """
-        inode = await self._engine.view(pending.find_file, group.ino, pending.path_below(file))
+        rank = what.rank
+        inode = await self._engine.view(find_file, group.ino, path_below(what.sized))
         if inode is None:
-            raise Invalid(f"rank {rank}: {os.fsdecode(file)} is no file in the group's directory")
+            raise Invalid(
+                f"rank {rank}: {os.fsdecode(what.sized)} is no file in the group's directory"
+            )
         opened = self._io.open.get(inode.ino)
         path = await self._engine.view(paths.describe, inode.ino)
-        group.require_rank(rank)
+        group.require_may_commit(rank, what.again)
         size = (inode if opened is None else self._io.attributes(opened)).size
         for first, expected in group.sizes.items():
-            if size != expected:
+            if size != expected and first != rank:
                 raise Invalid(
                     f"rank {rank}: {path} has {size} bytes, not the {expected} of rank {first}"
                 )
         return size
-
-    async def _commit(self, group: Group, rank: int, sync: bool) -> None:
-        group.require_rank(rank)
-        group.committing.add(rank)
-        try:
-            if sync:
-                await sync_below(
-                    self._engine, self._io, self._writeback, Dentry(group.ino, 0, _DIRECTORY)
-                )
-            group.require_success()
-            member = GroupMember(time.time_ns(), group.sizes.get(rank, 0), rank in group.sizes)
-            await self._engine.transact(groups.put_member, group.ino, group.record.id, rank, member)
-            faults.reach(_RANK)
-            await self._engine.barrier()
-            group.require_success()
-            group.commit(rank)
-        finally:
-            group.committing.discard(rank)
-            group.wake()
-            self._look()
-        self._complete(group)
 
     async def commit_file(self, inode: Inode) -> None:
         """A file counts as closed, though the caller has it open: it is durable in the burst tier
         on return. Raises NoAttribute, Busy if others write to it, Invalid if the group's ranks
         commit."""
         group = await self.find_above(inode.ino)
-        with _refusals(group):
-            if group.record.options.explicit:
-                raise Invalid("the group's ranks commit, on its directory; files do not")
-            group.require_open()
-            opened = self._io.open.get(inode.ino)
-            if opened is not None and opened.writers > 1:
-                raise Busy("others have the file open for writing")
-            await self._writeback.sync_inode(inode.ino)
-            group.require_open()
-            if opened is not None and opened.writers:
-                self._members.committed_open(group, inode)
-            elif not self._members.closed(group, inode) and inode.in_burst:
-                self._drain.closed(inode)
-            self._complete(group)
+        if group.record.options.explicit:
+            raise Invalid("the group's ranks commit, on its directory; files do not")
+        group.require_open()
+        opened = self._io.open.get(inode.ino)
+        if opened is not None and opened.writers > 1:
+            raise Busy("others have the file open for writing")
+        await self._writeback.sync_inode(inode.ino)
+        group.require_open()
+        if opened is not None and opened.writers:
+            self._members.committed_open(group, inode)
+        elif not self._members.closed(group, inode) and inode.in_burst:
+            self._drain.closed(inode)
+        self._complete(group)
 
     async def _settled(self, group: Group) -> None:
         """If the group is complete: it is buffered, and published if that is wanted. Raises what
         either has failed with.
         """
-        while group.is_complete and not group.is_settled:
+        while group.is_complete and not group.is_buffered:
             group.require_success()
             await group.event.wait()
         if group.is_complete:
@@ -336,18 +440,98 @@ class Groups:
         group = await self.find(ino, group_id)
         with trio.move_on_after(math.inf if timeout_s is None else timeout_s) as scope:
             group.require_success()
-            while not (group.state == "durable" or (group.is_settled and not durable)):
+            if durable and not group.shares:
+                raise Invalid("the directory is pending, and its files are drained as usual")
+            while not (group.state == "durable" or (group.is_buffered and not durable)):
                 await group.event.wait()
                 group.require_success()
         if scope.cancelled_caught:
             raise TimedOut(f"the group is {group.state} after {timeout_s} s")
 
-    async def cancel(self, ino: int, group_id: int = 0, reason: str = "") -> None:
-        """End a group; nothing happens to one that has ended. Its files are drained as usual.
-        Raises NoAttribute, Stale.
+    async def cancel(
+        self, ino: int, group_id: int = 0, reason: str = "", caller: CallerLike = ROOT
+    ) -> None:
+        """End a group; nothing happens to one that has ended. Its files are drained as usual, and a
+        pending directory stays so; if that is all that was asked of the group, it is pending no
+        more. Raises NoAttribute, Stale, NotPermitted.
         """
         group = await self.find(ino, group_id)
-        await self._cancel(group, reason or "it was cancelled")
+        if group.shares:
+            await self._cancel(group, reason or "it was cancelled")
+        elif group.pending is not None:
+            await self.abandon(ino, caller)
+
+    async def abandon(self, ino: int, caller: CallerLike) -> None:
+        """A directory is pending no more, and no commit counts; its files stay. A group that is
+        open is cancelled. Raises NoAttribute, NotPermitted."""
+        rights.owner(await self._engine.view(namespace.get_inode, ino), caller)
+        async with self._recording:
+            group = self.by_directory.get(ino)
+            if group is None or group.pending is None:
+                raise NoAttribute("the directory is not pending")
+            record = group.record._replace(pending=None)
+            if group.shares:
+                await self._engine.transact(groups.update, ino, record)
+                group.record = record
+            else:
+                await self._engine.transact(groups.abandon, ino, record.id)
+                self._drop(group, "the directory is pending no more")
+        if group.shares and group.is_open:
+            await self._cancel(group, "its directory is pending no more")
+
+    def _drop(self, group: Group, reason: str) -> None:
+        """Nothing is on record any more of a group without files; who waits is told."""
+        if self.by_directory.get(group.ino) is group:
+            del self.by_directory[group.ino]
+        group.record = group.record._replace(state="cancelled", error=reason, pending=None)
+        group.wake()
+
+    # --- what a directory's new name waits for ---
+
+    def pending(self, ino: int) -> Group:
+        """The group of a pending directory. Raises NoAttribute."""
+        group = self.by_directory.get(ino)
+        if group is None or group.pending is None:
+            raise NoAttribute()
+        return group
+
+    async def require_complete(self, ino: int) -> None:
+        """A directory may get a new name, as far as its group is concerned: early, because what
+        follows may take long. The transaction decides. Raises Busy."""
+        group = self.by_directory.get(ino)
+        if group is not None and group.record.seals:
+            await self._engine.view(groups.require_complete, ino, group.record)
+
+    async def check_files(self, ino: int) -> None:
+        """The files that the ranks of a directory have committed are there, in their sizes, and, if
+        they must, all have one. Raises Busy, which names the first that is not."""
+        group = self.by_directory.get(ino)
+        if group is None or not group.record.seals:
+            return
+        for rank in await self._engine.view(groups.committed, ino):
+            member = await self._engine.view(groups.get_member, ino, rank)
+            files = () if member is None else member.files
+            wrong = await first_wrong(self._engine, self._io, ino, files)
+            if wrong:
+                raise Busy(f"rank {rank}: {wrong}")
+        unequal = await self._unequal(group) if group.is_open else ""
+        if unequal:
+            raise Busy(unequal)
+
+    @asynccontextmanager
+    async def naming(self, *inos: int) -> AsyncIterator[None]:
+        """What is done inside gives these directories new names, in a transaction."""
+        async with self._recording:
+            yield
+            for group in map(self.by_directory.get, inos):
+                if group is None or not group.record.seals:
+                    continue
+                group.record = group.record._replace(pending=None)
+                if not group.shares:
+                    group.record = group.record._replace(state="committed")
+                    del self.by_directory[group.ino]
+                    group.wake()
+            self._look()
 
     # --- what happens to files --------------------------------------------------------------------
 
@@ -382,7 +566,9 @@ class Groups:
         """An inode has lost its last name."""
         self._members.gone(ino)
         group = self.by_directory.get(ino)
-        if group is not None and group.is_live:
+        if group is not None and not group.shares:
+            self._drop(group, "its directory was removed")
+        elif group is not None and group.is_live:
             self._start(self._cancel, group, "its directory was removed")
 
     def _give_back_wanted(self) -> None:
@@ -399,7 +585,7 @@ class Groups:
     # --- after the last commit --------------------------------------------------------------------
 
     def _complete(self, group: Group) -> None:
-        if group.is_open and group.is_complete and not group.settling:
+        if group.is_open and group.shares and group.is_complete and not group.settling:
             group.settling = True
             self._start(self._settle, group)
 
@@ -449,18 +635,6 @@ class Groups:
         self._look()
         await self._put(group)
         faults.reach(_COMMITTED)
-
-    async def unequal(self, ino: int) -> str:
-        """Which file of the directory's group has not the size that all have to have, or had when
-        the group failed; ''.
-        """
-        try:
-            group = await self.find(ino)
-        except NoAttribute:
-            return ""
-        if group.is_open:
-            return await self._unequal(group)
-        return group.record.error if group.record.unequal else ""
 
     async def _unequal(self, group: Group) -> str:
         while group.differs:
@@ -534,24 +708,21 @@ class Groups:
         """What has become of it is on stable storage on return. Where that cannot be written, it
         counts in this mount alone.
         """
-        async with self._recording:
-            try:
+        try:
+            async with self._recording:
                 await self._engine.transact(groups.update, group.ino, group.record)
-                await self._engine.barrier()
-            except FsError as error:
-                _log.warning(
-                    "group %d: its state %s is not on record: %s",
-                    group.record.id,
-                    group.state,
-                    error,
-                )
+            await self._engine.barrier()
+        except FsError as error:
+            _log.warning(
+                "group %d: its state %s is not on record: %s", group.record.id, group.state, error
+            )
 
     # --- in the background ------------------------------------------------------------------------
 
     async def load(self, undrained: list[Undrained]) -> None:
         """What an earlier mount has left; the drain knows of the files already."""
         now, now_ns = trio.current_time(), time.time_ns()
-        found, damaged = await self._engine.view(groups.load_live)
+        found, damaged = await self._engine.view(groups.load)
         for ino in damaged:
             _log.warning(
                 "the record of the group of directory %d is damaged, its files are drained as usual; run aifs fsck",
@@ -608,6 +779,8 @@ class Groups:
         group.settling = False
         for rank, process in group.processes.items():
             self._start(self._watch, group, rank, process)
+        for process in group.markers:
+            self._start(self._watch, group, None, process)
         if group.is_open:
             self._complete(group)
         elif group.is_live:
@@ -619,7 +792,7 @@ class Groups:
             with background():  # also where somebody's commit is what begins it
                 self._nursery.start_soon(work, group, *args)
 
-    async def _watch(self, group: Group, rank: int, process: int) -> None:
+    async def _watch(self, group: Group, rank: int | None, process: int) -> None:
         pidfd = processes.watch(process)
         if pidfd is not None:
             await processes.wait_for_end(pidfd)
@@ -647,6 +820,7 @@ class Groups:
         return {
             "open": len(self._open),
             "committed": len(self._live) - len(self._open),
+            "pending": sum(group.pending is not None for group in self.by_directory.values()),
             "files": len(self._members.group_of),
             "durable": self._durable,
             "last": self._last,
@@ -691,16 +865,36 @@ async def _cannot_publish(ino: int, final: bytes, caller: CallerLike) -> None:
     raise NotSupported()
 
 
-@contextmanager
-def _refusals(group: Group) -> Iterator[None]:
-    """What is refused inside is told, too, by the group."""
-    try:
-        yield
-    except (Invalid, Busy) as error:
-        group.refused = str(error)
-        _log.info("group %d: refused: %s", group.record.id, error)
-        raise
+def _require_going_on(group: Group) -> None:
+    """Raises what a group has ended with, unless its directory is pending all the same."""
+    if group.pending is None:
+        group.require_success()
 
 
-async def _is_not_pending(ino: int, rank: int) -> bool:
-    return False
+def _require_same(there: Group, options: Options) -> None:
+    """Raises Invalid unless the group that is there was asked for in the same words, Busy if all
+    have committed."""
+    present = there.record.options
+    if not there.is_open:
+        raise Busy(f"the group is {there.state}; wait until it is durable, or cancel it")
+    if options._replace(job=present.job) != present:
+        raise Invalid(f"another group is open: {format_group(present)}")
+
+
+def _require_same_mark(there: Group, options: Options, pending: Pending) -> None:
+    present, ranks = there.pending, there.record.options.ranks
+    assert present is not None
+    if (ranks, present.step, present.job) != (options.ranks, pending.step, pending.job):
+        raise Invalid(
+            f"the directory is pending already, with {ranks} ranks and step {present.step}"
+        )
+
+
+def _require_same_ranks(there: Group, options: Options) -> None:
+    """Raises Invalid unless the ranks of a pending directory are those of its group."""
+    present = there.record.options
+    if (True, options.ranks) != (options.explicit and present.explicit, present.ranks):
+        raise Invalid(
+            f"the ranks of a pending directory and of its group are the same, and commit: there are "
+            f"{present.ranks}, and the group needs commit=explicit"
+        )

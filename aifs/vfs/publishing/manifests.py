@@ -14,7 +14,7 @@ from aifs.core.errors import Invalid, NotADirectory, NotFound
 from aifs.files.file_io import FileIO
 from aifs.meta import namespace
 from aifs.meta.kv import Engine
-from aifs.vfs.publishing.pending import first_wrong, path_below
+from aifs.vfs.publishing.listed import first_wrong, path_below
 
 NAME = b".aifs-manifest.json"
 

@@ -2,17 +2,15 @@
 docs/publish.md says how.
 
 What becomes visible under a new name is durable first, the new name when the call returns. A
-pending directory (``pending``) gets its final name only when all of its members have committed.
+directory whose group seals it (groups/protocol.py) gets its name only when all ranks have committed.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 
-from aifs.core import faults, ioctl
-from aifs.core.errors import Busy, ReadOnly
+from aifs.core import faults
+from aifs.core.errors import ReadOnly
 from aifs.core.ioctl import Command
-from aifs.core.log import logger
 from aifs.files import permissions
 from aifs.files.kernel import Kernel
 from aifs.files.types import ROOT, CallerLike
@@ -25,11 +23,8 @@ from aifs.store.store import Store
 from aifs.vfs import burst_hints, rights
 from aifs.vfs.names import Names
 from aifs.vfs.operation_log import OperationLog
-from aifs.vfs.publishing import pending
 from aifs.vfs.publishing.barrier import sync_below
 from aifs.vfs.refusals import Refusals
-
-_log = logger(__name__)
 
 _DURABLE = faults.declare(
     "vfs.publish.durable", "all below a tree is durable, it has not got its new name yet"
@@ -49,8 +44,6 @@ class Publishing(Names):
         self.read_only = True
         self.refusals = Refusals()
         self.operation_log = OperationLog()
-        self.refused: dict[int, str] = {}
-        """Why the last publish of a pending directory was refused."""
         self.pointers: set[tuple[int, bytes]] = set()
         """Names (parent, name) that publishing changes together with others. The kernel does not
         keep what they lead to: it would forget them one after the other, and programs see one new
@@ -85,13 +78,15 @@ class Publishing(Names):
         new_name: bytes,
         flags: int,
     ) -> None:
+        named = [moving]
         published = await self._make_durable(moving, new_parent)
         if flags == namespace.RENAME_EXCHANGE:
-            other = await self._engine.view(namespace.get_dentry, new_parent, new_name)
-            published += await self._make_durable(other, parent)
+            named.append(await self._engine.view(namespace.get_dentry, new_parent, new_name))
+            published += await self._make_durable(named[1], parent)
+        directories = [dentry.ino for dentry in named if dentry.type == _DIRECTORY]
         faults.reach(_DURABLE)
         cookies = (await self.ids.take(), await self.ids.take())
-        with self._noting_refusal(moving.ino):
+        async with self.groups.naming(*directories) if directories else nullcontext():
             inode, other = await self._engine.transact(
                 publishing.rename,
                 parent,
@@ -109,7 +104,7 @@ class Publishing(Names):
         await self._engine.barrier()
         self.drain.published(published)
         if inode.is_dir:
-            self._shown(inode.ino, new_parent)
+            self.retention.shown(new_parent)
 
     async def publish(self, what: Publication, caller: CallerLike) -> None:
         """Show a directory under its final name, and move the pointers to it, all in one
@@ -135,7 +130,7 @@ class Publishing(Names):
             await self.ids.take(),
             await self.ids.take(),
         )
-        with self._noting_refusal(what.ino):
+        async with self.groups.naming(what.ino):
             done = await self._engine.transact(_publish, what, caller, ids, time.time_ns())
         for inode in done.unlinked:
             self._unlinked(inode)
@@ -161,33 +156,20 @@ class Publishing(Names):
             # Only now, for until here the kernel opened them by the names that it knew. Of those
             # that it has never looked up it does not say that it forgets them.
             self.forget([inode.ino for inode in done.unlinked])
-        self._shown(what.ino, what.parent)
-
-    async def commit(
-        self, ino: int, rank: int, listing: bytes, again: bool, caller: CallerLike
-    ) -> None:
-        """A rank commits its part of a pending directory (pending.commit). The kernel has not
-        checked that it may write there."""
-        self.require_writable()
-        await self.require_may(ioctl.AIFS_IOC_COMMIT, ino, caller)
-        await pending.commit(
-            self, ino, rank, None, pending.path_below(listing) if listing else b"", again
-        )
+        self.retention.shown(what.parent)
 
     async def _make_durable(self, dentry: Dentry, new_parent: int) -> list[int]:
         """All that ``dentry`` names is where the policy of the new directory wants it before it
-        shows; a pending directory is complete. Returns the inode numbers of the files that had to
+        shows, and its group lets it get a name. Returns the inode numbers of the files that had to
         be synced."""
-        is_directory = dentry.type == _DIRECTORY
-        with self._noting_refusal(dentry.ino):
-            is_pending = is_directory and await self._engine.view(_is_complete, dentry.ino)
+        if dentry.type == _DIRECTORY:
+            await self.groups.require_complete(dentry.ino)
         published = await sync_below(self._engine, self.io, self.writeback, dentry)
         policy = await self._policy_of(new_parent) or DEFAULT_POLICY
         if policy.publish == "capacity":
             await burst_hints.drain_below(self, dentry.ino)
-        if is_pending:
-            with self._noting_refusal(dentry.ino):
-                await pending.check_files(self, dentry.ino)
+        if dentry.type == _DIRECTORY:
+            await self.groups.check_files(dentry.ino)
         return published
 
     async def require_may(self, command: Command, ino: int, caller: CallerLike) -> None:
@@ -201,30 +183,6 @@ class Publishing(Names):
         """Raises ReadOnly. For requests that the kernel lets pass on a read-only mount."""
         if self.read_only:
             raise ReadOnly()
-
-    @contextmanager
-    def _noting_refusal(self, ino: int) -> Iterator[None]:
-        """Why a directory is not published is kept for who asks."""
-        try:
-            yield
-        except Busy as error:
-            self.refused[ino] = str(error)
-            _log.info("inode %d is not published: %s", ino, error)
-            raise
-
-    def _shown(self, ino: int, parent: int) -> None:
-        self.refused.pop(ino, None)
-        self.retention.shown(parent)
-
-
-def _is_complete(tx: ReadTransaction, ino: int) -> bool:
-    """Whether the directory is pending; raises Busy if it is, and members are missing. Early,
-    because the barrier may take long: the transaction decides."""
-    mark = publishing.find_pending(tx, ino)
-    if mark is None:
-        return False
-    publishing.require_complete(tx, ino, mark)
-    return True
 
 
 def _publish(

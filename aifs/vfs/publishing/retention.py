@@ -23,9 +23,10 @@ from aifs.files import permissions
 from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
 from aifs.files.types import CallerLike
-from aifs.meta import keys, namespace, publishing, trash
+from aifs.meta import groups, keys, namespace, publishing, trash
+from aifs.meta.askers import Asker
 from aifs.meta.kv import Engine, ReadTransaction, Transaction, grows
-from aifs.meta.publishing import Asker, Kept, decode_kept
+from aifs.meta.publishing import Kept, decode_kept
 from aifs.meta.records import Inode
 from aifs.upkeep.trash import Trash
 from aifs.vfs.publishing import manifests
@@ -262,28 +263,19 @@ def _all_kept(tx: ReadTransaction) -> list[int]:
 
 
 def _all_pending(tx: ReadTransaction) -> list[int]:
-    return [
-        keys.number(key)
-        for key, _ in tx.range(*keys.all_of(b"p"))
-        if keys.pending_rank(key) is None
-    ]
+    """The directories that are pending, of which that can be read."""
+    found, _ = groups.load(tx)
+    return [ino for ino, (record, _) in found.items() if record.pending is not None]
 
 
 def _find_idle(tx: ReadTransaction, ino: int, since_ns: int) -> tuple[int, bytes] | None:
     """Where a pending directory lies, if nothing has happened in it since ``since_ns``."""
-    mark, inode = publishing.find_pending(tx, ino), namespace.find_inode(tx, ino)
-    if (
-        mark is None
-        or inode is None
-        or not inode.nlink
-        or max(mark.created_ns, inode.mtime_ns) > since_ns
-    ):
+    record, inode = groups.find(tx, ino), namespace.find_inode(tx, ino)
+    if record is None or record.pending is None or inode is None or not inode.nlink:
         return None
-    for rank in publishing.committed(tx, ino):
-        member = publishing.get_member(tx, ino, rank)
-        if member is not None and member.committed_ns > since_ns:
-            return None
-    return inode.parent, publishing.name_of(tx, inode)
+    commits = [member.when_ns for member in groups.members(tx, ino).values()]
+    last_ns = max(record.created_ns, record.pending.created_ns, inode.mtime_ns, *commits)
+    return None if last_ns > since_ns else (inode.parent, publishing.name_of(tx, inode))
 
 
 def _list(
@@ -299,7 +291,7 @@ def _list(
             name,
             inode,
             place,
-            inode.is_dir and tx.get(keys.pending(inode.ino)) is not None,
+            inode.is_dir and groups.is_pending(tx, inode.ino),
             inode.is_dir and tx.get(keys.dentry(inode.ino, manifests.NAME)) is not None,
             inode.is_dir and (asker is None or not _may_remove(tx, inode, asker)),
         )
@@ -330,7 +322,9 @@ def _doom_idle(
     """
     if _find_idle(tx, ino, since_ns) is None:
         return None
-    return _doom(tx, parent, name, ino, now, publishing.get_pending(tx, ino).asker)
+    record = groups.find(tx, ino)
+    assert record is not None and record.pending is not None
+    return _doom(tx, parent, name, ino, now, record.pending.asker)
 
 
 def _doom(

@@ -1,6 +1,4 @@
-"""The check of what directories are marked with: pending ones, groups, the members of both,
-policies of retention.
-"""
+"""The check of what directories are marked with: groups, their members, policies of retention."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,8 +11,8 @@ from aifs.core.retention import parse_keep
 from aifs.meta import groups, keys, publishing
 
 
-class PendingCheck:
-    """Handlers for the records ``p``, ``n`` and ``r``. A mark that cannot be trusted goes; the
+class MarkCheck:
+    """Handlers for the records ``n`` and ``r``. A mark that cannot be trusted goes; the
     directory and its files stay."""
 
     def __init__(
@@ -26,24 +24,6 @@ class PendingCheck:
         self._view = view
         self._table = table
         self._report = problem
-
-    async def mark(self, key: bytes, value: bytes) -> None:
-        """A pending directory, or a member of one."""
-        ino = int.from_bytes(key[1:9], "big")
-        rank = keys.pending_rank(key)
-        if len(key) not in (9, 13) or not self._is_directory(ino):
-            self._problem("stray-record", ino, "mark of a pending directory, on what is none", key)
-        elif rank is not None and await self._view(read_record, keys.pending(ino)) is None:
-            self._problem(
-                "stray-record", ino, f"commit of rank {rank}, but the directory is not pending", key
-            )
-        else:
-            try:
-                publishing.decode_pending(value) if rank is None else publishing.decode_member(
-                    value
-                )
-            except FsError as error:
-                self._problem("unreadable-record", ino, str(error), key)
 
     async def group(self, key: bytes, value: bytes) -> None:
         """The group of a directory, or a member of it."""
