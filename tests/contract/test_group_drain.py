@@ -30,7 +30,7 @@ from aifs.vfs.groups.storing import Storing
 from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
 from tests.support.points import once
-from tests.support.stores import read_file, rewrite
+from tests.support.stores import read_file, rewrite, set_policy
 
 KIB = 1 << 10
 CHUNK = 64 * KIB
@@ -64,7 +64,7 @@ def group_drain(fs: Filesystem) -> GroupDrain:
 async def write_file(fs: Filesystem, name: bytes, data: bytes, policy: Policy | None = None) -> int:
     opened, inode = await fs.create(ROOT_INO, name, 0o600, os.O_RDWR, ROOT)
     if policy is not None:
-        fs.io.open[inode.ino].inode.policy = policy
+        await set_policy(fs, inode.ino, policy)
     await fs.write(opened.handle, 0, data)
     await fs.release(opened.handle)
     return inode.ino

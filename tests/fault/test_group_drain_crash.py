@@ -20,6 +20,7 @@ from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.groups.group_drain import GroupDrain, Options, Outcome, Prepared, Report
 from tests.support.modes import WAITING, config_of, make_store
 from tests.support.powercut import PowerCut, make_sizes_small
+from tests.support.stores import set_policy
 
 CHUNK = 4096
 POINTS = ["vfs.group.appended", "vfs.group.replaced", "vfs.group.flipped"]
@@ -39,7 +40,7 @@ def scratch(scratch: Path) -> Path:
 
 async def write_durably(fs: Filesystem, name: bytes, data: bytes, policy: Policy) -> int:
     opened, inode = await fs.create(ROOT_INO, name, 0o600, os.O_RDWR, ROOT)
-    fs.io.open[inode.ino].inode.policy = policy
+    await set_policy(fs, inode.ino, policy)
     await fs.write(opened.handle, 0, data)
     await fs.fsync(opened.handle, False)
     await fs.release(opened.handle)

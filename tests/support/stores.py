@@ -14,8 +14,10 @@ import trio
 from aifs.check.fsck import check
 from aifs.core.config import Config
 from aifs.files.types import ROOT
+from aifs.layout.hint import Policy
 from aifs.meta import keys
 from aifs.meta.keys import ROOT_INO
+from aifs.meta.records import Inode
 from aifs.vfs import Caller, Filesystem, open_filesystem
 from tests.support import modes
 
@@ -81,6 +83,15 @@ async def write_pieces(fs: Filesystem, handle: int, data: bytes) -> None:
     """From the file's beginning on."""
     for start in range(0, len(data), PIECE):
         await fs.write(handle, start, data[start : start + PIECE])
+
+
+async def set_policy(fs: Filesystem, ino: int, policy: Policy) -> None:
+    """The policy of a file, also while it is being written."""
+    await fs.change_inode(ino, _set_policy, policy)
+
+
+def _set_policy(inode: Inode, policy: Policy) -> None:
+    inode.policy = policy
 
 
 async def overwrite(fs: Filesystem, ino: int, offset: int, data: bytes, flags: int = 0) -> None:
