@@ -73,6 +73,19 @@ OLD_KERNEL = "run a kernel of 6.9 or later that is built with CONFIG_FUSE_PASSTH
 NO_CAPABILITY = "mount as root, or give the daemon CAP_SYS_ADMIN"
 
 
+def reply(unique: int, number: int, data: bytes) -> None:
+    """Answer a request that was handed over."""
+    try:
+        extension.reply(unique, number, data)
+    except OSError as error:
+        if error.errno not in (
+            errno.ENOENT,
+            errno.ENODEV,
+            errno.EBADF,
+        ):  # nobody waits for it any more
+            _log.error("the kernel refuses an answer: %s", error)  # raised, it would end the mount
+
+
 class Bridge:
     """The bridge of the next mount, if it can be used and is wanted: ``in_use`` says so once that
     is mounted.
@@ -150,20 +163,6 @@ class Bridge:
         """
         if extension is not None:
             extension.note_acl(ino)
-
-    def reply(self, unique: int, number: int, data: bytes) -> None:
-        """Answer a request that was handed over."""
-        try:
-            extension.reply(unique, number, data)
-        except OSError as error:
-            if error.errno not in (
-                errno.ENOENT,
-                errno.ENODEV,
-                errno.EBADF,
-            ):  # nobody waits for it any more
-                _log.error(
-                    "the kernel refuses an answer: %s", error
-                )  # raised, it would end the mount
 
     def status(self) -> dict[str, object]:
         """For ``aifs status``: what is in use, and how many requests of each opcode the kernel has

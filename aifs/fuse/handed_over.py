@@ -74,20 +74,24 @@ def _refuse_unknown(flags: int) -> None:
         raise Invalid("unknown flags")
 
 
-class HandedOver:
-    """Takes requests from the bridge (``take``) and answers them through it, from tasks in
-    ``nursery``.
+Reply = Callable[[int, int, bytes], None]
+"""Answers a request (its unique number) with an errno and data."""
 
-    ``reply`` and ``nursery`` are set before the first request is read.
+
+class HandedOver:
+    """Takes requests from the bridge (``take``) and answers them, from tasks in the nursery that it
+    was told to serve in before the first request is read.
     """
 
-    def __init__(self, fs: Filesystem, scheduler: Scheduler, attr_timeout_s: float = 0.0) -> None:
+    def __init__(
+        self, fs: Filesystem, scheduler: Scheduler, reply: Reply, attr_timeout_s: float = 0.0
+    ) -> None:
         self._fs = fs
         self._attr_timeout_s = attr_timeout_s
         self._scheduler = scheduler
         self._running: dict[int, trio.CancelScope] = {}
-        self.reply: Callable[[int, int, bytes], None] = lambda unique, number, data: None
-        self.nursery: trio.Nursery | None = None
+        self._reply = reply
+        self._nursery: trio.Nursery | None = None
         self._handlers: dict[int, Handler] = {
             IOCTL: self.ioctl,
             FALLOCATE: self.fallocate,
@@ -110,6 +114,10 @@ class HandedOver:
             ioctl.AIFS_IOC_GROUP_QUERY: self._query_group,
         }
 
+    def serve_in(self, nursery: trio.Nursery) -> None:
+        """Requests are answered by its tasks from now on."""
+        self._nursery = nursery
+
     def take(
         self, opcode: int, unique: int, nodeid: int, caller: tuple[int, int, int], body: bytes
     ) -> bool:
@@ -121,9 +129,9 @@ class HandedOver:
             if scope is not None:
                 scope.cancel()
             return scope is not None
-        assert self.nursery is not None
+        assert self._nursery is not None
         self._running[unique] = trio.CancelScope()
-        self.nursery.start_soon(
+        self._nursery.start_soon(
             self._answer, self._handlers[opcode], unique, nodeid, body, Caller(*caller)
         )
         return True
@@ -141,7 +149,7 @@ class HandedOver:
                     number = error.errno
         finally:
             del self._running[unique]
-            self.reply(unique, number, data)
+            self._reply(unique, number, data)
 
     @answers
     async def ioctl(self, nodeid: int, body: bytes, caller: Caller) -> bytes:

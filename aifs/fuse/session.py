@@ -26,7 +26,7 @@ from aifs.core.log import dump_stacks
 from aifs.core.tasks import first_error
 from aifs.data.marker import NAME as MARKER_NAME
 from aifs.fuse import requests
-from aifs.fuse.bridge import ALL_COST, SPEED_COST, Bridge, Missing
+from aifs.fuse.bridge import ALL_COST, SPEED_COST, Bridge, Missing, reply
 from aifs.fuse.guard import Guard
 from aifs.fuse.handed_over import HandedOver
 from aifs.fuse.kernel_cache import KernelCache
@@ -100,9 +100,8 @@ async def _serve(
     async with open_filesystem(
         config, options.read_only, mountpoint, options.atime, force=force, kernel=kernel
     ) as fs:
-        handed_over = HandedOver(fs, scheduler, config.kernel.attr_timeout_s)
+        handed_over = HandedOver(fs, scheduler, reply, config.kernel.attr_timeout_s)
         bridge = Bridge(config.kernel, handed_over.take)
-        handed_over.reply = bridge.reply
         synchronous = "sync" in options.fuse_options
         operations = Operations(
             fs,
@@ -115,7 +114,7 @@ async def _serve(
         )
         with _mounted(operations, bridge, mountpoint, mount_arguments(config, options)):
             async with trio.open_nursery() as nursery:
-                handed_over.nursery = nursery
+                handed_over.serve_in(nursery)
                 nursery.start_soon(_end_with_right, fs.store.ownership)
                 nursery.start_soon(_handle_signals, mountpoint)
                 nursery.start_soon(

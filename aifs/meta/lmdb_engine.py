@@ -60,6 +60,9 @@ REPLAYED = faults.declare(
 )
 
 
+Tap = Callable[[Writes, int], None]
+
+
 class LmdbEngine(Engine):
     """The store in ``directory``; made there if the directory holds none yet.
 
@@ -85,10 +88,7 @@ class LmdbEngine(Engine):
         self._frozen_seq = 0
         self._frozen_at_s = 0.0
         self._first_seq = first_seq
-        self.tap: Callable[[Writes, int], None] | None = None
-        """Called with the changes of each transaction, and how long its record is. It must not keep
-        the mapping itself.
-        """
+        self._taps: list[Tap] = []
         self._operations = 0
         self._failure = ""  # why the engine takes no more changes
         self._commit_error = ""  # why LMDB takes no changes at present
@@ -146,6 +146,11 @@ class LmdbEngine(Engine):
             log.info("metadata: %d transactions replayed from the journal", replayed)
         return replayed
 
+    def listen(self, tap: Tap) -> None:
+        """From now on ``tap`` is called with the changes of each transaction, and how long its
+        record is. It must not keep the mapping itself."""
+        self._taps.append(tap)
+
     async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
         if self._failure:
             raise Unavailable(self._failure)
@@ -166,8 +171,8 @@ class LmdbEngine(Engine):
             if not self._memtable.entries:
                 self._wake.set()
             self._memtable.apply(writes)
-            if self.tap is not None:
-                self.tap(writes, self._journal.last_bytes)
+            for tap in self._taps:
+                tap(writes, self._journal.last_bytes)
             if self._journal.used_bytes > journal.SEGMENT_BYTES >> 1 and not self._frozen.entries:
                 self._wake.set()
         return result

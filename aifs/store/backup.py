@@ -100,8 +100,9 @@ class Backup:
         self._upkeep = upkeep
         self._due_at_s = math.inf  # by trio's clock
         self._advanced = trio.Event()
-        if self.interval_s:
-            engine.tap = self._tap
+        self._listens = bool(self.interval_s)
+        if self._listens:
+            engine.listen(self._tap)
 
     def _tap(self, writes: Writes, length: int) -> None:
         if self.interval_s and (
@@ -371,8 +372,9 @@ class Backup:
         """
         begin, changes = self._engine.seq, {}
         self._scanned.append(changes)
-        if self._engine.tap is None:
-            self._engine.tap = self._tap
+        if not self._listens:
+            self._listens = True
+            self._engine.listen(self._tap)
         start: bytes | None = b"\0"
         part, length = 0, 0
         try:

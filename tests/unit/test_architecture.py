@@ -206,3 +206,57 @@ def test_no_error_is_hidden(path: Path) -> None:
         if isinstance(node, ast.ExceptHandler) and node.type is None
     ]
     assert not bare
+
+
+WIRES = {
+    "clean_up",
+    "commit_pending",
+    "covered",
+    "edge_status",
+    "find_needed",
+    "forget_names",
+    "hedging",
+    "is_urgent",
+    "leave_backups",
+    "passthrough",
+    "publish",
+    "rescue",
+    "restore",
+    "wrong_objects",
+}
+"""Attributes that parts were once connected by, after they had been made."""
+
+
+def assigned_outside(path: Path) -> Iterator[tuple[int, str]]:
+    """Attributes that are assigned, and not by a method of their own object: line, and which."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        for target in targets if isinstance(node, (ast.Assign, ast.AnnAssign)) else ():
+            for part in ast.walk(target):
+                if isinstance(part, ast.Attribute) and ast.unparse(part.value) != "self":
+                    yield part.lineno, part.attr
+
+
+def called_back(path: Path) -> Iterator[str]:
+    """Attributes that hold functions, as their annotations say."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Attribute):
+            if "Callable" in ast.unparse(node.annotation):
+                yield node.target.attr
+
+
+MAY_BE_SET = {"on_object": {"files/handles.py"}, "on_cancel": {"vfs/groups/group_drain.py"}}
+"""What is no wire, but the state of a file, and who changes it."""
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_parts_are_not_wired_after_they_are_made(path: Path) -> None:
+    """What a part calls is given to its constructor, or to a small object that is made before."""
+    functions = {attribute for module in MODULES for attribute in called_back(module)}
+    wrong = [
+        (line, attribute)
+        for line, attribute in assigned_outside(path)
+        if (attribute.startswith("on_") or attribute in functions | WIRES)
+        and name_of(path) not in MAY_BE_SET.get(attribute, ())
+    ]
+    assert not wrong

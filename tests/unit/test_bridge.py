@@ -53,10 +53,9 @@ class FakeFilesystem:
 async def answer_to(fs: Any, opcode: int, body: bytes, nodeid: int = 7) -> tuple[int, bytes]:
     """The errno and data of the reply to one request."""
     replies = []
-    requests = HandedOver(fs, scheduler := Scheduler(0.0))
-    requests.reply = lambda unique, number, data: replies.append((unique, number, data))
+    requests = HandedOver(fs, scheduler := Scheduler(0.0), lambda *reply: replies.append(reply))
     async with trio.open_nursery() as nursery:
-        requests.nursery = nursery
+        requests.serve_in(nursery)
         assert requests.take(opcode, 99, nodeid, CALLER, body)
     assert scheduler.waiting_requests == 0
     ((unique, number, data),) = replies
@@ -241,11 +240,10 @@ async def test_errors_pass_the_choke_point(caplog: pytest.LogCaptureFixture) -> 
 
 async def test_an_interrupt_cancels_its_request_alone() -> None:
     replies: list[tuple[int, int, bytes]] = []
-    requests = HandedOver(FakeFilesystem(), Scheduler(0.0))  # type: ignore[arg-type]
-    requests.reply = lambda *reply: replies.append(reply)
+    requests = HandedOver(FakeFilesystem(), Scheduler(0.0), lambda *reply: replies.append(reply))
     body = struct.pack("=QQII", 5, 10, 4, 0)
     async with trio.open_nursery() as nursery:
-        requests.nursery = nursery
+        requests.serve_in(nursery)
         for unique in (2, 4):
             assert requests.take(handed_over.LSEEK, unique, 7, CALLER, body)
         assert not requests.take(handed_over.INTERRUPT, 0, 0, CALLER, struct.pack("=Q", 6))
@@ -261,10 +259,9 @@ async def test_an_interrupt_cancels_its_request_alone() -> None:
 
 async def test_requests_that_still_wait_when_the_mount_ends_are_answered() -> None:
     replies: list[tuple[int, int, bytes]] = []
-    requests = HandedOver(FakeFilesystem(), Scheduler(0.0))  # type: ignore[arg-type]
-    requests.reply = lambda *reply: replies.append(reply)
+    requests = HandedOver(FakeFilesystem(), Scheduler(0.0), lambda *reply: replies.append(reply))
     async with trio.open_nursery() as nursery:
-        requests.nursery = nursery
+        requests.serve_in(nursery)
         requests.take(handed_over.LSEEK, 2, 7, CALLER, struct.pack("=QQII", 5, 10, 4, 0))
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()

@@ -336,8 +336,9 @@ class Members:
         if file.state is not FileState.BUFFERED:
             return
         closes, file.state = file.closes, FileState.PREPARING
-        prepared = file.prepared = Prepared(file.ino, partial(self._changed, group, file))
-        prepared.hurry = lambda: not group.is_open
+        prepared = file.prepared = Prepared(
+            file.ino, partial(self._changed, group, file), hurry=lambda: not group.is_open
+        )
         self._prepared.add(prepared)
         try:
             await self._group_drain.prepare(prepared, _options_of(group), group.report)

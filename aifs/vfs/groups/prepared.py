@@ -26,14 +26,19 @@ class Prepared(Draining):
     it is to be released as soon as that can be; ``busy`` is held while it is being prepared.
     """
 
-    def __init__(self, ino: int, on_cancel: Callable[["Prepared"], None] | None = None) -> None:
+    def __init__(
+        self,
+        ino: int,
+        on_cancel: Callable[["Prepared"], None] | None = None,
+        hurry: Callable[[], bool] = lambda: True,
+    ) -> None:
         super().__init__(ino)
         self.size = 0
         self.cut = Cut((), ())
         self.digests: dict[int, bytes] = {}
         self.level = 0
         self.on_cancel = on_cancel
-        self.hurry: Callable[[], bool] = lambda: True
+        self.hurry = hurry
         self.unwanted = False
         self.busy = trio.Lock()
 
