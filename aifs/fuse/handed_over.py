@@ -171,6 +171,10 @@ class HandedOver:
 
     async def _flags(self, ino: int, request: int, body: bytes) -> bytes:
         """The ioctls of chattr(1) and lsattr(1), for which the kernel has checked who may."""
+        if request in (_SETFLAGS, _FSSETXATTR):
+            argument = _FLAGS if request == _SETFLAGS else _FSXATTR
+            if len(body) < _IOCTL.size + argument.size:
+                raise Invalid("the argument is too short")
         inode = await self._fs.getattr(ino)
         xflags = sum(xflag for flag, xflag in _XFLAGS.items() if inode.flags & flag)
         if request == _GETFLAGS:

@@ -158,10 +158,20 @@ async def test_unknown_ioctls_and_wrong_sizes_are_refused(body: bytes, number: i
     assert not fs.calls
 
 
-@given(st.integers(0, (1 << 32) - 1), st.binary(max_size=64), st.integers(0, 64))
+FLAG_REQUESTS = (0x80086601, 0x40086602, 0x801C581F, 0x401C5820)
+
+
+@given(
+    st.integers(0, (1 << 32) - 1) | st.sampled_from(FLAG_REQUESTS),
+    st.binary(max_size=64),
+    st.integers(0, 64),
+)
 def test_any_ioctl_gets_an_answer(request: int, data: bytes, out_size: int) -> None:
     number, _ = trio.run(
-        answer_to, FakeFilesystem(0), handed_over.IOCTL, ioctl_body(request, data, out_size)
+        answer_to,
+        FakeFilesystem(SimpleNamespace(flags=0, project=0)),  # what chattr(1) asks for
+        handed_over.IOCTL,
+        ioctl_body(request, data, out_size),
     )
     assert number in (0, errno.ENOTTY, errno.EINVAL)
 
