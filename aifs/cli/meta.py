@@ -103,10 +103,20 @@ def list_command(source: str, directory: str, as_json: bool) -> None:
         print_json([asdict(state) for state in found])
         return
     rows = [
-        (state.seq, _time(state.created_ns), state.segments, describe_size(state.bytes))
+        (
+            state.generation,
+            state.seq,
+            _time(state.created_ns) if state.created_ns else "damaged",
+            state.segments,
+            describe_size(state.bytes),
+        )
         for state in found
     ]
-    print_table(("sequence", "made", "files", "size"), rows, right=("sequence", "files", "size"))
+    print_table(
+        ("generation", "sequence", "made", "files", "size"),
+        rows,
+        right=("generation", "sequence", "files", "size"),
+    )
 
 
 def _time(ns: int) -> str:
@@ -148,7 +158,7 @@ def restore_command(source: str, directory: str, at: int | None, force: bool) ->
     _require_unmounted(find(loaded, "")[0])
     state = restore(loaded, directory, at, force)
     print(
-        f"restored {loaded.meta.directory} to the state of {_time(state.created_ns)} (sequence {state.seq})"
+        f"restored {loaded.meta.directory} to the state of {_time(state.created_ns)} (sequence {state.seq}, generation {state.generation})"
     )
     print(
         f"aifs fsck {source} tells what is missing, and what is there that the metadata does not know of"

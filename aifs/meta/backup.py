@@ -140,6 +140,13 @@ def decode_segment(name: Name, store: str, data: bytes) -> Segment:
     )
 
 
+def said_ns(data: bytes) -> int:
+    """When a segment says that it was made, which nothing vouches for; 0 if it has no head."""
+    if len(data) < _HEAD.size or not data.startswith(_MAGIC):
+        return 0
+    return _HEAD.unpack(data[: _HEAD.size])[9]
+
+
 class Chain(NamedTuple):
     """Segments that make a state, in the order in which they are applied, and the number of its
     last transaction.

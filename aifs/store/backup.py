@@ -3,13 +3,15 @@ B5).
 
 A base when there is none that can be gone on from, daily, when the increments have become larger
 than it, and when a server is on its way out; else an increment, every ``meta.backup_interval``. An
-orderly close makes one, too. ``covered`` keeps deletions from running ahead: what the newest backup
+orderly close makes one, too. Two generations are kept: the newest base and the one before it, each
+with the increments after it. ``covered`` keeps deletions from running ahead: what the newest backup
 may refer to stays until a newer one is on the servers.
 """
 
+import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import trio
@@ -22,7 +24,7 @@ from aifs.core.upkeep import NEVER_S, Upkeep, Work
 from aifs.data import backups
 from aifs.data.backups import BackupFiles
 from aifs.data.servers import Servers
-from aifs.meta import journal
+from aifs.meta import journal, keys
 from aifs.meta.backup import BASE, INCREMENT, Name, Segment, newest, parse_name
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.lmdb_engine import LmdbEngine
@@ -93,6 +95,8 @@ class Backup:
         self._shipped_at_s = 0.0  # since the epoch
         self._last_error = ""
         self._gave_up = False
+        self._abandoned = (0, 0)
+        """Backups of states between these two are of what there was before a restore."""
         self._waiting = 0
         self._requests: list[tuple[str, str]] = []
         self._answers: dict[str, str] = {}
@@ -128,6 +132,7 @@ class Backup:
         self._due_at_s = trio.current_time() + self.interval_s
         if read_only:
             self._read_only, self.interval_s, self._changes = True, 0.0, {}
+        self._abandoned = await self._engine.view(_find_abandoned)
         sizes = await self._files.sizes()
         found = {
             name: size for text, size in sizes.items() if (name := parse_name(text)) is not None
@@ -347,24 +352,40 @@ class Backup:
         self._changed_bytes += length
 
     async def _make_base(self) -> None:
-        begin, forgotten, taken = self._engine.seq, self._forgotten, self._take_changes()
+        # Increments go on beside the base: each state can then be made from the base before, too.
+        if self._after is not None and self._changes:
+            await self._make_increment()
+        goes_on = self._after is not None
+        if not goes_on:
+            self._take_changes()
+        begin, forgotten = self._engine.seq, self._forgotten
         servers = self._files.servers()
         try:
             seq, length = await self._take_base(self._files.put)
-        except BaseException as error:
-            self._give_back(taken, forgotten)
-            if isinstance(
-                error, FsError
-            ):  # else every attempt would leave its parts, where room is what lacks
-                await self._files.delete(lambda text: _is_part(parse_name(text), begin))
+        except FsError:  # else every attempt would leave its parts, where room is what lacks
+            await self._files.delete(lambda text: _is_part(parse_name(text), begin))
             raise
         self._shipped = self._covered = seq
-        self._after = (
-            seq if self._forgotten == forgotten else None
-        )  # the changes since ``begin`` wait, which does no harm
+        if not goes_on and self._forgotten == forgotten:
+            self._after = begin
         self._base_bytes, self._increment_bytes = length, 0
         self._base_at_s, self._base_servers = trio.current_time(), servers
-        await self._files.delete(lambda text: _is_useless(parse_name(text), begin))
+        kept = await self._older_generation(begin)
+        await self._files.delete(lambda text: _is_useless(parse_name(text), begin, kept))
+
+    async def _older_generation(self, begin: int) -> Set[Name]:
+        """The segments of the newest state that can be made without the base that was begun there,
+        of this history of the store (see restore).
+        """
+        first, end = self._abandoned
+        names = {name for text in await self._files.sizes() if (name := parse_name(text))}
+        chain = newest(
+            name
+            for name in names
+            if not _is_part(name, begin)
+            and not first < (name.after if name.seq is None else name.seq) < end
+        )
+        return frozenset(chain.segments if chain is not None else ())
 
     async def _take_base(self, put: Put) -> tuple[int, int]:
         """The state that it makes, and its length. The records are read a slice at a time, with
@@ -416,11 +437,16 @@ class Backup:
         return len(data)
 
 
-def _is_useless(name: Name | None, begin: int) -> bool:
-    """All but the parts of the base that was begun there, just now: also what a crash has left of a
-    file that was being written, and increments beyond it, which are of what there was before the
-    metadata was restored."""
-    return not _is_part(name, begin)
+def _is_useless(name: Name | None, begin: int, kept: Set[Name]) -> bool:
+    """All but the parts of the base that was begun there, just now, and what is ``kept``: also what
+    a crash has left of a file that was being written.
+    """
+    return name not in kept and not _is_part(name, begin)
+
+
+def _find_abandoned(tx: ReadTransaction) -> tuple[int, int]:
+    superblock = json.loads(tx.get(keys.SUPERBLOCK) or b"{}")
+    return superblock.get("restored_from", 0), superblock.get("restored_to", 0)
 
 
 def _is_part(name: Name | None, begin: int) -> bool:

@@ -28,7 +28,17 @@ from aifs.data.patience import Patience, ask_all
 from aifs.data.storage import ASIDE, BACKUP, Storage
 from aifs.data.storages import below, storage_at
 from aifs.meta import chunks, keys, namespace
-from aifs.meta.backup import Chain, Name, Segment, chains, decode_segment, newest, parse_name
+from aifs.meta.backup import (
+    BASE,
+    Chain,
+    Name,
+    Segment,
+    chains,
+    decode_segment,
+    newest,
+    parse_name,
+    said_ns,
+)
 from aifs.meta.kv import Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.memtable import Writes
@@ -91,13 +101,16 @@ def back_up(config: Config, to: str) -> None:
 @dataclass(frozen=True, slots=True)
 class State:
     """A state that can be restored; ``bytes`` of ``segments`` files, the last of which was made at
-    ``created_ns``.
+    ``created_ns`` (0: nobody can tell, it is ``damaged``). ``generation``: of its base, 1 is the
+    newest one.
     """
 
     seq: int
     created_ns: int
     segments: int
     bytes: int
+    generation: int = 1
+    damaged: str = ""
 
 
 class Found:
@@ -145,6 +158,15 @@ class Found:
         raise StoreError(
             f"{what} of the metadata of store {self._store} is whole, or there is none"
         )
+
+    def said_ns(self, name: Name) -> int:
+        """When a segment was made, as it says itself, whole or not; 0 if nobody can tell."""
+        for place in self._places[name]:
+            with suppress(StoreError, OSError):
+                head = place.get_blob(os.path.join(self._folder, str(name))) or b""
+                if made_ns := said_ns(head):
+                    return made_ns
+        return 0
 
     def _is_whole(self, name: Name) -> bool:
         try:
@@ -213,12 +235,39 @@ def find(config: Config, source: str) -> tuple[str, Found]:
 
 
 def states(found: Found) -> Iterator[State]:
-    """The newest state of each base, the newest first. Only what says when it was made is read.
-    Raises Unavailable.
+    """The newest state of each base, the newest base first. Of the segments, only the last one, and
+    that of the base, are read: they say when they were made, or that they are damaged.
     """
     for chain in chains(found.sizes):
-        size = sum(found.sizes[name] for name in chain.segments)
-        yield State(chain.seq, found.read(chain.segments[-1]).created_ns, len(chain.segments), size)
+        try:
+            found.read(_base_of(chain))
+            yield _state(found, chain)
+        except Unavailable as error:
+            size = sum(found.sizes[name] for name in chain.segments)
+            yield State(
+                chain.seq, 0, len(chain.segments), size, _generation(found, chain), str(error)
+            )
+
+
+def _state(found: Found, chain: Chain) -> State:
+    """Raises Unavailable if its last segment is damaged."""
+    return State(
+        chain.seq,
+        found.read(chain.segments[-1]).created_ns,
+        len(chain.segments),
+        sum(found.sizes[name] for name in chain.segments),
+        _generation(found, chain),
+    )
+
+
+def _base_of(chain: Chain) -> Name:
+    """The last part of its base."""
+    return next(name for name in chain.segments if name.kind == BASE and name.seq is not None)
+
+
+def _generation(found: Found, chain: Chain) -> int:
+    bases = {_base_of(other).after for other in chains(found.sizes)}
+    return 1 + sum(base > _base_of(chain).after for base in bases)
 
 
 # --- restore ---
@@ -242,7 +291,17 @@ def restore(config: Config, source: str, at: int | None, force: bool = False) ->
         require_unused(places)
     store, found = find(config, source)
     chain = found.whole_chain(at)
-    created_ns = found.read(chain.segments[-1]).created_ns
+    state = _state(found, chain)
+    wanted = newest(found.sizes, at)
+    if wanted != chain:
+        said = found.said_ns(wanted.segments[-1])
+        _log.warning(
+            "the newest backup, of sequence %d, is damaged: restored is generation %d, sequence %d, which is %s older",
+            wanted.seq,
+            state.generation,
+            state.seq,
+            f"{max(said - state.created_ns, 0) // 10**9} s" if said else "an unknown time",
+        )
     _, everywhere = find(config, "") if source else (store, found)
     beyond = (
         max(name.seq or name.after for name in (*found.sizes, *everywhere.sizes))
@@ -259,12 +318,7 @@ def restore(config: Config, source: str, at: int | None, force: bool = False) ->
     finally:
         owner.release(orderly=True)
     end_rights(meta, store, places, wait=force)
-    return State(
-        chain.seq,
-        created_ns,
-        len(chain.segments),
-        sum(found.sizes[name] for name in chain.segments),
-    )
+    return state
 
 
 async def _build(config: Config, found: Found, chain: Chain, beyond: int) -> None:
@@ -275,7 +329,7 @@ async def _build(config: Config, found: Found, chain: Chain, beyond: int) -> Non
             for name in chain.segments:
                 await _load(engine, found.read(name).writes())
             await _disarm(engine)
-            await engine.transact(_finish, config, chain.seq)
+            await engine.transact(_finish, config, chain.seq, beyond)
             await engine.barrier()
             nursery.cancel_scope.cancel()
         engine.close()
@@ -350,7 +404,7 @@ def _distrust_copies(tx: Transaction, start: bytes, end: bytes) -> bytes:
     return records[-1][0] if records else b""
 
 
-def _finish(tx: Transaction, config: Config, seq: int) -> None:
+def _finish(tx: Transaction, config: Config, seq: int, beyond: int) -> None:
     superblock = json.loads(tx.get(keys.SUPERBLOCK) or b"{}")
     if superblock.get("format") != FORMAT:
         raise StoreError(
@@ -358,7 +412,7 @@ def _finish(tx: Transaction, config: Config, seq: int) -> None:
         )
     # Closed in order, so that nothing is looked for in the last ids; of another boot, so that no
     # cache is trusted.
-    superblock |= {"clean": True, "boot": None, "restored_from": seq}
+    superblock |= {"clean": True, "boot": None, "restored_from": seq, "restored_to": beyond}
     tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())
     for path in (*config.servers, *config.burst.directories):
         with suppress(StoreError):  # one that was added since keeps its number

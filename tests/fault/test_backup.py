@@ -20,7 +20,7 @@ from aifs.data import backups
 from aifs.data.directory_storage import DirectoryStorage
 from aifs.data.naming import list_all
 from aifs.data.storage import BACKUP, StoredObject
-from aifs.meta.backup import BASE, parse_name
+from aifs.meta.backup import BASE, INCREMENT, parse_name
 from aifs.store import backup as vfs_backup
 from aifs.store import restore as vfs_restore
 from aifs.store.restore import Found, back_up, find, restore, states
@@ -352,8 +352,8 @@ def test_deletions_where_no_backup_can_be_made(
 
 
 def test_bases_take_the_place_of_increments(scratch: Path) -> None:
-    """The servers hold one base, what came after it, and nothing that a crash has left; each on two
-    servers.
+    """The servers hold two bases, what came after them, and nothing that a crash has left; each on
+    two servers.
     """
     source = scratch / "0"
     modes.make_store(source, ON)
@@ -367,8 +367,8 @@ def test_bases_take_the_place_of_increments(scratch: Path) -> None:
     trio.run(run)
     names = segments(source)
     assert all(len(copies) == 2 for copies in names.values())
-    assert len({parse_name(name).after for name in names if parse_name(name).kind == BASE}) == 1
-    assert sum(path.stat().st_size for copies in names.values() for path in copies[:1]) < 3 * 20000
+    assert len({parse_name(name).after for name in names if parse_name(name).kind == BASE}) == 2
+    assert sum(path.stat().st_size for copies in names.values() for path in copies[:1]) < 6 * 20000
     (source / "data" / "0" / BACKUP / "increment-left.new").touch()
     before = set(names)
     trio.run(look, source)
@@ -424,6 +424,90 @@ def test_a_damaged_copy_is_passed_over(source: Path, caplog: pytest.LogCaptureFi
     assert "is not used" in caplog.text
 
 
+@pytest.fixture
+def generations(source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same store with a second generation of backups, and a state with file d behind it."""
+
+    async def add() -> None:
+        async with open_filesystem(modes.config_of(source)) as fs:
+            with monkeypatch.context() as patch:
+                patch.setattr(vfs_backup, "BASE_AGE_S", -1.0)
+                await fs.backup.ship()
+                await write(fs, b"c2", b"c2" * 3000)
+                await fs.wait_drained(ROOT)
+                await fs.backup.ship()
+            await write(fs, b"d", b"d" * 3000)
+            await fs.wait_drained(ROOT)
+            await fs.backup.ship()
+
+    trio.run(add)
+    assert len({name.after for name in map(parse_name, segments(source)) if name.kind == BASE}) == 2
+    lose_metadata(source)
+    return source
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "flipped": flip,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path: os.truncate(path, 0),
+    "missing": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_newest_base_falls_back_to_the_generation_before(
+    generations: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Increments go on beside bases, so nothing is lost by that."""
+    names = {name: parse_name(name) for name in segments(generations)}
+    newest = max(name.after for name in names.values() if name.kind == BASE)
+    last = max(numbers(generations))
+    for text, name in names.items():
+        if (name.kind, name.after) == (BASE, newest):
+            for path in segments(generations)[text]:
+                DAMAGE[damage](path)
+    state = restore(modes.config_of(generations), "", None)
+    assert (state.seq, state.generation) == (last, 1 if damage == "missing" else 2)
+    if damage != "missing":
+        assert "is damaged: restored is generation 2" in caplog.text
+    assert trio.run(names_of, generations) == [b"a", b"b", b"c", b"c2", b"d"]
+
+
+@pytest.mark.parametrize("damage", [damage for damage in DAMAGE if damage != "missing"])
+def test_a_damaged_newest_increment_leaves_the_state_before(
+    generations: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    last = max(numbers(generations))
+    for text, copies in segments(generations).items():
+        if parse_name(text).seq == last:
+            for path in copies:
+                DAMAGE[damage](path)
+    found = find(modes.config_of(generations), "")[1]
+    assert [state.damaged != "" for state in states(found)] == [True, True]
+    state = restore(modes.config_of(generations), "", None)
+    assert state.seq < last and state.generation == 1
+    assert f"of sequence {last}, is damaged" in caplog.text
+    assert b"c2" in trio.run(names_of, generations)
+
+
+def test_one_server_with_whole_copies_is_enough(
+    generations: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    last = max(numbers(generations))
+    for number, copies in enumerate(segments(generations).values()):
+        list(DAMAGE.values())[number % len(DAMAGE)](copies[number % 2])
+    state = restore(modes.config_of(generations), "", None)
+    assert (state.seq, state.generation) == (last, 1)
+    assert "is damaged: restored" not in caplog.text
+    assert b"d" in trio.run(names_of, generations)
+
+
 def test_a_lost_increment_ends_the_chain(source: Path) -> None:
     lose_metadata(source)
     newest = sorted(
@@ -458,7 +542,7 @@ def test_an_older_state_and_a_directory(source: Path, scratch: Path) -> None:
 
 def test_backups_go_on_after_a_restore(source: Path) -> None:
     """Their numbers are beyond all that were used, so the newest is the newest; and so are ids."""
-    old = max(numbers(source))
+    base, old = min(numbers(source)), max(numbers(source))
 
     async def highest(source: Path) -> int:
         async with open_filesystem(modes.config_of(source)) as fs:
@@ -468,7 +552,8 @@ def test_backups_go_on_after_a_restore(source: Path) -> None:
     lose_metadata(source)
     restored(source, at=numbers(source)[0])
     assert trio.run(highest, source) > first
-    assert min(numbers(source)) > old
+    kept, *made = numbers(source)
+    assert kept == base and min(made) > old, "what came after the restored state is of no use"
     lose_metadata(source)
     restored(source)
     assert trio.run(names_of, source) == [b"a", b"lost+found"] or trio.run(names_of, source) == [
@@ -593,7 +678,7 @@ def test_too_many_changes_call_for_a_base(scratch: Path, monkeypatch: pytest.Mon
 
 
 def test_a_server_on_its_way_out_is_not_relied_on(scratch: Path) -> None:
-    """The next backup is a base, which goes to the others."""
+    """The next backup is a base, which goes to the others; the generation before stays where it is."""
     source = scratch / "0"
     modes.make_store(source, ON)
 
@@ -606,7 +691,10 @@ def test_a_server_on_its_way_out_is_not_relied_on(scratch: Path) -> None:
             await fs.backup.ship()
 
     trio.run(run)
-    assert {path.parent.parent.name for copies in segments(source).values() for path in copies} == {
+    names = {text: parse_name(text) for text in segments(source)}
+    newest = max(name.after for name in names.values() if name.kind == BASE)
+    parts = [text for text, name in names.items() if (name.kind, name.after) == (BASE, newest)]
+    assert {path.parent.parent.name for text in parts for path in segments(source)[text]} == {
         "1",
         "2",
     }
@@ -694,8 +782,11 @@ def test_what_there_is_no_room_for_leaves_nothing(
                 patch.setattr(backups, "put", full)
                 with pytest.raises(NoSpace):
                     await fs.backup.ship()
-            assert segments(source) == before
+            (increment,) = segments(source).keys() - before.keys()  # which comes before a base
+            assert parse_name(increment).kind == INCREMENT
+            before = segments(source)
             fs.backup._base_at_s = trio.current_time()
+            await write(fs, b"still more", b"x")
             with failing("sync_file", f"{source}/data"), pytest.raises(FsError):
                 await fs.backup.ship()
             assert segments(source) == before
