@@ -223,11 +223,10 @@ class ObjectSet:
         """See Bytes: the first object, if nothing protects it, it is on a local server, and whoever
         reads by himself need not check anything.
         """
-        if (
-            self._recovery is not None
-            or self._verify
-            or not self._columns.server(0).storage.is_local
-        ):
+        storage = self._columns.server(0).storage
+        if self._recovery is not None or self._verify:
+            return None
+        if not (storage.is_local and storage.descriptor):
             return None
         fd = (await self._run([(0, self._columns.descriptor_now, (0,))], inline=False))[0]
         server = self._columns.server(0)
