@@ -111,7 +111,7 @@ class ContainerFiles:
             return False
         self._open.move_to_end(container)
         try:
-            return found.objects.read_now(offset, target, found.entry.size(offset + len(target)))
+            return found.objects.read_now(offset, target, offset + len(target))
         except Unavailable:
             return False  # ``read`` will say so
 

@@ -52,6 +52,7 @@ class CachedReads:
         self.block = block
         self._cache = cache
         self._layout = layout
+        self._is_one = layout.width == 1
         self._columns = columns
         self._window = window or cache.window_max
         self._whole_from = whole_from
@@ -142,11 +143,13 @@ class CachedReads:
         Raises Unavailable. Does not block.
         """
         columns = self._columns
+        if self._is_one and columns.read_cached(sources[0], (buffer,), offset):
+            return True  # what small reads of containers mostly are
         for index, begin, parts in runs_of(self._layout, offset, buffer):
             column = sources[index]
             if columns.server(column).may_inline:
                 self._read_run(column, begin, parts, size, True)
-            elif not columns.read_cached(column, parts, begin):
+            elif self._is_one or not columns.read_cached(column, parts, begin):
                 return False
         return True
 
