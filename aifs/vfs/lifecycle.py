@@ -58,7 +58,7 @@ async def open_filesystem(
             error = None
             async with trio.open_nursery() as background:
                 if not read_only:
-                    background.start_soon(_keep_running, fs.groups.run)
+                    background.start_soon(_keep_running, partial(fs.groups.run, fs.publish_group))
                 background.start_soon(_keep_running, partial(fs.upkeep.run, fs.jobs(read_only)))
                 try:
                     yield fs

@@ -247,15 +247,8 @@ def called_back(path: Path) -> Iterator[str]:
 
 CALLED_BACK = {attribute for path in MODULES for attribute in called_back(path)}
 
-MAY_BE_SET = {
-    "on_object": {"files/handles.py"},
-    "on_cancel": {"vfs/groups/group_drain.py"},
-    "publish": {"vfs/groups/grouping.py"},
-    "commit_pending": {"vfs/groups/grouping.py"},
-}
-"""The state of a file, which is no wire; and the one circle that is left: a group that is complete
-publishes its directory, and what is published asks the groups.
-"""
+MAY_BE_SET = {"on_object": {"files/handles.py"}, "on_cancel": {"vfs/groups/group_drain.py"}}
+"""What is the state of a file, and no wire."""
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

@@ -4,10 +4,8 @@ from typing import NamedTuple
 
 from aifs.core import ioctl
 from aifs.core.ioctl import GROUP_STATES, Command
-from aifs.files.kernel import Kernel
 from aifs.files.types import CallerLike
 from aifs.meta import namespace, publishing
-from aifs.store.store import Store
 from aifs.vfs import rights
 from aifs.vfs.groups.group_hints import SUMS, report_of
 from aifs.vfs.groups.group_text import Wanted
@@ -41,10 +39,6 @@ class Grouping(Publishing):
     """The part of ``Filesystem`` that has to do with groups. Group ids: 0 means the directory's
     present, or last, one.
     """
-
-    def __init__(self, store: Store, kernel: Kernel) -> None:
-        super().__init__(store, kernel)
-        self.groups.publish = self._publish_group
 
     async def begin_group(self, ino: int, wanted: Wanted, caller: CallerLike) -> int:
         """Its id. Raises as Groups.begin, AccessDenied, ReadOnly."""
@@ -108,6 +102,7 @@ class Grouping(Publishing):
         self.require_writable()
         rights.IOCTLS[command](await self._engine.view(namespace.get_directory, ino), caller)
 
-    async def _publish_group(self, ino: int, name: bytes, caller: CallerLike) -> None:
+    async def publish_group(self, ino: int, name: bytes, caller: CallerLike) -> None:
+        """Show the directory of a complete group under its final name."""
         parent = (await self._engine.view(namespace.get_directory, ino)).parent
         await self.publish(publishing.Publication(ino, parent, name), caller)

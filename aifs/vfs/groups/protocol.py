@@ -106,8 +106,7 @@ class Groups:
         upkeep: Upkeep,
         deadline_s: float,
     ) -> None:
-        self.publish: Publish = _cannot_publish
-        """Publishes a directory (inode number, final name, on whose behalf); the filesystem's."""
+        self._show: Publish | None = None  # while ``run`` runs
         self.by_directory: dict[int, Group] = {}
         """All that are live, or keep their directory pending, and some that have ended, the youngest
         last."""
@@ -659,7 +658,7 @@ class Groups:
 
     async def _publish(self, group: Group) -> None:
         try:
-            await self.publish(group.ino, group.record.options.publish, group.record.asker)
+            await self._show(group.ino, group.record.options.publish, group.record.asker)
             faults.reach(_PUBLISHED)
             group.record = group.record._replace(published=True)
         except FsError as error:
@@ -764,8 +763,10 @@ class Groups:
                         error,
                     )
 
-    async def run(self) -> None:
-        """Until cancelled."""
+    async def run(self, publish: Publish) -> None:
+        """Until cancelled. ``publish`` shows a directory (inode number, final name, on whose
+        behalf) when its group is complete."""
+        self._show = publish
         try:
             async with trio.open_nursery() as self._nursery:
                 self._nursery.start_soon(self._members.run)
@@ -859,10 +860,6 @@ def _paths(tx: ReadTransaction, files: Sequence[File]) -> list[tuple[File, str]]
     return [
         (file, paths.describe(tx, file.ino).encode(errors="replace").decode()) for file in files
     ]
-
-
-async def _cannot_publish(ino: int, final: bytes, caller: CallerLike) -> None:
-    raise NotSupported()
 
 
 def _require_going_on(group: Group) -> None:
