@@ -10,7 +10,6 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import trio
@@ -24,7 +23,7 @@ from aifs.data.checking.digests import HASHED, digests_of, join_digests
 from aifs.data.objects.holes import Sparse, pieces_with_data
 from aifs.data.objects.object_set import ObjectSet
 from aifs.data.reading.buffers import BudgetedBuffers
-from aifs.data.workers import gather
+from aifs.data.workers import Workers, gather
 
 _WRITTEN = faults.declare(
     "burst.drain.written", "new objects hold the bytes of a burst copy, not synced"
@@ -112,33 +111,94 @@ class Mover:
         which is asked between pieces. Holes stay holes. Raises NoSpace, QuotaExceeded, Unavailable.
         """
         piece_size = _whole_rows(objects.row)
-        digests: dict[int, bytes] = {}  # by offset of the piece
-        offsets: Sequence[int] = range(0, size, piece_size)
         sparse = copy.stat().st_blocks * 512 < size
+        offsets: Sequence[int] = range(0, size, piece_size)
         if sparse:
             offsets = await self._run(copy, _pieces_with_data, size, piece_size)
 
-        async def move(offset: int) -> None:
-            length = min(piece_size, size - offset)
-            await self._limiter.take(length)
-            async with self._turn():
-                if not cancelled():
-                    await move_now(offset, length)
+        async def read(offset: int, buffer: memoryview) -> _Piece:
+            return await self._run(copy, _read_piece, offset, buffer, sparse)
 
-        async def move_now(offset: int, length: int) -> None:
-            piece = await self._run(copy, _read_piece, offset, await self._buffer(length), sparse)
-            await objects.write(offset, piece.data, piece.ranges)
+        return await self._store(read, offsets, size, objects, cancelled, spare)
+
+    async def store_anew(
+        self,
+        source: Source,
+        size: int,
+        objects: ObjectSet,
+        workers: Workers,
+        cancelled: Callable[[], bool],
+        spare: int = 0,
+        sparse: bool = False,
+    ) -> bytes | None:
+        """As ``drain_out``, of a settled file on the capacity tier, which is hashed in
+        ``workers``. ``sparse``: it has holes, which are not read. Each MiB of zeros becomes a
+        hole."""
+        piece_size = _whole_rows(objects.row)
+        offsets: Sequence[int] = range(0, size, piece_size)
+        if sparse:
+            offsets = [offset async for offset in pieces_with_data(source, size, piece_size)]
+
+        async def read(offset: int, buffer: memoryview) -> _Piece:
+            await source.read_into(offset, buffer, size)
+            call = (self._io_priority, _hashed_piece, offset, buffer)
+            return (await gather([(workers, files.at_priority, call)]))[0]
+
+        return await self._store(read, offsets, size, objects, cancelled, spare)
+
+    async def _store(
+        self,
+        read: Callable[[int, memoryview], Awaitable[_Piece]],
+        offsets: Sequence[int],
+        size: int,
+        objects: ObjectSet,
+        cancelled: Callable[[], bool],
+        spare: int,
+    ) -> bytes | None:
+        piece_size = _whole_rows(objects.row)
+        digests: dict[int, bytes] = {}  # by offset of the piece
+
+        async def move(offset: int, buffer: memoryview) -> None:
+            piece = await read(offset, buffer)
+            if piece.ranges:
+                await objects.write(offset, piece.data, piece.ranges)
             digests[offset] = piece.digests
-            self.moved_bytes += length
 
-        await _in_parallel(move, offsets)
-        if cancelled():
+        if not await self._move(move, offsets, size, piece_size, cancelled):
             return None
         await objects.settle(size)
         faults.reach(_WRITTEN)
         found = join_digests(digests, size, piece_size, objects.is_protected)
         await objects.sync(spare)
         return found
+
+    async def _move(
+        self,
+        move: Callable[[int, memoryview], Awaitable[None]],
+        offsets: Sequence[int],
+        size: int,
+        piece_size: int,
+        cancelled: Callable[[], bool],
+        at_once: int = _PIECES_AT_ONCE,
+    ) -> bool:
+        """The loop of all copying: call ``move`` with the offset of each piece and memory for it,
+        some at a time. False if ``cancelled`` has been true, be it for a moment: then bytes lack.
+        """
+        skipped = False
+
+        async def move_one(offset: int) -> None:
+            nonlocal skipped
+            length = min(piece_size, size - offset)
+            await self._limiter.take(length)
+            async with self._turn():
+                if cancelled():
+                    skipped = True
+                    return
+                await move(offset, await self._buffer(length))
+                self.moved_bytes += length
+
+        await _in_parallel(move_one, offsets, at_once)
+        return not skipped and not cancelled()
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -167,32 +227,23 @@ class Mover:
         ``cancelled`` has become true meanwhile. Each MiB of zeros becomes a hole. Nothing of ours
         is open for writing on return. Raises NoSpace, QuotaExceeded, Unavailable.
         """
+        whole = 0 < size <= PIECE
+        write = _write_all if whole else _write_piece
 
-        skipped = False  # what has been cancelled for a moment lacks bytes, too
-
-        async def move(offset: int, write: Callable[[BurstCopy, int, memoryview], None]) -> None:
-            nonlocal skipped
-            length = min(PIECE, size - offset)
-            await self._limiter.take(length)
-            if cancelled():
-                skipped = True
-                return
-            buffer = await self._buffer(length)
+        async def move(offset: int, buffer: memoryview) -> None:
             await source.read_into(offset, buffer, size)
             await self._run(copy, write, offset, buffer)
-            self.moved_bytes += length
 
-        if 0 < size <= PIECE:
-            await move(0, _write_all)
-        else:
+        offsets: Sequence[int] = range(0, size, PIECE)
+        if not whole:
             await copy.truncate(size)
-            offsets: Sequence[int] = range(0, size, PIECE)
             if sparse:
                 offsets = [offset async for offset in pieces_with_data(source, size, PIECE)]
-            at_once = 1 if in_order else _PIECES_AT_ONCE
-            await _in_parallel(partial(move, write=_write_piece), offsets, at_once)
+        at_once = 1 if in_order else _PIECES_AT_ONCE
+        done = await self._move(move, offsets, size, PIECE, cancelled, at_once)
+        if not whole:
             await copy.release_writers()
-        return not skipped and not cancelled()
+        return done
 
     async def admit(self, count: int) -> None:
         """Wait until somebody else may move ``count`` bytes under our limit."""
@@ -273,6 +324,16 @@ def _read_piece(copy: BurstCopy, offset: int, buffer: memoryview, sparse: bool) 
         ranges = device.call("read", key, files.data_ranges, copy.fd, offset, len(buffer))
     if device.read(key, copy.fd, buffer, offset) < len(buffer):
         raise Unavailable(f"{device.name}: {device.object_path(*key)} ends before byte {end}")
+    return _Piece(buffer, ranges, digests_of(buffer))
+
+
+def _hashed_piece(offset: int, buffer: memoryview) -> _Piece:
+    ranges: list[tuple[int, int]] = []
+    for at, part in _without_zeros(buffer):
+        start, end = offset + at, offset + at + len(part)
+        if ranges and ranges[-1][1] == start:
+            start = ranges.pop()[0]
+        ranges.append((start, end))
     return _Piece(buffer, ranges, digests_of(buffer))
 
 

@@ -6,8 +6,6 @@ at each step: docs/burst.md.
 """
 
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Protocol
 
 from aifs.burst.copy import BurstCopy
@@ -17,9 +15,9 @@ from aifs.core.config import Config
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
-from aifs.files.collector import Collector
 from aifs.files.needs import Needs
-from aifs.files.open_inode import Drain, OpenInode
+from aifs.files.open_inode import Lease, OpenInode
+from aifs.files.transitions import Flip, Transitions, alone
 from aifs.layout.hint import DEFAULT_POLICY, Policy
 from aifs.meta import forms
 from aifs.meta.kv import Engine
@@ -56,16 +54,14 @@ class BurstIO:
         config: Config,
         engine: Engine,
         tier: BurstTier,
-        collector: Collector,
+        transitions: Transitions,
         needs: Needs,
-        save: Callable[[OpenInode], Awaitable[None]],
     ) -> None:
         self._engine = engine
         self._tier = tier
-        self._collector = collector
+        self._transitions = transitions
         self._inline_limit = config.layout.inline_limit
         self._stage_for_write = config.burst.stage_for_write
-        self._save = save
         self.stager: Stager | None = None
         self._needs = needs
 
@@ -88,13 +84,24 @@ class BurstIO:
             _log.info("a new file goes to the data servers: %s", error)
             return None
 
+    async def bring(self, file: OpenInode) -> None:
+        """Someone is going to write: have a small file of the capacity tier staged first, and one
+        that would lose its protection. The gate must not be held: staging needs it."""
+        inode = file.inode
+        if file.copy is not None or inode.layout is None or file.on_object or not self.stager:
+            return
+        # Else it would lose its protection, or could not be changed at all.
+        objects = inode.objects
+        must = objects is not None and (objects.is_protected or self._tier.is_needed_for(objects))
+        if inode.size <= self._stage_for_write or must:
+            await self.stager.stage(inode.ino)
+
     async def enter(self, file: OpenInode, end: int) -> None:
         """Someone is going to write, up to ``end``: have the file in the burst tier if it can be,
         and marked.
 
-        An empty file gets a new copy, a small one and one with a clean copy becomes that copy. What
-        is left where it is will be changed in place; so are inline bytes that stay few. The gate is
-        held alone.
+        An empty file gets a new copy, one with a clean copy becomes that copy. What is left where
+        it is will be changed in place; so are inline bytes that stay few. The gate is held alone.
         """
         inode = file.inode
         if file.on_object:  # programs read that, so it stays the file, and is changed
@@ -102,9 +109,8 @@ class BurstIO:
                 await self._drop_copy(file)
             return
         if inode.in_burst:
-            if not file.dirty:
-                await self._engine.transact(forms.put_changing, inode)
-                file.dirty, file.unsaved, file.marked_seq = True, False, self._engine.seq
+            if not file.marked:
+                await self._transitions.mark(file)
             return
         if file.copy is not None:
             try:
@@ -114,17 +120,18 @@ class BurstIO:
                     raise
                 _log.warning("inode %d: its cached copy is dropped: %s", inode.ino, error)
                 await self._drop_copy(file)
-        if file.copy is not None or await self._make_copy(file, end):
-            await self._become_copy(file)
+            else:
+                await self._become_copy(file, None)
+                return
+        if inode.layout is None and not (inode.data and end <= self._inline_limit):
+            await self._take_copy(file)
 
     async def leave_capacity(self, file: OpenInode) -> None:
-        """A clean file whose copy is known to be right is that copy alone from now on. The gate is
-        held alone.
-
-        Raises NoSpace, Unavailable, and nothing is changed then.
+        """A clean file whose copy is known to be right is that copy alone from now on, durably. The
+        gate is held alone. Raises NoSpace, Unavailable.
         """
         await self._prepare_cached(file)
-        await self._become_copy(file)
+        await self._become_copy(file, None)
 
     async def _prepare_cached(self, file: OpenInode) -> None:
         """A cached copy is going to be the file: what it replaces is durable, and will be
@@ -135,97 +142,48 @@ class BurstIO:
 
     async def _drop_copy(self, file: OpenInode) -> None:
         """The capacity tier has the file; its copy does not work."""
-        copy_id = await self._engine.transact(forms.put_without_copy, file.inode.ino, file.copy.id)
-        file.inode.copy = None
-        self._let_go(file, copy_id)
+        await self._transitions.reduce(Flip(file, {"copy": None}, {"marked": file.marked}))
 
-    async def _make_copy(self, file: OpenInode, end: int) -> bool:
+    async def _take_copy(self, file: OpenInode) -> None:
+        """An empty or inline file is a new copy from now on, if there is room for one. Until the
+        flip the copy needs no garbage record: its id is in the newest window (I7)."""
         inode = file.inode
-        if inode.layout is None:
-            if inode.data and end <= self._inline_limit:
-                return False
-            copy = await self.new_copy(inode.policy)
-            if copy is None:
-                return False
-            try:
-                if inode.data:
-                    await copy.write(0, inode.data)
-                if inode.size:
-                    await copy.truncate(inode.size)
-                await copy.set_mtime(inode.mtime_ns)
-                if inode.size:
-                    await copy.sync()  # what it replaces is durable, and will be deleted
-            except BaseException as error:
-                self._tier.discard(copy)
-                if not isinstance(error, FsError):
-                    raise
-                _log.info("inode %d stays on the capacity tier: %s", inode.ino, error)
-                return False
-            self.attach(file, copy)
-            return True
-        # Else it would lose its protection, or could not be changed at all.
-        objects = inode.objects
-        must = objects is not None and (objects.is_protected or self._tier.is_needed_for(objects))
-        if (inode.size <= self._stage_for_write or must) and self.stager is not None:
-            if await self.stager.stage(inode.ino) and file.copy is not None:
-                await self._prepare_cached(file)
-                return True
-        return False
-
-    async def _become_copy(self, file: OpenInode) -> None:
-        """The copy holds all that the file holds; from here on it is the file."""
-        inode, copy = file.inode, file.copy
-        assert copy is not None
-        now, place, was_cached = time.time_ns(), copy.place, inode.copy is not None
+        copy = await self.new_copy(inode.policy)
+        if copy is None:
+            return
         try:
-            garbage = await self._engine.transact(
-                forms.put_in_burst, inode, place, inode.size > 0, now
-            )
+            if inode.data:
+                await copy.write(0, inode.data)
+            if inode.size:
+                await copy.truncate(inode.size)
+            await copy.set_mtime(inode.mtime_ns)
+            if inode.size:
+                await copy.sync()  # what it replaces is durable, and will be deleted
+        except BaseException as error:
+            self._tier.discard(copy)
+            if not isinstance(error, FsError):
+                raise
+            _log.info("inode %d stays on the capacity tier: %s", inode.ino, error)
+            return
+        try:
+            await self._become_copy(file, copy)
         except BaseException:
-            if inode.copy is None:
-                file.copy = None
+            if file.copy is not copy:
                 self._tier.discard(copy)
             raise
-        for oid in garbage:
-            self._collector.add_garbage(oid)
-        if file.objects is not None:
-            file.objects.close()
-        inode.layout, inode.data, inode.copy, file.objects = None, None, place, None
-        file.dirty, file.unsaved, file.marked_seq = True, False, self._engine.seq
+
+    async def _become_copy(self, file: OpenInode, new: BurstCopy | None) -> None:
+        """The copy holds all that the file holds; from here on it is the file."""
+        inode, copy = file.inode, new or file.copy
+        form = {"layout": None, "data": None, "copy": copy.place}
+        flip = Flip(file, form, {"marked": True, "durable": inode.size > 0}, copy=new)
+        await self._transitions.flip([flip])
         file.copy_mtime_ns = inode.mtime_ns
         self.look(file)
-        self._tier.dirty(copy.id, copy.server, inode.space)
         faults.reach(_ENTERED)
-        if was_cached:
-            await (
-                self._engine.barrier()
-            )  # or a power cut may bring back a record that takes it for a cache (B6)
-
-    def adopt_new(self, file: OpenInode, copy: BurstCopy) -> None:
-        """The file has just been created with its copy."""
-        file.copy, file.dirty = copy, True
-        # That we ask makes the kernel give the next change another time, however soon it comes.
-        file.copy_mtime_ns = copy.stat().st_mtime_ns
-        self._tier.begun(copy)
-        self._pin(file)
-
-    def attach(self, file: OpenInode, copy: BurstCopy) -> None:
-        """The open file has this copy; also in the middle of its being open."""
-        file.copy = copy
-        self._tier.opened(copy)
-        self._pin(file)
-
-    def _pin(self, file: OpenInode) -> None:
-        policy = file.inode.policy
-        if policy is not None and policy.tier == "pinned":
-            self._tier.pinned(file.copy.id, True)
-
-    def detach(self, file: OpenInode) -> None:
-        """The file is not open any more. Does not block."""
-        copy, file.copy = file.copy, None
-        if copy is not None:
-            self._tier.closed(copy)
-            copy.close()
+        if new is None:
+            # Or a power cut may bring back a record that takes it for a cache (B6).
+            await self._engine.barrier()
 
     async def become_inline(self, file: OpenInode) -> None:
         """A tiny file has been closed: its bytes go to its record, unless a mapping may still
@@ -241,19 +199,10 @@ class BurstIO:
             data = bytes(await copy.read(0, inode.size)) if inode.size else None
             if file.handles:
                 return  # it is being opened again
-            after = replace(inode, data=data, copy=None, blocks=(inode.size + 511) // 512)
-            copy_id = await self._engine.transact(forms.put_inline, after, copy.place)
+            form = {"data": data, "copy": None, "blocks": (inode.size + 511) // 512}
+            await self._transitions.flip([Flip(file, form)])
         finally:
             copy.unlease()  # or the next writer would wait for it
-        inode.data, inode.copy, inode.blocks = data, None, after.blocks
-        file.dirty = file.unsaved = False
-        self._let_go(file, copy_id)
-
-    def _let_go(self, file: OpenInode, copy_id: int) -> None:
-        """The record of the file has given up its copy."""
-        self.detach(file)
-        self._tier.evicted(copy_id)
-        self._collector.add_garbage(copy_id)
 
     async def settle(self, file: OpenInode) -> bool:
         """Whether nobody can write to the copy of a closed file at present. The gate is held alone.
@@ -273,9 +222,8 @@ class BurstIO:
             quiet = copy.unlease()
         if quiet and synced:
             if file.unsaved:
-                await self._save(file)
-            await self._engine.transact(forms.remove_dirty, (file.inode.ino,))
-            file.dirty = False
+                await self._transitions.save(file)
+            await self._transitions.unmark(file)
         return quiet
 
     # --- attributes ---
@@ -323,7 +271,7 @@ class BurstIO:
         copy, inode = file.copy, file.inode
         try:
             data = await copy.read(offset, length)
-            if len(data) == length or file.dirty:
+            if len(data) == length or file.marked:
                 return data
             raise Unavailable(
                 f"inode {inode.ino}: its burst copy ends at byte {offset + len(data)} of {inode.size}"
@@ -359,53 +307,49 @@ class BurstIO:
 
     async def sync(self, file: OpenInode) -> None:
         """Bytes, size and name are on stable storage when this returns. Raises NoSpace,
-        Unavailable.
+        Unavailable. The gate must not be held.
 
         The dirty mark goes if it is proved that nobody has written meanwhile, be it through a
         mapping.
         """
         copy, changes = file.copy, file.changes
         await copy.ensure_open()
-        guard = None if file.writers or not file.dirty else await self._guard(file)
+        proof, own = await self._prove(file)
         try:
-            self.look(file)
+            if file.copy is copy and file.inode.in_burst:  # else it has been drained meanwhile
+                self.look(file)
             if file.unsaved:
-                await self._save(file)
+                await self._transitions.save(file)
             seen_mtime_ns = file.copy_mtime_ns
             await run_all(copy.sync, self._engine.barrier)
             file.synced_mtime_ns = seen_mtime_ns
             faults.reach(_SYNCED)
-            if file.copy is not copy or not file.inode.in_burst:
-                return
-            if guard is not None and file.drain is guard and file.changes == changes:
-                await self._engine.transact(forms.remove_dirty, (file.inode.ino,))
-                file.dirty = False
-            elif file.dirty and not file.copy_is_durable:
+            if proof is not None and file.lease is proof:
+                async with alone([file]):
+                    if file.lease is proof and file.changes == changes and file.marked:
+                        await self._transitions.unmark(file)
+            is_it = file.copy is copy and file.inode.in_burst
+            if is_it and file.marked and not file.copy_is_durable:
                 await self._engine.transact(forms.put_durable, copy.id)
-                file.copy_is_durable = True
+                file.copy_is_durable = file.copy is copy
         finally:
-            if isinstance(guard, Guard) and file.drain is guard:
-                file.cancel_drain()
+            if own and file.lease is proof:
+                file.end_lease()
 
-    async def _guard(self, file: OpenInode) -> Drain | None:
-        """The proof that nobody writes, as long as it is ``file.drain``; a drain that is under way
-        is one.
+    async def _prove(self, file: OpenInode) -> tuple[Lease | None, bool]:
+        """The proof that nobody writes, as long as it is ``file.lease``, and whether it is ours: a
+        drain that is under way has one. None if somebody may write.
         """
-        if (
-            file.drain is None and file.gate.is_free
-        ):  # else a truncation may be using our writing descriptor
+        if not file.marked or file.may_be_written:
+            return None, False
+        if file.lease is not None:
+            return file.lease, False
+        if file.gate.is_free:  # else a truncation may be using our writing descriptor
             await file.copy.release_writers()
-            if file.drain is None and file.gate.is_free and not file.writers and file.copy.lease():
-                file.drain = Guard(file.copy)
-        return file.drain
-
-
-class Guard:
-    """A lease on a burst copy while it is being synced."""
-
-    def __init__(self, copy: BurstCopy) -> None:
-        self._copy = copy
-
-    def cancel(self) -> None:
-        """See Drain."""
-        self._copy.unlease()
+            if file.lease is not None:
+                return file.lease, False
+            free = file.gate.is_free and not file.may_be_written and file.inode.in_burst
+            if free and file.copy.lease():
+                file.take_lease(Lease(file.copy))
+                return file.lease, True
+        return None, False

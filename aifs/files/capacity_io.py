@@ -5,29 +5,25 @@ invariants). Callers hold the file's gate: shared for ``write``, alone for every
 """
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from functools import partial
 
-import trio
-
+from aifs.burst.transfer import Limiter, Mover
 from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
-from aifs.data.objects.holes import pieces_with_data
 from aifs.data.objects.object_set import ObjectSet
 from aifs.data.servers import Servers
-from aifs.files.collector import Collector
-from aifs.files.damage import Damage
 from aifs.files.open_inode import OpenInode
+from aifs.files.transitions import Flip, Transitions, alone
 from aifs.layout.hint import DEFAULT_POLICY
-from aifs.layout.interleaved import CHUNK
 from aifs.layout.placement import ACTIVE, ALGORITHM, WEIGHTS, Candidate, spread
 from aifs.layout.redundancy import Redundancy
 from aifs.layout.striped import Striped
-from aifs.meta import forms
 from aifs.meta.kv import Engine
+from aifs.meta.moves import SetRecord
 from aifs.meta.records import Inode
 from aifs.store.ids import IdAllocator
 
@@ -37,8 +33,8 @@ _MARKED = faults.declare(
     "vfs.write.marked", "the dirty mark is in the journal, no byte has changed"
 )
 _WRITTEN = faults.declare("vfs.write.written", "objects have changed, the new size is not recorded")
-_SPILLING = faults.declare(
-    "vfs.spill.copied", "inline bytes are copied to objects, the inode still holds them"
+_COPIED = faults.declare(
+    "vfs.spill.copied", "a file's bytes are in new objects, the inode still holds the old ones"
 )
 _SHRUNK = faults.declare(
     "vfs.truncate.recorded", "the smaller size is durable, objects are not cut yet"
@@ -60,9 +56,7 @@ class CapacityIO:
         engine: Engine,
         servers: Servers,
         ids: IdAllocator,
-        collector: Collector,
-        damage: Damage,
-        save: Callable[[OpenInode], Awaitable[None]],
+        transitions: Transitions,
     ) -> None:
         self._unit = config.layout.unit
         self._default = Redundancy(config.layout.replicas, *config.layout.ec)
@@ -71,9 +65,8 @@ class CapacityIO:
         self._engine = engine
         self._servers = servers
         self._ids = ids
-        self._collector = collector
-        self._save = save
-        self._damage = damage
+        self._transitions = transitions
+        self._mover = Mover(servers.budget, Limiter(0), "none")
         self.perhaps_mapped: set[int] = set()
         """Files whose one object programs could write to by themselves: a mapping may outlive its
         handle, and nothing tells when it ends. So their dirty marks stay, which keeps them from
@@ -84,7 +77,7 @@ class CapacityIO:
     def ready(self, file: OpenInode, end: int) -> bool:
         if file.inode.layout is None:
             return end <= self._inline_limit
-        return file.dirty and file.trimmed
+        return file.marked and file.trimmed
 
     async def prepare(self, file: OpenInode, end: int) -> None:
         """Bring the file into a form that can be written up to ``end``. The gate is held alone."""
@@ -93,23 +86,18 @@ class CapacityIO:
         elif self._is_fixed(file.inode):
             await self._restripe(file)
         if file.inode.layout is not None:
-            await self._mark_dirty(file)
+            if not file.marked:
+                await self._transitions.mark(file)
+                faults.reach(_MARKED)
             await self._trim(file)
 
     async def write_inline(self, file: OpenInode, offset: int, data: bytes | memoryview) -> None:
-        old, end = file.inode.data or b"", offset + len(data)
-        await self._put_inline(file, b"".join((old[:offset].ljust(offset, b"\0"), data, old[end:])))
+        end = offset + len(data)
 
-    async def _put_inline(self, file: OpenInode, data: bytes) -> None:
-        inode = file.inode
-        before = inode.data, inode.size, inode.blocks
-        inode.data, inode.size, inode.blocks = data or None, len(data), _inline_blocks(data)
-        file.changed(time.time_ns())
-        try:
-            await self._save(file)
-        except BaseException:
-            inode.data, inode.size, inode.blocks = before
-            raise
+        def written(old: bytes) -> bytes:
+            return b"".join((old[:offset].ljust(offset, b"\0"), data, old[end:]))
+
+        await self._transitions.put_inline(file, written)
 
     async def write_objects(self, file: OpenInode, offset: int, data: bytes | memoryview) -> None:
         inode = file.inode
@@ -118,7 +106,8 @@ class CapacityIO:
             faults.reach(_WRITTEN)
             file.changed(time.time_ns())
             if offset + len(data) > inode.size:
-                await self._put_size(file, offset + len(data))
+                count_blocks(file)
+                await self._transitions.grow(file, offset + len(data))
         except BaseException:
             file.trimmed = False  # part of it may lie beyond the size (I4)
             raise
@@ -131,27 +120,6 @@ class CapacityIO:
         faults.reach(_WRITTEN)
         file.changed(time.time_ns())
 
-    async def _put_size(self, file: OpenInode, size: int) -> None:
-        before, file.inode.size = file.inode.size, size
-        count_blocks(file)
-        try:
-            await self._save(file)
-        except BaseException:
-            file.inode.size = before
-            raise
-
-    async def _mark_dirty(self, file: OpenInode) -> None:
-        if not file.dirty:
-            had_checksums = await self._engine.transact(forms.put_dirty, file.inode)
-            file.dirty = True
-            file.unsaved = False
-            faults.reach(_MARKED)
-            if had_checksums:
-                with trio.CancelScope(shield=True):
-                    await (
-                        self._engine.barrier()
-                    )  # or a power cut brings them back, beside new bytes
-
     async def _trim(self, file: OpenInode) -> None:
         if not file.trimmed:
             await file.objects.trim(file.inode.size)
@@ -163,64 +131,48 @@ class CapacityIO:
         # A copy of inline bytes may fail and leave objects behind, so it takes an id that no later
         # attempt will use.
         own = inode.oid == 0 and not inode.data and self._ids.is_recent(inode.ino)
-        oid = inode.ino if own else await self._ids.take()
-        layout, due = self.place_plain(inode), self.redundancy(inode).is_protected
-        objects = ObjectSet(self._servers, layout, inode.ino, oid, new=True)
-        if inode.data:
+        target = self._plain(inode, inode.ino if own else await self._ids.take())
+        if not inode.data:  # nothing is made before the record names it
+            await self._transitions.flip([self._in_objects(file, target)])
+        else:
             # The inline bytes may be durable already: they stay in the record until the objects
-            # hold them durably. Until then the objects are on record as garbage, so that no crash
-            # can leak them.
-            await self._engine.transact(forms.put_garbage, oid, inode.ino, layout)
-            try:
-                await objects.write(0, inode.data)
-                await objects.sync()
-            except BaseException:
-                objects.close()
-                self._collector.add_garbage(oid)
-                raise
-            faults.reach(_SPILLING)
-        spilled = replace(inode, oid=oid, layout=layout, data=None)
-        try:
-            await self._engine.transact(forms.put_spilled, spilled, due)
-        except BaseException:
-            objects.close()
-            if inode.data:
-                self._collector.add_garbage(oid)
-            raise
-        inode.oid, inode.layout, inode.data = oid, layout, None
-        file.objects, file.dirty, file.trimmed, file.unsaved = objects, True, True, False
-        if due:
-            self._damage.due()
-        faults.reach(_MARKED)
+            # hold them durably.
+            await self._transitions.change_form(file, target, partial(self._make, file, target))
+            faults.reach(_MARKED)
 
     async def _restripe(self, file: OpenInode) -> None:
         """From a form that is never changed in place to striped, without protection."""
+        target = self._plain(file.inode, await self._ids.take())
+        await self._transitions.change_form(file, target, partial(self._make, file, target))
+
+    def _plain(self, inode: Inode, oid: int) -> SetRecord:
+        return SetRecord(inode.ino, oid, self.place_plain(inode), inode.size)
+
+    def _in_objects(self, file: OpenInode, target: SetRecord) -> Flip:
         inode = file.inode
-        oid, layout, due = (
-            await self._ids.take(),
-            self.place_plain(inode),
-            self.redundancy(inode).is_protected,
-        )
-        objects = ObjectSet(self._servers, layout, inode.ino, oid, new=True)
-        await self._engine.transact(forms.put_garbage, oid, inode.ino, layout)
+        form = {"oid": target.oid, "layout": target.layout, "data": None}
+        objects = ObjectSet(self._servers, target.layout, inode.ino, target.oid, new=True)
+        due = self.redundancy(inode).is_protected
+        return Flip(file, form, {"marked": True, "due": due}, objects)
+
+    async def _make(self, file: OpenInode, target: SetRecord) -> Flip:
+        """All bytes of the file in new objects."""
+        inode, flip = file.inode, self._in_objects(file, target)
+        objects = flip.objects
         try:
-            async for offset in pieces_with_data(file, inode.size, CHUNK):
-                length = min(CHUNK, inode.size - offset)
-                await objects.write(offset, await _read_settled(file, offset, length))
-            await objects.settle(inode.size)
-            await objects.sync()
-            garbage = await self._engine.transact(forms.put_restriped, inode, oid, layout, due)
+            if inode.data:
+                await objects.write(0, inode.data)
+                await objects.sync()
+            else:
+                workers = self._servers[target.layout.servers[0]].workers
+                await self._mover.store_anew(
+                    _Settled(file), inode.size, objects, workers, lambda: False, sparse=True
+                )
         except BaseException:
             objects.close()
-            self._collector.add_garbage(oid)
             raise
-        for old in garbage:
-            self._collector.add_garbage(old)
-        file.objects.close()
-        inode.oid, inode.layout = oid, layout
-        file.objects, file.dirty, file.trimmed, file.unsaved = objects, True, True, False
-        if due:
-            self._damage.due()
+        faults.reach(_COPIED)
+        return flip
 
     @staticmethod
     def _is_fixed(inode: Inode) -> bool:
@@ -280,7 +232,7 @@ class CapacityIO:
         if size == 0 and inode.layout is not None and not file.on_object:
             await self._discard(file)
         elif inode.layout is None and size <= self._inline_limit:
-            await self._put_inline(file, (inode.data or b"")[:size].ljust(size, b"\0"))
+            await self._transitions.put_inline(file, lambda old: old[:size].ljust(size, b"\0"))
             return
         elif size < inode.size:
             if self._is_fixed(inode):
@@ -296,27 +248,16 @@ class CapacityIO:
         file.trimmed = False  # until the new size counts, the objects are longer than it calls for
         await file.objects.settle(size)
         file.changed(time.time_ns())
-        await self._put_size(file, size)
+        count_blocks(file)
+        await self._transitions.grow(file, size)
         file.trimmed = True
 
     async def _discard(self, file: OpenInode) -> None:
-        inode = file.inode
-        for oid in await self._engine.transact(forms.put_emptied, inode):
-            self._collector.add_garbage(oid)
-        file.objects.close()
-        inode.layout, inode.size, inode.blocks = None, 0, 0
-        file.objects, file.dirty = None, False
+        await self._transitions.reduce(Flip(file, {"layout": None, "size": 0, "blocks": 0}))
         faults.reach(_DISCARDED)
 
     async def _shrink(self, file: OpenInode, size: int) -> None:
-        old, file.inode.size = file.inode.size, size
-        try:
-            await self._engine.transact(forms.put_dirty, file.inode)
-        except BaseException:
-            file.inode.size = old
-            raise
-        file.dirty, file.trimmed, file.unsaved = True, False, False
-        await self._engine.barrier()
+        await self._transitions.shrink(file, size)
         faults.reach(_SHRUNK)
         try:
             await self._trim(file)
@@ -337,39 +278,44 @@ class CapacityIO:
         file.unsaved = True
 
     async def sync(self, file: OpenInode) -> None:
-        """Bytes and attributes are on stable storage when this returns; takes the gate itself."""
+        """Bytes and attributes are on stable storage when this returns. The gate must not be
+        held.
+        """
         changes = file.changes
-        if file.dirty:
-            await file.gate.enter_alone()
-            try:
+        if file.marked:
+            async with alone([file]):
                 if file.objects is not None:
                     changes = file.changes
                     await self.settle(file)
-            finally:
-                file.gate.leave_alone()
         if file.unsaved:
-            await self._save(file)
+            await self._transitions.save(file)
         objects = file.objects
-        if objects is None or not file.dirty:
+        if objects is None or not file.marked:
             await self._engine.barrier()
             return
         await run_all(lambda: objects.sync(all_objects=file.on_object), self._engine.barrier)
         faults.reach(_SYNCED)
         if file.inode.ino in self.perhaps_mapped or (file.on_object and not file.inode.size):
             return  # it may be changed without our knowing; or is not settled
-        if file.dirty and file.changes == changes and file.objects is objects:
-            await self._engine.transact(forms.remove_dirty, (file.inode.ino,))
-            file.dirty = False
+        if file.changes == changes:  # else somebody has begun a change, who need not be waited for
+            async with alone([file]):
+                if file.marked and file.changes == changes and file.objects is objects:
+                    await self._transitions.unmark(file)
 
 
-async def _read_settled(file: OpenInode, offset: int, length: int) -> memoryview:
-    """Bytes of a file whose gate is held. Which of its columns must not be read may change
+class _Settled:
+    """The bytes of a file whose gate is held. Which of its columns must not be read may change
     meanwhile, and one that is being made anew then has anything in it."""
-    while True:
-        objects = file.objects
-        data = await objects.read(offset, length, file.inode.size, True)
-        if file.objects is objects:
-            return data
+
+    def __init__(self, file: OpenInode) -> None:
+        self._file = file
+        self.data_range = file.data_range
+
+    async def read_into(self, offset: int, buffer: memoryview, size: int) -> None:
+        objects = None
+        while objects is not self._file.objects:
+            objects = self._file.objects
+            buffer[:] = await objects.read(offset, len(buffer), size, True)
 
 
 def count_blocks(file: OpenInode) -> None:
@@ -377,8 +323,3 @@ def count_blocks(file: OpenInode) -> None:
     blocks = file.objects.blocks() if file.objects is not None else None
     if blocks is not None:
         file.inode.blocks = blocks
-
-
-def _inline_blocks(data: bytes | None) -> int:
-    # Never 0 for a file with bytes: archivers take that for a file that is one hole.
-    return (len(data or b"") + 511) // 512

@@ -191,7 +191,7 @@ class Containers:
         self, oid: int, extents: Sequence[Extent], new: Collection[bytes], lost: Mapping[int, int]
     ) -> None:
         """Record the extent list of a file beforehand, if it is long, so that the flip is a short
-        transaction: ``Drained`` then has no extents. ``new`` and ``lost``: see ``put_loose``;
+        transaction: ``FormChange`` then has no extents. ``new`` and ``lost``: see ``put_loose``;
         call this while what has been appended is pinned.
 
         Until the flip the list is garbage: the caller gives ``oid`` to the collector if there is
@@ -206,7 +206,7 @@ class Containers:
             await trio.lowlevel.checkpoint()
 
     async def list_chunks(self, oid: int, listed: Chunks, lost: Mapping[int, int]) -> None:
-        """The same for a chunk list: ``Drained`` then has no chunks."""
+        """The same for a chunk list: ``FormChange`` then has no chunks."""
         for first in range(0, len(listed), LISTED_AT_ONCE):
             part = listed[first : first + LISTED_AT_ONCE]
             await self._engine.transact(chunks.put_loose, oid, first, part, lost)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import trio
 
-from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Mover
 from aifs.core import faults
 from aifs.core.config import Config
@@ -21,8 +20,8 @@ from aifs.files.file_io import FileIO
 from aifs.files.flips import Draining, Flips, Outcome
 from aifs.layout.interleaved import CHUNK, Interleaved
 from aifs.layout.redundancy import Redundancy
-from aifs.meta import forms
 from aifs.meta.kv import Engine
+from aifs.meta.moves import SetRecord
 from aifs.store.ids import IdAllocator
 
 _COPIED = faults.declare(
@@ -44,7 +43,6 @@ class Drainer:
         config: Config,
         engine: Engine,
         servers: Servers,
-        tier: BurstTier,
         io: FileIO,
         ids: IdAllocator,
         collector: Collector,
@@ -61,7 +59,7 @@ class Drainer:
         self._ids = ids
         self._containers = containers
         self._mover = mover
-        self._flips = Flips(engine, tier, io, collector)
+        self._flips = Flips(io, collector)
 
     async def drain(self, files: Sequence[Draining]) -> None:
         """Drain these; each then has its outcome. Cancellation leaves what is not flipped as it
@@ -118,8 +116,8 @@ class Drainer:
         inode = draining.file.inode
         layout = self._io.capacity.place(inode)
         objects = ObjectSet(self._servers, layout, ino, oid, new=True, background=self._io_priority)
-        await self._engine.transact(forms.put_garbage, oid, ino, layout)
-        draining.garbage = oid
+        await self._io.transitions.begin_making(SetRecord(ino, oid, layout, draining.size))
+        draining.oid = oid
         try:
             digests = await self._mover.drain_out(
                 draining.copy,
@@ -131,7 +129,7 @@ class Drainer:
             if digests is None:
                 draining.outcome = Outcome.CHANGED
                 return
-            draining.layout, draining.oid, draining.digests = layout, oid, digests
+            draining.layout, draining.digests = layout, digests
             draining.blocks = objects.blocks() or 0
             draining.lacking = objects.unread
             is_asked = self._io.capacity.redundancy(inode).is_protected
@@ -150,7 +148,7 @@ class Drainer:
                 for file, source, chunks in zip(files, sources, stored.lists, strict=True):
                     file.layout, file.oid, file.chunks = source.layout, source.oid, chunks
                     if len(chunks) > LISTED_AT_ONCE:  # no transaction should take long
-                        file.garbage = file.oid
+                        file.loose = True
                         await self._containers.list_chunks(file.oid, chunks, stored.lost)
                         file.chunks = ()
                 await self._flips.flip(files, stored.lost)

@@ -7,7 +7,6 @@ modules, ``writeback``, ``drain``, ``stage`` and ``evict`` change a file's form.
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,13 +30,13 @@ from aifs.files.containers import Containers
 from aifs.files.damage import Damage
 from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
+from aifs.files.transitions import Transitions
 from aifs.files.types import SIZE_MAX
 from aifs.layout.striped import Striped
 from aifs.meta import forms
 from aifs.meta.degraded import find_degraded
-from aifs.meta.kv import Engine, Transaction
+from aifs.meta.kv import Engine
 from aifs.meta.moves import SetRecord
-from aifs.meta.namespace import find_inode, get_inode, put_inode, take_attributes
 from aifs.meta.records import Inode
 from aifs.store.ids import IdAllocator
 
@@ -71,8 +70,9 @@ class FileIO:
         self._inline_limit = config.layout.inline_limit
         self._verify = config.data.verify == "read"
         self._collector = collector
-        self.capacity = CapacityIO(config, engine, servers, ids, collector, damage, self.save)
-        self.burst = BurstIO(config, engine, tier, collector, needs, self.save)
+        self.transitions = Transitions(engine, tier, collector, damage, self.objects_of)
+        self.capacity = CapacityIO(config, engine, servers, ids, self.transitions)
+        self.burst = BurstIO(config, engine, tier, self.transitions, needs)
         self.damage = damage
         self._upkeep = upkeep
         self.commit_interval_s = config.meta.commit_interval_s
@@ -124,11 +124,11 @@ class FileIO:
                 await self._opening[ino].wait()
                 continue
             with self.opening(ino):
-                inode, dirty, unread = await self._engine.view(forms.load, ino)
+                inode, marked, unread = await self._engine.view(forms.load, ino)
                 if not inode.is_file:
                     raise Stale(f"inode {ino} is not a regular file")
                 self._note_first()
-                self.open[ino] = self._opened(inode, dirty, unread)
+                self.open[ino] = self._opened(inode, marked, unread)
         file.handles += 1
         file.used = True
         return file
@@ -180,10 +180,10 @@ class FileIO:
         else:
             self._collector.add_orphan(ino)
 
-    def _opened(self, inode: Inode, dirty: bool, unread: int) -> OpenInode:
-        file = OpenInode(inode, self.objects_of(inode, unread), dirty)
+    def _opened(self, inode: Inode, marked: bool, unread: int) -> OpenInode:
+        file = OpenInode(inode, self.objects_of(inode, unread), marked)
         if inode.copy is not None:
-            self.burst.attach(file, self._tier.open(inode.copy))
+            self.transitions.attach(file, self._tier.open(inode.copy))
         return file
 
     def _note_first(self) -> None:
@@ -244,12 +244,13 @@ class FileIO:
             self.damage.report(oid, ino, column)
 
     def adopt_new(self, inode: Inode, copy: BurstCopy | None) -> OpenInode:
-        """The open inode of a file that has just been created, with one handle."""
+        """The open inode of a file that has just been created, with one handle; ``opening`` counts
+        it until the caller has given it a handle of the kernel."""
         self._note_first()
-        file = self.open[inode.ino] = OpenInode(inode, None, dirty=False)
-        file.handles = 1
+        file = self.open[inode.ino] = OpenInode(inode, None, marked=False)
+        file.handles = file.opening = 1
         if copy is not None:
-            self.burst.adopt_new(file, copy)
+            self.transitions.adopt_new(file, copy)
         return file
 
     async def release(self, file: OpenInode) -> None:
@@ -265,13 +266,13 @@ class FileIO:
             if file.handles or self.open.get(ino) is not file:
                 return
             token = None
-            if file.inode.nlink and file.dirty:
+            if file.inode.nlink and file.marked:
                 token = await self._settle_at_close(file)
             if file.handles:
                 return
             if file.unsaved:
                 try:
-                    await self.save(file)
+                    await self.transitions.save(file)
                 except FsError as error:
                     _log.info(
                         "inode %d stays open until its attributes can be recorded: %s", ino, error
@@ -282,13 +283,13 @@ class FileIO:
             del self.open[ino]
             if file.objects is not None:
                 file.objects.close()
-            self.burst.detach(file)
+            self.transitions.detach(file)
         finally:
             file.gate.leave_alone()
         if file.inode.nlink == 0:
             if file.forgotten:
                 self._collector.add_orphan(ino)
-        elif file.dirty:
+        elif file.marked:
             self.unsynced[ino] = token
         else:
             self.unsynced.pop(ino, None)
@@ -312,16 +313,6 @@ class FileIO:
             _log.info("inode %d could not be settled at close: %s", file.inode.ino, error)
             return None
 
-    async def save(self, file: OpenInode) -> None:
-        """Record the in-core attributes."""
-        stripped = file.inode.stripped
-        file.unsaved = file.inode.stripped = False  # what changes while we wait is not saved yet
-        try:
-            await self._engine.transact(_put_again, file.inode, stripped)
-        except BaseException:
-            file.unsaved, file.inode.stripped = True, file.inode.stripped or stripped
-            raise
-
     async def change(self, ino: int, change: Callable[[Inode, Any], None], argument: Any) -> Inode:
         """Apply ``change(inode, argument)`` to the attributes of any inode, on record and in core,
         or to neither. The inode as it is then. Raises NotFound, and what ``change`` raises.
@@ -329,37 +320,27 @@ class FileIO:
         while True:
             file = self.open.get(ino)
             if file is not None:
-                await self._change_open(file, change, argument)
-                return self.attributes(file)
+                file.handles += 1  # or it might be closed meanwhile, and opened anew
+                try:
+                    await self.transitions.change_attributes(file, change, argument)
+                    return self.attributes(file)
+                finally:
+                    await self.release(file)
             if ino in self._opening:
                 await self._opening[ino].wait()
                 continue
             with self.opening(ino):
-                return await self._engine.transact(_change, ino, None, change, argument)
-
-    async def _change_open(
-        self, file: OpenInode, change: Callable[[Inode, Any], None], argument: Any
-    ) -> None:
-        inode = file.inode
-        after = replace(inode)
-        change(after, argument)
-        # The times of the bytes are core's: they change here first, so that no save in between puts
-        # the old ones back on record.
-        before, times = (inode.atime_ns, inode.mtime_ns), (after.atime_ns, after.mtime_ns)
-        inode.atime_ns, inode.mtime_ns = times
-        try:
-            stored = await self._engine.transact(_change, inode.ino, inode, change, argument)
-        except BaseException:
-            if (inode.atime_ns, inode.mtime_ns) == times:
-                inode.atime_ns, inode.mtime_ns = before
-            raise
-        file.adopt(stored)
+                return await self._engine.transact(forms.change_attributes, ino, change, argument)
 
     async def save_all(self) -> None:
         """Record the in-core attributes of every open file."""
         for file in [f for f in self.open.values() if f.unsaved]:
-            if file.unsaved:
-                await self.save(file)
+            if file.unsaved and file.handles:
+                file.handles += 1  # or it might be closed meanwhile, and opened anew
+                try:
+                    await self.transitions.save(file)
+                finally:
+                    await self.release(file)
             if (
                 not file.handles and file.gate.is_free
             ):  # they could not be recorded when it was closed
@@ -371,7 +352,7 @@ class FileIO:
         local knowledge.
         """
         inode = file.inode
-        if file.dirty:
+        if file.marked:
             if not inode.in_burst:
                 count_blocks(file)
             elif file.copy.is_open:
@@ -396,7 +377,7 @@ class FileIO:
                 return b""
             if inode.layout is None and inode.copy is None:
                 return inode.data[offset : offset + wanted]
-            copy, objects, strict = file.copy, file.objects, not file.dirty
+            copy, objects, strict = file.copy, file.objects, not file.marked
             try:
                 if copy is None:
                     if offset == 0 and self.burst.stager is not None:
@@ -408,7 +389,7 @@ class FileIO:
                 return await self.burst.read(file, offset, wanted)
             except Unavailable:
                 overtaken = (
-                    copy is not file.copy or objects is not file.objects or (strict and file.dirty)
+                    copy is not file.copy or objects is not file.objects or (strict and file.marked)
                 )
                 if (
                     not overtaken
@@ -419,7 +400,7 @@ class FileIO:
         """As ``read``, of bytes that are going to be another file's: those that come from servers
         are compared with their checksums. Raises Untold."""
         size, objects, changes = file.inode.size, file.objects, file.changes
-        if file.copy is not None or objects is None or file.dirty:
+        if file.copy is not None or objects is None or file.marked:
             return await self.read(file, offset, length)
         start = offset - offset % HASHED
         end = min(size, offset + length + -(offset + length) % HASHED)
@@ -468,10 +449,10 @@ class FileIO:
         file.used = True
         await self.find_room()
         await gate.enter_shared()
-        while not self._ready(
-            file, end
-        ):  # asked each time that we had to wait: others change the form too
+        while not self._ready(file, end):
+            # Asked each time that we had to wait: others change the form, too.
             gate.leave_shared()
+            await self.burst.bring(file)
             await gate.enter_alone()
             try:
                 await self._prepare(file, end)
@@ -482,36 +463,33 @@ class FileIO:
 
     def _ready(self, file: OpenInode, end: int) -> bool:
         if file.copy is not None:
-            return file.inode.in_burst and file.dirty and file.drain is None
+            return file.inode.in_burst and file.marked and file.lease is None
         return self.capacity.ready(file, end)
 
     async def _prepare(self, file: OpenInode, end: int) -> None:
-        file.cancel_drain()
+        file.cancel_lease()
         if file.copy is not None or (file.inode.layout is None and end > self._inline_limit):
             await self.burst.enter(file, end)
         if not file.inode.in_burst:
             await self.capacity.prepare(file, end)
 
     async def begin_writing(self, file: OpenInode) -> None:
-        """A handle that can write is about to be answered: the file goes to the burst tier if that
-        admits it.
+        """A handle that can write is about to be made: the file goes to the burst tier if that
+        admits it. Until the caller has made the handle, or not, ``opening`` counts it.
         """
+        await self.burst.bring(file)
         await file.gate.enter_alone()
         try:
-            file.cancel_drain()
+            file.cancel_lease()
             file.changes += 1
             await self.burst.enter(file, 0)
             if file.on_object:
+                # Mappings are written to without our knowing.
                 self.capacity.perhaps_mapped.add(file.inode.ino)
-                await self.capacity.prepare(
-                    file, file.inode.size
-                )  # mappings are written to without our knowing
+                await self.capacity.prepare(file, file.inode.size)
             if file.inode.in_burst:
                 await file.copy.ensure_open()
-                # A sync may have begun meanwhile, or ended, and taken the mark. From here on
-                # nothing suspends until the handle counts as a writer.
-                file.cancel_drain()
-                await self.burst.enter(file, 0)
+            file.opening += 1
         finally:
             file.gate.leave_alone()
 
@@ -521,9 +499,11 @@ class FileIO:
         """ftruncate(2)."""
         if size > SIZE_MAX:
             raise FileTooLarge()
+        if size:
+            await self.burst.bring(file)
         await file.gate.enter_alone()
         try:
-            file.cancel_drain()
+            file.cancel_lease()
             file.changes += 1
             if size or file.copy is not None:
                 await self.burst.enter(file, size)
@@ -534,7 +514,7 @@ class FileIO:
         finally:
             file.gate.leave_alone()
         if file.unsaved:
-            await self.save(file)
+            await self.transitions.save(file)
 
     async def set_mtime(self, ino: int, mtime_ns: int) -> None:
         """A file in the burst tier has been given this mtime, which its copy is to tell from now
@@ -561,7 +541,7 @@ class FileIO:
     async def forget_marks(self, inos: list[int]) -> None:
         """Remove the dirty marks of closed files whose objects are settled and synced."""
         with self.opening(*inos) as closed:
-            await self._engine.transact(forms.remove_dirty, closed)
+            await self._engine.transact(forms.remove_marks, closed)
             for ino in closed:
                 self.unsynced.pop(ino, None)
 
@@ -589,30 +569,3 @@ class _Opening:
     def end(self) -> None:
         if self._ended is not None:
             self._ended.set()
-
-
-def _put_again(tx: Transaction, inode: Inode, stripped: bool) -> None:
-    """Not if it has been erased: somebody has opened it just before, by a name that was on its way
-    out.
-    """
-    stored = find_inode(tx, inode.ino)
-    if stored is not None:
-        take_attributes(stored, inode)
-        if stripped:
-            stored.mode = stored.unprivileged_mode
-        put_inode(tx, stored)
-
-
-def _change(
-    tx: Transaction,
-    ino: int,
-    opened: Inode | None,
-    change: Callable[[Inode, Any], None],
-    argument: Any,
-) -> Inode:
-    inode = get_inode(tx, ino)
-    if opened is not None:
-        take_attributes(inode, opened)
-    change(inode, argument)
-    put_inode(tx, inode)
-    return inode

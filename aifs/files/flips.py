@@ -8,25 +8,20 @@ copy is a lease on it: handles that can write are known, but a mapping can outli
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from enum import Enum, auto
 
 from aifs.burst.copy import BurstCopy
-from aifs.burst.tier import BurstTier
 from aifs.core import faults
 from aifs.core.errors import FsError, NotFound, Stale
 from aifs.files.collector import Collector
 from aifs.files.file_io import FileIO
-from aifs.files.open_inode import OpenInode
+from aifs.files.open_inode import Lease, OpenInode
+from aifs.files.transitions import Flip, alone
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.layout.interleaved import Extent, Interleaved
 from aifs.layout.striped import Striped
-from aifs.meta import forms
 from aifs.meta.chunk_lists import Chunks
 from aifs.meta.chunks import NOTHING_LOST
-from aifs.meta.forms import Drained
-from aifs.meta.kv import Engine
-from aifs.meta.records import Inode
 
 _FLIPPED = faults.declare(
     "vfs.drain.flipped", "files are on the capacity tier, their burst copies are clean"
@@ -42,78 +37,81 @@ class Outcome(Enum):
     UNFIT = auto()  # for a group: too many chunks
 
 
-class Draining:
-    """One file whose drain is under way: what ``OpenInode.drain`` is.
-
-    ``outcome`` is None until it is known. ``file``: None before ``begin``, and after the end.
-    ``layout`` to ``extents`` (see Drained) say what the file is from the flip on; ``garbage``: the
-    oid of objects that have been made, until the file has them.
+class Draining(Lease):
+    """One file whose drain is under way, and the lease on its copy; what it is from the flip on, as
+    far as that is known.
     """
 
     def __init__(self, ino: int) -> None:
         self.ino = ino
         self.outcome: Outcome | FsError | None = None
+        """None until it is known."""
         self.cancelled = False
         self.file: OpenInode | None = None
+        """None before ``begin``, and after the end."""
         self.layout: Striped | Interleaved | None = None
+        """None of a tiny file, which has ``data``."""
         self.oid = 0
+        """Of new objects or chunks."""
         self.data: bytes | None = None
+        """All bytes of a tiny file."""
         self.blocks = 0
+        """What it takes there, in blocks of 512 bytes."""
         self.digests = b""
+        """This and what follows: see forms.FormChange."""
         self.chunks: Chunks = ()
+        self.extents: Sequence[Extent] = ()
         self.lacking = 0
         self.due = False
-        self.extents: Sequence[Extent] = ()
-        self.garbage = 0
+        self.loose = False
+        """A list of its chunks is on record, which is garbage unless the file is flipped."""
 
     def begin(self, file: OpenInode, copy: BurstCopy) -> None:
         """The lease on the copy is ours."""
-        self.copy, self.size, self.policy = (
-            copy,
-            file.inode.size,
-            file.inode.policy or DEFAULT_POLICY,
-        )
-        self.blocks, self.space = file.inode.blocks, file.inode.space
-        file.drain = self
-
-    def cancel(self) -> None:
-        """See OpenInode: others may write to the copy when this returns."""
-        self.cancelled = True
-        self.copy.unlease()
+        super().__init__(copy)
+        inode = file.inode
+        self.size, self.policy = inode.size, inode.policy or DEFAULT_POLICY
+        self.blocks = inode.blocks
+        file.take_lease(self)
 
     def holds(self) -> bool:
-        """Whether the file is what it was at ``begin``. It may change from the next suspension
-        on.
+        """Whether the file is what it was at ``begin``. It may change from the next suspension on,
+        unless its gate is held.
         """
         file = self.file
         return (
             not self.cancelled
-            and file.drain is self
+            and file.lease is self
             and file.inode.nlink > 0
             and self.copy.is_leased
         )
 
-    def inode(self) -> Inode:
-        """As it is after the flip. Tiny files give up their copy, if nobody uses it."""
-        inode = self.file.inode
-        dropped = self.layout is None and self.file.handles == 1
-        data = (self.data or None) if dropped else self.data
-        return replace(
-            inode,
-            layout=self.layout,
-            oid=self.oid or inode.oid,
-            data=data,
-            blocks=self.blocks,
-            copy=None if dropped else inode.copy,
-        )
+    def flip(self) -> Flip:
+        """What becomes of the file. Tiny files give up their copy, if nobody uses it."""
+        file = self.file
+        dropped = self.layout is None and file.handles == 1
+        form = {
+            "layout": self.layout,
+            "oid": self.oid or file.inode.oid,
+            "data": (self.data or None) if dropped else self.data,
+            "blocks": self.blocks,
+            "copy": None if dropped else file.inode.copy,
+        }
+        record = {
+            "durable": not file.marked,
+            "digests": self.digests,
+            "chunks": self.chunks,
+            "extents": self.extents,
+            "lacking": self.lacking,
+            "due": self.due,
+        }
+        return Flip(file, form, record)
 
 
 class Flips:
     """Begins and ends drains of single files. Used from one trio thread."""
 
-    def __init__(self, engine: Engine, tier: BurstTier, io: FileIO, collector: Collector) -> None:
-        self._engine = engine
-        self._tier = tier
+    def __init__(self, io: FileIO, collector: Collector) -> None:
         self._io = io
         self._collector = collector
 
@@ -136,8 +134,8 @@ class Flips:
             return Outcome.GONE
         if file.writers:
             return Outcome.OPEN
-        if file.handles > file.users + 1 or file.drain is not None:
-            return Outcome.BUSY  # whoever is opening it for writing has perhaps passed the gate
+        if file.opening or file.lease is not None:
+            return Outcome.BUSY
         copy = file.copy
         await copy.ensure_open()
         await copy.release_writers()
@@ -152,16 +150,22 @@ class Flips:
         file, draining.file = draining.file, None
         if file is None:
             return
-        if file.drain is draining:
-            file.cancel_drain()
-        if draining.garbage:
-            self._collector.add_garbage(draining.garbage)
+        if file.lease is draining:
+            file.cancel_lease()
+        self.drop_made(draining)
         if draining.outcome is None:
             draining.outcome = Outcome.CHANGED
         if file.inode.nlink == 0:
             draining.outcome = Outcome.GONE
         with errors_of(draining):
             await self._io.release(file)
+
+    def drop_made(self, draining: Draining) -> None:
+        """What has been made for it is garbage, unless it has been flipped."""
+        if draining.loose:
+            self._collector.add_garbage(draining.oid)
+            draining.loose = False
+        self._io.transitions.end_making(draining.oid)
 
     async def flip(
         self,
@@ -170,60 +174,30 @@ class Flips:
         new: Collection[bytes] = (),
     ) -> None:
         """Make what has been copied count, of those that have not changed. ``lost`` and ``new``:
-        see forms.put_drained.
+        see forms.change_forms.
 
-        Needs no gate: who changes a file cancels its drain first, and a transaction does not
-        suspend. Raises Stale, with nothing changed and all leases kept, if a shared chunk that one
-        of them names has gone.
+        Raises Stale, with nothing changed and all leases kept, if a shared chunk that one of them
+        names has gone.
         """
-        unchanged = [draining for draining in files if draining.holds()]
-        if not unchanged:
-            return
-        after = [
-            Drained(
-                d.inode(),
-                d.copy.place,
-                not d.file.dirty,
-                d.digests,
-                d.chunks,
-                d.lacking,
-                d.due,
-                d.extents,
-            )
-            for d in unchanged
-        ]
-        try:
-            garbage = await self._engine.transact(forms.put_drained, after, lost, new)
-        except Stale:
-            raise
-        except FsError as error:
+        async with alone([draining.file for draining in files if draining.holds()]):
+            unchanged = [draining for draining in files if draining.holds()]
+            if not unchanged:
+                return
+            try:
+                flips = [draining.flip() for draining in unchanged]
+                await self._io.transitions.flip(flips, lost, new)
+            except Stale:
+                raise
+            except FsError as error:
+                for draining in unchanged:
+                    draining.outcome = draining.outcome or error
+                return
             for draining in unchanged:
-                draining.outcome = draining.outcome or error
-            return
-        for copy_id in garbage:
-            self._collector.add_garbage(copy_id)
-        for draining, drained in zip(unchanged, after, strict=True):
-            self._adopt(draining, drained.inode)
-        if any(drained.lacking or drained.due for drained in after):
-            self._io.damage.due()
+                draining.loose = False
+                draining.outcome = Outcome.DRAINED
+                if draining.file.lease is draining:
+                    draining.file.end_lease()
         faults.reach(_FLIPPED)
-
-    def _adopt(self, draining: Draining, after: Inode) -> None:
-        file, copy = draining.file, draining.copy
-        inode = file.inode
-        inode.layout, inode.oid, inode.data = after.layout, after.oid, after.data
-        inode.blocks, inode.copy = after.blocks, after.copy
-        file.objects = self._io.objects_of(inode, draining.lacking)
-        file.dirty = file.unsaved = file.trimmed = False
-        file.drain = None
-        copy.unlease()
-        self._io.unsynced.pop(inode.ino, None)
-        self._tier.clean(copy.id, copy.server, draining.space)
-        if inode.copy is None:
-            self._io.burst.detach(file)
-            self._tier.evicted(copy.id)
-        draining.garbage = 0
-        draining.outcome = Outcome.DRAINED
 
 
 @contextmanager

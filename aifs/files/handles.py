@@ -48,16 +48,11 @@ class Handles:
     async def add(self, file: OpenInode, flags: int) -> Opened:
         """A handle for one more open of ``file``, whose in-core state the caller has acquired."""
         if self._may_pass_through(file, flags):
-            if file.copy is not None:
+            await file.gate.enter_alone()  # or its form might change meanwhile
+            try:
                 await self._pass_through(file, flags)
-            else:
-                await (
-                    file.gate.enter_alone()
-                )  # who changes the file moves it to the burst tier or marks it meanwhile
-                try:
-                    await self._pass_through(file, flags)
-                finally:
-                    file.gate.leave_alone()
+            finally:
+                file.gate.leave_alone()
         opened = FileHandle(file, flags)
         file.users += 1
         file.writers += opened.writable
@@ -140,7 +135,7 @@ def _server(file: OpenInode, flags: int) -> int | None:
     if file.copy is not None:
         return file.copy.server
     objects, reads = file.inode.objects, flags & os.O_ACCMODE == os.O_RDONLY
-    if reads and not file.dirty and objects is not None and len(objects.servers) == 1:
+    if reads and not file.marked and objects is not None and len(objects.servers) == 1:
         return objects.servers[0]
     return None
 

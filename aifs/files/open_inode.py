@@ -2,46 +2,41 @@
 size changed.
 """
 
-from typing import Protocol
-
 from aifs.burst.copy import BurstCopy
 from aifs.data.objects.object_set import Bytes
 from aifs.files.gate import Gate
 from aifs.meta.records import Inode
 
 
-class Drain(Protocol):
-    """A drain of the file that is under way, or a sync; both hold a lease on the burst copy."""
+class Lease:
+    """The proof that nobody has written to the burst copy of a file, be it through a mapping, since
+    this was made; it is ``OpenInode.lease`` as long as it holds. A drain that is under way has one,
+    and a sync.
+    """
+
+    def __init__(self, copy: BurstCopy) -> None:
+        """``copy`` is leased."""
+        self.copy = copy
+        self.cancelled = False
+        """Whether somebody is going to change the file, or has unlinked it."""
 
     def cancel(self) -> None:
-        """It must not count any more. Does not block; others may write to the burst copy when this
+        """It proves nothing any more. Does not block; others may write to the burst copy when this
         returns.
         """
+        self.cancelled = True
+        self.copy.unlease()
 
 
 class OpenInode:
     """One per open inode, shared by all its handles.
 
-    While it exists, ``inode`` is the truth about size, blocks, mtime, atime and the whereabouts of
-    the bytes; the record in the store may lag behind (``unsaved``). Mode, ACL, owner, flags, links
-    and names are the store's; ``adopt`` takes them over after each transaction that changed them.
+    While it exists, ``inode`` is the truth about size, blocks, mtime, atime and the form of the
+    file; the record in the store may lag behind (``unsaved``). Mode, ACL, owner, flags, links and
+    names are the store's; ``adopt`` takes them over after each transaction that changed them.
 
-    ``objects`` are those of a striped file, or the chunks of an interleaved one; ``copy`` is the
-    burst copy. ``dirty``: the dirty mark is in the store. ``trimmed``: no object holds bytes beyond
-    the size, so the file may grow. ``changes`` counts modifications of the bytes, each before its
-    first byte changes, so that a sync or a drain can tell whether another one has come since.
-    ``shown``: mtime and blocks that stat(2) showed since the last change, which may have been a
-    guess; None if it was not asked for.
-
-    ``handles`` counts all who need the in-core state, ``users`` the open handles of programs among
-    them, ``writers`` those that can write. ``backing`` is the kernel's id of the local file that
-    the users' handles are passed through to; 0 while they are not, and then none of them is. That
-    is the burst copy, or, with ``on_object``, the one object of a striped file, which the file then
-    has to stay. ``copy_mtime_ns`` is the copy's mtime when it was last looked at; 0: it was not.
-    ``copy_is_durable``: it is on record as such, as far as we know. ``marked_seq``: the transaction
-    that put the dirty mark on a file that was in order. ``synced_mtime_ns``: the copy's mtime when
-    the file was last synced. ``used``: somebody has used the bytes since descriptors were last closed for want
-    of them.
+    The form is ``inode.layout``, ``oid``, ``data`` and ``copy``, with ``objects``, ``copy`` and
+    ``marked`` here: transitions.py alone assigns to these.
     """
 
     __slots__ = (
@@ -50,15 +45,17 @@ class OpenInode:
         "copy",
         "copy_is_durable",
         "copy_mtime_ns",
-        "dirty",
-        "drain",
         "forgotten",
         "gate",
         "handles",
         "inode",
+        "lease",
+        "marked",
         "marked_seq",
         "objects",
         "on_object",
+        "opening",
+        "recording",
         "shown",
         "synced_mtime_ns",
         "trimmed",
@@ -68,26 +65,63 @@ class OpenInode:
         "writers",
     )
 
-    def __init__(self, inode: Inode, objects: Bytes | None, dirty: bool) -> None:
+    def __init__(self, inode: Inode, objects: Bytes | None, marked: bool) -> None:
         self.inode = inode
-        self.objects = objects
-        self.copy: BurstCopy | None = None
-        self.dirty = dirty
-        self.trimmed = False
-        self.unsaved = False
+        """Its attributes and its form as they are now."""
+
+        # Who uses it.
+        self.handles = 0
+        """How many need the in-core state: handles of programs, and calls that are under way."""
+        self.users = 0
+        """The open handles of programs among them."""
+        self.writers = 0
+        """Those of these handles that can write."""
+        self.opening = 0
+        """Opens for writing that have passed the gate and have no handle yet."""
         self.forgotten = False
-        self.changes = 0
-        self.shown: tuple[int, int] | None = None
-        self.handles = self.users = self.writers = 0
-        self.backing = 0
-        self.on_object = False
-        self.copy_mtime_ns = 0
-        self.copy_is_durable = False
-        self.synced_mtime_ns = 0
-        self.marked_seq = 0
-        self.drain: Drain | None = None
+        """The kernel does not know the inode any more."""
         self.used = True
+        """Somebody has used the bytes since descriptors were last closed for want of them."""
+
+        # Its form.
+        self.objects = objects
+        """The objects of a striped file, or the chunks of an interleaved one."""
+        self.copy: BurstCopy | None = None
+        """Its burst copy: the file itself, or a cache of it."""
+        self.lease: Lease | None = None
+        """The proof that nobody writes to the copy; None while nobody needs one."""
+        self.marked = marked
+        """The dirty mark is on record: the bytes may change without notice."""
+        self.marked_seq = 0
+        """The mark of a file that was in order was put by this transaction, or an earlier one."""
+        self.copy_is_durable = False
+        """The copy is on record as durable, as far as we know."""
+        self.trimmed = False
+        """No object holds bytes beyond the size, so the file may grow."""
+        self.backing = 0
+        """The kernel's id of the local file that the users' handles are passed through to: the
+        copy, or the one object. 0 while they are not, and then none of them is."""
+        self.on_object = False
+        """They are passed through to the one object of a striped file, which it has to stay."""
+
+        # What of it has changed.
+        self.changes = 0
+        """Counts modifications of the bytes, each before its first byte changes: so a sync or a
+        drain can tell whether another one has come since."""
+        self.unsaved = False
+        """The record lags behind ``inode``."""
+        self.shown: tuple[int, int] | None = None
+        """Mtime and blocks that stat(2) showed since the last change, which may have been a guess;
+        None if it was not asked for."""
+        self.copy_mtime_ns = 0
+        """The copy's mtime when it was last looked at; 0: it was not."""
+        self.synced_mtime_ns = 0
+        """The copy's mtime when the file was last synced."""
+
         self.gate = Gate()
+        """Guards the bytes and the form."""
+        self.recording = Gate()
+        """Held alone by who writes the record, until what it says is in core, too."""
 
     def adopt(self, stored: Inode) -> None:
         """Transactions may come here in another order than that in which they count: what is older
@@ -120,7 +154,7 @@ class OpenInode:
     def close_idle(self) -> int:
         """Close descriptors, which are opened again when they are needed, if only handles of
         programs need the file and no call uses it; how many. Does not block."""
-        if self.handles > self.users or not self.gate.is_free or self.drain is not None:
+        if self.handles > self.users or not self.gate.is_free or self.lease is not None:
             return 0
         closed = 0 if self.objects is None else self.objects.close_idle()
         return closed if self.copy is None else closed + self.copy.close_idle()
@@ -131,8 +165,24 @@ class OpenInode:
         self.shown = None
         self.unsaved = True
 
-    def cancel_drain(self) -> None:
+    @property
+    def may_be_written(self) -> bool:
+        """Whether a handle can write, or is about to."""
+        return self.writers > 0 or self.opening > 0
+
+    def take_lease(self, lease: Lease) -> None:
+        """The copy is leased. The gate is held, or free."""
+        assert self.lease is None
+        self.lease = lease
+
+    def end_lease(self) -> None:
+        """The lease is not needed any more."""
+        if self.lease is not None:
+            self.lease.copy.unlease()
+            self.lease = None
+
+    def cancel_lease(self) -> None:
         """The bytes are about to change, or to go: what a drain has copied must not count."""
-        if self.drain is not None:
-            self.drain.cancel()
-            self.drain = None
+        if self.lease is not None:
+            self.lease.cancel()
+            self.lease = None

@@ -42,7 +42,7 @@ async def _allocate_in_burst(
 ) -> None:
     await file.gate.enter_alone()
     try:
-        file.cancel_drain()
+        file.cancel_lease()
         file.changes += 1
         await io.burst.enter(file, offset + length)
         await file.copy.ensure_open()
@@ -123,7 +123,7 @@ async def _seek_objects(file: OpenInode, offset: int, whence: int) -> int:
     start, size = offset, file.inode.size
     while start < size and file.objects is not None:  # else it has another form since
         try:
-            found, end = await file.data_range(start, size, strict=not file.dirty)
+            found, end = await file.data_range(start, size, strict=not file.marked)
         except Unavailable:
             break
         if whence == os.SEEK_DATA:
@@ -149,7 +149,7 @@ async def copy(
         raise Invalid("copy_file_range: the ranges overlap")
     start, end = offset_in, offset_in + length
     if _tells_holes(source):
-        start, end = await source.data_range(start, end, strict=not source.dirty)
+        start, end = await source.data_range(start, end, strict=not source.marked)
     if start > offset_in:
         await _write_hole(io, target, offset_out, start - offset_in)
         return start - offset_in

@@ -6,12 +6,10 @@ nothing has changed while its bytes were on their way.
 """
 
 from collections import deque
-from dataclasses import replace
 from typing import Any
 
 import trio
 
-from aifs.burst.copy import BurstCopy
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core import faults
@@ -21,13 +19,12 @@ from aifs.core.log import logger
 from aifs.core.upkeep import NEVER_S, Upkeep, Work
 from aifs.data.checking.checks import Untold
 from aifs.data.servers import Servers
-from aifs.files.collector import Collector
 from aifs.files.file_io import FileIO
 from aifs.files.open_inode import OpenInode
+from aifs.files.transitions import Flip
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.layout.striped import Striped
-from aifs.meta import forms
-from aifs.meta.kv import Engine
+from aifs.meta.moves import SetRecord
 
 _log = logger(__name__)
 
@@ -46,20 +43,16 @@ class Stager:
     def __init__(
         self,
         config: Config,
-        engine: Engine,
         servers: Servers,
         tier: BurstTier,
         io: FileIO,
-        collector: Collector,
         upkeep: Upkeep,
     ) -> None:
         self._on_read = config.burst.stage_on_read
         self._io_priority = config.burst.ioprio
-        self._engine = engine
         self._remembered = servers.budget.total // _REMEMBERED_SHARE
         self._tier = tier
         self._io = io
-        self._collector = collector
         self._upkeep = upkeep
         self._mover = Mover(servers.budget, Limiter(0), config.burst.ioprio)
         self._running: dict[int, trio.Event] = {}
@@ -80,8 +73,8 @@ class Stager:
         return.
 
         It does not if there is no room, if it is being written to in place, is changed meanwhile,
-        or has wrong bytes on the servers. The copy is not synced. Neither takes the file's gate nor
-        needs it. ``followed``: see FileIO.source_of.
+        or has wrong bytes on the servers. The copy is not synced. The file's gate must not be held.
+        ``followed``: see FileIO.source_of.
         """
         while (event := self._running.get(ino)) is not None:
             await event.wait()
@@ -111,61 +104,45 @@ class Stager:
     async def _stage(self, file: OpenInode, followed: bool) -> bool:
         inode, objects, changes = file.inode, file.objects, file.changes
         policy = inode.policy or DEFAULT_POLICY
-        if objects is None or file.dirty:
+        if objects is None or file.marked:
             return False
         device = self._tier.admit(policy.tier, inode.space)
         if device is None:
             return False
 
-        def changed() -> bool:
+        def holds() -> bool:
             return (
-                file.changes != changes
-                or file.objects is not objects
-                or file.copy is not None
-                or file.dirty
+                file.changes == changes
+                and file.objects is objects
+                and file.copy is None
+                and not file.marked
+                and inode.nlink > 0
             )
 
-        copy = await self._tier.create(device, inode.space)
-        try:
-            # So that no crash can leak it: the window of ids that recovery looks through may pass
-            # meanwhile.
-            await self._engine.transact(forms.put_garbage, copy.id, 0, Striped(1, (copy.server,)))
-        except BaseException:
-            self._tier.discard(copy)  # the collector would not find it
-            raise
-        source = None
-        recorded = False
-        try:
+        async def make() -> Flip | None:
             source = await self._io.source_of(inode, self._io_priority, followed)
-            sparse = inode.blocks * 512 < inode.size
-            if await self._mover.stage_in(
-                source,
-                inode.size,
-                copy,
-                lambda: changed() or inode.nlink == 0,
-                sparse,
-                in_order=followed,
-            ):
-                faults.reach(_COPIED)
-                if not changed() and inode.nlink:
-                    await self._engine.transact(forms.put_staged, replace(inode, copy=copy.place))
-                    recorded = True
-                    self._adopt(file, copy)
-        finally:
-            if source is not None:
+            try:
+                sparse = inode.blocks * 512 < inode.size
+                done = await self._mover.stage_in(
+                    source, inode.size, copy, lambda: not holds(), sparse, in_order=followed
+                )
+            finally:
                 source.close()
-            if not recorded:
-                copy.close(removed=True)
-                self._tier.evicted(copy.id)
-                self._collector.add_garbage(copy.id)
-        return recorded
+            if not done:
+                return None
+            faults.reach(_COPIED)
+            return Flip(file, {"copy": copy.place}, copy=copy)
 
-    def _adopt(self, file: OpenInode, copy: BurstCopy) -> None:
-        file.inode.copy = copy.place
-        file.unsaved = False
-        self._io.burst.attach(file, copy)
-        self._tier.clean(copy.id, copy.server, file.inode.space)
-        self._files += 1
+        copy = await self._tier.create(device, inode.space)
+        target = SetRecord(0, copy.id, Striped(1, (copy.server,)), inode.size)
+        staged = False
+        try:
+            staged = await self._io.transitions.change_form(file, target, make, holds)
+        finally:
+            if not staged and file.copy is not copy:
+                self._tier.discard(copy)  # it may be on record as garbage, or not yet
+        self._files += staged
+        return staged
 
     # --- in the background ---
 
@@ -195,7 +172,7 @@ class Stager:
             wanted
             and self._on_read
             and tier != "capacity"
-            and not file.dirty
+            and not file.marked
             and self._tier.has_devices
             and inode.oid not in self._wrong
             and len(self._waiting) < _WAITING_MAX

@@ -105,7 +105,7 @@ class WriteBack:
                 self._io.unsynced.pop(ino, None)
                 return
             await self._io.sync(file)
-            if not file.dirty:
+            if not file.marked:
                 self._io.unsynced.pop(ino, None)
         finally:
             await self._io.release(file)

@@ -1,11 +1,12 @@
 """The form of a regular file, and its dirty mark, as transaction functions (see kv.py).
 
-Which step must come before which is said in docs/metadata.md; the order is ``vfs``'s business.
+Each function reads the record and replaces what it owns, so that what others have changed
+meanwhile stays. Which step must come before which is the business of files/transitions.py.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aifs.layout.interleaved import Extent
 from aifs.layout.striped import Striped
@@ -31,11 +32,37 @@ def load(tx: ReadTransaction, ino: int) -> tuple[Inode, bool, int]:
     )
 
 
-def put_dirty(tx: Transaction, inode: Inode) -> bool:
-    """Record the inode with a dirty mark (I3), without checksums; whether it had some."""
-    namespace.put_bytes(tx, inode)
-    tx.put(keys.dirty(inode.ino), b"")
-    return inode.layout is not None and namespace.drop_checksums(tx, inode.oid)
+def put_attributes(tx: Transaction, opened: Inode, stripped: bool) -> None:
+    """Record what core knows better of an open file than the record (see
+    namespace.take_attributes). ``stripped``: a write has taken setuid and setgid away.
+
+    Not if it has been erased: somebody has opened it just before, by a name that was on its way
+    out.
+    """
+    stored = namespace.find_inode(tx, opened.ino)
+    if stored is not None:
+        namespace.take_attributes(stored, opened)
+        if stripped:
+            stored.mode = stored.unprivileged_mode
+        namespace.put_inode(tx, stored)
+
+
+def change_attributes(
+    tx: Transaction,
+    ino: int,
+    change: Callable[[Inode, Any], None],
+    argument: Any,
+    opened: Inode | None = None,
+) -> Inode:
+    """Apply ``change(inode, argument)``, which may raise, to a record, and to what core knows better
+    of the inode, if it is ``opened``. The inode as it is recorded. Raises NotFound.
+    """
+    inode = namespace.get_inode(tx, ino)
+    if opened is not None:
+        namespace.take_attributes(inode, opened)
+    change(inode, argument)
+    namespace.put_inode(tx, inode)
+    return inode
 
 
 @grows
@@ -44,68 +71,154 @@ def put_garbage(tx: Transaction, oid: int, ino: int, layout: Striped) -> None:
     tx.put(keys.garbage(oid), Garbage(ino, layout).encode())
 
 
-@grows
-def put_spilled(tx: Transaction, inode: Inode, due: bool) -> None:
-    """Record the inode with its first objects, which are unprotected, and garbage no more. ``due``:
-    they should not be.
+# --- marks ----------------------------------------------------------------------------------------
+
+
+def put_mark(tx: Transaction, inode: Inode) -> bool:
+    """Record that the bytes of the file may change without notice from now on, and what it is now
+    (I3). Whether it had checksums, which it has no more.
     """
-    tx.delete(keys.garbage(inode.oid))
-    _put_plain(tx, inode, due)
-    put_dirty(tx, inode)
+    stored = namespace.put_bytes(tx, inode)
+    tx.put(keys.dirty(inode.ino), b"")
+    if inode.in_burst:  # it was in order, so the copy has been synced
+        _put_burst(tx, stored, durable=True, now=0)
+    return inode.layout is not None and namespace.drop_checksums(tx, inode.oid)
 
 
-def _put_plain(tx: Transaction, inode: Inode, due: bool) -> None:
-    mark_unprotected(tx, inode.layout.servers)
-    if due:
-        put_degraded(tx, inode.oid, inode.ino, 0)
+def remove_marks(tx: Transaction, inos: Iterable[int]) -> None:
+    """The bytes of these files are on stable storage, and nobody changes them."""
+    for ino in inos:
+        tx.delete(keys.dirty(ino))
 
 
-def put_emptied(tx: Transaction, inode: Inode) -> list[int]:
-    """Record the inode without its objects or chunks; the ids of what is garbage now."""
-    garbage = namespace.discard_layout(tx, inode)
-    tx.delete(keys.dirty(inode.ino))
-    namespace.put_bytes(tx, replace(inode, size=0, blocks=0, layout=None))
+def put_durable(tx: Transaction, copy_id: int) -> None:
+    """The copy has been synced since it was made, so it cannot vanish in a power cut any more."""
+    record = tx.get(keys.burst_copy(copy_id))
+    if record is not None:
+        tx.put(keys.burst_copy(copy_id), decode_burst(record)._replace(durable=True).encode())
+
+
+# --- changes of form ------------------------------------------------------------------------------
+
+
+class FormChange(NamedTuple):
+    """A file as it is from now on. Whatever its new form refers to is durable."""
+
+    inode: Inode
+    """Of it counts what ``namespace.take_bytes`` takes."""
+    marked: bool = False
+    """Whether its bytes may change without notice."""
+    durable: bool = False
+    """Whether its burst copy, if it has one, is on stable storage."""
+    digests: bytes = b""
+    """Checksums of new objects (see namespace.put_checksums)."""
+    chunks: Chunks = ()
+    """Of an interleaved file. Neither these nor ``extents`` if they are on record as a loose list."""
+    extents: Sequence[Extent] = ()
+    """Of an interleaved file of variable chunks."""
+    lacking: int = 0
+    """Mask of the columns of a protected file that could not be written."""
+    due: bool = False
+    """The file should be protected and is not."""
+
+
+def change_forms(
+    tx: Transaction,
+    changes: Sequence[FormChange],
+    lost: Mapping[int, int] = chunks.NOTHING_LOST,
+    new: Collection[bytes] = (),
+    now: int = 0,
+) -> list[int]:
+    """The files have these forms from now on; the ids of what is garbage now, in which are all that
+    they had before and have no more.
+
+    What is new in a form is garbage no more. ``lost``: see chunks.put_lost. ``new``: digests of the
+    shared chunks that have been appended for these files and are not on record yet; extents that
+    name them have their places. ``now``: since when a copy that becomes the file is undrained.
+
+    Raises NotFound if one of the files has been erased; Stale if a shared chunk that an extent
+    names is neither new nor on record (any more). Nothing is changed then.
+    """
+    lists = {c.inode.oid: c.extents for c in changes if c.inode.lists_extents}
+    if lists:
+        put_extents(tx, {oid: extents for oid, extents in lists.items() if extents}, new)
+        for oid in lists:
+            put_named(tx, oid)
+    garbage: list[int] = []
+    for change in changes:
+        stored = namespace.get_inode(tx, change.inode.ino)
+        garbage += _give_up(tx, stored, change.inode)
+        if change.inode.layout is not None and (change.inode.oid, change.inode.layout) != (
+            stored.oid,
+            stored.layout,
+        ):
+            _put_placed(tx, change)
+        had, was_cached = stored.copy, stored.copy is not None and not stored.in_burst
+        namespace.take_bytes(stored, change.inode)
+        namespace.put_inode(tx, stored)
+        if stored.in_burst:
+            _put_burst(tx, stored, change.durable, now)
+        elif stored.copy is not None and not was_cached:
+            if had is None:
+                tx.delete(keys.garbage(stored.copy.id))
+            namespace.put_copy(
+                tx, stored.ino, stored.copy, undrained=False, durable=change.durable, now=0
+            )
+        if change.marked:
+            tx.put(keys.dirty(stored.ino), b"")
+        else:
+            tx.delete(keys.dirty(stored.ino))
+    chunks.put_lost(tx, lost)
     return garbage
 
 
-def put_restriped(tx: Transaction, inode: Inode, oid: int, layout: Striped, due: bool) -> list[int]:
-    """The durable objects of ``oid``, which are unprotected, replace what the file had; the ids of
-    what is garbage now. ``due``: they should not be."""
-    garbage = namespace.discard_layout(tx, inode)
-    tx.delete(keys.garbage(oid))
-    restriped = replace(inode, oid=oid, layout=layout)
-    _put_plain(tx, restriped, due)
-    put_dirty(tx, restriped)
+@grows
+def grow_forms(tx: Transaction, *args: Any) -> list[int]:
+    """As ``change_forms``, where the records may get larger."""
+    return change_forms(tx, *args)
+
+
+def _give_up(tx: Transaction, stored: Inode, after: Inode) -> list[int]:
+    garbage: list[int] = []
+    if stored.layout is not None and (after.layout is None or after.oid != stored.oid):
+        garbage += namespace.discard_layout(tx, stored)
+    if stored.copy is not None and stored.copy != after.copy:
+        garbage.append(namespace.discard_copy(tx, stored.copy))
     return garbage
 
 
-@grows
-def put_in_burst(tx: Transaction, inode: Inode, copy: Copy, durable: bool, now: int) -> list[int]:
-    """Record that ``copy`` holds the newest bytes of the file from now on; the ids of what is
-    garbage now.
+def _put_placed(tx: Transaction, change: FormChange) -> None:
+    """New objects or chunks."""
+    inode, layout = change.inode, change.inode.layout
+    if inode.objects is not None:
+        tx.delete(keys.garbage(inode.oid))
+        if not layout.is_protected:
+            mark_unprotected(tx, layout.servers)
+        if change.lacking or change.due:
+            put_degraded(tx, inode.oid, inode.ino, change.lacking)
+        namespace.put_checksums(tx, inode.oid, change.digests)
+    elif not layout.variable:
+        if change.chunks:
+            chunks.put_chunks(tx, inode.oid, change.chunks)
+        else:
+            put_named(tx, inode.oid)
 
-    The copy holds all that the file holds, durably if ``durable``; without that the file must have
-    been empty.
+
+def _put_burst(tx: Transaction, inode: Inode, durable: bool, now: int) -> None:
+    """The copy is the file. What is on record of it as the file stays: since when, and that it is
+    durable.
     """
-    garbage = namespace.discard_layout(tx, inode)
-    moved = replace(inode, layout=None, data=None, copy=copy)
-    namespace.put_bytes(tx, moved)
-    namespace.put_undrained(tx, moved, durable, now)
-    return garbage
-
-
-@grows
-def put_inline(tx: Transaction, inode: Inode, copy: Copy) -> int:
-    """Record a tiny file, with its bytes, that gives up its burst copy; the id of what is garbage
-    now.
-    """
-    tx.delete(keys.dirty(inode.ino))
-    namespace.put_bytes(tx, inode)
-    return namespace.discard_copy(tx, copy)
+    found = tx.get(keys.burst_copy(inode.copy.id))
+    since_ns = now
+    if found is not None and (record := decode_burst(found)).undrained:
+        since_ns, durable = record.since_ns, durable or record.durable
+    namespace.put_copy(tx, inode.ino, inode.copy, undrained=True, durable=durable, now=since_ns)
 
 
 def put_without_copy(tx: Transaction, ino: int, copy_id: int) -> int:
-    """The file gives up its cached copy; the id of what is garbage now, which is the copy's."""
+    """The file, which is not open, gives up its cached copy; the id of what is garbage now, which
+    is the copy's.
+    """
     inode = namespace.get_inode(tx, ino)
     assert inode.copy is not None and inode.copy.id == copy_id and not inode.in_burst
     namespace.discard_copy(tx, inode.copy)
@@ -113,92 +226,19 @@ def put_without_copy(tx: Transaction, ino: int, copy_id: int) -> int:
     return copy_id
 
 
-def put_durable(tx: Transaction, copy_id: int) -> None:
-    """The copy has been synced since it was made, so it cannot vanish in a power cut any more."""
-    key = keys.burst_copy(copy_id)
-    tx.put(key, decode_burst(tx.get(key) or b"")._replace(durable=True).encode())
-
-
-def put_changing(tx: Transaction, inode: Inode) -> None:
-    """A file in the burst tier that was in order is going to change again: a dirty mark, and what
-    it is now.
+def put_evicted(tx: Transaction, victims: Mapping[int, int]) -> list[int]:
+    """Files that are not open (id of the copy to inode number) give up their cached copies, where
+    they have them still; the ids of those that are garbage now.
     """
-    namespace.put_bytes(tx, inode)
-    record = decode_burst(tx.get(keys.burst_copy(inode.copy.id)) or b"")
-    namespace.put_copy(tx, inode.ino, inode.copy, undrained=True, durable=True, now=record.since_ns)
-    tx.put(keys.dirty(inode.ino), b"")
-
-
-def remove_dirty(tx: Transaction, inos: Iterable[int]) -> None:
-    for ino in inos:
-        tx.delete(keys.dirty(ino))
-
-
-# --- between the tiers ----------------------------------------------------------------------------
-
-
-class Drained(NamedTuple):
-    """A file as it is from now on, with a copy in the burst tier or without, and the copy that held
-    its bytes.
-
-    ``durable``: the copy is on stable storage. ``digests``: those of a striped file. ``chunks``: of
-    an interleaved one, or, if that is variable, its ``extents``; neither if they are
-    on record as a loose list. ``lacking``: mask of the columns of a protected file that could not
-    be written. ``due``: the file should be protected and is not.
-    """
-
-    inode: Inode
-    copy: Copy
-    durable: bool
-    digests: bytes = b""
-    chunks: Chunks = ()
-    lacking: int = 0
-    due: bool = False
-    extents: Sequence[Extent] = ()
-
-
-@grows
-def put_drained(
-    tx: Transaction,
-    drained: Sequence[Drained],
-    lost: Mapping[int, int] = chunks.NOTHING_LOST,
-    new: Collection[bytes] = (),
-) -> list[int]:
-    """The durable objects or chunks of ``inode.oid``, or inline bytes, are the files now; the ids
-    of copies that are garbage now.
-
-    ``lost``: see chunks.put_lost. ``new``: digests of the shared chunks that have been appended for
-    these files and are not on record yet; extents that name them have their places. Raises Stale,
-    and changes nothing, if a shared chunk that an extent names is neither new nor on record (any
-    more).
-    """
-    lists = {d.inode.oid: d.extents for d in drained if d.inode.lists_extents}
-    if lists:
-        put_extents(tx, {oid: extents for oid, extents in lists.items() if extents}, new)
-        for oid in lists:
-            put_named(tx, oid)
     garbage = []
-    for inode, copy, durable, digests, placed, lacking, due, _ in drained:
-        if inode.objects is not None:
-            tx.delete(keys.garbage(inode.oid))
-            if not inode.layout.is_protected:
-                _put_plain(tx, inode, due)
-            elif lacking:
-                put_degraded(tx, inode.oid, inode.ino, lacking)
-            namespace.put_checksums(tx, inode.oid, digests)
-        elif inode.layout is not None and not inode.layout.variable:
-            if placed:
-                chunks.put_chunks(tx, inode.oid, placed)
-            else:
-                put_named(tx, inode.oid)
-        namespace.put_bytes(tx, inode)
-        tx.delete(keys.dirty(inode.ino))
-        if inode.copy is None:
-            garbage.append(namespace.discard_copy(tx, copy))
-        else:
-            namespace.put_copy(tx, inode.ino, copy, undrained=False, durable=durable, now=0)
-    chunks.put_lost(tx, lost)
+    for copy_id, ino in victims.items():
+        inode = namespace.find_inode(tx, ino)
+        if inode is not None and not inode.in_burst and inode.copy and inode.copy.id == copy_id:
+            garbage.append(put_without_copy(tx, ino, copy_id))
     return garbage
+
+
+# --- what is on record ----------------------------------------------------------------------------
 
 
 def get_checksums(tx: ReadTransaction, oid: int, number: int) -> tuple[int, bytes]:
@@ -206,15 +246,6 @@ def get_checksums(tx: ReadTransaction, oid: int, number: int) -> tuple[int, byte
     and the checksums from that on; b"" where the file has none."""
     first = number - number % keys.DIGESTS_PER_RECORD
     return first, tx.get(keys.checksums(oid, first)) or b""
-
-
-@grows
-def put_staged(tx: Transaction, inode: Inode) -> None:
-    """The file has a clean copy from now on, which was on record as garbage and is not synced."""
-    assert inode.copy is not None
-    tx.delete(keys.garbage(inode.copy.id))
-    namespace.put_bytes(tx, inode)
-    namespace.put_copy(tx, inode.ino, inode.copy, undrained=False, durable=False, now=0)
 
 
 def find_copy_owners(tx: ReadTransaction, copy_ids: Iterable[int]) -> dict[int, int]:
@@ -235,19 +266,3 @@ def find_places(tx: ReadTransaction, copy_ids: Iterable[int]) -> list[Copy]:
         for copy_id, record in records
         if record is not None
     ]
-
-
-def put_evicted(tx: Transaction, victims: Mapping[int, int]) -> list[int]:
-    """Files (id of the copy to inode number) give up their cached copies, where they have them
-    still; the ids of those that are garbage now."""
-    garbage = []
-    for copy_id, ino in victims.items():
-        inode = namespace.find_inode(tx, ino)
-        if (
-            inode is not None
-            and inode.copy is not None
-            and inode.copy.id == copy_id
-            and not inode.in_burst
-        ):
-            garbage.append(put_without_copy(tx, ino, copy_id))
-    return garbage

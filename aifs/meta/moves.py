@@ -167,38 +167,6 @@ def _put_layout(tx: Transaction, objects: SetRecord) -> None:
         tx.put(keys.container(objects.oid), record._replace(layout=objects.layout).encode())
 
 
-@grows
-def put_relaid(
-    tx: Transaction,
-    before: SetRecord,
-    after: SetRecord,
-    blocks: int,
-    digests: bytes,
-    unread: int,
-    due: bool,
-) -> list[int] | None:
-    """The durable objects ``after``, but for the columns of the mask ``unread``, replace those
-    ``before``.
-
-    ``due``: the file should be protected, and is not. Returns the ids of what is garbage now; None,
-    and nothing is changed, if the file is not what it was.
-    """
-    if find_objects(tx, before.ino, before.oid) != before or is_changing(
-        tx, before.ino, before.oid
-    ):
-        return None
-    inode = namespace.get_inode(tx, before.ino)
-    garbage = namespace.discard_layout(tx, inode)
-    tx.delete(keys.garbage(after.oid))
-    namespace.put_checksums(tx, after.oid, digests)
-    if not after.layout.is_protected:
-        mark_unprotected(tx, after.layout.servers)
-    if unread or due:
-        put_degraded(tx, after.oid, before.ino, unread)
-    namespace.put_inode(tx, replace(inode, oid=after.oid, layout=after.layout, blocks=blocks))
-    return garbage
-
-
 # --- what is due ----------------------------------------------------------------------------------
 
 

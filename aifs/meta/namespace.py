@@ -85,11 +85,16 @@ def put_bytes(tx: Transaction, opened: Inode) -> Inode:
     since core has read them.
     """
     inode = get_inode(tx, opened.ino)
+    take_bytes(inode, opened)
+    put_inode(tx, inode)
+    return inode
+
+
+def take_bytes(inode: Inode, opened: Inode) -> None:
+    """``inode`` has its bytes where ``opened`` has them, and all that follows from it."""
     inode.oid, inode.layout = opened.oid, opened.layout
     inode.data, inode.copy = opened.data, opened.copy
     take_attributes(inode, opened)
-    put_inode(tx, inode)
-    return inode
 
 
 def take_attributes(inode: Inode, opened: Inode) -> None:

@@ -93,10 +93,10 @@ class Evictor:
         with self._io.opening(*victims.values()) as claimed:  # some have been opened meanwhile
             victims = {copy_id: ino for copy_id, ino in victims.items() if ino in claimed}
             garbage = await self._engine.transact(forms.put_evicted, victims)
-        faults.reach(_EVICTED)
-        for copy_id in garbage:
-            self._tier.evicted(copy_id)
-            self._collector.add_garbage(copy_id)
+            faults.reach(_EVICTED)
+            for copy_id in garbage:
+                self._tier.evicted(copy_id)
+                self._collector.add_garbage(copy_id)
         for copy_id in needed | used:
             self._tier.touch(copy_id)  # others are looked at first the next time
         self._needs.note(closed.keys(), needed)

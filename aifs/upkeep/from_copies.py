@@ -141,13 +141,13 @@ class FromCopies:
             return Outcome.RESTORED
         if copy is None or self.is_useless(inode) or not inode.nlink:
             return Outcome.NOTHING
-        if file.dirty or file.on_object:
+        if file.marked or file.on_object:
             return Outcome.BUSY
         memory = await self._buffers.take(COPY_PIECE)
         judgement = await judge_copy(self._engine, self._servers, replace(inode), memory)
         await file.gate.enter_alone()
         try:
-            changed = file.copy is not copy or file.changes != changes or file.dirty
+            changed = file.copy is not copy or file.changes != changes or file.marked
             if changed or file.on_object or not inode.nlink:
                 return Outcome.RESTORED if inode.in_burst else Outcome.BUSY
             if judgement is Judgement.UNREADABLE:

@@ -5,8 +5,7 @@ What is due is looked up when its turn comes, so whoever queues an object set ne
 than its name.
 """
 
-from collections.abc import AsyncIterator, Callable, Set
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Set
 from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple
@@ -21,8 +20,8 @@ from aifs.files.containers import Containers
 from aifs.files.file_io import FileIO
 from aifs.files.needs import missing
 from aifs.files.open_inode import OpenInode
+from aifs.files.transitions import alone
 from aifs.layout.placement import ACTIVE
-from aifs.layout.striped import Striped
 from aifs.meta import degraded, forms, moves
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.moves import SetRecord
@@ -46,6 +45,11 @@ class FileSubject:
         self.file = file
         self.load = partial(engine.view, forms.get_checksums, file.inode.oid)
         self._io = io
+        self.see()
+
+    def see(self) -> None:
+        """What it is now is what it was from now on."""
+        file = self.file
         self._seen: tuple[object, ...] | None = (
             file.changes,
             file.objects,
@@ -56,7 +60,7 @@ class FileSubject:
     @property
     def is_busy(self) -> bool:
         """Whether it may change in place without our knowing, or is read where it lies now."""
-        return self.file.dirty or self.file.on_object
+        return self.file.marked or self.file.on_object
 
     def is_unchanged(self) -> bool:
         file = self.file
@@ -69,29 +73,14 @@ class FileSubject:
             self._seen = None  # for good: whoever has seen it has left out a part of the work
         return self._seen is not None
 
-    @asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        await self.file.gate.enter_alone()
-        try:
-            yield
-        finally:
-            self.file.gate.leave_alone()
-
-    def adopt(self, layout: Striped, unread: int) -> None:
-        self._replace(layout, self.file.inode.oid, unread)
-
-    def adopt_objects(self, objects: SetRecord, unread: int, blocks: int) -> None:
-        """The file has other objects from now on."""
-        self.file.inode.blocks = blocks
-        self._replace(objects.layout, objects.oid, unread)
-
-    def _replace(self, layout: Striped, oid: int, unread: int) -> None:
-        file, old = self.file, self.file.objects
-        file.inode.layout, file.inode.oid = layout, oid
-        file.objects, file.trimmed = self._io.objects_of(file.inode, unread), False
-        if old is not None:
-            old.close()
-        self._seen = file.changes, file.objects, oid, layout
+    async def flip(self, before: SetRecord, column: int, server: int, unread: int) -> bool:
+        async with alone([self.file]):
+            if not self.is_unchanged():
+                return False
+            done = await self._io.transitions.move_column(self.file, before, column, server, unread)
+            if done:
+                self.see()
+            return done
 
 
 class ContainerSubject:
@@ -108,12 +97,11 @@ class ContainerSubject:
     def is_unchanged(self) -> bool:
         return True
 
-    @asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        yield
-
-    def adopt(self, layout: Striped, unread: int) -> None:
-        self._containers.moved(self._container)
+    async def flip(self, before: SetRecord, column: int, server: int, unread: int) -> bool:
+        after = await self._engine.transact(moves.flip, before, column, server, unread)
+        if after is not None:
+            self._containers.moved(self._container)
+        return after is not None
 
 
 class Mender:

@@ -11,7 +11,6 @@ transaction leaves the object set as it was, and a stray.
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from enum import Enum, auto
 from typing import Protocol
 
@@ -60,13 +59,9 @@ class Subject(Protocol):
         """Whether nobody has changed the bytes, or is about to, since this was made; False for good
         once it is. Does not suspend."""
 
-    def alone(self) -> AbstractAsyncContextManager[None]:
-        """While others change where the bytes lie, or rely on it, this waits; and they wait while
-        we are in it.
-        """
-
-    def adopt(self, layout: Striped, unread: int) -> None:
-        """The record says this from now on. Does not suspend."""
+    async def flip(self, before: SetRecord, column: int, server: int, unread: int) -> bool:
+        """The object of the column is whole on ``server``: from now on it is read there, unless it
+        is not what it was (see meta.moves.flip). Whether that is on record."""
 
 
 class Result(Enum):
@@ -176,19 +171,12 @@ class Mover:
             if length:
                 wrong = await self._make(subject, objects, unread, column, target, length)
             faults.reach(_MADE)
-            async with subject.alone():
-                if subject.is_unchanged():  # from here on nothing suspends
-                    self._servers.cache.invalidate(
-                        object_name(target, (ino, oid))
-                    )  # it may have been wrong there
-                    forget_columns(self._servers.cache, layout, (ino, oid))
-                    after = await self._engine.transact(
-                        moves.flip, objects, column, target.id, unread
-                    )
-                    if after is not None:
-                        flipped = True
-                        subject.adopt(after.layout, unread & ~(1 << column))
-                        self._on_moved(objects, column)
+            # It may have been wrong there.
+            self._servers.cache.invalidate(object_name(target, (ino, oid)))
+            forget_columns(self._servers.cache, layout, (ino, oid))
+            flipped = await subject.flip(objects, column, target.id, unread)
+            if flipped:
+                self._on_moved(objects, column)
         finally:
             if target.id != old and (flipped or length):
                 self._strays.add(Stray(ino, oid, old) if flipped else new)

@@ -27,6 +27,7 @@ from aifs.files.containers import Containers
 from aifs.files.damage import Damage
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
+from aifs.files.transitions import alone
 from aifs.layout.placement import ACTIVE, LOST
 from aifs.meta import degraded, keys, moves, paths
 from aifs.meta.kv import Engine, ReadTransaction
@@ -35,7 +36,7 @@ from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
 from aifs.upkeep.compaction import Compaction
 from aifs.upkeep.from_copies import FromCopies
-from aifs.upkeep.mending import FileSubject, Mender, Outcome
+from aifs.upkeep.mending import Mender, Outcome
 from aifs.upkeep.moves import Mover
 from aifs.upkeep.relayout import Relayout
 from aifs.upkeep.strays import Strays
@@ -106,9 +107,7 @@ class Rebuild:
         self._mover = Mover(
             engine, servers, self.strays, self._limiter, priority, self._make_way, self._moved
         )
-        self._relayout = Relayout(
-            engine, servers, io, ids, collector, self._limiter, priority, config.data.min_spare
-        )
+        self._relayout = Relayout(servers, io, ids, self._limiter, priority, config.data.min_spare)
         self._mender = Mender(
             engine, servers, io, containers, compaction, self._mover, self._relayout, damage.report
         )
@@ -167,11 +166,10 @@ class Rebuild:
         except (NotFound, Stale):
             return
         try:
-            subject = FileSubject(self._io, self._engine, file)
-            async with subject.alone():  # else a move might end while we wait for the record
+            async with alone([file]):  # else a move might end while we wait for the record
                 if file.inode.oid == oid and file.objects is not None:
                     lost = await self._engine.view(degraded.find_degraded, oid)
-                    subject.adopt(file.inode.layout, lost)
+                    self._io.transitions.replace_objects(file, file.inode.layout, lost)
         finally:
             await self._io.release(file)
 

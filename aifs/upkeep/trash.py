@@ -183,7 +183,7 @@ class Trash:
         file = self._io.adopt(inode)
         if inode.nlink == 0:
             if file is not None:
-                file.cancel_drain()
+                file.cancel_lease()
             self._io.forget(inode.ino)
             self._drain.gone(inode.ino)
             self._on_gone(inode.ino)

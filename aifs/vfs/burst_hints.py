@@ -67,7 +67,7 @@ class Place(NamedTuple):
 def state_of(inode: Inode, file: OpenInode | None) -> str:
     """One of STATES, for a regular file; ``file``: its in-core state, if it has one."""
     if inode.in_burst:
-        return "draining" if file is not None and file.drain is not None else "dirty"
+        return "draining" if file is not None and file.lease is not None else "dirty"
     return "clean" if inode.copy is None and inode.layout is not None else "cached"
 
 

@@ -140,6 +140,7 @@ class Filesystem(Grouping):
         if writing or flags & os.O_TRUNC:
             self.require_writable()
         file = await self.io.acquire(ino)
+        opening = 0
         try:
             if writing or flags & os.O_TRUNC:
                 _require_may_open(file.inode, flags)
@@ -147,6 +148,7 @@ class Filesystem(Grouping):
                 await self.io.truncate(file, 0)
             if writing:
                 await self.io.begin_writing(file)
+                opening = 1
                 taken = kill_privileges and file.inode.is_privileged
                 if taken or await self._engine.view(attributes.has_capabilities, ino):
                     await self._kill_privileges(file)
@@ -154,8 +156,11 @@ class Filesystem(Grouping):
             if not flags & os.O_WRONLY and not flags & os.O_NOATIME and self._accessed(file.inode):
                 file.unsaved = True
                 self.kernel.drop_attributes(ino)
-            return await self._add_handle(file, flags)
+            opened = await self._add_handle(file, flags)
+            file.opening -= opening
+            return opened
         except BaseException:
+            file.opening -= opening
             await self._give_up(file, written=writing)
             raise
 

@@ -61,8 +61,11 @@ class Names(Parts):
             self._orphans.add(inode.ino)
             self._nameless.add(inode.ino)
         try:
-            return await self._add_handle(file, flags), inode
+            opened = await self._add_handle(file, flags)
+            file.opening -= 1
+            return opened, inode
         except BaseException:
+            file.opening -= 1
             await self._give_up(file, written=True)
             raise
 
@@ -156,7 +159,7 @@ class Names(Parts):
             self.groups.gone(inode.ino)
             file = self.io.open.get(inode.ino)
             if file is not None:
-                file.cancel_drain()
+                file.cancel_lease()
 
     async def readdir(self, ino: int, cookie: int) -> list[tuple[bytes, Inode, int]]:
         """The next entries behind ``cookie`` (0: the first) as (name, inode, cookie); [] at the

@@ -74,7 +74,7 @@ class Parts:
         self.writeback = writeback = WriteBack(
             io, engine, servers, config.data.writeback_interval_s
         )
-        self.stager = io.burst.stager = Stager(config, engine, servers, tier, io, collector, upkeep)
+        self.stager = io.burst.stager = Stager(config, servers, tier, io, upkeep)
         self.drain = drain = Drain(
             config, engine, servers, tier, io, ids, collector, containers, handles, upkeep
         )

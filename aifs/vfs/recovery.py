@@ -137,8 +137,9 @@ async def _settle_copy(store: Store, tier: BurstTier, collector: Collector, inod
         _log.warning(
             "inode %d was not on stable storage when the power went: it is empty now", inode.ino
         )
-        lost, inode.copy, inode.size, inode.blocks = inode.copy, None, 0, 0
-        collector.add_garbage(await store.engine.transact(forms.put_inline, inode, lost))
+        inode.copy, inode.size, inode.blocks = None, 0, 0
+        for oid in await store.engine.transact(forms.change_forms, [forms.FormChange(inode)]):
+            collector.add_garbage(oid)
     finally:
         copy.close()
 

@@ -109,12 +109,12 @@ async def test_a_save_in_between_does_not_undo_a_change_of_attributes(
         change = SetAttr(mode=0o600, mtime_ns=12345)
 
         async with trio.open_nursery() as nursery:
-            async with stopped(fs, "_change", lambda: fs.setattr(ino, change, ROOT)):
+            async with stopped(fs, "change_attributes", lambda: fs.setattr(ino, change, ROOT)):
                 if is_open:
-                    await fs.io.save(fs.handles[handle].file)
+                    nursery.start_soon(fs.io.transitions.save, fs.handles[handle].file)
                 else:
                     nursery.start_soon(fs.set_flags, ino, 0, 0)
-                    await trio.testing.wait_all_tasks_blocked()
+                await trio.testing.wait_all_tasks_blocked()
         assert ((await fs.getattr(ino)).mode & 0o777, (await fs.getattr(ino)).mtime_ns) == (
             0o600,
             12345,
@@ -130,7 +130,7 @@ async def test_a_save_in_between_does_not_bring_a_name_back(directory, monkeypat
         ino = await write_file(fs, b"f", TEXT)
         handle, *_ = await fs.open(ino, os.O_RDWR)
         async with stopped(fs, "unlink", lambda: fs.unlink(ROOT_INO, b"f")):
-            await fs.io.save(fs.handles[handle].file)
+            await fs.io.transitions.save(fs.handles[handle].file)
         assert (await fs.getattr(ino)).nlink == 0
         fs.forget([ino])
         await fs.release(handle)

@@ -187,7 +187,7 @@ async def test_long_lists_are_on_record_before_the_flip(directory, monkeypatch):
         members, report = [Prepared(ino) for ino in inos], Report()
         for member in members:
             await drain.prepare(member, options, report)
-        once("vfs.containers.listed", lambda: fs.io.open[inos[0]].cancel_drain())
+        once("vfs.containers.listed", lambda: fs.io.open[inos[0]].cancel_lease())
         await drain.store(members, options, report)
         assert outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED]
         members, report = await store(fs, drain, inos[:1], options)
@@ -211,7 +211,7 @@ async def test_who_opens_a_member_for_writing_has_it_stored_without_it(directory
         report = Report()
         for member in members:
             await drain.prepare(member, SMALL, report)
-        once("data.append.synced", lambda: fs.io.open[inos[0]].cancel_drain())
+        once("data.append.synced", lambda: fs.io.open[inos[0]].cancel_lease())
         await drain.store(members, SMALL, report)
         assert (
             outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED, Outcome.DRAINED]
@@ -239,7 +239,7 @@ async def test_one_that_is_cut_while_it_is_read_does_not_spoil_it_for_the_others
         async def cut_first(*args):
             drain._tools.containers.append_pieces = append
             copy = members[0].copy
-            fs.io.open[inos[0]].cancel_drain()
+            fs.io.open[inos[0]].cancel_lease()
             os.truncate(fs.store.servers[copy.server].object_path(0, copy.id), 10)
             async with append(*args) as appended:
                 yield appended
@@ -318,7 +318,7 @@ async def test_one_that_changes_while_others_are_compared_with_it_does_not_spoil
 
         def read_changing(source, offset, part):
             if source.key == (0, members[0].copy.id) and offset == CHUNK + 32 * KIB:
-                trio.from_thread.run_sync(fs.io.open[inos[0]].cancel_drain, trio_token=token)
+                trio.from_thread.run_sync(fs.io.open[inos[0]].cancel_lease, trio_token=token)
                 with open(source.device.object_path(*source.key), "r+b") as file:
                     file.seek(CHUNK)
                     file.write(bytes(CHUNK))

@@ -62,7 +62,7 @@ async def test_a_reader_is_passed_through_and_sees_at_once_what_a_writer_does_in
         assert kernel.direct_bytes == len(CONTENT)
         writer = await kernel.open(ino, os.O_RDWR)
         other = await kernel.open(ino, os.O_RDONLY)
-        assert kernel.io.open[ino].inode.copy is None and kernel.io.open[ino].dirty
+        assert kernel.io.open[ino].inode.copy is None and kernel.io.open[ino].marked
         await kernel.write(writer, len(CONTENT), b"appended")
         await kernel.write(writer, 3, b"over")
         expected = CONTENT[:3] + b"over" + CONTENT[7:] + b"appended"
@@ -70,10 +70,10 @@ async def test_a_reader_is_passed_through_and_sees_at_once_what_a_writer_does_in
             assert await all_of(kernel, handle) == expected
         assert (await kernel.getattr(ino)).size == len(expected)
         await kernel.fsync(writer)
-        assert kernel.io.open[ino].dirty  # a mapping may change it without our knowing
+        assert kernel.io.open[ino].marked  # a mapping may change it without our knowing
         await kernel.release(writer)
         await kernel.fsync(reader)
-        assert kernel.io.open[ino].dirty  # for a mapping outlives its handle
+        assert kernel.io.open[ino].marked  # for a mapping outlives its handle
         await kernel.setattr(ino, SetAttr(size=5), ME)
         assert await all_of(kernel, reader) == expected[:5]
         await kernel.setattr(ino, SetAttr(size=9), ME)

@@ -261,3 +261,27 @@ def test_parts_are_not_wired_after_they_are_made(path: Path) -> None:
         and name_of(path) not in MAY_BE_SET.get(attribute, ())
     ]
     assert not wrong
+
+
+FORM = {"layout", "oid", "data", "copy"}
+"""Fields of an inode that say where its bytes are; with those of an open inode that go with them:"""
+IN_CORE = {"objects", "copy", "marked", "lease"}
+
+
+def _form_assigned(path: Path) -> Iterator[int]:
+    """Lines that assign to the form of an open inode: of ``file``, or of its ``inode``."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            owner = ast.unparse(node.value).rpartition(".")[2]
+            if (owner == "inode" and node.attr in FORM) or (
+                owner == "file" and node.attr in IN_CORE
+            ):
+                yield node.lineno
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in MODULES if layer_of(p) in ("files", "upkeep", "vfs")], ids=name_of
+)
+def test_one_module_changes_the_form_of_an_open_file(path: Path) -> None:
+    if path.name not in ("transitions.py", "recovery.py"):  # the latter before any file is open
+        assert not list(_form_assigned(path))

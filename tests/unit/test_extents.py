@@ -1,12 +1,13 @@
 """Extent lists and shared chunks: records, and counts that stay right whatever happens."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aifs.core.errors import NotFound, Stale, Unavailable
+from aifs.core.errors import Stale, Unavailable
 from aifs.layout.interleaved import (
     HEADER_BYTES,
     Extent,
@@ -27,7 +28,7 @@ from aifs.meta.chunk_lists import (
     start_of,
 )
 from aifs.meta.chunks import Move
-from aifs.meta.forms import Drained
+from aifs.meta.forms import FormChange
 from aifs.meta.memory_engine import MemoryEngine
 from aifs.meta.records import Copy, Inode, decode_inode
 from aifs.meta.servers import ServerRecord, put_server
@@ -307,21 +308,24 @@ async def test_a_chunk_that_has_gone_spoils_the_flip_and_nothing_else():
         layout = Interleaved(4096, variable=True)
         return Inode(number, 0o100644, 0, 0, 1, 0, 9, 0, 0, 0, 0, oid=number + 50, layout=layout)
 
+    for number in (20, 21):
+        drained = inode(number)
+        await engine.transact(
+            namespace.put_inode, replace(drained, oid=0, layout=None, copy=Copy(0, number + 100))
+        )
     place = Location(1, 7, 0, 9, 9, 0, b"\1" * 32)
-    good = Drained(inode(20), Copy(0, 120), True, extents=[Extent(9, place, True)])
-    stale = Drained(inode(21), Copy(0, 121), True, extents=[named(9, b"\2" * 32)])
+    good = FormChange(inode(20), durable=True, extents=[Extent(9, place, True)])
+    stale = FormChange(inode(21), durable=True, extents=[named(9, b"\2" * 32)])
     found = stale._replace(
         extents=[Extent(9, place._replace(digest=b"\2" * 32), True)]
     )  # where it once was
     before = await engine.view(lambda tx: list(tx.range(b"a", b"z")))
     for spoilt in (stale, found):
         with pytest.raises(Stale):
-            await engine.transact(forms.put_drained, [good, spoilt], [], {b"\1" * 32})
+            await engine.transact(forms.change_forms, [good, spoilt], {}, {b"\1" * 32})
         assert await engine.view(lambda tx: list(tx.range(b"a", b"z"))) == before
-    with pytest.raises(NotFound):
-        await engine.view(namespace.get_inode, 20)
-    again = good._replace(inode=inode(21), copy=Copy(0, 121))
-    assert await engine.transact(forms.put_drained, [good, again], {}, {b"\1" * 32}) == [120, 121]
+    again = good._replace(inode=inode(21))
+    assert await engine.transact(forms.change_forms, [good, again], {}, {b"\1" * 32}) == [120, 121]
     record = await engine.view(shared.find_shared, b"\1" * 32)
     assert record == Shared(place._replace(server=0), 2)
     assert await engine.view(shared.find_all_shared, [b"\1" * 32, b"\2" * 32]) == {
@@ -351,7 +355,8 @@ async def test_a_long_list_is_loose_until_a_file_has_it():
     inode = Inode(
         20, 0o100644, 0, 0, 1, 0, 9, 0, 0, 0, 0, oid=1, layout=Interleaved(4096, variable=True)
     )
-    await engine.transact(forms.put_drained, [Drained(inode, Copy(0, 120), True)], {})
+    await engine.transact(namespace.put_inode, replace(inode, layout=None, copy=Copy(0, 120)))
+    assert await engine.transact(forms.change_forms, [FormChange(inode)]) == [120]
     assert await engine.view(lambda tx: tx.get(keys.loose(1))) is None
     await engine.transact(chunks.seal_container, 7)
     assert await engine.transact(chunks.drop_chunks, 1) == [7]

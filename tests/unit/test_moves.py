@@ -16,6 +16,7 @@ from aifs.layout.placement import WEIGHTS, Candidate
 from aifs.layout.redundancy import Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, degraded, forms, keys, moves, namespace, paths
+from aifs.meta.forms import FormChange
 from aifs.meta.memory_engine import MemoryEngine
 from aifs.meta.moves import SetRecord, Stray
 from aifs.meta.records import Inode, decode_garbage
@@ -81,7 +82,8 @@ async def test_marks_go_with_the_objects():
     await engine.transact(degraded.put_degraded, OID, INO, 2)
     await engine.transact(degraded.put_degraded, OID, INO, 1)
     assert await engine.view(degraded.find_degraded, OID) == 3
-    await engine.transact(forms.put_emptied, inode_with(CODED))
+    emptied = replace(inode_with(CODED), layout=None, size=0, blocks=0)
+    assert await engine.transact(forms.change_forms, [FormChange(emptied)]) == [OID]
     assert not await engine.view(degraded.is_marked, OID)
     await engine.transact(degraded.put_degraded, OID, INO, 0)
     assert (
@@ -159,18 +161,18 @@ async def test_a_container_moves_only_when_it_is_sealed():
 
 async def test_protected_objects_replace_plain_ones():
     engine = await engine_with(PLAIN)
-    before, after = await objects_of(engine), SetRecord(INO, OID + 1, CODED, SIZE)
+    after = SetRecord(INO, OID + 1, CODED, SIZE)
     await engine.transact(degraded.put_degraded, OID, INO, 0)
     await engine.transact(forms.put_garbage, OID + 1, INO, CODED)
-    garbage = await engine.transact(moves.put_relaid, before, after, 99, b"d" * 32, 0b100, False)
-    assert garbage == [OID]
+    relaid = replace(inode_with(PLAIN), oid=OID + 1, layout=CODED, blocks=99)
+    change = FormChange(relaid, digests=b"d" * 32, lacking=0b100)
+    assert await engine.transact(forms.change_forms, [change]) == [OID]
     assert await engine.view(moves.find_objects, INO, OID + 1) == after
     assert (await engine.view(namespace.get_inode, INO)).blocks == 99
     assert await engine.view(degraded.find_degraded, OID + 1) == 0b100
     assert not await engine.view(degraded.is_marked, OID)
     records = await engine.view(lambda tx: dict(tx.range(*keys.all_of(b"g"))))
     assert decode_garbage(records[keys.garbage(OID)]).layout == PLAIN and len(records) == 1
-    assert await engine.transact(moves.put_relaid, before, after, 99, b"", 0, False) is None
 
 
 def test_damaged_records_of_strays_are_refused():

@@ -67,7 +67,7 @@ class GroupDrain:
         self._redundancy = Redundancy(config.layout.replicas, *config.layout.ec)
         self._io_priority = config.burst.ioprio
         self._mover = mover
-        self._flips = Flips(engine, tier, io, collector)
+        self._flips = Flips(io, collector)
         lanes = min(len(os.sched_getaffinity(0)), max(config.data.threads // 2, 1))
         self._hasher = Hasher(lanes, config.burst.ioprio, mover.is_in_the_way)
         self._tools = Tools(

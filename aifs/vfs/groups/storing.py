@@ -192,7 +192,7 @@ class Storing:
         """
         work, holding = _Work(self._slots), self._holding()
         for member in alive:
-            self._drop_list(member)
+            self._tools.flips.drop_made(member)  # the list of the last round
             member.oid = await self._tools.ids.take()
             await self._tools.work(member, self._add_all, work, member, holding)
         await self._tools.mover.admit(
@@ -345,15 +345,9 @@ class Storing:
     async def _list(self, member: Prepared, new: set[bytes], lost: Mapping[int, int]) -> None:
         """Have a long list on record before the flip. Raises Stale, NoSpace, Unavailable."""
         if len(member.extents) > LISTED_AT_ONCE:
-            member.garbage = member.oid
+            member.loose = True
             await self._tools.containers.list_extents(member.oid, member.extents, new, lost)
             member.extents = ()
-
-    def _drop_list(self, member: Prepared) -> None:
-        """That of the last round, in which the file was not flipped."""
-        if member.garbage:
-            self._tools.collector.add_garbage(member.garbage)
-            member.garbage = 0
 
     def _count(self, drained: list[Prepared], work: "_Work") -> None:
         """In a worker thread."""

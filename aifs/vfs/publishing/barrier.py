@@ -61,7 +61,7 @@ async def sync_files(io: FileIO, writeback: WriteBack, inos: Iterable[int]) -> l
 
 def _is_unsynced(io: FileIO, ino: int) -> bool:
     file = io.open.get(ino)
-    return ino in io.unsynced if file is None else file.dirty or file.unsaved
+    return ino in io.unsynced if file is None else file.marked or file.unsaved
 
 
 async def _those_below(engine: Engine, inos: list[int], top: int) -> list[int]:

@@ -1,0 +1,424 @@
+"""The state machine of a file's bytes: nobody else changes where they are.
+
+A *form* says where the bytes of a file are: in its record, in objects or chunks on the capacity
+tier, in a burst copy alone, or on the capacity tier with a clean copy beside. A file changes it in
+these steps, whatever the change is (``change_form``):
+
+1. what is going to be made is on record as garbage, under an id that was never used;
+2. it is made, and durable: until the flip nothing counts, and the file stays what it is;
+3. with the file's gate held alone, one transaction *flips* the file, if it has not been changed
+   meanwhile, and core takes the new form over before the gate is left;
+4. what was replaced, or made in vain, is garbage for the collector.
+
+A transaction may let other tasks run before and after its commit. So whoever changes the form, or
+the dirty mark, or needs them to stay, holds the gate; whoever writes a file's record holds
+``recording`` until core says what the record says. Who holds several gates enters them in the order
+of inode numbers; who waits for a gate holds no other one.
+"""
+
+import time
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import trio
+
+from aifs.burst.copy import BurstCopy
+from aifs.burst.tier import BurstTier
+from aifs.data.objects.object_set import Bytes
+from aifs.files.collector import Collector
+from aifs.files.damage import Damage
+from aifs.files.open_inode import OpenInode
+from aifs.layout.striped import Striped
+from aifs.meta import forms, moves
+from aifs.meta.chunks import NOTHING_LOST
+from aifs.meta.forms import FormChange
+from aifs.meta.kv import Engine
+from aifs.meta.moves import SetRecord
+from aifs.meta.records import Inode
+
+
+@dataclass(slots=True)
+class Flip:
+    """One file, and what becomes of it."""
+
+    file: OpenInode
+    form: dict[str, Any]
+    """The fields of its inode that change: of its form, and ``size`` and ``blocks``. What others
+    have changed until the flip, while new bytes were made, stays."""
+    record: dict[str, Any] = field(default_factory=dict)
+    """What else is recorded: fields of FormChange."""
+    objects: Bytes | None = None
+    """What new objects are read and written through; None: it is made from the layout."""
+    copy: BurstCopy | None = None
+    """The copy that the file did not have."""
+
+
+class Transitions:
+    """Used from one trio thread. The gate of each file is held alone, except where a method says
+    otherwise."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tier: BurstTier,
+        collector: Collector,
+        damage: Damage,
+        objects_of: Callable[[Inode, int], Bytes | None],
+    ) -> None:
+        """``objects_of``: what holds the bytes of a file on the capacity tier, if the columns of a
+        mask must not be read."""
+        self._engine = engine
+        self._tier = tier
+        self._collector = collector
+        self._damage = damage
+        self._objects_of = objects_of
+        self._being_made: set[int] = set()
+
+    # --- changes of form ---
+
+    async def change_form(
+        self,
+        file: OpenInode,
+        target: SetRecord,
+        make: Callable[[], Awaitable[Flip | None]],
+        holds: Callable[[], bool] | None = None,
+    ) -> bool:
+        """Have ``make`` make ``target``, durably, and flip the file; whether that was done.
+
+        ``make`` returns None if it has been overtaken by a change. ``holds`` says whether the file
+        is still what it was before it was read; it is asked when nobody can change the file any
+        more. None: the caller holds the gate. Raises what ``make`` raises, NoSpace and Unavailable;
+        then the file is what it was.
+        """
+        async with self.making(target):
+            flip = await make()
+            if flip is None:
+                return False
+            if holds is None:
+                await self.flip([flip])
+                return True
+            async with alone([file]):
+                if holds():
+                    await self.flip([flip])
+                    return True
+        return False
+
+    @asynccontextmanager
+    async def making(self, target: SetRecord) -> AsyncIterator[None]:
+        """``target`` may be made within the block. It is garbage afterwards, unless a flip has made
+        it a file's. The gate is not needed.
+        """
+        await self.begin_making(target)
+        try:
+            yield
+        finally:
+            self.end_making(target.oid)
+
+    async def begin_making(self, target: SetRecord) -> None:
+        """``target`` may be made until ``end_making``: it is on record as garbage."""
+        await self._engine.transact(forms.put_garbage, target.oid, target.ino, target.layout)
+        self._being_made.add(target.oid)
+
+    def end_making(self, oid: int) -> None:
+        """What has been made is garbage, unless a flip has made it a file's. Does not block; may be
+        called of what was never begun.
+        """
+        if oid in self._being_made:
+            self._being_made.discard(oid)
+            self._collector.add_garbage(oid)
+
+    async def flip(
+        self,
+        flips: Sequence[Flip],
+        lost: Mapping[int, int] = NOTHING_LOST,
+        new: Collection[bytes] = (),
+    ) -> None:
+        """Files become what they are to be, in one transaction, on record and in core.
+
+        What their new forms refer to is durable; what they had before is garbage on return.
+        ``lost`` and ``new``: see forms.change_forms. Raises NoSpace, Unavailable, and Stale as
+        that does; then all of them are what they were.
+        """
+        await self._flip(forms.grow_forms, flips, lost, new)
+
+    async def reduce(self, flip: Flip) -> None:
+        """As ``flip``, of a file that only gives something up: works without space for metadata."""
+        await self._flip(forms.change_forms, [flip], NOTHING_LOST, ())
+
+    async def _flip(
+        self,
+        function: Callable[..., list[int]],
+        flips: Sequence[Flip],
+        lost: Mapping[int, int],
+        new: Collection[bytes],
+    ) -> None:
+        files = in_order([flip.file for flip in flips])
+        await _enter(files)
+        try:
+            changes = [
+                FormChange(replace(flip.file.inode, **flip.form), **flip.record) for flip in flips
+            ]
+            garbage = await self._transact(files, function, changes, lost, new, time.time_ns())
+            for flip, change in zip(flips, changes, strict=True):
+                self._adopt(flip, change)
+        finally:
+            _leave(files)
+        for oid in garbage:
+            self._collector.add_garbage(oid)
+        if any(change.lacking or change.due for change in changes):
+            self._damage.due()
+
+    def _adopt(self, flip: Flip, change: FormChange) -> None:
+        """The record says it; now core does."""
+        file, after = flip.file, change.inode
+        inode, before, was_in_burst = file.inode, file.objects, file.inode.in_burst
+        if flip.objects is not None:
+            file.objects, file.trimmed = flip.objects, True
+        elif (after.layout, after.oid) != (inode.layout, inode.oid):
+            file.objects, file.trimmed = self._objects_of(after, change.lacking), False
+        if before is not None and file.objects is not before:
+            before.close()
+        inode.layout, inode.oid, inode.data = after.layout, after.oid, after.data
+        inode.copy, inode.size, inode.blocks = after.copy, after.size, after.blocks
+        if flip.copy is not None:
+            self.attach(file, flip.copy)
+            file.copy_is_durable = False
+        self._adopt_mark(file, change.marked)
+        self._being_made.discard(after.oid)
+        copy = file.copy
+        if copy is None:
+            return
+        self._being_made.discard(copy.id)
+        if after.copy is None:
+            self.detach(file)
+            self._tier.evicted(copy.id)
+        elif after.in_burst:
+            self._tier.dirty(copy.id, copy.server, inode.space)
+        elif was_in_burst or flip.copy is not None:
+            self._tier.clean(copy.id, copy.server, inode.space)
+
+    # --- copies ---
+
+    def attach(self, file: OpenInode, copy: BurstCopy) -> None:
+        """The open file has this copy; also in the middle of its being open. The gate is not
+        needed if the record says so."""
+        file.copy = copy
+        self._tier.opened(copy)
+        self._pin(file)
+
+    def adopt_new(self, file: OpenInode, copy: BurstCopy) -> None:
+        """The file has just been created with its copy."""
+        file.copy, file.marked = copy, True
+        # That we ask makes the kernel give the next change another time, however soon it comes.
+        file.copy_mtime_ns = copy.stat().st_mtime_ns
+        self._tier.begun(copy)
+        self._pin(file)
+
+    def _pin(self, file: OpenInode) -> None:
+        policy = file.inode.policy
+        if policy is not None and policy.tier == "pinned":
+            self._tier.pinned(file.copy.id, True)
+
+    def detach(self, file: OpenInode) -> None:
+        """The file is not open any more, or has given up its copy. Does not block."""
+        copy, file.copy = file.copy, None
+        if copy is not None:
+            self._tier.closed(copy)
+            copy.close()
+
+    # --- objects ---
+
+    async def move_column(
+        self, file: OpenInode, before: SetRecord, column: int, server: int, lost: int
+    ) -> bool:
+        """The object of a column is whole on ``server``: from now on it is read there (see
+        moves.flip). Whether the record agrees to that."""
+        after = await self._record([file], moves.flip, before, column, server, lost)
+        if after is not None:
+            self.replace_objects(file, after.layout, lost & ~(1 << column))
+        return after is not None
+
+    def replace_objects(self, file: OpenInode, layout: Striped, lost: int) -> None:
+        """The record says that the objects lie so, and that the columns of the mask ``lost`` must
+        not be read. Does not suspend.
+        """
+        before, file.inode.layout = file.objects, layout
+        file.objects, file.trimmed = self._objects_of(file.inode, lost), False
+        if before is not None:
+            before.close()
+
+    # --- marks ---
+
+    async def mark(self, file: OpenInode) -> None:
+        """The bytes may change without notice when this returns. A file that lost checksums by that
+        has lost them durably."""
+        had_checksums = await self._mark(file)
+        if had_checksums:
+            with trio.CancelScope(shield=True):  # or a power cut brings them back, beside new bytes
+                await self._engine.barrier()
+
+    async def shrink(self, file: OpenInode, size: int) -> None:
+        """The record of a file in objects says durably, with a mark, that it has ``size`` bytes
+        (I6)."""
+        before, file.inode.size = file.inode.size, size
+        try:
+            await self._mark(file)
+        except BaseException:
+            file.inode.size = before
+            raise
+        file.trimmed = False
+        await self._engine.barrier()
+
+    async def _mark(self, file: OpenInode) -> bool:
+        had_checksums = await self._record([file], forms.put_mark, file.inode)
+        self._adopt_mark(file, True)
+        return had_checksums
+
+    async def unmark(self, file: OpenInode) -> None:
+        """All bytes are on stable storage, and nobody can change them without the gate."""
+        await self._engine.transact(forms.remove_marks, (file.inode.ino,))
+        file.marked = False
+
+    def _adopt_mark(self, file: OpenInode, marked: bool) -> None:
+        if marked:
+            file.marked_seq = self._engine.seq  # of this mark's transaction, or of a later one
+        file.marked = marked
+
+    # --- what the record holds of the bytes (the gate is held, shared or alone) ---
+
+    async def put_inline(self, file: OpenInode, change: Callable[[bytes], bytes]) -> None:
+        """The bytes in the record become what ``change`` makes of them, and count when that is on
+        record."""
+        inode = file.inode
+        file.changed(time.time_ns())
+        await _enter([file])
+        try:
+            data = change(inode.data or b"")
+            # Never 0 blocks for a file with bytes: archivers take that for a file that is one hole.
+            after = replace(
+                inode, data=data or None, size=len(data), blocks=(len(data) + 511) // 512
+            )
+            await self._transact([file], forms.put_attributes, after, False)
+            inode.data, inode.size, inode.blocks = after.data, after.size, after.blocks
+        finally:
+            _leave([file])
+
+    async def grow(self, file: OpenInode, size: int) -> None:
+        """The file has at least ``size`` bytes, which count when that is on record: a write that
+        ends below a size that somebody else is recording must wait for that."""
+        inode = file.inode
+        await _enter([file])
+        try:
+            if size > inode.size:
+                after = replace(inode, size=size)
+                await self._transact([file], forms.put_attributes, after, False)
+                inode.size = size
+        finally:
+            _leave([file])
+
+    # --- records ---
+
+    async def save(self, file: OpenInode) -> None:
+        """Record the in-core attributes. The gate is not needed."""
+        stripped, file.inode.stripped = file.inode.stripped, False
+        try:
+            await self._record([file], forms.put_attributes, file.inode, stripped)
+        except BaseException:
+            file.inode.stripped |= stripped
+            raise
+
+    async def change_attributes(
+        self, file: OpenInode, change: Callable[[Inode, Any], None], argument: Any
+    ) -> None:
+        """Apply ``change(inode, argument)`` to the attributes on record and in core, or to neither.
+        The gate is not needed.
+        """
+        inode = file.inode
+        after = replace(inode)
+        change(after, argument)
+        # The times of the bytes are core's: they change here first, so that no save in between puts
+        # the old ones back on record.
+        before, times = (inode.atime_ns, inode.mtime_ns), (after.atime_ns, after.mtime_ns)
+        inode.atime_ns, inode.mtime_ns = times
+        try:
+            stored = await self._record(
+                [file], forms.change_attributes, inode.ino, change, argument, inode
+            )
+        except BaseException:
+            if (inode.atime_ns, inode.mtime_ns) == times:
+                inode.atime_ns, inode.mtime_ns = before
+            raise
+        file.adopt(stored)
+
+    async def _record(
+        self, files: Sequence[OpenInode], function: Callable[..., Any], *args: Any
+    ) -> Any:
+        """Run a transaction function that writes these files' records from what is in core. What it
+        returns has to be in core before the caller suspends: who waits to record them runs only
+        then.
+        """
+        await _enter(files)
+        try:
+            return await self._transact(files, function, *args)
+        finally:
+            _leave(files)
+
+    async def _transact(
+        self, files: Sequence[OpenInode], function: Callable[..., Any], *args: Any
+    ) -> Any:
+        """The same, where ``recording`` is held."""
+        unsaved = [file for file in files if file.unsaved]
+        for file in unsaved:
+            file.unsaved = False  # what changes while we wait is not saved yet
+        try:
+            return await self._engine.transact(function, *args)
+        except BaseException:
+            for file in unsaved:
+                file.unsaved = True
+            raise
+
+
+async def _enter(files: Sequence[OpenInode]) -> None:
+    """Hold ``recording`` of all these."""
+    entered = 0
+    try:
+        for file in files:
+            await file.recording.enter_alone()
+            entered += 1
+    except BaseException:
+        _leave(files[:entered])
+        raise
+
+
+def _leave(files: Sequence[OpenInode]) -> None:
+    for file in files:
+        file.recording.leave_alone()
+
+
+@asynccontextmanager
+async def alone(files: Iterable[OpenInode]) -> AsyncIterator[None]:
+    """Hold the gates of all these alone."""
+    entered: list[OpenInode] = []
+    try:
+        for file in in_order(files):
+            await file.gate.enter_alone()
+            entered.append(file)
+        yield
+    finally:
+        for file in entered:
+            file.gate.leave_alone()
+
+
+def in_order(files: Iterable[OpenInode]) -> list[OpenInode]:
+    """As their gates are entered, so that no two wait for each other."""
+    return sorted(files, key=lambda file: file.inode.ino)

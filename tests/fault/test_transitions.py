@@ -1,0 +1,215 @@
+"""What others do while a transaction that changes a file's form, or its record, is under way: each
+test holds one transaction function, before it runs or after its commit, as an engine may.
+"""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from aifs.files.types import SetAttr
+from aifs.vfs.filesystem import Filesystem
+from tests.support import modes
+from tests.support.stores import OWNER, drained, moved_out, opened, overwrite, read_file, write_file
+
+WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
+SIZE = 300_000
+KINDS = pytest.mark.parametrize("kind", [{}, modes.INTERLEAVED], ids=["striped", "interleaved"])
+WHEN = pytest.mark.parametrize("when", ["before", "after"])
+
+
+class Held:
+    """One transaction that does not go on."""
+
+    def __init__(self) -> None:
+        self.arrived = trio.Event()
+        self.release = trio.Event()
+
+
+@asynccontextmanager
+async def held(fs: Filesystem, name: str, when: str) -> AsyncIterator[Held]:
+    """The first transaction of this function stops ``before`` it runs, or ``after`` its commit."""
+    engine, hold = fs.store.engine, Held()
+    transact = engine.transact
+
+    async def stop(function, at: str) -> None:
+        if function.__name__ == name and when == at and not hold.arrived.is_set():
+            hold.arrived.set()
+            with trio.CancelScope(shield=True):
+                await hold.release.wait()
+
+    async def holding(function, *args):
+        await stop(function, "before")
+        result = await transact(function, *args)
+        await stop(function, "after")
+        return result
+
+    engine.transact = holding
+    try:
+        yield hold
+    finally:
+        hold.release.set()
+        engine.transact = transact
+
+
+async def meanwhile(fs: Filesystem, hold: Held, first, *others) -> None:
+    """Run ``others`` while ``first`` is held; all of them have ended on return."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(first)
+        await hold.arrived.wait()
+        for other in others:
+            nursery.start_soon(other)
+        for _ in range(50):
+            await trio.lowlevel.checkpoint()
+        hold.release.set()
+
+
+@KINDS
+@WHEN
+@pytest.mark.parametrize("change", ["write", "cut", "unlink"])
+async def test_a_change_while_a_drain_flips_is_not_lost(
+    directory: Path, kind: dict, when: str, change: str
+) -> None:
+    data = os.urandom(SIZE)
+    async with opened(directory, kind, base=WAITING) as fs:
+        ino = await write_file(fs, b"f", data)
+        expected = {"write": b"new" + data[3:], "cut": data[:7], "unlink": data}[change]
+
+        async def act() -> None:
+            if change == "write":
+                await overwrite(fs, ino, 0, b"new")
+            elif change == "cut":
+                await fs.setattr(ino, SetAttr(size=7), OWNER)
+            else:
+                await fs.unlink(1, b"f")
+                fs.forget([ino])
+
+        async with held(fs, "grow_forms", when) as hold:
+            await meanwhile(fs, hold, lambda: drained(fs, ino), act)
+        if change != "unlink":
+            assert await read_file(fs, ino) == expected
+            await moved_out(fs, ino)
+            assert await read_file(fs, ino) == expected
+
+
+@KINDS
+@WHEN
+async def test_a_write_while_a_copy_is_evicted_or_staged_is_not_lost(
+    directory: Path, kind: dict, when: str
+) -> None:
+    data = os.urandom(SIZE)
+    async with opened(directory, kind, base=WAITING) as fs:
+        ino = await write_file(fs, b"f", data)
+        await drained(fs, ino)
+        async with held(fs, "put_evicted", when) as hold:
+            await meanwhile(
+                fs,
+                hold,
+                lambda: fs.evictor.evict(ino),
+                lambda: overwrite(fs, ino, 0, b"one"),
+            )
+        assert await read_file(fs, ino) == b"one" + data[3:]
+        await moved_out(fs, ino)
+        async with held(fs, "grow_forms", when) as hold:
+            await meanwhile(
+                fs, hold, lambda: fs.stager.stage(ino), lambda: overwrite(fs, ino, 1, b"two")
+            )
+        assert await read_file(fs, ino) == b"otwo" + data[4:]
+        await moved_out(fs, ino)
+        assert await read_file(fs, ino) == b"otwo" + data[4:]
+
+
+@KINDS
+@WHEN
+async def test_attributes_that_are_set_while_a_file_flips_stay(
+    directory: Path, kind: dict, when: str
+) -> None:
+    async with opened(directory, kind, base=WAITING) as fs:
+        ino = await write_file(fs, b"f", bytes(SIZE))
+
+        async def act() -> None:
+            await fs.setattr(ino, SetAttr(mode=0o600, mtime_ns=10**18), OWNER)
+            await fs.link(ino, 1, b"g")
+
+        async with held(fs, "grow_forms", when) as hold:
+            await meanwhile(fs, hold, lambda: drained(fs, ino), act)
+        inode = await fs.getattr(ino)
+        assert (inode.mode & 0o777, inode.mtime_ns, inode.nlink) == (0o600, 10**18, 2)
+    async with opened(directory) as fs:
+        inode = await fs.getattr(ino)
+        assert (inode.mode & 0o777, inode.mtime_ns, inode.nlink) == (0o600, 10**18, 2)
+
+
+@WHEN
+async def test_a_close_that_puts_bytes_into_the_record_loses_no_write(
+    directory: Path, when: str
+) -> None:
+    async with opened(directory, base=WAITING) as fs:
+        (handle, *_), inode = await fs.create(1, b"f", 0o644, os.O_RDWR, OWNER)
+        await fs.write(handle, 0, b"some bytes")
+        async with held(fs, "grow_forms", when) as hold:
+            await meanwhile(
+                fs,
+                hold,
+                lambda: fs.release(handle),
+                lambda: overwrite(fs, inode.ino, 5, b"BYTES"),
+            )
+        assert await read_file(fs, inode.ino) == b"some BYTES"
+
+
+@WHEN
+async def test_writes_of_inline_bytes_at_a_time_both_count(directory: Path, when: str) -> None:
+    async with opened(directory, base=modes.OFF) as fs:
+        (handle, *_), inode = await fs.create(1, b"f", 0o644, os.O_RDWR, OWNER)
+        async with held(fs, "put_attributes", when) as hold:
+            await meanwhile(
+                fs,
+                hold,
+                lambda: fs.write(handle, 0, b"ab"),
+                lambda: fs.write(handle, 2, b"cd"),
+            )
+        assert await read_file(fs, inode.ino) == b"abcd"
+        await fs.release(handle)
+
+
+async def test_a_write_below_a_size_that_is_not_on_record_waits_for_that(directory: Path) -> None:
+    async with opened(directory, base=modes.OFF) as fs:
+        (handle, *_), inode = await fs.create(1, b"f", 0o644, os.O_RDWR, OWNER)
+        await fs.write(handle, 0, bytes(SIZE))
+        done: list[int] = []
+
+        async def write(offset: int) -> None:
+            await fs.write(handle, offset, b"x" * 10)
+            done.append(offset)
+
+        async with held(fs, "put_attributes", "before") as hold, trio.open_nursery() as nursery:
+            nursery.start_soon(write, SIZE + 100)
+            await hold.arrived.wait()
+            nursery.start_soon(write, SIZE + 50)
+            for _ in range(50):
+                await trio.lowlevel.checkpoint()
+            assert not done
+            hold.release.set()
+        assert len(done) == 2 and (await fs.getattr(inode.ino)).size == SIZE + 110
+        await fs.release(handle)
+
+
+@WHEN
+async def test_a_mark_that_goes_while_the_file_is_opened_for_writing_comes_again(
+    directory: Path, when: str
+) -> None:
+    async with opened(directory, base=WAITING) as fs:
+        ino = await write_file(fs, b"f", bytes(SIZE))
+        handle, *_ = await fs.open(ino, os.O_RDONLY)
+        async with held(fs, "remove_marks", when) as hold:
+            await meanwhile(
+                fs, hold, lambda: fs.fsync(handle), lambda: overwrite(fs, ino, 0, b"new")
+            )
+        file = fs.io.open[ino]
+        assert file.marked and not file.opening
+        await fs.release(handle)
+        assert (await read_file(fs, ino))[:4] == b"new\0"
