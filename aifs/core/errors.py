@@ -118,10 +118,6 @@ class NotSupported(FsError):
     errno = errno.EOPNOTSUPP
 
 
-class NotImplementedByAifs(FsError):
-    errno = errno.ENOSYS
-
-
 class NoSuchIoctl(FsError):
     errno = errno.ENOTTY
 

@@ -46,8 +46,6 @@ class Health:
 
     def __init__(self, name: str) -> None:
         self.last_error = ""
-        self.last_error_s = 0.0
-        """Of the clock, as time.time()."""
         self.failing: set[str] = set()
         """Kinds of operation that failed when they were last tried."""
         self._hanging: set[str] = set()
@@ -114,7 +112,7 @@ class Health:
         now = time.monotonic()
         first = not self.failing
         self.failing.add(op)
-        self.last_error, self.last_error_s = str(answer), time.time()
+        self.last_error = str(answer)
         self._retry_s = now + RETRY_S
         if first and now >= self._log_again_s:
             self._log_again_s = now + LOG_INTERVAL_S

@@ -12,6 +12,7 @@ from aifs.core.kinds import is_path
 from aifs.core.log import logger
 from aifs.data.directory_storage import erase_directory
 from aifs.data.marker import FORMAT, NAME, Marker, read_marker
+from aifs.data.probe import NAME as PROBE
 from aifs.data.server import DataServer
 from aifs.data.storage import ASIDE, CLAIM
 from aifs.data.storages import storage_at
@@ -86,7 +87,7 @@ def require_usable(role: str, path: str, *, force: bool = False, store: str = ""
         return
     except NotADirectoryError:
         raise StoreError(f"{path}: is not a directory; name one for the {role} files") from None
-    held = set(names) - {ASIDE}
+    held = set(names) - {ASIDE, PROBE}  # a probe may have been killed
     if not held:
         return
     foreign = sorted(held - {NAME} - _OWN_NAMES[role])

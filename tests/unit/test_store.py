@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from aifs.check.fsck import check
 from aifs.cli.main import main
 from aifs.core import config as configuration
 from aifs.core.config import Config
@@ -118,6 +119,17 @@ def test_a_store_of_an_unreleased_version_is_refused_in_one_line_and_left_alone(
         printed = capsys.readouterr().err.strip()
         assert "an unreleased version of AIFS made" in printed and "\n" not in printed, command
     assert contents() == before
+
+
+def test_what_a_killed_probe_has_left_is_nobodys(tmp_path: Path) -> None:
+    for place in ("store/data/0", "store/data/1"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / ".aifs-probe").write_bytes(b"x")
+    config = make_store(tmp_path / "store")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".aifs-probe").write_bytes(b"x")
+    assert add_server(config, str(tmp_path / "new")) == 4
+    assert not check(config, repair=False).findings
 
 
 def put_copies(undrained: int) -> Callable[[Transaction], None]:

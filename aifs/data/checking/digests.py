@@ -37,8 +37,3 @@ def join_digests(digests: Mapping[int, bytes], size: int, piece: int, is_protect
     if parts and parts[-1] is hole:
         parts[-1] = digests_of(bytes(size - piece * (len(parts) - 1)))
     return b"".join(parts)
-
-
-def hashed_range(number: int, size: int) -> tuple[int, int]:
-    """Start and end of what checksum ``number`` of a file of ``size`` bytes covers."""
-    return number * HASHED, min((number + 1) * HASHED, size)
