@@ -177,9 +177,11 @@ async def test_a_change_cancels_the_drain_without_a_trace(directory, kind, chang
             await drained(fs, ino)
         assert calls
         if change == "unlink":
+            while ino in fs.io.open:  # the drain, which nobody waits for any more, has it
+                await trio.lowlevel.checkpoint()
+            await fs.collector.drain()
             with pytest.raises(NotFound):
                 await fs.getattr(ino)
-            await fs.collector.drain()
             assert objects_in(fs) == await numbers(fs, b"b") == await numbers(fs, b"g") == []
             return
         expected = {"write": data[:5] + b"other" + data[10:], "truncate": data[:7], "open": data}[
