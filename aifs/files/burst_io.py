@@ -96,22 +96,23 @@ class BurstIO:
         if inode.size <= self._stage_for_write or must:
             await self.stager.stage(inode.ino)
 
-    async def enter(self, file: OpenInode, end: int) -> None:
+    async def enter(self, file: OpenInode, end: int) -> bool:
         """Someone is going to write, up to ``end``: have the file in the burst tier if it can be,
         and marked.
 
         An empty file gets a new copy, one with a clean copy becomes that copy. What is left where
         it is will be changed in place; so are inline bytes that stay few. The gate is held alone.
+        False: its clean copy did not work and is dropped, so the file has to be brought once more.
         """
         inode = file.inode
         if file.on_object:  # programs read that, so it stays the file, and is changed
             if file.copy is not None:
                 await self._drop_copy(file)
-            return
+            return True
         if inode.in_burst:
             if not file.marked:
                 await self._transitions.mark(file)
-            return
+            return True
         if file.copy is not None:
             try:
                 await self._prepare_cached(file)
@@ -120,11 +121,11 @@ class BurstIO:
                     raise
                 _log.warning("inode %d: its cached copy is dropped: %s", inode.ino, error)
                 await self._drop_copy(file)
-            else:
-                await self._become_copy(file, None)
-                return
-        if inode.layout is None and not (inode.data and end <= self._inline_limit):
+                return False
+            await self._become_copy(file, None)
+        elif inode.layout is None and not (inode.data and end <= self._inline_limit):
             await self._take_copy(file)
+        return True
 
     async def leave_capacity(self, file: OpenInode) -> None:
         """A clean file whose copy is known to be right is that copy alone from now on, durably. The

@@ -469,7 +469,8 @@ class FileIO:
     async def _prepare(self, file: OpenInode, end: int) -> None:
         file.cancel_lease()
         if file.copy is not None or (file.inode.layout is None and end > self._inline_limit):
-            await self.burst.enter(file, end)
+            if not await self.burst.enter(file, end):
+                return
         if not file.inode.in_burst:
             await self.capacity.prepare(file, end)
 
@@ -477,21 +478,24 @@ class FileIO:
         """A handle that can write is about to be made: the file goes to the burst tier if that
         admits it. Until the caller has made the handle, or not, ``opening`` counts it.
         """
-        await self.burst.bring(file)
-        await file.gate.enter_alone()
-        try:
-            file.cancel_lease()
-            file.changes += 1
-            await self.burst.enter(file, 0)
-            if file.on_object:
-                # Mappings are written to without our knowing.
-                self.capacity.perhaps_mapped.add(file.inode.ino)
-                await self.capacity.prepare(file, file.inode.size)
-            if file.inode.in_burst:
-                await file.copy.ensure_open()
-            file.opening += 1
-        finally:
-            file.gate.leave_alone()
+        while True:
+            await self.burst.bring(file)
+            await file.gate.enter_alone()
+            try:
+                file.cancel_lease()
+                file.changes += 1
+                if not await self.burst.enter(file, 0):
+                    continue
+                if file.on_object:
+                    # Mappings are written to without our knowing.
+                    self.capacity.perhaps_mapped.add(file.inode.ino)
+                    await self.capacity.prepare(file, file.inode.size)
+                if file.inode.in_burst:
+                    await file.copy.ensure_open()
+                file.opening += 1
+                return
+            finally:
+                file.gate.leave_alone()
 
     # --- size ---
 
@@ -499,20 +503,24 @@ class FileIO:
         """ftruncate(2)."""
         if size > SIZE_MAX:
             raise FileTooLarge()
-        if size:
-            await self.burst.bring(file)
-        await file.gate.enter_alone()
-        try:
-            file.cancel_lease()
-            file.changes += 1
-            if size or file.copy is not None:
-                await self.burst.enter(file, size)
-            if file.inode.in_burst:
-                await self.burst.truncate(file, size)
-            else:
-                await self.capacity.truncate(file, size)
-        finally:
-            file.gate.leave_alone()
+        done = False
+        while not done:
+            if size:
+                await self.burst.bring(file)
+            await file.gate.enter_alone()
+            try:
+                file.cancel_lease()
+                file.changes += 1
+                if size or file.copy is not None:
+                    if not await self.burst.enter(file, size):
+                        continue
+                if file.inode.in_burst:
+                    await self.burst.truncate(file, size)
+                else:
+                    await self.capacity.truncate(file, size)
+                done = True
+            finally:
+                file.gate.leave_alone()
         if file.unsaved:
             await self.transitions.save(file)
 

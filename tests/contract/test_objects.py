@@ -432,7 +432,7 @@ async def test_foreign_files_are_told_from_objects(servers):
     path = server.object_path(INO, OID)
     directory = os.path.dirname(path)
     foreign = [
-        f"{server.path}/lost+found",
+        f"{server.path}/notes",
         f"{server.path}/objects/README",
         f"{server.path}/objects/2/zz",
         f"{directory}/{OID:016x}.0{INO:x}",  # a leading zero

@@ -15,7 +15,9 @@ import pytest
 import trio
 
 from aifs.core import faults
+from aifs.data.containers.chunk_codec import unpack_header
 from aifs.files.types import ROOT
+from aifs.layout.interleaved import HEADER_BYTES
 from aifs.layout.placement import DRAINING, LOST
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, degraded, keys, moves
@@ -626,11 +628,8 @@ async def test_what_no_file_needs_does_not_hold_up_the_rebuild(directory):
                 ]
             )
             place = sorted(p.offset for p in places if p.container == container)[1]
-            [ino] = [
-                i
-                for i in files.contents
-                if before[place + 8 : place + 16] == i.to_bytes(8, "little")
-            ]
+            oid = unpack_header(before[place : place + HEADER_BYTES]).oid
+            [ino] = [i for i in files.contents if (await fs.getattr(i)).oid == oid]
             await fs.unlink(ROOT_INO, b"%d" % list(files.contents).index(ino))
             fs.forget([ino])
             await fs.collector.drain()
