@@ -33,7 +33,7 @@ from aifs.files.open_inode import OpenInode
 from aifs.files.transitions import Transitions
 from aifs.files.types import SIZE_MAX
 from aifs.layout.striped import Striped
-from aifs.meta import forms
+from aifs.meta import forms, moves
 from aifs.meta.degraded import find_degraded
 from aifs.meta.kv import Engine
 from aifs.meta.moves import SetRecord
@@ -331,6 +331,25 @@ class FileIO:
                 continue
             with self.opening(ino):
                 return await self._engine.transact(forms.change_attributes, ino, change, argument)
+
+    async def lose_columns(self, ino: int, oid: int, mask: int) -> bool:
+        """Columns of a file's objects were found to be wrong: from now on nobody reads them.
+        Whether that is on record (see moves.put_damaged). No gate is waited for: who reads a column
+        that turns out to be wrong may hold it.
+        """
+        while True:
+            file = self.open.get(ino)
+            if file is not None:
+                file.handles += 1  # or it might be closed meanwhile, and opened anew
+                try:
+                    return await self.transitions.lose_columns(file, oid, mask)
+                finally:
+                    await self.release(file)
+            if ino in self._opening:
+                await self._opening[ino].wait()
+                continue
+            with self.opening(ino):
+                return await self._engine.transact(moves.put_damaged, oid, ino, mask) != 0
 
     async def save_all(self) -> None:
         """Record the in-core attributes of every open file."""

@@ -243,12 +243,32 @@ class Transitions:
     ) -> bool:
         """The object of a column is whole on ``server``: from now on it is read there (see
         moves.flip). Whether the record agrees to that."""
-        after = await self._record([file], moves.flip, before, column, server, lost)
-        if after is not None:
-            self.replace_objects(file, after.layout, lost & ~(1 << column))
+        async with _recording(file):
+            after = await self._engine.transact(moves.flip, before, column, server, lost)
+            if after is not None:
+                self._replace_objects(file, after.layout, lost & ~(1 << column))
         return after is not None
 
-    def replace_objects(self, file: OpenInode, layout: Striped, lost: int) -> None:
+    async def lose_columns(self, file: OpenInode, oid: int, mask: int) -> bool:
+        """Columns of these objects were found to be wrong: from now on nobody reads them. Whether
+        that is on record (see moves.put_damaged).
+
+        The gate is not needed, and must not be waited for: a rebuild could begin meanwhile. So who
+        holds the gate and reads asks after each read whether the objects have been replaced.
+        """
+        async with _recording(file):
+            lost = await self._engine.transact(moves.put_damaged, oid, file.inode.ino, mask)
+            if lost:
+                self._replace_objects(file, file.inode.layout, lost)
+        return lost != 0
+
+    async def view(self, file: OpenInode, function: Callable[..., Any], *args: Any) -> Any:
+        """What a view finds on record of the file, when core says the same. The gate is not
+        needed."""
+        async with _recording(file):
+            return await self._engine.view(function, *args)
+
+    def _replace_objects(self, file: OpenInode, layout: Striped, lost: int) -> None:
         """The record says that the objects lie so, and that the columns of the mask ``lost`` must
         not be read. Does not suspend.
         """
@@ -402,6 +422,16 @@ async def _enter(files: Sequence[OpenInode]) -> None:
 
 def _leave(files: Sequence[OpenInode]) -> None:
     for file in files:
+        file.recording.leave_alone()
+
+
+@asynccontextmanager
+async def _recording(file: OpenInode) -> AsyncIterator[None]:
+    """Hold ``recording``."""
+    await file.recording.enter_alone()
+    try:
+        yield
+    finally:
         file.recording.leave_alone()
 
 

@@ -57,17 +57,18 @@ def is_changing(tx: ReadTransaction, ino: int, oid: int) -> bool:
 
 
 @grows
-def put_damaged(tx: Transaction, oid: int, ino: int, mask: int) -> bool:
-    """Columns (a mask) were found to be wrong, and must not be read. False, and nothing is
-    recorded, if that is no news, or old, or would leave less than the file's bytes can be told by.
+def put_damaged(tx: Transaction, oid: int, ino: int, mask: int) -> int:
+    """Columns (a mask) were found to be wrong. The mask of all that must not be read; 0, and
+    nothing is recorded, if that is no news, or old, or would leave less than the file's bytes can
+    be told by.
     """
     objects, known = find_objects(tx, ino, oid), find_degraded(tx, oid)
     if objects is None or not mask & ~known or mask >> len(objects.layout.servers):
-        return False
+        return 0
     if not objects.layout.survives(mask | known):
-        return False
+        return 0
     put_degraded(tx, oid, ino, mask)
-    return True
+    return mask | known
 
 
 # --- strays ---------------------------------------------------------------------------------------

@@ -162,7 +162,11 @@ class Mender:
         await self._engine.transact(degraded.drop_degraded, oid)
 
     async def _look(self, ino: int, oid: int) -> "_Seen":
-        return await self._engine.view(_see, ino, oid, self.staying())
+        file = self._io.open.get(ino)
+        if file is None:
+            return await self._engine.view(_see, ino, oid, self.staying())
+        # A column must not be made anew before those who read the open file are told.
+        return await self._io.transitions.view(file, _see, ino, oid, self.staying())
 
     async def _mend_file(self, subject: FileSubject, oid: int) -> Outcome:
         seen = await self._look(subject.file.inode.ino, oid)

@@ -17,7 +17,7 @@ import trio
 
 from aifs.burst.transfer import Limiter
 from aifs.core.config import Config
-from aifs.core.errors import FsError, NotFound, Stale
+from aifs.core.errors import FsError
 from aifs.core.log import logger
 from aifs.core.upkeep import Upkeep
 from aifs.data.checking.checks import Untold
@@ -27,9 +27,8 @@ from aifs.files.containers import Containers
 from aifs.files.damage import Damage
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
-from aifs.files.transitions import alone
 from aifs.layout.placement import ACTIVE, LOST
-from aifs.meta import degraded, keys, moves, paths
+from aifs.meta import keys, moves, paths
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.moves import Due, SetRecord
 from aifs.store.backup import Backup
@@ -151,27 +150,12 @@ class Rebuild:
         return noted
 
     async def _note(self, oid: int, ino: int, mask: int) -> bool:
-        if not await self._engine.transact(moves.put_damaged, oid, ino, mask):
-            return False
-        if ino == 0:
+        if ino:
+            return await self._io.lose_columns(ino, oid, mask)
+        noted = await self._engine.transact(moves.put_damaged, oid, ino, mask)
+        if noted:
             self._containers.moved(oid)
-        elif self._io.is_open(ino):
-            await self._tell_readers(oid, ino)
-        return True
-
-    async def _tell_readers(self, oid: int, ino: int) -> None:
-        """The open file is read without the columns that are known to be wrong now."""
-        try:
-            file = await self._io.acquire(ino)
-        except (NotFound, Stale):
-            return
-        try:
-            async with alone([file]):  # else a move might end while we wait for the record
-                if file.inode.oid == oid and file.objects is not None:
-                    lost = await self._engine.view(degraded.find_degraded, oid)
-                    self._io.transitions.replace_objects(file, file.inode.layout, lost)
-        finally:
-            await self._io.release(file)
+        return noted != 0
 
     # --- in the background ---
 

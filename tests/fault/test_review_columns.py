@@ -16,6 +16,8 @@ from aifs.data.objects.object_set import ObjectSet
 from aifs.data.reading.blocks import ObjectSource, object_name
 from aifs.layout.placement import DRAINING
 from aifs.meta import degraded
+from aifs.store import store
+from aifs.upkeep.moves import Mover
 from tests.fault.test_rebuild import (
     REDUNDANT,
     UNIT,
@@ -27,7 +29,8 @@ from tests.fault.test_rebuild import (
     whole,
     write_file,
 )
-from tests.support.stores import numbers, overwrite, read_file, rewrite
+from tests.support import engines
+from tests.support.stores import drained, numbers, overwrite, read_file, rewrite
 
 WHOLE = {"layout.count": 1}
 MIB = 1 << 20
@@ -226,6 +229,37 @@ async def test_a_column_that_is_remade_when_its_file_has_just_been_emptied_does_
         await whole(fs)
         await fs.rebuild.strays.sweep()
         assert not path.exists() and not await numbers(fs, b"m")
+
+
+async def test_a_column_is_not_made_anew_before_those_who_read_the_open_file_are_told(
+    directory, monkeypatch
+):
+    """A metadata engine may let the rebuild see a record before its transaction returns to us."""
+    monkeypatch.setattr(store, "LmdbEngine", engines.Stopping)
+    began, move = [], Mover.move
+    async with mounted(directory, REDUNDANT["1x3"]) as fs:
+        ino = await write_file(fs, b"f", random.Random(1).randbytes(40 * UNIT))
+        await drained(fs, ino)
+        handle, *_ = await fs.open(ino, os.O_RDONLY)
+        file = fs.handles[handle].file
+        inode, objects = await fs.getattr(ino), file.objects
+
+        async def noted(self, *args):
+            began.append(file.objects)
+            return await move(self, *args)
+
+        monkeypatch.setattr(Mover, "move", noted)
+        async with trio.open_nursery() as nursery:
+            fs.store.engine.stop_after("put_damaged")
+            nursery.start_soon(fs.rebuild.request, inode.oid, ino, [1])
+            await fs.store.engine.stopped.wait()
+            fs.io.damage.due()  # others have told the rebuild to look
+            for _ in range(50):
+                await trio.lowlevel.checkpoint()
+            fs.store.engine.go.set()
+        await whole(fs)
+        await fs.release(handle)
+    assert began and objects not in began
 
 
 def object_path_of(fs, inode, column: int) -> Path:
