@@ -511,6 +511,9 @@ class FileIO:
                     await self.capacity.prepare(file, file.inode.size)
                 if file.inode.in_burst:
                     await file.copy.ensure_open()
+                    # What the copy tells from now on is a change: by the clock of file times, which
+                    # lags behind ours, it may seem to be earlier than the mtime on record.
+                    self.burst.look(file)
                 file.opening += 1
                 return
             finally:

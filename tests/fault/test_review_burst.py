@@ -4,6 +4,7 @@ for.
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -223,3 +224,22 @@ async def test_a_file_whose_attributes_cannot_be_recorded_at_its_close_is_closed
             await fs.sync()
             assert inode.ino not in fs.io.open
             assert await read_file(fs, inode.ino) == b"y" * 20_000
+
+
+async def test_a_write_past_us_moves_the_mtime_however_far_the_clock_of_file_times_lags(
+    directory: Path,
+) -> None:
+    with hooked():
+        async with mounted(directory, WAITING) as fs, Kernel(fs) as kernel:
+            ino, _ = await write_file(fs, b"f", b"x" * 10_000)  # by us, at a time of our clock
+            before = replace(await kernel.getattr(ino))
+            copy = path_of(fs, before.copy)
+            lagging_ns = before.mtime_ns - 10**10
+            os.utime(copy, ns=(lagging_ns, lagging_ns))
+            handle = await kernel.open(ino, os.O_WRONLY)
+            await kernel.write(handle, 0, b"y" * 20_000)
+            os.utime(copy, ns=(lagging_ns + 1, lagging_ns + 1))
+            await kernel.release(handle)
+            after = await kernel.getattr(ino)
+            assert kernel.direct_bytes == after.size == 20_000
+            assert after.mtime_ns > before.mtime_ns and after.ctime_ns > before.ctime_ns
