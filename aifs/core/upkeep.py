@@ -72,6 +72,7 @@ class Upkeep:
 
     def __init__(self) -> None:
         self._due_s: dict[Work, float] = {}  # by trio's clock; what is missing is not due
+        self._asked = Counter[Work]()  # how many workers are wanted of what is due
         self._running = Counter[Work]()
         self._failing: set[Work] = set()
         self._asleep_until = -math.inf  # -inf: not asleep
@@ -79,6 +80,7 @@ class Upkeep:
 
     def wake(self, work: Work) -> None:
         """There is something to do now. Does not block."""
+        self._asked[work] += 1
         self.at(work, -math.inf)
 
     def at(self, work: Work, time_s: float) -> None:
@@ -102,8 +104,10 @@ class Upkeep:
                         continue  # whoever ends looks at it again
                     if due_s <= now_s:
                         del self._due_s[work]
-                        self._running[work] += 1
-                        nursery.start_soon(self._step, work, job, name=work.value)
+                        asked = max(1, self._asked.pop(work, 0))
+                        for _ in range(min(asked, job.workers - self._running[work])):
+                            self._running[work] += 1
+                            nursery.start_soon(self._step, work, job, name=work.value)
                     else:
                         until_s = min(until_s, due_s)
                 self._earlier = trio.Event()
