@@ -1,11 +1,11 @@
 """Claims: the blob ``owner`` of each data server and burst directory, which says who has the store
 it belongs to.
 
-The metadata directory has a lock (store/owner.py), but metadata can be copied, or restored, and used
-elsewhere with the same data servers. So whoever opens a store claims each of its directories, with
-an *epoch* that is larger than all before; of two claims the one with the larger epoch counts, and
-who finds one that has ended the own must not touch the store any more. What is compared are epochs
-and counts of renewals, never the clocks of two hosts.
+The metadata directory has a lock (store/owner.py), but metadata can be copied, or restored, and
+used elsewhere with the same data servers. So whoever opens a store claims each of its directories,
+with an *epoch* that is larger than all before; of two claims the one with the larger epoch counts,
+and who finds one that has ended the own must not touch the store any more. What is compared are
+epochs and counts of renewals, never the clocks of two hosts.
 
 Format: a JSON object with the fields of ``Claim``.
 """
@@ -50,8 +50,13 @@ class Claim:
 
 
 def read_claim(storage: Storage) -> Claim | None:
-    """The claim that counts in a storage, None if there is none. Blocks. Raises OSError, StoreError."""
-    content = storage.get_blob(CLAIM)
+    """The claim that counts in a storage, None if there is none. Blocks. Raises OSError,
+    StoreError.
+    """
+    return _decode(storage.get_blob(CLAIM))
+
+
+def _decode(content: bytes | None) -> Claim | None:
     if content is None:
         return None
     fields = json.loads(content)
@@ -60,13 +65,18 @@ def read_claim(storage: Storage) -> Claim | None:
 
 def put_claim(storage: Storage, claim: Claim, durable: bool) -> Claim | None:
     """Put the claim into the storage, unless there is one that ends it, which is returned, or a
-    later one of ours. One at a time. Blocks. Raises OSError, StoreError.
+    later one of ours. Of two that come at once the second finds the first. Blocks. Raises OSError,
+    StoreError.
 
     ``durable``: on return it is on stable storage.
     """
-    theirs = read_claim(storage)
-    if theirs is not None and theirs.ends(claim):
-        return theirs
-    if theirs is None or theirs.token != claim.token or theirs.age <= claim.age:  # not overtaken
-        storage.put_blob(CLAIM, json.dumps(asdict(claim)).encode(), durable)
-    return None
+    packed = json.dumps(asdict(claim)).encode()
+    while True:
+        before = storage.get_blob(CLAIM)
+        theirs = _decode(before)
+        if theirs is not None and theirs.ends(claim):
+            return theirs
+        if theirs is not None and theirs.token == claim.token and theirs.age > claim.age:
+            return None  # overtaken
+        if storage.put_blob(CLAIM, packed, durable, before):
+            return None  # else somebody has come between, who may have ended this claim

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 from aifs.core import files, filesystems
 from aifs.core.errors import NotSupported, StoreError
@@ -17,6 +18,7 @@ from aifs.data.marker import NAME as MARKER
 from aifs.data.marker import Identity, Marker, check_identity, read_marker, write_marker
 from aifs.data.slots import read_slots, write_slots
 from aifs.data.storage import (
+    ANYTHING,
     ASIDE,
     BACKUP,
     CLAIM,
@@ -318,17 +320,19 @@ class DirectoryStorage(Storage):
             self.reach()
         return content
 
-    def put_blob(self, name: str, data: bytes, durable: bool = True) -> None:
+    def put_blob(
+        self, name: str, data: bytes, durable: bool = True, expected: bytes | None | Any = ANYTHING
+    ) -> bool:
         self.reach()
         path = os.path.join(self.address, name)
         if name == CLAIM:
-            write_slots(path, data, durable)
-            return
+            return write_slots(path, data, durable, expected)
         directory = os.path.dirname(path)
         if not os.path.isdir(directory):
             files.make_dir(directory)
             files.sync_dir(self.address)
         put_file(path, data)
+        return True
 
     def list_blobs(self, prefix: str) -> dict[str, int]:
         try:
@@ -366,8 +370,8 @@ def erase_directory(path: str, names: Iterable[str]) -> None:
 
 
 def put_file(path: str, data: bytes) -> None:
-    """Make ``path`` hold ``data``, durably. Raises OSError: where there was no room for it, or it is not
-    what is read back, nothing is left.
+    """Make ``path`` hold ``data``, durably. Raises OSError: where there was no room for it, or it
+    is not what is read back, nothing is left.
     """
     try:
         files.replace_file(path, data)

@@ -195,7 +195,9 @@ class DataServer:
 
     @property
     def is_gone(self) -> bool:
-        """Whether its storage is not there, or it has not worked for as long as it is waited for."""
+        """Whether its storage is not there, or it has not worked for as long as it is waited
+        for.
+        """
         return bool(self.absent or self.missing or self.given_up)
 
     @property
@@ -323,7 +325,9 @@ class DataServer:
         self.call("write", key, self.storage.punch, handle, offset, length)
 
     def next_data(self, key: Key, handle: int, offset: int, end: int) -> tuple[int, int] | None:
-        """The first part, as (start, end), of a range that may be no hole; None if there is none."""
+        """The first part, as (start, end), of a range that may be no hole; None if there is
+        none.
+        """
         return self.call("read", key, self.storage.next_data, handle, offset, end)
 
     def stat(self, key: Key, handle: int) -> Status:

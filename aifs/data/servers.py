@@ -390,8 +390,8 @@ class Servers:
 
     async def status(self) -> list[dict[str, Any]]:
         """For ``aifs status``: role, id in it, path, domain, standing, state, used_bytes,
-        free_bytes (None: unknown), last_error, read_bytes (by requests since the mount; what the page cache of this host had is
-        not among them)."""
+        free_bytes (None: unknown), last_error, read_bytes (by requests since the mount; what the
+        page cache of this host had is not among them)."""
         servers = tuple(self._servers.values())
         return [_status(*pair) for pair in zip(servers, await self.spaces(servers), strict=True)]
 

@@ -2,16 +2,19 @@
 
 Format: two slots, at 0 and 65536, each an 8-digit hexadecimal CRC-32 of what follows up to the end
 of the content, a space, the slot's generation and the content's length in bytes (16 and 8 digits,
-hexadecimal, each with a space behind it), and the content; what stands behind that means nothing. The
-slot with the larger generation counts, and the other one is written next: a torn write leaves the
-older content, and a full disk is no obstacle. A slot that is not whole counts as empty.
+hexadecimal, each with a space behind it), and the content; what stands behind that means nothing.
+The slot with the larger generation counts, and the other one is written next: a torn write leaves
+the older content, and a full disk is no obstacle. A slot that is not whole counts as empty.
 """
 
+import fcntl
 import os
 import zlib
 from contextlib import suppress
+from typing import Any
 
 from aifs.core import files
+from aifs.data.storage import ANYTHING
 
 _SLOT_BYTES = 64 << 10
 _HEAD_BYTES = 35
@@ -22,15 +25,21 @@ def read_slots(path: str) -> bytes | None:
     return _newest(files.read_file(path) or b"")[1]
 
 
-def write_slots(path: str, content: bytes, durable: bool) -> None:
-    """Replace the content, of up to 65,501 bytes. One at a time. Blocks. Raises OSError.
+def write_slots(path: str, content: bytes, durable: bool, expected: bytes | None | Any) -> bool:
+    """Replace the content, of up to 65,501 bytes, if it is ``expected``, or ANYTHING; whether it
+    was. Blocks. Raises OSError.
 
-    ``durable``: on return it is on stable storage.
+    ``durable``: on return it is on stable storage. Of several processes one at a time looks and
+    writes, where the filesystem knows locks.
     """
     assert len(content) <= _SLOT_BYTES - _HEAD_BYTES
     fd = files.open_file(path, create=True)
     try:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)  # until it is closed
         generation, before = _newest(files.read_at(fd, 2 * _SLOT_BYTES, 0))
+        if expected is not ANYTHING and before != expected:
+            return False
         slot = _encode(generation + 1, content)
         files.write_at(fd, slot, (generation + 1) % 2 * _SLOT_BYTES)
         if before is None:
@@ -43,6 +52,7 @@ def write_slots(path: str, content: bytes, durable: bool) -> None:
         files.close_file(fd)
     if durable:
         files.sync_dir(os.path.dirname(path))
+    return True
 
 
 def _give_to_owner_of(directory: str, fd: int) -> None:

@@ -14,8 +14,8 @@ What users may rely on depends on what a storage says that it can do (``Storage`
   has made it, until that is synced. From then on the object is immutable, and nobody else sees it
   before. So a file that has been drained stays as it is, and what changes in it becomes new objects
   under a new oid. Changes in place are refused with NotSupported.
-* Without ``append`` an object does not grow either, once it is synced. So containers, which grow by a
-  stripe at a time, cannot be kept there, and are refused with NotSupported when they are begun.
+* Without ``append`` an object does not grow either, once it is synced. So containers, which grow by
+  a stripe at a time, cannot be kept there, and are refused with NotSupported when they are begun.
 * Without ``holes`` all of an object counts as data, and nothing can be punched out of it.
 * Without ``descriptor`` a handle means nothing to the kernel: no passthrough, no lease, no
   fallocate. A burst directory must have it.
@@ -23,7 +23,7 @@ What users may rely on depends on what a storage says that it can do (``Storage`
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aifs.core.errors import NotSupported, StoreError
 from aifs.data.marker import NAME as MARKER
@@ -33,18 +33,23 @@ Key = tuple[int, int]
 """Names an object on a server: (ino, oid)."""
 
 NEAR = 256
-"""Names of objects become durable by so many ids at a time: oids are near each other if they are the
-same divided by this.
+"""Names of objects become durable by so many ids at a time: oids are near each other if they are
+the same divided by this.
 """
 
 CLAIM = "owner"
 """Name of the blob that says who has the store; it is put every few seconds."""
 
 ASIDE = "lost+found"
-"""Where objects are put that belong to no file. Some filesystems have a directory of this name, too."""
+"""Where objects are put that belong to no file. Some filesystems have a directory of this name,
+too.
+"""
 
 BACKUP = "backup"
 """What the names of blobs begin with that are backups of the metadata: ``backup/NAME``."""
+
+ANYTHING = object()
+"""A blob may be replaced whatever it is, or where there is none."""
 
 
 class Space(NamedTuple):
@@ -88,12 +93,12 @@ class ForeignFile(NamedTuple):
 
 
 class Storage(ABC):
-    """Keeps objects and blobs. Used from any thread; ``identify`` must have succeeded before objects
-    are used.
+    """Keeps objects and blobs. Used from any thread; ``identify`` must have succeeded before
+    objects are used.
 
     Everything blocks, but for what says otherwise. Errors are OSErrors with the numbers that the
-    system gives for the like (ENOSPC, EDQUOT, EIO, ETIMEDOUT ...), NotSupported for what the storage
-    cannot do, and StoreError where it is not there, or not that of the server.
+    system gives for the like (ENOSPC, EDQUOT, EIO, ETIMEDOUT ...), NotSupported for what the
+    storage cannot do, and StoreError where it is not there, or not that of the server.
     """
 
     in_place = False
@@ -112,7 +117,9 @@ class Storage(ABC):
     """Nothing waits for a device: calls take microseconds, and may run on the trio thread."""
 
     can_read_cached = False
-    """``read_cached`` may have an answer, as far as is known: it has a cache that is asked at once."""
+    """``read_cached`` may have an answer, as far as is known: it has a cache that is asked at
+    once.
+    """
 
     is_local = False
     """It belongs to this machine alone: opening and closing are cheap, nobody else changes it."""
@@ -161,7 +168,8 @@ class Storage(ABC):
 
     @abstractmethod
     def identify(self, identity: Identity, read_only: bool) -> None:
-        """Check that the storage is that of ``identity``, and can be written to unless ``read_only``.
+        """Check that the storage is that of ``identity``, and can be written to unless
+        ``read_only``.
 
         Raises StoreError, which says what is wrong and what to do."""
 
@@ -198,8 +206,8 @@ class Storage(ABC):
         """A handle of a new object, which is empty and may be written by this handle; one that is
         there already is opened for writing instead.
 
-        ``exclusive``: there must be none, else FileExistsError, and the handle is for reading alone.
-        That is of use with ``in_place`` alone."""
+        ``exclusive``: there must be none, else FileExistsError, and the handle is for reading
+        alone. That is of use with ``in_place`` alone."""
 
     @abstractmethod
     def open(self, key: Key, write: bool) -> int | None:
@@ -237,7 +245,9 @@ class Storage(ABC):
         raise NotSupported(f"{self.address}: has no holes")
 
     def next_data(self, handle: int, offset: int, end: int) -> tuple[int, int] | None:
-        """The first part, as (start, end), of a range that may be no hole; None if there is none."""
+        """The first part, as (start, end), of a range that may be no hole; None if there is
+        none.
+        """
         end = min(end, self.stat(handle).length)
         return (offset, end) if offset < end else None
 
@@ -260,8 +270,8 @@ class Storage(ABC):
         raise NotSupported(f"{self.address}: nothing can be moved aside there")
 
     def sync_names(self, oid: int) -> None:
-        """Which objects of this oid and those near it exist is durable on return. Where each ``sync``
-        and ``remove`` does that, nothing is left to do."""
+        """Which objects of this oid and those near it exist is durable on return. Where each
+        ``sync`` and ``remove`` does that, nothing is left to do."""
 
     def doubt_names(self, oid: int) -> None:
         """Names near ``oid`` may be the work of a process that died before it synced them. Does not
@@ -297,9 +307,13 @@ class Storage(ABC):
         """As it was last put, whole; None if there is none."""
 
     @abstractmethod
-    def put_blob(self, name: str, data: bytes, durable: bool = True) -> None:
+    def put_blob(
+        self, name: str, data: bytes, durable: bool = True, expected: bytes | None | Any = ANYTHING
+    ) -> bool:
         """Replace the blob, all or nothing, also where a crash comes between. ``durable``: it is so
-        on return. CLAIM can be put again also where no space is left, and has up to 64 KiB."""
+        on return. CLAIM can be put again also where no space is left, and has up to 64 KiB; it is
+        replaced only if it is ``expected`` (None: there is none), and of several processes that do
+        so at once one succeeds. Whether it was replaced."""
 
     @abstractmethod
     def list_blobs(self, prefix: str) -> dict[str, int]:

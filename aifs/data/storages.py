@@ -1,4 +1,6 @@
-"""Which storage an address in the table of servers means: the path of a directory, or KIND://REST."""
+"""Which storage an address in the table of servers means: the path of a directory, or
+KIND://REST.
+"""
 
 import os
 from collections.abc import Callable

@@ -248,6 +248,26 @@ def test_space_is_told(storage: Storage) -> None:
 # --- blobs ---
 
 
+def test_of_two_who_replace_the_claim_at_once_one_succeeds(made: Kind) -> None:
+    found: list[bool] = []
+
+    def replace(content: bytes) -> None:
+        found.append(storage.put_blob(CLAIM, content, True, before))
+
+    for number in range(20):
+        storage, before = made.again(), made.storage.get_blob(CLAIM)
+        found.clear()
+        threads = [
+            threading.Thread(target=replace, args=(b"%d %d" % (number, who),)) for who in (1, 2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(found) == [False, True]
+    assert not made.storage.put_blob(CLAIM, b"late", True, before)
+
+
 @pytest.mark.parametrize("name", [CLAIM, f"{BACKUP}/some-name.1"])
 def test_a_blob_is_what_was_put_last(made: Kind, name: str) -> None:
     assert made.storage.get_blob(name) is None

@@ -7,11 +7,12 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from aifs.core.errors import NotSupported, StoreError
 from aifs.data.marker import NAME as MARKER
 from aifs.data.marker import Identity, Marker, check_identity, decode_marker, encode_marker
-from aifs.data.storage import ForeignFile, Key, Space, Status, Storage, StoredObject
+from aifs.data.storage import ANYTHING, ForeignFile, Key, Space, Status, Storage, StoredObject
 
 _TOTAL = 1 << 40
 
@@ -23,6 +24,7 @@ class Bucket:
     objects: dict[Key, bytes] = field(default_factory=dict)
     blobs: dict[str, bytes] = field(default_factory=dict)
     is_there: bool = True
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 BUCKETS: dict[str, Bucket] = {}
@@ -180,9 +182,15 @@ class MemoryStorage(Storage):
         self.reach()
         return self._bucket.blobs.get(name)
 
-    def put_blob(self, name: str, data: bytes, durable: bool = True) -> None:
+    def put_blob(
+        self, name: str, data: bytes, durable: bool = True, expected: bytes | None | Any = ANYTHING
+    ) -> bool:
         self.reach()
-        self._bucket.blobs[name] = bytes(data)
+        with self._bucket.lock:
+            if expected is not ANYTHING and self._bucket.blobs.get(name) != expected:
+                return False
+            self._bucket.blobs[name] = bytes(data)
+        return True
 
     def list_blobs(self, prefix: str) -> dict[str, int]:
         self.reach()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from aifs.data.slots import read_slots, write_slots
+from aifs.data.storage import ANYTHING
 
 
 @pytest.fixture
@@ -14,7 +15,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def write(path: Path, content: bytes) -> None:
-    write_slots(str(path), content, durable=True)
+    write_slots(str(path), content, True, ANYTHING)
 
 
 def test_the_content_is_what_was_written_last(path: Path) -> None:
