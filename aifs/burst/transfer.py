@@ -20,7 +20,7 @@ from aifs.core.budget import Budget
 from aifs.core.errors import Unavailable
 from aifs.core.tasks import run_all
 from aifs.data.checking.digests import HASHED, digests_of, join_digests
-from aifs.data.objects.holes import Sparse, pieces_with_data
+from aifs.data.objects.holes import Sparse, pieces_with_data, without_zeros
 from aifs.data.objects.object_set import ObjectSet
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.workers import Workers, gather
@@ -32,8 +32,6 @@ _WRITTEN = faults.declare(
 PIECE = 4 << 20
 _SMALL = 256 << 10
 _PIECES_AT_ONCE = 4  # of one file
-
-_ZEROS = bytes(HASHED)
 
 
 class Limiter:
@@ -329,7 +327,7 @@ def _read_piece(copy: BurstCopy, offset: int, buffer: memoryview, sparse: bool) 
 
 def _hashed_piece(offset: int, buffer: memoryview) -> _Piece:
     ranges: list[tuple[int, int]] = []
-    for at, part in _without_zeros(buffer):
+    for at, part in without_zeros(buffer):
         start, end = offset + at, offset + at + len(part)
         if ranges and ranges[-1][1] == start:
             start = ranges.pop()[0]
@@ -338,19 +336,9 @@ def _hashed_piece(offset: int, buffer: memoryview) -> _Piece:
 
 
 def _write_piece(copy: BurstCopy, offset: int, buffer: memoryview) -> None:
-    for start, part in _without_zeros(buffer):
+    for start, part in without_zeros(buffer):
         copy.write_now(offset + start, part)
 
 
 def _write_all(copy: BurstCopy, _: int, buffer: memoryview) -> None:
-    copy.fill_now(_without_zeros(buffer), len(buffer))
-
-
-def _without_zeros(buffer: memoryview) -> list[tuple[int, memoryview]]:
-    """The MiBs that are not all zeros, with their offsets."""
-    parts = [(start, buffer[start : start + HASHED]) for start in range(0, len(buffer), HASHED)]
-    return [
-        (start, part)
-        for start, part in parts
-        if part[0] or part[-1] or bytes(part) != _ZEROS[: len(part)]
-    ]
+    copy.fill_now(without_zeros(buffer), len(buffer))

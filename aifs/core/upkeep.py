@@ -7,8 +7,8 @@ the earliest due time.
 
 The kinds never wait for one another: any of them may hang on a server for long, a scrub takes days,
 and room in the burst tier is needed meanwhile. So each kind is a lane of its own, of one task, or
-of several where it has that many *workers*: one more begins each time that somebody asks, as
-long as there are some. What goes wrong in one kind is logged, and tried again; the others go on.
+of several where it has that many *workers*: one more begins each time that somebody asks, up
+to that number. What goes wrong in one kind is logged, and tried again; the others go on.
 """
 
 import math

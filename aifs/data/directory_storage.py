@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
 
 from aifs.core import files, filesystems
 from aifs.core.errors import NotSupported, StoreError
@@ -321,7 +320,7 @@ class DirectoryStorage(Storage):
         return content
 
     def put_blob(
-        self, name: str, data: bytes, durable: bool = True, expected: bytes | None | Any = ANYTHING
+        self, name: str, data: bytes, durable: bool = True, expected: object = ANYTHING
     ) -> bool:
         self.reach()
         path = os.path.join(self.address, name)

@@ -11,7 +11,6 @@ import fcntl
 import os
 import zlib
 from contextlib import suppress
-from typing import Any
 
 from aifs.core import files
 from aifs.data.storage import ANYTHING
@@ -25,12 +24,13 @@ def read_slots(path: str) -> bytes | None:
     return _newest(files.read_file(path) or b"")[1]
 
 
-def write_slots(path: str, content: bytes, durable: bool, expected: bytes | None | Any) -> bool:
-    """Replace the content, of up to 65,501 bytes, if it is ``expected``, or ANYTHING; whether it
-    was. Blocks. Raises OSError.
+def write_slots(path: str, content: bytes, durable: bool, expected: object) -> bool:
+    """Replace the content, of up to 65,501 bytes; returns whether that was done. Blocks. Raises
+    OSError.
 
-    ``durable``: on return it is on stable storage. Of several processes one at a time looks and
-    writes, where the filesystem knows locks.
+    ``durable``: on return it is on stable storage. ``expected``: the content must be this (None:
+    there is none), unless it is ANYTHING. Where the filesystem knows locks, of several processes
+    one at a time compares and writes.
     """
     assert len(content) <= _SLOT_BYTES - _HEAD_BYTES
     fd = files.open_file(path, create=True)

@@ -23,7 +23,7 @@ What users may rely on depends on what a storage says that it can do (``Storage`
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from aifs.core.errors import NotSupported, StoreError
 from aifs.data.marker import NAME as MARKER
@@ -308,12 +308,14 @@ class Storage(ABC):
 
     @abstractmethod
     def put_blob(
-        self, name: str, data: bytes, durable: bool = True, expected: bytes | None | Any = ANYTHING
+        self, name: str, data: bytes, durable: bool = True, expected: object = ANYTHING
     ) -> bool:
         """Replace the blob, all or nothing, also where a crash comes between. ``durable``: it is so
-        on return. CLAIM can be put again also where no space is left, and has up to 64 KiB; it is
-        replaced only if it is ``expected`` (None: there is none), and of several processes that do
-        so at once one succeeds. Whether it was replaced."""
+        on return. Returns whether it was replaced.
+
+        CLAIM can be put again also where no space is left, and has up to 64 KiB. It is replaced
+        only if its content is ``expected`` (None: there is no claim), or if that is ANYTHING; of
+        several who expect the same at once one succeeds."""
 
     @abstractmethod
     def list_blobs(self, prefix: str) -> dict[str, int]:

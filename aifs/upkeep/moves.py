@@ -20,9 +20,9 @@ from aifs.core.errors import FsError, NoSpace
 from aifs.core.tasks import run_all
 from aifs.data.checking.checked_reads import LoadDigests
 from aifs.data.checking.column_source import ColumnSource
-from aifs.data.checking.digests import HASHED
 from aifs.data.containers.column import ContainerColumn, LoadLive
 from aifs.data.objects.columns import Columns
+from aifs.data.objects.holes import without_zeros
 from aifs.data.objects.recovery import forget_columns
 from aifs.data.reading.blocks import object_name
 from aifs.data.reading.buffers import BudgetedBuffers
@@ -46,7 +46,6 @@ _FLIPPED = faults.declare(
 )
 
 _PIECES_AT_ONCE = 3
-_ZEROS = bytes(HASHED)
 
 
 class Subject(Protocol):
@@ -220,7 +219,7 @@ class Mover:
                         return
                     offset, part = found
                     await self._limiter.take(len(part))
-                    for start, run in _without_zeros(part) if sparse else [(0, part)]:
+                    for start, run in without_zeros(part) if sparse else [(0, part)]:
                         await _write(sink.write, column, offset + start, run)
                     self.moved_bytes += len(part)
             except BaseException:
@@ -279,14 +278,6 @@ async def _write(function: Callable[..., Awaitable[None]], *args: object) -> Non
         await function(*args)
     except FsError as error:
         raise _TargetFails(error) from error
-
-
-def _without_zeros(part: memoryview) -> list[tuple[int, memoryview]]:
-    """The runs of a MiB that are not all zeros, with their offsets."""
-    runs = [(start, part[start : start + HASHED]) for start in range(0, len(part), HASHED)]
-    return [
-        (start, run) for start, run in runs if run[0] or run[-1] or bytes(run) != _ZEROS[: len(run)]
-    ]
 
 
 def choose_target(

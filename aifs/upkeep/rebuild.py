@@ -22,7 +22,6 @@ from aifs.core.log import logger
 from aifs.core.upkeep import Upkeep
 from aifs.data.checking.checks import Untold
 from aifs.data.servers import Servers
-from aifs.files.collector import Collector
 from aifs.files.containers import Containers
 from aifs.files.damage import Damage
 from aifs.files.file_io import FileIO
@@ -85,7 +84,6 @@ class Rebuild:
         servers: Servers,
         io: FileIO,
         ids: IdAllocator,
-        collector: Collector,
         containers: Containers,
         compaction: Compaction,
         handles: Handles,

@@ -81,7 +81,7 @@ class Parts:
 
         # Groups of ranks.
         self.group_drain = GroupDrain(
-            config, engine, servers, tier, io, ids, collector, containers, drain.mover
+            config, engine, servers, io, ids, collector, containers, drain.mover
         )
         members = Members(engine, tier, io, writeback, drain, self.group_drain)
         self.groups = Groups(
@@ -104,7 +104,6 @@ class Parts:
             servers,
             io,
             ids,
-            collector,
             containers,
             compaction,
             handles,

@@ -52,7 +52,6 @@ def group_drain(fs: Filesystem) -> GroupDrain:
         store.config,
         store.engine,
         store.servers,
-        fs.tier,
         fs.io,
         fs.ids,
         fs.collector,

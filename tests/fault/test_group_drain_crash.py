@@ -68,7 +68,6 @@ async def work(
             store.config,
             store.engine,
             store.servers,
-            fs.tier,
             fs.io,
             fs.ids,
             fs.collector,

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 from aifs.core.errors import NotSupported, StoreError
 from aifs.data.marker import NAME as MARKER
@@ -183,7 +182,7 @@ class MemoryStorage(Storage):
         return self._bucket.blobs.get(name)
 
     def put_blob(
-        self, name: str, data: bytes, durable: bool = True, expected: bytes | None | Any = ANYTHING
+        self, name: str, data: bytes, durable: bool = True, expected: object = ANYTHING
     ) -> bool:
         self.reach()
         with self._bucket.lock:

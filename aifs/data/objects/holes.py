@@ -12,6 +12,21 @@ from aifs.layout.striped import Striped
 Range = tuple[int, int]
 """Start and end."""
 
+_PART_BYTES = 1 << 20
+_ZEROS = bytes(_PART_BYTES)
+
+
+def without_zeros(buffer: memoryview) -> list[tuple[int, memoryview]]:
+    """The MiBs that are not all zeros, with their offsets. Two bytes tell most of them apart."""
+    parts = [
+        (start, buffer[start : start + _PART_BYTES]) for start in range(0, len(buffer), _PART_BYTES)
+    ]
+    return [
+        (start, part)
+        for start, part in parts
+        if part[0] or part[-1] or bytes(part) != _ZEROS[: len(part)]
+    ]
+
 
 class Sparse(Protocol):
     """What tells where a file has data."""

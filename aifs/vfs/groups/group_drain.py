@@ -16,7 +16,6 @@ from typing import Any
 import trio
 
 from aifs.burst.copy import BurstCopy
-from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Mover
 from aifs.core import files
 from aifs.core.config import Config
@@ -56,7 +55,6 @@ class GroupDrain:
         config: Config,
         engine: Engine,
         servers: Servers,
-        tier: BurstTier,
         io: FileIO,
         ids: IdAllocator,
         collector: Collector,
