@@ -36,20 +36,29 @@ from aifs.vfs.recovery import load_copies, recover
 
 
 def check(
-    config: Config, repair: bool, progress: Progress | None = None, deep: bool = False
+    config: Config,
+    repair: bool,
+    progress: Progress | None = None,
+    deep: bool = False,
+    force: bool = False,
 ) -> Report:
     """Check the store, which must not be mounted; with ``repair`` mend it, durably when this
     returns. Blocks.
 
-    ``deep``: also read all files that have checksums, and compare. A store that was not closed in
+    ``deep``: also read all files that have checksums, and compare. ``force``: whoever has claimed
+    the store is dead, so it is taken over, which waits for some seconds. A store that was not closed in
     order is recovered, also without ``repair``, as the next mount would do. Raises StoreError and
     StoreBusy as a mount does, Unavailable or NoSpace if the metadata cannot be changed.
     """
-    return trio.run(_check, config, repair, deep, progress or (lambda what, done, total: None))
+    return trio.run(
+        _check, config, repair, deep, force, progress or (lambda what, done, total: None)
+    )
 
 
-async def _check(config: Config, repair: bool, deep: bool, progress: Progress) -> Report:
-    store = await open_store(config)
+async def _check(
+    config: Config, repair: bool, deep: bool, force: bool, progress: Progress
+) -> Report:
+    store = await open_store(config, force=force)
     report, failure = Report(), None
     try:
         async with trio.open_nursery() as nursery:

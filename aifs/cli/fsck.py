@@ -32,8 +32,11 @@ Examples:
 @click.argument("source", type=PATH)
 @click.option("--repair", is_flag=True, help="Mend what can be mended without guessing.")
 @click.option("--deep", is_flag=True, help="Also read all bytes that have checksums, and compare.")
+@click.option(
+    "--force", is_flag=True, help="Take the store over from a host that is known to be dead."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def fsck_command(source: str, repair: bool, deep: bool, as_json: bool) -> int:
+def fsck_command(source: str, repair: bool, deep: bool, force: bool, as_json: bool) -> int:
     """Check the store SOURCE, which must not be mounted. Changes nothing without --repair."""
     from rich.console import Console
 
@@ -44,7 +47,7 @@ def fsck_command(source: str, repair: bool, deep: bool, as_json: bool) -> int:
     console = Console(stderr=True)
     try:
         with console.status("checking") if console.is_terminal else nullcontext():
-            report = check(config.load(source, {}), repair, deep=deep)
+            report = check(config.load(source, {}), repair, deep=deep, force=force)
     except (AifsError, OSError) as error:
         print_error(describe_error(error))
         return EXIT_CANNOT_CHECK

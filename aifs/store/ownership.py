@@ -293,8 +293,8 @@ async def _require_right(
         raise StoreBusy(_describe(newest, mine))
     raise StoreError(
         f"{mine.metadata}: these metadata are older than those in {newest.metadata} on host {newest.host}, with which "
-        f"the store was used until {_time(newest)}; use those. aifs mount --force uses these all the same: what was "
-        "changed since is lost"
+        f"the store was used until {_time(newest)}; use those. aifs mount --force (or fsck --force) uses these all the same: "
+        "what was changed since is lost"
     )
 
 
@@ -336,7 +336,7 @@ def _claim_of(meta: str, mountpoint: str) -> Claim:
 def _describe(owner: Claim, mine: Claim) -> str:
     return (
         f"{mine.metadata}: the store is in use by {_owner(owner)}. Unmount it there; only if that host is known to be "
-        "dead: aifs mount --force"
+        "dead: aifs mount --force, or aifs fsck --force"
     )
 
 

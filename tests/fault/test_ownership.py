@@ -13,6 +13,8 @@ import pytest
 import trio
 
 from aifs.check.fsck import check
+from aifs.cli.fsck import EXIT_CANNOT_CHECK
+from aifs.cli.main import main
 from aifs.core import faults, files
 from aifs.core.config import Config
 from aifs.core.errors import StoreBusy, StoreError, Unavailable
@@ -124,6 +126,22 @@ async def test_metadata_that_were_copied_from_a_mount_are_refused_when_that_has_
             pass
     async with served(config) as fs:
         assert await read_file(fs, ino) == b"content"
+    await require_sound(config)
+
+
+async def test_fsck_of_copied_metadata_takes_the_store_over_by_force_alone(
+    config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await die(config, lambda fs: write_file(fs, b"file", bytes(100_000)))
+    meta = config.meta.directory
+    os.rename(meta, meta + ".old")
+    shutil.copytree(meta + ".old", meta)
+    assert await trio.to_thread.run_sync(main, ["fsck", config.source]) == EXIT_CANNOT_CHECK
+    assert "fsck --force" in capsys.readouterr().err
+    assert await trio.to_thread.run_sync(main, ["fsck", "--force", config.source]) == 0
+    with pytest.raises(StoreError, match="older"):
+        async with served(moved_to(config, meta + ".old")):
+            pass
     await require_sound(config)
 
 
