@@ -91,7 +91,10 @@ class FileIO:
         """Descriptors may be opened on return. So open files that nobody uses take none from
         others, however many they are.
         """
-        if files.descriptors() <= self._room_at:
+        count = files.descriptors()
+        if count <= self._descriptors_max:
+            self._room_at = self._descriptors_max
+        if count <= self._room_at:
             return
         self._make_room()
         with trio.move_on_after(_ROOM_S):  # workers close them, which may have much to do
@@ -109,7 +112,8 @@ class FileIO:
             excess -= file.close_idle()
         for file in opened:
             file.used = False
-        # Where calls use them all, it is not tried again before there are some more.
+        # Where calls use them all, it is not tried again before there are some more, or there have
+        # been fewer.
         self._room_at = max(self._descriptors_max, files.descriptors() + self._descriptors_max // 8)
 
     # --- open inodes ---

@@ -13,12 +13,13 @@ import trio
 from aifs.core import files
 from aifs.core.errors import OutOfMemory, Unavailable
 from aifs.data.marker import NAME as MARKER
+from aifs.files import file_io
 from aifs.files.types import Caller
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs.filesystem import Filesystem
 from tests.support import modes
 from tests.support.data_servers import failing, hooked
-from tests.support.stores import drained, moved_out, opened, read_file, write_file
+from tests.support.stores import LIMIT_S, drained, moved_out, opened, read_file, write_file
 
 MAX = 200
 """Descriptors that the process may have, beside those that it has already."""
@@ -78,6 +79,29 @@ async def test_who_has_many_files_open_takes_nothing_from_others(directory, few,
             await fs.release(handle)
         await drained(fs, *(ino for ino, _ in held))
         assert {server.state for server in fs.store.servers.values()} == {"ok"}
+
+
+async def test_after_a_rush_idle_files_give_way_as_early_as_before_it(directory, few, monkeypatch):
+    """While all descriptors were in use it was no use to ask for room; later it is again."""
+    count = files.descriptors
+    monkeypatch.setattr(file_io, "_ROOM_S", 0)
+    async with opened(directory, modes.OFF, servers=2) as fs:
+        held = [(await create(fs, number, GREEDY))[1] for number in range(2)]
+
+        async def create_when(descriptors: int) -> None:
+            monkeypatch.setattr(files, "descriptors", lambda: descriptors)
+            held.append((await create(fs, len(held), GREEDY))[1])
+
+        await create_when(MAX)
+        await create_when(0)
+        before = count()
+        await create_when(MAX * 3 // 4)
+        with trio.fail_after(LIMIT_S):  # workers close them
+            while count() > before:
+                await trio.sleep(0.01)
+        monkeypatch.setattr(files, "descriptors", count)
+        for handle in held:
+            await fs.release(handle)
 
 
 async def test_many_that_read_cold_files(directory, few, way):
