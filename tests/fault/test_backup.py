@@ -351,7 +351,7 @@ def test_deletions_where_no_backup_can_be_made(
     assert len(list(states(find(modes.config_of(source), "")[1]))) == 1
 
 
-def test_bases_take_the_place_of_increments(scratch: Path) -> None:
+def test_bases_take_the_place_of_increments(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The servers hold two bases, what came after them, and nothing that a crash has left; each on
     two servers.
     """
@@ -363,6 +363,10 @@ def test_bases_take_the_place_of_increments(scratch: Path) -> None:
             for number in range(100):
                 await write(fs, b"%d" % number, os.urandom(200))
                 await fs.backup.ship()
+            while fs.backup.status()["increment_bytes"]:  # so that no base is due soon
+                await write(fs, b"more", b"x")
+                await fs.unlink(ROOT, b"more")
+                await fs.backup.ship()
 
     trio.run(run)
     names = segments(source)
@@ -373,6 +377,7 @@ def test_bases_take_the_place_of_increments(scratch: Path) -> None:
     before = set(names)
     trio.run(look, source)
     assert set(segments(source)) > before, "an increment, since the store was closed in order"
+    monkeypatch.setattr(vfs_backup, "BASE_AGE_S", -1.0)
     back_up(modes.config_of(source), "")
     check(modes.config_of(source), repair=False)
     back_up(modes.config_of(source), "")

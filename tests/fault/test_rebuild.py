@@ -620,21 +620,21 @@ async def test_a_wrong_survivor_of_a_container_is_not_copied(directory):
 async def test_what_no_file_needs_does_not_hold_up_the_rebuild(directory):
     """A chunk that cannot be told any more, not even where it ends; its file is deleted."""
     async with containers_of(directory, "2x2", [100_000] * 40, sound=False) as (fs, files, paths):
-        for container, columns in paths.items():
-            before = columns[0].read_bytes()
-            places = await fs.store.engine.view(
-                lambda tx: [
-                    p for k, v in tx.range(*keys.all_of(b"l")) for p in chunks.decode_chunks(v)
-                ]
-            )
-            place = sorted(p.offset for p in places if p.container == container)[1]
-            oid = unpack_header(before[place : place + HEADER_BYTES]).oid
-            [ino] = [i for i in files.contents if (await fs.getattr(i)).oid == oid]
-            await fs.unlink(ROOT_INO, b"%d" % list(files.contents).index(ino))
-            fs.forget([ino])
-            await fs.collector.drain()
-            del files.contents[ino]
-            break
+        places = await fs.store.engine.view(
+            lambda tx: [p for k, v in tx.range(*keys.all_of(b"l")) for p in chunks.decode_chunks(v)]
+        )
+        offsets = {
+            container: sorted(p.offset for p in places if p.container == container)
+            for container in paths
+        }
+        container = max(offsets, key=lambda container: len(offsets[container]))
+        columns, place = paths[container], offsets[container][1]
+        oid = unpack_header(columns[0].read_bytes()[place : place + HEADER_BYTES]).oid
+        [ino] = [i for i in files.contents if (await fs.getattr(i)).oid == oid]
+        await fs.unlink(ROOT_INO, b"%d" % list(files.contents).index(ino))
+        fs.forget([ino])
+        await fs.collector.drain()
+        del files.contents[ino]
         for path in columns:
             flip(path, place)
         columns[0].unlink()

@@ -354,14 +354,15 @@ async def test_a_lost_server_is_removed_and_says_first_what_goes_with_it(
         outcome = await removed(fs, id=dead, lost=True)
         assert bool(gone) == (kind in ("plain", "wide", "containers"))
         if gone:
+            files = f"{len(gone)} file{'s' * (len(gone) > 1)}"
             assert outcome == {
-                "reason": f"{len(gone)} files would be lost with data server {dead}",
+                "reason": f"{files} would be lost with data server {dead}",
                 "passing": False,
             }
             assert (await row(fs, dead))["standing"] == "active"
             outcome = await removed(fs, id=dead, lost=True, lose_files=True)
             assert outcome["reason"].startswith(
-                f"{len(gone)} files cannot be read without data server {dead}"
+                f"{files} cannot be read without data server {dead}"
             )
             assert (await row(fs, dead))["standing"] == "lost"
             for name in gone:
