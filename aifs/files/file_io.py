@@ -356,17 +356,16 @@ class FileIO:
                 return await self._engine.transact(moves.put_damaged, oid, ino, mask) != 0
 
     async def save_all(self) -> None:
-        """Record the in-core attributes of every open file."""
-        for file in [f for f in self.open.values() if f.unsaved]:
+        """Record the in-core attributes of every open file. Files whose close has failed, or was
+        cancelled, are closed."""
+        for file in [f for f in self.open.values() if f.unsaved or not f.handles]:
             if file.unsaved and file.handles:
                 file.handles += 1  # or it might be closed meanwhile, and opened anew
                 try:
                     await self.transitions.save(file)
                 finally:
                     await self.release(file)
-            if (
-                not file.handles and file.gate.is_free
-            ):  # they could not be recorded when it was closed
+            if not file.handles and file.gate.is_free:
                 file.handles = 1
                 await self.release(file)
 

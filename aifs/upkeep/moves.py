@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Protocol
 
+import trio
+
 from aifs.burst.transfer import Limiter
 from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace
@@ -179,8 +181,12 @@ class Mover:
         finally:
             if target.id != old and (flipped or length):
                 self._strays.add(Stray(ino, oid, old) if flipped else new)
-            elif not flipped and length and await self._engine.transact(moves.put_left_behind, new):
-                self._strays.add(new)  # deleted as garbage, and made again by us
+            elif not flipped and length:
+                # Deleted as garbage, and made again by us. That must be on record, also if we are
+                # cancelled: else nobody would ever find it.
+                with trio.CancelScope(shield=True):
+                    if await self._engine.transact(moves.put_left_behind, new):
+                        self._strays.add(new)
         if not flipped:
             return Result.CHANGED, wrong
         faults.reach(_FLIPPED)

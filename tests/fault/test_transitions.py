@@ -213,3 +213,18 @@ async def test_a_mark_that_goes_while_the_file_is_opened_for_writing_comes_again
         assert file.marked and not file.opening
         await fs.release(handle)
         assert (await read_file(fs, ino))[:4] == b"new\0"
+
+
+async def test_a_close_that_was_cancelled_is_done_later(directory: Path) -> None:
+    async with opened(directory, base=WAITING) as fs:
+        ino = await write_file(fs, b"f", bytes(SIZE))
+        file = await fs.io.acquire(ino)
+        await file.gate.enter_alone()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fs.io.release, file)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        file.gate.leave_alone()
+        assert ino in fs.io.open
+        await fs.io.save_all()
+        assert ino not in fs.io.open
