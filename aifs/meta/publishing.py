@@ -7,6 +7,7 @@ All little-endian.
 """
 
 import struct
+from collections.abc import Collection
 from typing import NamedTuple
 
 from aifs.core.errors import Exists, Invalid, NotADirectory, NotFound, Unavailable
@@ -43,6 +44,10 @@ def decode_kept(record: bytes) -> Kept:
 # --- publishing -----------------------------------------------------------------------------------
 
 
+class Overtaken(Exception):
+    """A name that is to be moved leads to another file by now than that which was made durable."""
+
+
 def rename(
     tx: Transaction,
     parent: int,
@@ -52,9 +57,15 @@ def rename(
     flags: int,
     cookies: tuple[int, int],
     now: int,
+    durable: Collection[int],
 ) -> tuple[Inode, Inode | None]:
-    """namespace.rename, which also publishes a pending directory that it moves. Raises Busy if
-    members are missing."""
+    """namespace.rename of what is ``durable``, by inode numbers, which also publishes a pending
+    directory that it moves. Raises Busy if members are missing, Overtaken."""
+    moving = [namespace.get_dentry(tx, parent, name)]
+    if flags == namespace.RENAME_EXCHANGE:
+        moving.append(namespace.get_dentry(tx, new_parent, new_name))
+    if any(dentry.ino not in durable for dentry in moving):
+        raise Overtaken()
     inode, other = namespace.rename(tx, parent, name, new_parent, new_name, flags, cookies, now)
     if inode.is_dir:
         groups.conclude(tx, inode.ino)

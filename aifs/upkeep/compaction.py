@@ -105,6 +105,21 @@ class Compaction:
         return any(server is not None and server.state != "ok" for server in known)
 
     async def _rewrite(self, container: int, record: Container) -> None:
+        try:
+            await self._move_all(container, record)
+        except FsError:
+            if await self._is_there(container):
+                raise  # else the last file that needed it has gone meanwhile
+        else:
+            if await self._is_there(container):
+                raise Unavailable(
+                    "bytes in it count as alive, but no file names them; fsck corrects the count"
+                )
+
+    async def _is_there(self, container: int) -> bool:
+        return await self._engine.view(chunks.find_container, container) is not None
+
+    async def _move_all(self, container: int, record: Container) -> None:
         slots = self._slots_for(record.layout)
         scan = ContainerScan(self._containers.files, container, record.layout, record.length)
         batch: list[tuple[Found, Location]] = []
@@ -115,10 +130,6 @@ class Compaction:
                 batch = []
         if batch:
             await self._move(batch, slots)
-        if await self._engine.view(chunks.find_container, container) is not None:
-            raise Unavailable(
-                "bytes in it count as alive, but no file names them; fsck corrects the count"
-            )
 
     def _slots_for(self, layout: Striped) -> tuple[Striped, ...]:
         """Where its chunks go: to the same servers, which somebody may have asked for, or if that

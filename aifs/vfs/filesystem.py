@@ -280,12 +280,11 @@ class Filesystem(Grouping):
         inode = file.inode
         if inode.in_burst and inode.nlink and not file.writers:
             self.tier.dirty(inode.copy.id, inode.copy.server, inode.space)
-        withheld = written and not file.writers and await self.groups.closed(inode)
         if not inode.in_burst:
-            self.drain.gone(
-                inode.ino
-            )  # a tiny file that has become inline: nobody needs to wait for it
-        elif inode.nlink and not file.writers and not withheld:
+            # A tiny file that has become inline: nobody needs to wait for it.
+            self.drain.gone(inode.ino)
+        withheld = written and not file.writers and await self.groups.closed(inode)
+        if inode.in_burst and inode.nlink and not file.writers and not withheld:
             self.drain.closed(inode)
 
     async def fsync(self, handle: int, datasync: bool = False) -> None:

@@ -123,11 +123,18 @@ class Names(Parts):
     async def link(self, ino: int, new_parent: int, new_name: bytes) -> Inode:
         cookie = await self.ids.take()
         nameless = ino in self._nameless
-        linked = await self._engine.transact(
-            namespace.link, ino, new_parent, new_name, cookie, time.time_ns(), nameless
-        )
-        self._nameless.discard(ino)
-        self._orphans.discard(ino)
+        if nameless:  # it is no orphan from the commit on, unless somebody unlinks it again
+            self._nameless.discard(ino)
+            self._orphans.discard(ino)
+        try:
+            linked = await self._engine.transact(
+                namespace.link, ino, new_parent, new_name, cookie, time.time_ns(), nameless
+            )
+        except BaseException:
+            if nameless:
+                self._nameless.add(ino)
+                self._orphans.add(ino)
+            raise
         return self._adopt(linked)
 
     async def unlink(self, parent: int, name: bytes) -> None:

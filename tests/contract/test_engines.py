@@ -5,6 +5,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -17,6 +18,7 @@ from aifs.files.types import ROOT
 from aifs.meta import keys
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import ReadTransaction, Transaction
+from aifs.meta.namespace import RENAME_EXCHANGE
 from aifs.store import store
 from aifs.upkeep.scrub_state import names_of
 from aifs.vfs import Filesystem, SetAttr
@@ -35,16 +37,18 @@ async def stopping(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
 
 
 @asynccontextmanager
-async def stopped(fs: Filesystem, function: str, call: Callable[[], Awaitable]) -> AsyncIterator:
-    """``call`` is suspended after its transaction or view of ``function``, and goes on to its end
-    when this is left. Yields a list that has what it returned then."""
+async def stopped(
+    fs: Filesystem, function: str, call: Callable[[], Awaitable], when: str = "after"
+) -> AsyncIterator[list]:
+    """``call`` is suspended before or after its transaction or view of ``function``, and goes on to
+    its end when this is left. Yields a list that has what it returned then."""
     engine, found = fs.store.engine, []
 
     async def work() -> None:
         found.append(await call())
 
     async with trio.open_nursery() as nursery:
-        engine.stop_after(function)
+        engine.stop(when, function)
         nursery.start_soon(work)
         await engine.stopped.wait()
         try:
@@ -197,7 +201,7 @@ async def test_two_tasks_may_empty_the_trash(directory, monkeypatch):
             await write_file(fs, b"%d" % number, TEXT, top)
         async with trio.open_nursery() as nursery:
             await fs.remove_tree(ROOT_INO, b"d")
-            fs.store.engine.stop_after("remove_slice")
+            fs.store.engine.stop("after", "remove_slice")
             nursery.start_soon(fs.trash.empty)
             await fs.store.engine.stopped.wait()
             nursery.start_soon(fs.trash.empty)
@@ -219,6 +223,26 @@ async def test_a_file_stays_readable_for_who_opens_it_while_its_tree_goes(direct
         await fs.collector.drain()
         with pytest.raises(NotFound):
             await fs.getattr(ino)
+
+
+@pytest.mark.parametrize("name", [b"f", b"g"])
+@pytest.mark.parametrize("flags", [0, RENAME_EXCHANGE])
+async def test_what_gets_a_name_is_durable_though_the_old_name_leads_elsewhere_meanwhile(
+    directory, monkeypatch, name, flags
+):
+    async with stopping(directory, monkeypatch) as fs:
+        for other in (b"f", b"g"):
+            await write_file(fs, other, TEXT)
+
+        def rename():
+            return fs.rename(ROOT_INO, b"f", ROOT_INO, b"g", flags)
+
+        async with stopped(fs, "rename", rename, "before"):
+            await fs.unlink(ROOT_INO, name)
+            ino = await write_file(fs, name, TEXT)
+            assert ino in fs.io.unsynced
+        is_moved = flags == RENAME_EXCHANGE or name == b"f"
+        assert (ino in fs.io.unsynced) == (not is_moved)
 
 
 async def test_fsck_finds_the_same_where_views_are_run_again(directory, monkeypatch):
@@ -263,24 +287,46 @@ def _damage(tx: Transaction, directory: int, lost: int) -> None:
 # --- the engines themselves -----------------------------------------------------------------------
 
 
-def _count(tx: Transaction, runs: list[int]) -> int:
-    runs.append(tx.counter(b"cx"))
-    return tx.add(b"cx", 1)
+def counting(runs: list[int]) -> Callable[[Transaction], int]:
+    def count(tx: Transaction) -> int:
+        runs.append(tx.counter(b"cx"))
+        return tx.add(b"cx", 1)
 
-
-def _peek(tx: ReadTransaction, runs: list[int]) -> int:
-    runs.append(tx.counter(b"cx"))
-    return tx.counter(b"cx")
+    return count
 
 
 async def test_a_repeating_engine_runs_all_functions_again(tmp_path):
     engine = engines.Repeating(str(tmp_path))
     changes, looks = [], []
+
+    def look(tx: ReadTransaction) -> int:
+        looks.append(tx.counter(b"cx"))
+        return tx.counter(b"cx")
+
     for number in range(1, 11):
-        assert await engine.transact(_count, changes) == number
-        assert await engine.view(_peek, looks) == number
+        assert await engine.transact(counting(changes)) == number
+        assert await engine.view(look) == number
     assert len(changes) >= 20 and len(looks) >= 20
     engine.close()
+
+
+async def test_a_repeating_engine_finds_functions_that_change_what_they_are_given(tmp_path):
+    engine = engines.Repeating(str(tmp_path))
+    for given in ([], {}, set(), [{}]):
+        with pytest.raises(AssertionError, match="has changed what it was given"):
+            await engine.view(_change, given)
+    engine.close()
+
+
+def _change(tx: ReadTransaction, given: Any) -> None:
+    if isinstance(given, set):
+        given.add(1)
+    elif given:
+        given[0][1] = 1
+    elif isinstance(given, list):
+        given.append(1)
+    else:
+        given[1] = 1
 
 
 async def test_others_run_before_and_after_a_suspended_commit(tmp_path):
@@ -289,7 +335,7 @@ async def test_others_run_before_and_after_a_suspended_commit(tmp_path):
     runs, found = [], []
 
     async def count() -> None:
-        found.append(await engine.transact(_count, runs))
+        found.append(await engine.transact(counting(runs)))
 
     async with trio.open_nursery() as nursery:
         for _ in range(50):

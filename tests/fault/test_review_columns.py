@@ -262,7 +262,7 @@ async def test_a_column_is_not_made_anew_before_those_who_read_the_open_file_are
 
         monkeypatch.setattr(Mover, "move", noted)
         async with trio.open_nursery() as nursery:
-            fs.store.engine.stop_after("put_damaged")
+            fs.store.engine.stop("after", "put_damaged")
             nursery.start_soon(fs.rebuild.request, inode.oid, ino, [1])
             await fs.store.engine.stopped.wait()
             fs.io.damage.due()  # others have told the rebuild to look

@@ -7,7 +7,7 @@ none of that:
 * ``suspending`` lets other tasks run before and after a transaction or a view, and between the run
   of a function and its commit, which is refused if somebody has changed what the function had read;
 * ``repeating`` runs each function, views too, once or twice on state that it throws away, and then
-  again;
+  again; a function that has changed what it was given fails the test;
 * ``conflicting`` is a suspending one beside which another host writes: now and then it changes an
   inode that the function has read, and takes ids, so that the commit is refused.
 
@@ -17,7 +17,7 @@ When and for how long they suspend is drawn from a seed that pytest prints (``--
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import trio
@@ -153,10 +153,23 @@ class Repeating(LmdbEngine):
         return await super().view(function, *args)
 
     def _try(self, kind: type, ahead: int, function: Callable[..., Any], *args: Any) -> None:
+        before = _picture(args)
         for _ in range(draws.randint(1, 2)):
             with suppress(Exception):
                 state = kind(self._memtable, self._frozen, self._database, self.seq + ahead)
                 function(state, *args)
+        assert _picture(args) == before, f"{function} has changed what it was given"
+
+
+def _picture(value: Any) -> Any:
+    """What a value is now: equal to what it is later if nobody has changed it."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return type(value), [_picture(item) for item in value]
+    if isinstance(value, dict):
+        return [(_picture(key), _picture(item)) for key, item in value.items()]
+    if is_dataclass(value):
+        return [_picture(getattr(value, field.name, None)) for field in fields(value)]
+    return value
 
 
 class Conflicting(Suspending):
@@ -178,26 +191,31 @@ def _write_as_another_host(tx: Transaction, inodes: list[bytes]) -> None:
 
 
 class Stopping(LmdbEngine):
-    """Suspends one call where a test says: after the transaction or the view of ``function``, by
-    its name, until ``go`` is set. ``stopped`` is set when it has got there.
+    """Suspends one call where a test says: before or after the transaction or the view of a
+    function, by its name, until ``go`` is set. ``stopped`` is set when it has got there.
     """
 
-    def stop_after(self, function: str) -> None:
-        self._function, self.stopped, self.go = function, trio.Event(), trio.Event()
+    _place: tuple[str, str] | None = None
+
+    def stop(self, when: str, function: str) -> None:
+        """``when``: "before" it runs, or "after" its commit."""
+        self._place, self.stopped, self.go = (when, function), trio.Event(), trio.Event()
 
     async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
+        await self._reach("before", function)
         result = await super().transact(function, *args)
-        await self._stop(function)
+        await self._reach("after", function)
         return result
 
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:
+        await self._reach("before", function)
         result = await super().view(function, *args)
-        await self._stop(function)
+        await self._reach("after", function)
         return result
 
-    async def _stop(self, function: Callable[..., Any]) -> None:
-        if getattr(self, "_function", "") == getattr(function, "__name__", None):
-            self._function = ""
+    async def _reach(self, when: str, function: Callable[..., Any]) -> None:
+        if self._place == (when, getattr(function, "__name__", None)):
+            self._place = None
             self.stopped.set()
             await self.go.wait()
 

@@ -101,7 +101,8 @@ async def test_the_name_is_found_after_any_number_of_moves(engine: MemoryEngine)
     for number, name in enumerate((b"a", b"b", b"c")):
         old = await engine.view(lambda tx: publishing.name_of(tx, namespace.get_inode(tx, 7)))
         assert old == (b"7", b"a", b"b")[number]
-        await engine.transact(publishing.rename, ROOT, old, ROOT, name, 0, (100 + number, 0), 1)
+        cookies = (100 + number, 0)
+        await engine.transact(publishing.rename, ROOT, old, ROOT, name, 0, cookies, 1, [7])
     with pytest.raises(NotFound):
         await engine.view(lambda tx: publishing.name_of(tx, namespace.get_inode(tx, ROOT)))
 

@@ -48,7 +48,8 @@ async def look_up(tools: Tools, asked: Asked, needs: Mapping[bytes, Need]) -> Fo
     layouts: dict[int, Striped | None] = {}
     digests = list(needs)
     for start in range(0, len(digests), _AT_ONCE):
-        some = await tools.engine.view(_find, digests[start : start + _AT_ONCE], layouts)
+        some, new = await tools.engine.view(_find, digests[start : start + _AT_ONCE])
+        layouts |= new
         await trio.lowlevel.checkpoint()
         for digest, (place, references) in some.items():
             layout, need = layouts[place.container], needs[digest]
@@ -91,13 +92,12 @@ async def _is_good(tools: Tools, place: Location) -> bool:
 
 
 def _find(
-    tx: ReadTransaction, digests: Sequence[bytes], layouts: dict[int, Striped | None]
-) -> dict[bytes, Shared]:
-    """Those of the chunks that the store has; ``layouts`` gets those of their containers."""
+    tx: ReadTransaction, digests: Sequence[bytes]
+) -> tuple[dict[bytes, Shared], dict[int, Striped | None]]:
+    """Those of the chunks that the store has, and the layouts of their containers."""
     found = shared.find_all_shared(tx, digests)
-    for known in found.values():
-        container = known.place.container
-        if container not in layouts:
-            record = chunks.find_container(tx, container)
-            layouts[container] = None if record is None else record.layout
-    return found
+    layouts: dict[int, Striped | None] = {}
+    for container in {known.place.container for known in found.values()}:
+        record = chunks.find_container(tx, container)
+        layouts[container] = None if record is None else record.layout
+    return found, layouts

@@ -112,6 +112,7 @@ class Groups:
         last."""
         self._followed: dict[int, Group] = {}  # by id
         self._open: frozenset[int] = frozenset()  # directories whose groups take files
+        self._closing: dict[int, object] = {}  # by inode number: the last close that is under way
         self._recording = trio.Lock()
         """Held while records of groups are written, so that they are in the order of what happens.
         """
@@ -134,10 +135,7 @@ class Groups:
         last, one). Raises NoAttribute; Stale: nothing is known of that one (any more)."""
         group = self.by_directory.get(ino)
         if group is None:
-            record = await self._engine.view(groups.find, ino)
-            if record is None:
-                raise NoAttribute("the directory has no group")
-            group = self._new(ino, record)  # it has ended long ago
+            group = await self._find_on_record(ino)
         if group_id not in (0, group.record.id):
             followed = self._followed.get(group_id)
             if followed is not None and followed.ino == ino:
@@ -146,6 +144,17 @@ class Groups:
                 f"group {group_id} of the directory has been followed by group {group.record.id}"
             )
         return group
+
+    async def _find_on_record(self, ino: int) -> Group:
+        """One that has ended long ago, unless another begins just now. Raises NoAttribute."""
+        async with self._recording:
+            group = self.by_directory.get(ino)
+            if group is not None:
+                return group
+            record = await self._engine.view(groups.find, ino)
+        if record is None:
+            raise NoAttribute("the directory has no group")
+        return self._new(ino, record)
 
     async def find_above(self, ino: int) -> Group:
         """The group of a directory, or of the nearest one that ``ino`` lies below. Raises
@@ -188,10 +197,11 @@ class Groups:
         self._look()
         return group
 
-    async def _change(self, group: Group, record: GroupRecord) -> Group:
-        """More is asked of a group. Whoever calls this is recording. Raises NotFound, Invalid."""
-        await self._engine.transact(groups.change, group.ino, record)
-        group.record = record
+    async def _change(self, group: Group, **more: Any) -> Group:
+        """More is asked of a group: fields of its record. Whoever calls this is recording. Raises
+        NotFound, Invalid."""
+        await self._engine.transact(groups.change, group.ino, group.record._replace(**more))
+        group.record = group.record._replace(**more)  # it may have ended meanwhile
         self._look()
         return group
 
@@ -215,11 +225,11 @@ class Groups:
         not durable yet; NotPermitted: who marks a directory owns it, or begins anew what nobody
         goes on with; NotFound, NotADirectory."""
         asker = permissions.asker_of(caller)
-        if wanted.mark is not None:
-            await self._require_may_mark(ino, wanted.anew, caller)
         while True:
             number = await self._ids.take()
             async with self._recording:
+                if wanted.mark is not None:
+                    await self._require_may_mark(ino, wanted.anew, caller)
                 there = self.by_directory.get(ino)
                 reason = self._left_behind(there, wanted)
                 if not reason:
@@ -249,13 +259,12 @@ class Groups:
             if pending is None or there.pending is not None:
                 return there
             _require_same_ranks(there, options)
-            return await self._change(there, there.record._replace(pending=pending))
+            return await self._change(there, pending=pending)
         if not options.shares:
             return there
         _require_same_ranks(there, options)
         if there.is_open:
-            record = there.record._replace(options=options, asker=asker, created_ns=now_ns)
-            return await self._change(there, record)
+            return await self._change(there, options=options, asker=asker, created_ns=now_ns)
         record = GroupRecord(number, options, asker, now_ns, pending=there.pending)
         return await self._begin(ino, record, there)
 
@@ -409,16 +418,21 @@ class Groups:
         if group.record.options.explicit:
             raise Invalid("the group's ranks commit, on its directory; files do not")
         group.require_open()
-        opened = self._io.open.get(inode.ino)
-        if opened is not None and opened.writers > 1:
-            raise Busy("others have the file open for writing")
+        self._require_one_writer(inode.ino)
         await self._writeback.sync_inode(inode.ino)
         group.require_open()
-        if opened is not None and opened.writers:
+        if self._require_one_writer(inode.ino):
             self._members.committed_open(group, inode)
         elif not self._members.closed(group, inode) and inode.in_burst:
             self._drain.closed(inode)
         self._complete(group)
+
+    def _require_one_writer(self, ino: int) -> bool:
+        """Whether a file is open for writing. Raises Busy if it is more than once."""
+        opened = self._io.open.get(ino)
+        if opened is not None and opened.writers > 1:
+            raise Busy("others have the file open for writing")
+        return opened is not None and opened.writers == 1
 
     async def _settled(self, group: Group) -> None:
         """If the group is complete: it is buffered, and published if that is wanted. Raises what
@@ -468,12 +482,12 @@ class Groups:
             group = self.by_directory.get(ino)
             if group is None or group.pending is None:
                 raise NoAttribute("the directory is not pending")
-            record = group.record._replace(pending=None)
             if group.shares:
+                record = group.record._replace(pending=None)
                 await self._engine.transact(groups.update, ino, record)
-                group.record = record
+                group.record = group.record._replace(pending=None)  # it may have ended meanwhile
             else:
-                await self._engine.transact(groups.abandon, ino, record.id)
+                await self._engine.transact(groups.abandon, ino, group.record.id)
                 self._drop(group, "the directory is pending no more")
         if group.shares and group.is_open:
             await self._cancel(group, "its directory is pending no more")
@@ -539,7 +553,15 @@ class Groups:
         group = self._members.group_of.get(inode.ino)
         top = None
         if (group is None or group.is_open) and self._open:
-            top = await self._engine.view(groups.directory_of, inode.ino, self._open)
+            this = self._closing[inode.ino] = object()
+            try:
+                top = await self._engine.view(groups.directory_of, inode.ino, self._open)
+            finally:
+                is_last = self._closing.get(inode.ino) is this
+                if is_last:
+                    del self._closing[inode.ino]
+            if not is_last:
+                return True  # who has closed it after that sees to it
             group = self._members.group_of.get(inode.ino)
         if group is not None and not group.is_open:
             return self._members.closed_late(inode)

@@ -1,7 +1,8 @@
 """The barrier before a rename: whatever becomes visible under a new name is durable first."""
 
 import stat
-from collections.abc import Iterable
+from collections import ChainMap
+from collections.abc import Iterable, MutableMapping
 
 import trio
 
@@ -70,18 +71,25 @@ async def _those_below(engine: Engine, inos: list[int], top: int) -> list[int]:
     known: dict[int, bool] = {}
     found: list[int] = []
     for start in range(0, len(inos), _SLICE):
-        found += await engine.view(_filter_below, inos[start : start + _SLICE], top, known)
+        below, new = await engine.view(_filter_below, inos[start : start + _SLICE], top, known)
+        found += below
+        known |= new
         await trio.lowlevel.checkpoint()
     return found
 
 
 def _filter_below(
     tx: ReadTransaction, inos: list[int], top: int, known: dict[int, bool]
-) -> list[int]:
-    return [ino for ino in inos if is_below(tx, ino, top, known)]
+) -> tuple[list[int], dict[int, bool]]:
+    """Those that are, and what was found out about directories besides ``known``."""
+    new: dict[int, bool] = {}
+    both = ChainMap(new, known)
+    return [ino for ino in inos if is_below(tx, ino, top, both)], new
 
 
-def is_below(tx: ReadTransaction, ino: int, top: int, known: dict[int, bool] | None = None) -> bool:
+def is_below(
+    tx: ReadTransaction, ino: int, top: int, known: MutableMapping[int, bool] | None = None
+) -> bool:
     """Whether ``ino`` is ``top`` or lies below it; a file that has had several names lies
     everywhere.
 

@@ -6,7 +6,7 @@ directory whose group seals it (groups/protocol.py) gets its name only when all 
 """
 
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 from aifs.core import faults
 from aifs.core.errors import ReadOnly
@@ -18,7 +18,7 @@ from aifs.layout.hint import DEFAULT_POLICY
 from aifs.meta import namespace, publishing
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.publishing import Publication, Published
-from aifs.meta.records import Dentry
+from aifs.meta.records import Dentry, Inode
 from aifs.store.store import Store
 from aifs.vfs import burst_hints, rights
 from aifs.vfs.names import Names
@@ -65,9 +65,21 @@ class Publishing(Names):
         policy of the new directory is to publish from the capacity tier; then nothing is renamed.
         Who may is the kernel's decision.
         """
-        moving = await self._engine.view(namespace.get_dentry, parent, name)
-        with self.refusals.noted(moving.ino, caller, "rename"):
-            await self._rename(moving, parent, name, new_parent, new_name, flags)
+        while True:
+            moving = await self._engine.view(namespace.get_dentry, parent, name)
+            with self.refusals.noted(moving.ino, caller, "rename"), suppress(publishing.Overtaken):
+                inode, other, published = await self._rename(
+                    moving, parent, name, new_parent, new_name, flags
+                )
+                break
+        self._adopt(inode)
+        if other is not None:
+            self._unlinked(other)
+        faults.reach(_SHOWN)
+        await self._engine.barrier()
+        self.drain.published(published)
+        if inode.is_dir:
+            self.retention.shown(new_parent)
 
     async def _rename(
         self,
@@ -77,7 +89,9 @@ class Publishing(Names):
         new_parent: int,
         new_name: bytes,
         flags: int,
-    ) -> None:
+    ) -> tuple[Inode, Inode | None, list[int]]:
+        """See namespace.rename; and which files had to be synced. Raises Overtaken if a name leads
+        elsewhere meanwhile."""
         named = [moving]
         published = await self._make_durable(moving, new_parent)
         if flags == namespace.RENAME_EXCHANGE:
@@ -96,15 +110,9 @@ class Publishing(Names):
                 flags,
                 cookies,
                 time.time_ns(),
+                [dentry.ino for dentry in named],
             )
-        self._adopt(inode)
-        if other is not None:
-            self._unlinked(other)
-        faults.reach(_SHOWN)
-        await self._engine.barrier()
-        self.drain.published(published)
-        if inode.is_dir:
-            self.retention.shown(new_parent)
+        return inode, other, published
 
     async def publish(self, what: Publication, caller: CallerLike) -> None:
         """Show a directory under its final name, and move the pointers to it, all in one

@@ -10,6 +10,7 @@ import math
 import stat
 import time
 from collections.abc import Callable
+from typing import Any
 
 import trio
 
@@ -54,7 +55,7 @@ class Retention:
         self._engine = engine
         self._io = io
         self._trash = trash_
-        self._kept: set[int] = set()  # directories with a policy
+        self._kept: set[int] = set()  # directories that have, or had, a policy
         self._due: set[int] = set()
         self._everything_at_s = -math.inf  # by trio's clock
         self._upkeep = upkeep
@@ -79,8 +80,6 @@ class Retention:
         if policy:
             self._kept.add(ino)
             self.shown(ino)
-        else:
-            self._kept.discard(ino)
 
     async def policy_of(self, ino: int) -> str:
         """The policy of a directory, '' if it has none."""
@@ -116,7 +115,6 @@ class Retention:
         """Remove what the policy of the directory ``ino`` does not keep."""
         kept = await self._engine.view(_get_kept, ino)
         if kept is None:  # or the directory is gone
-            self._kept.discard(ino)
             return
         try:
             keep = retention.parse_keep(kept.policy)
@@ -124,7 +122,7 @@ class Retention:
             raise Unavailable(f"inode {ino}: its policy of retention is damaged: {error}") from None
         inodes, checkpoints = await self._survey(ino, keep)
         for going in await self._decide(inodes, checkpoints, keep):
-            if await self._remove(_doom_old, ino, going.name, inodes[going.name]):
+            if await self._remove(_doom_old, ino, going.name, inodes[going.name], kept):
                 _log.info(
                     "checkpoint %r is removed: %s keeps others",
                     going.name.decode("utf-8", "replace"),
@@ -170,10 +168,10 @@ class Retention:
                 )
 
     async def _remove(
-        self, doom: Callable[..., Inode | None], parent: int, name: bytes, ino: int, *more: int
+        self, doom: Callable[..., Inode | None], parent: int, name: bytes, ino: int, more: Any
     ) -> bool:
         try:
-            inode = await self._engine.transact(doom, parent, name, ino, time.time_ns(), *more)
+            inode = await self._engine.transact(doom, parent, name, ino, time.time_ns(), more)
         except (NotFound, NotPermitted):  # it has gone, or something in it is immutable
             return False
         if inode is None:
@@ -233,7 +231,7 @@ class Retention:
         are left out: what is open stays until it is closed."""
         found: set[int] = set()
         for ino in [ino for ino, file in self._io.open.items() if file.users]:
-            await self._engine.view(_add_ancestors, ino, found)
+            found |= await self._engine.view(_ancestors, ino)
         return found
 
 
@@ -299,19 +297,23 @@ def _list(
     ]
 
 
-def _add_ancestors(tx: ReadTransaction, ino: int, found: set[int]) -> None:
-    while ino not in (keys.ROOT_INO, namespace.SEVERAL) and ino not in found:
+def _ancestors(tx: ReadTransaction, ino: int) -> set[int]:
+    found: set[int] = set()
+    while ino not in (keys.ROOT_INO, namespace.SEVERAL):
         inode = namespace.find_inode(tx, ino)
         if inode is None:
-            return
+            break
         if inode.is_dir:
             found.add(ino)
         ino = inode.parent
+    return found
 
 
-def _doom_old(tx: Transaction, parent: int, name: bytes, ino: int, now: int) -> Inode | None:
-    """Put a checkpoint into the trash, if it still has the name."""
-    return _doom(tx, parent, name, ino, now, _policy_setter(tx, parent))
+def _doom_old(
+    tx: Transaction, parent: int, name: bytes, ino: int, now: int, kept: Kept
+) -> Inode | None:
+    """Put a checkpoint into the trash, if it still has the name, and the policy is still ``kept``."""
+    return _doom(tx, parent, name, ino, now, kept.asker) if _get_kept(tx, parent) == kept else None
 
 
 def _doom_idle(
