@@ -2,7 +2,7 @@
 stops a call where an engine may suspend it, and lets others go on."""
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from aifs.check.fsck import check
 from aifs.core.errors import NotFound
 from aifs.files.chunk_users import users_of
 from aifs.files.types import ROOT
-from aifs.meta import keys
+from aifs.meta import groups, keys
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.namespace import RENAME_EXCHANGE
@@ -30,9 +30,11 @@ TEXT = b"0123456789" * 1000
 
 
 @asynccontextmanager
-async def stopping(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Filesystem]:
+async def stopping(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, settings: Mapping[str, object] = {}
+) -> AsyncIterator[Filesystem]:
     monkeypatch.setattr(store, "LmdbEngine", engines.Stopping)
-    async with opened(directory, SHAPE) as fs:
+    async with opened(directory, SHAPE | settings) as fs:
         yield fs
 
 
@@ -243,6 +245,118 @@ async def test_what_gets_a_name_is_durable_though_the_old_name_leads_elsewhere_m
             assert ino in fs.io.unsynced
         is_moved = flags == RENAME_EXCHANGE or name == b"f"
         assert (ino in fs.io.unsynced) == (not is_moved)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_a_group_that_ends_while_more_is_asked_of_it_has_ended(directory, monkeypatch, when):
+    async with stopping(directory, monkeypatch) as fs:
+        top = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
+        await put(fs, top, "group", "name=a,ranks=1,commit=explicit", ROOT)
+
+        async def mark() -> None:
+            await put(fs, top, "pending", "ranks=1", ROOT)
+
+        async with trio.open_nursery() as nursery:
+            async with stopped(fs, "change", mark, when):
+                nursery.start_soon(fs.groups.cancel, top)
+                await trio.testing.wait_all_tasks_blocked()
+        assert (await fs.groups.find(top)).state == "cancelled"
+        assert (await fs.store.engine.view(groups.find, top)).state == "cancelled"
+        await put(fs, top, "pending", "", ROOT)
+
+
+async def test_who_asks_for_a_group_that_begins_just_now_gets_that_group(directory, monkeypatch):
+    async with stopping(directory, monkeypatch) as fs:
+        top = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
+        found = []
+
+        async def find() -> None:
+            found.append(await fs.groups.find(top))
+
+        def begin():
+            return put(fs, top, "group", "name=a,ranks=1,commit=explicit", ROOT)
+
+        async with trio.open_nursery() as nursery:
+            async with stopped(fs, "begin", begin):
+                nursery.start_soon(find)
+                await trio.testing.wait_all_tasks_blocked()
+        assert found == [fs.groups.by_directory[top]]
+
+
+async def test_a_file_of_a_group_is_what_it_was_when_it_was_closed_last(directory, monkeypatch):
+    async with stopping(directory, monkeypatch) as fs:
+        top = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
+        await put(fs, top, "group", "name=a,ranks=2", ROOT)
+        (handle, *_), inode = await fs.create(top, b"f", 0o644, os.O_RDWR, ROOT)
+        await fs.write(handle, 0, TEXT)
+        async with stopped(fs, "directory_of", lambda: fs.release(handle)):
+            again, *_ = await fs.open(inode.ino, os.O_RDWR)
+            await fs.write(again, len(TEXT), b"more")
+            await fs.release(again)
+        (file,) = fs.groups.by_directory[top].files.values()
+        assert file.size == len(TEXT) + 4 and file.counted
+
+
+async def test_a_tiny_file_that_has_grown_since_it_was_closed_is_drained(directory, monkeypatch):
+    async with stopping(directory, monkeypatch, {"layout.inline_limit": "1000"}) as fs:
+        top = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
+        await put(fs, top, "group", "name=a,ranks=2", ROOT)
+        (handle, *_), inode = await fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
+        await fs.write(handle, 0, b"tiny")
+        async with stopped(fs, "directory_of", lambda: fs.release(handle)):
+            again, *_ = await fs.open(inode.ino, os.O_RDWR)
+            await fs.write(again, 0, TEXT)
+            await fs.release(again)
+        assert (await fs.getattr(inode.ino)).in_burst and fs.drain.status()["files"] == 1
+
+
+async def test_a_policy_that_was_replaced_meanwhile_removes_nothing(directory, monkeypatch):
+    async with stopping(directory, monkeypatch) as fs:
+        runs = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
+        for step in (1, 2, 3):
+            await fs.mkdir(runs, b"step-%d" % step, 0o755, ROOT)
+
+        async def enforce(policy: str) -> None:
+            await fs.retention.set_policy(runs, policy, ROOT)
+
+        async with stopped(fs, "_doom_old", lambda: enforce("last=1"), "before"):
+            await fs.retention.set_policy(runs, "last=2", ROOT)
+        await trio.testing.wait_all_tasks_blocked()
+        await fs.retention.enforce(runs)
+        assert [name for name, *_ in await fs.readdir(runs, 0)] == [b"step-2", b"step-3"]
+
+
+async def test_a_container_that_goes_while_it_is_compacted_is_no_fault(
+    directory, monkeypatch, caplog
+):
+    async with stopping(directory, monkeypatch, modes.INTERLEAVED) as fs:
+        kept = [await write_file(fs, b"%d" % number, os.urandom(5000)) for number in range(4)]
+        await moved_out(fs, *kept)
+        await fs.containers.retire(lambda *_: True)
+        for name in (b"0", b"1"):
+            await fs.unlink(ROOT_INO, name)
+        fs.forget(kept[:2])
+        await fs.collector.drain()
+        async with stopped(fs, "_mostly_dead", fs.compaction.compact):
+            for name in (b"2", b"3"):
+                await fs.unlink(ROOT_INO, name)
+            fs.forget(kept[2:])
+            await fs.collector.drain()
+        assert not await numbers(fs, b"t") and "not compacted" not in caplog.text
+
+
+async def test_a_file_that_is_unlinked_before_its_first_name_is_told_of_is_removed(
+    directory, monkeypatch
+):
+    async with stopping(directory, monkeypatch) as fs:
+        (handle, *_), inode = await fs.create(ROOT_INO, None, 0o644, os.O_RDWR, ROOT)
+        async with stopped(fs, "link", lambda: fs.link(inode.ino, ROOT_INO, b"f")):
+            await fs.unlink(ROOT_INO, b"f")
+        fs.forget([inode.ino])
+        await fs.release(handle)
+        await fs.collector.drain()
+        with pytest.raises(NotFound):
+            await fs.getattr(inode.ino)
 
 
 async def test_fsck_finds_the_same_where_views_are_run_again(directory, monkeypatch):
