@@ -8,20 +8,19 @@ page cache, is counted.
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import trio
 import trio.testing
 
 from aifs.core.budget import Budget
-from aifs.core.errors import Unavailable
 from aifs.data.containers.chunked import ChunkedObjects
 from aifs.data.latency import Hedging
-from aifs.data.reading.blocks import BLOCK_MAX
-from aifs.data.reading.chunk_cache import ChunkCache
+from aifs.data.reading.blocks import BLOCK_MAX, FilledSource
 from aifs.data.reading.read_cache import ReadCache
 from aifs.data.servers import Servers
-from aifs.layout.interleaved import Extent, Interleaved, Location
+from aifs.layout.interleaved import Extent, Interleaved
 from tests.support.data_servers import data_servers, hooked
 from tests.support.shelf import KINDS, Shelf, shelf
 
@@ -166,14 +165,14 @@ async def test_a_reader_that_is_cancelled_leaves_the_others(servers, tmp_path):
         data = random_bytes(2 * MIB)
         extents = await share(made, [data])
         began, go_on = trio.Event(), trio.Event()
-        fetch = made.files._fetch
+        read_from = made.files.read
 
-        async def slowly(place: Location, target: memoryview) -> None:
+        async def slowly(container: int, offset: int, target: memoryview) -> None:
             began.set()
             await go_on.wait()
-            await fetch(place, target)
+            await read_from(container, offset, target)
 
-        made.files._fetch = slowly
+        made.files.read_now, made.files.read = lambda *_: False, slowly
         contents = []
 
         async def read() -> None:
@@ -192,115 +191,91 @@ async def test_a_reader_that_is_cancelled_leaves_the_others(servers, tmp_path):
         assert contents == [data, data]
 
 
-# --- the cache of chunks ---
+# --- chunks in the read cache ---
+
+UNIT = 64 << 10
+"""The smallest buffer, and what a chunk is long here."""
 
 
-def place(number: int, length: int = 64 << 10) -> Location:
-    return Location(0, number, 4096, length, length, 0, b"")
+class Chunks:
+    """Chunks of 64 KiB, one in each container. ``asked``: what was fetched, by number."""
 
-
-class Loads:
-    """What was asked for, by container."""
-
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget) -> None:
+        self.cache = ReadCache(budget)
         self.asked: list[int] = []
 
-    async def __call__(self, place: Location, target: memoryview) -> None:
-        self.asked.append(place.container)
+    async def get(self, number: int) -> memoryview:
+        return await self.cache.fetch_whole(
+            FilledSource(number, UNIT, partial(self._load, number)), 4096, UNIT
+        )
+
+    async def _load(self, number: int, memory: memoryview, offset: int) -> int:
+        self.asked.append(number)
         await trio.lowlevel.checkpoint()
-        target[:] = bytes([place.container % 256]) * len(target)
+        memory[:] = bytes([number % 256]) * len(memory)
+        return len(memory)
 
-
-async def test_chunks_are_kept_within_their_share():
-    cache, load = ChunkCache(Budget(MIB)), Loads()  # a quarter: 4 of 64 KiB
-    for number in (1, 2, 3, 4, 4, 3, 5):
-        assert bytes(await cache.get(place(number), load)) == bytes([number]) * (64 << 10)
-    assert load.asked == [1, 2, 3, 4, 5]
-    assert [cache.find(place(number)) is not None for number in range(5, 0, -1)] == [
-        True,
-        True,
-        True,
-        True,
-        False,
-    ]
+    def has(self, number: int) -> bool:
+        return self.cache.peek(number, 4096) is not None
 
 
 @pytest.mark.parametrize(("lag", "most"), [(60, 1.0), (120, 1.0), (200, 2.0)])
 async def test_readers_who_drift_apart_have_chunks_fetched_once(lag, most):
-    """A quarter of the budget is 64 chunks, a half 128."""
-    cache, load = ChunkCache(Budget(16 * MIB)), Loads()
-    follower = 0
+    """An eighth of the budget is 32 chunks, a half 128."""
+    chunks, follower = Chunks(Budget(16 * MIB)), 0
     for leader in range(600):
-        await cache.get(place(leader), load)
+        await chunks.get(leader)
         if leader % 3 or leader - follower >= lag:  # falls behind, until it is that far
-            await cache.get(place(follower), load)
+            assert (await chunks.get(follower))[0] == follower % 256
             follower += 1
     for number in range(follower, 600):
-        await cache.get(place(number), load)
-    assert len(load.asked) <= most * 600
+        await chunks.get(number)
+    assert len(chunks.asked) <= most * 600
 
 
 async def test_fewer_chunks_are_kept_where_nobody_follows():
-    budget, load = Budget(16 * MIB), Loads()
-    cache = ChunkCache(budget)
+    chunks = Chunks(Budget(16 * MIB))
     for leader in range(300):
-        await cache.get(place(leader), load)
-        await cache.get(place(max(leader - 50, 0)), load)
-    assert budget.used == 8 * MIB + (64 << 10)  # a chunk is fetched before another one goes
+        await chunks.get(leader)
+        await chunks.get(max(leader - 50, 0))
+    assert chunks.cache.status()["cached_bytes"] == 8 * MIB
     for number in range(300, 700):
-        await cache.get(place(number), load)
-    assert sum(cache.find(place(number)) is not None for number in range(700)) == 64
+        await chunks.get(number)
+    assert sum(map(chunks.has, range(700))) == 32
 
 
 async def test_chunks_give_way_to_who_needs_memory():
-    budget, load = Budget(MIB), Loads()
-    cache = ChunkCache(budget)
+    budget = Budget(16 * MIB)
+    chunks = Chunks(budget)
+    own = budget.used
     for number in range(1, 5):
-        await cache.get(place(number), load)
-    assert budget.used == 256 << 10
-    assert budget.try_reserve(MIB)
-    assert all(cache.find(place(number)) is None for number in range(1, 5))
-    view = await cache.get(
-        place(1), load
-    )  # there is no memory for it: it is handed out all the same
-    assert view[0] == 1 and cache.find(place(1)) is None
-    budget.release(MIB)
+        assert (await chunks.get(number))[0] == number
+    assert budget.used == own + 4 * UNIT
+    assert budget.try_reserve(budget.total - own)
+    assert not any(map(chunks.has, range(1, 5)))
+    view = await chunks.get(1)  # there is no memory for it: it is handed out all the same
+    assert view[0] == 1 and not chunks.has(1)
+    budget.release(budget.total - own)
 
 
-async def test_a_failure_is_not_kept_and_each_tries_for_itself(nursery):
-    cache, asked = ChunkCache(Budget(MIB)), []
+async def test_a_chunk_that_reads_by_way_of_the_cache_takes_none_of_its_own_memory():
+    """Else many would hold what each of them is waiting for."""
+    budget, read = Budget(16 * MIB), []
+    cache = ReadCache(budget)
+    assert budget.try_reserve(budget.free)
 
-    async def fail(place: Location, target: memoryview) -> None:
-        asked.append(place)
-        await trio.lowlevel.checkpoint()
-        raise Unavailable("it has gone")
+    async def load(memory: memoryview, offset: int) -> int:
+        piece = await cache.fetch(Object(), 0, UNIT, UNIT)
+        memory[:] = piece
+        return len(memory)
 
-    async def read() -> None:
-        with pytest.raises(Unavailable, match="it has gone"):
-            await cache.get(place(1), fail)
-
-    async with trio.open_nursery() as readers:
-        for _ in range(3):
-            readers.start_soon(read)
-    assert len(asked) == 3
-    assert bytes(await cache.get(place(1), Loads()))[:1] == b"\1"
-
-
-async def test_what_is_on_its_way_when_a_container_moves_is_not_kept(nursery):
-    cache, load, go_on = ChunkCache(Budget(MIB)), Loads(), trio.Event()
-
-    async def slowly(place: Location, target: memoryview) -> None:
-        await go_on.wait()
-        target[:] = b"o" * len(target)
+    async def get(number: int) -> None:
+        read.append(len(await cache.fetch_whole(FilledSource(number, UNIT, load), 0, UNIT)))
 
     async with trio.open_nursery() as readers:
-        readers.start_soon(cache.get, place(1), slowly)
-        await trio.testing.wait_all_tasks_blocked()
-        cache.forget(1)
-        assert (await cache.get(place(1), load))[0] == 1
-        go_on.set()
-    assert (await cache.get(place(1), load))[0] == 1
-    assert load.asked == [1]
+        for number in range(200):  # in the 4 MiB of its own there are 64
+            readers.start_soon(get, number)
+    assert read == [UNIT] * 200
 
 
 # --- those who follow the first reader past the page cache ---

@@ -158,7 +158,7 @@ async def hedged(cache: ReadCache, slow: Source, other: Source) -> list[object]:
         for _ in range(3):
             readers.start_soon(read)
         await trio.sleep(0.5)
-        block = cache.peek(slow, 0)
+        block = cache.peek(slow.name, 0)
         assert cache.hedge(block, other) and cache.hedge(block, other)
     await cache.settle()
     assert cache.hedge(block, other)  # it is loaded, or has failed
@@ -177,7 +177,7 @@ async def test_a_hedged_block_is_what_comes_first(autojump_clock, nursery):
         async with trio.open_nursery() as readers:
             readers.start_soon(hedged, cache, slow, other)
             await trio.sleep(0.6)
-            block = cache.peek(slow, 0)
+            block = cache.peek(slow.name, 0)
             assert (
                 await block.bytes() == slow.data
                 and trio.current_time() - begin_s == pytest.approx(ended_s)
@@ -213,7 +213,7 @@ async def test_no_memory_no_hedge(autojump_clock, nursery):
     async with trio.open_nursery() as readers:
         readers.start_soon(cache.fetch, source, 0, UNIT, UNIT)
         await trio.sleep(0.5)
-        assert not cache.hedge(cache.peek(source, 0), source)
+        assert not cache.hedge(cache.peek(source.name, 0), source)
     assert source.requests == [0] and cache.status()["hedged_bytes"] == 0
 
 

@@ -138,7 +138,7 @@ class ChunkedObjects:
         if not self._layout.variable:
             return False
         is_waste = part.asked < min(WHOLE_BLOCKS_FROM, part.place.raw)
-        return not is_waste or self._containers.find_chunk(part.place) is not None
+        return not is_waste or self._containers.has_chunk(part.place)
 
     async def _find(self, offset: int) -> tuple[int, int, Location | None]:
         """Start and end of the chunk with byte ``offset`` of the file, and where it lies."""

@@ -8,7 +8,7 @@ any other.
 """
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from functools import partial
 from typing import NamedTuple
 
@@ -19,9 +19,9 @@ from aifs.data.checking.suspects import suspect_sets
 from aifs.data.containers import chunk_codec
 from aifs.data.objects.columns import columns_of
 from aifs.data.objects.object_set import ObjectSet, OnDamage
-from aifs.data.reading.blocks import BLOCK, BLOCK_MAX, object_name
+from aifs.data.patience import in_time, is_background
+from aifs.data.reading.blocks import BLOCK, BLOCK_MAX, FilledSource, object_name
 from aifs.data.reading.cached_reads import WHOLE_BLOCKS_FROM
-from aifs.data.reading.chunk_cache import ChunkCache
 from aifs.data.server import Missing, name_of
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import HEADER_BYTES, Location
@@ -78,7 +78,6 @@ class ContainerFiles:
         self._on_damage = on_damage
         self._find = find
         self._open: OrderedDict[int, _Open] = OrderedDict()  # by container, used last at the end
-        self._chunks = ChunkCache(servers.budget)
 
     def changed(self, container: int, layout: Striped) -> None:
         """Bytes have been appended to a container, or what an append left behind its end counts no
@@ -92,7 +91,7 @@ class ContainerFiles:
         """The table says something else of a container now: where it is, or which columns are good.
         Does not block.
         """
-        self._chunks.forget(container)
+        self.servers.cache.invalidate(_chunks_of(container))
         self._retire(container)
 
     def _retire(self, container: int) -> None:
@@ -180,13 +179,20 @@ class ContainerFiles:
     async def read_chunk(self, place: Location) -> memoryview:
         """The raw bytes of a chunk, checked; fetched once for all who ask meanwhile, and kept for a
         while. Raises Missing, Unavailable, Untold."""
-        return await self._chunks.get(place, self._fetch)
+        chunk = FilledSource(_chunks_of(place.container), place.raw, partial(self._fetch, place))
+        fetch = self.servers.cache.fetch_whole
+        if not is_background():
+            return await fetch(chunk, place.offset, place.raw)
+        layout = (await self._opened(place.container, place.offset)).entry.layout
+        with in_time(self.servers.idlest(layout.servers).workers.patience):
+            return await fetch(chunk, place.offset, place.raw)
 
-    def find_chunk(self, place: Location) -> memoryview | None:
-        """The same if it is in memory."""
-        return self._chunks.find(place)
+    def has_chunk(self, place: Location) -> bool:
+        """Whether it is in memory, or on its way there."""
+        return self.servers.cache.peek(_chunks_of(place.container), place.offset) is not None
 
-    async def _fetch(self, place: Location, target: memoryview) -> None:
+    async def _fetch(self, place: Location, memory: memoryview, _: int) -> int:
+        target = memory[: place.raw]
         offset = place.offset + HEADER_BYTES
         stored = target if place.codec == chunk_codec.PLAIN else memoryview(bytearray(place.stored))
         if not self.read_now(place.container, offset, stored):
@@ -198,6 +204,7 @@ class ContainerFiles:
                 place.container, entry, offset, stored, partial(_check, place), wrong
             )
             await self._work(entry.layout, _decode, place, stored, target)
+        return place.raw
 
     async def _work(self, layout: Striped, function: Callable, *args: object) -> object:
         """In a worker thread of whichever of the container's servers has the least to do."""
@@ -261,6 +268,13 @@ class ContainerFiles:
         Does not block.
         """
         self._close_some(0)
+
+
+def _chunks_of(container: int) -> Hashable:
+    """The name of a container's chunks in the read cache, by their offsets: what lies there is never
+    changed.
+    """
+    return ("chunks", container)
 
 
 # --- in worker threads ---

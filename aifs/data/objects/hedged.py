@@ -5,14 +5,14 @@ What is read for that goes through the read cache, too: the other data columns o
 there, or will be asked for next. So a hedge costs the parity of a block, and not what tells it.
 """
 
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import trio
 
 from aifs.core.errors import FsError
 from aifs.data.objects.columns import Columns, Range
-from aifs.data.reading.blocks import Block
+from aifs.data.reading.blocks import Block, FilledSource
 from aifs.data.reading.cached_reads import CachedReads, collect
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
@@ -26,8 +26,6 @@ _GRACE_S = 0.05
 """What a server at most has to answer after all: one that is new, or has been slow before, is not
 known to be late otherwise.
 """
-
-Fill = Callable[[memoryview, int], Awaitable[int]]
 
 
 class Hedges:
@@ -54,7 +52,7 @@ class Hedges:
         for index, start, _, count in self._layout.extents(offset, length):
             column = sources[index]
             for number in range(start // self._block, -(-(start + count) // self._block)):
-                block = self._cache.peek(self._source(column), number)
+                block = self._cache.peek(self._source(column).name, number)
                 if block is None:
                     return False
                 blocks[block] = column
@@ -63,12 +61,9 @@ class Hedges:
             for block, column in blocks.items()
         )
 
-    def _told(self, block: Block, column: int, size: int, unread: int) -> "_Told":
-        tell, judge = (
-            partial(self._tell, block, column, size, unread),
-            partial(self._judge, block, column),
-        )
-        return _Told(block.name, self._block, tell, judge, self._columns.in_use)
+    def _told(self, block: Block, column: int, size: int, unread: int) -> FilledSource:
+        tell = partial(self._tell, block, column, size, unread)
+        return FilledSource(block.name, self._block, tell, self._columns.in_use)
 
     async def fetch_all(self, ranges: Sequence[Range]) -> list[memoryview | FsError]:
         """As Columns.fetch_all; what is loaded or loading is not fetched again."""
@@ -106,6 +101,7 @@ class Hedges:
         buffer: memoryview,
         offset: int,
     ) -> int:
+        begin_s = trio.current_time()
         await trio.sleep(HEAD_START_S)
         if not block.loading:
             return 0
@@ -113,6 +109,8 @@ class Hedges:
             column, offset, len(buffer), size, unread, self._read
         )
         buffer[: len(data)] = data
+        taken_s = trio.current_time() - begin_s
+        trio.lowlevel.spawn_system_task(self._judge, block, column, taken_s)
         return len(data)
 
     async def _judge(self, block: Block, column: int, taken_s: float) -> None:
@@ -138,47 +136,3 @@ class Hedges:
         data = await collect([block], offset, length, self._block)
         self._columns.require_whole(column, offset, data, length, size)
         return data
-
-
-class _Told:
-    """As a source of the read cache. ``fill``: memory with what is at an offset; how many bytes
-    there were. ``judge``: what came of it, and the seconds that it took."""
-
-    busy = False
-
-    def __init__(
-        self,
-        name: Hashable,
-        block: int,
-        fill: Fill,
-        judge: Callable[[float], Awaitable[None]],
-        in_use: Callable[[int], None],
-    ) -> None:
-        self.name = name
-        self.block = block
-        self._fill = fill
-        self._judge = judge
-        self._in_use = in_use
-
-    def start(
-        self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int
-    ) -> None:
-        """See blocks.Source."""
-        self._in_use(1)
-        trio.lowlevel.spawn_system_task(self._load, tell, buffer, offset)
-
-    async def _load(
-        self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int
-    ) -> None:
-        begin_s = trio.current_time()
-        try:
-            count = await self._fill(buffer, offset)
-        except Exception as error:  # noqa: BLE001 (raised again where the bytes are waited for)
-            tell(error)
-            return
-        finally:
-            self._in_use(-1)
-        del buffer
-        tell(count)
-        del tell
-        await self._judge(trio.current_time() - begin_s)

@@ -1,3 +1,1 @@
-"""What reads of all layouts share: buffers, streams of readers, the read cache, whole chunks in
-memory.
-"""
+"""What reads of all layouts share: buffers, streams of readers, and the read cache."""

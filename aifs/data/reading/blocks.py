@@ -1,6 +1,6 @@
 """A piece of an object as the read cache holds it, and where such pieces come from."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from typing import Protocol
 
 import trio
@@ -76,6 +76,52 @@ class ObjectSource:
 
         self._in_use(1)
         self._workers.start(ended, self._read, buffer, offset)
+
+
+Fill = Callable[[memoryview, int], Awaitable[int]]
+"""Fills the beginning of memory with what is at an offset; how many bytes there were."""
+
+
+class FilledSource:
+    """Bytes that cannot be had by one request: they have to be put together, unpacked, or compared
+    with checksums. ``fill`` runs in a task of its own, in the foreground whoever asks.
+
+    ``in_use`` is told +1 when that begins and -1 when it has ended.
+    """
+
+    def __init__(
+        self,
+        name: Hashable,
+        block: int,
+        fill: Fill,
+        in_use: Callable[[int], None] = lambda change: None,
+    ) -> None:
+        self.name = name
+        self.block = block
+        self._fill = fill
+        self._in_use = in_use
+
+    @property
+    def busy(self) -> bool:
+        return False
+
+    def start(
+        self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int
+    ) -> None:
+        self._in_use(1)
+        trio.lowlevel.spawn_system_task(self._load, tell, buffer, offset)
+
+    async def _load(
+        self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int
+    ) -> None:
+        result: int | BaseException
+        try:
+            result = await self._fill(buffer, offset)
+        except Exception as error:  # noqa: BLE001 (raised again where the bytes are waited for)
+            result = error
+        finally:
+            self._in_use(-1)
+        tell(result)
 
 
 class Block:

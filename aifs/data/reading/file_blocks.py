@@ -8,19 +8,18 @@ all servers at a time.
 
 from collections.abc import Awaitable, Callable, Hashable
 
-import trio
-
+from aifs.data.reading.blocks import FilledSource
 from aifs.data.reading.cached_reads import WHOLE_BLOCKS_FROM, collect
 from aifs.data.reading.patterns import Pattern
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
 
-Fill = Callable[[int, memoryview, int], Awaitable[None]]
+FillRange = Callable[[int, memoryview, int], Awaitable[None]]
 """Fills memory with the bytes of the file from an offset on; last the file's size."""
 
 
-class FileBlocks:
-    """Of one file, whose bytes nobody changes. A Source of the read cache."""
+class FileBlocks(FilledSource):
+    """Of one file, whose bytes nobody changes."""
 
     def __init__(
         self,
@@ -28,16 +27,14 @@ class FileBlocks:
         layout: Striped,
         name: Hashable,
         block: int,
-        fill: Fill,
+        fill: FillRange,
         in_use: Callable[[int], None],
     ) -> None:
-        """``name`` and ``block``: see blocks.Source; ``in_use``: see ObjectSource."""
-        self.name = name
-        self.block = block
+        """``name`` and ``block``: see blocks.Source; ``in_use``: see FilledSource."""
+        super().__init__(name, block, self._fill_block, in_use)
         self._servers = servers
         self._layout = layout
-        self._fill = fill
-        self._in_use = in_use
+        self._fill_range = fill
         self._pattern = Pattern()
         self._size = 0
 
@@ -79,30 +76,13 @@ class FileBlocks:
         """Blocks that have been filled may have wrong bytes, or will have."""
         self._servers.cache.invalidate(self.name)
 
-    # --- as a source of the cache ---
-
     @property
     def busy(self) -> bool:
         """See blocks.Source."""
         servers = (self._servers.find(number) for number in self._layout.servers)
         return all(server is None or server.workers.busy for server in servers)
 
-    def start(
-        self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int
-    ) -> None:
-        """See blocks.Source."""
-        self._in_use(1)
+    async def _fill_block(self, buffer: memoryview, offset: int) -> int:
         part = buffer[: min(self.block, self._size - offset)]
-        trio.lowlevel.spawn_system_task(self._load, tell, part, offset, self._size)
-
-    async def _load(
-        self, tell: Callable[[int | BaseException], None], part: memoryview, offset: int, size: int
-    ) -> None:
-        try:
-            await self._fill(offset, part, size)
-        except Exception as error:  # noqa: BLE001 (raised again where the bytes are waited for)
-            tell(error)
-        else:
-            tell(len(part))
-        finally:
-            self._in_use(-1)
+        await self._fill_range(offset, part, self._size)
+        return len(part)

@@ -1,38 +1,38 @@
-"""How much of what has been read is kept in memory: one policy, for the blocks of objects and for
-whole chunks.
+"""How much of what has been read is kept in memory.
 
 What has been read is kept for those who follow the first reader and do not get it from a page
 cache. What was read first goes first: that a piece is read again says that a reader has passed it,
-not that more will come. Little is kept while nobody follows: a share of the budget. Once a piece is
+not that more will come. Little is kept while nobody follows: an eighth of the budget. Once a piece is
 read that is half way out, or was dropped not long ago, half of the budget is kept, until as much as
 the whole budget has been fetched without that happening again. So readers of the same bytes that
 are no further apart have them fetched once.
 """
 
-_FOLLOWED_SHARE = 2
+_FOLLOWED_SHARE, _SHARE = 2, 8
 
 
 class Keeping:
-    """``fetched``: bytes that have been fetched so far, which is the clock of all this."""
+    """``fetched``: bytes that have been fetched so far, as they count in the budget, which is the
+    clock of all this.
+    """
 
-    __slots__ = ("_followed_at", "_share", "_total", "fetched")
+    __slots__ = ("_followed_at", "_total", "fetched")
 
-    def __init__(self, total: int, share: int) -> None:
-        """``total``: bytes of the budget; one ``share``-th of them is kept while nobody follows."""
+    def __init__(self, total: int) -> None:
+        """``total``: bytes of the budget."""
         self.fetched = 0
         self._total = total
-        self._share = share
         self._followed_at = -total  # when somebody last read what others had read long before
 
     @property
     def limit(self) -> int:
         """Bytes that may be kept now."""
         is_followed = self.fetched - self._followed_at < self._total
-        return self._total // (_FOLLOWED_SHARE if is_followed else self._share)
+        return self._total // (_FOLLOWED_SHARE if is_followed else _SHARE)
 
     def read_again(self, first_at: int) -> None:
         """Somebody reads what is kept, and was first read when ``first_at`` had been fetched."""
-        if self.fetched - first_at > self._total // self._share // 2:
+        if self.fetched - first_at > self._total // _SHARE // 2:
             self.follow()
 
     def follow(self) -> None:

@@ -1,7 +1,10 @@
-"""Blocks of objects in memory: each is fetched once however many read it, ahead of them where that
-pays.
+"""What has been read, in memory: each piece is fetched once however many read it, ahead of them where
+that pays.
 
-An object is cut into aligned blocks. A block is *loading* or *loaded*; a load belongs to no task,
+A piece is a *block*: an aligned part of an object, or of a file that has to be put together or
+compared with checksums; or a whole chunk of a container, unpacked and compared, for files that
+share a chunk are different files to the kernel, whose page cache helps the readers of each one
+only. A block is *loading* or *loaded*; a load belongs to no task,
 so a reader that is cancelled while it waits disturbs nobody. Its memory counts in the budget until
 the last view of it has gone.
 
@@ -12,7 +15,8 @@ to no one who comes later.
 
 A read never waits for memory that others hold, who may in turn be waiting for what it reads: a
 small part of the budget is the cache's own, and what is fetched into that is handed to its readers
-and not kept.
+and not kept. A block whose load itself reads by way of the cache (``fetch_whole``) takes none of
+that.
 
 Loaded blocks are in one of two queues: those that were fetched ahead and that nobody has read yet,
 oldest first, and the others, in the order in which they were first read. Memory is taken from the
@@ -34,7 +38,6 @@ from aifs.data.reading.keeping import Keeping
 from aifs.data.reading.patterns import WINDOW_MAX
 
 _FLOOR = 16 << 20
-_USED_SHARE = 8
 _SMALLEST = 64 << 10  # buffers come in sizes 4 times larger than the one before
 
 
@@ -63,7 +66,8 @@ class ReadCache:
         self._ahead_bytes = 0  # with those that are loading
         self._hits = self._misses = self._joined = self._hedged_bytes = 0
         self._fetched_ahead = self._ahead_used = self._ahead_unused = 0
-        self._keeping = Keeping(budget.total, _USED_SHARE)
+        self._fetched_bytes = 0
+        self._keeping = Keeping(budget.total)
         budget.add_cache(self._give_back)
 
     @property
@@ -95,9 +99,9 @@ class ReadCache:
             self._keeping.read_again(block.read_at)
         return block
 
-    def peek(self, source: Source, index: int) -> Block | None:
-        """Block ``index`` if it is loading or loaded; nobody reads it now."""
-        return self._objects.get(source.name, {}).get(index)
+    def peek(self, name: Hashable, index: int) -> Block | None:
+        """Block ``index`` of an object if it is loading or loaded; nobody reads it now."""
+        return self._objects.get(name, {}).get(index)
 
     def start(self, source: Source, index: int, end: int) -> Block | None:
         """Begin to load block ``index`` of an object of ``end`` bytes, which ``find`` has not
@@ -105,7 +109,10 @@ class ReadCache:
 
         None if there is no memory now.
         """
-        memory = self._memory(_size(source, index, end))
+        return self._start(source, index, _size(source, index, end))
+
+    def _start(self, source: Source, index: int, size: int) -> Block | None:
+        memory = self._memory(size)
         return None if memory is None else self._load(source, index, memory)
 
     def read_ahead(self, source: Source, index: int, end: int) -> bool:
@@ -178,6 +185,18 @@ class ReadCache:
                 break
         return done
 
+    async def fetch_whole(self, source: Source, index: int, size: int) -> memoryview:
+        """All ``size`` bytes of block ``index``, read-only, whose load may read by way of this
+        cache: it does not wait for memory, but is not kept where there is none. Raises what the
+        load raises.
+        """
+        block = (
+            self.find(source, index, size)
+            or self._start(source, index, _rounded(size))
+            or self._load(source, index, memoryview(bytearray(size)), kept=False)
+        )
+        return await block.bytes()
+
     async def _bytes(self, source: Source, index: int, needed: int, end: int) -> memoryview:
         block = self.find(source, index, needed) or self.start(source, index, end)
         if block is None:
@@ -224,7 +243,8 @@ class ReadCache:
         block.answered = block.answered or is_own
         failed = isinstance(result, BaseException)
         if not failed:
-            self._keeping.fetched += result
+            self._fetched_bytes += result
+            self._keeping.fetched += block.size
         if block.loading and (is_own or not failed):
             if self._is_current(block):
                 self._take_in(block, failed)
@@ -334,13 +354,13 @@ class ReadCache:
     # --- status ---
 
     def status(self) -> dict[str, Any]:
-        """Counters since the mount. ``joined``: reads that waited for a load that was under way
+        """Counters since the mount, of blocks of all kinds. ``joined``: reads that waited for a load that was under way
         already; ``hedged_bytes``: of blocks that were asked of another source, too."""
         return {
             "hits": self._hits,
             "misses": self._misses,
             "joined": self._joined,
-            "fetched_bytes": self._keeping.fetched,
+            "fetched_bytes": self._fetched_bytes,
             "hedged_bytes": self._hedged_bytes,
             "read_ahead_bytes": self._fetched_ahead,
             "read_ahead_used_bytes": self._ahead_used,
@@ -353,8 +373,12 @@ def _size(source: Source, index: int, end: int) -> int:
     """The buffer for a block of an object of ``end`` bytes: no larger than it may need, in few
     sizes.
     """
-    needed = min(source.block, end - index * source.block)
+    size = _rounded(min(source.block, end - index * source.block))
+    return min(size, source.block) if source.block >= _SMALLEST else source.block
+
+
+def _rounded(needed: int) -> int:
     size = _SMALLEST
     while size < needed:
         size *= 4
-    return min(size, source.block) if source.block >= _SMALLEST else source.block
+    return size
