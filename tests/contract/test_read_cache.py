@@ -391,7 +391,7 @@ def test_like_the_object_itself(plan, blocks, seed):
         # it.
         first, last = place // 4, (place + len(oldest) - 1) // 4
         blocks = [
-            cache.find(source, index, UNIT) or cache.start(source, index, total)
+            cache.find(source.name, index, UNIT) or cache.start(source, index, total)
             for index in range(first, last + 1)
         ]
         if None in blocks:

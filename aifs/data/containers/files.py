@@ -179,13 +179,16 @@ class ContainerFiles:
     async def read_chunk(self, place: Location) -> memoryview:
         """The raw bytes of a chunk, checked; fetched once for all who ask meanwhile, and kept for a
         while. Raises Missing, Unavailable, Untold."""
-        chunk = FilledSource(_chunks_of(place.container), place.raw, partial(self._fetch, place))
-        fetch = self.servers.cache.fetch_whole
-        if not is_background():
-            return await fetch(chunk, place.offset, place.raw)
+        cache, name = self.servers.cache, _chunks_of(place.container)
+        block = cache.find(name, place.offset, place.raw)
+        if block is None:
+            source = FilledSource(name, place.raw, partial(self._fetch, place))
+            block = cache.start_whole(source, place.offset, place.raw)
+        if not (block.loading and is_background()):
+            return await block.bytes()
         layout = (await self._opened(place.container, place.offset)).entry.layout
         with in_time(self.servers.idlest(layout.servers).workers.patience):
-            return await fetch(chunk, place.offset, place.raw)
+            return await block.bytes()
 
     def has_chunk(self, place: Location) -> bool:
         """Whether it is in memory, or on its way there."""

@@ -88,7 +88,8 @@ class Hedges:
         source, end, block = self._source(column), offset + length, self._block
         numbers = range(offset // block, -(-end // block))
         blocks = [
-            self._cache.find(source, number, min(block, end - number * block)) for number in numbers
+            self._cache.find(source.name, number, min(block, end - number * block))
+            for number in numbers
         ]
         return blocks if None not in blocks else []
 
@@ -130,7 +131,9 @@ class Hedges:
         source, end = self._source(column), self._layout.object_length(column, size)
         number = offset // self._block
         needed = offset + length - number * self._block
-        block = self._cache.find(source, number, needed) or self._cache.start(source, number, end)
+        block = self._cache.find(source.name, number, needed) or self._cache.start(
+            source, number, end
+        )
         if block is None:  # there is no memory for it
             return await self._columns.exact(column, offset, length, size)
         data = await collect([block], offset, length, self._block)

@@ -195,7 +195,7 @@ class CachedReads:
             return None
         blocks = []
         for number, needed in self._pieces(offset, length):
-            block = self._cache.find(self.source(column), number, needed)
+            block = self._cache.find(self.source(column).name, number, needed)
             if block is None:
                 return None
             blocks.append(block)
@@ -211,7 +211,7 @@ class CachedReads:
         source, end = self.source(column), self._layout.object_length(column, size)
         blocks = []
         for number, needed in self._pieces(offset, length):
-            block = self._cache.find(source, number, needed) or self._cache.start(
+            block = self._cache.find(source.name, number, needed) or self._cache.start(
                 source, number, end
             )
             if block is None:

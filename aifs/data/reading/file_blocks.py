@@ -49,7 +49,9 @@ class FileBlocks(FilledSource):
         cache, pattern, block = self._servers.cache, self._pattern, self.block
         ahead = pattern.observe(offset, length, cache.window_max)
         numbers = range(offset // block, (offset + length - 1) // block + 1)
-        blocks = [cache.find(self, n, min(block, offset + length - n * block)) for n in numbers]
+        blocks = [
+            cache.find(self.name, n, min(block, offset + length - n * block)) for n in numbers
+        ]
         is_stream = pattern.following or length >= WHOLE_BLOCKS_FROM
         if only_streams and None in blocks and (pattern.random or not is_stream):
             return None

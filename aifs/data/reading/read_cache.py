@@ -15,7 +15,7 @@ to no one who comes later.
 
 A read never waits for memory that others hold, who may in turn be waiting for what it reads: a
 small part of the budget is the cache's own, and what is fetched into that is handed to its readers
-and not kept. A block whose load itself reads by way of the cache (``fetch_whole``) takes none of
+and not kept. A block whose load itself reads by way of the cache (``start_whole``) takes none of
 that.
 
 Loaded blocks are in one of two queues: those that were fetched ahead and that nobody has read yet,
@@ -26,7 +26,7 @@ A block that its server takes long for may be asked of another source, too (*hed
 who wait for it.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import trio
@@ -38,6 +38,7 @@ from aifs.data.reading.keeping import Keeping
 from aifs.data.reading.patterns import WINDOW_MAX
 
 _FLOOR = 16 << 20
+_NOTHING: Mapping[int, Block] = {}
 _SMALLEST = 64 << 10  # buffers come in sizes 4 times larger than the one before
 
 
@@ -82,9 +83,11 @@ class ReadCache:
 
     # --- reading ---
 
-    def find(self, source: Source, index: int, needed: int) -> Block | None:
-        """Block ``index`` if it is loading, or loaded with at least ``needed`` bytes."""
-        block = self._objects.get(source.name, {}).get(index)
+    def find(self, name: Hashable, index: int, needed: int) -> Block | None:
+        """Block ``index`` of an object if it is loading, or loaded with at least ``needed``
+        bytes.
+        """
+        block = self._objects.get(name, _NOTHING).get(index)
         if block is None:
             return None
         if block.view is not None and len(block.view) < needed:
@@ -101,7 +104,7 @@ class ReadCache:
 
     def peek(self, name: Hashable, index: int) -> Block | None:
         """Block ``index`` of an object if it is loading or loaded; nobody reads it now."""
-        return self._objects.get(name, {}).get(index)
+        return self._objects.get(name, _NOTHING).get(index)
 
     def start(self, source: Source, index: int, end: int) -> Block | None:
         """Begin to load block ``index`` of an object of ``end`` bytes, which ``find`` has not
@@ -114,6 +117,13 @@ class ReadCache:
     def _start(self, source: Source, index: int, size: int) -> Block | None:
         memory = self._memory(size)
         return None if memory is None else self._load(source, index, memory)
+
+    def start_whole(self, source: Source, index: int, size: int) -> Block:
+        """The same for all ``size`` bytes of a block whose load may read by way of this cache. It
+        needs no memory: where there is none it is not kept.
+        """
+        block = self._start(source, index, _rounded(size))
+        return block or self._load(source, index, memoryview(bytearray(size)), kept=False)
 
     def read_ahead(self, source: Source, index: int, end: int) -> bool:
         """Have block ``index`` loaded before somebody asks. False: not now, the server or memory is
@@ -185,23 +195,11 @@ class ReadCache:
                 break
         return done
 
-    async def fetch_whole(self, source: Source, index: int, size: int) -> memoryview:
-        """All ``size`` bytes of block ``index``, read-only, whose load may read by way of this
-        cache: it does not wait for memory, but is not kept where there is none. Raises what the
-        load raises.
-        """
-        block = (
-            self.find(source, index, size)
-            or self._start(source, index, _rounded(size))
-            or self._load(source, index, memoryview(bytearray(size)), kept=False)
-        )
-        return await block.bytes()
-
     async def _bytes(self, source: Source, index: int, needed: int, end: int) -> memoryview:
-        block = self.find(source, index, needed) or self.start(source, index, end)
+        block = self.find(source.name, index, needed) or self.start(source, index, end)
         if block is None:
             memory = await self._floor.take(_size(source, index, end))
-            block = self.find(source, index, needed) or self._load(
+            block = self.find(source.name, index, needed) or self._load(
                 source, index, memory, kept=False
             )
             del memory
