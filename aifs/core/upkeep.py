@@ -32,6 +32,7 @@ NEVER_S = math.inf
 
 
 class Work(Enum):
+    __hash__ = object.__hash__  # Enum's own is written in Python, and asked for at every open
     """The kinds of background work. The value is what the log calls it."""
 
     WATCH_SERVERS = "watching the data servers"

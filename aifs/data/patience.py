@@ -44,7 +44,15 @@ _FORGIVEN_S = 3600.0
 _LEAST_S = 0.001
 
 _in_background: ContextVar[bool] = ContextVar("in_background", default=False)
-_here = threading.local()
+
+
+class _Here(threading.local):
+    """What a worker thread is doing."""
+
+    call: "Call | None" = None
+
+
+_here = _Here()
 
 
 class Hanging(Unavailable):
@@ -171,13 +179,13 @@ class Patience:
         """The thread is about to ask the server for something: of a path, or of an object, by its
         key.
         """
-        call: Call | None = getattr(_here, "call", None)
+        call = _here.call
         if call is not None and call.patience is self:
             call.what, call.asks_since_s = (op, where), time.monotonic()
 
     def leave(self) -> None:
         """It has the answer."""
-        call: Call | None = getattr(_here, "call", None)
+        call = _here.call
         if call is not None and call.patience is self:
             call.asks_since_s = None
 
@@ -190,15 +198,9 @@ class Patience:
         finally:
             self.leave()
 
-    @contextmanager
-    def holding(self, lock: threading.Lock, op: str, where: str) -> Iterator[None]:
+    def holding(self, lock: threading.Lock, op: str, where: str) -> "_Holding":
         """A lock of the server's; to wait for it is to ask the server: who has it may hang."""
-        with self.asking(op, where):
-            lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
+        return _Holding(self, lock, op, where)
 
     def begin(self, call: Call) -> bool:
         with self._lock:
@@ -249,6 +251,23 @@ class Patience:
         if self.answered.is_set():
             self.answered = trio.Event()
         return True
+
+
+class _Holding:
+    """A context manager; each open of an object is one."""
+
+    __slots__ = ("_lock", "_op", "_patience", "_where")
+
+    def __init__(self, patience: Patience, lock: threading.Lock, op: str, where: str) -> None:
+        self._patience, self._lock, self._op, self._where = patience, lock, op, where
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            with self._patience.asking(self._op, self._where):
+                self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 async def until_answered(servers: "Iterable[Workers]") -> None:

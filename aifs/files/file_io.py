@@ -127,12 +127,15 @@ class FileIO:
             if ino in self._opening:
                 await self._opening[ino].wait()
                 continue
-            with self.opening(ino):
+            self._opening[ino] = _Opening()  # as ``opening``, for half its price
+            try:
                 inode, marked, unread = await self._engine.view(forms.load, ino)
                 if not inode.is_file:
                     raise Stale(f"inode {ino} is not a regular file")
                 self._note_first()
                 self.open[ino] = self._opened(inode, marked, unread)
+            finally:
+                self._end_opening(ino)
         file.handles += 1
         file.used = True
         return file
@@ -147,16 +150,16 @@ class FileIO:
         try:
             yield claims.keys()
         finally:
-            for ino, claim in claims.items():
-                del self._opening[ino]
-                file = self.open.get(ino)
-                if file is not None and claim.stored is not None:
-                    file.adopt(claim.stored)
-                if claim.forgotten and file is not None:
-                    file.forgotten = True
-                elif claim.forgotten:
-                    self._collector.add_orphan(ino)
-                claim.end()
+            for ino in claims:
+                self._end_opening(ino)
+
+    def _end_opening(self, ino: int) -> None:
+        claim, file = self._opening.pop(ino), self.open.get(ino)
+        if claim.stored is not None and file is not None:
+            file.adopt(claim.stored)
+        if claim.forgotten:
+            self.forget(ino)
+        claim.end()
 
     def is_open(self, ino: int) -> bool:
         """Whether it is open, or is being opened."""
@@ -193,8 +196,9 @@ class FileIO:
     def _note_first(self) -> None:
         """A file is about to be opened: background work looks after it that sleeps while none is."""
         if not self.open:
-            self._upkeep.at(Work.WRITE_BACK, trio.current_time() + self.commit_interval_s)
-            self._upkeep.wake(Work.WATCH_SERVERS)
+            now_s = trio.current_time()
+            self._upkeep.at(Work.WRITE_BACK, now_s + self.commit_interval_s)
+            self._upkeep.at(Work.WATCH_SERVERS, now_s + self._servers.watch_again_s(is_busy=True))
 
     def objects_of(self, inode: Inode, unread: int = 0, background: str = "") -> Bytes | None:
         """What holds the bytes of a file on the capacity tier; None if nothing does.

@@ -35,15 +35,21 @@ class Gate:
             self._queue.unpark_all()
 
     async def enter_alone(self) -> None:
+        if self._alone or self._inside:
+            await self._wait_alone()
+        self._alone = True
+
+    async def _wait_alone(self) -> None:
         self._waiting_alone += 1
         try:
             while self._alone or self._inside:
                 await self._park()
-            self._alone = True
+        except BaseException:  # cancelled: those who stood behind us may go on
+            if self._queue:
+                self._queue.unpark_all()
+            raise
         finally:
             self._waiting_alone -= 1
-            if not self._alone and self._queue:
-                self._queue.unpark_all()  # cancelled: those who stood behind us may go on
 
     def leave_alone(self) -> None:
         self._alone = False

@@ -27,7 +27,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import trio
@@ -166,7 +166,7 @@ class Transitions:
         await _enter(files)
         try:
             changes = [
-                FormChange(replace(flip.file.inode, **flip.form), **flip.record) for flip in flips
+                FormChange(flip.file.inode.but(**flip.form), **flip.record) for flip in flips
             ]
             garbage = await self._transact(files, function, changes, lost, new, time.time_ns())
             for flip, change in zip(flips, changes, strict=True):
@@ -300,7 +300,7 @@ class Transitions:
         await self._engine.barrier()
 
     async def _mark(self, file: OpenInode) -> bool:
-        had_checksums = await self._record([file], forms.put_mark, file.inode)
+        had_checksums = await self._record(file, forms.put_mark, file.inode)
         self._adopt_mark(file, True)
         return had_checksums
 
@@ -321,30 +321,27 @@ class Transitions:
         record."""
         inode = file.inode
         file.changed(time.time_ns())
-        await _enter([file])
+        await file.recording.enter_alone()
         try:
             data = change(inode.data or b"")
             # Never 0 blocks for a file with bytes: archivers take that for a file that is one hole.
-            after = replace(
-                inode, data=data or None, size=len(data), blocks=(len(data) + 511) // 512
-            )
-            await self._transact([file], forms.put_attributes, after, False)
-            inode.data, inode.size, inode.blocks = after.data, after.size, after.blocks
+            blocks = (len(data) + 511) // 512
+            await self._transact((file,), forms.put_inline, inode, data, blocks)
+            inode.data, inode.size, inode.blocks = data or None, len(data), blocks
         finally:
-            _leave([file])
+            file.recording.leave_alone()
 
     async def grow(self, file: OpenInode, size: int) -> None:
         """The file has at least ``size`` bytes, which count when that is on record: a write that
         ends below a size that somebody else is recording must wait for that."""
         inode = file.inode
-        await _enter([file])
+        await file.recording.enter_alone()
         try:
             if size > inode.size:
-                after = replace(inode, size=size)
-                await self._transact([file], forms.put_attributes, after, False)
+                await self._transact((file,), forms.put_size, inode, size)
                 inode.size = size
         finally:
-            _leave([file])
+            file.recording.leave_alone()
 
     # --- records ---
 
@@ -352,7 +349,7 @@ class Transitions:
         """Record the in-core attributes. The gate is not needed."""
         stripped, file.inode.stripped = file.inode.stripped, False
         try:
-            await self._record([file], forms.put_attributes, file.inode, stripped)
+            await self._record(file, forms.put_attributes, file.inode, stripped)
         except BaseException:
             file.inode.stripped |= stripped
             raise
@@ -364,7 +361,7 @@ class Transitions:
         The gate is not needed.
         """
         inode = file.inode
-        after = replace(inode)
+        after = inode.but()
         change(after, argument)
         # The times of the bytes are core's: they change here first, so that no save in between puts
         # the old ones back on record.
@@ -372,7 +369,7 @@ class Transitions:
         inode.atime_ns, inode.mtime_ns = times
         try:
             stored = await self._record(
-                [file], forms.change_attributes, inode.ino, change, argument, inode
+                file, forms.change_attributes, inode.ino, change, argument, inode
             )
         except BaseException:
             if (inode.atime_ns, inode.mtime_ns) == times:
@@ -380,18 +377,15 @@ class Transitions:
             raise
         file.adopt(stored)
 
-    async def _record(
-        self, files: Sequence[OpenInode], function: Callable[..., Any], *args: Any
-    ) -> Any:
-        """Run a transaction function that writes these files' records from what is in core. What it
-        returns has to be in core before the caller suspends: who waits to record them runs only
-        then.
+    async def _record(self, file: OpenInode, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a transaction function that writes the file's record from what is in core. What it
+        returns has to be in core before the caller suspends: who waits to record it runs only then.
         """
-        await _enter(files)
+        await file.recording.enter_alone()
         try:
-            return await self._transact(files, function, *args)
+            return await self._transact((file,), function, *args)
         finally:
-            _leave(files)
+            file.recording.leave_alone()
 
     async def _transact(
         self, files: Sequence[OpenInode], function: Callable[..., Any], *args: Any

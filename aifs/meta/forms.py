@@ -5,7 +5,6 @@ meanwhile stays. Which step must come before which is the business of files/tran
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from aifs.layout.interleaved import Extent
@@ -15,7 +14,15 @@ from aifs.meta.chunk_lists import Chunks
 from aifs.meta.degraded import find_degraded, put_degraded
 from aifs.meta.extents import put_extents, put_named
 from aifs.meta.kv import ReadTransaction, Transaction, grows
-from aifs.meta.records import Copy, Garbage, Inode, decode_burst
+from aifs.meta.records import (
+    Copy,
+    Garbage,
+    Inode,
+    decode_burst,
+    decode_inode,
+    with_attributes,
+    with_data,
+)
 from aifs.meta.servers import mark_unprotected
 
 
@@ -34,17 +41,42 @@ def load(tx: ReadTransaction, ino: int) -> tuple[Inode, bool, int]:
 
 def put_attributes(tx: Transaction, opened: Inode, stripped: bool) -> None:
     """Record what core knows better of an open file than the record (see
-    namespace.take_attributes). ``stripped``: a write has taken setuid and setgid away.
+    namespace.take_attributes), but for inline bytes. ``stripped``: a write has taken setuid and
+    setgid away.
 
     Not if it has been erased: somebody has opened it just before, by a name that was on its way
     out.
     """
-    stored = namespace.find_inode(tx, opened.ino)
-    if stored is not None:
-        namespace.take_attributes(stored, opened)
-        if stripped:
-            stored.mode = stored.unprivileged_mode
-        namespace.put_inode(tx, stored)
+    record = _find_record(tx, opened, stripped)
+    if record is not None:
+        changed = with_attributes(record, opened, opened.size, opened.blocks)
+        tx.put(keys.inode(opened.ino), changed)
+
+
+def put_size(tx: Transaction, opened: Inode, size: int) -> None:
+    """As ``put_attributes``, of a file that has this size."""
+    record = _find_record(tx, opened)
+    if record is not None:
+        tx.put(keys.inode(opened.ino), with_attributes(record, opened, size, opened.blocks))
+
+
+def put_inline(tx: Transaction, opened: Inode, data: bytes, blocks: int) -> None:
+    """As ``put_attributes``, of an empty or inline file that has these bytes."""
+    record = _find_record(tx, opened)
+    if record is not None:
+        changed = with_attributes(record, opened, len(data), blocks)
+        tx.put(keys.inode(opened.ino), with_data(changed, data))
+
+
+def _find_record(tx: Transaction, opened: Inode, stripped: bool = False) -> bytes | None:
+    """The record of an open file, if there is one, without setuid and setgid if a write has taken
+    them away."""
+    record = tx.get(keys.inode(opened.ino))
+    if record is None or not (stripped or opened.stripped):
+        return record
+    inode = decode_inode(opened.ino, record)
+    inode.mode = inode.unprivileged_mode
+    return inode.encode()
 
 
 def change_attributes(
@@ -222,7 +254,7 @@ def put_without_copy(tx: Transaction, ino: int, copy_id: int) -> int:
     inode = namespace.get_inode(tx, ino)
     assert inode.copy is not None and inode.copy.id == copy_id and not inode.in_burst
     namespace.discard_copy(tx, inode.copy)
-    namespace.put_inode(tx, replace(inode, copy=None))
+    namespace.put_inode(tx, inode.but(copy=None))
     return copy_id
 
 

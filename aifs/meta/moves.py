@@ -10,7 +10,6 @@ An *object set* is (ino, oid): the objects of a file, or with inode number 0 tho
 
 from collections.abc import Callable, Iterable, Set
 from contextlib import suppress
-from dataclasses import replace
 from typing import NamedTuple
 
 from aifs.core.errors import Unavailable
@@ -161,7 +160,7 @@ def flip(
 def _put_layout(tx: Transaction, objects: SetRecord) -> None:
     if objects.ino:
         inode = namespace.get_inode(tx, objects.ino)
-        namespace.put_inode(tx, replace(inode, layout=objects.layout))
+        namespace.put_inode(tx, inode.but(layout=objects.layout))
     else:
         record = chunks.find_container(tx, objects.oid)
         assert record is not None

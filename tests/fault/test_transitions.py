@@ -165,7 +165,7 @@ async def test_a_close_that_puts_bytes_into_the_record_loses_no_write(
 async def test_writes_of_inline_bytes_at_a_time_both_count(directory: Path, when: str) -> None:
     async with opened(directory, base=modes.OFF) as fs:
         (handle, *_), inode = await fs.create(1, b"f", 0o644, os.O_RDWR, OWNER)
-        async with held(fs, "put_attributes", when) as hold:
+        async with held(fs, "put_inline", when) as hold:
             await meanwhile(
                 fs,
                 hold,
@@ -186,7 +186,7 @@ async def test_a_write_below_a_size_that_is_not_on_record_waits_for_that(directo
             await fs.write(handle, offset, b"x" * 10)
             done.append(offset)
 
-        async with held(fs, "put_attributes", "before") as hold, trio.open_nursery() as nursery:
+        async with held(fs, "put_size", "before") as hold, trio.open_nursery() as nursery:
             nursery.start_soon(write, SIZE + 100)
             await hold.arrived.wait()
             nursery.start_soon(write, SIZE + 50)

@@ -252,6 +252,27 @@ def test_inodes_come_back(inode: Inode, form: bytes | Striped | Interleaved | No
     assert records.decode_inode(inode.ino, inode.encode()) == inode
 
 
+@given(INODES, some.none() | LAYOUTS | some.binary(max_size=99), INODES)
+def test_a_record_takes_attributes_and_inline_bytes_without_being_decoded(
+    inode: Inode, form: Striped | bytes | None, opened: Inode
+) -> None:
+    inode.layout = form if isinstance(form, Striped) else None
+    inode.data = form if isinstance(form, bytes) else None
+    after = inode.but(
+        size=7,
+        blocks=8,
+        atime_ns=opened.atime_ns,
+        mtime_ns=opened.mtime_ns,
+        ctime_ns=max(inode.ctime_ns, opened.ctime_ns),
+    )
+    changed = records.with_attributes(inode.encode(), opened, 7, 8)
+    assert records.decode_inode(inode.ino, changed) == after
+    if inode.layout is None and inode.copy is None:
+        for data in (b"new", b""):
+            found = records.decode_inode(inode.ino, records.with_data(changed, data))
+            assert found == after.but(data=data or None)
+
+
 @given(some.builds(Dentry, U64, U64, U8))
 def test_dentries_come_back(dentry: Dentry) -> None:
     assert records.decode_dentry(dentry.encode()) == dentry
