@@ -42,8 +42,7 @@ class BurstCopy:
         """``fd``: the descriptor for reading, if the copy has just been made."""
         self.device = device
         self.id = copy_id
-        self.fd = fd
-        """For reading; open from ``ensure_open`` to ``close`` or ``close_idle``."""
+        self._fd = fd  # for reading
         self._buffers = buffers
         self._key = (0, copy_id)
         self._writer: int | None = None
@@ -75,15 +74,21 @@ class BurstCopy:
 
     # --- descriptors ---
 
-    async def ensure_open(self) -> None:
-        """The copy is there, and ``stat``, ``lease`` and ``fd`` can be used."""
-        if self.fd is None:
-            await self._do(self._open_reader)
+    @property
+    def fd(self) -> int:
+        """For reading; there from ``ensure_open`` to ``close`` or ``close_idle``, which leaves it
+        while the copy is leased, or a call uses it.
+        """
+        assert self._fd is not None
+        return self._fd
+
+    async def ensure_open(self) -> int:
+        """The copy is there, and ``stat``, ``lease`` and ``fd``, which is returned, can be used."""
+        return await self._do(self._open_reader) if self._fd is None else self._fd
 
     async def backing(self) -> int:
         """A descriptor to set up passthrough with, ours: it stays open until ``close``."""
-        await self.ensure_open()
-        return self.fd
+        return await self.ensure_open()
 
     async def release_writers(self) -> None:
         """Nothing of ours is open for writing on return. No call that writes may be under way."""
@@ -104,8 +109,7 @@ class BurstCopy:
 
     async def is_used(self) -> bool:
         """Whether somebody else has the copy open or mapped, be it for reading."""
-        await self.ensure_open()
-        return leases.is_used(self.fd)
+        return leases.is_used(await self.ensure_open())
 
     @property
     def is_leased(self) -> bool:
@@ -121,10 +125,10 @@ class BurstCopy:
 
     def _open_reader(self) -> int:
         with self.device.lock_of(self.id):
-            if self.fd is None:
-                self.fd = self._open(write=False)
+            if self._fd is None:
+                self._fd = self._open(write=False)
                 self._was_open = True
-        return self.fd
+            return self._fd
 
     def _open_writer(self) -> int:
         with self.device.lock_of(self.id):
@@ -157,7 +161,7 @@ class BurstCopy:
         """
         if self._busy or self._leased:
             return 0
-        fds, self.fd, self._writer = (self._writer, self.fd), None, None
+        fds, self._fd, self._writer = (self._writer, self._fd), None, None
         unsynced = None
         if self._changes != self._synced_changes:
             unsynced = self._closing = self._closing or Lock()
@@ -172,7 +176,7 @@ class BurstCopy:
     def _close_unused(self) -> None:
         if self._closed and not self._busy:
             self.unlease()  # passthrough may keep the file open
-            fds, self.fd, self._writer = (self._writer, self.fd), None, None
+            fds, self._fd, self._writer = (self._writer, self._fd), None, None
             for fd in fds:
                 if fd is not None:
                     self.device.close_object(fd, self._removed)
@@ -193,8 +197,8 @@ class BurstCopy:
 
     def stat(self) -> os.stat_result:
         """Length, blocks and times, as they are, of a copy that has been opened. Does not block."""
-        if self.fd is not None:
-            return self.device.call("stat", self._key, os.fstat, self.fd)
+        if self._fd is not None:
+            return self.device.call("stat", self._key, os.fstat, self._fd)
         path = self.device.object_path(*self._key)
         return self.device.call("stat", self._key, os.stat, path)
 
@@ -202,14 +206,14 @@ class BurstCopy:
         """``length`` bytes, fewer at the copy's end. The memory is reused once no view of it is
         left.
         """
-        await self.ensure_open()
+        fd = await self.ensure_open()
         length = min(length, self.stat().st_size - offset)
         if length <= 0:
             return memoryview(b"")
         buffer = self._buffers.take(length)
-        if not self.device.may_inline and self.device.read_cached(self.fd, buffer, offset):
+        if not self.device.may_inline and self.device.read_cached(fd, buffer, offset):
             return buffer
-        return buffer[: await self._do(self.device.read, self._key, self.fd, buffer, offset)]
+        return buffer[: await self._do(self.device.read, self._key, fd, buffer, offset)]
 
     async def write(self, offset: int, data: bytes | memoryview) -> None:
         """All of ``data`` is in the page cache on return. Raises NoSpace, QuotaExceeded: any part

@@ -73,7 +73,7 @@ class Ledger:
     def writers(self) -> Iterator[tuple[int, int]]:
         """Id and device of the copies that are dirty and open."""
         for copy_id, copy in self._open.items():
-            if copy.dirty:
+            if copy.dirty and copy.totals is not None:
                 yield copy_id, copy.totals.server
 
     def begun(self, copy_id: int, server: int) -> None:
@@ -85,10 +85,10 @@ class Ledger:
 
     def dirty(self, copy_id: int, server: int, length: int) -> None:
         """The copy holds the newest bytes; also called when its length is found to have changed."""
-        copy = self._known(copy_id)
-        if not copy.dirty or copy.bytes != length or copy.totals.server != server:
+        copy, totals = self._known(copy_id), self.of(server)
+        if not copy.dirty or copy.bytes != length or copy.totals is not totals:
             self._leave(copy_id, copy)
-            copy.totals, copy.bytes, copy.dirty = self.of(server), length, True
+            copy.totals, copy.bytes, copy.dirty = totals, length, True
             self._enter(copy_id, copy)
 
     def clean(self, copy_id: int, server: int, length: int) -> None:

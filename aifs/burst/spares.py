@@ -6,6 +6,7 @@ spare one nothing.
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import trio
@@ -61,19 +62,20 @@ class Spares:
 
     async def _refill(self) -> None:
         """Begin to make more."""
-        self._done = trio.Event()
+        self._done = done = trio.Event()
+        refilled = partial(self._refilled, done)
         try:
             ids = [await self._take_id() for _ in range(BATCH)]
         except BaseException:
-            self._refilled([])
+            refilled([])
             raise
-        self._device.workers.start(self._refilled, _make, self._device, ids)
+        self._device.workers.start(refilled, _make, self._device, ids)
 
-    def _refilled(self, made: list[_Spare] | BaseException) -> None:
+    def _refilled(self, done: trio.Event, made: list[_Spare] | BaseException) -> None:
         if isinstance(made, list):
             self._files.extend(made)
             self._made_s = trio.current_time()
-        self._done.set()
+        done.set()
         self._done = None
         if self._stopped:
             self.stop()

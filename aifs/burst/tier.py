@@ -314,10 +314,10 @@ class BurstTier:
         devices = list(self._devices.values())
         if not devices:
             return
-        for copy_id, server in list(self._ledger.writers()):
+        for copy_id, number in list(self._ledger.writers()):
             copy = self._open.get(copy_id)
             if copy is not None and copy.is_open:
-                self._ledger.dirty(copy_id, server, copy.stat().st_blocks * 512)
+                self._ledger.dirty(copy_id, number, copy.stat().st_blocks * 512)
         for device, space in zip(
             devices, await self._servers.spaces([d.server for d in devices]), strict=True
         ):

@@ -165,7 +165,8 @@ def judge(
     inode: Inode, unread: int, lacks: list[Lack]
 ) -> Iterator[tuple[Lack, str, str, Fix | None]]:
     """What each lack means for a protected file: kind of finding, detail, what mends it."""
-    layout = inode.layout
+    layout = inode.objects
+    assert layout is not None
     mask = sum(1 << lack.column for lack in lacks)
     for lack in sorted(lacks):
         if layout.survives(unread | mask):

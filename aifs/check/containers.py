@@ -10,7 +10,7 @@ from aifs.check import repair
 from aifs.check.findings import RECORDS, RECOVERY, Fix, Subject, View, read_record
 from aifs.check.shared import SharedCheck
 from aifs.core.errors import FsError
-from aifs.layout.interleaved import HEADER_BYTES, Extent, Location
+from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location
 from aifs.meta import chunk_lists, chunks, keys, namespace
 from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.chunks import Container
@@ -107,9 +107,10 @@ class ContainerCheck:
         """
         oid, first = keys.chunk_list_parts(key)
         self._in_use(oid)
-        inode = None if ino is None else await self._view(_find, ino)
-        used = inode is not None and inode.chunks is not None and inode.oid == oid
-        if not used and certain and oid not in self._loose:
+        user = None if ino is None else await self._view(_find, ino)
+        if user is not None and (user.chunks is None or user.oid != oid):
+            user = None
+        if user is None and certain and oid not in self._loose:
             fix = partial(repair.delete, key=key)
             self._report("stray-record", f"chunk list {oid}", "no file has it", fix, RECORDS)
             return
@@ -117,19 +118,21 @@ class ContainerCheck:
             start, extents = _decode(value)
         except FsError as error:
             self._complete = False
-            if used and inode.layout.variable:
-                self._walk_of(inode).is_broken = True
-            subject = inode.ino if used else f"chunk list {oid}"
+            if user is not None and user.lists_extents:
+                self._walk_of(user).is_broken = True
+            subject = f"chunk list {oid}" if user is None else user.ino
             detail = f"chunk list {oid} from chunk {first} on: {error}"
             self._report("unreadable-record", subject, detail, None, RECORDS)
             return
         wrong = self._count(extents, first)
-        if used and chunk_lists.is_extents(value) != inode.layout.variable:
-            self._lost(inode, first, self._lacking("the list is that of a file of another form"))
-        elif used and inode.layout.variable:
-            self._judge_extents(inode, first, start, extents, wrong)
-        elif used:
-            self._judge(inode, first, extents, wrong)
+        if user is None:
+            return
+        if chunk_lists.is_extents(value) != user.lists_extents:
+            self._lost(user, first, self._lacking("the list is that of a file of another form"))
+        elif user.lists_extents:
+            self._judge_extents(user, first, start, extents, wrong)
+        else:
+            self._judge(user, first, extents, wrong)
 
     async def shared(self, key: bytes, value: bytes) -> None:
         place = self._shared.record(key, value)
@@ -173,10 +176,11 @@ class ContainerCheck:
             wrong = self._lacking(
                 f"the list has {len(extents)} of {_expected(inode, first)} chunks"
             )
-        for index, (_, place, _) in enumerate(extents, first):
-            length = inode.layout.length(index, inode.size)
+        layout = _chunks_of(inode)
+        for number, (_, place, _) in enumerate(extents, first):
+            length = layout.length(number, inode.size)
             if not wrong and place is not None and place.raw != length:
-                wrong = f"chunk {index} has {place.raw} bytes, not the {length} of the file"
+                wrong = f"chunk {number} has {place.raw} bytes, not the {length} of the file"
         if wrong:
             self._lost(inode, first, wrong)
 
@@ -212,7 +216,8 @@ class ContainerCheck:
 
     async def file(self, inode: Inode) -> None:
         """An interleaved file."""
-        count = inode.layout.count(inode.size) if not inode.layout.variable else min(inode.size, 1)
+        layout = _chunks_of(inode)
+        count = min(inode.size, 1) if layout.variable else layout.count(inode.size)
         for first in range(0, count, CHUNKS_PER_RECORD):
             if await self._view(read_record, keys.chunk_list(inode.oid, first)) is None:
                 self._lost(inode, first, self._lacking("the list has no record for them"))
@@ -223,7 +228,7 @@ class ContainerCheck:
 
     def _lost(self, inode: Inode, first: int, why: str) -> None:
         which = f"chunks {first} to {first + max(_expected(inode, first), 1) - 1}"
-        if inode.layout.variable:
+        if inode.lists_extents:
             which = f"extents from {first} on"
         self._report("lost-chunk", inode.ino, f"inode {inode.ino}: {which}: {why}", None, RECORDS)
 
@@ -280,6 +285,13 @@ def _find(tx: ReadTransaction, ino: int) -> Inode | None:
         return None
 
 
+def _chunks_of(inode: Inode) -> Interleaved:
+    """How an interleaved file is cut into chunks."""
+    layout = inode.chunks
+    assert layout is not None
+    return layout
+
+
 def _expected(inode: Inode, first: int) -> int:
     """How many chunks the record from ``first`` on must have."""
-    return max(0, min(CHUNKS_PER_RECORD, inode.layout.count(inode.size) - first))
+    return max(0, min(CHUNKS_PER_RECORD, _chunks_of(inode).count(inode.size) - first))

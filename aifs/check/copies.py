@@ -163,7 +163,7 @@ def _nonsense(tx: ReadTransaction, ino: int | None, oid: int, first: int, value:
     inode = None if ino is None else namespace.find_inode(tx, ino)
     if inode is None or inode.objects is None:
         return "checksums of objects that no file has"
-    if tx.get(keys.dirty(ino)) is not None:
+    if tx.get(keys.dirty(inode.ino)) is not None:
         return f"inode {ino}: checksums of a file that was being changed"
     count = -(-inode.size // HASHED)
     following = first + DIGESTS_PER_RECORD

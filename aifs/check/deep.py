@@ -226,11 +226,10 @@ class DeepCheck:
     async def _tell(self, ino: int) -> None:
         inode, bad = await self._view(namespace.get_inode, ino), self._bad.get(ino, [])
         where = await self._view(self._table.path, ino)
-        path = (
-            None
-            if inode.copy is None
-            else self._servers[inode.copy.server].object_path(0, inode.copy.id)
-        )
+        device = path = ""  # of its burst copy
+        if inode.copy is not None:
+            server = self._servers[inode.copy.server]
+            device, path = server.name, server.object_path(0, inode.copy.id)
         for kind in sorted({item.kind for item in bad}):
             ranges = _joined(item for item in bad if item.kind == kind)
             told = [self._describe(item) for item in ranges[:_TOLD_MAX]]
@@ -243,9 +242,7 @@ class DeepCheck:
             # Where the data servers do not have all bytes either, each may have those that the
             # other lacks.
             fix = None if bad else partial(repair.drop_copy, ino=ino)
-            detail = (
-                f"{self._servers[inode.copy.server].name}: {path} has other bytes than the file"
-            )
+            detail = f"{device}: {path} has other bytes than the file"
             self._problems.append(Problem("bad-cache", ino, detail, fix, where=where))
 
     def _describe(self, bad: _Bad) -> str:

@@ -55,7 +55,7 @@ SILENT = ""
 View = Callable[..., Awaitable[Any]]
 """``Engine.view``."""
 
-Fix = Callable[[Transaction], None]
+Fix = Callable[[Transaction], object]
 """A transaction function that mends one problem. It looks at the records as they are when it runs.
 """
 

@@ -31,7 +31,7 @@ class MarkCheck:
         if len(key) not in (9, 17) or not self._is_directory(ino):
             self._problem("stray-record", ino, "group of a directory, on what is none", key)
             return
-        number = keys.group_number(key)
+        number = keys.member_number(key) if keys.is_group_member(key) else None
         if number is not None and await self._view(read_record, keys.group(ino)) is None:
             self._problem(
                 "stray-record", ino, f"member {number} of a group, but the directory has none", key

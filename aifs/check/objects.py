@@ -83,12 +83,8 @@ class ObjectCheck:
         self.counts["files"] += inode.is_file
         count = int(inode.copy is not None)
         if inode.objects is not None:
-            count += sum(
-                1
-                for _ in expected_columns(
-                    inode.layout, inode.size, await self._view(lost_columns, inode.oid)
-                )
-            )
+            known = await self._view(lost_columns, inode.oid)
+            count += len(list(expected_columns(inode.objects, inode.size, known)))
         self._table.objects[row] = count
         self._expected += count
 
@@ -137,7 +133,9 @@ class ObjectCheck:
         if row == NONE or self._table.flags[row] & UNREADABLE:
             return row != NONE
         inode = await self._view(_read_inode, found.ino)
-        layout = inode.objects if inode is not None and inode.oid == found.oid else None
+        if inode is None or inode.oid != found.oid:
+            return False
+        layout = inode.objects
         if layout is None or server.id not in layout.servers:
             return False
         column = layout.servers.index(server.id)
@@ -180,11 +178,11 @@ class ObjectCheck:
     async def _find_missing(self, ino: int) -> None:
         """Look at each object of a file of which the listings did not show all."""
         inode, dirty = await self._view(lambda tx: (_read_inode(tx, ino), _is_dirty(tx, ino)))
-        if dirty:
+        if inode is None or dirty:
             return
         if inode.objects is not None:
             known = await self._view(lost_columns, inode.oid)
-            for column, number in expected_columns(inode.layout, inode.size, known):
+            for column, number in expected_columns(inode.objects, inode.size, known):
                 if await self._is_missing(number, ino, inode.oid):
                     lack = Lack(column, "missing-object", "is missing", 0)
                     await self._lacking(inode, self._servers[number], lack)
@@ -213,20 +211,21 @@ class ObjectCheck:
         """A column is missing or short. What that means for a protected file depends on the
         others.
         """
-        if inode.layout.is_protected:
+        layout = inode.objects
+        assert layout is not None
+        if layout.is_protected:
             self._lacks.setdefault(inode.ino, []).append(lack)
         else:
-            lost = lost_bytes(inode.layout, lack.column, lack.length, inode.size)
+            lost = lost_bytes(layout, lack.column, lack.length, inode.size)
             await self._lost(lack.kind, inode, server, lack.what, lost)
 
     async def _judge(self, ino: int, lacks: list[Lack]) -> None:
         inode = await self._view(_read_inode, ino)
-        for lack, kind, detail, fix in judge(
-            inode, await self._view(lost_columns, inode.oid), lacks
-        ):
-            await self._of_file(
-                kind, inode, self._servers[inode.layout.servers[lack.column]], detail, fix
-            )
+        assert inode is not None and inode.objects is not None
+        servers = [self._servers[number] for number in inode.objects.servers]
+        known = await self._view(lost_columns, inode.oid)
+        for lack, kind, detail, fix in judge(inode, known, lacks):
+            await self._of_file(kind, inode, servers[lack.column], detail, fix)
 
     async def _lost(
         self, kind: str, inode: Inode, server: DataServer, what: str, lost: str
@@ -241,12 +240,11 @@ class ObjectCheck:
         what: str,
         fix: Fix | None = None,
     ) -> None:
-        is_copy = server.role == "burst"
-        path = (
-            server.object_path(0, inode.copy.id)
-            if is_copy
-            else server.object_path(inode.ino, inode.oid)
-        )
+        key = inode.ino, inode.oid
+        if server.role == "burst":
+            assert inode.copy is not None
+            key = 0, inode.copy.id
+        path = server.object_path(*key)
         where = await self._view(self._table.path, inode.ino)
         self.problems.append(
             Problem(kind, inode.ino, f"{server.name}: {path} {what}", fix, where=where)

@@ -6,7 +6,7 @@ tasks in between.
 """
 
 import stat
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from functools import partial
 
@@ -97,7 +97,7 @@ def _read_batch(tx: ReadTransaction, start: bytes, end: bytes) -> list[tuple[byt
 class MetadataScan:
     """``problems`` and the ``table`` of all inodes are complete when ``run`` returns."""
 
-    def __init__(self, engine: Engine, servers: Collection[int], progress: Progress) -> None:
+    def __init__(self, engine: Engine, servers: Iterable[int], progress: Progress) -> None:
         self._engine = engine
         self._view = view = engine.view
         self._servers = frozenset(servers)

@@ -28,7 +28,8 @@ UNIT_MAX = 1 << 30
 class Extent(NamedTuple):
     """A run of a file's bytes that is one run in one object."""
 
-    index: int  # type: ignore[assignment]  # of the data column
+    column: int
+    """The number of the data column."""
     object_offset: int
     file_offset: int
     length: int

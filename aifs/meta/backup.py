@@ -65,6 +65,12 @@ class Name(NamedTuple):
     part: int
     seq: int | None
 
+    @property
+    def end(self) -> int:
+        """``seq`` of an increment, or of the last part of a base."""
+        assert self.seq is not None
+        return self.seq
+
     def __str__(self) -> str:
         if self.kind == INCREMENT:
             return f"increment-{self.after:016x}-{self.seq:016x}"
@@ -164,18 +170,18 @@ def chains(names: Iterable[Name]) -> list[Chain]:
     for last in (name for name in names if name.kind == BASE and name.seq is not None):
         parts = [Name(BASE, last.after, part, None) for part in range(last.part)]
         if names.issuperset(parts):
-            found.append(_extend([*parts, last], last.seq, increments))
+            found.append(_extend([*parts, last], last.end, increments))
     return sorted(found, key=lambda chain: (chain.seq, chain.segments[0].after), reverse=True)
 
 
 def _extend(segments: list[Name], seq: int, increments: list[Name]) -> Chain:
     while True:
-        fitting = [name for name in increments if name.after <= seq < name.seq]
+        fitting = [name for name in increments if name.after <= seq < name.end]
         if not fitting:
             return Chain(tuple(segments), seq)
-        longest = max(fitting, key=lambda name: name.seq)
+        longest = max(fitting, key=lambda name: name.end)
         segments.append(longest)
-        seq = longest.seq
+        seq = longest.end
 
 
 def newest(names: Iterable[Name], at: int | None = None) -> Chain | None:

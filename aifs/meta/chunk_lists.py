@@ -149,7 +149,7 @@ def shared_digests(record: bytes) -> list[bytes]:
     """Those of the shared chunks that a record of either format names, each as often as it does."""
     if not is_extents(record):
         return []
-    return [extent.place.digest for extent in decode_extents(record)[1] if extent.shared]
+    return [extent.digest for extent in decode_extents(record)[1] if extent.shared]
 
 
 def is_extents(record: bytes) -> bool:

@@ -187,7 +187,7 @@ class Move(NamedTuple):
     """
 
     oid: int
-    index: int
+    number: int
     old: Location
     new: Location
 
@@ -205,17 +205,17 @@ def move_chunks(
     for move in moves:
         if move.oid:
             by_record.setdefault(
-                (move.oid, move.index - move.index % CHUNKS_PER_RECORD), []
+                (move.oid, move.number - move.number % CHUNKS_PER_RECORD), []
             ).append(move)
     for (oid, first), group in by_record.items():
         record = tx.get(keys.chunk_list(oid, first))
         if record is None:
             continue
         places = decode_chunks(record)
-        current = [move for move in group if is_at(places, move.index - first, move.old)]
+        current = [move for move in group if is_at(places, move.number - first, move.old)]
         if current:
-            places = {move.index - first: move.new for move in current}
-            tx.put(keys.chunk_list(oid, first), _with_places(record, places))
+            copied = {move.number - first: move.new for move in current}
+            tx.put(keys.chunk_list(oid, first), _with_places(record, copied))
             done += current
     count_in(tx, [move.new for move in done])
     if done:

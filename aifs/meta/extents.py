@@ -75,6 +75,7 @@ def shares_of(tx: ReadTransaction, record: bytes) -> list[tuple[int, int, int]]:
     for extent in decode_extents(record)[1]:
         if extent.shared:
             place = resolve(tx, extent).place
+            assert place is not None  # zeros are not shared
             if place.container not in known:
                 found = chunks.find_container(tx, place.container)
                 known[place.container] = 0 if found is None else found.layout.servers[0]
@@ -86,9 +87,9 @@ def resolve(tx: ReadTransaction, extent: Extent) -> Extent:
     """The extent with the place of its shared chunk. Raises Unavailable if that is not known."""
     if not extent.is_named:
         return extent
-    found = shared.find_shared(tx, extent.place.digest)
+    found = shared.find_shared(tx, extent.digest)
     if found is None or found.place.raw != extent.length:
-        raise Unavailable(f"shared chunk {extent.place.digest.hex()[:16]} is not in the store")
+        raise Unavailable(f"shared chunk {extent.digest.hex()[:16]} is not in the store")
     return extent._replace(place=found.place)
 
 

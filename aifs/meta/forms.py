@@ -112,8 +112,8 @@ def put_mark(tx: Transaction, inode: Inode) -> bool:
     """
     stored = namespace.put_bytes(tx, inode)
     tx.put(keys.dirty(inode.ino), b"")
-    if inode.in_burst:  # it was in order, so the copy has been synced
-        _put_burst(tx, stored, durable=True, now=0)
+    if inode.copy is not None and inode.in_burst:  # it was in order, so the copy has been synced
+        _put_burst(tx, stored.ino, inode.copy, durable=True, now=0)
     return inode.layout is not None and namespace.drop_checksums(tx, inode.oid)
 
 
@@ -188,14 +188,13 @@ def change_forms(
         had, was_cached = stored.copy, stored.copy is not None and not stored.in_burst
         namespace.take_bytes(stored, change.inode)
         namespace.put_inode(tx, stored)
-        if stored.in_burst:
-            _put_burst(tx, stored, change.durable, now)
-        elif stored.copy is not None and not was_cached:
+        copy = stored.copy
+        if copy is not None and stored.in_burst:
+            _put_burst(tx, stored.ino, copy, change.durable, now)
+        elif copy is not None and not was_cached:
             if had is None:
-                tx.delete(keys.garbage(stored.copy.id))
-            namespace.put_copy(
-                tx, stored.ino, stored.copy, undrained=False, durable=change.durable, now=0
-            )
+                tx.delete(keys.garbage(copy.id))
+            namespace.put_copy(tx, stored.ino, copy, undrained=False, durable=change.durable, now=0)
         if change.marked:
             tx.put(keys.dirty(stored.ino), b"")
         else:
@@ -221,30 +220,30 @@ def _give_up(tx: Transaction, stored: Inode, after: Inode) -> list[int]:
 
 def _put_placed(tx: Transaction, change: FormChange) -> None:
     """New objects or chunks."""
-    inode, layout = change.inode, change.inode.layout
-    if inode.objects is not None:
+    inode, objects = change.inode, change.inode.objects
+    if objects is not None:
         tx.delete(keys.garbage(inode.oid))
-        if not layout.is_protected:
-            mark_unprotected(tx, layout.servers)
+        if not objects.is_protected:
+            mark_unprotected(tx, objects.servers)
         if change.lacking or change.due:
             put_degraded(tx, inode.oid, inode.ino, change.lacking)
         namespace.put_checksums(tx, inode.oid, change.digests)
-    elif not layout.variable:
+    elif not inode.lists_extents:
         if change.chunks:
             chunks.put_chunks(tx, inode.oid, change.chunks)
         else:
             put_named(tx, inode.oid)
 
 
-def _put_burst(tx: Transaction, inode: Inode, durable: bool, now: int) -> None:
+def _put_burst(tx: Transaction, ino: int, copy: Copy, durable: bool, now: int) -> None:
     """The copy is the file. What is on record of it as the file stays: since when, and that it is
     durable.
     """
-    found = tx.get(keys.burst_copy(inode.copy.id))
+    found = tx.get(keys.burst_copy(copy.id))
     since_ns = now
     if found is not None and (record := decode_burst(found)).undrained:
         since_ns, durable = record.since_ns, durable or record.durable
-    namespace.put_copy(tx, inode.ino, inode.copy, undrained=True, durable=durable, now=since_ns)
+    namespace.put_copy(tx, ino, copy, undrained=True, durable=durable, now=since_ns)
 
 
 def put_without_copy(tx: Transaction, ino: int, copy_id: int) -> int:

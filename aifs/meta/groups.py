@@ -361,7 +361,7 @@ def put_closed(
 
 def committed(tx: ReadTransaction, ino: int) -> list[int]:
     """The ranks of a group that have committed, ascending."""
-    return [keys.group_number(key) for key, _ in tx.range(*keys.group_members(ino))]
+    return [keys.member_number(key) for key, _ in tx.range(*keys.group_members(ino))]
 
 
 def get_member(tx: ReadTransaction, ino: int, number: int) -> GroupMember | None:
@@ -372,7 +372,7 @@ def get_member(tx: ReadTransaction, ino: int, number: int) -> GroupMember | None
 def members(tx: ReadTransaction, ino: int) -> dict[int, GroupMember]:
     """By number."""
     return {
-        keys.group_number(key): decode_member(value)
+        keys.member_number(key): decode_member(value)
         for key, value in tx.range(*keys.group_members(ino))
     }
 
@@ -419,9 +419,7 @@ def load(
     found: dict[int, tuple[GroupRecord, dict[int, GroupMember]]] = {}
     damaged: list[int] = []
     for ino in [
-        keys.number(key)
-        for key, _ in tx.range(*keys.all_of(b"n"))
-        if keys.group_number(key) is None
+        keys.number(key) for key, _ in tx.range(*keys.all_of(b"n")) if not keys.is_group_member(key)
     ]:
         try:
             record = find(tx, ino)

@@ -235,9 +235,14 @@ def group_members(ino: int) -> tuple[bytes, bytes]:
     return _TWO_NUMBERS(b"n", ino, 0), _NUMBER(b"n", ino + 1)
 
 
-def group_number(key: bytes) -> int | None:
-    """The number of an ``n`` key; None for the group's own."""
-    return int.from_bytes(key[9:], "big") if len(key) > 9 else None
+def is_group_member(key: bytes) -> bool:
+    """Whether an ``n`` key is a member's, not the group's own."""
+    return len(key) > 9
+
+
+def member_number(key: bytes) -> int:
+    """The number of a group's member, from its key."""
+    return int.from_bytes(key[9:], "big")
 
 
 def loose(oid: int) -> bytes:

@@ -253,6 +253,7 @@ class Database:
 
     def fill(self, changes: list[tuple[bytes, bytes | None]]) -> None:
         """Make changes, which nobody sees yet; a value of None deletes."""
+        assert self._writer is not None
         with self._writer.cursor() as cursor:
             cursor.putmulti(
                 [(key, with_check_value(key, value)) for key, value in changes if value is not None]
@@ -265,6 +266,7 @@ class Database:
         """The changes are on stable storage on return, with the ``applied`` sequence number.
         Blocks, in any thread.
         """
+        assert self._writer is not None
         if applied is not None:
             value = with_check_value(_APPLIED, _SEQ.pack(applied))
             self._writer.put(_APPLIED, value, db=self._own)

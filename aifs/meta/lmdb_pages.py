@@ -130,7 +130,8 @@ class _Pages:
         start, size = offset + _NODE.size, low | high << 16
         value = start + length
         if flags & _BIG:
-            self._check_overflow(*_NUMBER.unpack_from(data, value), size)
+            (first,) = _NUMBER.unpack_from(data, value)
+            self._check_overflow(first, size)
         elif value + size > self._page_bytes:
             raise BrokenPage(f"page {page}: a record is longer than the page")
         elif flags & _DATABASE:

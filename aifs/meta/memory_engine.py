@@ -57,11 +57,7 @@ class MemoryEngine(Engine):
 
     def __init__(self) -> None:
         self._pairs = SortedDict()
-        self.seq = 0
-
-    @property
-    def durable_seq(self) -> int:
-        return self.seq
+        self.seq = self.durable_seq = 0
 
     async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
         transaction = _Transaction(self._pairs, self.seq + 1)
@@ -71,7 +67,7 @@ class MemoryEngine(Engine):
             transaction.undo()
             raise
         if transaction.before:
-            self.seq += 1
+            self.seq = self.durable_seq = self.seq + 1
         return result
 
     @property

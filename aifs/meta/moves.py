@@ -232,7 +232,7 @@ def scan_files(
         if layout is None:
             return None
         allowed = staying if layout.is_protected else plain
-        if allowed.issuperset(layout.servers):
+        if allowed >= set(layout.servers):
             return None
         objects = SetRecord(inode.ino, inode.oid, layout, inode.size)
         return _due(objects, due_columns(layout, 0, allowed))
@@ -254,7 +254,7 @@ def scan_containers(
     def judge(key: bytes, value: bytes) -> Due | None:
         record = chunks.decode_container(value)
         allowed = staying if record.layout.is_protected else plain
-        if allowed.issuperset(record.layout.servers):
+        if allowed >= set(record.layout.servers):
             return None
         objects = SetRecord(0, keys.number(key), record.layout, record.length)
         return _due(objects, due_columns(record.layout, 0, allowed))

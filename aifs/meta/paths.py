@@ -17,7 +17,9 @@ def find_path(tx: ReadTransaction, ino: int) -> bytes | None:
     try:
         while ino != keys.ROOT_INO:
             inode = namespace.find_inode(tx, ino)
-            name = None if inode is None or not inode.parent else _find_name(tx, inode.parent, ino)
+            if inode is None or not inode.parent:
+                return None
+            name = _find_name(tx, inode.parent, ino)
             if name is None:
                 return None
             parts.append(name)

@@ -194,7 +194,7 @@ class Inode:
         unit, servers, count = 0, b"", 0
         if layout is None:
             form = EMPTY if data is None else INLINE
-        elif type(layout) is Striped:
+        elif isinstance(layout, Striped):
             form, unit, servers, count = (
                 STRIPED,
                 layout.unit,
@@ -445,9 +445,10 @@ def decode_policy(record: bytes) -> Policy:
         unit, count = _POLICY.unpack_from(record)
         return Policy(unit, count, _unpack_servers(record[_POLICY.size :]))
     unit, count, kind, compress, tier, expected = _LONG_POLICY.unpack_from(record)
-    redundancy, publish, end = (0, 0, 0), 0, _LONG_POLICY.size
+    replicas = data = parity = publish = 0
+    end = _LONG_POLICY.size
     if kind & _HAS_REDUNDANCY:
-        *redundancy, publish = _REDUNDANCY.unpack_from(record, end)
+        replicas, data, parity, publish = _REDUNDANCY.unpack_from(record, end)
         kind, end = kind & ~_HAS_REDUNDANCY, end + _REDUNDANCY.size
     if kind >= len(KINDS) or tier >= len(TIERS) or publish >= len(PUBLISHES):
         raise struct.error
@@ -461,7 +462,9 @@ def decode_policy(record: bytes) -> Policy:
         level,
         TIERS[tier],
         expected,
-        *redundancy,
+        replicas,
+        data,
+        parity,
         PUBLISHES[publish],
     )
 

@@ -4,7 +4,7 @@ kv.py).
 Each returns what it has found in its slice, and where the next one starts (b"": nowhere).
 """
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -29,8 +29,15 @@ class Uses(NamedTuple):
     lost: tuple[int, ...] = ()
     unreadable: int = 0
 
-    def __add__(self, other: "Uses") -> "Uses":
-        return Uses(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+def total(parts: Sequence[Uses]) -> Uses:
+    """Of all parts together."""
+    return Uses(
+        sum(part.objects for part in parts),
+        sum(part.length for part in parts),
+        tuple(oid for part in parts for oid in part.lost),
+        sum(part.unreadable for part in parts),
+    )
 
 
 def scan_files(
@@ -54,11 +61,12 @@ def _scan(tx: ReadTransaction, start: bytes, server: int, gone: Set[int]) -> tup
     for key, value in tx.range(start, keys.all_of(start[:1])[1], SLICE):
         count += 1
         found.append(_uses_of(tx, key, value, server, gone))
-    return sum(found, Uses()), key + b"\0" if count == SLICE else b""
+    return total(found), key + b"\0" if count == SLICE else b""
 
 
 def _uses_of(tx: ReadTransaction, key: bytes, value: bytes, server: int, gone: Set[int]) -> Uses:
     number = keys.number(key)
+    layout: Striped | None
     try:
         if key[:1] == b"t":
             container = chunks.decode_container(value)

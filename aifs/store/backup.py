@@ -211,14 +211,15 @@ class Backup:
         """
         wanted = self._engine.seq if seq is None else seq
         async with self._shipping:
-            if self._after is not None and self._shipped >= wanted:
+            after = self._after
+            if after is not None and self._shipped is not None and self._shipped >= wanted:
                 return
             self._making = self._engine.seq
             try:
-                if self._is_base_due():
+                if after is None or self._is_base_due():
                     await self._make_base()
                 else:
-                    await self._make_increment()
+                    await self._make_increment(after)
             except FsError as error:
                 self._last_error = str(error)
                 raise
@@ -318,17 +319,16 @@ class Backup:
     def _is_base_due(self) -> bool:
         late = trio.current_time() - self._base_at_s > BASE_AGE_S
         large = self._increment_bytes > max(self._base_bytes, _MIN_BASE_BYTES)
-        return (
-            self._after is None or late or large or self._is_server_leaving() or not self.interval_s
-        )
+        return late or large or self._is_server_leaving() or not self.interval_s
 
     def _is_server_leaving(self) -> bool:
         """One that may have the only copy of something."""
         return not self._base_servers <= self._files.servers()
 
-    async def _make_increment(self) -> None:
+    async def _make_increment(self, after: int) -> None:
+        """``after``: the state that it goes on from."""
         seq, forgotten, taken = self._engine.seq, self._forgotten, self._take_changes()
-        name = Name(INCREMENT, self._after, 0, seq)
+        name = Name(INCREMENT, after, 0, seq)
         try:
             await self._engine.barrier(seq)
             self._increment_bytes += await self._put_segment(name, taken[0], self._files.put)
@@ -354,7 +354,7 @@ class Backup:
     async def _make_base(self) -> None:
         # Increments go on beside the base: each state can then be made from the base before, too.
         if self._after is not None and self._changes:
-            await self._make_increment()
+            await self._make_increment(self._after)
         goes_on = self._after is not None
         if not goes_on:
             self._take_changes()
@@ -391,7 +391,8 @@ class Backup:
         """The state that it makes, and its length. The records are read a slice at a time, with
         others in between.
         """
-        begin, changes = self._engine.seq, {}
+        begin = self._engine.seq
+        changes: Writes = {}
         self._scanned.append(changes)
         if not self._listens:
             self._listens = True

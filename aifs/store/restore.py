@@ -293,7 +293,7 @@ def restore(config: Config, source: str, at: int | None, force: bool = False) ->
     chain = found.whole_chain(at)
     state = _state(found, chain)
     wanted = newest(found.sizes, at)
-    if wanted != chain:
+    if wanted is not None and wanted != chain:
         said = found.said_ns(wanted.segments[-1])
         _log.warning(
             "the newest backup, of sequence %d, is damaged: restored is generation %d, sequence %d, which is %s older",

@@ -253,8 +253,10 @@ async def adopt_domains(config: Config, engine: Engine) -> None:
                 changed += 1
         return changed
 
-    if named and await engine.transact(adopt):
-        await engine.barrier()
+    if named:
+        changed = await engine.transact(adopt)
+        if changed:
+            await engine.barrier()
 
 
 def require_registered(config: Config, paths: list[str], adding: str) -> None:

@@ -11,7 +11,7 @@ from aifs.data.servers import Servers
 from aifs.layout.placement import LOST
 from aifs.meta import server_uses
 from aifs.meta.kv import Engine
-from aifs.meta.server_uses import Copies, Uses
+from aifs.meta.server_uses import Copies, Uses, total
 
 
 async def count_uses(engine: Engine, servers: Servers, server: int) -> tuple[Uses, int]:
@@ -23,12 +23,10 @@ async def count_uses(engine: Engine, servers: Servers, server: int) -> tuple[Use
     )
     files = await _collect(engine, server_uses.scan_files, server, gone)
     containers = await _collect(engine, server_uses.scan_containers, server, gone)
-    total_files, total_containers = sum(files, Uses()), sum(containers, Uses())
-    lost = len(total_files.lost)
-    if total_containers.lost:
-        ids = frozenset(total_containers.lost)
+    lost = len(total(files).lost)
+    if ids := frozenset(total(containers).lost):
         lost += len(set().union(*await _collect(engine, server_uses.scan_chunk_lists, ids)))
-    return total_files + total_containers, lost
+    return total([*files, *containers]), lost
 
 
 async def find_copies(engine: Engine, device: int) -> Copies:

@@ -273,7 +273,7 @@ async def set_clean(engine: Engine, clean: bool) -> None:
     """Record whether the store is closed in order, durably when this returns."""
 
     def update(tx: Transaction) -> None:
-        superblock = json.loads(tx.get(keys.SUPERBLOCK))
+        superblock = json.loads(tx.get(keys.SUPERBLOCK) or b"")
         superblock |= {"clean": clean, "boot": files.boot_id()}
         tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())
 

@@ -147,7 +147,7 @@ class Compaction:
         async with self._containers.append_pieces(pieces, slots) as (places, lost):
             faults.reach(_COPIED)
             moves = [
-                Move(found.header.oid, found.header.index, old, new)
+                Move(found.header.oid, found.header.number, old, new)
                 for (found, old), new in zip(live, places, strict=True)
             ]
             garbage = await self._engine.transact(chunks.move_chunks, moves, lost)
@@ -193,12 +193,12 @@ def _live(tx: ReadTransaction, container: int, found: list[Found]) -> list[tuple
     for chunk in found:
         header = chunk.header
         if header.oid:
-            first = header.index - header.index % chunks.CHUNKS_PER_RECORD
+            first = header.number - header.number % chunks.CHUNKS_PER_RECORD
             if (header.oid, first) not in lists:
                 record = tx.get(keys.chunk_list(header.oid, first))
                 lists[header.oid, first] = [] if record is None else chunks.decode_chunks(record)
             known = lists[header.oid, first]
-            place = known[header.index - first] if header.index - first < len(known) else None
+            place = known[header.number - first] if header.number - first < len(known) else None
         else:
             shared = find_shared(tx, header.digest)
             place = None if shared is None else shared.place

@@ -203,7 +203,7 @@ def test_what_nobody_can_tell_is_lost_and_named(servers: Servers, layout: Stripe
         [extent] = [
             e
             for e in layout.extents(0, SIZE)
-            if e.index == 0 and e.object_offset <= offset < e.object_offset + e.length
+            if e.column == 0 and e.object_offset <= offset < e.object_offset + e.length
         ]
         bad = extent.file_offset + offset - extent.object_offset
         assert any(loss.start <= bad < loss.end and 0 in loss.columns for loss in losses)

@@ -159,7 +159,7 @@ async def test_what_no_object_holds_is_zeros_or_damage(servers, layout):
     lost = max(
         extent.file_offset + extent.length - 1
         for extent in layout.extents(0, len(data))
-        if extent.index == victim and extent.object_offset + extent.length == held
+        if extent.column == victim and extent.object_offset + extent.length == held
     )
     expected = bytearray(data)
     expected[lost] = 0

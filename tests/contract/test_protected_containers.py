@@ -248,7 +248,9 @@ async def found_in(made: Shelf, container: int) -> list[tuple[Location | None, b
     scan = ContainerScan(made.files, container, made.table[container], made.ends[container])
     found = []
     while some := await scan.following():
-        found += [(container, chunk.offset, chunk.header.oid, chunk.header.index) for chunk in some]
+        found += [
+            (container, chunk.offset, chunk.header.oid, chunk.header.number) for chunk in some
+        ]
     return found
 
 

@@ -170,7 +170,7 @@ class Mounted:
                 part = content[start : start + step]
                 piece = HashedPiece(fd, ino, start, len(part), digest_of(part), ino % 2)
                 if ino % 3 == 0 and not rows:
-                    piece = piece._replace(oid=oid, index=0)
+                    piece = piece._replace(oid=oid, number=0)
                 wanted.setdefault((piece.digest, piece.oid), piece)
                 rows.append(Extent(len(part), named(len(part), piece.digest).place, not piece.oid))
             lists.append(rows)

@@ -118,7 +118,7 @@ async def _store(
             elif segment.is_shared and digest in new:
                 rows.append(new[digest])
             else:
-                own = {} if segment.is_shared else {"oid": oids[ino], "index": len(rows)}
+                own = {} if segment.is_shared else {"oid": oids[ino], "number": len(rows)}
                 if segment.is_shared:
                     new[digest] = len(to_store)
                 rows.append(len(to_store))

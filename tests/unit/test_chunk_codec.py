@@ -33,7 +33,7 @@ contents = st.binary(min_size=1, max_size=3000) | st.binary(min_size=1, max_size
 def test_round_trip(data, level):
     header, record = stored(data, level)
     assert chunk_codec.unpack_header(record) == header
-    assert (header.oid, header.index, header.raw) == (2, 3, len(data))
+    assert (header.oid, header.number, header.raw) == (2, 3, len(data))
     assert header.digest == blake3(data).digest()
     assert len(record) <= HEADER_BYTES + len(data)
     assert (header.codec == ZSTD) == (header.stored < len(data))

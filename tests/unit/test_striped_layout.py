@@ -24,7 +24,7 @@ def test_extents_cover_the_range_byte_by_byte(layout, offset, length):
     for extent in layout.extents(offset, length):
         assert extent.length > 0
         for step in range(extent.length):
-            found.append((extent.file_offset + step, (extent.index, extent.object_offset + step)))
+            found.append((extent.file_offset + step, (extent.column, extent.object_offset + step)))
     assert found == [(byte, home(layout, byte)) for byte in range(offset, offset + length)]
 
 
@@ -33,8 +33,8 @@ def test_a_range_is_one_run_in_each_object(layout, offset, length):
     """What lets one request be one request to each server."""
     ends: dict[int, int] = {}
     for extent in layout.extents(offset, length):
-        assert ends.get(extent.index, extent.object_offset) == extent.object_offset
-        ends[extent.index] = extent.object_offset + extent.length
+        assert ends.get(extent.column, extent.object_offset) == extent.object_offset
+        ends[extent.column] = extent.object_offset + extent.length
 
 
 @given(layout=layouts, size=st.integers(0, 300))

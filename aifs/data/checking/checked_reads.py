@@ -140,7 +140,7 @@ class CheckedReads:
         wrong.
         """
         (ino, oid), layout = self._columns.key, self._layout
-        touched = {extent.index for extent in layout.extents(offset, len(part))}
+        touched = {extent.column for extent in layout.extents(offset, len(part))}
         for unread in suspect_sets(layout, touched, self._unread):
             try:
                 await _read_without(self._columns, layout, unread, offset, part, size)

@@ -218,7 +218,7 @@ class ColumnSource:
         high = max(extent.object_offset + extent.length for extent in extents)
         sources = {
             index: source_of(layout, index, unread)
-            for index in {extent.index for extent in extents}
+            for index in {extent.column for extent in extents}
         }
         usable = [column for column in range(len(layout.servers)) if not unread >> column & 1]
         needed = {source for source in sources.values() if source is not None}
@@ -268,7 +268,7 @@ class ColumnSource:
     def _suspicions(self, first: int, length: int) -> Iterator[int]:
         if self._doubted:
             yield self._doubted
-        touched = {extent.index for extent in self._layout.extents(first, length)}
+        touched = {extent.column for extent in self._layout.extents(first, length)}
         yield from suspect_sets(self._layout, touched, self._unread | 1 << self._column)
 
     def _remember(self, unread: int, certain: bool) -> None:

@@ -3,10 +3,10 @@ without gaps.
 
 header (all numbers little-endian)
     4 bytes magic "AIFC", u8 format=1, u8 codec (0 as they are, 1 zstd), u16 zero, u64 oid (the
-    generation of the file's bytes), u32 index of the chunk in the file, u32 stored length, u32 raw
+    generation of the file's bytes), u32 number of the chunk in the file, u32 stored length, u32 raw
     length, 32 bytes BLAKE3-256 of the raw bytes, u32 crc32 of all before
 
-A shared chunk has oid and index 0: it is of whoever names its digest. What counts is the first part
+A shared chunk has oid and number 0: it is of whoever names its digest. What counts is the first part
 of a container, as long as the metadata says; what a crash has left behind it is cut before the next
 append. In a coded container zeros fill the last row of each append.
 """
@@ -34,7 +34,7 @@ _local = threading.local()
 
 class Header(NamedTuple):
     oid: int
-    index: int
+    number: int
     codec: int
     stored: int
     raw: int
@@ -42,8 +42,8 @@ class Header(NamedTuple):
 
 
 def pack_header(header: Header) -> bytes:
-    oid, index, codec, stored, raw, digest = header
-    packed = _HEADER.pack(_MAGIC, _FORMAT, codec, 0, oid, index, stored, raw, digest)
+    oid, number, codec, stored, raw, digest = header
+    packed = _HEADER.pack(_MAGIC, _FORMAT, codec, 0, oid, number, stored, raw, digest)
     return packed + _CRC.pack(zlib.crc32(packed))
 
 
@@ -55,10 +55,10 @@ def unpack_header(packed: bytes | memoryview) -> Header:
         or zlib.crc32(view[: _HEADER.size]) != _CRC.unpack_from(view, _HEADER.size)[0]
     ):
         raise ValueError("not the header of a chunk")
-    magic, version, codec, _, oid, index, stored, raw, digest = _HEADER.unpack_from(view)
+    magic, version, codec, _, oid, number, stored, raw, digest = _HEADER.unpack_from(view)
     if magic != _MAGIC or version != _FORMAT or codec not in (PLAIN, ZSTD):
         raise ValueError("not the header of a chunk of a known format")
-    return Header(oid, index, codec, stored, raw, digest)
+    return Header(oid, number, codec, stored, raw, digest)
 
 
 def is_padding(data: bytes | memoryview) -> bool:
@@ -67,7 +67,7 @@ def is_padding(data: bytes | memoryview) -> bool:
 
 
 def encode(
-    memory: memoryview, raw: int, level: int, oid: int, index: int, digest: bytes = b""
+    memory: memoryview, raw: int, level: int, oid: int, number: int, digest: bytes = b""
 ) -> Header:
     """Make ``memory`` the stored form of a chunk whose ``raw`` bytes lie in it behind the place of
     the header.
@@ -83,7 +83,7 @@ def encode(
         if len(packed) < raw:
             codec, stored = ZSTD, len(packed)
             data[:stored] = packed
-    header = Header(oid, index, codec, stored, raw, digest)
+    header = Header(oid, number, codec, stored, raw, digest)
     memory[:HEADER_BYTES] = pack_header(header)
     return header
 

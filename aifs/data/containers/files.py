@@ -147,7 +147,7 @@ class ContainerFiles:
         wrong: str,
     ) -> None:
         layout, length, unread = entry
-        columns = {extent.index for extent in layout.extents(offset, len(target))}
+        columns = {extent.column for extent in layout.extents(offset, len(target))}
         for mask in suspect_sets(layout, columns, unread) if layout.is_protected else ():
             objects = ObjectSet(self.servers, layout, 0, container, unread=mask)
             try:

@@ -32,19 +32,19 @@ class FilePiece(NamedTuple):
     """A chunk of a source."""
 
     source: Source
-    index: int
+    number: int
 
     @property
     def space(self) -> int:
         """Bytes of a container that it takes at most."""
-        return HEADER_BYTES + self.source.layout.length(self.index, self.source.size)
+        return HEADER_BYTES + self.source.layout.length(self.number, self.source.size)
 
     def fill(self, memory: memoryview) -> Header:
         """Make the beginning of ``memory`` the chunk. Blocks. Raises Unavailable."""
         ino, oid, size, fd, layout, level = self.source
-        length = layout.length(self.index, size)
-        _read(fd, ino, memory[HEADER_BYTES : HEADER_BYTES + length], self.index * layout.chunk)
-        return chunk_codec.encode(memory, length, level, oid, self.index)
+        length = layout.length(self.number, size)
+        _read(fd, ino, memory[HEADER_BYTES : HEADER_BYTES + length], self.number * layout.chunk)
+        return chunk_codec.encode(memory, length, level, oid, self.number)
 
 
 class HashedPiece(NamedTuple):
@@ -52,7 +52,7 @@ class HashedPiece(NamedTuple):
     the file since.
 
     ``fd``: open for reading. ``ino``: of whose burst copy that is, for errors. ``level``: of zstd,
-    0 for no compression. It becomes a shared chunk, or, with ``oid``, extent ``index`` of that
+    0 for no compression. It becomes a shared chunk, or, with ``oid``, extent ``number`` of that
     file.
     """
 
@@ -63,7 +63,7 @@ class HashedPiece(NamedTuple):
     digest: bytes
     level: int
     oid: int = 0
-    index: int = 0
+    number: int = 0
 
     @property
     def space(self) -> int:
@@ -71,9 +71,9 @@ class HashedPiece(NamedTuple):
 
     def fill(self, memory: memoryview) -> Header:
         """As that of a FilePiece."""
-        fd, ino, offset, length, digest, level, oid, index = self
+        fd, ino, offset, length, digest, level, oid, number = self
         _read(fd, ino, memory[HEADER_BYTES : HEADER_BYTES + length], offset)
-        return chunk_codec.encode(memory, length, level, oid, index, digest)
+        return chunk_codec.encode(memory, length, level, oid, number, digest)
 
 
 class StoredPiece(NamedTuple):
@@ -128,28 +128,28 @@ def _read(fd: int, ino: int, target: memoryview, offset: int) -> None:
 
 def cut(source: Source) -> list[FilePiece | None]:
     """The chunks of a source in order; None for a hole. Blocks. Raises Unavailable."""
-    indexes = _indexes(source)
+    numbers = _numbers(source)
     pieces: list[FilePiece | None] = [None] * source.layout.count(source.size)
-    for index in indexes:
-        pieces[index] = FilePiece(source, index)
+    for number in numbers:
+        pieces[number] = FilePiece(source, number)
     return pieces
 
 
-def _indexes(source: Source) -> list[int]:
+def _numbers(source: Source) -> list[int]:
     """Of the chunks that are no holes."""
     count = source.layout.count(source.size)
     try:
         if os.fstat(source.fd).st_blocks * 512 >= source.size:
             return list(range(count))
-        indexes: list[int] = []
+        numbers: list[int] = []
         offset = 0
         while offset < source.size:
             offset = _next_data(source.fd, offset)
-            index = offset // source.layout.chunk
-            if index < count:
-                indexes.append(index)
-            offset = (index + 1) * source.layout.chunk
-        return indexes
+            number = offset // source.layout.chunk
+            if number < count:
+                numbers.append(number)
+            offset = (number + 1) * source.layout.chunk
+        return numbers
     except OSError as error:
         raise from_oserror(error, f"burst copy of inode {source.ino}") from error
 
