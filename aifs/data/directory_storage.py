@@ -51,7 +51,7 @@ class DirectoryStorage(Storage):
         """Object directories from which names were taken, which may be empty now."""
         self._directories_lock = threading.Lock()
         """Held while object directories are made and removed."""
-        self._unsynced_names = Unsynced()
+        self._unsynced_names = Unsynced[str]()
 
     @property
     def may_inline(self) -> bool:
@@ -115,6 +115,7 @@ class DirectoryStorage(Storage):
     @property
     def pool(self) -> int:
         """st_dev of the filesystem."""
+        assert self._inode is not None
         return self._inode[0]
 
     def works(self) -> bool:

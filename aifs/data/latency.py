@@ -48,7 +48,7 @@ class Latency:
         """
         counts = self._counts.get((op, length > 128 << 10))
         slower = total = sum(counts or ())
-        if total < _FEW:
+        if counts is None or total < _FEW:
             return None
         for bucket, count in enumerate(counts):
             slower -= count

@@ -82,6 +82,7 @@ class Completions:
         # clears the flag before it looks.
         if not self._awake:
             self._awake = True
+            assert self._token is not None  # bound before work was given to a thread
             try:
                 self._token.run_sync_soon(self._drain)
             except trio.RunFinishedError:

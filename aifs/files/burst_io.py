@@ -138,8 +138,8 @@ class BurstIO:
         """A cached copy is going to be the file: what it replaces is durable, and will be
         deleted.
         """
-        await file.copy.set_mtime(file.inode.mtime_ns)  # opening is no change yet
-        await file.copy.sync()
+        await file.own_copy.set_mtime(file.inode.mtime_ns)  # opening is no change yet
+        await file.own_copy.sync()
 
     async def _drop_copy(self, file: OpenInode) -> None:
         """The capacity tier has the file; its copy does not work."""
@@ -175,7 +175,7 @@ class BurstIO:
 
     async def _become_copy(self, file: OpenInode, new: BurstCopy | None) -> None:
         """The copy holds all that the file holds; from here on it is the file."""
-        inode, copy = file.inode, new or file.copy
+        inode, copy = file.inode, new or file.own_copy
         form = {"layout": None, "data": None, "copy": copy.place}
         flip = Flip(file, form, {"marked": True, "durable": inode.size > 0}, copy=new)
         await self._transitions.flip([flip])
@@ -192,7 +192,7 @@ class BurstIO:
 
         That is its drain, for less than what waiting for one costs. The gate is held alone.
         """
-        inode, copy = file.inode, file.copy
+        inode, copy = file.inode, file.own_copy
         await copy.release_writers()
         if inode.size and not copy.lease():  # of an empty file a mapping can change nothing
             return
@@ -211,7 +211,7 @@ class BurstIO:
         If a program has synced it after its last change, the dirty mark goes, too: so a rename need
         not look at it.
         """
-        copy = file.copy
+        copy = file.own_copy
         await copy.release_writers()
         if not copy.lease():
             return False
@@ -231,7 +231,7 @@ class BurstIO:
 
     def look(self, file: OpenInode) -> None:
         """Take size, blocks and mtime over from the copy, which may have been written past us."""
-        inode, status = file.inode, file.copy.stat()
+        inode, status = file.inode, file.own_copy.stat()
         if status.st_mtime_ns != file.copy_mtime_ns:
             told_ns, file.copy_mtime_ns = (
                 self._told_mtime(file, status.st_mtime_ns),
@@ -260,7 +260,7 @@ class BurstIO:
 
     async def set_mtime(self, file: OpenInode, mtime_ns: int) -> None:
         """Have the copy tell this mtime."""
-        await file.copy.set_mtime(mtime_ns)
+        await file.own_copy.set_mtime(mtime_ns)
         file.copy_mtime_ns = file.inode.mtime_ns = mtime_ns
 
     # --- bytes (by way of the daemon) ---
@@ -269,7 +269,7 @@ class BurstIO:
         """``length`` bytes, which lie below the size. A cached copy that fails is passed over.
         Raises Unavailable.
         """
-        copy, inode = file.copy, file.inode
+        copy, inode = file.own_copy, file.inode
         try:
             data = await copy.read(offset, length)
             if len(data) == length or file.marked:
@@ -282,24 +282,23 @@ class BurstIO:
                 raise
             _log.info("inode %d is read from the capacity tier: %s", inode.ino, error)
         if file.objects is None:
-            return inode.data[offset : offset + length]
+            return (inode.data or b"")[offset : offset + length]
         return await file.objects.read(offset, length, inode.size, True)
 
     async def write(self, file: OpenInode, offset: int, data: bytes | memoryview) -> None:
         """All of ``data``; it is in the page cache on return. The gate is held, shared, and
         ``enter`` has been called.
         """
-        await file.copy.write(offset, data)
+        await file.own_copy.write(offset, data)
         file.inode.size = max(file.inode.size, offset + len(data))
         file.changed(time.time_ns())
 
     async def truncate(self, file: OpenInode, size: int) -> None:
         """The gate is held alone, and ``enter`` has been called."""
         if size < file.inode.size:
-            await self._engine.barrier(
-                file.marked_seq
-            )  # the record must not promise more bytes than there are (I6)
-        await file.copy.truncate(size)
+            # The record must not promise more bytes than there are (I6).
+            await self._engine.barrier(file.marked_seq)
+        await file.own_copy.truncate(size)
         file.changed(time.time_ns())
         file.inode.size = size
         self.look(file)
@@ -313,7 +312,7 @@ class BurstIO:
         The dirty mark goes if it is proved that nobody has written meanwhile, be it through a
         mapping.
         """
-        copy, changes = file.copy, file.changes
+        copy, changes = file.own_copy, file.changes
         await copy.ensure_open()
         proof, own = await self._prove(file)
         try:
@@ -346,11 +345,11 @@ class BurstIO:
         if file.lease is not None:
             return file.lease, False
         if file.gate.is_free:  # else a truncation may be using our writing descriptor
-            await file.copy.release_writers()
+            await file.own_copy.release_writers()
             if file.lease is not None:
                 return file.lease, False
             free = file.gate.is_free and not file.may_be_written and file.inode.in_burst
-            if free and file.copy.lease():
-                file.take_lease(Lease(file.copy))
+            if free and file.own_copy.lease():
+                file.take_lease(Lease(file.own_copy))
                 return file.lease, True
         return None, False

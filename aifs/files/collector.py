@@ -131,9 +131,9 @@ class Collector:
         async with self._draining:
             while self._orphans or self._garbage:
                 while self._orphans and len(self._garbage) < _BATCH:
-                    batch = self._orphans[:_ERASED_AT_ONCE]
-                    oids, damaged = await self._engine.transact(_erase, batch)
-                    del self._orphans[: len(batch)]
+                    orphans = self._orphans[:_ERASED_AT_ONCE]
+                    oids, damaged = await self._engine.transact(_erase, orphans)
+                    del self._orphans[: len(orphans)]
                     for ino, error in damaged:
                         _log.warning(
                             "deleted inode %d cannot be removed (fsck will name it): %s", ino, error

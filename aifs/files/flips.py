@@ -80,7 +80,8 @@ class Draining(Lease):
         """
         file = self.file
         return (
-            not self.cancelled
+            file is not None
+            and not self.cancelled
             and file.lease is self
             and file.inode.nlink > 0
             and self.copy.is_leased
@@ -89,6 +90,7 @@ class Draining(Lease):
     def flip(self) -> Flip:
         """What becomes of the file. Tiny files give up their copy, if nobody uses it."""
         file = self.file
+        assert file is not None
         dropped = self.layout is None and file.handles == 1
         form = {
             "layout": self.layout,
@@ -136,7 +138,7 @@ class Flips:
             return Outcome.OPEN
         if file.opening or file.lease is not None:
             return Outcome.BUSY
-        copy = file.copy
+        copy = file.own_copy
         await copy.ensure_open()
         await copy.release_writers()
         if not copy.lease():
@@ -179,7 +181,7 @@ class Flips:
         Raises Stale, with nothing changed and all leases kept, if a shared chunk that one of them
         names has gone.
         """
-        async with alone([draining.file for draining in files if draining.holds()]):
+        async with alone([d.file for d in files if d.file is not None and d.holds()]):
             unchanged = [draining for draining in files if draining.holds()]
             if not unchanged:
                 return
@@ -195,7 +197,7 @@ class Flips:
             for draining in unchanged:
                 draining.loose = False
                 draining.outcome = Outcome.DRAINED
-                if draining.file.lease is draining:
+                if draining.file is not None and draining.file.lease is draining:
                     draining.file.end_lease()
         faults.reach(_FLIPPED)
 

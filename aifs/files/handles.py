@@ -38,6 +38,7 @@ class Handles:
         """Whether the kernel passes files on this server through: None, or why not. ``fd``: any
         file there.
         """
+        assert self._kernel.passthrough is not None
         try:
             self._kernel.passthrough.detach(self._kernel.passthrough.attach(fd))
         except OSError as error:
@@ -47,7 +48,7 @@ class Handles:
 
     async def add(self, file: OpenInode, flags: int) -> Opened:
         """A handle for one more open of ``file``, whose in-core state the caller has acquired."""
-        if self._may_pass_through(file, flags):
+        if self._server_for(file, flags) is not None:
             await file.gate.enter_alone()  # or its form might change meanwhile
             try:
                 await self._pass_through(file, flags)
@@ -64,24 +65,27 @@ class Handles:
         self._handles[handle] = opened
         return Opened(handle, file.backing, file.on_object and opened.writable)
 
-    def _may_pass_through(self, file: OpenInode, flags: int) -> bool:
+    def _server_for(self, file: OpenInode, flags: int) -> int | None:
+        """The number of the server whose file the kernel may use in place of this one; None: it may
+        not.
+        """
         # setuid and setgid must go with a write, which nobody would see.
         if self._kernel.passthrough is None or file.users or file.inode.is_privileged:
-            return False
+            return None
         if file.inode.flags & APPEND_ONLY:
-            return False  # a program may take O_APPEND back
+            return None  # a program may take O_APPEND back
         server = _server(file, flags)
-        return server is not None and server not in self._refused
+        return None if server in self._refused else server
 
     async def _pass_through(self, file: OpenInode, flags: int) -> None:
-        if not self._may_pass_through(file, flags):
+        server, on_object = self._server_for(file, flags), file.copy is None
+        if server is None:
             return  # any more
-        server, on_object = _server(file, flags), file.copy is None
-        fd = await _backing(file)
-        if fd is None or not self._may_pass_through(file, flags):
+        fd, passthrough = await _backing(file), self._kernel.passthrough
+        if fd is None or passthrough is None or self._server_for(file, flags) is None:
             return
         try:
-            file.backing, file.on_object = self._kernel.passthrough.attach(fd), on_object
+            file.backing, file.on_object = passthrough.attach(fd), on_object
         except OSError as error:
             where = name_of(server)
             _log.warning(
@@ -119,7 +123,7 @@ class Handles:
         file.users -= 1
         file.writers -= opened.writable
         self.writers -= opened.writable
-        if file.users == 0 and file.backing:
+        if file.users == 0 and file.backing and self._kernel.passthrough is not None:
             self._kernel.passthrough.detach(file.backing)
             file.backing, file.on_object = 0, False
         return file
@@ -147,7 +151,7 @@ async def _backing(file: OpenInode) -> int | None:
     try:
         if file.copy is not None:
             return await file.copy.backing()
-        return await file.objects.backing(file.inode.size)
+        return None if file.objects is None else await file.objects.backing(file.inode.size)
     except FsError as error:
         if file.inode.in_burst:
             raise

@@ -27,12 +27,14 @@ class Needs:
 
     async def find(self, owners: Mapping[int, int]) -> set[int]:
         """Which of these clean copies, with their files, are needed now."""
-        gone, wrong, needed = missing(self._servers), self._wrong_objects(), set()
-        if gone or wrong or await self._engine.view(any_degraded):
-            for copy_id, ino in owners.items():
-                if not await self._engine.view(is_file_whole, ino, gone, wrong):
-                    needed.add(copy_id)
-                await trio.lowlevel.checkpoint()
+        gone, wrong = missing(self._servers), self._wrong_objects()
+        needed: set[int] = set()
+        if not gone and not wrong and not await self._engine.view(any_degraded):
+            return needed
+        for copy_id, ino in owners.items():
+            if not await self._engine.view(is_file_whole, ino, gone, wrong):
+                needed.add(copy_id)
+            await trio.lowlevel.checkpoint()
         return needed
 
     def note(self, looked_at: Set[int], needed: Set[int]) -> None:

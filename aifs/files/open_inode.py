@@ -123,6 +123,12 @@ class OpenInode:
         self.recording = Gate()
         """Held alone by who writes the record, until what it says is in core, too."""
 
+    @property
+    def own_copy(self) -> BurstCopy:
+        """``copy`` of a file that has one."""
+        assert self.copy is not None
+        return self.copy
+
     def adopt(self, stored: Inode) -> None:
         """Transactions may come here in another order than that in which they count: what is older
         than what has been taken over changes nothing."""
@@ -144,7 +150,7 @@ class OpenInode:
         while True:
             objects = self.objects
             if self.inode.in_burst:
-                return await self.copy.data_range(offset, size)
+                return await self.own_copy.data_range(offset, size)
             if objects is None:
                 return offset, size
             found = await objects.data_range(offset, size, strict)

@@ -45,16 +45,16 @@ async def _allocate_in_burst(
         file.cancel_lease()
         file.changes += 1
         await io.burst.enter(file, offset + length)
-        await file.copy.ensure_open()
+        copy = file.own_copy
+        await copy.ensure_open()
         try:
-            await file.copy.allocate(mode, offset, length)
+            await copy.allocate(mode, offset, length)
         except NotSupported:
             if not mode & ZERO_RANGE:
                 raise
-            await file.copy.allocate(
-                PUNCH_HOLE | KEEP_SIZE, offset, length
-            )  # tmpfs can do the same in two steps
-            await file.copy.allocate(mode & KEEP_SIZE, offset, length)
+            # tmpfs can do the same in two steps.
+            await copy.allocate(PUNCH_HOLE | KEEP_SIZE, offset, length)
+            await copy.allocate(mode & KEEP_SIZE, offset, length)
         file.changed(time.time_ns())
         io.burst.look(file)
     finally:
@@ -65,8 +65,8 @@ async def _punch(io: FileIO, file: OpenInode, offset: int, end: int) -> None:
     await io.enter_to_change(file, end)
     try:
         if file.inode.in_burst:
-            await file.copy.ensure_open()
-            await file.copy.allocate(PUNCH_HOLE | KEEP_SIZE, offset, end - offset)
+            await file.own_copy.ensure_open()
+            await file.own_copy.allocate(PUNCH_HOLE | KEEP_SIZE, offset, end - offset)
             file.changed(time.time_ns())
             io.burst.look(file)
             return
@@ -106,7 +106,7 @@ async def seek(io: FileIO, file: OpenInode, offset: int, whence: int) -> int:
         raise Invalid("lseek: neither SEEK_DATA nor SEEK_HOLE")
     told = _tells_holes(file)
     if told and file.inode.in_burst:
-        return await file.copy.seek(offset, whence)
+        return await file.own_copy.seek(offset, whence)
     size = io.attributes(file).size
     if not 0 <= offset < size:
         raise NoSuchAddress()
@@ -157,8 +157,9 @@ async def copy(
     if source.inode.in_burst and target.inode.in_burst:
         await io.enter_to_change(target, offset_out + length)
         try:
-            await target.copy.ensure_open()
-            done = await target.copy.copy_range(source.copy, offset_in, offset_out, length)
+            sender, receiver = source.own_copy, target.own_copy
+            await receiver.ensure_open()
+            done = await receiver.copy_range(sender, offset_in, offset_out, length)
         finally:
             target.gate.leave_shared()
         if done:

@@ -185,6 +185,7 @@ class FromCopies:
         """Whether the copy of a file was found to be wrong, or could not be read, since
         ``look_again``.
         """
+        assert inode.copy is not None
         return (inode.copy.id, inode.oid) in self._useless
 
     def look_again(self) -> None:

@@ -37,6 +37,7 @@ async def judge_copy(
     """Compare the clean burst copy of a file with the checksums of what is on the data servers. One
     that is missing is wrong. ``memory``: of COPY_PIECE bytes; ``throttle`` is awaited with the
     bytes of each piece."""
+    assert inode.copy is not None
     server, key = servers.find(inode.copy.server), (0, inode.copy.id)
     if server is None:
         return Judgement.UNREADABLE
@@ -87,10 +88,11 @@ async def _parts(engine: Engine, inode: Inode, start: int) -> Sequence[Part]:
 
 async def _chunks(engine: Engine, inode: Inode, start: int, end: int) -> Sequence[Part]:
     parts: list[Part] = []
-    layout = inode.layout
-    while (index := start // layout.chunk + len(parts)) * layout.chunk < end:
-        first, places = await engine.view(chunks.get_chunks, inode.oid, index)
-        if not first <= index < first + len(places):
+    layout = inode.chunks
+    assert layout is not None
+    while (number := start // layout.chunk + len(parts)) * layout.chunk < end:
+        first, places = await engine.view(chunks.get_chunks, inode.oid, number)
+        if not first <= number < first + len(places):
             return []  # the list is damaged: fsck names it
         last = min(-(-end // layout.chunk), first + len(places))
         parts += [
@@ -99,7 +101,7 @@ async def _chunks(engine: Engine, inode: Inode, start: int, end: int) -> Sequenc
                 layout.length(n, inode.size),
                 place.digest if (place := places[n - first]) else None,
             )
-            for n in range(index, last)
+            for n in range(number, last)
         ]
     return parts
 

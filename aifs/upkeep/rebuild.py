@@ -183,14 +183,14 @@ class Rebuild:
         await self._take_reports()
         await self._from_copies.rescue()
         self._round_failed, self._round_failing, self._round_done, self._round_busy = [], 0, 0, 0
-        await self._count()
-        if self._left.objects:
+        left = await self._count()
+        if left.objects:
             failure: FsError | None = None
             send, receive = trio.open_memory_channel[tuple[int, int]](0)
             self._active.clear()
             async with trio.open_nursery() as nursery, send:
                 for _ in range(self._workers):
-                    nursery.start_soon(self._work, receive)
+                    nursery.start_soon(self._work, receive, left)
                 try:
                     await self._walk(partial(self._hand_out, send))
                 except FsError as error:  # which the nursery would wrap
@@ -234,7 +234,7 @@ class Rebuild:
             self._active[due.oid] = due.ino
             await send.send((due.ino, due.oid))
 
-    async def _count(self) -> None:
+    async def _count(self) -> "_Left":
         """See what is due."""
         standing = self._standing_now()
         leaving = [number for number, state in standing.items() if state != ACTIVE]
@@ -252,6 +252,7 @@ class Rebuild:
         await self._walk(add)
         self._left, self._standing = left, standing
         self._began_s, self._began_bytes = time.monotonic(), self._mover.moved_bytes
+        return left
 
     async def _walk(self, see: Callable[[Due], Awaitable[None]]) -> None:
         """Show what the records call for: degraded object sets first, then those on servers that
@@ -286,7 +287,7 @@ class Rebuild:
             await trio.lowlevel.checkpoint()
         return count
 
-    async def _work(self, receive: trio.MemoryReceiveChannel) -> None:
+    async def _work(self, receive: trio.MemoryReceiveChannel, left: "_Left") -> None:
         async for ino, oid in receive:
             try:
                 outcome = await self._mend(ino, oid)
@@ -297,7 +298,7 @@ class Rebuild:
                     self._round_busy += 1
                 else:
                     self._round_done += 1
-                    self._left.objects -= 1
+                    left.objects -= 1
             finally:
                 del self._active[oid]
 

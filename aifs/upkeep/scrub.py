@@ -173,7 +173,8 @@ class Scrub:
             await self._walk(b"t", _find_containers)
             state.phase, state.cursor = PUT_OFF, 0
         for number in range(_ROUNDS):
-            items, state.put_off = [tuple(item) for item in state.put_off], []
+            items = [(ino, oid) for ino, oid in state.put_off]
+            state.put_off = []
             if items:
                 await trio.sleep(_PAUSE_S * number)
                 await self._scrub_all(items)

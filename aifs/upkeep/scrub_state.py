@@ -73,7 +73,7 @@ class State:
 
     def add_untold(self, oids: Set[int]) -> None:
         """Data servers cannot tell these files."""
-        new = sorted(oids.difference(self.untold))
+        new = sorted(oids - set(self.untold))
         self.untold += new[: UNTOLD_MAX - len(self.untold)]
 
 

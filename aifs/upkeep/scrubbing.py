@@ -108,7 +108,7 @@ class Scrubber:
                 return True
             if seen.is_changing:
                 return False
-            scrub = _Scrub(self, seen, repair)
+            scrub = _Scrub(self, seen, seen.objects, repair)
             try:
                 await scrub.run()
                 found.add(scrub.found)
@@ -136,12 +136,14 @@ def _see(tx: ReadTransaction, ino: int, oid: int) -> _Seen:
 class _Scrub:
     """One attempt at one object set."""
 
-    def __init__(self, scrubber: Scrubber, seen: _Seen, repair: bool) -> None:
+    def __init__(self, scrubber: Scrubber, seen: _Seen, objects: SetRecord, repair: bool) -> None:
+        """``objects``: those of ``seen``."""
         self.found = Found()
         self._engine = scrubber.engine
         self._scrubber = scrubber
         self._seen = seen
-        self._ino, self._oid, self._layout, self._size = seen.objects
+        self._objects = objects
+        self._ino, self._oid, self._layout, self._size = objects
         self._repair = repair
         gone = [
             number
@@ -258,15 +260,12 @@ class _Scrub:
         ``number``.
         """
         seen = await self._engine.view(_see, self._ino, self._oid)
-        before = self._seen
-        if seen.objects is None or seen.is_changing or seen.unread != before.unread:
+        now = seen.objects
+        if now is None or seen.is_changing or seen.unread != self._seen.unread:
             raise _Changed
-        if (
-            seen.objects._replace(size=0) != before.objects._replace(size=0)
-            or seen.objects.size < self._size
-        ):
+        if now._replace(size=0) != self._objects._replace(size=0) or now.size < self._size:
             raise _Changed
-        if self._ino and seen.objects.size != self._size:
+        if self._ino and now.size != self._size:
             raise _Changed
         if (
             digests is not None
@@ -312,6 +311,8 @@ class _Scrub:
         try:
             if flaw.kind is LONG:
                 await columns.settle(column, flaw.offset)
+            elif flaw.right is None:
+                return False
             else:
                 await columns.write(column, flaw.offset, flaw.right)
             await columns.sync(column)

@@ -108,7 +108,7 @@ class ColumnSource:
         """What belongs there, in ``part``, or memory of its length. Raises Unavailable, which says
         why that cannot be told.
         """
-        own = None
+        own: FsError | None = None
         if not self._unread >> self._column & 1:
             try:
                 if await self._read_own(offset, part):
@@ -243,11 +243,12 @@ class ColumnSource:
                     object_offset - low,
                     data[file_offset - first : file_offset - first + length],
                 )
-                if sources[index] is None:
+                source = sources[index]
+                if source is None:
                     parts = {column: unit[start : start + length] for column, unit in units.items()}
                     code_of(layout.width, layout.parity).reconstruct(parts, index, target)
                 else:
-                    target[:] = held[sources[index]][start : start + length]
+                    target[:] = held[source][start : start + length]
             return digests_of(data) if hashed else b""
 
         return await self._servers.run(self._worker, put_together)

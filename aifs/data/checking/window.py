@@ -4,7 +4,7 @@ where the two differ.
 Pure but for the memory. What takes long (``judge``) is called in worker threads.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -217,7 +217,7 @@ class Window:
         return whole[: self._lengths[column]]
 
     def _elsewhere(
-        self, unread: int, columns: Iterator[int], check: Check, at: int, is_last: bool
+        self, unread: int, columns: Collection[int], check: Check, at: int, is_last: bool
     ) -> tuple[int, memoryview] | None:
         """Length and bytes of what begins at ``at``, from columns without which it is right."""
         told = self._told

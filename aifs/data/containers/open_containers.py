@@ -141,16 +141,17 @@ class _Plain(OpenContainer):
         self._fd = fd
 
     def _append(self, build: Build, memory: memoryview, end: int) -> int:
-        filled = build(memory)
-        self._server.write(self._key, self._fd, memory[:filled], end)
+        fd, filled = self._fd, build(memory)
+        assert fd is not None
+        self._server.write(self._key, fd, memory[:filled], end)
         with self._server.workers.patience.asking("write", self._key):
-            self._server.storage.start_writing(
-                self._fd, end, filled
-            )  # while the next stripe is read and hashed
+            # while the next stripe is read and hashed
+            self._server.storage.start_writing(fd, end, filled)
         return filled
 
     def _sync(self) -> None:
         """Bytes, length and name are durable on return."""
+        assert self._fd is not None
         try:
             self._server.sync_object(self._key, self._fd)
         except FsError:

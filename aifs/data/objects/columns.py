@@ -11,6 +11,7 @@ from threading import Lock
 from typing import Any
 
 from aifs.core import files
+from aifs.core.complete import is_complete
 from aifs.core.errors import FsError, Unavailable
 from aifs.data.objects.coding import code_of
 from aifs.data.objects.holes import find_data, first_range
@@ -63,7 +64,7 @@ class Columns:
         whose name is not durable. ``on_short`` is told, on the trio thread, of columns whose
         objects end where others need bytes of them."""
         self.key = (ino, oid)
-        self.unsynced = Unsynced()
+        self.unsynced = Unsynced[int]()
         """Columns whose objects have changed, by us, and may not be durable."""
         self._servers = servers
         self._layout = layout
@@ -266,7 +267,7 @@ class Columns:
             next((copy for copy in layout.copies(column) if copy in usable), None)
             for column in range(layout.width)
         ]
-        if None not in chosen:
+        if is_complete(chosen):
             return chosen
         # Parity alone may be zeros where its row is not; but where that many columns are, all are.
         return usable if layout.parity and len(usable) >= layout.width else []
@@ -290,7 +291,7 @@ class Columns:
 
     def write_now(self, column: int, offset: int, parts: Sequence[bytes | memoryview]) -> None:
         """The same for parts that follow each other."""
-        fd = self.descriptor_now(column, create=True)
+        fd = self._made_now(column)
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         try:
             self.server(column).write(self.key, fd, data, offset)
@@ -319,7 +320,7 @@ class Columns:
         """
         try:
             if length:
-                return self._cut(column, self.descriptor_now(column, create=True), length, True)
+                return self._cut(column, self._made_now(column), length, True)
             self._remove(column)
             return Known(0)
         finally:
@@ -439,6 +440,12 @@ class Columns:
                     fd = self._fds[column] = server.open_object(self.key, create)
         return fd
 
+    def _made_now(self, column: int) -> int:
+        """The same of an object that is made if there is none."""
+        fd = self.descriptor_now(column, create=True)
+        assert fd is not None
+        return fd
+
     def in_use(self, change: int) -> None:
         """As long as the sum of changes is more than 0, descriptors are kept."""
         self._busy += change
@@ -456,9 +463,11 @@ class Columns:
         for column, fd in closed:
             self._fds[column] = None
             lock = self._closing.setdefault(column, Lock()) if column in unsynced else None
-            lost = partial(self._lost.setdefault, column)
-            self.server(column).close_idle(self.key, fd, lock, lost)
+            self.server(column).close_idle(self.key, fd, lock, partial(self._lose, column))
         return len(closed)
+
+    def _lose(self, column: int, reason: str) -> None:
+        self._lost.setdefault(column, reason)
 
     def close(self) -> None:
         """Give up the descriptors, once no call uses them any more. Nothing is synced. Does not
@@ -472,10 +481,10 @@ class Columns:
             server.close_object(fd, removed=True)
         self._retired.clear()
         if self._closed:
-            for column, fd in enumerate(self._fds):
-                if fd is not None:
+            for column, held in enumerate(self._fds):
+                if held is not None:
                     self._fds[column] = None
-                    self.server(column).close_object(fd)
+                    self.server(column).close_object(held)
 
 
 def columns_of(mask: int) -> Iterable[int]:

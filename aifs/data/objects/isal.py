@@ -36,13 +36,19 @@ def is_available() -> bool:
     return _library() is not None
 
 
+def _isal() -> ctypes.CDLL:
+    library = _library()
+    assert library is not None  # or nobody would have made a Matrix
+    return library
+
+
 class Matrix:
     """The systematic Cauchy code of ``data`` and ``parity`` units. Used from any thread."""
 
     def __init__(self, data: int, parity: int) -> None:
         self._data = data
         self._rows = (ctypes.c_ubyte * ((data + parity) * data))()
-        _library().gf_gen_cauchy1_matrix(self._rows, data + parity, data)
+        _isal().gf_gen_cauchy1_matrix(self._rows, data + parity, data)
         self._encoding = _tables(bytes(self._rows)[data * data :], data)
         self._decoding = lru_cache(maxsize=1024)(self._find_decoding)
 
@@ -61,12 +67,12 @@ class Matrix:
             *b"".join(rows[n * size : (n + 1) * size] for n in known)
         )
         inverse = (ctypes.c_ubyte * (size * size))()
-        if _library().gf_invert_matrix(square, inverse, size):
+        if _isal().gf_invert_matrix(square, inverse, size):
             raise AssertionError("a square part of a Cauchy code's matrix is always regular")
         row = bytearray(size)
         for place in range(size):
             for inner in range(size):
-                row[place] ^= _library().gf_mul(
+                row[place] ^= _isal().gf_mul(
                     rows[wanted * size + inner], inverse[inner * size + place]
                 )
         return _tables(bytes(row), size)
@@ -78,13 +84,13 @@ class Matrix:
         held = [_whole(unit, length) for unit in units]
         sources = (ctypes.c_void_p * len(held))(*map(_address, held))
         results = (ctypes.c_void_p * len(targets))(*map(_address, targets))
-        _library().ec_encode_data(length, len(held), len(targets), tables, sources, results)
+        _isal().ec_encode_data(length, len(held), len(targets), tables, sources, results)
 
 
 def _tables(coefficients: bytes, columns: int) -> ctypes.Array:
     rows = len(coefficients) // columns
     tables = (ctypes.c_ubyte * (_TABLE_BYTES * len(coefficients)))()
-    _library().ec_init_tables(columns, rows, coefficients, tables)
+    _isal().ec_init_tables(columns, rows, coefficients, tables)
     return tables
 
 

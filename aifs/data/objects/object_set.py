@@ -170,7 +170,7 @@ class ObjectSet:
         """See Bytes. Bytes of columns that cannot be read are told by others. Raises Unavailable;
         Untold for bytes that are wrong, whichever columns tell them.
         """
-        if self._verify and strict:
+        if self._checked is not None and self._verify and strict:
             data = await self._checked.read(offset, length, size)
             if data is not None:
                 return data

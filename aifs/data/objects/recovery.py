@@ -13,6 +13,7 @@ from typing import Any
 
 import trio
 
+from aifs.core.complete import is_complete
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.tasks import run_all
 from aifs.data.objects.coding import code_of
@@ -66,7 +67,7 @@ class Recovery:
                 return data
         touched = self._touched(offset, length)
         sources = self._sources(touched)
-        if None in sources:
+        if not is_complete(sources):
             buffer = self._servers.buffers.take(length)
             runs = runs_of(self._layout, offset, buffer)
             if await self._read_degraded(runs, sources, size, self._columns.fetch_all):
@@ -94,7 +95,7 @@ class Recovery:
     def read_now(self, offset: int, buffer: memoryview, size: int) -> bool:
         """See CachedReads.read_now."""
         sources = self._sources(self._touched(offset, len(buffer)))
-        if None in sources:
+        if not is_complete(sources):
             return False
         return self._cached.read_now(offset, buffer, size, sources)
 
@@ -132,8 +133,9 @@ class Recovery:
         """For each data column, the column to read it from; None for one of ``touched`` that none
         is good for.
         """
-        sources: list[int | None] = list(range(self._layout.width))
-        for column in touched if self._layout.parity else sources[:]:
+        columns = range(self._layout.width)
+        sources: list[int | None] = list(columns)
+        for column in touched if self._layout.parity else columns:
             copies = self._copies(column)
             sources[column] = next((copy for copy in copies if self._columns.is_good(copy)), None)
             if sources[column] is None and column not in touched:
@@ -169,7 +171,7 @@ class Recovery:
             await self._all(runs, size, hedged=None not in sources)
 
     async def _read_degraded(
-        self, runs: Sequence[Run], sources: Sources, size: int, fetch_all: FetchAll
+        self, runs: Sequence[Run], sources: Sequence[int | None], size: int, fetch_all: FetchAll
     ) -> bool:
         """Fill the memory of ``runs``, with one request for each range of a column that is needed;
         those of data columns without a source are told by parity. Whether that has worked; else
@@ -214,7 +216,7 @@ class Recovery:
     def _read_and_assemble(
         self,
         runs: Sequence[Run],
-        sources: Sources,
+        sources: Sequence[int | None],
         others: Sequence[int],
         ranges: Sequence[Range],
         buffers: Sequence[memoryview],
@@ -230,7 +232,7 @@ class Recovery:
     def _assemble(
         self,
         runs: Sequence[Run],
-        sources: Sources,
+        sources: Sequence[int | None],
         others: Sequence[int],
         ranges: Sequence[Range],
         answers: Sequence[memoryview],
@@ -247,8 +249,9 @@ class Recovery:
             return _NOTHING
 
         for index, offset, parts in runs:
-            if sources[index] is not None:
-                whole = found(sources[index], offset, sum(map(len, parts)))
+            source = sources[index]
+            if source is not None:
+                whole = found(source, offset, sum(map(len, parts)))
                 if not any(answer is parts[0] for answer in answers):
                     scatter(whole, parts)  # else it was read to where it belongs
                 continue

@@ -7,9 +7,10 @@ servers that one has to wait for goes through the read cache, by whole blocks, w
 else is asked of the servers' workers, for all columns of a request at once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 from aifs.core.errors import FsError
 from aifs.data.objects.columns import Columns
@@ -28,7 +29,7 @@ stream is seen.
 
 _AT_ALL = nullcontext()
 
-Sources = Sequence[int | None]
+Sources = Sequence[int]
 """For each data column the column that its bytes are read from."""
 
 
@@ -90,7 +91,7 @@ class CachedReads:
         Raises Unavailable, naming server and object.
         """
         columns = self._columns
-        calls: list[tuple[int, object, tuple]] = []
+        calls: list[tuple[int, Callable[..., Any], tuple]] = []
         loads: list[tuple[int, Run, list[Block]]] = []
         ahead = None
         for run in runs_of(self._layout, offset, buffer):

@@ -131,7 +131,7 @@ class Pattern:
             return []
         stream.window = min(max(2 * stream.window, 2 * length), limit)
         steps = min(STEPS_MAX, stream.window // length)
-        ranges = []
+        ranges: list[tuple[int, int]] = []
         for _ in range(max(0, announced), steps):
             start = stream.start + (len(ranges) + max(0, announced) + 1) * stream.distance
             if start < 0:
