@@ -206,7 +206,8 @@ class Demo:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             sys.exit(
-                f"aifs {' '.join(map(str, arguments))}: {result.stderr.strip() or result.stdout.strip()}"
+                f"aifs {' '.join(map(str, arguments))}: "
+                f"{result.stderr.strip() or result.stdout.strip()}"
             )
         return result.stdout
 

@@ -79,7 +79,8 @@ class Device:
         if not self._full and self._available <= _FULL:
             self._full = True
             _log.warning(
-                "%s (%s) is full: writers of files that are open there get ENOSPC, new files go to the data servers",
+                "%s (%s) is full: writers of files that are open there get ENOSPC, new files go to "
+                "the data servers",
                 self.server.name,
                 self.server.path,
             )

@@ -12,13 +12,20 @@ KINDS = {
     "bad-cache": "a burst copy that is not what the file holds; the file is whole without it",
     "bad-name": "a name that no program can use",
     "copy-record": "a burst copy and its record do not match",
-    "damaged-record": "a record of the metadata that is not as it was stored; the last backup may have it",
+    "damaged-record": (
+        "a record of the metadata that is not as it was stored; the last backup may have it"
+    ),
     "dangling-dentry": "a name that leads to no inode",
-    "degraded": "an object of protected bytes is missing or short; they are whole without it, and a rebuild makes it anew",
+    "degraded": (
+        "an object of protected bytes is missing or short; they are whole without it, and "
+        "a rebuild makes it anew"
+    ),
     "foreign-file": "a file in a data server's directory that is not of the store; never touched",
     "garbage-in-use": "a record that would have the objects of an existing file deleted",
     "loop": "a directory that lies below itself",
-    "lost-chunk": "bytes of a file are lost: chunks are not where its list says, or the list is not whole",
+    "lost-chunk": (
+        "bytes of a file are lost: chunks are not where its list says, or the list is not whole"
+    ),
     "misplaced-dentry": "a name in something that is not a directory",
     "missing-container": "a container of chunks that is not on its data server",
     "missing-directory": "a directory with names in it but without an inode",
@@ -27,7 +34,10 @@ KINDS = {
     "orphan-inode": "an inode without a name that is not waiting for deletion",
     "orphan-object": "an object that belongs to no file",
     "second-name": "a directory with more than one name",
-    "server-mark": "a data server that holds unprotected bytes without being marked so; a mount might do without it",
+    "server-mark": (
+        "a data server that holds unprotected bytes without being marked so; a mount "
+        "might do without it"
+    ),
     "shared-objects": "an object id that two files use",
     "short-container": "a container of chunks that is shorter than its record says",
     "short-object": "bytes of a file are lost: an object is shorter than the file calls for",
@@ -43,7 +53,9 @@ KINDS = {
     "wrong-link-count": "a link count that is not the number of names",
     "wrong-live-bytes": "a container's count of bytes in use that is not that of the chunk lists",
     "wrong-parent": "a directory that says it lies somewhere else",
-    "wrong-references": "a shared chunk whose count of references is not the number of extents that name it",
+    "wrong-references": (
+        "a shared chunk whose count of references is not the number of extents that name it"
+    ),
     "wrong-size": "a size that is not that of the bytes in the inode, or in the burst copy",
     "wrong-type": "a name that tells a wrong type of its inode",
 }

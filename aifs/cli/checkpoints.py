@@ -152,7 +152,8 @@ def _verify(path: Path) -> bool:
         else "; they were saved without hashes"
     )
     print(
-        f"{path}: {count(len(listed.files), 'file')}, {describe_size(listed.size)}, as they were saved{what}"
+        f"{path}: {count(len(listed.files), 'file')}, {describe_size(listed.size)}, as they were "
+        f"saved{what}"
     )
     return True
 

@@ -75,7 +75,10 @@ def burst_checks(burst: dict[str, Any]) -> list[dict[str, Any]]:
     checks = []
     for device in burst["devices"]:
         refuses = device["refuses"]
-        fix = "aifs drain and aifs evict make room; see burst.high_water, burst.reserve, burst.capacity"
+        fix = (
+            "aifs drain and aifs evict make room; see burst.high_water, burst.reserve, "
+            "burst.capacity"
+        )
         checks.append(
             _check(
                 f"room in {device['path']}",

@@ -102,8 +102,8 @@ def drain(paths: Sequence[str], timeout_s: float | None) -> Left:
                     print_error(f"draining is tried again and again: {said}")
                 if timeout_s is not None and time.monotonic() - begin >= timeout_s:
                     raise TimeoutReached(
-                        f"not drained after {format_duration(timeout_s)}: {remaining}; draining goes on, "
-                        "and aifs status shows what holds it up"
+                        f"not drained after {format_duration(timeout_s)}: {remaining}; draining "
+                        "goes on, and aifs status shows what holds it up"
                     )
                 time.sleep(pause_s)
                 asked = time.monotonic()

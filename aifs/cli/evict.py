@@ -20,7 +20,10 @@ _REASONS = {
     "dirty": "the newest bytes are in the burst tier alone; aifs drain moves them",
     "pinned": "pinned; aifs unpin lets go",
     "open": "open",
-    "needed": "data servers that have its bytes are lost, fail or have wrong ones: the copy may be all there is",
+    "needed": (
+        "data servers that have its bytes are lost, fail or have wrong ones: the copy may be "
+        "all there is"
+    ),
 }
 
 

@@ -97,7 +97,10 @@ def _told(told: dict[str, Any]) -> list[tuple[str, object]]:
         facts.append(
             (
                 "publish",
-                f"{told['publish']}: {'done' if told['published'] else told['publish_error'] or 'not yet'}",
+                (
+                    f"{told['publish']}: "
+                    f"{'done' if told['published'] else told['publish_error'] or 'not yet'}"
+                ),
             )
         )
     if told["drain_error"]:
@@ -186,7 +189,10 @@ def _facts(plan: "Plan") -> list[tuple[str, object]]:
             ("bottleneck", f"{plan.bottleneck.role} {plan.bottleneck.name}"),
             (
                 "balance",
-                f"sources {plan.balance('source'):.0%}, destinations {plan.balance('destination'):.0%}",
+                (
+                    f"sources {plan.balance('source'):.0%}, destinations "
+                    f"{plan.balance('destination'):.0%}"
+                ),
             ),
         ]
     return facts

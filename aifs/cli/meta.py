@@ -80,7 +80,8 @@ def _ask(mountpoint: str, directory: str) -> None:
 
 @meta_group.command(
     "list",
-    epilog="\b\nExamples:\n  aifs meta list /srv/store\n  aifs meta list /srv/store --from /backup/store-meta",
+    epilog="\b\nExamples:\n  aifs meta list /srv/store\n  aifs meta list /srv/store --from "
+    "/backup/store-meta",
 )
 @click.argument("source", type=PATH)
 @click.option(
@@ -158,10 +159,12 @@ def restore_command(source: str, directory: str, at: int | None, force: bool) ->
     _require_unmounted(find(loaded, "")[0])
     state = restore(loaded, directory, at, force)
     print(
-        f"restored {loaded.meta.directory} to the state of {_time(state.created_ns)} (sequence {state.seq}, generation {state.generation})"
+        f"restored {loaded.meta.directory} to the state of {_time(state.created_ns)} (sequence "
+        f"{state.seq}, generation {state.generation})"
     )
     print(
-        f"aifs fsck {source} tells what is missing, and what is there that the metadata does not know of"
+        f"aifs fsck {source} tells what is missing, and what is there that the metadata does not "
+        "know of"
     )
 
 
@@ -188,7 +191,8 @@ def _require_unmounted(store: str) -> None:
             continue
         if served == store:
             raise MountError(
-                f"{mount.mountpoint}: the store is mounted here; copy what you need, and unmount it first"
+                f"{mount.mountpoint}: the store is mounted here; copy what you need, and unmount "
+                "it first"
             )
 
 

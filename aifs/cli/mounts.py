@@ -25,7 +25,10 @@ milliseconds.
 
 _END_S = 10.0  # what a process that was killed may take to end
 
-SAFE = "what was acknowledged survives the end of the daemon; what fsync, syncfs or a publish acknowledged, a power cut, too"
+SAFE = (
+    "what was acknowledged survives the end of the daemon; what fsync, syncfs or a publish "
+    "acknowledged, a power cut, too"
+)
 LOCKED = "Until these calls end, or this host is started anew, the store cannot be mounted"
 
 UMOUNT_HELPER = "/sbin/umount.fuse.aifs"
@@ -46,8 +49,8 @@ def is_dead(path: str) -> bool:
         within(ANSWER_S, os.getxattr, path, hints.NONE)
     except TimeoutError:
         raise Stuck(
-            f"{path}: no answer for {ANSWER_S:g} s; the daemon is stuck. To mount the store here again, or aifs umount "
-            "--force, ends it, and loses nothing that was acknowledged"
+            f"{path}: no answer for {ANSWER_S:g} s; the daemon is stuck. To mount the store here "
+            "again, or aifs umount --force, ends it, and loses nothing that was acknowledged"
         ) from None
     except OSError as error:
         return error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
@@ -79,8 +82,8 @@ def end(mount: Mount) -> None:
         connections.abort(connection)
     if daemon is not None and not select.select([daemon], [], [], _END_S)[0]:
         raise MountError(
-            f"{mount.mountpoint}: unmounted, and its daemon (pid {pid}) is killed, but the system cannot end calls that it "
-            f"has made to a server; {SAFE}. {LOCKED}"
+            f"{mount.mountpoint}: unmounted, and its daemon (pid {pid}) is killed, but the system "
+            f"cannot end calls that it has made to a server; {SAFE}. {LOCKED}"
         )
 
 

@@ -172,7 +172,8 @@ def _print(status: dict[str, Any]) -> None:
         print_table(("file", "bytes", "servers", "why"), rows(status["wrong"]))
         if status["wrong_ranges"] > len(status["wrong"]):
             print(
-                f"and {status['wrong_ranges'] - len(status['wrong'])} more, which the mount's log names"
+                f"and {status['wrong_ranges'] - len(status['wrong'])} more, which the mount's log "
+                "names"
             )
 
 
@@ -195,14 +196,20 @@ def facts(status: dict[str, Any]) -> list[tuple[str, object]]:
         ),
         (
             "flaws",
-            f"{status['flaws']}: {status['repaired']} repaired, {status['rebuilding']} objects handed to the rebuild",
+            (
+                f"{status['flaws']}: {status['repaired']} repaired, {status['rebuilding']} objects "
+                "handed to the rebuild"
+            ),
         ),
     ]
     if status["put_off"] or status["unverified"]:
         found.append(
             (
                 "not verified",
-                f"{status['put_off'] + status['unverified']}: being changed, or a server does not answer",
+                (
+                    f"{status['put_off'] + status['unverified']}: being changed, or a server does "
+                    "not answer"
+                ),
             )
         )
     copies = (

@@ -153,7 +153,8 @@ def _find(state: dict[str, Any], **fields: Any) -> dict[str, Any]:
     found = [server for server in state["servers"] if fields.items() <= server.items()]
     if not found:
         raise StoreError(
-            f"there is no such server in this store: {', '.join(f'{k} {v}' for k, v in fields.items())}"
+            "there is no such server in this store: "
+            f"{', '.join(f'{k} {v}' for k, v in fields.items())}"
         )
     return found[-1]
 
@@ -202,7 +203,8 @@ def drain_command(
         print(f"{name} is used again")
     elif emptied:
         print(
-            f"{name} is empty; take it out with: aifs server remove {'--burst ' * burst}{place} {server}"
+            f"{name} is empty; take it out with: aifs server remove {'--burst ' * burst}{place} "
+            f"{server}"
         )
     else:
         print(f"{name} is being drained; aifs server status {place} shows how far it is")
@@ -235,8 +237,8 @@ async def _wait(door: Any, which: dict[str, Any], timeout_s: float | None) -> No
                 ):
                     first = state["failed"][0]
                     raise StoreError(
-                        f"{count(left['objects'], 'object')} cannot be moved for now, and will be tried again; "
-                        f"{first['path']}: {first['reason']}"
+                        f"{count(left['objects'], 'object')} cannot be moved for now, and will be "
+                        f"tried again; {first['path']}: {first['reason']}"
                     )
             if timeout_s is not None and trio.current_time() - begin >= timeout_s:
                 raise TimeoutReached(
@@ -283,7 +285,8 @@ def replace_command(
     new, waited = trio.run(replace)
     if waited:
         print(
-            f"{_described(new)} has taken over; take the old one out with: aifs server remove {place} {server}"
+            f"{_described(new)} has taken over; take the old one out with: aifs server remove "
+            f"{place} {server}"
         )
     else:
         print(f"{_described(new)} takes over; aifs server status {place} shows how far it is")
@@ -306,7 +309,8 @@ Examples:
     "sentence",
     default="",
     metavar="SENTENCE",
-    help="With --lost: also if files are lost by that. The command tells the sentence to confirm it with.",
+    help="With --lost: also if files are lost by that. The command tells the sentence to confirm "
+    "it with.",
 )
 @_WAIT
 @_TIMEOUT
@@ -364,7 +368,8 @@ def _warn_if_named(source: str, paths: list[str]) -> None:
     named = set(map(os.path.realpath, (*loaded.servers, *loaded.burst.directories)))
     for path in (path for path in paths if os.path.realpath(path) in named):
         print_error(
-            f"warning: {source} still names {path}: take it out of the file, or the next mount is refused"
+            f"warning: {source} still names {path}: take it out of the file, or the next mount is "
+            "refused"
         )
 
 

@@ -125,7 +125,10 @@ def _describe_bridge(bridge: dict[str, Any]) -> str:
 def _describe_trash(trash: dict[str, Any]) -> str:
     if not trash["trees"]:
         return f"empty; {count(trash['removed_inodes'], 'inode')} removed since the mount"
-    return f"{count(trash['trees'], 'tree')} being taken apart, {trash['directories']} directories left as far as is known"
+    return (
+        f"{count(trash['trees'], 'tree')} being taken apart, {trash['directories']} directories "
+        "left as far as is known"
+    )
 
 
 def _describe_backup(backup: dict[str, Any]) -> str:
@@ -157,9 +160,15 @@ def _describe_drain(drain: dict[str, Any], bytes_per_s: int) -> str:
     from aifs.core.units import describe_size
 
     if not drain["files"]:
-        return f"all is on the capacity tier; {count(drain['drained_files'], 'file')} drained since the mount"
+        return (
+            f"all is on the capacity tier; {count(drain['drained_files'], 'file')} drained "
+            "since the mount"
+        )
     parts = [
-        f"{count(drain['files'], 'file')} ({_size(drain, 'bytes')}) undrained for up to {drain['oldest_age_s']:.0f} s",
+        (
+            f"{count(drain['files'], 'file')} ({_size(drain, 'bytes')}) undrained for up to "
+            f"{drain['oldest_age_s']:.0f} s"
+        ),
         f"{drain['active_files']} active, {describe_size(bytes_per_s)}/s",
     ]
     if drain["held_files"]:
@@ -177,4 +186,7 @@ def _describe_groups(groups: dict[str, Any]) -> str:
     if not groups["open"] + groups["committed"] + groups["durable"]:
         return "none since the mount"
     saved = f"{_size(groups, 'stored_bytes')} stored, {_size(groups, 'saved_bytes')} saved"
-    return f"{groups['open']} open, {groups['committed']} being drained, {groups['durable']} durable; {saved}"
+    return (
+        f"{groups['open']} open, {groups['committed']} being drained, {groups['durable']} "
+        f"durable; {saved}"
+    )

@@ -39,7 +39,8 @@ Examples:
     "-f",
     "--force",
     is_flag=True,
-    help="End it now, whatever its users and its servers do: kill the daemon. Nothing acknowledged is lost.",
+    help="End it now, whatever its users and its servers do: kill the daemon. Nothing acknowledged "
+    "is lost.",
 )
 @click.option(
     "--drain", "drain_first", is_flag=True, help="First wait until all is on the capacity tier."
@@ -89,7 +90,8 @@ def umount_command(
         daemon = os.pidfd_open(pid)
     except ProcessLookupError:
         raise MountError(
-            f"{mountpoint}: its daemon (pid {pid}) runs where this process cannot wait for it; unmount there"
+            f"{mountpoint}: its daemon (pid {pid}) runs where this process cannot wait for it; "
+            "unmount there"
         ) from None
     until_s = time.monotonic() + timeout_s
     try:
@@ -133,8 +135,8 @@ def _wait(
         why = doing or ("it writes, or a container still has the mount" if is_taken else _KERNEL)
         if now_s >= until_s:
             raise TimeoutReached(
-                f"{mountpoint}: the daemon (pid {pid}) has not closed the store in time: {why}. It goes on; {SAFE}. "
-                f"To end it now: kill -9 {pid}; the next mount recovers the store"
+                f"{mountpoint}: the daemon (pid {pid}) has not closed the store in time: {why}. It "
+                f"goes on; {SAFE}. To end it now: kill -9 {pid}; the next mount recovers the store"
             )
         if now_s >= notice_s and why != said:
             said = why
@@ -169,8 +171,8 @@ def _require_orderly_end(mountpoint: str, status: dict[str, Any]) -> None:
     if owner is not None and owner.closed != IN_ORDER:
         log = config.load(status["source"], {}).log.file
         raise MountError(
-            f"{mountpoint}: unmounted, but its daemon could not close the store in order, and its log {log} says why; "
-            f"{SAFE}; the next mount recovers the store"
+            f"{mountpoint}: unmounted, but its daemon could not close the store in order, and its "
+            f"log {log} says why; {SAFE}; the next mount recovers the store"
         )
 
 

@@ -38,7 +38,8 @@ def content_of(data: Any, metadata: Mapping[str, str] | None = None) -> Content:
         view = memoryview(data)
     except TypeError:
         raise TypeError(
-            f"{type(data).__name__}: is neither a tensor, a mapping of names to tensors, nor a buffer"
+            f"{type(data).__name__}: is neither a tensor, a mapping of names to tensors, nor a "
+            "buffer"
         ) from None
     if not view.c_contiguous:
         raise ValueError("the buffer's bytes do not lie one after the other")

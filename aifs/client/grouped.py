@@ -166,7 +166,8 @@ class Group:
         wanted = plain(os.path.join(self.directory, path))
         if not wanted.startswith(os.path.join(self.directory, "")):
             raise InvalidGroup(
-                f"{wanted}: lies not in {self.directory}, so it is no file of group {self._options.name}"
+                f"{wanted}: lies not in {self.directory}, so it is no file of group "
+                f"{self._options.name}"
             )
         return wanted
 
@@ -372,5 +373,6 @@ def _check(options: Options, files_per_rank: int | None) -> None:
         )
     if not (0 < options.timeout_s < _TIME_MAX_S and 0 <= options.grace_s < _TIME_MAX_S):
         raise InvalidGroup(
-            f"{options}: timeout_s={options.timeout_s}, grace_s={options.grace_s}: times are positive"
+            f"{options}: timeout_s={options.timeout_s}, grace_s={options.grace_s}: times are "
+            "positive"
         )

@@ -71,8 +71,8 @@ class MountedGroup:
             return False
         if version != ioctl.VERSION:
             raise GroupError(
-                f"{self._options}: mounted by another version of AIFS (its ioctls are {version}, not {ioctl.VERSION}); "
-                f"unmount, and mount anew"
+                f"{self._options}: mounted by another version of AIFS (its ioctls are {version}, "
+                f"not {ioctl.VERSION}); unmount, and mount anew"
             )
         return True
 
@@ -313,7 +313,8 @@ class MountedGroup:
             return GroupExpired(f"{self._options}: {why}{lacking}", missing[0] if missing else None)
         if number == errno.EBUSY:
             return GroupExpired(
-                f"{self._options}: the group before it is not durable yet: {told.get('drain_error') or why}"
+                f"{self._options}: the group before it is not durable yet: "
+                f"{told.get('drain_error') or why}"
             )
         if number == errno.ECANCELED:
             return GroupError(f"{self._options}: {why}")
@@ -322,7 +323,8 @@ class MountedGroup:
             return InvalidGroup(f"{self._options}: {why}", self._options.rank)
         if number in _GONE:
             return GroupError(
-                f"{self._options}: the mount has ended ({error.strerror}); save once more when it is back"
+                f"{self._options}: the mount has ended ({error.strerror}); save once more when it "
+                "is back"
             )
         return error
 

@@ -105,7 +105,8 @@ def encode(
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > HEADER_MAX:
         raise ValueError(
-            f"{len(tensors)} tensors: names and shapes take {len(text)} bytes, more than {HEADER_MAX}"
+            f"{len(tensors)} tensors: names and shapes take {len(text)} bytes, more than "
+            f"{HEADER_MAX}"
         )
     return Header(len(text).to_bytes(8, "little") + text, names, 8 + len(text) + position)
 

@@ -86,8 +86,9 @@ AIFS_IOC_DRAIN = Command(
     _WRITE,
     1,
     "u32 flags, u32 reserved, u64 timeout_ms",
-    "flags and reserved: 0; timeout_ms 0: none. Returns when the bytes of the file, or of all files below the directory, that "
-    "have been acknowledged are on the capacity tier; ETIMEDOUT if that takes longer. EACCES, EPERM: it is for who may write to it.",
+    "flags and reserved: 0; timeout_ms 0: none. Returns when the bytes of the file, or of all "
+    "files below the directory, that have been acknowledged are on the capacity tier; ETIMEDOUT if "
+    "that takes longer. EACCES, EPERM: it is for who may write to it.",
 )
 
 AIFS_IOC_REMOVE_TREE = Command(
@@ -95,9 +96,10 @@ AIFS_IOC_REMOVE_TREE = Command(
     _WRITE,
     2,
     "u32 flags, u32 reserved, char name[256]",
-    "flags and reserved: 0; name ends with a zero byte. On a directory: removes that directory in it with all that lies below. "
-    "Returns at once; space comes back in the background. ENOTDIR, ENOENT, EACCES, EPERM as rmdir(2); EPERM also if the caller "
-    "does not own the directory that is to go.",
+    "flags and reserved: 0; name ends with a zero byte. On a directory: removes that directory in "
+    "it with all that lies below. Returns at once; space comes back in the background. ENOTDIR, "
+    "ENOENT, EACCES, EPERM as rmdir(2); EPERM also if the caller does not own the directory that "
+    "is to go.",
 )
 
 REPLACE, EXCLUSIVE = 1, 2
@@ -106,13 +108,14 @@ AIFS_IOC_PUBLISH = Command(
     "AIFS_IOC_PUBLISH",
     _WRITE,
     3,
-    "u32 flags, u32 content_length, u64 parent, char final[256], char latest[256], char tracker[256], char content[64], "
-    "char manifest[256]",
-    "On a directory: shows it under its final name, with the pointers beside it, all at once; durable on return. flags: "
-    "AIFS_REPLACE (a tree that has the final name goes to the trash), AIFS_EXCLUSIVE (nothing may have it). parent: inode number "
-    "of the directory that the final name is in. Names end with a zero byte, empty for none: latest (a symlink to final), "
-    "tracker (a file with the content), manifest (a file that has to be in the directory). EBUSY: members or files are missing; "
-    "EEXIST, ENOTEMPTY: the name is taken.",
+    "u32 flags, u32 content_length, u64 parent, char final[256], char latest[256], char "
+    "tracker[256], char content[64], char manifest[256]",
+    "On a directory: shows it under its final name, with the pointers beside it, all at once; "
+    "durable on return. flags: AIFS_REPLACE (a tree that has the final name goes to the trash), "
+    "AIFS_EXCLUSIVE (nothing may have it). parent: inode number of the directory that the final "
+    "name is in. Names end with a zero byte, empty for none: latest (a symlink to final), tracker "
+    "(a file with the content), manifest (a file that has to be in the directory). EBUSY: members "
+    "or files are missing; EEXIST, ENOTEMPTY: the name is taken.",
 )
 
 AGAIN = 1
@@ -122,9 +125,11 @@ AIFS_IOC_COMMIT = Command(
     _WRITE,
     4,
     "u32 rank, u32 flags, char list[256]",
-    "On a pending directory: all that is unsynced below is durable on return, and the rank has committed. flags: AIFS_AGAIN (it may "
-    "have committed before); list: path of a file below that says what the rank has written, ending with a zero byte, or empty. "
-    "Unlike setxattr(2) it leaves the directory unlocked meanwhile. EINVAL: not pending, no such rank, or it has committed.",
+    "On a pending directory: all that is unsynced below is durable on return, and the rank has "
+    "committed. flags: AIFS_AGAIN (it may have committed before); list: path of a file below that "
+    "says what the rank has written, ending with a zero byte, or empty. Unlike setxattr(2) it "
+    "leaves the directory unlocked meanwhile. EINVAL: not pending, no such rank, or it has "
+    "committed.",
 )
 
 GROUP_EXPLICIT, GROUP_SAME_SIZE = 1, 4
@@ -133,13 +138,14 @@ AIFS_IOC_GROUP_CREATE = Command(
     "AIFS_IOC_GROUP_CREATE",
     _WRITE | _READ,
     5,
-    "u32 ranks, u32 flags, u64 chunk, u64 timeout_ms, u64 grace_ms, u64 id, char name[64], char publish[256], "
-    "char job[64]",
-    "On a directory: begins a group there, as user.aifs.group does; the same once more, while it is open, finds it. flags: "
-    "AIFS_GROUP_EXPLICIT (each rank commits), AIFS_GROUP_SAME_SIZE (of all files); chunk: bytes, 0 for the usual; timeout_ms: until all have "
-    "committed, 0 for the usual; grace_ms: how long a dead rank may stay away; job: whose ranks these "
-    "are, what another one has left is given up. id is filled in. Strings end with a zero byte. EINVAL: another group is open, or "
-    "a job whose ranks live is writing; EBUSY: it is not durable yet.",
+    "u32 ranks, u32 flags, u64 chunk, u64 timeout_ms, u64 grace_ms, u64 id, char name[64], char "
+    "publish[256], char job[64]",
+    "On a directory: begins a group there, as user.aifs.group does; the same once more, while it "
+    "is open, finds it. flags: AIFS_GROUP_EXPLICIT (each rank commits), AIFS_GROUP_SAME_SIZE (of "
+    "all files); chunk: bytes, 0 for the usual; timeout_ms: until all have committed, 0 for the "
+    "usual; grace_ms: how long a dead rank may stay away; job: whose ranks these are, what another "
+    "one has left is given up. id is filled in. Strings end with a zero byte. EINVAL: another "
+    "group is open, or a job whose ranks live is writing; EBUSY: it is not durable yet.",
 )
 
 AIFS_IOC_GROUP_JOIN = Command(
@@ -147,9 +153,10 @@ AIFS_IOC_GROUP_JOIN = Command(
     _WRITE,
     6,
     "u32 rank, u32 flags, u64 id",
-    "The calling process is this rank from now on: if it ends before the rank has committed, the group fails, at once or when its "
-    "grace is over. flags: 0; id: 0 for the directory's group. EINVAL: no such rank, a process that lives is it already, or the "
-    "group commits by closing; EOPNOTSUPP: the daemon cannot see the process.",
+    "The calling process is this rank from now on: if it ends before the rank has committed, the "
+    "group fails, at once or when its grace is over. flags: 0; id: 0 for the directory's group. "
+    "EINVAL: no such rank, a process that lives is it already, or the group commits by closing; "
+    "EOPNOTSUPP: the daemon cannot see the process.",
 )
 
 AIFS_IOC_GROUP_COMMIT = Command(
@@ -157,10 +164,11 @@ AIFS_IOC_GROUP_COMMIT = Command(
     _WRITE,
     7,
     "u32 rank, u32 flags, u64 id, char file[256]",
-    "All that is unsynced below the directory is durable in the burst tier on return, and the rank has committed. flags: 0; id: 0 for "
-    "the directory's group; file: path of a file below that the rank has written, ending with a zero byte, or empty; its size is "
-    "compared if all files have to have one. EINVAL: no such rank, it has committed, the group commits by closing, or the file has "
-    "another size than that of the first rank to commit.",
+    "All that is unsynced below the directory is durable in the burst tier on return, and the rank "
+    "has committed. flags: 0; id: 0 for the directory's group; file: path of a file below that the "
+    "rank has written, ending with a zero byte, or empty; its size is compared if all files have "
+    "to have one. EINVAL: no such rank, it has committed, the group commits by closing, or the "
+    "file has another size than that of the first rank to commit.",
 )
 
 GROUP_WAIT_BUFFERED, GROUP_WAIT_DURABLE = 1, 2
@@ -170,10 +178,11 @@ AIFS_IOC_GROUP_WAIT = Command(
     _WRITE,
     8,
     "u32 what, u32 flags, u64 id, u64 timeout_ms",
-    "Returns when all ranks have committed and their bytes are durable in the burst tier (AIFS_GROUP_WAIT_BUFFERED) or on the capacity "
-    "tier (AIFS_GROUP_WAIT_DURABLE). flags: 0; id: 0 for the directory's group; timeout_ms 0: none. "
-    "EINVAL: files have sizes that differ; EOWNERDEAD: a rank died; "
-    "ECANCELED; ETIME: the group's own time was over; ETIMEDOUT: timeout_ms were.",
+    "Returns when all ranks have committed and their bytes are durable in the burst tier "
+    "(AIFS_GROUP_WAIT_BUFFERED) or on the capacity tier (AIFS_GROUP_WAIT_DURABLE). flags: 0; id: 0 "
+    "for the directory's group; timeout_ms 0: none. EINVAL: files have sizes that differ; "
+    "EOWNERDEAD: a rank died; ECANCELED; ETIME: the group's own time was over; ETIMEDOUT: "
+    "timeout_ms were.",
 )
 
 AIFS_IOC_GROUP_CANCEL = Command(
@@ -181,8 +190,8 @@ AIFS_IOC_GROUP_CANCEL = Command(
     _WRITE,
     9,
     "u32 flags, u32 reserved, u64 id, char reason[128]",
-    "Ends the group; its files are drained as usual. flags and reserved: 0; id: 0 for the directory's group; reason: what others are "
-    "told, ending with a zero byte, or empty.",
+    "Ends the group; its files are drained as usual. flags and reserved: 0; id: 0 for the "
+    "directory's group; reason: what others are told, ending with a zero byte, or empty.",
 )
 
 GROUP_STATES = ("open", "committed", "draining", "durable", "failed", "cancelled", "expired")
@@ -192,10 +201,12 @@ AIFS_IOC_GROUP_QUERY = Command(
     "AIFS_IOC_GROUP_QUERY",
     _WRITE | _READ,
     10,
-    "u64 id, u32 state, u32 ranks, u32 joined, u32 committed, u32 files, i32 dead, u64 bytes, u64 zero_bytes, u64 duplicate_bytes, "
-    "u64 found_bytes, u64 distinct_bytes, u64 stored_bytes, u64 created_ns, u64 buffered_ns, u64 durable_ns",
-    "Reads what getfattr -n user.aifs.group says in words. id: 0 for the directory's group, is filled in; state: one of AIFS_GROUP_...; "
-    "joined, committed: how many ranks; dead: a rank, or -1; times: since the epoch, 0 if not yet.",
+    "u64 id, u32 state, u32 ranks, u32 joined, u32 committed, u32 files, i32 dead, u64 bytes, u64 "
+    "zero_bytes, u64 duplicate_bytes, u64 found_bytes, u64 distinct_bytes, u64 stored_bytes, u64 "
+    "created_ns, u64 buffered_ns, u64 durable_ns",
+    "Reads what getfattr -n user.aifs.group says in words. id: 0 for the directory's group, is "
+    "filled in; state: one of AIFS_GROUP_...; joined, committed: how many ranks; dead: a rank, or "
+    "-1; times: since the epoch, 0 if not yet.",
 )
 
 COMMANDS = {
@@ -241,7 +252,10 @@ def c_header() -> str:
     """The same as a C header."""
     parts = [
         "/* The ioctls of AIFS. Generated by scripts/ioctl-header from aifs/core/ioctl.py. */",
-        "#ifndef AIFS_IOCTL_H\n#define AIFS_IOCTL_H\n\n#include <linux/ioctl.h>\n#include <linux/types.h>",
+        (
+            "#ifndef AIFS_IOCTL_H\n#define AIFS_IOCTL_H\n\n#include <linux/ioctl.h>\n#include "
+            "<linux/types.h>"
+        ),
         "\n".join(f"#define {name} {value:#x}" for name, value in _CONSTANTS.items()),
         *(command.c_definition() for command in COMMANDS.values()),
         "#endif",

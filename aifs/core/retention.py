@@ -51,7 +51,8 @@ def parse_keep(text: str) -> Keep:
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals or key not in _PARSERS:
             raise ValueError(
-                f"keep: {item.strip()!r} is none of {', '.join(_PARSERS)}, as in 'last=3,every=1000'"
+                f"keep: {item.strip()!r} is none of {', '.join(_PARSERS)}, as in "
+                "'last=3,every=1000'"
             )
         field, parse = _PARSERS[key]
         if field in values:

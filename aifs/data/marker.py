@@ -64,7 +64,8 @@ def read_marker(directory: str) -> Marker:
         if not os.path.isdir(directory):
             raise StoreError(f"{directory}: there is no such directory; is its filesystem mounted?")
         raise StoreError(
-            f"{directory}: not a directory of a store (it has no marker {NAME}); is its filesystem mounted?"
+            f"{directory}: not a directory of a store (it has no marker {NAME}); is its filesystem "
+            "mounted?"
         )
     return decode_marker(content, path)
 
@@ -79,8 +80,8 @@ def decode_marker(content: bytes, path: str) -> Marker:
         ) from error
     if type(marker.format) is int:
         raise StoreError(
-            f"{path}: of a store that an unreleased version of AIFS made, which alone can read it: copy its files out "
-            "with that version, and make a new store"
+            f"{path}: of a store that an unreleased version of AIFS made, which alone can read it: "
+            "copy its files out with that version, and make a new store"
         )
     if marker.format != FORMAT:
         raise StoreError(
@@ -96,5 +97,6 @@ def check_identity(address: str, marker: Marker, identity: Identity) -> None:
     if (marker.store, marker.role, marker.id) != identity:
         raise StoreError(
             f"{address}: its marker says {marker.role} {marker.id} of store {marker.store}, not "
-            f"{identity.role} {identity.id} of store {identity.store}; put the right directory there"
+            f"{identity.role} {identity.id} of store {identity.store}; put the right directory "
+            "there"
         )

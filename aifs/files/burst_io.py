@@ -275,7 +275,8 @@ class BurstIO:
             if len(data) == length or file.marked:
                 return data
             raise Unavailable(
-                f"inode {inode.ino}: its burst copy ends at byte {offset + len(data)} of {inode.size}"
+                f"inode {inode.ino}: its burst copy ends at byte {offset + len(data)} of "
+                f"{inode.size}"
             )
         except Unavailable as error:
             if inode.in_burst or file.copy is not copy:

@@ -103,8 +103,8 @@ class Bridge:
             )
         elif wanted:
             raise MountError(
-                f"the bridge, the C part of AIFS, cannot be loaded: {extension_error}; {NOT_BUILT}; "
-                f"or mount with -o kernel.bridge=off. The cost of that: {ALL_COST}"
+                f"the bridge, the C part of AIFS, cannot be loaded: {extension_error}; "
+                f"{NOT_BUILT}; or mount with -o kernel.bridge=off. The cost of that: {ALL_COST}"
             )
 
     @property

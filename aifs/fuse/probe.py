@@ -118,7 +118,8 @@ def judge(facts: Facts, config: Config, in_use: Mapping[str, Any]) -> list[Check
             facts.open_files >= OPEN_FILES,
             None,
             f"at most {facts.open_files}",
-            f"raise the hard limit to {OPEN_FILES} or more (ulimit -Hn; LimitNOFILE= of a systemd unit)",
+            f"raise the hard limit to {OPEN_FILES} or more (ulimit -Hn; LimitNOFILE= of a systemd "
+            "unit)",
             "where many open files are in use, they are closed and opened again",
         ),
         _check(

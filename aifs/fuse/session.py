@@ -286,7 +286,7 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard < _FEW_DESCRIPTORS:
         log.warning(
-            "descriptors are few: %d; objects of open files are closed and opened again all the time. Raise the hard limit "
-            "(ulimit -Hn; LimitNOFILE= of a systemd unit)",
+            "descriptors are few: %d; objects of open files are closed and opened again all the "
+            "time. Raise the hard limit (ulimit -Hn; LimitNOFILE= of a systemd unit)",
             hard,
         )

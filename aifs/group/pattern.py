@@ -121,7 +121,8 @@ class Pattern:
                 )
             if bandwidth <= 0:
                 raise Invalid(
-                    f"{self.link_name(source, destination)}: a bandwidth of {bandwidth} moves nothing"
+                    f"{self.link_name(source, destination)}: a bandwidth of {bandwidth} moves "
+                    "nothing"
                 )
 
     def link_name(self, source: int, destination: int) -> str:

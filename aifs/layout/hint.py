@@ -81,7 +81,8 @@ def parse_layout_hint(text: str) -> Policy:
             values.setdefault("replicas", 1)
         elif "replicas" in values or values.get("count"):
             raise Invalid(
-                "layout: ec says how many servers a file has: 'replicas' and 'count' do not go with it"
+                "layout: ec says how many servers a file has: 'replicas' and 'count' do not go "
+                "with it"
             )
         else:
             values["data"], values["parity"] = coded
@@ -93,7 +94,8 @@ def parse_layout_hint(text: str) -> Policy:
         raise Invalid(f"layout: {least} servers are needed, but {len(policy.servers)} are listed")
     if policy.servers and policy.count > len(policy.servers):
         raise Invalid(
-            f"layout: count={policy.count} is more than the {len(policy.servers)} servers that are listed"
+            f"layout: count={policy.count} is more than the {len(policy.servers)} servers that are "
+            "listed"
         )
     return policy
 

@@ -76,7 +76,8 @@ def parse_ec(text: str) -> tuple[int, int]:
     numbers = int(data), int(parity)
     if not (2 <= numbers[0] <= DATA_MAX and 1 <= numbers[1] <= PARITY_MAX):
         raise Invalid(
-            f"layout: ec={text}: there may be 2 to {DATA_MAX} data and 1 to {PARITY_MAX} parity columns"
+            f"layout: ec={text}: there may be 2 to {DATA_MAX} data and 1 to {PARITY_MAX} parity "
+            "columns"
         )
     return numbers
 

@@ -110,7 +110,8 @@ class Publication(NamedTuple):
             raise Invalid("publish: the final name and those of the pointers must differ")
         if self.replace and self.exclusive:
             raise Invalid(
-                "publish: to replace what is there, and to refuse if something is, exclude each other"
+                "publish: to replace what is there, and to refuse if something is, exclude each "
+                "other"
             )
         if self.content and not self.tracker:
             raise Invalid("publish: there is content for a tracker file, but no name")

@@ -101,7 +101,8 @@ def require_usable(role: str, path: str, *, force: bool = False, store: str = ""
             return
         if marker.store == store:
             raise StoreError(
-                f"{path}: holds what {marker.role} server {marker.id} of this store had, which is stale; use an empty directory"
+                f"{path}: holds what {marker.role} server {marker.id} of this store had, which is "
+                "stale; use an empty directory"
             )
     if not force:
         raise StoreError(f"{path}: holds a store already; --force erases it and all files in it")

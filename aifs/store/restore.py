@@ -219,7 +219,8 @@ def find(config: Config, source: str) -> tuple[str, Found]:
     if not stores:
         what = "none of its data servers can be read, so nobody knows which store it is"
         raise StoreError(
-            f"{config.source}: {what}; if servers were added or replaced, name these in the configuration"
+            f"{config.source}: {what}; if servers were added or replaced, name these in the "
+            "configuration"
         )
     if len(stores) > 1:
         one, other = list(stores.values())[:2]
@@ -296,7 +297,8 @@ def restore(config: Config, source: str, at: int | None, force: bool = False) ->
     if wanted is not None and wanted != chain:
         said = found.said_ns(wanted.segments[-1])
         _log.warning(
-            "the newest backup, of sequence %d, is damaged: restored is generation %d, sequence %d, which is %s older",
+            "the newest backup, of sequence %d, is damaged: restored is generation %d, sequence "
+            "%d, which is %s older",
             wanted.seq,
             state.generation,
             state.seq,
@@ -408,7 +410,8 @@ def _finish(tx: Transaction, config: Config, seq: int, beyond: int) -> None:
     superblock = json.loads(tx.get(keys.SUPERBLOCK) or b"{}")
     if superblock.get("format") != FORMAT:
         raise StoreError(
-            f"the backup is of a store of format {superblock.get('format')!r}; this version knows {FORMAT!r} alone"
+            f"the backup is of a store of format {superblock.get('format')!r}; this version knows "
+            f"{FORMAT!r} alone"
         )
     # Closed in order, so that nothing is looked for in the last ids; of another boot, so that no
     # cache is trusted.
@@ -422,7 +425,10 @@ def _finish(tx: Transaction, config: Config, seq: int, beyond: int) -> None:
     if not is_directory_source(config.source) and any(
         is_path(path) and not os.path.isabs(path) for path in recorded
     ):
-        what = "the store was made with a directory as SOURCE, which its servers lie in; restore it with that"
+        what = (
+            "the store was made with a directory as SOURCE, which its servers lie in; restore "
+            "it with that"
+        )
         raise StoreError(f"{config.source}: {what} (aifs.yaml in it can name others)")
     paths = {below(config.source, path) for path in recorded}
     paths |= {*config.servers, *config.burst.directories}

@@ -211,8 +211,8 @@ async def load_servers(config: Config, engine: Engine, in_use: Servers, read_onl
         if server.id in wrong:
             if count := await engine.view(_count_undrained, server):
                 stakes[server.id] = (
-                    f"{count} files have their newest bytes there alone: mount its filesystem or put "
-                    "the directory back"
+                    f"{count} files have their newest bytes there alone: mount its filesystem or "
+                    "put the directory back"
                 )
             else:
                 wrong[server.id] += "; only cached copies lie there"
@@ -221,8 +221,8 @@ async def load_servers(config: Config, engine: Engine, in_use: Servers, read_onl
     written_once = [server for server in in_use.capacity() if not server.storage.in_place]
     if written_once and not in_use.burst():
         raise StoreError(
-            f"{written_once[0].name}: {written_once[0].path}: objects there are written once, so files "
-            "need a burst directory that they can change in; name one in burst.directories"
+            f"{written_once[0].name}: {written_once[0].path}: objects there are written once, so "
+            "files need a burst directory that they can change in; name one in burst.directories"
         )
 
 
@@ -273,5 +273,6 @@ def require_registered(config: Config, paths: list[str], adding: str) -> None:
         if path not in same:
             raise StoreError(
                 f"{config.source}: {kind} {path} is not part of the store; add it with: "
-                f"aifs server add {option}{config.source} {path}; or, if it has been removed, take it out of the file"
+                f"aifs server add {option}{config.source} {path}; or, if it has been removed, take "
+                "it out of the file"
             )

@@ -206,7 +206,8 @@ async def open_store(
             )
         if superblock["format"] != FORMAT:
             raise StoreError(
-                f"{meta}: the store has format {superblock['format']!r}; this version knows {FORMAT!r} alone"
+                f"{meta}: the store has format {superblock['format']!r}; this version knows "
+                f"{FORMAT!r} alone"
             )
         paths = {number: below(config.source, record.path) for number, record in table.items()}
         if not is_directory_source(config.source):
@@ -264,8 +265,8 @@ async def _read_identity(
         return await engine.view(read)
     except (ValueError, TypeError, KeyError, Unavailable) as error:
         raise StoreError(
-            f"{meta}: the store's own records are damaged ({error}). Restore them from the last backup: "
-            f"mv {meta} {meta}.damaged && aifs meta restore {source}"
+            f"{meta}: the store's own records are damaged ({error}). Restore them from the last "
+            f"backup: mv {meta} {meta}.damaged && aifs meta restore {source}"
         ) from error
 
 

@@ -182,8 +182,8 @@ class Scrub:
         state.put_off, state.phase = [], DONE
         unrepaired = f", {len(state.wrong)} ranges of files are not repaired" if state.wrong else ""
         _log.info(
-            "scrub: %d files and containers, %d bytes: %d flaws, %d repaired, %d objects to be rebuilt, "
-            "%d files restored from burst copies%s",
+            "scrub: %d files and containers, %d bytes: %d flaws, %d repaired, %d objects to be "
+            "rebuilt, %d files restored from burst copies%s",
             state.objects,
             state.read_bytes,
             state.flaws,

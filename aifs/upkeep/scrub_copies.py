@@ -55,7 +55,10 @@ class CopyScrubber:
         if repair and await self._evictor.evict(ino):
             found.repaired += 1
             return True
-        reason = f"its burst copy has other bytes, and is {'in use' if repair else 'left'}; the data servers have the right ones"
+        reason = (
+            f"its burst copy has other bytes, and is {'in use' if repair else 'left'}; the "
+            "data servers have the right ones"
+        )
         found.lost.append(
             Lost(ino, inode.oid, 0, inode.size, (inode.copy.server,), reason, for_good=False)
         )

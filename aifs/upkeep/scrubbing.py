@@ -349,7 +349,10 @@ class _Scrub:
         servers = self._on(loss.columns)
         reason = "the bytes do not have their checksum, and nothing tells what they were"
         if not loss.certain:
-            reason = "the objects contradict one another, and there is no checksum that tells which one is right"
+            reason = (
+                "the objects contradict one another, and there is no checksum that tells "
+                "which one is right"
+            )
         end = loss.end
         if end < 0:
             users = await self._load_users()

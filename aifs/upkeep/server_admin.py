@@ -152,7 +152,8 @@ class ServerAdmin:
                 state = LOST
             else:
                 _log.warning(
-                    "%s is replaced, but unprotected files have bytes there, which wait until it is back",
+                    "%s is replaced, but unprotected files have bytes there, which wait until it "
+                    "is back",
                     server.name,
                 )
         new = await self._table.replace(server_id, path, state)
@@ -294,7 +295,8 @@ class ServerAdmin:
             await self._backup.leave_servers()
         except FsError as error:
             return Outcome(
-                f"{name} may have the only backup of the metadata, and no other can be made: {error}",
+                f"{name} may have the only backup of the metadata, and no other can be made: "
+                f"{error}",
                 passing=True,
             )
         await self.clean_up()

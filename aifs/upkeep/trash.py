@@ -140,7 +140,8 @@ class Trash:
                 await self._remove_slice(ino)
             except trash.DamagedTree as error:
                 _log.warning(
-                    "a deleted directory, inode %d, cannot be emptied until fsck has repaired it: %s",
+                    "a deleted directory, inode %d, cannot be emptied until fsck has repaired it: "
+                    "%s",
                     ino,
                     error,
                 )

@@ -319,8 +319,8 @@ class _Sources:
         if not self._memory:
             self._memory = memoryview(bytearray(COPY_PIECE))
             _log.warning(
-                "the machine was started anew, and data servers lack bytes of files with burst copies that were never "
-                "synced: these are read and compared with checksums now"
+                "the machine was started anew, and data servers lack bytes of files with burst "
+                "copies that were never synced: these are read and compared with checksums now"
             )
         judgement = await judge_copy(engine, servers, inode, self._memory)
         _log.info("inode %d: its burst copy is %s", inode.ino, judgement.name.lower())

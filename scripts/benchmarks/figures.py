@@ -83,8 +83,9 @@ def tables(found: dict[str, Any]) -> str:
     """
     lines = [
         (
-            f"{found['ranks']} ranks save {found['mib']} MiB each, the same in all; medians of {found['rounds']}"
-            f" on {found['machine']['processors']} processors, everything in memory. Bytes are parts of those saved."
+            f"{found['ranks']} ranks save {found['mib']} MiB each, the same in all; medians of "
+            f"{found['rounds']} on {found['machine']['processors']} processors, everything in "
+            "memory. Bytes are parts of those saved."
         ),
         "",
         "| | | AIFS | target |",
@@ -94,21 +95,29 @@ def tables(found: dict[str, Any]) -> str:
     ]
     for key, where in WHERE.items():
         lines += [
-            f"| {where} | in the buffer | durable | daemon's processor time | hashed | compared | bytes on servers |",
+            (
+                f"| {where} | in the buffer | durable | daemon's processor time | hashed | "
+                "compared | bytes on servers |"
+            ),
             "|---|---|---|---|---|---|---|",
             *(
-                f"| {one['way']} | {one['buffer_s']:.2f} s | {one['durable_s']:.2f} s | {one['cpu_s']:.2f} s"
-                f" | {_part(one, 'hashed_bytes')} | {_part(one, 'compared_bytes')} | {_part(one, 'stored_bytes')} |"
+                f"| {one['way']} | {one['buffer_s']:.2f} s | {one['durable_s']:.2f} s | "
+                f"{one['cpu_s']:.2f} s | {_part(one, 'hashed_bytes')} | "
+                f"{_part(one, 'compared_bytes')} | {_part(one, 'stored_bytes')} |"
                 for one in found[key]
             ),
             "",
         ]
     lines += [
-        "| readers, servers 1 ms away | time, to that of one | read from servers, to one file's bytes |",
+        (
+            "| readers, servers 1 ms away | time, to that of one | read from servers, to one "
+            "file's bytes |"
+        ),
         "|---|---|---|",
         *(
-            f"| {one['readers']}, {READS[one['files']]} | {one['seconds'] / _alone_s(found, one['files']):.2f}"
-            f" | {one['fetched_bytes'] / one['bytes']:.2f} |"
+            f"| {one['readers']}, {READS[one['files']]} | "
+            f"{one['seconds'] / _alone_s(found, one['files']):.2f} | "
+            f"{one['fetched_bytes'] / one['bytes']:.2f} |"
             for one in found["reads"]
         ),
         "",

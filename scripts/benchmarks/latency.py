@@ -35,6 +35,7 @@ def latency_row(base: Path, mib: int, rounds: int) -> Row:
         None,
         None,
         rate(ahead, "MiB/s"),
-        f"{ahead / default:.1f} x default read-ahead >= {TARGET:.0f} ({ahead / single:.1f} x single requests of 1 MiB)",
+        f"{ahead / default:.1f} x default read-ahead >= {TARGET:.0f} ({ahead / single:.1f} x "
+        "single requests of 1 MiB)",
         ahead / default >= TARGET,
     )

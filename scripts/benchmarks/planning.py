@@ -97,14 +97,16 @@ def main() -> None:
         print(json.dumps(rows, indent=2))
         return
     print(
-        f"{'ranks':>5} {'servers':>7} {'replicas':>8} {'links':>8} {'plan':>10} {'cached':>10} {'target':>7} {'gap':>7}"
+        f"{'ranks':>5} {'servers':>7} {'replicas':>8} {'links':>8} {'plan':>10} {'cached':>10} "
+        f"{'target':>7} {'gap':>7}"
     )
     for row in rows:
         links = f"{row['link'] // 10**6} MB/s" if row["link"] else "none"
         target = f"{row['target_s']:g} s" if row["target_s"] else ""
         print(
-            f"{row['ranks']:>5} {row['servers']:>7} {row['replicas']:>8} {links:>8} {row['plan_s'] * 1e3:>7.1f} ms"
-            f" {row['cached_s'] * 1e3:>7.1f} ms {target:>7} {row['gap']:>7.2%}"
+            f"{row['ranks']:>5} {row['servers']:>7} {row['replicas']:>8} {links:>8} "
+            f"{row['plan_s'] * 1e3:>7.1f} ms {row['cached_s'] * 1e3:>7.1f} ms {target:>7} "
+            f"{row['gap']:>7.2%}"
         )
 
 

@@ -53,7 +53,8 @@ class ServersAifs(PatientAifs):
         self.base.mkdir(parents=True)
         servers = "".join(f"  - {self.server(number)}\n" for number in range(SERVERS))
         self._source.write_text(
-            f"meta:\n  directory: {self.base}/meta\nburst:\n  directories: [{self.base}/burst]\nservers:\n{servers}"
+            f"meta:\n  directory: {self.base}/meta\nburst:\n  directories: "
+            f"[{self.base}/burst]\nservers:\n{servers}"
         )
         return super().__enter__()
 

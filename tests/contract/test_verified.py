@@ -221,7 +221,8 @@ def test_wrong_bytes_that_nobody_can_tell_are_an_error_that_names_them(
         for _ in range(2):  # it does not get into the cache
             with pytest.raises(
                 Unavailable,
-                match=f"inode {INO}: bytes {wrong * MIB} to {(wrong + 1) * MIB - 1}, on data server",
+                match=f"inode {INO}: bytes {wrong * MIB} to {(wrong + 1) * MIB - 1}, on data "
+                "server",
             ):
                 await objects.read(wrong * MIB + 100, 10, SIZE, True)
         await servers.cache.settle()

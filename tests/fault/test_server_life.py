@@ -298,8 +298,9 @@ async def test_a_missing_server_with_unprotected_bytes_is_refused_or_done_withou
         async with served(config):
             pass
     assert str(caught.value) == (
-        f"data server 1: {config.servers[1]}: there is no such directory; is its filesystem mounted?; unprotected files "
-        "may have bytes there; put it right, or mount without it and them: -o data.missing=allow"
+        f"data server 1: {config.servers[1]}: there is no such directory; is its filesystem "
+        "mounted?; unprotected files may have bytes there; put it right, or mount without it and "
+        "them: -o data.missing=allow"
     )
     async with served(allowing(config)) as fs:
         gone = await unreadable(fs, sizes)

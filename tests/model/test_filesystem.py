@@ -97,7 +97,8 @@ def _require_agreement(
 
         shortest = shrink(ops, fails)
         pytest.fail(
-            f"{mismatch}\nseed {seed}, shape {shape}, {len(shortest)} operations:\n{listing(shortest)}"
+            f"{mismatch}\nseed {seed}, shape {shape}, {len(shortest)} "
+            f"operations:\n{listing(shortest)}"
         )
     assert kills == sum(op[0] == "crash" for op in ops)
 

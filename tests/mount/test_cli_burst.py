@@ -96,7 +96,8 @@ def test_what_is_still_open_is_waited_for_until_the_time_out_or_an_interrupt(
         assert waiting.returncode == 130
         assert (
             said.strip()
-            == "aifs: draining goes on in the background; left: 1 file (3.00 MiB, 1 open for writing)"
+            == "aifs: draining goes on in the background; left: 1 file (3.00 MiB, 1 open for "
+            "writing)"
         )
     assert aifs("drain", path).returncode == 0
     assert state(path)["state"] == "cached"

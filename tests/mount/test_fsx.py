@@ -102,7 +102,8 @@ class Thrasher:
                 (i for i, pair in enumerate(zip(found, expected)) if pair[0] != pair[1]), -1
             )
             raise AssertionError(
-                f"{len(found)} bytes read for {len(expected)}; the first difference is at {offset + first}; {self.history}"
+                f"{len(found)} bytes read for {len(expected)}; the first difference is at "
+                f"{offset + first}; {self.history}"
             )
 
     def _store(self, offset: int, data: bytes) -> None:

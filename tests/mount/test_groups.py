@@ -366,7 +366,10 @@ def test_a_rank_comes_back_within_its_grace(top: Path) -> None:
 @needs_bridge
 def test_who_waits_may_be_interrupted(top: Path) -> None:
     create(top, 1)
-    waits = "signal.signal(signal.SIGINT, lambda *_: sys.exit(5)); print('ready', flush=True); wait(top, timeout_ms=0)"
+    waits = (
+        "signal.signal(signal.SIGINT, lambda *_: sys.exit(5)); print('ready', flush=True); "
+        "wait(top, timeout_ms=0)"
+    )
     with other_process(waits, top) as other:
         other.send_signal(signal.SIGINT)
         assert other.wait(LIMIT_S) == 5

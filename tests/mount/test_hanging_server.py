@@ -39,7 +39,10 @@ def pair(scratch: Path) -> Iterator[Pair]:
         server.mkdir()
         source = scratch / "outer" / "store"
         source.mkdir()
-        text = f"servers: [data/0, {server}]\nlayout: {{inline_limit: 0}}\nburst: {{directories: []}}\n"
+        text = (
+            f"servers: [data/0, {server}]\nlayout: {{inline_limit: 0}}\nburst: {{directories: "
+            f"[]}}\n"
+        )
         (source / DIRECTORY_FILE).write_text(text)
         with mounted_store(scratch / "outer", ("data.timeout=2s",)) as outer:
             outer.expected += EXPECTED

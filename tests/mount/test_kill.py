@@ -85,7 +85,8 @@ class Manifest:
             if one.directories == found_directories and one.files.keys() == found_files.keys()
         ]
         assert matching, (
-            f"{found_directories}, {sorted(found_files)} for {self.directories}, {sorted(self.files)}"
+            f"{found_directories}, {sorted(found_files)} for {self.directories}, "
+            f"{sorted(self.files)}"
         )
         for name, path in found_files.items():
             data = path.read_bytes()

@@ -106,7 +106,8 @@ def test_a_reader_sees_what_another_process_writes(store: Mounted, path: Path) -
         expected = CONTENT + b"appended"
         assert file.read(2 * SIZE) == expected and os.fstat(file.fileno()).st_size == len(expected)
         elsewhere(
-            "file = open(path, 'r+b'); file.seek(4096); file.write(b'over'); os.fsync(file.fileno())",
+            "file = open(path, 'r+b'); file.seek(4096); file.write(b'over'); "
+            "os.fsync(file.fileno())",
             path,
         )
         expected = expected[:4096] + b"over" + expected[4100:]

@@ -197,7 +197,8 @@ def test_sqlite_with_two_writers(mounted: Mounted) -> None:
     base.execute("create table t (who, number)")
     base.close()
     program = (
-        "import sqlite3, sys\nbase = sqlite3.connect(sys.argv[1], timeout=60, isolation_level=None)\n"
+        "import sqlite3, sys\nbase = sqlite3.connect(sys.argv[1], timeout=60, "
+        "isolation_level=None)\n"
         "for n in range(100): base.execute('insert into t values (?, ?)', (sys.argv[2], n))\n"
     )
     writers = [subprocess.Popen([sys.executable, "-c", program, str(path), who]) for who in "ab"]

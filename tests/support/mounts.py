@@ -128,7 +128,10 @@ class Mounted:
     def _doing(self) -> str:
         """Where the daemon's threads are in the kernel, and the end of its log."""
         threads = [path.read_text() for path in Path(f"/proc/{self.pid}/task").glob("*/wchan")]
-        return f"threads in {threads}; the log ends with\n{self.log.read_text()[-2000:] if self.log.exists() else ''}"
+        return (
+            f"threads in {threads}; the log ends "
+            f"with\n{self.log.read_text()[-2000:] if self.log.exists() else ''}"
+        )
 
     def is_alive(self) -> bool:
         return self._ended != -1 and not select.select([self._ended], [], [], 0)[0]

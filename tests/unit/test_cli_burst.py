@@ -307,11 +307,14 @@ def test_evict_says_what_stays_and_why(capsys, mount: Played) -> None:
     code, out, err = run(capsys, "evict", mount.root / "tree")
     assert (code, out) == (1, "evicted 1 file, 2.00 MiB\n")
     assert sorted(err.splitlines()) == [
-        "aifs: 1 file not evicted: data servers that have its bytes are lost, fail or have wrong ones: the copy may be all "
-        "there is",
+        "aifs: 1 file not evicted: data servers that have its bytes are lost, fail or have wrong "
+        "ones: the copy may be all there is",
         "aifs: 1 file not evicted: open",
         "aifs: 1 file not evicted: pinned; aifs unpin lets go",
-        "aifs: 1 file not evicted: the newest bytes are in the burst tier alone; aifs drain moves them",
+        (
+            "aifs: 1 file not evicted: the newest bytes are in the burst tier alone; aifs drain "
+            "moves them"
+        ),
     ]
     assert run(capsys, "evict", mount.root / "tree/cached") == (0, "evicted 0 files, 0 B\n", "")
 
@@ -456,7 +459,8 @@ def test_status_says_why_new_files_wait() -> None:
     assert lines["throttle"] == "a new file waits 50 ms, 2 do now: draining does not keep up"
     assert lines["trash"] == "1 tree being taken apart, 3 directories left as far as is known"
     assert lines["backup"] == (
-        "of an earlier mount, sequence 77, 1.00 MiB and 0 B of changes; deletions wait for the next one; failing: told to"
+        "of an earlier mount, sequence 77, 1.00 MiB and 0 B of changes; deletions wait for the "
+        "next one; failing: told to"
     )
     assert lines["memory"] == "1.00 MiB of 4.00 MiB, peak 1.00 MiB, 0 waiting"
     status["drain"] = drain_status(

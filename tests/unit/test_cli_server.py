@@ -143,7 +143,8 @@ def test_a_server_that_is_gone(capsys: pytest.CaptureFixture[str], source: Path)
     )
     assert (
         said
-        == "1 file cannot be read without data server 0, which is lost: delete what is lost first; aifs fsck names it"
+        == "1 file cannot be read without data server 0, which is lost: delete what is lost first; "
+        "aifs fsck names it"
     )
     state = json.loads(run(capsys, "server", "status", "--json", source)[1])
     assert state["servers"][0]["standing"] == "lost"
@@ -196,7 +197,8 @@ def test_a_removed_server_that_the_source_still_names_is_told(
     code, out, error = run(capsys, "server", "remove", source, 1)
     assert (code, out) == (0, "data server 1 is removed from the store\n")
     assert error == (
-        f"aifs: warning: {source} still names {paths[1]}: take it out of the file, or the next mount is refused\n"
+        f"aifs: warning: {source} still names {paths[1]}: take it out of the file, or the next "
+        "mount is refused\n"
     )
     assert f"server {paths[1]} is not part of the store" in refused(capsys, "fsck", source, code=8)
     source.write_text(text % (tmp_path / "meta", tmp_path / "log", f"{paths[0]}, {paths[2]}"))

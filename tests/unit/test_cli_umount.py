@@ -58,9 +58,10 @@ def test_it_says_what_the_daemon_waits_for_and_what_is_safe(
         daemon.wait(0.5)
     pid = daemon.status["pid"]
     assert str(caught.value) == (
-        f"/mnt: the daemon (pid {pid}) has not closed the store in time: {WAITS}. It goes on; what was acknowledged "
-        "survives the end of the daemon; what fsync, syncfs or a publish acknowledged, a power cut, too. "
-        f"To end it now: kill -9 {pid}; the next mount recovers the store"
+        f"/mnt: the daemon (pid {pid}) has not closed the store in time: {WAITS}. It goes on; what "
+        "was acknowledged survives the end of the daemon; what fsync, syncfs or a publish "
+        f"acknowledged, a power cut, too. To end it now: kill -9 {pid}; the next mount recovers "
+        "the store"
     )
     assert capsys.readouterr().err == f"aifs: waiting for the daemon (pid {pid}): {WAITS}\n"
 

@@ -323,7 +323,10 @@ def test_the_low_mark_is_below_the_high_one(tmp_path: Path) -> None:
 
 
 def test_servers_may_have_failure_domains(tmp_path: Path) -> None:
-    text = "meta: {directory: /m}\nservers:\n  - /s0\n  - {path: s1, domain: rack a}\n  - {path: /s2, bandwidth: 2GiB}\n"
+    text = (
+        "meta: {directory: /m}\nservers:\n  - /s0\n  - {path: s1, domain: rack a}\n  - {path: "
+        "/s2, bandwidth: 2GiB}\n"
+    )
     loaded = config.load(write(tmp_path / "c.yaml", text), {})
     assert loaded.places == (("/s0", "", 0), (f"{tmp_path}/s1", "rack a", 0), ("/s2", "", 2 << 30))
     assert loaded.servers == ("/s0", f"{tmp_path}/s1", "/s2")
@@ -348,7 +351,8 @@ def test_a_wrong_server_is_refused(tmp_path: Path, entry: str) -> None:
     message = refusal(file)
     assert message.startswith(f"{file}:2: servers: ")
     assert message.endswith(
-        " is not a list of directories, not empty; each a path, or {path: PATH, domain: NAME, bandwidth: SIZE}"
+        " is not a list of directories, not empty; each a path, or {path: PATH, domain: NAME, "
+        "bandwidth: SIZE}"
     )
 
 

@@ -1264,7 +1264,10 @@ def test_changed_bytes_of_a_shared_chunk_are_read_once_and_all_its_users_are_nam
     found = {finding.where: finding.detail for finding in store.check(deep=True).findings}
     size, last = store.inode("/a/first").size, place.raw - 1
     assert found == {
-        "/a/first": f"bytes 0 to {last}, on data server 2; bytes {size - place.raw} to {size - 1}, on data server 2",
+        "/a/first": (
+            f"bytes 0 to {last}, on data server 2; bytes {size - place.raw} to {size - 1}, "
+            "on data server 2"
+        ),
         "/z/other": f"bytes 500 to {500 + last}, on data server 2",
     }
 

@@ -424,7 +424,10 @@ def test_the_header_is_what_is_generated() -> None:
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_c_computes_the_same_numbers(tmp_path: Path) -> None:
     lines = [
-        f'printf("%u %zu\\n", (unsigned){name}, sizeof(struct {name.lower().replace("_ioc_", "_")}));'
+        (
+            f'printf("%u %zu\\n", (unsigned){name}, sizeof(struct '
+            f"{name.lower().replace('_ioc_', '_')}));"
+        )
         for name in names()
     ]
     source = tmp_path / "numbers.c"

@@ -12,7 +12,8 @@ MARKER = Marker(
     "aifs 1", "5a0cbd2e-4d0b-4f7a-b6b7-0d5f7c5f6a10", "data", 3, "2025-01-01T00:00:00+00:00"
 )
 FIELDS = json.loads(
-    '{"format": "aifs 1", "store": "5a0cbd2e-4d0b-4f7a-b6b7-0d5f7c5f6a10", "role": "data", "id": 3, '
+    '{"format": "aifs 1", "store": "5a0cbd2e-4d0b-4f7a-b6b7-0d5f7c5f6a10", "role": "data", "id": '
+    "3, "
     '"created": "2025-01-01T00:00:00+00:00"}'
 )
 

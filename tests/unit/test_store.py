@@ -166,8 +166,9 @@ def test_a_missing_burst_directory_is_named_with_what_is_at_stake(tmp_path: Path
     with pytest.raises(StoreError) as caught:
         opened(config)
     assert str(caught.value) == (
-        f"burst directory 0: {tmp_path}/store/burst: there is no such directory; is its filesystem mounted?; "
-        "2 files have their newest bytes there alone: mount its filesystem or put the directory back"
+        f"burst directory 0: {tmp_path}/store/burst: there is no such directory; is its filesystem "
+        "mounted?; 2 files have their newest bytes there alone: mount its filesystem or put the "
+        "directory back"
     )
 
 
@@ -179,7 +180,8 @@ def test_a_burst_directory_that_is_not_the_stores_is_refused(tmp_path: Path) -> 
         opened(configuration.load(source, {}))
     assert str(caught.value) == (
         f"{source}: burst directory {tmp_path}/b1 is not part of the store; add it with: "
-        f"aifs server add --burst {source} {tmp_path}/b1; or, if it has been removed, take it out of the file"
+        f"aifs server add --burst {source} {tmp_path}/b1; or, if it has been removed, take it out "
+        "of the file"
     )
 
 

@@ -46,7 +46,8 @@ def require_plain(name: str, tensor: torch.Tensor) -> None:
     """Raises TypeError for a tensor that is not rows of elements in memory."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
         raise TypeError(
-            f"{name}: a tensor that is sparse, nested, quantized or without memory cannot be in a file"
+            f"{name}: a tensor that is sparse, nested, quantized or without memory cannot be in a "
+            "file"
         )
 
 

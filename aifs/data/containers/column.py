@@ -139,6 +139,6 @@ class ContainerColumn:
             start < end and loss.start < stop for start, stop in live
         ):
             raise Untold(
-                f"container {self._container}: bytes {loss.start} to {end - 1} are not what their checksums say, whichever "
-                "columns tell them"
+                f"container {self._container}: bytes {loss.start} to {end - 1} are not what their "
+                "checksums say, whichever columns tell them"
             )

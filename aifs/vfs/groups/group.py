@@ -207,8 +207,9 @@ class Group:
             )
             whose = f"job {present.decode()}" if present else "another job"
             raise Invalid(
-                f"job {job.decode()} cannot begin: {whose} is writing here, and its ranks {ranks} live; wait for its group, or "
-                f"cancel it; if they are one job, all its ranks have to name the same one"
+                f"job {job.decode()} cannot begin: {whose} is writing here, and its ranks {ranks} "
+                "live; wait for its group, or cancel it; if they are one job, all its ranks have "
+                "to name the same one"
             )
 
     def join(self, rank: int, process: int) -> None:

@@ -125,7 +125,8 @@ def make_options(
     _require_ranks(ranks)
     if chunk < CHUNK_MIN or chunk % _PAGE:
         raise Invalid(
-            f"group: dedup={format_size(chunk)} is no multiple of {_PAGE} bytes from {format_size(CHUNK_MIN)} on"
+            f"group: dedup={format_size(chunk)} is no multiple of {_PAGE} bytes from "
+            f"{format_size(CHUNK_MIN)} on"
         )
     if max(timeout_ms, grace_ms) > _TIMEOUT_MAX_MS:
         raise Invalid(f"group: no time is longer than {format_duration(_TIMEOUT_MAX_MS / 1000)}")

@@ -299,7 +299,8 @@ class Groups:
             if living:
                 names = ", ".join(map(str, living[:_NAMED_MAX]))
                 raise NotPermitted(
-                    f"only its owner and root may begin anew while others save here: processes {names}"
+                    "only its owner and root may begin anew while others save here: processes "
+                    f"{names}"
                 ) from None
 
     def _take_note(self, group: Group, caller: CallerLike) -> None:
@@ -746,7 +747,8 @@ class Groups:
         found, damaged = await self._engine.view(groups.load)
         for ino in damaged:
             _log.warning(
-                "the record of the group of directory %d is damaged, its files are drained as usual; run aifs fsck",
+                "the record of the group of directory %d is damaged, its files are drained as "
+                "usual; run aifs fsck",
                 ino,
             )
         for ino, (record, members) in found.items():
@@ -914,6 +916,6 @@ def _require_same_ranks(there: Group, options: Options) -> None:
     present = there.record.options
     if (True, options.ranks) != (options.explicit and present.explicit, present.ranks):
         raise Invalid(
-            f"the ranks of a pending directory and of its group are the same, and commit: there are "
-            f"{present.ranks}, and the group needs commit=explicit"
+            "the ranks of a pending directory and of its group are the same, and commit: there "
+            f"are {present.ranks}, and the group needs commit=explicit"
         )
