@@ -18,8 +18,8 @@ Examples:
   aifs drain /mnt/store/step-100
   aifs drain /mnt/store --timeout 5min
 
-Ctrl-C and the time-out end the waiting, not the drain. Files that are open for writing are drained when they
-have been closed. `getfattr -n user.aifs.state PATH` says where the bytes are.
+Ctrl-C and the time-out end the waiting, not the drain. Files that are open for writing are drained
+when they have been closed. `getfattr -n user.aifs.state PATH` says where the bytes are.
 """
 
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.01, 0.5

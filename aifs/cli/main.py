@@ -43,8 +43,8 @@ MOUNT_PACKAGES = frozenset(
 """What the extra ``mount`` installs, as it is imported."""
 
 EPILOG = """
-SOURCE is a directory, which holds the whole store (metadata, four data servers), or a YAML file that says
-where each part lies.
+SOURCE is a directory, which holds the whole store (metadata, four data servers), or a YAML file
+that says where each part lies.
 
 \b
 Examples:
@@ -56,7 +56,8 @@ Examples:
 \b
 Exit codes:
   0  done
-  1  an error of the system, such as a file that cannot be read; or not all was done, as the command says
+  1  an error of the system, such as a file that cannot be read; or not all was done, as the
+     command says
   2  wrong usage of the command line
   3  wrong configuration or mount option
   4  the store, or one of its directories, is not what it should be

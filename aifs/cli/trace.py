@@ -30,9 +30,11 @@ Columns:
   uid, pid   whose request it was; - where nobody knows, pid 0 where the kernel asks for itself
   path       as it is now; inode N where there is none, or several
 
-Only what the kernel asks the daemon is seen. Reads and writes of files in the burst tier are passed through to
-the local disk and do not come by (`aifs doctor` says whether they are), nor does what the kernel has cached.
-A mount without the bridge does not know whose reads, writes and closes these are, nor of which file.
+Only what the kernel asks the daemon is seen. Reads and writes of files in the burst tier are passed
+through to the local disk and do not come by (`aifs doctor` says whether they are), nor does what
+the kernel has cached. A mount without the bridge does not know whose reads, writes and closes these
+are, nor of which file.
+
 For root, and for who has mounted. While nobody traces, it costs nothing.
 """
 

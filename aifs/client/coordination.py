@@ -88,8 +88,9 @@ class Coordinator(Protocol):
 
 
 class LoneRank:
-    """A ``Coordinator`` for a directory that is not on AIFS: it hears of no other rank, so its group
-    has ended well when it has committed itself."""
+    """A ``Coordinator`` for a directory that is not on AIFS: it hears of no other rank, so its
+    group has ended well when it has committed itself.
+    """
 
     def __init__(self, options: Options) -> None:
         self._options = options

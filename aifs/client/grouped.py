@@ -40,13 +40,13 @@ class Group:
     until it has committed, and if it ends before, the group fails for all. Where ``directory`` is
     not on AIFS the ranks know nothing of each other: each group is of this rank alone.
 
-    ``directory``: where the files go, made if it is not there. ``dedup``: bytes that are compared at a time, at
-    most, from 64KiB to 4MiB; 'file' is 4MiB. ``timeout_s``: until all ranks have committed.
-    ``grace_s``: how long a rank that died may stay away. ``publish``: the name that the directory
-    gets, beside itself, when all have committed; on AIFS alone. ``files_per_rank``: the rank commits
-    with its last file; None: by ``commit()``. ``same_size``: all files must have the size of those
-    of the first rank that commits. ``job``: a name that all ranks of this job give, and no other
-    run of it; None: what the launcher says.
+    ``directory``: where the files go, made if it is not there. ``dedup``: bytes that are compared
+    at a time, at most, from 64KiB to 4MiB; 'file' is 4MiB. ``timeout_s``: until all ranks have
+    committed. ``grace_s``: how long a rank that died may stay away. ``publish``: the name that the
+    directory gets, beside itself, when all have committed; on AIFS alone. ``files_per_rank``: the
+    rank commits with its last file; None: by ``commit()``. ``same_size``: all files must have the
+    size of those of the first rank that commits. ``job``: a name that all ranks of this job give,
+    and no other run of it; None: what the launcher says.
 
     As a context manager it waits at its end until all is durable, or cancels the group if the block
     raises. Raises InvalidGroup, FileExistsError if ``publish`` is taken, OSError; ``durable``

@@ -42,8 +42,9 @@ os.register_at_fork(after_in_child=_after_fork)
 class Saved:
     """The file ``path``, which is on its way. Its memory must not change before ``buffered`` is
     done: then the file has its name, whole, and is durable in the burst tier of a mount (elsewhere:
-    in the filesystem). ``durable``: it is on the data servers; for a file of a group on a mount, all
-    of the group's files are."""
+    in the filesystem). ``durable``: it is on the data servers; for a file of a group on a mount,
+    all of the group's files are.
+    """
 
     path: str
     buffered: Future[None]

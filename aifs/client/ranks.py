@@ -6,7 +6,8 @@ Needed for more than one rank alone. Rank 0 leads; each file has one writer and 
     attempt   rank 0: {"attempt": ID, "ranks": N, "failed": ""}; a new ID whenever rank 0 begins
     rank.R    rank R: {"attempt": ID, "state": STATE, "token": TOKEN, "plan": ID, "names": [...],
               "reason": ""}
-    plan      rank 0: {"plan": ID, "tokens": [TOKEN, ...], "sizes": {name: bytes}}: what belongs to it
+    plan      rank 0: {"plan": ID, "tokens": [TOKEN, ...], "sizes": {name: bytes}}: what belongs to
+              it
 
 States: *written*: R has left the body of its ``with``; *names* have changed since it came.
 *committed*: its share of the plan is durable and hashed. *again*: R was started anew after it had

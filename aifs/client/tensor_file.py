@@ -2,9 +2,8 @@
 bytes. Needs neither torch nor numpy.
 
     8 bytes       length of the header, little-endian
-    header        JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]}; filled up with spaces, so
-    that
-                  the data begin at a multiple of ALIGNMENT
+    header        JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]}; filled up with
+                  spaces, so that the data begin at a multiple of ALIGNMENT
     data          the tensors, row by row, little-endian, with nothing between them
 
 Largest element type first, so each tensor is aligned in a mapping of the file. Source: the format

@@ -64,7 +64,9 @@ class Containers:
         on_damage: OnDamage,
         spare: int = 0,
     ) -> None:
-        """``verify``: of all that programs read. ``on_damage``: see ContainerFiles. ``spare``: see ContainerWriter."""
+        """``verify``: of all that programs read. ``on_damage``: see ContainerFiles. ``spare``: see
+        ContainerWriter.
+        """
         self.files = ContainerFiles(servers, self._find, on_damage)
         self._verify = verify
         self._engine = engine

@@ -44,8 +44,8 @@ class Undrained(NamedTuple):
 
 
 class Drain:
-    """Brings files from the burst tier to the capacity tier. ``work`` does it, in several tasks; all else may be
-    called at any time.
+    """Brings files from the burst tier to the capacity tier. ``work`` does it, in several tasks;
+    all else may be called at any time.
 
     A file is undrained until its drain has flipped it: whatever fails, its bytes stay in the burst
     tier, and it is tried again.

@@ -194,7 +194,9 @@ class FileIO:
         return file
 
     def _note_first(self) -> None:
-        """A file is about to be opened: background work looks after it that sleeps while none is."""
+        """A file is about to be opened: background work looks after it that sleeps while none
+        is.
+        """
         if not self.open:
             now_s = trio.current_time()
             self._upkeep.at(Work.WRITE_BACK, now_s + self.commit_interval_s)

@@ -17,8 +17,8 @@ _SYNC_WHOLE_SERVERS_ABOVE = 64
 
 
 class WriteBack:
-    """While files are open, saves in-core attributes every ``commit_interval_s``; syncs closed dirty files every
-    ``writeback_interval_s``.
+    """While files are open, saves in-core attributes every ``commit_interval_s``; syncs closed
+    dirty files every ``writeback_interval_s``.
     """
 
     def __init__(

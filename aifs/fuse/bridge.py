@@ -2,8 +2,8 @@
 missing and why.
 
 Where it is switched off, or libfuse is too old for it, everything works but ioctl, fallocate,
-SEEK_DATA and SEEK_HOLE, copies inside the filesystem, O_TMPFILE, and the speed of passthrough. Where
-it has not been built, a mount has to say that it wants none.
+SEEK_DATA and SEEK_HOLE, copies inside the filesystem, O_TMPFILE, and the speed of passthrough.
+Where it has not been built, a mount has to say that it wants none.
 """
 
 import errno
@@ -20,7 +20,8 @@ from aifs.fuse import extension, extension_error
 _log = logger(__name__)
 
 HANDLE_BITS = 40
-"""An open file is answered as ``backing << HANDLE_BITS | handle``; the kernel then sends the handle alone.
+"""An open file is answered as ``backing << HANDLE_BITS | handle``; the kernel then sends the handle
+alone.
 """
 
 # Features of the kernel (flags of INIT in <linux/fuse.h>) that pyfuse3 does not ask for.

@@ -21,7 +21,8 @@ _PROGRAM = """
 import ctypes, os, signal, sys
 fd, daemon = int(sys.argv[1]), int(sys.argv[2])
 signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
-ctypes.CDLL(None).prctl(1, signal.SIGRTMIN)  # sent when the daemon's main thread has ended, whatever the others do
+# It is sent when the daemon's main thread has ended, whatever the others do.
+ctypes.CDLL(None).prctl(1, signal.SIGRTMIN)
 while os.getppid() == daemon and signal.sigwaitinfo([signal.SIGRTMIN]).si_pid != daemon:
     pass  # a batch system may send all processes of a job any signal
 os.write(fd, b"1")

@@ -94,8 +94,9 @@ def answers(handler: Handler) -> Handler:
 
 
 def asked(operation: str, arguments: dict[str, Any], edge: Any) -> Request | None:
-    """What the operation log says of a request to ``edge``, which knows its ``last_request``. Called
-    before anything is awaited. None if the log itself is being read."""
+    """What the operation log says of a request to ``edge``, which knows its ``last_request``.
+    Called before anything is awaited. None if the log itself is being read.
+    """
     name: bytes = arguments.get("name", b"")
     caller = arguments.get("ctx", arguments.get("caller"))
     if caller is None:

@@ -10,13 +10,15 @@ An assignment x[k, s, d] (chunks of class k sent by s to d) that takes t seconds
 constraints, those of AITurbo's write plan (Hao et al., Fast Cloud Storage for AI Jobs via Grouped
 I/O, FAST '26), stated here for our terms:
 
-1. every chunk is assigned R times, by sources that hold it:        sum over s, d of x[k, s, d] = R count[k]
-2. the replicas of a chunk lie on distinct destinations:             sum over s of x[k, s, d] <= count[k]
+1. every chunk is assigned R times, by sources that hold it:
+                                    sum over s, d of x[k, s, d] = R count[k]
+2. the replicas of a chunk lie on distinct destinations:
+                                    sum over s of x[k, s, d] <= count[k]
 3. egress of a source:              sum over k, d of size[k] x[k, s, d] <= t bandwidth[s]
 4. ingress of a destination:        sum over k, s of size[k] x[k, s, d] <= t bandwidth[d]
 5. a link between two:              sum over k of size[k] x[k, s, d] <= t bandwidth[s, d]
-6. memory of a source, which holds what it sends until all of it is durable: sum over k, d of
-   size[k] x <= memory[s]
+6. memory of a source, which holds what it sends until all of it is durable:
+                                    sum over k, d of size[k] x[k, s, d] <= memory[s]
 7. space of a destination:          sum over k, s of size[k] x[k, s, d] <= space[d]
 
 Counts that obey 2 can always be dealt out to single chunks (``plan.Plan.chunks``), so classes lose

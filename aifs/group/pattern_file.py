@@ -2,8 +2,8 @@
 line, key, what is allowed.
 
     replicas: 1                                       # default: 1
-    sources:
-      - {name: "host[0-7]", bandwidth: 25GB, memory: 64GiB}   # eight of them; memory: default no limit
+    sources:                                          # memory: default no limit
+      - {name: "host[0-7]", bandwidth: 25GB, memory: 64GiB}   # eight of them
     destinations:
       - {name: "server[0-3]", bandwidth: 2GB, space: 10TB}    # space: default no limit
     links:                                            # default: none has a limit of its own

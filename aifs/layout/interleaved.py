@@ -148,8 +148,8 @@ def padded(layout: Striped, length: int) -> int:
 def deal(sizes: Sequence[int], slots: int, start: int) -> list[Stripe]:
     """Chunks as stripes, in order: each as full as it gets, in the slot behind the last one's.
 
-    A slot is what takes one stripe at a time: a server, or a set of them. ``sizes`` include headers.
-    ``start``: the slot of the first stripe, taken modulo their number.
+    A slot is what takes one stripe at a time: a server, or a set of them. ``sizes`` include
+    headers. ``start``: the slot of the first stripe, taken modulo their number.
     """
     stripes: list[Stripe] = []
     first, filled = 0, 0

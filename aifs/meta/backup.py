@@ -11,9 +11,10 @@ A *base* is the whole store, an *increment* what has changed between two transac
     13      1      1: the last part of its base; 0: one before; increments have 1
     14      2      zero
     16      16     uuid of the store
-    32      8      after: an increment holds what transactions above this number have changed; of a base, the number of
-                   the last one before it was begun
-    40      8      seq: ... and up to this one. With the last part, a base is the state after this one
+    32      8      after: an increment holds what transactions above this number have changed; of a
+                   base, the number of the last one before it was begun
+    40      8      seq: ... and up to this one. With the last part, a base is the state after this
+                   one
     48      4      part: of a base, from 0 on
     52      8      when it was made (ns since the epoch)
     60      8      length of the changes before compression

@@ -1,8 +1,8 @@
 """Extent lists of interleaved files whose chunks have different lengths and may be shared, as
 transaction functions.
 
-Records: meta/chunk_lists.py, format 2. An extent list covers its file without gaps. Extent lists are
-dropped, and their own chunks moved, as chunk lists are (meta/chunks.py).
+Records: meta/chunk_lists.py, format 2. An extent list covers its file without gaps. Extent lists
+are dropped, and their own chunks moved, as chunk lists are (meta/chunks.py).
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -86,8 +86,8 @@ def change_attributes(
     argument: Any,
     opened: Inode | None = None,
 ) -> Inode:
-    """Apply ``change(inode, argument)``, which may raise, to a record, and to what core knows better
-    of the inode, if it is ``opened``. The inode as it is recorded. Raises NotFound.
+    """Apply ``change(inode, argument)``, which may raise, to a record, and to what core knows
+    better of the inode, if it is ``opened``. The inode as it is recorded. Raises NotFound.
     """
     inode = namespace.get_inode(tx, ino)
     if opened is not None:
@@ -145,7 +145,8 @@ class FormChange(NamedTuple):
     digests: bytes = b""
     """Checksums of new objects (see namespace.put_checksums)."""
     chunks: Chunks = ()
-    """Of an interleaved file. Neither these nor ``extents`` if they are on record as a loose list."""
+    """Of an interleaved file. Neither these nor ``extents`` if they are on record as a loose list.
+    """
     extents: Sequence[Extent] = ()
     """Of an interleaved file of variable chunks."""
     lacking: int = 0

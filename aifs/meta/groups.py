@@ -1,13 +1,14 @@
 """Groups as transaction functions (see kv.py): what the ranks of a job write below one directory,
 who of them has committed, and whether the directory may get a new name.
 
-    n ino          group of the directory: _GROUP, asker, then, each with its length in two bytes: name,
-                   publish, error, publish error, report (JSON), job, and, if it is pending, _PENDING,
-                   asker, job to the end, else nothing
-    n ino number   member. number: rank that has committed, or inode number of a file that has been closed. _MEMBER: what the
-                   file was then; for a rank the size of its files and 1 if all have to have one size,
-                   else zeros; then for each file that has to be there when the directory gets its
-                   name: u64 size (2^64-1: any), u16 length of its path, path below the directory
+    n ino          group of the directory: _GROUP, asker, then, each with its length in two bytes:
+                   name, publish, error, publish error, report (JSON), job, and, if it is pending,
+                   _PENDING, asker, job to the end, else nothing
+    n ino number   member. number: rank that has committed, or inode number of a file that has been
+                   closed. _MEMBER: what the file was then; for a rank the size of its files and 1
+                   if all have to have one size, else zeros; then for each file that has to be there
+                   when the directory gets its name: u64 size (2^64-1: any), u16 length of its path,
+                   path below the directory
 
 All little-endian; ``number`` in the key is 8 bytes, big-endian; asker: see askers.py. A directory
 has the record of its last group until the next one begins, or, if nothing of it was stored

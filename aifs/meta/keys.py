@@ -7,30 +7,39 @@
     s server                         data server or burst directory (JSON, see meta/servers.py)
     i ino                            inode (records.Inode)
     d parent name                    dentry: the name in the directory (records.Dentry)
-    e parent cookie                  the same dentry by its directory cookie: ino, type, name (readdir's order)
+    e parent cookie                  the same dentry by its directory cookie: ino, type, name
+                                     (readdir's order)
     x ino name                       value of an extended attribute
     w ino                            dirty mark: objects may differ from the record; empty
     o ino                            orphan: no name left, still open or known to the kernel; empty
     g oid                            garbage: objects to delete (records.Garbage)
     b id                             burst copy: whose it is (records.BurstRecord)
-    k oid first                      checksums of a striped file: BLAKE3, 32 bytes for each MiB of the file, up to
-                                     DIGESTS_PER_RECORD of them from MiB ``first`` on; none if it
-                                     was written in place or was mostly holes
-    l oid first                      chunk list, or extent list, of an interleaved file, from chunk or extent ``first`` on
-                                     (meta/chunk_lists.py)
-    h digest                         shared chunk: where it lies, and how many extents name it (meta/shared.py)
-    y oid                            loose: the chunk list oid is no file's (yet, or any more), and to be dropped; empty
+    k oid first                      checksums of a striped file: BLAKE3, 32 bytes for each MiB of
+                                     the file, up to DIGESTS_PER_RECORD of them from MiB ``first``
+                                     on; none if it was written in place or was mostly holes
+    l oid first                      chunk list, or extent list, of an interleaved file, from chunk
+                                     or extent ``first`` on (meta/chunk_lists.py)
+    h digest                         shared chunk: where it lies, and how many extents name it
+                                     (meta/shared.py)
+    y oid                            loose: the chunk list oid is no file's (yet, or any more), and
+                                     to be dropped; empty
     t id                             container: layout, length, live bytes (chunks.Container)
     a id                             open container: chunks may be appended to it; empty
-    q oid                            degraded: columns that must not be read, a rebuild is due (records.Degraded)
-    m oid server                     stray: an object of oid may lie on a server that its layout does not name; its ino
-                                     (8 bytes little-endian; 0: a container)
-    u server                         unprotected bytes may lie on that data server; empty; never removed while it is in use
-    z ino                            trash: a tree that nobody can find by name, to be removed (meta/trash.py)
-    r ino                            retention of the checkpoints in a directory: text, as in core/retention.py
-    n ino [number]                   group of a directory, which may be pending; with number (8 bytes): rank that has
-                                     committed, or file that has been closed (meta/groups.py)
-    j name                           where a background job that goes through the store has got to; its own format
+    q oid                            degraded: columns that must not be read, a rebuild is due
+                                     (records.Degraded)
+    m oid server                     stray: an object of oid may lie on a server that its layout
+                                     does not name; its ino (8 bytes little-endian; 0: a container)
+    u server                         unprotected bytes may lie on that data server; empty; never
+                                     removed while it is in use
+    z ino                            trash: a tree that nobody can find by name, to be removed
+                                     (meta/trash.py)
+    r ino                            retention of the checkpoints in a directory: text, as in
+                                     core/retention.py
+    n ino [number]                   group of a directory, which may be pending; with number (8
+                                     bytes): rank that has committed, or file that has been closed
+                                     (meta/groups.py)
+    j name                           where a background job that goes through the store has got to;
+                                     its own format
 
 ino, parent, cookie, oid, id and first are 8 bytes, server is 2 bytes, all big-endian, so that
 numeric order is key order. Inode numbers, cookies and object ids come from one sequence (counter

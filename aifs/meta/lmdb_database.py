@@ -6,7 +6,8 @@ bytes: the CRC-32 (the one of zlib, little-endian) of the key and of the value b
 that is not what was stored is told when it is read.
 
     records       the records (meta/keys.py)
-    engine        applied: u64, little-endian, number of the last transaction that is here as a whole
+    engine        applied: u64, little-endian, number of the last transaction that is here as a
+                  whole
 
 LMDB runs without its lock file, as the store has one owner. It then keeps the pages of the newest
 snapshot, and of no older one, from being reused: so the read transaction is renewed before every

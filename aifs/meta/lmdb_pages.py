@@ -4,17 +4,18 @@ Reads alone.
 What is checked of the format of LMDB 0.9. All numbers are little-endian; the first number is the
 offset in the page or node:
 
-    page          0 u64 its own number, 10 u16 kind (1 branch, 2 leaf, 4 overflow), 12 u16 lower, 14 u16 upper. The offsets of
-                  its nodes (u16) lie between 16 and lower, the nodes between upper and the end of
-                  the page.
-    pages 0, 1    16 u32 magic, 20 u32 version, 40 u32 length of a page, 80 u64 root of the free list, 128 u64 root of the list
-                  of databases, 136 u64 last page, 144 u64 transaction. The one of the later
-                  transaction counts.
+    page          0 u64 its own number, 10 u16 kind (1 branch, 2 leaf, 4 overflow), 12 u16 lower, 14
+                  u16 upper. The offsets of its nodes (u16) lie between 16 and lower, the nodes
+                  between upper and the end of the page.
+    pages 0, 1    16 u32 magic, 20 u32 version, 40 u32 length of a page, 80 u64 root of the free
+                  list, 128 u64 root of the list of databases, 136 u64 last page, 144 u64
+                  transaction. The one of the later transaction counts.
     overflow page 12 u32 number of pages that the value fills, this one being the first
-    node          0 u16 low, 2 u16 high, 4 u16 flags, 6 u16 length of the key, 8 key, value. Of a branch, low, high and flags are
-                  the number of the page below. Of a leaf, low and high are the length of the value;
-                  with flag 1, the number of its overflow page stands in its place; with flag 2 the
-                  value is a database, whose root is at 40 in it.
+    node          0 u16 low, 2 u16 high, 4 u16 flags, 6 u16 length of the key, 8 key, value. Of a
+                  branch, low, high and flags are the number of the page below. Of a leaf, low and
+                  high are the length of the value; with flag 1, the number of its overflow page
+                  stands in its place; with flag 2 the value is a database, whose root is at 40 in
+                  it.
 """
 
 import os

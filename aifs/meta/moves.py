@@ -133,8 +133,8 @@ def flip(
 
     If that is another server than before, what lies on the old one is a stray from now on. None,
     and nothing is changed, if the objects are not what they were ``before``, may be changed just
-    now, or are degraded otherwise than by the mask ``unread``: it may have been made of a column that
-    is known to be wrong now.
+    now, or are degraded otherwise than by the mask ``unread``: it may have been made of a column
+    that is known to be wrong now.
     """
     ino, oid, layout, _ = before
     if find_objects(tx, ino, oid) != before or is_changing(tx, ino, oid):

@@ -137,7 +137,8 @@ def give_up(server: DataServer) -> None:
     """Take marker and claim, backups of the metadata and empty directories out of a server that the
     store has no use for any more, if it is there.
 
-    A problem is logged: the number is never used again, so that it is refused wherever it comes back.
+    A problem is logged: the number is never used again, so that it is refused wherever it comes
+    back.
     """
     storage = server.storage
     try:

@@ -117,8 +117,9 @@ class Found:
     """The segments in some storages, each perhaps in several of them."""
 
     def __init__(self, store: str, places: Sequence[Storage], folder: str) -> None:
-        """``folder``: what the names of their blobs begin with. Raises StoreError if a storage cannot
-        be read."""
+        """``folder``: what the names of their blobs begin with. Raises StoreError if a storage
+        cannot be read.
+        """
         self._store = store
         self._folder = folder
         self._places: dict[Name, list[Storage]] = {}

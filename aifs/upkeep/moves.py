@@ -110,8 +110,8 @@ class Mover:
     async def move(
         self, subject: Subject, objects: SetRecord, unread: int, column: int
     ) -> tuple[Result, set[int]]:
-        """Bring a column to a server where it may stay, whole; ``unread``: mask of columns that must
-        not be read.
+        """Bring a column to a server where it may stay, whole; ``unread``: mask of columns that
+        must not be read.
 
         Returns also other columns that turned out to have wrong bytes. Raises Unavailable if nobody
         can tell what belongs into it, NoTarget, NoSpace or Unavailable if no server takes it.

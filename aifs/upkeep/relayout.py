@@ -63,8 +63,8 @@ class Relayout:
     ) -> bool:
         """Whether the file is laid out so on return; not if it was changed meanwhile.
 
-        ``unread``: mask of columns that must not be read. Raises Unavailable if bytes of it cannot be
-        told, or are not those that were stored; NoSpace.
+        ``unread``: mask of columns that must not be read. Raises Unavailable if bytes of it cannot
+        be told, or are not those that were stored; NoSpace.
         """
         after = SetRecord(before.ino, await self._ids.take(), layout, before.size)
         file = subject.file

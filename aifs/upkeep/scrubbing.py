@@ -121,7 +121,9 @@ class Scrubber:
 
 
 class _Seen(NamedTuple):
-    """What the metadata says of an object set. ``unread``: mask of columns that must not be read."""
+    """What the metadata says of an object set. ``unread``: mask of columns that must not be
+    read.
+    """
 
     objects: SetRecord | None
     unread: int

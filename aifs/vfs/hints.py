@@ -1,30 +1,46 @@
 """Virtual extended attributes ``user.aifs.*``: how programs talk to the filesystem through plain
 files.
 
-    user.aifs.layout         directory, or empty file: get and set what new files (this file) will be laid out by
+    user.aifs.layout         directory, or empty file: get and set what new files (this file) will
+                             be laid out by
     user.aifs.tier           directory or file: get and set burst, capacity, pinned or default
-    user.aifs.expected_size  directory, or empty file: get and set how large new files (this file) will become
+    user.aifs.expected_size  directory, or empty file: get and set how large new files (this file)
+                             will become
     user.aifs.state          directory or file: JSON, where the bytes are (burst_hints.state)
-    user.aifs.drain          directory or file: JSON, what is undrained; set (empty): drain that before all else
+    user.aifs.drain          directory or file: JSON, what is undrained; set (empty): drain that
+                             before all else
     user.aifs.stage          file, set (empty): bring it into the burst tier
     user.aifs.evict          file, set (empty): give up its copy in the burst tier
-    user.aifs.remove         directory, set: name of a directory in it, to be removed with all that lies below (trash.py)
-    user.aifs.publish        directory: get and set burst or capacity, where bytes must be before a rename into it shows them
-    user.aifs.pending        directory: JSON, who has committed; set 'ranks=8,step=100,job=NAME' to mark it, '' to abandon
+    user.aifs.remove         directory, set: name of a directory in it, to be removed with all that
+                             lies below (trash.py)
+    user.aifs.publish        directory: get and set burst or capacity, where bytes must be before a
+                             rename into it shows them
+    user.aifs.pending        directory: JSON, who has committed; set 'ranks=8,step=100,job=NAME' to
+                             mark it, '' to abandon
     user.aifs.commit         pending directory, set: a rank, or JSON (groups/group_hints.py)
-    user.aifs.publish-as     directory, set: JSON, the final name and the pointers to it (publishing/publish_hint.py)
-    user.aifs.keep           directory: get and set which checkpoints in it are kept (core/retention.py)
-    user.aifs.backup         root, write only: TOKEN:[DIRECTORY], back up the metadata (backup.request)
-    user.aifs.group          directory: get (also of what lies below) and set 'name=step,ranks=8', a grouped write; '' ends it
-    user.aifs.group.commit   directory: a rank of its group; file, set (empty): it counts as closed (groups/group_hints.py)
-    user.aifs.atime          root, write only, root user: noatime, relatime or strictatime, when opening for reading is an access
-    user.aifs.refused        any: JSON, the last request that the caller was refused here, and why (core/refusals.py)
+    user.aifs.publish-as     directory, set: JSON, the final name and the pointers to it
+                             (publishing/publish_hint.py)
+    user.aifs.keep           directory: get and set which checkpoints in it are kept
+                             (core/retention.py)
+    user.aifs.backup         root, write only: TOKEN:[DIRECTORY], back up the metadata
+                             (backup.request)
+    user.aifs.group          directory: get (also of what lies below) and set 'name=step,ranks=8', a
+                             grouped write; '' ends it
+    user.aifs.group.commit   directory: a rank of its group; file, set (empty): it counts as closed
+                             (groups/group_hints.py)
+    user.aifs.atime          root, write only, root user: noatime, relatime or strictatime, when
+                             opening for reading is an access
+    user.aifs.refused        any: JSON, the last request that the caller was refused here, and why
+                             (core/refusals.py)
     user.aifs.info           any: JSON, the inode and where its parts lie
     user.aifs.status         root: JSON, the state of the mount
-    user.aifs.trace[.N]      root, the root user and the daemon's: JSON, requests as they are answered (operation_log.tell)
-    user.aifs.scrub          root: JSON, what a scrub has done and found; set start[,no-repair][,bandwidth=SIZE] or stop
+    user.aifs.trace[.N]      root, the root user and the daemon's: JSON, requests as they are
+                             answered (operation_log.tell)
+    user.aifs.scrub          root: JSON, what a scrub has done and found; set
+                             start[,no-repair][,bandwidth=SIZE] or stop
     user.aifs.servers        root: JSON, the data servers and burst directories
-    user.aifs.server-*       root, write only: adding, draining, replacing, removing servers (server_hints.py)
+    user.aifs.server-*       root, write only: adding, draining, replacing, removing servers
+                             (server_hints.py)
 
 ``root`` is the mount's root directory. Who may read and set which of them is one table, rights.py.
 They are not listed, so that copying tools leave them alone. Policies (the first three, and publish)

@@ -1,5 +1,5 @@
-"""The last requests that the kernel has sent, for who asks for them (``user.aifs.trace``): one ring of
-records in memory, which any number of readers follow.
+"""The last requests that the kernel has sent, for who asks for them (``user.aifs.trace``): one ring
+of records in memory, which any number of readers follow.
 
 Records are kept while somebody reads; else a request costs the look at ``is_on``. What the kernel
 does by itself is no request: cached lookups and pages, reads and writes that are passed through.

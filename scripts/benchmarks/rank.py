@@ -1,7 +1,8 @@
 """One rank of a data-parallel job: all ranks hold the same tensors. Started by grouped.py, obeys
 JSON lines on stdin.
 
-{"save": PATH, "fast": BOOL}   torch.save and fsync, or (fast) the client's save; answers {"bytes": SIZE}
+{"save": PATH, "fast": BOOL}   torch.save and fsync, or (fast) the client's save; answers {"bytes":
+                               SIZE}
 {"train": N}                   tensors become those of step N; answers {}
 
 python scripts/benchmarks/rank.py MIB

@@ -1,4 +1,5 @@
-"""One process of the demo: ``rank.py save|load RANK SIZE DIRECTORY...``; lines on standard input start each step.
+"""One process of the demo: ``rank.py save|load RANK SIZE DIRECTORY...``; lines on standard input
+start each step.
 
 save: builds its shard's state once; for each DIRECTORY, waits for a line, saves, syncs, prints
 seconds and bytes. load: for each DIRECTORY, waits for a line, loads, prints seconds and bytes; at

@@ -1,5 +1,5 @@
-"""The contract of storages (aifs/data/storage.py), on each kind. Whoever writes another one adds it to
-``storage``.
+"""The contract of storages (aifs/data/storage.py), on each kind. Whoever writes another one adds it
+to ``storage``.
 """
 
 import random

@@ -1,5 +1,5 @@
-"""A filesystem whose data servers can do the least that a storage must: objects are written once, and
-neither change nor grow (tests/support/memory_storage.py). So it will be on object stores.
+"""A filesystem whose data servers can do the least that a storage must: objects are written once,
+and neither change nor grow (tests/support/memory_storage.py). So it will be on object stores.
 """
 
 import os

@@ -683,7 +683,7 @@ def test_too_many_changes_call_for_a_base(scratch: Path, monkeypatch: pytest.Mon
 
 
 def test_a_server_on_its_way_out_is_not_relied_on(scratch: Path) -> None:
-    """The next backup is a base, which goes to the others; the generation before stays where it is."""
+    """The next backup is a base, which goes to the others; the generation before stays there."""
     source = scratch / "0"
     modes.make_store(source, ON)
 

@@ -139,9 +139,14 @@ def test_a_shell_is_enough(mounted: Mounted) -> None:
         head -c {SIZE} /dev/urandom > /dev/shm/aifs-group-$$; trap 'rm /dev/shm/aifs-group-$$' EXIT
         mkdir tmp; setfattr -n user.aifs.group -v 'name=step,ranks=4,publish=step-1' tmp
         for rank in 0 1 2 3; do cp /dev/shm/aifs-group-$$ tmp/$rank.pt & done; wait
-        until getfattr --only-values -n user.aifs.group . step-1 2>/dev/null | grep -q '"state": "durable"'; do sleep 0.05; done
+        is_durable() {{
+            getfattr --only-values -n user.aifs.group . step-1 2>/dev/null |
+                grep -q '"state": "durable"'
+        }}
+        until is_durable; do sleep 0.05; done
         test ! -e tmp; for rank in 0 1 2 3; do cmp /dev/shm/aifs-group-$$ step-1/$rank.pt; done
-        mkdir other; setfattr -n user.aifs.group -v 'name=step,ranks=2' other; setfattr -x user.aifs.group other
+        mkdir other; setfattr -n user.aifs.group -v 'name=step,ranks=2' other
+        setfattr -x user.aifs.group other
         getfattr --only-values -n user.aifs.group other | grep -q '"state": "cancelled"'
         if setfattr -n user.aifs.group -v 'ranks=2' other 2>/dev/null; then exit 7; fi
     """
@@ -270,7 +275,9 @@ def test_a_c_program_takes_part(top: Path, tmp_path: Path) -> None:
 int main(int argc, char **argv)
 {
 	struct aifs_version version;
-	struct aifs_group_create create = { .ranks = 1, .flags = AIFS_GROUP_EXPLICIT, .name = "from c" };
+	struct aifs_group_create create = {
+		.ranks = 1, .flags = AIFS_GROUP_EXPLICIT, .name = "from c"
+	};
 	struct aifs_group_join join = { .rank = 0 };
 	struct aifs_group_commit commit = { .rank = 0 };
 	struct aifs_group_wait wait = { .what = AIFS_GROUP_WAIT_DURABLE };

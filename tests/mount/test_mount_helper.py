@@ -19,7 +19,8 @@ INSTALL = ROOT / "scripts" / "install-mount-helper"
 
 _SETUP = """
 set -e
-umount --all --types fuse.aifs --lazy --internal-only --no-canonicalize || true  # or daemons of other tests would not end
+# Or daemons of other tests would not end:
+umount --all --types fuse.aifs --lazy --internal-only --no-canonicalize || true
 mkdir "$1/sbin" "$1/etc"
 cp -a "$2/mount.fuse" "$2/mount.fuse3" "$1/sbin"
 cp -a /etc/. "$1/etc"

@@ -416,9 +416,10 @@ def test_text_tools_and_redirections(mounted: Mounted) -> None:
         gzip -k numbers && zcat numbers.gz | cmp - numbers
         split -b 10000 numbers part. && cat part.* | cmp - numbers
         dd if=numbers of=direct bs=4096 oflag=direct conv=fsync status=none && cmp numbers direct
-        truncate -s 1G large && test "$(stat -c %s large)" = 1073741824 && test "$(stat -c %b large)" = 0
+        truncate -s 1G large && test "$(stat -c %s/%b large)" = 1073741824/0
         mkdir -p a/b/c && touch a/b/c/d && chmod -R go= a && chown -R 1:1 a && ls -lR a > listing
-        ln numbers hard && ln -s numbers soft && cp -l numbers hard2 && test "$(stat -c %h numbers)" = 3
+        ln numbers hard && ln -s numbers soft && cp -l numbers hard2
+        test "$(stat -c %h numbers)" = 3
         find . -type f -newer log | sort > found
         install -m 640 numbers installed && test "$(stat -c %a installed)" = 640
         mktemp -p . > /dev/null

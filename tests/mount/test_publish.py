@@ -78,12 +78,17 @@ def test_a_shell_is_enough(mounted: Mounted) -> None:
         set -e
         cd {runs}
         mkdir tmp; setfattr -n user.aifs.pending -v 'ranks=2,step=100' tmp
-        dd if=/dev/zero of=tmp/0.pt bs=100k count=3 status=none; setfattr -n user.aifs.commit -v 0 tmp
+        dd if=/dev/zero of=tmp/0.pt bs=100k count=3 status=none
+        setfattr -n user.aifs.commit -v 0 tmp
         if mv tmp step-100 2>/dev/null; then exit 7; fi
-        dd if=/dev/zero of=tmp/1.pt bs=100k count=3 status=none; setfattr -n user.aifs.commit -v 1 tmp
-        setfattr -n user.aifs.publish-as -v '{{"final": "step-100", "latest": "latest", "tracker": "{TRACKER}", "content": "100"}}' tmp
-        test ! -e tmp; test "$(readlink latest)" = step-100; test "$(cat {TRACKER})" = 100; test "$(stat -c %s latest/1.pt)" = 307200
-        mkdir tmp; setfattr -n user.aifs.pending -v ranks=1 tmp; setfattr -x user.aifs.pending tmp; mv tmp plain
+        dd if=/dev/zero of=tmp/1.pt bs=100k count=3 status=none
+        setfattr -n user.aifs.commit -v 1 tmp
+        names='"final": "step-100", "latest": "latest", "tracker": "{TRACKER}", "content": "100"'
+        setfattr -n user.aifs.publish-as -v "{{$names}}" tmp
+        test ! -e tmp; test "$(readlink latest)" = step-100; test "$(cat {TRACKER})" = 100
+        test "$(stat -c %s latest/1.pt)" = 307200
+        mkdir tmp; setfattr -n user.aifs.pending -v ranks=1 tmp
+        setfattr -x user.aifs.pending tmp; mv tmp plain
     """
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

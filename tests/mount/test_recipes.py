@@ -35,8 +35,8 @@ class Model(lightning.LightningModule):
 def fit(epochs, path=None):
     model, keep = Model(), ModelCheckpoint(dirpath=sys.argv[1], filename="{{epoch}}", save_top_k=-1)
     trainer = lightning.Trainer(
-        max_epochs=epochs, accelerator="cpu", devices=1, plugins=[AifsIO()], callbacks=[keep], logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=epochs, accelerator="cpu", devices=1, plugins=[AifsIO()], callbacks=[keep],
+        logger=False, enable_progress_bar=False, enable_model_summary=False,
     )
     trainer.fit(model, torch.utils.data.DataLoader(torch.randn(32, 8), 8), ckpt_path=path)
     return model, trainer
@@ -44,7 +44,8 @@ def fit(epochs, path=None):
 model, _ = fit(2)
 path = os.path.join(sys.argv[1], "epoch=1.ckpt")
 saved = torch.load(path, weights_only=False)["state_dict"]
-assert saved and all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
+assert saved
+assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
 _, trainer = fit(3, path)
 assert trainer.global_step == 12, "it did not go on from the checkpoint"
 """
@@ -68,7 +69,8 @@ def run(rank, directory, store):
     def state(tensor):
         return {"weight": ShardedTensor.from_rank_offsets("weight", tensor, (0, rank, 2))}
 
-    with checkpoint(final, ranks=2, rank=rank, tracker="latest_checkpointed_iteration.txt", latest=None) as tmp:
+    tracker = "latest_checkpointed_iteration.txt"
+    with checkpoint(final, ranks=2, rank=rank, tracker=tracker, latest=None) as tmp:
         dist_checkpointing.save(state(tensor), str(tmp))
     assert torch.equal(dist_checkpointing.load(state(torch.empty(4, 8)), final)["weight"], tensor)
     dist.barrier()

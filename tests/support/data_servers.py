@@ -55,8 +55,8 @@ def data_servers(parent: Path, count: int = 4) -> Iterator[Servers]:
 
 @contextmanager
 def threads_end(patience_s: float = 60) -> Iterator[None]:
-    """On leaving, the threads of data servers that were started inside have ended, or do so in time.
-    Those of an earlier test are that test's failure alone.
+    """On leaving, the threads of data servers that were started inside have ended, or do so in
+    time. Those of an earlier test are that test's failure alone.
     """
     before = set(threading.enumerate())
     yield

@@ -264,7 +264,8 @@ def test_parts_are_not_wired_after_they_are_made(path: Path) -> None:
 
 
 FORM = {"layout", "oid", "data", "copy"}
-"""Fields of an inode that say where its bytes are; with those of an open inode that go with them:"""
+"""Fields of an inode that say where its bytes are; with those of an open inode that go with them:
+"""
 IN_CORE = {"objects", "copy", "marked", "lease"}
 
 

@@ -47,7 +47,7 @@ async def test_a_step_runs_at_first_and_when_it_says(autojump_clock: object) -> 
 
 
 async def test_whoever_asks_is_heard_whenever_it_is(autojump_clock: object) -> None:
-    """Before the work begins, while nothing runs, and while the step runs, which then runs again."""
+    """Before the work begins, while nothing runs, and while the step runs, which runs again."""
     upkeep, steps = Upkeep(), Steps()
     upkeep.wake(Work.COLLECT)
 

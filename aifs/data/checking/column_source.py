@@ -43,8 +43,9 @@ class ColumnSource:
         load: LoadDigests,
         worker: DataServer,
     ) -> None:
-        """``unread``: mask of columns that must not be read. ``worker``: the server in whose threads
-        bytes are compared with checksums."""
+        """``unread``: mask of columns that must not be read. ``worker``: the server in whose
+        threads bytes are compared with checksums.
+        """
         self._servers = servers
         self._buffers = buffers
         self._columns = columns
@@ -207,8 +208,8 @@ class ColumnSource:
         )
 
     async def _read_without(self, unread: int, first: int, data: memoryview, hashed: bool) -> bytes:
-        """Fill ``data`` with bytes of the file, told by columns that are not in the mask ``unread``:
-        one run of each is read. Their checksums if ``hashed``, else b"".
+        """Fill ``data`` with bytes of the file, told by columns that are not in the mask
+        ``unread``: one run of each is read. Their checksums if ``hashed``, else b"".
 
         Raises Unavailable.
         """

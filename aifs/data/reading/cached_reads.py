@@ -191,7 +191,9 @@ class CachedReads:
     # --- through the cache ---
 
     def _find(self, column: int, offset: int, length: int) -> list[Block] | None:
-        """The blocks that hold a range of an object, loaded or loading; None if some are missing."""
+        """The blocks that hold a range of an object, loaded or loading; None if some are
+        missing.
+        """
         if self._cache.empty:
             return None
         blocks = []

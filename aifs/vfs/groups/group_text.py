@@ -1,5 +1,5 @@
-"""Groups as text: ``name=step,ranks=8,dedup=4MiB``, and pending directories, whose ``ranks=8,step=100``
-is short for ``ranks=8,commit=explicit,dedup=no,pending=yes,step=100``. Pure.
+"""Groups as text: ``name=step,ranks=8,dedup=4MiB``, and pending directories, whose
+``ranks=8,step=100`` is short for ``ranks=8,commit=explicit,dedup=no,pending=yes,step=100``. Pure.
 """
 
 import os
@@ -36,8 +36,10 @@ class Wanted(NamedTuple):
 
 
 def parse_group(text: str) -> Wanted:
-    """The group that ``text`` asks for: ``name=step,ranks=8[,dedup=4MiB|file|no][,commit=close|explicit][,timeout=10min][,grace=0s]
-    [,publish=NAME][,same_size=yes|no][,job=ID][,pending=yes|no][,step=N][,anew=yes|no]``. Raises Invalid."""
+    """The group that ``text`` asks for: ``name=step,ranks=8[,dedup=4MiB|file|no]
+    [,commit=close|explicit][,timeout=10min][,grace=0s][,publish=NAME][,same_size=yes|no][,job=ID]
+    [,pending=yes|no][,step=N][,anew=yes|no]``. Raises Invalid.
+    """
     values: dict[str, Any] = {}
     for key, value in parse_pairs("group", text, _PARSERS, "name=step,ranks=8"):
         values[key] = _PARSERS[key](key, value)

@@ -1,5 +1,5 @@
-"""What ranks ask of groups (to begin, join, commit, wait for and cancel them), which files belong to
-them, and what becomes of groups by themselves: time-outs and deaths, and, after the last commit,
+"""What ranks ask of groups (to begin, join, commit, wait for and cancel them), which files belong
+to them, and what becomes of groups by themselves: time-outs and deaths, and, after the last commit,
 the publish and the drain; and what an earlier mount has left. docs/grouped.md has the protocol.
 """
 
@@ -108,8 +108,9 @@ class Groups:
     ) -> None:
         self._show: Publish | None = None  # while ``run`` runs
         self.by_directory: dict[int, Group] = {}
-        """All that are live, or keep their directory pending, and some that have ended, the youngest
-        last."""
+        """All that are live, or keep their directory pending, and some that have ended, the
+        youngest last.
+        """
         self._followed: dict[int, Group] = {}  # by id
         self._open: frozenset[int] = frozenset()  # directories whose groups take files
         self._closing: dict[int, object] = {}  # by inode number: the last close that is under way

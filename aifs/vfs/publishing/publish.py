@@ -2,7 +2,8 @@
 docs/publish.md says how.
 
 What becomes visible under a new name is durable first, the new name when the call returns. A
-directory whose group seals it (groups/protocol.py) gets its name only when all ranks have committed.
+directory whose group seals it (groups/protocol.py) gets its name only when all ranks have
+committed.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""``user.aifs.publish-as``: publishing by an extended attribute. docs/grouped.md has the protocol."""
+"""``user.aifs.publish-as``: publishing by an extended attribute (protocol: docs/grouped.md)."""
 
 import os
 from typing import Any, Protocol
