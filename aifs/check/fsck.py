@@ -46,9 +46,10 @@ def check(
     returns. Blocks.
 
     ``deep``: also read all files that have checksums, and compare. ``force``: whoever has claimed
-    the store is dead, so it is taken over, which waits for some seconds. A store that was not closed in
-    order is recovered, also without ``repair``, as the next mount would do. Raises StoreError and
-    StoreBusy as a mount does, Unavailable or NoSpace if the metadata cannot be changed.
+    the store is dead, so it is taken over, which waits for some seconds. A store that was not
+    closed in order is recovered, also without ``repair``, as the next mount would do. Raises
+    StoreError and StoreBusy as a mount does, Unavailable or NoSpace if the metadata cannot be
+    changed.
     """
     return trio.run(
         _check, config, repair, deep, force, progress or (lambda what, done, total: None)

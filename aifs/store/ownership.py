@@ -292,9 +292,9 @@ async def _require_right(
     if newest.held:
         raise StoreBusy(_describe(newest, mine))
     raise StoreError(
-        f"{mine.metadata}: these metadata are older than those in {newest.metadata} on host {newest.host}, with which "
-        f"the store was used until {_time(newest)}; use those. aifs mount --force (or fsck --force) uses these all the same: "
-        "what was changed since is lost"
+        f"{mine.metadata}: these metadata are older than those in {newest.metadata} on host "
+        f"{newest.host}, with which the store was used until {_time(newest)}; use those. aifs "
+        "mount --force (or fsck --force) uses these all the same: what was changed since is lost"
     )
 
 
@@ -335,16 +335,16 @@ def _claim_of(meta: str, mountpoint: str) -> Claim:
 
 def _describe(owner: Claim, mine: Claim) -> str:
     return (
-        f"{mine.metadata}: the store is in use by {_owner(owner)}. Unmount it there; only if that host is known to be "
-        "dead: aifs mount --force, or aifs fsck --force"
+        f"{mine.metadata}: the store is in use by {_owner(owner)}. Unmount it there; only if that "
+        "host is known to be dead: aifs mount --force, or aifs fsck --force"
     )
 
 
 def _owner(claim: Claim) -> str:
     where = f", mounted at {claim.mountpoint}" if claim.mountpoint else ""
     return (
-        f"pid {claim.pid} on host {claim.host}{where}, with the metadata in {claim.metadata} (its right was renewed last "
-        f"at {_time(claim)}, by the clock of {claim.host})"
+        f"pid {claim.pid} on host {claim.host}{where}, with the metadata in {claim.metadata} (its "
+        f"right was renewed last at {_time(claim)}, by the clock of {claim.host})"
     )
 
 

@@ -274,8 +274,8 @@ class ContainerFiles:
 
 
 def _chunks_of(container: int) -> Hashable:
-    """The name of a container's chunks in the read cache, by their offsets: what lies there is never
-    changed.
+    """The name of a container's chunks in the read cache, by their offsets: what lies there is
+    never changed.
     """
     return ("chunks", container)
 

@@ -2,9 +2,9 @@
 
 What has been read is kept for those who follow the first reader and do not get it from a page
 cache. What was read first goes first: that a piece is read again says that a reader has passed it,
-not that more will come. Little is kept while nobody follows: an eighth of the budget. Once a piece is
-read that is half way out, or was dropped not long ago, half of the budget is kept, until as much as
-the whole budget has been fetched without that happening again. So readers of the same bytes that
+not that more will come. Little is kept while nobody follows: an eighth of the budget. Once a piece
+is read that is half way out, or was dropped not long ago, half of the budget is kept, until as much
+as the whole budget has been fetched without that happening again. So readers of the same bytes that
 are no further apart have them fetched once.
 """
 

@@ -1,5 +1,5 @@
-"""What has been read, in memory: each piece is fetched once however many read it, ahead of them where
-that pays.
+"""What has been read, in memory: each piece is fetched once however many read it, ahead of them
+where that pays.
 
 A piece is a *block*: an aligned part of an object, or of a file that has to be put together or
 compared with checksums; or a whole chunk of a container, unpacked and compared, for files that
@@ -352,8 +352,10 @@ class ReadCache:
     # --- status ---
 
     def status(self) -> dict[str, Any]:
-        """Counters since the mount, of blocks of all kinds. ``joined``: reads that waited for a load that was under way
-        already; ``hedged_bytes``: of blocks that were asked of another source, too."""
+        """Counters since the mount, of blocks of all kinds. ``joined``: reads that waited for a
+        load that was under way already; ``hedged_bytes``: of blocks that were asked of another
+        source, too.
+        """
         return {
             "hits": self._hits,
             "misses": self._misses,
