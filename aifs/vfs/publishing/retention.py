@@ -312,7 +312,7 @@ def _ancestors(tx: ReadTransaction, ino: int) -> set[int]:
 def _doom_old(
     tx: Transaction, parent: int, name: bytes, ino: int, now: int, kept: Kept
 ) -> Inode | None:
-    """Put a checkpoint into the trash, if it still has the name, and the policy is still ``kept``."""
+    """Put a checkpoint into the trash, if it has the name still, and ``kept`` is the policy."""
     return _doom(tx, parent, name, ino, now, kept.asker) if _get_kept(tx, parent) == kept else None
 
 
