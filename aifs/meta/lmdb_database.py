@@ -19,6 +19,7 @@ import logging
 import os
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from zlib import crc32
 
@@ -40,6 +41,14 @@ RESIDENT_BYTES = 64 << 20
 """File pages mapped into this process above which LMDB's map is dropped and made anew."""
 
 INITIAL_MAP_BYTES = 256 << 20
+
+FIRST_PAGES = 4096
+"""That are looked at before a database is used: some 20 ms."""
+
+CHECK_PAGES = 128
+"""That are looked at at a time later: less than a millisecond, if they are in memory."""
+
+UNCHECKED = "unchecked"
 
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 _APPLIED = b"applied"
@@ -66,9 +75,13 @@ def with_check_value(key: bytes, value: bytes) -> bytes:
 class Database:
     """The LMDB environment, and the one read transaction through which everybody reads it.
 
-    Made if the directory holds none. Opening blocks; raises StoreError, BrokenDatabase. All its
-    pages are looked at then, as LMDB ends the process at some that are damaged; ``thorough``: also
-    all that is in them.
+    Made if the directory holds none. Opening blocks; raises StoreError, BrokenDatabase.
+
+    Its pages are looked at without LMDB, which ends the process at some that are damaged: when it
+    is opened the first ``FIRST_PAGES``, then the others with ``check_more``. Until that is done a
+    file ``unchecked`` stands beside it. So if the process dies before, perhaps of such a page, all
+    are looked at when the database is opened next, as always with ``thorough``, and then all that
+    is in them, too.
 
     For a record that is not as it was stored, ``get`` raises DamagedRecord, and ``run`` has the
     error in place of the value; the log names it, once.
@@ -83,18 +96,55 @@ class Database:
         size = os.path.getsize(self._path) if os.path.exists(self._path) else 0
         self._map_bytes = max(INITIAL_MAP_BYTES, 2 * size)
         self._writer: lmdb.Transaction | None = None
+        self._unchecked = os.path.join(directory, UNCHECKED)
+        self._check: lmdb_pages.Check | None = None  # while not all pages have been looked at
         try:
-            if size:
-                lmdb_pages.check(self._path, thorough)
-            self._open()
-        except (lmdb_pages.BrokenPage, *_BROKEN) as error:
-            raise BrokenDatabase(
-                f"{self._path}: the metadata database is broken: {error}"
-            ) from error
+            try:
+                if size:
+                    self._check_first(thorough)
+                self._open()
+            except BaseException:
+                self._stop_checking()
+                raise
+        except _BROKEN as error:
+            raise self._broken(error) from error
         except (DatabaseError, OSError) as error:
             raise StoreError(
                 f"{self._path}: the metadata database cannot be opened: {error}"
             ) from error
+
+    def _check_first(self, thorough: bool) -> None:
+        self._check = lmdb_pages.Check(self._path, thorough)
+        all_now = thorough or os.path.exists(self._unchecked)
+        if not self.check_more(None if all_now else FIRST_PAGES):
+            files.close_file(files.open_file(self._unchecked, create=True))
+
+    @property
+    def is_checked(self) -> bool:
+        return self._check is None
+
+    def check_more(self, pages: int | None) -> bool:
+        """Look at so many more pages, or at all; whether all have been looked at. Blocks, in any
+        thread, while no transaction is being committed. Raises BrokenDatabase, OSError.
+        """
+        if self._check is not None:
+            try:
+                if not self._check.look(pages):
+                    return False
+            except lmdb_pages.BrokenPage as error:
+                raise self._broken(error) from error
+            self._stop_checking()
+            with suppress(FileNotFoundError):
+                files.unlink(self._unchecked)
+        return True
+
+    def _stop_checking(self) -> None:
+        if self._check is not None:
+            self._check.close()
+            self._check = None
+
+    def _broken(self, error: Exception) -> BrokenDatabase:
+        return BrokenDatabase(f"{self._path}: the metadata database is broken: {error}")
 
     def _open(self, create: bool = True) -> None:
         self._env = lmdb.open(
@@ -196,7 +246,7 @@ class Database:
 
     def reopen(self) -> None:
         """Begin anew from what is on disk, which is whole. Raises DatabaseError."""
-        self.close()
+        self._close()
         self._open(create=False)  # a directory that has been taken away is not made anew
 
     def applied(self) -> int | None:
@@ -282,7 +332,15 @@ class Database:
             self._writer.abort()
             self._writer = None
 
-    def close(self) -> None:
+    def close(self, orderly: bool) -> None:
+        """``orderly``: so it has not been a page that ended the process."""
+        if self._check is not None:
+            self._stop_checking()
+            if orderly:
+                files.unlink(self._unchecked)
+        self._close()
+
+    def _close(self) -> None:
         self.roll_back()
         self._snapshot.abort()
         self._env.close()

@@ -21,7 +21,7 @@ from aifs.core import faults, files, filesystems
 from aifs.core.errors import NoSpace, StoreError, Unavailable, from_oserror
 from aifs.meta import journal
 from aifs.meta.kv import Engine, Result
-from aifs.meta.lmdb_database import Database, DatabaseError, MapFull
+from aifs.meta.lmdb_database import CHECK_PAGES, BrokenDatabase, Database, DatabaseError, MapFull
 from aifs.meta.memtable import LeveledTransaction, LeveledView, Memtable, Writes
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,10 @@ RESERVE_SEGMENTS = 4
 """Room for LMDB to fill, in journal segments: what both segments may hold, twice because B-tree
 pages are not full.
 """
+
+CHECK_PAUSE_S = 0.01
+"""Between two looks at pages of LMDB that were not looked at when it was opened: so a million
+records take 3 s and some percent of a processor."""
 
 _TRIM_EVERY = 256  # operations; each may map a few times 64 KiB, the kernel's fault-around
 _RECOVERY_GAP = 1 << 32  # more transactions than a journal can hold; see journal.py
@@ -79,7 +83,7 @@ class LmdbEngine(Engine):
         thorough: bool = True,
     ) -> None:
         """``first_seq``: where the sequence numbers of a store that is made begin. ``thorough``:
-        see Database.
+        see Database; if not, ``run`` looks at the pages that opening has left.
         """
         self._directory = directory
         self._commit_interval_s = commit_interval_s
@@ -97,6 +101,7 @@ class LmdbEngine(Engine):
         self._changed = trio.Event()  # since the last sync was put off
         self._wake = trio.Event()  # there is something to commit, or so much that it is due
         self._threads = trio.CapacityLimiter(2)  # one to sync, one to commit
+        self._lmdb = trio.Lock()  # of whoever commits, or looks at LMDB's pages
         self._in_memory = filesystems.is_in_memory(directory)
         self._database = Database(directory, thorough)
         try:
@@ -107,7 +112,7 @@ class LmdbEngine(Engine):
                 self._journal.close()
                 raise
         except BaseException:
-            self._database.close()
+            self._database.close(orderly=False)
             raise
         self.durable_seq = self.seq = self.opened_seq = self._frozen_seq
 
@@ -237,6 +242,25 @@ class LmdbEngine(Engine):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep_synced)
             nursery.start_soon(self._keep_committed)
+            if not self._database.is_checked:
+                nursery.start_soon(self._check_pages)
+
+    async def _check_pages(self) -> None:
+        """Look at what has not been looked at when the database was opened."""
+        done = False
+        while not done and not self._failure:
+            await trio.sleep(CHECK_PAUSE_S)
+            async with self._lmdb:
+                try:
+                    done = await trio.to_thread.run_sync(self._database.check_more, CHECK_PAGES)
+                except (BrokenDatabase, OSError) as error:
+                    with suppress(Unavailable):
+                        await self.barrier()  # what the next mount, or a restore, can use
+                    self._failure = str(error)
+                    log.error(
+                        "%s; no more changes are taken. Unmount: the next mount says what to do",
+                        self._failure,
+                    )
 
     async def _keep_synced(self) -> None:
         with suppress(Unavailable):  # logged where it was found
@@ -256,7 +280,8 @@ class LmdbEngine(Engine):
                     await self._wake.wait()
                 self._wake = trio.Event()
                 while self._commit_due():
-                    await self._commit()
+                    async with self._lmdb:
+                        await self._commit()
                     if self._commit_error:
                         break
                 else:
@@ -369,16 +394,19 @@ class LmdbEngine(Engine):
                     self.durable_seq = self.seq
                 except OSError as error:
                     self._fail(error)
-            if self.durable_seq < self.seq:
+            if self._failure:
                 raise Unavailable(self._failure)
             self._commit_all()
-        finally:
+        except BaseException:
             self.abandon()
+            raise
+        self._journal.close()
+        self._database.close(orderly=True)
 
     def abandon(self) -> None:
         """Let go of the store without writing anything, as the death of the process would."""
         self._journal.close()
-        self._database.close()
+        self._database.close(orderly=False)
 
     def _commit_all(self) -> None:
         """Bring everything into LMDB; what it does not take stays in the journal for the next

@@ -20,6 +20,8 @@ offset in the page or node:
 
 import os
 import struct
+from collections import deque
+from collections.abc import Iterator
 
 from aifs.core import files
 
@@ -38,37 +40,65 @@ class BrokenPage(Exception):
     """The message names the page, and says what is wrong with it."""
 
 
-def check(path: str, thorough: bool) -> None:
-    """Look at every page in use of LMDB's file at ``path``; ``thorough``: also at every node.
-    Raises BrokenPage, OSError.
+class Check:
+    """One look at every page in use of LMDB's file at ``path``; ``thorough``: also at every node.
 
-    Blocks, for some 5 us a page that is in memory; thorough, for 20. A file that does not begin as
-    LMDB's do passes, as LMDB itself refuses it.
+    A file that does not begin as LMDB's do passes, as LMDB itself refuses it. Raises OSError. All
+    methods block.
     """
-    fd = files.open_file(path, write=False)
-    try:
-        head = files.read_at(fd, _META.size, 0)
-        if len(head) == _META.size and _META.unpack(head)[:2] == (_MAGIC, _VERSION):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
-            _check(fd, page_bytes=_META.unpack(head)[2], thorough=thorough)
-    finally:
-        files.close_file(fd)
 
+    def __init__(self, path: str, thorough: bool) -> None:
+        self._fd = files.open_file(path, write=False)
+        self._thorough = thorough
+        self._walk: Iterator[tuple[int, bytes]] = iter(())
+        self._transaction = -1  # the one whose pages ``_walk`` looks at
+        self._place = 0, b""
+        """A database, by its place in the list, and a key in it: all before that is done."""
 
-def _check(fd: int, page_bytes: int, thorough: bool) -> None:
-    if page_bytes not in (1 << shift for shift in range(8, 17)):
-        raise BrokenPage(f"page 0: says that pages have {page_bytes} bytes")
-    metas = [
-        _META.unpack(files.read_at(fd, page_bytes, n * page_bytes)[: _META.size]) for n in (0, 1)
-    ]
-    _, _, _, free, main, last, _ = max(metas, key=lambda meta: meta[-1])
-    # The list of databases is short, and leads to all other pages but the free list: its nodes are
-    # always looked at.
-    pages = _Pages(fd, page_bytes, last)
-    databases = pages.check(main, nodes=True)
-    pages.check(free, nodes=thorough, in_order=False)  # its keys are numbers
-    for root in databases:
-        pages.check(root, nodes=thorough)
+    def look(self, most: int | None = None) -> bool:
+        """Look at ``most`` more leaves, or at all; whether all are done.
+
+        It takes some 5 us a page that is in memory; thorough, 20. LMDB may have committed since the
+        last call, but not during one. Raises BrokenPage, OSError.
+        """
+        head = files.read_at(self._fd, _META.size, 0)
+        if len(head) < _META.size or _META.unpack(head)[:2] != (_MAGIC, _VERSION):
+            return True
+        if most is None:
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_WILLNEED)
+        self._follow(page_bytes=_META.unpack(head)[2])
+        for count, self._place in enumerate(self._walk, 1):
+            if count == most:
+                return False
+        return True
+
+    def close(self) -> None:
+        files.close_file(self._fd)
+
+    def _follow(self, page_bytes: int) -> None:
+        """If LMDB has committed, go on from the same place in its newest pages."""
+        if page_bytes not in (1 << shift for shift in range(8, 17)):
+            raise BrokenPage(f"page 0: says that pages have {page_bytes} bytes")
+        starts = [files.read_at(self._fd, page_bytes, n * page_bytes) for n in (0, 1)]
+        metas = [_META.unpack(start[: _META.size]) for start in starts]
+        _, _, _, free, main, last, transaction = max(metas, key=lambda meta: meta[-1])
+        if transaction != self._transaction:
+            self._transaction = transaction
+            self._walk = self._look(_Pages(self._fd, page_bytes, last), free, main)
+
+    def _look(self, pages: "_Pages", free: int, main: int) -> Iterator[tuple[int, bytes]]:
+        """Yields the place that has been reached, for each leaf."""
+        done, key = self._place
+        databases: list[int] = []
+        # The list of databases is short, and leads to all other pages but the free list: its nodes
+        # are always looked at.
+        deque(pages.look(main, databases), maxlen=0)
+        if not done and not key:  # its keys are numbers; LMDB writes it anew when it commits
+            deque(pages.look(free, [] if self._thorough else None, in_order=False), maxlen=0)
+        for number in range(done, len(databases)):
+            for reached in pages.look(databases[number], [] if self._thorough else None, key):
+                yield number, reached
+            key = b""
 
 
 class _Pages:
@@ -86,13 +116,15 @@ class _Pages:
             raise BrokenPage(f"a page leads to page {page}, which cannot be")
         return files.read_at(self._fd, self._page_bytes, page * self._page_bytes)
 
-    def check(self, root: int, nodes: bool, in_order: bool = True) -> list[int]:
-        """The tree below page ``root``, in order of its keys. Returns the roots of the databases
-        that are values in it.
+    def look(
+        self, root: int, databases: list[int] | None, after: bytes = b"", in_order: bool = True
+    ) -> Iterator[bytes]:
+        """The tree below page ``root``, in order of its keys, from key ``after`` on. Yields for
+        each leaf the key before which all is done.
 
-        ``nodes``: those in leaves are looked at.
+        ``databases``: the nodes in leaves are looked at, and this takes the roots of the databases
+        that are values there; None: they are not.
         """
-        databases: list[int] = []
         last_key = b""
         todo = [] if root == _NO_PAGE else [(root, b"")]
         while todo:
@@ -114,8 +146,11 @@ class _Pages:
                 if kind == _BRANCH:
                     children = [_child(data, offset) for offset in offsets]
                     children[0] = (children[0][0], first_key)
+                    while len(children) > 1 and children[1][1] <= after:
+                        del children[0]
                     todo += reversed(children)
-                elif nodes:
+                    continue
+                if databases is not None:
                     for offset in offsets:
                         key = self._check_node(page, data, offset, databases)
                         if in_order and not (last_key < key and first_key <= key):
@@ -123,7 +158,7 @@ class _Pages:
                         last_key = key
             except struct.error:
                 raise BrokenPage(f"page {page}: ends too early") from None
-        return databases
+            yield first_key
 
     def _check_node(self, page: int, data: bytes, offset: int, databases: list[int]) -> bytes:
         """Returns the key."""

@@ -16,10 +16,11 @@ from aifs.data.probe import NAME as PROBE
 from aifs.data.server import DataServer
 from aifs.data.storage import ASIDE, CLAIM
 from aifs.data.storages import storage_at
+from aifs.meta.lmdb_database import UNCHECKED
 from aifs.store.owner import NAME as OWNER_NAME
 
 _OWN_NAMES = {
-    "meta": {OWNER_NAME, "data.mdb", "journal.0", "journal.1"},
+    "meta": {OWNER_NAME, "data.mdb", "journal.0", "journal.1", UNCHECKED},
     "data": {"objects", "backup", CLAIM},
     "burst": {"objects", CLAIM},
 }

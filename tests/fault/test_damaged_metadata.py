@@ -16,13 +16,13 @@ import trio
 from aifs.check.fsck import check
 from aifs.cli.main import main
 from aifs.core.errors import StoreError, Unavailable
-from aifs.meta import keys
-from aifs.meta.kv import DamagedRecord
+from aifs.meta import keys, lmdb_database, lmdb_engine
+from aifs.meta.kv import DamagedRecord, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.store.restore import back_up
 from tests.support import modes
 from tests.support.damaged import DamagedStore
-from tests.support.stores import opened, read_file, write_file
+from tests.support.stores import LIMIT_S, opened, read_file, write_file
 
 PAGE = 4096
 SMALL = b"what a small file holds, in its inode record"
@@ -189,3 +189,93 @@ async def test_a_zeroed_page_is_refused_with_the_command_that_helps(scratch, cap
     assert await trio.to_thread.run_sync(main, restore.split()) == 0
     async with opened(scratch / "s", INLINE) as fs:
         assert await read_file(fs, ino) == SMALL
+
+
+# --- pages that are looked at later ---
+
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mount begins when a few pages have been looked at, and then looks at ten at a time."""
+    monkeypatch.setattr(lmdb_database, "FIRST_PAGES", 3)
+    monkeypatch.setattr(lmdb_engine, "CHECK_PAGES", 10)
+    monkeypatch.setattr(lmdb_engine, "CHECK_PAUSE_S", 0.001)
+
+
+RECORDS = {keys.inode(number): b"%d " % number * 20 for number in range(1, 1500)}
+
+
+def fill(tx: Transaction) -> None:
+    for key, value in RECORDS.items():
+        tx.put(key, value)
+
+
+@pytest.fixture
+def filled(scratch: Path) -> Path:
+    engine = LmdbEngine(str(scratch))
+    trio.run(engine.transact, fill)
+    engine.close()
+    return scratch
+
+
+def zero_a_far_leaf(directory: Path) -> None:
+    path = directory / "data.mdb"
+    found = path.read_bytes().index(RECORDS[keys.inode(1000)])
+    overwrite(path, found // PAGE * PAGE, bytes(PAGE))
+
+
+async def test_a_mount_looks_at_most_pages_later_while_others_change_them(filled, slowly):
+    engine = LmdbEngine(str(filled), commit_interval_s=0.001, thorough=False)
+    assert (filled / lmdb_database.UNCHECKED).exists()
+    rng = random.Random(3)
+
+    def change(tx: Transaction) -> None:
+        for key in rng.sample(sorted(RECORDS), 100):
+            tx.put(key, rng.randbytes(rng.randrange(3000)))
+        for key in rng.sample(sorted(RECORDS), 100):
+            tx.delete(key)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(engine.run)
+        with trio.fail_after(LIMIT_S):
+            while (filled / lmdb_database.UNCHECKED).exists():
+                await engine.transact(change)
+                await trio.sleep(0.001)
+        nursery.cancel_scope.cancel()
+    await engine.transact(change)
+    engine.close()
+    LmdbEngine(str(filled)).close()
+
+
+async def test_a_page_that_is_found_broken_later_ends_all_changes(filled, slowly, caplog):
+    zero_a_far_leaf(filled)
+    engine = LmdbEngine(str(filled), thorough=False)
+    await engine.transact(lambda tx: tx.put(b"kind", b"before"))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(engine.run)
+        with trio.fail_after(LIMIT_S):
+            while "ERROR" not in caplog.text:
+                await trio.sleep(0.001)
+        nursery.cancel_scope.cancel()
+    assert "is broken: page" in caplog.text and "no more changes are taken" in caplog.text
+    assert await engine.view(lambda tx: tx.get(b"kind")) == b"before"
+    with pytest.raises(Unavailable, match="is broken"):
+        await engine.transact(lambda tx: tx.put(b"kind", b"after"))
+    with pytest.raises(Unavailable, match="is broken"):
+        engine.close()
+    with pytest.raises(lmdb_database.BrokenDatabase):
+        LmdbEngine(str(filled), thorough=False)
+
+
+def test_whoever_died_before_all_pages_were_looked_at_has_them_all_looked_at(filled, slowly):
+    LmdbEngine(str(filled), thorough=False).abandon()
+    zero_a_far_leaf(filled)
+    for _ in range(2):
+        with pytest.raises(lmdb_database.BrokenDatabase):
+            LmdbEngine(str(filled), thorough=False)
+
+
+def test_whoever_ended_in_order_before_has_not(filled, slowly):
+    LmdbEngine(str(filled), thorough=False).close()
+    zero_a_far_leaf(filled)
+    LmdbEngine(str(filled), thorough=False).abandon()
