@@ -7,6 +7,7 @@ and what is in use follows it.
 """
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -141,6 +142,11 @@ class ServerTable:
         if self._servers.find(server_id) is not None:
             self._servers.classify(server_id, record.state, record.domain, record.successor)
 
+    async def require_settled(self, server_id: int) -> None:
+        """Nothing is being made, moved or deleted on a server: what refers to it is on record. Raises
+        Busy."""
+        await self._engine.view(_require_settled, server_id)
+
     async def remove(self, server_id: int) -> None:
         """Take a server that nothing refers to out of the table, and the marker out of its
         directory.
@@ -169,21 +175,36 @@ def _remove(tx: Transaction, server_id: int) -> None:
     record = servers.get_server(tx, server_id)
     if record is None or record.state == ACTIVE:
         raise Busy(f"{name_of(server_id)} is in use")
-    # Objects are on record as garbage before they are made, or while they are deleted.
-    garbage = [(key, decode_garbage(value)) for key, value in tx.range(*keys.all_of(b"g"))]
-    for key, (ino, layout) in [item for item in garbage if server_id in item[1].layout.servers]:
-        if record.state != LOST:
-            raise Busy(f"objects on {name_of(server_id)} are being made or deleted just now")
+    if record.state == LOST:
+        _forget_garbage(tx, server_id)
+    else:
+        _require_settled(tx, server_id)
+    servers.remove_server(tx, server_id)
+
+
+def _require_settled(tx: ReadTransaction, server_id: int) -> None:
+    """Objects are on record as garbage before they are made, or while they are deleted."""
+    if any(_garbage_on(tx, server_id)):
+        raise Busy(f"objects on {name_of(server_id)} are being made or deleted just now")
+    if any(keys.stray_parts(key)[1] == server_id for key, _ in tx.range(*keys.all_of(b"m"))):
+        raise Busy(f"objects on {name_of(server_id)} are being moved just now")
+
+
+def _garbage_on(tx: ReadTransaction, server_id: int) -> Iterator[tuple[bytes, Garbage]]:
+    for key, value in tx.range(*keys.all_of(b"g")):
+        garbage = decode_garbage(value)
+        if server_id in garbage.layout.servers:
+            yield key, garbage
+
+
+def _forget_garbage(tx: Transaction, server_id: int) -> None:
+    """What lies on a lost server is nobody's concern."""
+    for key, (ino, layout) in list(_garbage_on(tx, server_id)):
         others = tuple(number for number in layout.servers if number != server_id)
         if others:
             tx.put(key, Garbage(ino, Striped(layout.unit, others)).encode())
         else:
             tx.delete(key)
-    if record.state != LOST:
-        for key, _ in tx.range(*keys.all_of(b"m")):
-            if keys.stray_parts(key)[1] == server_id:
-                raise Busy(f"objects on {name_of(server_id)} are being moved just now")
-    servers.remove_server(tx, server_id)
 
 
 # --- when a store is opened -----------------------------------------------------------------------

@@ -300,6 +300,11 @@ class ServerAdmin:
                 passing=True,
             )
         await self.clean_up()
+        if not is_lost:
+            # What was begun before the server was drained may have been made since the first count.
+            await self._table.require_settled(server_id)
+            if (await count_uses(self._engine, self._servers, server_id))[0].objects:
+                return Outcome(f"objects have just been made on {name}", passing=True)
         await self._table.remove(server_id)
         self._forget(server_id)
         return Outcome()

@@ -23,7 +23,7 @@ from aifs.store import store
 from aifs.upkeep.scrub_state import names_of
 from aifs.vfs import Filesystem, SetAttr
 from tests.support import engines, modes
-from tests.support.stores import moved_out, numbers, opened, put, read_file, write_file
+from tests.support.stores import drained, moved_out, numbers, opened, put, read_file, write_file
 
 SHAPE = modes.WAITING | {"layout.unit": "4KiB", "layout.inline_limit": "0"}
 TEXT = b"0123456789" * 1000
@@ -31,10 +31,13 @@ TEXT = b"0123456789" * 1000
 
 @asynccontextmanager
 async def stopping(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, settings: Mapping[str, object] = {}
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: Mapping[str, object] = {},
+    servers: int = 0,
 ) -> AsyncIterator[Filesystem]:
     monkeypatch.setattr(store, "LmdbEngine", engines.Stopping)
-    async with opened(directory, SHAPE | settings) as fs:
+    async with opened(directory, SHAPE | settings, servers=servers) as fs:
         yield fs
 
 
@@ -357,6 +360,39 @@ async def test_a_file_that_is_unlinked_before_its_first_name_is_told_of_is_remov
         await fs.collector.drain()
         with pytest.raises(NotFound):
             await fs.getattr(inode.ino)
+
+
+async def test_a_server_on_which_a_drain_ends_while_it_is_looked_through_is_not_removed(
+    directory, monkeypatch
+):
+    async with stopping(directory, monkeypatch, servers=2) as fs:
+        ino = await write_file(fs, b"f", TEXT)
+        made, go = trio.Event(), trio.Event()
+        flip = fs.io.transitions.flip
+
+        async def held(*args):
+            made.set()
+            await go.wait()
+            await flip(*args)
+
+        async def remove() -> dict:
+            await fs.server_admin.remove(1)
+            while True:
+                (removal,) = (await fs.server_admin.describe())["removals"]
+                if removal["outcome"] is not None:
+                    return removal["outcome"]
+                await trio.sleep(0.001)
+
+        monkeypatch.setattr(fs.io.transitions, "flip", held)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(drained, fs, ino)
+            await made.wait()
+            await fs.server_admin.drain(1)
+            async with stopped(fs, "scan_containers", remove) as found:
+                go.set()
+                await fs.drain.wait([ino])
+        assert found[0]["passing"] and 1 in fs.store.servers
+        assert await read_file(fs, ino) == TEXT
 
 
 async def test_fsck_finds_the_same_where_views_are_run_again(directory, monkeypatch):
