@@ -107,6 +107,7 @@ async def in_state(fs: Filesystem, ino: int, wanted: str) -> dict:
 # --- committing -----------------------------------------------------------------------------------
 
 
+@pytest.mark.engines
 async def test_files_are_one_write_when_all_have_been_closed(directory: Path) -> None:
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=3")
@@ -146,6 +147,7 @@ async def test_files_are_one_write_when_all_have_been_closed(directory: Path) ->
         assert fs.drain.status()["files"] == 0
 
 
+@pytest.mark.engines
 async def test_ranks_commit_one_after_the_other(directory: Path) -> None:
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=2,commit=explicit")
@@ -244,6 +246,7 @@ async def test_all_ranks_may_begin_the_same_group(directory: Path) -> None:
             await fs.groups.wait(top, told["id"] + 1, True, 1)
 
 
+@pytest.mark.engines
 async def test_many_may_begin_at_the_same_time(directory: Path) -> None:
     async with opened(directory) as fs:
         top, found = await tree(fs, b"step"), set()
@@ -505,6 +508,7 @@ async def test_a_truncated_file_is_stored_as_it_is_then(directory: Path, prepare
         assert await read_file(fs, ino) == b"a" * (SIZE // 2)
 
 
+@pytest.mark.engines
 async def test_a_file_that_is_written_after_the_commit_is_drained_as_usual(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,6 +179,7 @@ async def test_state_counts_what_lies_where(directory: Path) -> None:
         await fs.release(handle)
 
 
+@pytest.mark.engines
 async def test_drain_moves_a_tree_and_nothing_else(directory: Path) -> None:
     async with opened(directory) as fs:
         top, other = await tree(fs, b"top"), await tree(fs, b"other")
@@ -242,6 +243,7 @@ async def test_state_of_a_large_tree_does_not_hold_up_others(directory: Path) ->
 # --- stage, evict ---------------------------------------------------------------------------------
 
 
+@pytest.mark.engines
 async def test_evict_and_stage(directory: Path) -> None:
     async with opened(directory) as fs:
         ino = await make(fs, ROOT, b"file")

@@ -454,6 +454,7 @@ async def test_what_is_above_a_pending_directory_can_be_moved_and_removed(direct
 # --- publishing -----------------------------------------------------------------------------------
 
 
+@pytest.mark.engines
 async def test_name_and_pointers_change_together(directory: Path) -> None:
     async with opened(directory) as fs:
         runs = await tree(fs, b"runs", files=0)
@@ -632,6 +633,7 @@ async def test_a_name_that_is_taken(directory: Path) -> None:
         assert await names(fs) == {b"empty", b"file"}
 
 
+@pytest.mark.engines
 async def test_two_publishers_race_for_a_name(directory: Path) -> None:
     async with opened(directory) as fs:
         inos = [await tree(fs, b"tmp%d" % number) for number in range(4)]
@@ -659,6 +661,7 @@ async def test_two_publishers_race_for_a_name(directory: Path) -> None:
         assert await names(fs) == {b"final", b"latest"}
 
 
+@pytest.mark.engines
 async def test_everything_below_is_durable_before_it_shows(directory: Path) -> None:
     async with opened(directory) as fs:
         ino = await tree(fs, b"tmp", files=5)
@@ -836,6 +839,7 @@ async def settle(fs: Filesystem, ino: int, expected: set[bytes]) -> None:
         await trio.sleep(0.001)
 
 
+@pytest.mark.engines
 async def test_old_checkpoints_go_after_a_publish(directory: Path) -> None:
     async with opened(directory) as fs:
         runs = await tree(fs, b"runs", files=0)

@@ -99,6 +99,7 @@ async def test_too_few_servers_are_refused(directory: Path) -> None:
                 await tree(fs, text.encode(), text)
 
 
+@pytest.mark.engines
 @pytest.mark.parametrize("text", ["replicas=2", "ec=2+2"])
 async def test_a_column_that_fails_in_the_drain_is_on_record_and_not_read(
     directory: Path, text: str

@@ -29,8 +29,6 @@ from aifs.upkeep import trash as vfs_trash
 from aifs.vfs import Caller, Filesystem, SetAttr, open_filesystem
 from tests.support import modes
 
-pytestmark = pytest.mark.engines
-
 ROOT, OWNER, OTHER = 1, Caller(uid=1000, gid=1000), Caller(uid=2000, gid=2000)
 SHAPE = modes.WAITING | {"layout.unit": "4KiB", "layout.inline_limit": "100"}
 
@@ -121,6 +119,7 @@ def stored(source: Path) -> list[str]:
     ]
 
 
+@pytest.mark.engines
 async def test_a_tree_goes_at_once_and_its_space_later(source: Path) -> None:
     async with opened(source) as fs:
         before = await inodes(fs), (await fs.getattr(ROOT)).nlink
@@ -153,6 +152,7 @@ async def fs_ino(fs: Filesystem, parent: int, name: bytes) -> int:
     return (await fs.lookup(parent, name)).ino
 
 
+@pytest.mark.engines
 async def test_the_next_mount_goes_on(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vfs_trash, "NAMES", 2)
     async with opened(source) as fs:
@@ -174,6 +174,7 @@ async def test_the_next_mount_goes_on(source: Path, monkeypatch: pytest.MonkeyPa
     assert stored(source) == []
 
 
+@pytest.mark.engines
 async def test_who_is_still_in_the_tree(source: Path) -> None:
     """As in a removed directory, at the top; what is made further down goes with the rest."""
     async with opened(source) as fs:
@@ -208,6 +209,7 @@ async def test_who_is_still_in_the_tree(source: Path) -> None:
                 await fs.getattr(ino)
 
 
+@pytest.mark.engines
 async def test_open_files_and_other_names_live_on(source: Path) -> None:
     async with opened(source) as fs:
         before = await inodes(fs)
