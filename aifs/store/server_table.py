@@ -143,8 +143,10 @@ class ServerTable:
             self._servers.classify(server_id, record.state, record.domain, record.successor)
 
     async def require_settled(self, server_id: int) -> None:
-        """Nothing is being made, moved or deleted on a server: what refers to it is on record. Raises
-        Busy."""
+        """Nothing is being made, moved or deleted on a server: what refers to it is on record.
+
+        Raises Busy.
+        """
         await self._engine.view(_require_settled, server_id)
 
     async def remove(self, server_id: int) -> None:
