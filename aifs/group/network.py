@@ -10,7 +10,6 @@ lower bound, and the last is exact; a handful of steps do.
 
 import math
 from collections import deque
-from collections.abc import Callable
 
 _EXACT = 1e-9  # relative: what a flow may lack and still be called whole
 
@@ -126,11 +125,9 @@ class Network:
         end: int,
         demand: float,
         time: float,
-        infeasible: Callable[[list[int]], Exception],
     ) -> float:
-        """The least time, not below ``time``, at which ``demand`` flows; the flow is left in place.
-
-        Raises ``infeasible(edges)`` with the edges of a cut that no time makes large enough.
+        """The least time, not below ``time``, at which ``demand`` flows, which there must be; the
+        flow is left in place.
         """
         while self.max_flow(start, end, time, demand) < demand * (1 - _EXACT):
             inside = self.reached(start)
@@ -141,8 +138,6 @@ class Network:
             ]
             growing = [edge for edge in cut if self.rate[edge] * time < self.cap[edge]]
             rate = sum(self.rate[edge] for edge in growing)
-            if not rate:
-                raise infeasible(cut)
             fixed = sum(self.cap[edge] for edge in cut if self.rate[edge] * time >= self.cap[edge])
             later = (demand - fixed) / rate
             if later <= time * (1 + _EXACT):  # rounding stands where the exact answer would be

@@ -1,24 +1,234 @@
-"""The planner: a pattern becomes a plan.
+"""The plan of a grouped write: which source sends which chunks to which destination, so that all
+are stored as early as possible.
 
-``fast``, the default: flows in bytes (``relaxed``), then whole chunks and exchanges (``whole``). A
-flow has an edge per source, destination and holder of each distinct set of holders, and S * D more
-with links; a handful of flows are solved, then a bounded number of exchanges. The number of chunks
-does not matter. ``lp``: the linear program (``lp``, the reference) in place of the flows.
+A *source* (a burst device) sends chunks; a *destination* (what a container is laid out like) takes
+them. Chunks of one size that the same sources hold form a *class*: any holder may send any chunk of
+it. Bandwidths are bytes per second. These are the constraints of AITurbo's write plan (Hao et al.,
+Fast Cloud Storage for AI Jobs via Grouped I/O, FAST '26) as far as they can bind here, where all
+sources are devices of one host, and redundancy is the destination's own:
+
+1. each chunk is sent once, by a source that holds it;
+2. egress: a source sends no more than t times its bandwidth in t seconds;
+3. ingress: a destination takes no more than t times its bandwidth, and than its space.
+
+Sources and destinations do not meet but in the bytes. So which holder sends a byte is one flow
+from sets of holders to sources, and where bytes are put is another, from one pool to the
+destinations; each has its least time, and no plan beats the longer one. The two are joined by
+laying all bytes on a line and cutting it at the borders of both. Of each piece the whole chunks
+are taken; the few that remain go, one by one, where they end first.
 """
 
-from aifs.core.errors import Invalid
-from aifs.group import lp, relaxed, whole
-from aifs.group.pattern import Pattern
-from aifs.group.plan import Plan
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
-SOLVERS = {"fast": relaxed.relax, "lp": lp.solve}
+from aifs.core.errors import NoSpace
+from aifs.group.network import Network
 
 
-def plan(pattern: Pattern, solver: str = "fast") -> Plan:
-    """The plan of a grouped write. Raises NoSpace (what is in the way), Invalid (``lp`` is not
-    installed).
+class Source(NamedTuple):
+    bandwidth: int
+
+
+class Destination(NamedTuple):
+    """Takes at most ``space`` bytes (None: no limit)."""
+
+    bandwidth: int
+    space: int | None = None
+
+
+class ChunkClass(NamedTuple):
+    """``chunks`` chunks of ``size`` bytes, each held by every one of ``sources`` (indices,
+    ascending, at least one)."""
+
+    size: int
+    chunks: int
+    sources: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return self.size * self.chunks
+
+
+class Pattern(NamedTuple):
+    """One grouped write. There is a source and a destination, and bandwidths and sizes are above
+    zero."""
+
+    sources: Sequence[Source]
+    destinations: Sequence[Destination]
+    classes: Sequence[ChunkClass]
+
+    @property
+    def bytes(self) -> int:
+        return sum(kind.bytes for kind in self.classes)
+
+
+class Transfer(NamedTuple):
+    """The chunks from ``first`` to before ``end`` of class ``kind`` (its index) go from a source to
+    a destination.
     """
-    if solver not in SOLVERS:
-        raise Invalid(f"{solver} is no solver; there are {', '.join(SOLVERS)}")
-    parts, lower_bound_s = SOLVERS[solver](pattern)
-    return Plan(pattern, whole.shares(pattern, parts, lower_bound_s), lower_bound_s, solver)
+
+    kind: int
+    first: int
+    end: int
+    source: int
+    destination: int
+
+
+class Plan(NamedTuple):
+    transfers: list[Transfer]
+    time_s: float
+    """How long it takes where everything runs at its bandwidth."""
+    lower_bound_s: float
+    """No plan at all, not even one that cuts chunks, takes less."""
+
+
+def plan(pattern: Pattern) -> Plan:
+    """The plan of a grouped write. Raises NoSpace."""
+    if not pattern.classes:
+        return Plan([], 0.0, 0.0)
+    senders, egress_s = _senders(pattern)
+    takers, ingress_s = _takers(pattern)
+    counts: list[dict[tuple[int, int], int]] = []
+    for chunks in pattern.classes:
+        parts: defaultdict[tuple[int, int], float] = defaultdict(float)
+        for source, destination, length in _cut(chunks.bytes, senders[chunks.sources], takers):
+            parts[source, destination] += length
+        whole = {link: int(length / chunks.size + 1e-6) for link, length in parts.items()}
+        counts.append({link: count for link, count in whole.items() if count})
+    time_s = _place_others(pattern, counts)
+    return Plan(_transfers(counts), time_s, max(egress_s, ingress_s))
+
+
+def _place_others(pattern: Pattern, counts: list[dict[tuple[int, int], int]]) -> float:
+    """Let the chunks that are missing in ``counts`` go where they end first; returns when the last
+    one ends. Raises NoSpace.
+    """
+    sent, taken = [0] * len(pattern.sources), [0] * len(pattern.destinations)
+    for chunks, links in zip(pattern.classes, counts, strict=True):
+        for (source, destination), count in links.items():
+            sent[source] += count * chunks.size
+            taken[destination] += count * chunks.size
+
+    def ends(loads: list[int], nodes: Sequence[Source | Destination], number: int) -> float:
+        return (loads[number] + size) / nodes[number].bandwidth
+
+    for size, _, chunks, links in sorted(
+        (chunks.size, kind, chunks, links)
+        for kind, (chunks, links) in enumerate(zip(pattern.classes, counts, strict=True))
+    )[::-1]:
+        for _ in range(chunks.chunks - sum(links.values())):
+            open_to = [
+                number
+                for number, node in enumerate(pattern.destinations)
+                if node.space is None or taken[number] + size <= node.space
+            ]
+            if not open_to:
+                raise NoSpace(f"no data server has room for one more chunk of {size} bytes")
+            source = min(chunks.sources, key=partial(ends, sent, pattern.sources))
+            destination = min(open_to, key=partial(ends, taken, pattern.destinations))
+            links[source, destination] = links.get((source, destination), 0) + 1
+            sent[source] += size
+            taken[destination] += size
+    nodes: list[Source | Destination] = [*pattern.sources, *pattern.destinations]
+    return max(load / node.bandwidth for load, node in zip([*sent, *taken], nodes, strict=True))
+
+
+def _transfers(counts: list[dict[tuple[int, int], int]]) -> list[Transfer]:
+    found = []
+    for kind, links in enumerate(counts):
+        first = 0
+        for link, count in links.items():
+            found.append(Transfer(kind, first, first + count, *link))
+            first += count
+    return found
+
+
+class _Line:
+    """Bytes in a row, cut into pieces with an owner each; taken from the front."""
+
+    def __init__(self, pieces: list[tuple[int, float]]) -> None:
+        self._pieces = [(owner, length) for owner, length in pieces if length > 0]
+        self._at, self.left = 0, self._pieces[0][1]
+
+    @property
+    def owner(self) -> int:
+        return self._pieces[self._at][0]
+
+    @property
+    def is_last(self) -> bool:
+        return self._at + 1 == len(self._pieces)
+
+    def take(self, length: float) -> None:
+        """Take no more than ``left``; the last piece never ends, since sums of parts are
+        rounded.
+        """
+        self.left -= length
+        if self.left <= 0 and not self.is_last:
+            self._at += 1
+            self.left = self._pieces[self._at][1]
+
+
+def _cut(length: float, senders: _Line, takers: _Line) -> Iterator[tuple[int, int, float]]:
+    """The next ``length`` bytes, as (source, destination, length) between borders of the lines."""
+    while length > 0:
+        step = min([length, *(line.left for line in (senders, takers) if not line.is_last)])
+        yield senders.owner, takers.owner, step
+        senders.take(step)
+        takers.take(step)
+        length -= step
+
+
+def _senders(pattern: Pattern) -> tuple[dict[tuple[int, ...], _Line], float]:
+    """For every set of holders its bytes, cut up among them, and the least time in which they can
+    be sent."""
+    sizes: defaultdict[tuple[int, ...], int] = defaultdict(int)
+    for chunks in pattern.classes:
+        sizes[chunks.sources] += chunks.bytes
+    start, end = len(pattern.sources), len(pattern.sources) + 1
+    network = Network(end + 1 + len(sizes))
+    edges: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for node, (holders, size) in enumerate(sizes.items(), end + 1):
+        network.add(start, node, cap=size)
+        edges[holders] = [(holder, network.add(node, holder)) for holder in holders]
+    for number, source in enumerate(pattern.sources):
+        network.add(number, end, source.bandwidth)
+    soonest_s = pattern.bytes / sum(source.bandwidth for source in pattern.sources)
+    time_s = network.least_time(start, end, pattern.bytes, soonest_s)
+    lines = {
+        holders: _Line([(holder, network.flow(edge)) for holder, edge in found])
+        for holders, found in edges.items()
+    }
+    return lines, time_s
+
+
+def _takers(pattern: Pattern) -> tuple[_Line, float]:
+    """All bytes, cut up among the destinations, and the least time in which they can be taken.
+    Raises NoSpace.
+    """
+    left, rate = pattern.bytes, sum(node.bandwidth for node in pattern.destinations)
+    by_time_s = sorted(
+        (node.space / node.bandwidth, node.space, node.bandwidth)
+        for node in pattern.destinations
+        if node.space is not None
+    )
+    for full_s, space, bandwidth in by_time_s:
+        if full_s * rate >= left:
+            break
+        left -= space
+        rate -= bandwidth
+        if not rate:
+            raise NoSpace(
+                f"the data servers have room for {pattern.bytes - left} bytes of a group "
+                f"that needs {pattern.bytes}"
+            )
+    time_s = left / rate
+    return _Line(
+        [(number, _most(node, time_s)) for number, node in enumerate(pattern.destinations)]
+    ), time_s
+
+
+def _most(node: Destination, time_s: float) -> float:
+    length = node.bandwidth * time_s
+    return length if node.space is None else min(length, node.space)

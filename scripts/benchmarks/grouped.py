@@ -237,13 +237,10 @@ def _medians(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _coordination(base: Path, rounds: int) -> dict[str, Any]:
-    """64 ranks have written a file each and commit; the plan of their pattern is known from the
-    step before.
-    """
-    from aifs.group.cache import PlanCache
+    """64 ranks have written a file each and commit, and are planned."""
+    from aifs.group.planner import plan
 
-    cache, commits, plans = PlanCache(), [], []
-    cache.plan(pattern(CASES[0]))
+    commits, plans = [], []
     with GroupAifs("coordinated", base) as aifs:
         for round_ in range(2 * rounds + 1):
             directory = aifs.path / str(round_)
@@ -264,7 +261,7 @@ def _coordination(base: Path, rounds: int) -> dict[str, Any]:
             aifs.await_durable(directory, grouped=True)
             again = pattern(CASES[0])
             begin = time.perf_counter()
-            cache.plan(again)
+            plan(again)
             plans.append(time.perf_counter() - begin)
     return {
         "ranks": PLANNED_RANKS,
@@ -356,7 +353,7 @@ def rows(found: dict[str, Any]) -> list[Row]:
     total_s = coordination["commits_s"] + coordination["plan_s"]
     told.append(
         Row(
-            f"commits of {coordination['ranks']} ranks, and their plan, cached",
+            f"commits of {coordination['ranks']} ranks, and their plan",
             "",
             None,
             None,

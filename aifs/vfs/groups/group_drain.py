@@ -25,7 +25,6 @@ from aifs.files.collector import Collector
 from aifs.files.containers import Containers
 from aifs.files.file_io import FileIO
 from aifs.files.flips import Flips, Outcome, errors_of
-from aifs.group.cache import PlanCache
 from aifs.layout import borders
 from aifs.layout.redundancy import Redundancy
 from aifs.meta.kv import Engine
@@ -77,8 +76,6 @@ class GroupDrain:
             mover,
             self._flips,
             Bandwidths(config, servers),
-            PlanCache(),
-            trio.Lock(),
         )
         self._storing = trio.Lock()
         self._stored_files = self._stored_bytes = self._saved_bytes = 0

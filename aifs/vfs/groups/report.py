@@ -43,7 +43,6 @@ class Report:
     hash_s: float = 0.0
     plan_s: float = 0.0
     store_s: float = 0.0
-    plan_cached: bool = False
     planned_s: float = 0.0
     lower_bound_s: float = 0.0
     servers: dict[int, int] = field(default_factory=dict)

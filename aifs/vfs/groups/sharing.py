@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from aifs.group.pattern import ChunkClass, Destination, Pattern, Source
-from aifs.group.plan import Plan
+from aifs.group.planner import ChunkClass, Destination, Pattern, Plan, Source
 from aifs.layout.interleaved import redundancy_of
 from aifs.layout.redundancy import Redundancy
 from aifs.layout.striped import Striped
@@ -117,7 +116,7 @@ def ask(
     servers: Mapping[int, tuple[int, int | None]],
 ) -> Question:
     """``devices``: the burst device of each member. ``sources``: bandwidth of each of these.
-    ``servers``: bandwidth, and free bytes if they are known, of each data server. Raises Invalid.
+    ``servers``: bandwidth, and free bytes if they are known, of each data server.
     """
     order = sorted(sources)
     place = {device: number for number, device in enumerate(order)}
@@ -127,9 +126,9 @@ def ask(
         chunks.setdefault((-(-need.length // _ROUNDING) * _ROUNDING, holders), []).append(digest)
     kinds = sorted(chunks)
     pattern = Pattern(
-        tuple(Source(f"burst {device}", sources[device]) for device in order),
-        tuple(_destination(slot, slots, servers) for slot in slots),
-        tuple(ChunkClass(size, len(chunks[size, holders]), holders) for size, holders in kinds),
+        [Source(sources[device]) for device in order],
+        [_destination(slot, slots, servers) for slot in slots],
+        [ChunkClass(size, len(chunks[size, holders]), holders) for size, holders in kinds],
     )
     return Question(pattern, [chunks[kind] for kind in kinds])
 
@@ -148,8 +147,7 @@ def _destination(
         bandwidth.append(rate * share // users)
         if free is not None:
             space.append(free * share // users)
-    name = "server " + "+".join(map(str, slot.servers))
-    return Destination(name, max(1, min(bandwidth)), min(space, default=None))
+    return Destination(max(1, min(bandwidth)), min(space, default=None))
 
 
 class Assigned(NamedTuple):
@@ -163,7 +161,7 @@ def answer(question: Question, plan: Plan, sources: Iterable[int]) -> dict[bytes
     """Where each chunk goes. ``sources``: as in the question."""
     order = sorted(sources)
     found: dict[bytes, Assigned] = {}
-    for kind, first, count, source, destination in plan.transfers():
+    for kind, first, end, source, destination in plan.transfers:
         assigned = Assigned(destination, order[source])
-        found.update(dict.fromkeys(question.classes[kind][first : first + count], assigned))
+        found.update(dict.fromkeys(question.classes[kind][first:end], assigned))
     return found

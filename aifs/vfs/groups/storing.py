@@ -19,6 +19,7 @@ from aifs.data.containers.pieces import HashedPiece, Piece
 from aifs.data.containers.writer import Appended
 from aifs.files.containers import LISTED_AT_ONCE
 from aifs.files.flips import Outcome
+from aifs.group import planner
 from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location, named
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, extents, shared
@@ -119,30 +120,27 @@ class Storing:
     # --- the plan ---
 
     async def _plan(self, new: dict[bytes, Need]) -> None:
-        """Decide which slot takes each new chunk. Raises NoSpace, Invalid."""
+        """Decide which slot takes each new chunk. Raises NoSpace."""
         begin = trio.current_time()
         tools, report = self._tools, self._report
         devices = [member.copy.server for member in self._members]
         sources, free = tools.bandwidths.of_burst(set(devices)), tools.bandwidths.free()
         rates = tools.bandwidths.of_servers()
-        async with tools.planning:
-            hits = tools.plans.hits
-            try:
-                known = {number: (rate, free[number]) for number, rate in rates.items()}
-                found = await tools.work(self._members[0], self._ask, new, devices, sources, known)
-            except NoSpace:  # free space is known as last seen, and what is short of it will say so
-                known = {number: (rate, None) for number, rate in rates.items()}
-                found = await tools.work(self._members[0], self._ask, new, devices, sources, known)
-            report.plan_cached = tools.plans.hits > hits
+        try:
+            known = {number: (rate, free[number]) for number, rate in rates.items()}
+            found = await tools.work(self._members[0], self._ask, new, devices, sources, known)
+        except NoSpace:  # free space is known as last seen, and what is short of it will say so
+            known = {number: (rate, None) for number, rate in rates.items()}
+            found = await tools.work(self._members[0], self._ask, new, devices, sources, known)
         self._assigned, report.planned_s, report.lower_bound_s = found
         report.plan_s += trio.current_time() - begin
 
     def _ask(
         self, new: Any, devices: Any, sources: Any, servers: Any
     ) -> tuple[dict[bytes, Assigned], float, float]:
-        """In a worker thread, one at a time."""
+        """In a worker thread."""
         question = sharing.ask(new, devices, sources, self._slots, servers)
-        plan = self._tools.plans.plan(question.pattern)
+        plan = planner.plan(question.pattern)
         return sharing.answer(question, plan, sources), plan.time_s, plan.lower_bound_s
 
     # --- storing ---

@@ -4,15 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import trio
-
 from aifs.burst.transfer import Mover
 from aifs.core.budget import Budget
 from aifs.data.workers import gather
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
 from aifs.files.flips import Flips
-from aifs.group.cache import PlanCache
 from aifs.layout.redundancy import Redundancy
 from aifs.meta.kv import Engine
 from aifs.store.ids import IdAllocator
@@ -39,8 +36,6 @@ class Tools:
     mover: Mover
     flips: Flips
     bandwidths: Bandwidths
-    plans: PlanCache
-    planning: trio.Lock
 
     async def work(self, member: Prepared, function: Callable[..., Any], *args: Any) -> Any:
         """In a worker thread, of the device of a member."""
