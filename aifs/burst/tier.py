@@ -61,6 +61,7 @@ class BurstTier:
         self._servers = servers
         self._engine = engine
         self._sole: dict[int, tuple[int, int | None]] = {}  # by id, see ``sole_span``
+        self._new: dict[object, int] = {}  # devices of copies that are not on record yet
         self._take_id = take_id
         self._upkeep = upkeep
         self._ledger = Ledger()
@@ -172,15 +173,24 @@ class BurstTier:
 
     async def create(self, device: DataServer, expected: int = 0) -> BurstCopy:
         """A new, empty copy, open, that no record knows yet. Raises NoSpace, Unavailable."""
-        if device.may_inline:
-            copy_id = await self._take_id()
-            fd = device.create_object((0, copy_id))
-        else:
-            copy_id, fd = await self._spares[device.id].take()
+        self._new[token := object()] = device.id
+        try:
+            if device.may_inline:
+                copy_id = await self._take_id()
+                fd = device.create_object((0, copy_id))
+            else:
+                copy_id, fd = await self._spares[device.id].take()
+        finally:
+            del self._new[token]
+        self._new[copy_id] = device.id
         self._sole[copy_id] = self._engine.seq, None
         if expected:
             self._devices[device.id].promise(copy_id, expected)
         return BurstCopy(device, copy_id, self._servers.buffers, fd)
+
+    def is_entered(self, server_id: int) -> bool:
+        """Whether a copy is being made on a device that is not on record yet."""
+        return server_id in self._new.values()
 
     def is_needed_for(self, layout: Striped) -> bool:
         """Whether a file can change only here: its objects, where they are, are written once."""
@@ -200,11 +210,13 @@ class BurstTier:
 
     def dirty(self, copy_id: int, server: int, length: int) -> None:
         """It has the newest bytes of a file, ``length`` of them, or as many as it has now."""
+        self._new.pop(copy_id, None)
         self._sole[copy_id] = self.sole_span(copy_id)[0], None
         self._ledger.dirty(copy_id, server, length)
 
     def clean(self, copy_id: int, server: int, length: int) -> None:
         """It is a copy of what lies on the data servers, by transactions that have returned."""
+        self._new.pop(copy_id, None)
         self._sole[copy_id] = self.sole_span(copy_id)[0], self._engine.seq
         self._ledger.clean(copy_id, server, length)
         self._relieve()
@@ -231,6 +243,7 @@ class BurstTier:
         self._ledger.gone(copy_id)
         self._open.pop(copy_id, None)
         self._sole.pop(copy_id, None)
+        self._new.pop(copy_id, None)
         for device in self._devices.values():
             device.left(copy_id)
         self._relieve()
@@ -242,6 +255,7 @@ class BurstTier:
 
     def begun(self, copy: BurstCopy) -> None:
         """A new file has it, which is empty: ``dirty`` and ``opened``."""
+        self._new.pop(copy.id, None)
         self._ledger.begun(copy.id, copy.server)
         self._open[copy.id] = copy
 

@@ -310,6 +310,8 @@ class ServerAdmin:
         return Outcome()
 
     async def _remove_burst(self, server_id: int) -> Outcome:
+        if self._tier.is_entered(server_id):
+            return Outcome(f"files are being made on {name_of(server_id)} just now", passing=True)
         copies = await find_copies(self._engine, server_id)
         count = len(copies.clean) + len(copies.dirty)
         if count:

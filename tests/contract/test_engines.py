@@ -362,6 +362,16 @@ async def test_a_file_that_is_unlinked_before_its_first_name_is_told_of_is_remov
             await fs.getattr(inode.ino)
 
 
+async def removed(fs: Filesystem, server: int) -> dict:
+    """What has become of the removal of a server."""
+    await fs.server_admin.remove(server)
+    while True:
+        (removal,) = (await fs.server_admin.describe())["removals"]
+        if removal["outcome"] is not None:
+            return removal["outcome"]
+        await trio.sleep(0.001)
+
+
 async def test_a_server_on_which_a_drain_ends_while_it_is_looked_through_is_not_removed(
     directory, monkeypatch
 ):
@@ -375,24 +385,40 @@ async def test_a_server_on_which_a_drain_ends_while_it_is_looked_through_is_not_
             await go.wait()
             await flip(*args)
 
-        async def remove() -> dict:
-            await fs.server_admin.remove(1)
-            while True:
-                (removal,) = (await fs.server_admin.describe())["removals"]
-                if removal["outcome"] is not None:
-                    return removal["outcome"]
-                await trio.sleep(0.001)
-
         monkeypatch.setattr(fs.io.transitions, "flip", held)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(drained, fs, ino)
             await made.wait()
             await fs.server_admin.drain(1)
-            async with stopped(fs, "scan_containers", remove) as found:
+            async with stopped(fs, "scan_containers", lambda: removed(fs, 1)) as found:
                 go.set()
                 await fs.drain.wait([ino])
         assert found[0]["passing"] and 1 in fs.store.servers
         assert await read_file(fs, ino) == TEXT
+
+
+async def test_a_burst_directory_in_which_a_file_is_being_made_is_not_removed(
+    directory, monkeypatch
+):
+    async with stopping(directory, monkeypatch) as fs:
+        (device,) = fs.store.servers.burst()
+        other = await fs.server_admin.add(str(directory.parent / "other"), "burst", "")
+        await fs.server_admin.drain(other)
+
+        def create():
+            return fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
+
+        async with stopped(fs, "create", create, "before") as created:
+            await fs.server_admin.drain(device.id)
+            outcome = await removed(fs, device.id)
+        (handle, *_), inode = created[0]
+        assert outcome["passing"] and inode.copy.server == device.id
+        await fs.write(handle, 0, TEXT)
+        await fs.release(handle)
+        await moved_out(fs, inode.ino)
+        await fs.collector.drain()
+        assert not (await removed(fs, device.id))["reason"]
+        assert await read_file(fs, inode.ino) == TEXT
 
 
 async def test_fsck_finds_the_same_where_views_are_run_again(directory, monkeypatch):
