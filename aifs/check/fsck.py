@@ -32,7 +32,7 @@ from aifs.store.store import Store, open_store, set_clean
 from aifs.upkeep import scrub_state
 from aifs.upkeep.scrub_state import Findings
 from aifs.upkeep.strays import Strays
-from aifs.vfs.recovery import load_copies, recover
+from aifs.vfs.recovery import Recovered, load_copies, recover
 
 
 def check(
@@ -123,7 +123,8 @@ async def _recover(store: Store, report: Report) -> list[Problem]:
     collector = Collector(store.engine, store.servers, backup, tier, upkeep)
     try:
         await backup.load(read_only=True)  # what it may refer to is left to the next mount
-        recovered = await recover(store, tier, collector)
+        recovered = Recovered()
+        await recover(store, tier, collector, recovered)
         findings = Findings()
         findings.begin(await scrub_state.load(store.engine))
         needs = Needs(store.engine, store.servers, findings.wrong_objects)

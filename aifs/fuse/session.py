@@ -201,7 +201,7 @@ async def _announce(
     that it serves.
     """
     await trio.to_thread.run_sync(
-        _set_read_ahead, fs.mountpoint, read_ahead, abandon_on_cancel=True
+        _set_read_ahead, fs.options.mountpoint, read_ahead, abandon_on_cancel=True
     )
     missing = bridge.missing()
     if passthrough and bridge.passes_through:
@@ -221,7 +221,7 @@ async def _announce(
             Missing("passthrough", "burst.passthrough is false", SPEED_COST, "set it to true")
         )
     kernel.announce(bridge, missing)
-    log.info("serving %s", fs.mountpoint)
+    log.info("serving %s", fs.options.mountpoint)
     on_ready()
 
 

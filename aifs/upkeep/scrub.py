@@ -10,20 +10,19 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import trio
 
 from aifs.burst.transfer import Limiter
 from aifs.core import faults
 from aifs.core.config import Config
-from aifs.core.errors import FsError, Invalid, ReadOnly
+from aifs.core.errors import FsError, Invalid
 from aifs.core.log import logger
 from aifs.core.units import parse_size
 from aifs.core.upkeep import NEVER_S, Upkeep, Work
 from aifs.data.servers import Servers
 from aifs.files.handles import Handles
-from aifs.files.types import CallerLike
 from aifs.layout.placement import BURST_FIRST
 from aifs.meta import keys, namespace
 from aifs.meta.kv import Engine, ReadTransaction
@@ -104,6 +103,29 @@ class Scrub:
                 self.start(asked.repair, asked.bandwidth)
 
     # --- orders ---
+
+    def order(self, text: str) -> None:
+        """What is set as the hint ``user.aifs.scrub``: ``stop``, or
+        ``start[,no-repair][,bandwidth=SIZE]``. Raises Invalid."""
+        verb, *options = text.split(",")
+        if verb == "stop" and not options:
+            self.stop()
+            return
+        if verb != "start":
+            raise Invalid("it is start[,no-repair][,bandwidth=SIZE], or stop")
+        repair, bandwidth = True, None
+        for option in options:
+            name, _, value = option.partition("=")
+            if option == "no-repair":
+                repair = False
+            elif name == "bandwidth":
+                try:
+                    bandwidth = parse_size(value)
+                except ValueError as error:
+                    raise Invalid(f"bandwidth: {error}") from None
+            else:
+                raise Invalid(f"there is no option {option!r}")
+        self.start(repair, bandwidth)
 
     def start(self, repair: bool = True, bandwidth: int | None = None) -> None:
         """Begin a pass; one that is under way goes on, as asked for now. ``bandwidth``: bytes per
@@ -342,39 +364,6 @@ def _first(entries: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
             break
         shown.append(entry)
     return shown
-
-
-class Host(Protocol):
-    """What an order needs of the filesystem."""
-
-    scrub: Scrub
-    read_only: bool
-
-
-async def order(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
-    """What is set as the hint ``user.aifs.scrub``: ``stop``, or
-    ``start[,no-repair][,bandwidth=SIZE]``. Raises Invalid, ReadOnly."""
-    if fs.read_only:
-        raise ReadOnly()
-    verb, *options = text.split(",")
-    if verb == "stop" and not options:
-        fs.scrub.stop()
-        return
-    if verb != "start":
-        raise Invalid("it is start[,no-repair][,bandwidth=SIZE], or stop")
-    repair, bandwidth = True, None
-    for option in options:
-        name, _, value = option.partition("=")
-        if option == "no-repair":
-            repair = False
-        elif name == "bandwidth":
-            try:
-                bandwidth = parse_size(value)
-            except ValueError as error:
-                raise Invalid(f"bandwidth: {error}") from None
-        else:
-            raise Invalid(f"there is no option {option!r}")
-    fs.scrub.start(repair, bandwidth)
 
 
 # --- transaction functions ------------------------------------------------------------------------

@@ -1,90 +1,89 @@
-"""What setattr(2) and its kind change in an inode, as functions that may be repeated."""
+"""The attributes of inodes: what stat(2) tells and setattr(2) changes, chattr's flags, the policy
+that new files of a directory inherit, and what statfs(2) tells of the whole."""
 
-import stat
-import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-from aifs.core.errors import AccessDenied, NotSupported
-from aifs.files.types import SetAttr
-from aifs.meta import acl, keys, namespace
-from aifs.meta.kv import Transaction
-from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT, Inode
+from aifs.data.servers import Servers
+from aifs.files.file_io import FileIO
+from aifs.files.types import BLOCK_SIZE, CallerLike, SetAttr, StatFs
+from aifs.layout.hint import Policy
+from aifs.meta import keys, namespace
+from aifs.meta.kv import Engine, ReadTransaction, Transaction
+from aifs.meta.records import APPEND_ONLY, IMMUTABLE, Inode
+from aifs.vfs import attribute_changes
+from aifs.vfs.open_files import OpenFiles
 
-CAPABILITIES = b"security.capability"
-
-
-class AclChange(NamedTuple):
-    """An ACL by the name of its attribute, and its new value, empty to remove it.
-
-    ``kill_setgid``: the caller could not set that bit, so it must not go on with new permissions.
-    """
-
-    name: bytes
-    value: bytes
-    kill_setgid: bool = False
+_POLICIES_MAX = 1024
 
 
-def apply_changes(inode: Inode, changes: SetAttr) -> None:
-    """All of ``changes`` but the size. A change of owner takes privileges away, as Linux does for
-    everybody.
-    """
-    inode.require_unguarded()
-    if changes.mode is not None:
-        inode.mode = stat.S_IFMT(inode.mode) | stat.S_IMODE(changes.mode)
-        if inode.acl:
-            inode.acl = acl.after_chmod(inode.acl, inode.mode)
-    elif changes.kill_privileges or changes.uid is not None or changes.gid is not None:
-        inode.mode = inode.unprivileged_mode
-    if changes.uid is not None:
-        inode.uid = changes.uid
-    if changes.gid is not None:
-        inode.gid = changes.gid
-    if changes.atime_ns is not None:
-        inode.atime_ns = changes.atime_ns
-    if changes.mtime_ns is not None:
-        inode.mtime_ns = changes.mtime_ns
-    inode.ctime_ns = changes.ctime_ns if changes.ctime_ns is not None else time.time_ns()
+class Attributes:
+    """All inodes of a mount."""
 
+    def __init__(self, engine: Engine, servers: Servers, io: FileIO, files: OpenFiles) -> None:
+        self._engine = engine
+        self._servers = servers
+        self._io = io
+        self._files = files
+        self._policies: dict[int, Policy | None] = {}
+        self._policy_changes = 0  # so that what was read before a change is not kept after it
 
-def apply_acl(inode: Inode, change: AclChange) -> None:
-    """What setfacl(1) and its kind do to mode and ACLs."""
-    inode.require_unguarded()
-    before = inode.mode, inode.acl, inode.default_acl
-    if change.name == acl.DEFAULT:
-        if change.value and not inode.is_dir:
-            raise AccessDenied("only a directory has a default ACL")
-        if change.value:
-            acl.decode(change.value)
-        inode.default_acl = change.value
-    elif not change.value:
-        inode.acl = b""
-    else:
-        inode.mode, inode.acl = acl.applied(change.value, inode.mode)
-        if change.kill_setgid:
-            inode.mode &= ~stat.S_ISGID
-    if before != (inode.mode, inode.acl, inode.default_acl):
-        inode.ctime_ns = time.time_ns()
+    async def getattr(self, ino: int) -> Inode:
+        """The inode as it is now: in core, if it is open, else on record. Raises NotFound."""
+        file = self._io.open.get(ino)
+        if file is not None:
+            return self._io.attributes(file)
+        return await self._engine.view(namespace.get_inode, ino)
 
+    async def setattr(
+        self, ino: int, changes: SetAttr, caller: CallerLike, handle: int | None = None
+    ) -> Inode:
+        """Change attributes; ``size`` truncates or extends. Who may is the kernel's decision."""
+        if changes.size is not None:
+            (await self.getattr(ino)).require_unguarded()
+            await self._files.truncate(ino, changes.size, handle)
+        inode = await self.change(ino, attribute_changes.apply_changes, changes)
+        if changes.mtime_ns is not None and inode.in_burst:
+            await self._io.set_mtime(ino, changes.mtime_ns)
+        return inode
 
-def apply_flags(inode: Inode, change: tuple[int, int]) -> None:
-    """What chattr(1) does: flags, and project. Raises NotSupported."""
-    flags, project = change
-    known = IMMUTABLE | APPEND_ONLY | (INHERITS_PROJECT if inode.is_dir else 0)
-    if flags & ~known:
-        raise NotSupported("there are the flags i, a and, of directories, P")
-    inode.flags, inode.project = flags, project
-    inode.ctime_ns = time.time_ns()
+    async def set_flags(self, ino: int, flags: int, project: int) -> None:
+        """chattr(1): ``flags`` as in records.py. Who may is the kernel's decision. Raises
+        NotSupported.
+        """
+        if flags & (IMMUTABLE | APPEND_ONLY):
+            await self._engine.transact(Transaction.add, keys.COUNTER_GUARDED, 1)
+        await self.change(ino, attribute_changes.apply_flags, (flags, project))
 
+    async def change(self, ino: int, change: Callable[[Inode, Any], None], argument: Any) -> Inode:
+        """Apply ``change(inode, argument)``, which may raise and must be repeatable, and record the
+        result.
+        """
+        inode = await self._io.change(ino, change, argument)
+        self._policies.pop(ino, None)
+        self._policy_changes += 1
+        return inode
 
-def has_capabilities(tx: Transaction, ino: int) -> bool:
-    return tx.get(keys.xattr(ino, CAPABILITIES)) is not None
+    async def policy_of(self, directory: int) -> Policy | None:
+        """What new files of a directory inherit. Raises NotFound."""
+        try:
+            return self._policies[directory]
+        except KeyError:
+            if len(self._policies) >= _POLICIES_MAX:
+                self._policies.clear()
+            changes = self._policy_changes
+            policy = (await self._engine.view(namespace.get_inode, directory)).policy
+            if changes == self._policy_changes:
+                self._policies[directory] = policy
+            return policy
 
-
-def kill_privileges(tx: Transaction, ino: int) -> Inode:
-    """What a write must do to setuid, setgid and file capabilities."""
-    inode = namespace.get_inode(tx, ino)
-    tx.delete(keys.xattr(ino, CAPABILITIES))
-    inode.mode = inode.unprivileged_mode
-    inode.ctime_ns = time.time_ns()
-    namespace.put_inode(tx, inode)
-    return inode
+    async def statfs(self) -> StatFs:
+        """Space of the data servers, each device counted once; inodes are limited by space
+        alone.
+        """
+        space = await self._servers.statfs()
+        inodes = await self._engine.view(ReadTransaction.counter, keys.COUNTER_INODES)
+        total, free, room = (
+            size // BLOCK_SIZE for size in (space.total, space.free, space.available)
+        )
+        return StatFs(BLOCK_SIZE, total, free, room, inodes + room, room, namespace.NAME_MAX)

@@ -9,7 +9,7 @@ write to the file, or look up a name in the directory. Whoever wants to know the
 import math
 from collections import Counter
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import trio
 
@@ -20,12 +20,11 @@ from aifs.files.file_io import FileIO
 from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
 from aifs.files.stage import Stager
-from aifs.files.types import CallerLike
 from aifs.meta import keys, namespace
-from aifs.meta.kv import ReadTransaction
+from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Inode, decode_burst
-from aifs.store.store import Store
 from aifs.upkeep.evict import Evictor
+from aifs.vfs.attributes import Attributes
 from aifs.vfs.publishing.barrier import is_below
 
 STATES = ("dirty", "draining", "clean", "cached")
@@ -35,23 +34,6 @@ file below it has."""
 
 _ENTRIES = 64  # looked at in one go: about 0.3 ms
 _RECORDS = 512
-
-
-class Host(Protocol):
-    """What these hints need of the filesystem."""
-
-    store: Store
-    io: FileIO
-    tier: BurstTier
-    drain: Drain
-    stager: Stager
-    evictor: Evictor
-    needs: Needs
-
-    async def getattr(self, ino: int) -> Inode: ...
-
-
-# --- where the bytes are --------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
@@ -64,6 +46,13 @@ class Place(NamedTuple):
     since_ns: int
 
 
+class Undrained(NamedTuple):
+    ino: int
+    since_ns: int
+    size: int
+    writers: int
+
+
 def state_of(inode: Inode, file: OpenInode | None) -> str:
     """One of STATES, for a regular file; ``file``: its in-core state, if it has one."""
     if inode.in_burst:
@@ -71,61 +60,183 @@ def state_of(inode: Inode, file: OpenInode | None) -> str:
     return "clean" if inode.copy is None and inode.layout is not None else "cached"
 
 
-async def state(fs: Host, ino: int) -> dict[str, Any]:
-    """``state``, ``since_s`` (epoch: undrained since; null), ``bytes`` and ``files`` by state; for
-    a file also whether it has a burst copy, is open, pinned, being staged, and whether eviction
-    found the copy needed (see Evictor). Files with several names below a directory count once.
-    Raises NoAttribute."""
-    inode = await fs.getattr(ino)
-    if not inode.is_dir and not inode.is_file:
-        raise NoAttribute()
-    files, sizes, since_ns = Counter[str](), Counter[str](), 0
-    async for place in _files_below(fs, inode):
-        name = state_of(place.inode, fs.io.open.get(place.inode.ino))
-        files[name] += 1
-        sizes[name] += place.inode.size
-        if place.since_ns:
-            since_ns = min(since_ns or place.since_ns, place.since_ns)
-    answer: dict[str, Any] = {
-        "state": next((name for name in STATES if files[name]), "clean"),
-        "since_s": since_ns / 1e9 if since_ns else None,
-        "bytes": {name: sizes[name] for name in STATES},
-        "files": {name: files[name] for name in STATES},
-    }
-    if inode.is_file:
-        file = fs.io.open.get(ino)
-        answer["copy"] = inode.copy is not None
-        answer["open"] = file is not None and file.users > 0
-        answer["pinned"] = _is_pinned(inode)
-        answer["needed"] = inode.copy is not None and fs.needs.is_needed(inode.copy.id)
-        answer["staging"] = fs.stager.is_staging(ino)
-    return answer
+class BurstHints:
+    """Where the bytes of files and trees are, and requests that change it."""
 
+    def __init__(
+        self,
+        engine: Engine,
+        tier: BurstTier,
+        io: FileIO,
+        drain: Drain,
+        stager: Stager,
+        needs: Needs,
+        evictor: Evictor,
+        attributes: Attributes,
+    ) -> None:
+        self._engine = engine
+        self._tier = tier
+        self._io = io
+        self._drain = drain
+        self._stager = stager
+        self._needs = needs
+        self._evictor = evictor
+        self._attributes = attributes
 
-async def _files_below(fs: Host, top: Inode) -> AsyncIterator[Place]:
-    """The regular files of a tree, or the one file. Others run between slices of it."""
-    if top.is_file:
-        yield _current(fs, await fs.store.engine.view(_place, top, 0))
-        return
-    several: set[int] = set()
-    directories = [top.ino]
-    while directories:
-        directory, cookie = directories.pop(), 0
-        while places := await fs.store.engine.view(_list, directory, cookie):
-            for place in places:
-                inode, cookie = place.inode, place.cookie
-                if inode.is_dir:
-                    directories.append(inode.ino)
-                elif inode.is_file and inode.ino not in several:
-                    if inode.nlink > 1:
-                        several.add(inode.ino)
-                    yield _current(fs, place)
+    # --- where the bytes are ---
+
+    async def state(self, ino: int) -> dict[str, Any]:
+        """``state``, ``since_s`` (epoch: undrained since; null), ``bytes`` and ``files`` by state;
+        for a file also whether it has a burst copy, is open, pinned, being staged, and whether
+        eviction found the copy needed (see Evictor). Files with several names below a directory
+        count once. Raises NoAttribute."""
+        inode = await self._attributes.getattr(ino)
+        if not inode.is_dir and not inode.is_file:
+            raise NoAttribute()
+        files, sizes, since_ns = Counter[str](), Counter[str](), 0
+        async for place in self._files_below(inode):
+            name = state_of(place.inode, self._io.open.get(place.inode.ino))
+            files[name] += 1
+            sizes[name] += place.inode.size
+            if place.since_ns:
+                since_ns = min(since_ns or place.since_ns, place.since_ns)
+        answer: dict[str, Any] = {
+            "state": next((name for name in STATES if files[name]), "clean"),
+            "since_s": since_ns / 1e9 if since_ns else None,
+            "bytes": {name: sizes[name] for name in STATES},
+            "files": {name: files[name] for name in STATES},
+        }
+        if inode.is_file:
+            file = self._io.open.get(ino)
+            answer["copy"] = inode.copy is not None
+            answer["open"] = file is not None and file.users > 0
+            answer["pinned"] = _is_pinned(inode)
+            answer["needed"] = inode.copy is not None and self._needs.is_needed(inode.copy.id)
+            answer["staging"] = self._stager.is_staging(ino)
+        return answer
+
+    async def _files_below(self, top: Inode) -> AsyncIterator[Place]:
+        """The regular files of a tree, or the one file. Others run between slices of it."""
+        if top.is_file:
+            yield self._current(await self._engine.view(_place, top, 0))
+            return
+        several: set[int] = set()
+        directories = [top.ino]
+        while directories:
+            directory, cookie = directories.pop(), 0
+            while places := await self._engine.view(_list, directory, cookie):
+                for place in places:
+                    inode, cookie = place.inode, place.cookie
+                    if inode.is_dir:
+                        directories.append(inode.ino)
+                    elif inode.is_file and inode.ino not in several:
+                        if inode.nlink > 1:
+                            several.add(inode.ino)
+                        yield self._current(place)
+                await trio.lowlevel.checkpoint()
+
+    def _current(self, place: Place) -> Place:
+        file = self._io.open.get(place.inode.ino)
+        return place if file is None else place._replace(inode=self._io.attributes(file))
+
+    # --- drain ---
+
+    async def undrained_below(self, top: int) -> list[Undrained]:
+        """Files with names whose newest bytes are in the burst tier alone: ``top`` itself, or all
+        below the directory.
+
+        The cost is that of all files that have burst copies, not of the tree.
+        """
+        inode = await self._attributes.getattr(top)
+        if not inode.is_dir:
+            place = await self._engine.view(_place, inode, 0)
+            return (
+                [self._undrained(inode, place.since_ns)] if inode.in_burst and inode.nlink else []
+            )
+        found: list[Undrained] = []
+        start, end = keys.all_of(b"b")
+        while start:
+            places, start = await self._engine.view(_read_undrained, start, end, top)
+            found += [
+                self._undrained(self._current(place).inode, place.since_ns) for place in places
+            ]
             await trio.lowlevel.checkpoint()
+        return found
 
+    def _undrained(self, inode: Inode, since_ns: int) -> Undrained:
+        file = self._io.open.get(inode.ino)
+        return Undrained(inode.ino, since_ns, inode.size, 0 if file is None else file.writers)
 
-def _current(fs: Host, place: Place) -> Place:
-    file = fs.io.open.get(place.inode.ino)
-    return place if file is None else place._replace(inode=fs.io.attributes(file))
+    async def progress(self, ino: int) -> dict[str, Any]:
+        """What is still undrained of ``ino`` or below: files, bytes, files open for writing (their
+        drain has to wait), and since when the oldest is (epoch, ns; null): what is younger than a
+        request need not be waited for. ``error``: why draining has to wait, anywhere in the store,
+        at present."""
+        undrained, drain = await self.undrained_below(ino), self._drain.status()
+        return {
+            "files": len(undrained),
+            "bytes": sum(file.size for file in undrained),
+            "open_files": sum(file.writers > 0 for file in undrained),
+            "oldest_since_ns": min((file.since_ns for file in undrained), default=None),
+            "error": drain["last_error"] if drain["failing_files"] else "",
+        }
+
+    async def request_drain(self, ino: int) -> list[int]:
+        """Drain what is undrained of ``ino`` or below ahead of all else. The inode numbers."""
+        inos = [file.ino for file in await self.undrained_below(ino)]
+        self._drain.request(inos)
+        return inos
+
+    async def wait_drained(self, ino: int, timeout_s: float | None) -> None:
+        """What is undrained now of ``ino`` or below is on the capacity tier, or gone, when this
+        returns. Raises TimedOut.
+
+        Ending the wait, by time-out or cancellation, does not end the drain.
+        """
+        with trio.move_on_after(math.inf if timeout_s is None else timeout_s) as scope:
+            await self._drain.wait(await self.request_drain(ino))
+        if scope.cancelled_caught:
+            raise TimedOut(f"inode {ino}: not all is drained after {timeout_s} s")
+
+    async def drain_below(self, ino: int) -> None:
+        """As ``wait_drained``, but raises what a drain fails with, and Busy where a file stays open
+        for writing.
+        """
+        await self._drain.wait(await self.request_drain(ino), strict=True)
+
+    # --- stage and evict ---
+
+    async def stage(self, ino: int) -> None:
+        """Bring a file into the burst tier in the background. Raises Invalid, NotSupported."""
+        inode = await self._file(ino)
+        if state_of(inode, None) == "clean":
+            if not self._tier.has_devices:
+                raise NotSupported("the store has no burst tier")
+            self._stager.request(ino)
+
+    async def evict(self, ino: int) -> None:
+        """Give up the clean copy of a file. Raises Invalid; Busy if it is dirty, pinned, open or
+        needed.
+        """
+        inode = await self._file(ino)
+        if inode.in_burst:
+            raise Busy("its newest bytes are in the burst tier alone; drain it first")
+        if inode.copy is None:
+            return
+        if _is_pinned(inode):
+            raise Busy("it is pinned to the burst tier; unpin it first")
+        if not await self._evictor.evict(ino):
+            needed = self._needs.is_needed(inode.copy.id)
+            reason = (
+                "the data servers lack bytes of it, or do not answer: nobody else may have them"
+            )
+            raise Busy(reason if needed else "it is open")
+
+    async def _file(self, ino: int) -> Inode:
+        inode = await self._attributes.getattr(ino)
+        if not inode.is_file:
+            raise Invalid("only regular files can be moved between the tiers")
+        return inode
 
 
 def _list(tx: ReadTransaction, directory: int, cookie: int) -> list[Place]:
@@ -136,40 +247,6 @@ def _list(tx: ReadTransaction, directory: int, cookie: int) -> list[Place]:
 def _place(tx: ReadTransaction, inode: Inode, cookie: int) -> Place:
     record = tx.get(keys.burst_copy(inode.copy.id)) if inode.in_burst else None
     return Place(inode, cookie, 0 if record is None else decode_burst(record).since_ns)
-
-
-# --- drain ----------------------------------------------------------------------------------------
-
-
-class Undrained(NamedTuple):
-    ino: int
-    since_ns: int
-    size: int
-    writers: int
-
-
-async def undrained_below(fs: Host, top: int) -> list[Undrained]:
-    """Files with names whose newest bytes are in the burst tier alone: ``top`` itself, or all below
-    the directory.
-
-    The cost is that of all files that have burst copies, not of the tree.
-    """
-    inode = await fs.getattr(top)
-    if not inode.is_dir:
-        place = await fs.store.engine.view(_place, inode, 0)
-        return [_undrained(fs, inode, place.since_ns)] if inode.in_burst and inode.nlink else []
-    found: list[Undrained] = []
-    start, end = keys.all_of(b"b")
-    while start:
-        places, start = await fs.store.engine.view(_read_undrained, start, end, top)
-        found += [_undrained(fs, _current(fs, place).inode, place.since_ns) for place in places]
-        await trio.lowlevel.checkpoint()
-    return found
-
-
-def _undrained(fs: Host, inode: Inode, since_ns: int) -> Undrained:
-    file = fs.io.open.get(inode.ino)
-    return Undrained(inode.ino, since_ns, inode.size, 0 if file is None else file.writers)
 
 
 def _read_undrained(
@@ -191,83 +268,6 @@ def _read_undrained(
             if is_below(tx, inode.ino, top):
                 places.append(Place(inode, 0, record.since_ns))
     return places, last + b"\0" if count == _RECORDS else b""
-
-
-async def progress(fs: Host, ino: int) -> dict[str, Any]:
-    """What is still undrained of ``ino`` or below: files, bytes, files open for writing (their
-    drain has to wait), and since when the oldest is (epoch, ns; null): what is younger than a
-    request need not be waited for. ``error``: why draining has to wait, anywhere in the store, at
-    present."""
-    undrained, drain = await undrained_below(fs, ino), fs.drain.status()
-    return {
-        "files": len(undrained),
-        "bytes": sum(file.size for file in undrained),
-        "open_files": sum(file.writers > 0 for file in undrained),
-        "oldest_since_ns": min((file.since_ns for file in undrained), default=None),
-        "error": drain["last_error"] if drain["failing_files"] else "",
-    }
-
-
-async def request_drain(fs: Host, ino: int) -> list[int]:
-    """Drain what is undrained of ``ino`` or below ahead of all else. The inode numbers."""
-    inos = [file.ino for file in await undrained_below(fs, ino)]
-    fs.drain.request(inos)
-    return inos
-
-
-async def wait_drained(fs: Host, ino: int, timeout_s: float | None) -> None:
-    """What is undrained now of ``ino`` or below is on the capacity tier, or gone, when this
-    returns. Raises TimedOut.
-
-    Ending the wait, by time-out or cancellation, does not end the drain.
-    """
-    with trio.move_on_after(math.inf if timeout_s is None else timeout_s) as scope:
-        await fs.drain.wait(await request_drain(fs, ino))
-    if scope.cancelled_caught:
-        raise TimedOut(f"inode {ino}: not all is drained after {timeout_s} s")
-
-
-async def drain_below(fs: Host, ino: int) -> None:
-    """As ``wait_drained``, but raises what a drain fails with, and Busy where a file stays open for
-    writing.
-    """
-    await fs.drain.wait(await request_drain(fs, ino), strict=True)
-
-
-# --- stage and evict ------------------------------------------------------------------------------
-
-
-async def stage(fs: Host, ino: int, caller: CallerLike) -> None:
-    """Bring a file into the burst tier in the background. Raises Invalid, NotSupported."""
-    inode = await _file(fs, ino)
-    if state_of(inode, None) == "clean":
-        if not fs.tier.has_devices:
-            raise NotSupported("the store has no burst tier")
-        fs.stager.request(ino)
-
-
-async def evict(fs: Host, ino: int, caller: CallerLike) -> None:
-    """Give up the clean copy of a file. Raises Invalid; Busy if it is dirty, pinned, open or
-    needed.
-    """
-    inode = await _file(fs, ino)
-    if inode.in_burst:
-        raise Busy("its newest bytes are in the burst tier alone; drain it first")
-    if inode.copy is None:
-        return
-    if _is_pinned(inode):
-        raise Busy("it is pinned to the burst tier; unpin it first")
-    if not await fs.evictor.evict(ino):
-        needed = fs.needs.is_needed(inode.copy.id)
-        reason = "the data servers lack bytes of it, or do not answer: nobody else may have them"
-        raise Busy(reason if needed else "it is open")
-
-
-async def _file(fs: Host, ino: int) -> Inode:
-    inode = await fs.getattr(ino)
-    if not inode.is_file:
-        raise Invalid("only regular files can be moved between the tiers")
-    return inode
 
 
 def _is_pinned(inode: Inode) -> bool:

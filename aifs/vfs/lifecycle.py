@@ -16,7 +16,8 @@ from aifs.data.patience import background as in_background
 from aifs.files.kernel import Kernel
 from aifs.store.store import Store, open_store, set_clean
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.recovery import Recovered, load_copies, recover
+from aifs.vfs.recovery import load_copies, recover
+from aifs.vfs.serve_options import ServeOptions
 
 _log = logger(__name__)
 
@@ -48,9 +49,10 @@ async def open_filesystem(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_keep_running, store.engine.run)
             nursery.start_soon(_keep_running, store.ownership.run)
-            fs = Filesystem(store, kernel or Kernel(), mountpoint, read_only, atime)
+            options = ServeOptions(mountpoint, read_only, "noatime" if read_only else atime)
+            fs = Filesystem(store, kernel or Kernel(), options)
             with in_background():
-                fs.recovered = await _load(fs, read_only)
+                await _load(fs)
             if not store.clean:
                 _log.info("the store was not closed in order: %s", fs.recovered)
             store.ownership.require()
@@ -58,8 +60,10 @@ async def open_filesystem(
             error = None
             async with trio.open_nursery() as background:
                 if not read_only:
-                    background.start_soon(_keep_running, partial(fs.groups.run, fs.publish_group))
-                background.start_soon(_keep_running, partial(fs.upkeep.run, fs.jobs(read_only)))
+                    background.start_soon(
+                        _keep_running, partial(fs.groups.run, fs.publishing.publish_group)
+                    )
+                background.start_soon(_keep_running, partial(fs.upkeep.run, fs.jobs()))
                 try:
                     yield fs
                 except BaseException as raised:  # noqa: BLE001 (raised again, outside the nurseries that would wrap it)
@@ -88,13 +92,13 @@ async def open_filesystem(
     store.close()
 
 
-async def _load(fs: Filesystem, read_only: bool) -> Recovered:
+async def _load(fs: Filesystem) -> None:
     """What the parts have to know before anything is asked of them, in an order that matters."""
     # What backups there are: whoever gives something up asks from now on what they may refer to.
-    await fs.backup.load(read_only)
+    await fs.backup.load(fs.options.read_only)
     # The records themselves, before anybody reads them: files that were changed when the daemon
     # died get their sizes, and what nobody refers to is queued for deletion.
-    recovered = await recover(fs.store, fs.tier, fs.collector)
+    await recover(fs.store, fs.tier, fs.collector, fs.recovered)
     await fs.containers.recover()
     # What earlier mounts have left to do. None of these looks at another.
     await fs.trash.load()
@@ -102,11 +106,10 @@ async def _load(fs: Filesystem, read_only: bool) -> Recovered:
     await fs.retention.load()
     # What is known to be wrong on the data servers, because that decides which copies are kept.
     await fs.scrub.load()
-    undrained = await load_copies(fs.store, fs.tier, fs.collector, fs.needs, recovered)
+    undrained = await load_copies(fs.store, fs.tier, fs.collector, fs.needs, fs.recovered)
     # All that is undrained is the drain's, then groups take out what is theirs.
     fs.drain.load(undrained)
     await fs.groups.load(undrained)
-    return recovered
 
 
 async def _keep_running(task: Callable[[], Awaitable[None]]) -> None:
@@ -136,8 +139,7 @@ async def _close(fs: Filesystem) -> None:
     for file in list(fs.io.open.values()):
         file.handles = 1
         await fs.io.release(file)
-    for ino in fs._orphans:
-        fs.collector.add_orphan(ino)
+    fs.names.forget_all()
     await fs.server_admin.clean_up()
     await fs.groups.close()
     fs.containers.close()

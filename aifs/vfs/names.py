@@ -6,32 +6,60 @@ import os
 import stat
 import time
 
+from aifs.burst.tier import BurstTier
 from aifs.core.errors import Invalid, NameTooLong, NotFound
+from aifs.files.drain import Drain
+from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
-from aifs.files.types import CallerLike, Opened
-from aifs.layout.hint import Policy
+from aifs.files.types import ROOT, CallerLike, Opened
 from aifs.meta import namespace
+from aifs.meta.kv import Engine
 from aifs.meta.records import Copy, Inode
-from aifs.store.store import Store
-from aifs.vfs.parts import Parts
+from aifs.store.ids import IdAllocator
+from aifs.upkeep.trash import Trash
+from aifs.vfs.attributes import Attributes
+from aifs.vfs.groups.protocol import Groups
+from aifs.vfs.open_files import OpenFiles
+from aifs.vfs.serve_options import ServeOptions
 
 _READDIR_BATCH = 32  # of the about 180 entries of one reply; the last batch is read in part in vain
-_POLICIES_MAX = 1024
 
 
-class Names(Parts):
-    """The part of ``Filesystem`` that concerns names."""
+class Names:
+    """The operations on names, but for rename."""
 
-    def __init__(self, store: Store, kernel: Kernel) -> None:
-        super().__init__(store, kernel)
-        self._engine = store.engine
-        self._policies: dict[int, Policy | None] = {}
-        self._policy_changes = 0  # so that what was read before a change is not kept after it
+    def __init__(
+        self,
+        engine: Engine,
+        ids: IdAllocator,
+        tier: BurstTier,
+        io: FileIO,
+        drain: Drain,
+        groups: Groups,
+        trash: Trash,
+        kernel: Kernel,
+        files: OpenFiles,
+        attributes: Attributes,
+        options: ServeOptions,
+    ) -> None:
+        self._engine = engine
+        self._ids = ids
+        self._tier = tier
+        self._io = io
+        self._drain = drain
+        self._groups = groups
+        self._trash = trash
+        self._kernel = kernel
+        self._files = files
+        self._attributes = attributes
+        self._options = options
         self._orphans: set[int] = set()
-        self._nameless: set[int] = set()  # those orphans that may still get a name
+        """Files that have no name, which the kernel may know by their inodes."""
+        self._nameless: set[int] = set()
+        """Those orphans that may still get a name."""
 
     async def lookup(self, parent: int, name: bytes) -> Inode:
-        if self.trash.holds(parent):
+        if self._trash.holds(parent):
             raise NotFound("the directory has been removed")
         return self._current(await self._engine.view(namespace.lookup, parent, name))
 
@@ -41,12 +69,12 @@ class Names(Parts):
         """A new regular file, opened with ``flags``; without a name it is gone when it is closed
         unless ``link`` names it.
         """
-        await self.io.find_room()
-        ino, copy = await self.ids.take(), None
+        await self._io.find_room()
+        ino, copy = await self._ids.take(), None
         if flags & os.O_ACCMODE:
-            copy = await self.io.burst.new_copy(await self._policy_of(parent))
+            copy = await self._io.burst.new_copy(await self._attributes.policy_of(parent))
         # Others may find the name, and open or remove the file, before we hear that it exists.
-        with self.io.opening(ino):
+        with self._io.opening(ino):
             try:
                 place = None if copy is None else copy.place
                 inode = await self._create(
@@ -54,33 +82,20 @@ class Names(Parts):
                 )
             except BaseException:
                 if copy is not None:
-                    self.tier.discard(copy)
+                    self._tier.discard(copy)
                 raise
-            file = self.io.adopt_new(inode, copy)
+            file = self._io.adopt_new(inode, copy)
         if name is None:
             self._orphans.add(inode.ino)
             self._nameless.add(inode.ino)
         try:
-            opened = await self._add_handle(file, flags)
+            opened = await self._files.add_handle(file, flags)
             file.opening -= 1
             return opened, inode
         except BaseException:
             file.opening -= 1
-            await self._give_up(file, written=True)
+            await self._files.give_up(file, written=True)
             raise
-
-    async def _policy_of(self, directory: int) -> Policy | None:
-        """What new files of a directory inherit. Raises NotFound."""
-        try:
-            return self._policies[directory]
-        except KeyError:
-            if len(self._policies) >= _POLICIES_MAX:
-                self._policies.clear()
-            changes = self._policy_changes
-            policy = (await self._engine.view(namespace.get_inode, directory)).policy
-            if changes == self._policy_changes:
-                self._policies[directory] = policy
-            return policy
 
     async def mknod(
         self, parent: int, name: bytes, mode: int, rdev: int, caller: CallerLike
@@ -89,17 +104,17 @@ class Names(Parts):
         if stat.S_IFMT(mode) in (stat.S_IFDIR, stat.S_IFLNK):
             raise Invalid("mknod makes neither directories nor symlinks")
         mode = mode if stat.S_IFMT(mode) else mode | stat.S_IFREG
-        return await self._create(await self.ids.take(), parent, name, mode, caller, rdev)
+        return await self._create(await self._ids.take(), parent, name, mode, caller, rdev)
 
     async def mkdir(self, parent: int, name: bytes, mode: int, caller: CallerLike) -> Inode:
         mode = stat.S_IFDIR | stat.S_IMODE(mode)
-        return await self._create(await self.ids.take(), parent, name, mode, caller)
+        return await self._create(await self._ids.take(), parent, name, mode, caller)
 
     async def symlink(self, parent: int, name: bytes, target: bytes, caller: CallerLike) -> Inode:
         if len(target) > namespace.SYMLINK_MAX:
             raise NameTooLong()
         mode = stat.S_IFLNK | 0o777
-        return await self._create(await self.ids.take(), parent, name, mode, caller, data=target)
+        return await self._create(await self._ids.take(), parent, name, mode, caller, data=target)
 
     async def _create(
         self,
@@ -121,7 +136,8 @@ class Names(Parts):
         return await self._engine.transact(namespace.create, parent, name, new, caller.umask)
 
     async def link(self, ino: int, new_parent: int, new_name: bytes) -> Inode:
-        cookie = await self.ids.take()
+        """Another name for a file, or the first one of a file that was created without."""
+        cookie = await self._ids.take()
         nameless = ino in self._nameless
         if nameless:  # it is no orphan from the commit on, unless somebody unlinks it again
             self._nameless.discard(ino)
@@ -135,13 +151,35 @@ class Names(Parts):
                 self._nameless.add(ino)
                 self._orphans.add(ino)
             raise
-        return self._adopt(linked)
+        inode = self.adopt(linked)
+        if inode.nlink == 1:  # it may have been closed, as what nobody would see again
+            async with self._files.changing(ino):
+                pass
+        return inode
 
     async def unlink(self, parent: int, name: bytes) -> None:
-        self._unlinked(await self._engine.transact(namespace.unlink, parent, name, time.time_ns()))
+        self.unlinked(await self._engine.transact(namespace.unlink, parent, name, time.time_ns()))
 
     async def rmdir(self, parent: int, name: bytes) -> None:
-        self._unlinked(await self._engine.transact(namespace.rmdir, parent, name, time.time_ns()))
+        self.unlinked(await self._engine.transact(namespace.rmdir, parent, name, time.time_ns()))
+
+    async def remove_tree(
+        self, parent: int, name: bytes, caller: CallerLike = ROOT, locked: bool = False
+    ) -> None:
+        """Remove a directory with all that lies below it, at a cost that does not depend on how
+        much it is (upkeep/trash.py).
+
+        The kernel neither does nor checks it, so who may is decided here: who may remove the name,
+        and owns the directory. It sees the name no more when this returns; soon, if it holds the
+        parent's lock for this request (``locked``). Raises NotFound, NotADirectory, AccessDenied,
+        NotPermitted, ReadOnly.
+        """
+        self._options.require_writable()
+        await self._trash.doom(parent, name, caller)
+        if locked:
+            self._kernel.drop_name_soon(parent, name)
+        else:
+            await self._kernel.forget_names([(parent, name)])
 
     async def readlink(self, ino: int) -> bytes:
         inode = await self._engine.view(namespace.get_inode, ino)
@@ -156,15 +194,20 @@ class Names(Parts):
         for ino in self._orphans.intersection(inos):
             self._orphans.discard(ino)
             self._nameless.discard(ino)
-            self.io.forget(ino)
+            self._io.forget(ino)
 
-    def _unlinked(self, inode: Inode) -> None:
-        self._adopt(inode)
+    def forget_all(self) -> None:
+        """The kernel has gone, and has dropped all inodes."""
+        self.forget(list(self._orphans))
+
+    def unlinked(self, inode: Inode) -> None:
+        """A transaction has taken a name away, perhaps the last one."""
+        self.adopt(inode)
         if inode.nlink == 0:
             self._orphans.add(inode.ino)
-            self.drain.gone(inode.ino)
-            self.groups.gone(inode.ino)
-            file = self.io.open.get(inode.ino)
+            self._drain.gone(inode.ino)
+            self._groups.gone(inode.ino)
+            file = self._io.open.get(inode.ino)
             if file is not None:
                 file.cancel_lease()
 
@@ -175,10 +218,10 @@ class Names(Parts):
         An entry that exists during the whole listing appears exactly once, whatever else changes. A
         directory that has been removed, which some process may still be in, has none.
         """
-        if self.trash.holds(ino):
+        if self._trash.holds(ino):
             return []
         entries = await self._engine.view(namespace.list_directory, ino, cookie, _READDIR_BATCH)
-        if not self.io.open:
+        if not self._io.open:
             return entries
         return [(name, self._current(inode), place) for name, inode, place in entries]
 
@@ -190,10 +233,10 @@ class Names(Parts):
 
     def _current(self, inode: Inode) -> Inode:
         """The inode as it is in core, if it is open."""
-        file = self.io.open.get(inode.ino)
-        return inode if file is None else self.io.attributes(file)
+        file = self._io.open.get(inode.ino)
+        return inode if file is None else self._io.attributes(file)
 
-    def _adopt(self, inode: Inode) -> Inode:
+    def adopt(self, inode: Inode) -> Inode:
         """As ``_current``, after a transaction that changed the record."""
-        file = self.io.adopt(inode)
-        return inode if file is None else self.io.attributes(file)
+        file = self._io.adopt(inode)
+        return inode if file is None else self._io.attributes(file)

@@ -62,14 +62,17 @@ class Recovered:
         )
 
 
-async def recover(store: Store, tier: BurstTier, collector: Collector) -> Recovered:
-    """Bring the store into order; what only needs deleting is left to the collector.
+async def recover(
+    store: Store, tier: BurstTier, collector: Collector, recovered: Recovered
+) -> None:
+    """Bring the store into order, and count what has been dealt with; what only needs deleting is
+    left to the collector.
 
     A file on a server that does not work keeps its dirty mark, and is settled by a later mount; so
     does a server that is absent the record of what is to be looked for there. Moved objects are the
     rebuild's to delete.
     """
-    recovered = Recovered(transactions=store.engine.recovered)
+    recovered.transactions = store.engine.recovered
     dirty, orphans, garbage = await store.engine.view(_read_in_flight)
     recovered.unsynced_files, recovered.orphans, recovered.garbage = (
         len(dirty),
@@ -92,7 +95,6 @@ async def recover(store: Store, tier: BurstTier, collector: Collector) -> Recove
         what = "%d files, such as inode %d, could not be settled, the next mount will try again: %s"
         _log.warning(what, len(unsettled), ino, error)
     recovered.unknown_objects = await _delete_unknown_objects(store)
-    return recovered
 
 
 def _read_in_flight(tx: ReadTransaction) -> tuple[list[int], list[int], list[int]]:

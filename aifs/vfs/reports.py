@@ -6,15 +6,14 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from aifs.burst.tier import BurstTier
+from aifs.data.servers import Servers
 from aifs.files.collector import Collector
-from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
-from aifs.files.stage import Stager
+from aifs.files.open_inode import OpenInode
 from aifs.files.types import ROOT, CallerLike
 from aifs.layout.hint import format_layout_hint
 from aifs.layout.placement import ACTIVE
@@ -22,19 +21,14 @@ from aifs.layout.striped import Striped
 from aifs.meta import keys
 from aifs.meta.chunks import find_container
 from aifs.meta.extents import shares_of
-from aifs.meta.kv import ReadTransaction
+from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Inode
-from aifs.store.backup import Backup
 from aifs.store.store import Store
-from aifs.upkeep.evict import Evictor
-from aifs.upkeep.from_copies import FromCopies
 from aifs.upkeep.rebuild import Rebuild
 from aifs.upkeep.scrub import Scrub
-from aifs.upkeep.trash import Trash
 from aifs.vfs import burst_hints
-from aifs.vfs.groups.group_drain import GroupDrain
-from aifs.vfs.groups.protocol import Groups
 from aifs.vfs.recovery import Recovered
+from aifs.vfs.serve_options import ServeOptions
 
 _TYPES = {
     stat.S_IFREG: "file",
@@ -49,36 +43,11 @@ _TYPES = {
 _RECORDS = 256
 
 
-class Host(Protocol):
-    """What the reports need of the filesystem."""
-
-    store: Store
-    io: FileIO
-    tier: BurstTier
-    drain: Drain
-    groups: Groups
-    group_drain: GroupDrain
-    stager: Stager
-    evictor: Evictor
-    from_copies: FromCopies
-    collector: Collector
-    trash: Trash
-    backup: Backup
-    rebuild: Rebuild
-    scrub: Scrub
-    recovered: Recovered
-    mountpoint: str
-    read_only: bool
-    started_s: float
-    kernel: Kernel
-
-    async def getattr(self, ino: int) -> Inode: ...
-
-
-async def describe(fs: Host, ino: int) -> dict[str, Any]:
-    """An inode, the form that its bytes are in, and where each part of them lies."""
-    inode = await fs.getattr(ino)
-    layout = inode.layout
+async def describe(store: Store, inode: Inode, file: OpenInode | None) -> dict[str, Any]:
+    """An inode, the form that its bytes are in, and where each part of them lies. ``file``: its
+    in-core state, if it has one.
+    """
+    ino, layout = inode.ino, inode.layout
     info: dict[str, Any] = {
         "inode": ino,
         "type": _TYPES[stat.S_IFMT(inode.mode)],
@@ -93,10 +62,10 @@ async def describe(fs: Host, ino: int) -> dict[str, Any]:
         if inode.is_dir:
             info["policy"] = format_layout_hint(inode.policy)
     if inode.copy is not None:
-        device = fs.store.servers[inode.copy.server]
+        device = store.servers[inode.copy.server]
         info["copy"] = {
             "device": device.number,
-            "state": burst_hints.state_of(inode, fs.io.open.get(ino)),
+            "state": burst_hints.state_of(inode, file),
             "path": device.object_path(0, inode.copy.id),
         }
     if inode.objects is not None:
@@ -109,13 +78,13 @@ async def describe(fs: Host, ino: int) -> dict[str, Any]:
             "width": layout.width,
         }
         info["parts"] = [
-            _part(fs, number, ino, inode.oid, length)
+            _part(store.servers, number, ino, inode.oid, length)
             for index, number in enumerate(layout.servers)
             if (length := layout.object_length(index, inode.size))
         ]
     elif layout is not None:
-        shares = await _shares(fs, inode.oid)
-        layouts = await fs.store.engine.view(_container_layouts, shares)
+        shares = await _shares(store.engine, inode.oid)
+        layouts = await store.engine.view(_container_layouts, shares)
         weakest = min(layouts.values(), key=lambda each: each.tolerates, default=Striped(1, (0,)))
         info["layout"] = {
             "kind": layout.kind,
@@ -126,7 +95,7 @@ async def describe(fs: Host, ino: int) -> dict[str, Any]:
             "width": weakest.width,
         }
         info["parts"] = [
-            _part(fs, server, 0, container, -(-shares[container] // each.width))
+            _part(store.servers, server, 0, container, -(-shares[container] // each.width))
             for container, each in layouts.items()
             for server in each.servers
         ]
@@ -141,8 +110,8 @@ def _form(inode: Inode) -> str:
     return "empty" if inode.data is None else "inline"
 
 
-def _part(fs: Host, server: int, ino: int, oid: int, length: int) -> dict[str, Any]:
-    on = fs.store.servers[server]
+def _part(servers: Servers, server: int, ino: int, oid: int, length: int) -> dict[str, Any]:
+    on = servers[server]
     state = on.state if on.standing == ACTIVE else on.standing
     return {
         "server": server,
@@ -153,14 +122,14 @@ def _part(fs: Host, server: int, ino: int, oid: int, length: int) -> dict[str, A
     }
 
 
-async def _shares(fs: Host, oid: int) -> Counter[int]:
+async def _shares(engine: Engine, oid: int) -> Counter[int]:
     """How many bytes of an interleaved file are in each container, as they are stored, without
     redundancy.
     """
     shares = Counter[int]()
     start, end = keys.chunk_lists(oid)
     while start:
-        found, start = await fs.store.engine.view(_read_shares, start, end)
+        found, start = await engine.view(_read_shares, start, end)
         for container, _, size in found:
             shares[container] += size
     return shares
@@ -192,34 +161,55 @@ def without_paths(state: dict[str, Any], caller: CallerLike) -> dict[str, Any]:
     return state
 
 
-async def status(fs: Host, caller: CallerLike = ROOT) -> dict[str, Any]:
+class MountStatus:
     """The state of the mount; ``aifs status`` shows it."""
-    store = fs.store
-    servers = await store.servers.status()
-    edge = fs.kernel.status()
-    edge["passthrough"] = fs.kernel.passthrough is not None and not edge.get("missing")
-    return {
-        "pid": os.getpid(),
-        "mountpoint": fs.mountpoint,
-        "source": store.config.source,
-        "uuid": store.uuid,
-        "uptime_s": round(time.monotonic() - fs.started_s, 3),
-        "read_only": fs.read_only,
-        "open_files": len(fs.io.open),
-        "unsynced_files": len(fs.io.unsynced),
-        "collector_backlog": fs.collector.backlog,
-        "trash": fs.trash.status(),
-        "backup": fs.backup.status(),
-        "rebuild": without_paths(fs.rebuild.status(), caller),
-        "scrub": without_paths(fs.scrub.status(wrong_bytes=4096), caller),
-        "recovered": str(fs.recovered),
-        "servers": [server for server in servers if server["role"] == "data"],
-        "burst": fs.tier.status(),
-        "drain": fs.drain.status(),
-        "groups": {**fs.groups.status(), **fs.group_drain.status()},
-        "stage": fs.stager.status(),
-        "evict": {**fs.evictor.status(), **fs.from_copies.status()},
-        "memory": store.servers.budget.status(),
-        "cache": store.servers.cache.status(),
-        "bridge": edge,
-    }
+
+    def __init__(
+        self,
+        store: Store,
+        io: FileIO,
+        collector: Collector,
+        kernel: Kernel,
+        options: ServeOptions,
+        recovered: Recovered,
+        scrub: Scrub,
+        rebuild: Rebuild,
+        parts: Mapping[str, Callable[[], dict[str, Any]]],
+    ) -> None:
+        """``parts``: what others say of themselves, by the names that it is told under."""
+        self._store = store
+        self._io = io
+        self._collector = collector
+        self._kernel = kernel
+        self._options = options
+        self._recovered = recovered
+        self._scrub = scrub
+        self._rebuild = rebuild
+        self._parts = parts
+        self._started_s = time.monotonic()
+
+    async def tell(self, caller: CallerLike = ROOT) -> dict[str, Any]:
+        """A dictionary that can be JSON. Others than root are told no paths of files."""
+        store = self._store
+        servers = await store.servers.status()
+        edge = self._kernel.status()
+        edge["passthrough"] = self._kernel.passthrough is not None and not edge.get("missing")
+        return {
+            "pid": os.getpid(),
+            "mountpoint": self._options.mountpoint,
+            "source": store.config.source,
+            "uuid": store.uuid,
+            "uptime_s": round(time.monotonic() - self._started_s, 3),
+            "read_only": self._options.read_only,
+            "open_files": len(self._io.open),
+            "unsynced_files": len(self._io.unsynced),
+            "collector_backlog": self._collector.backlog,
+            "rebuild": without_paths(self._rebuild.status(), caller),
+            "scrub": without_paths(self._scrub.status(wrong_bytes=4096), caller),
+            "recovered": str(self._recovered),
+            "servers": [server for server in servers if server["role"] == "data"],
+            **{name: status() for name, status in self._parts.items()},
+            "memory": store.servers.budget.status(),
+            "cache": store.servers.cache.status(),
+            "bridge": edge,
+        }

@@ -14,7 +14,7 @@ hints.py).
 import json
 import os
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 from aifs.core.errors import Invalid
 from aifs.core.kinds import parse_domain
@@ -23,20 +23,13 @@ from aifs.store.server_table import id_of
 from aifs.upkeep.server_admin import ServerAdmin
 
 
-class Host(Protocol):
-    """What these hints need of the filesystem."""
-
-    server_admin: ServerAdmin
-
-
-async def order(fs: Host, name: bytes, value: bytes) -> None:
+async def order(admin: ServerAdmin, name: bytes, text: str) -> None:
     """Raises Invalid for nonsense, and what the order raises."""
-    text = os.fsdecode(value)
     try:
         fields = {"path": text} if text.startswith("/") else json.loads(text)
         if name == b"user.aifs.burst-add":
             fields["role"] = "burst"
-        await ORDERS[name](fs.server_admin, **fields)
+        await ORDERS[name](admin, **fields)
     except (ValueError, TypeError) as error:
         raise Invalid(f"not what this hint takes: {error}") from None
 

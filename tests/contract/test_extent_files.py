@@ -167,7 +167,7 @@ def test_where_it_lies_is_told(source: Path) -> None:
         rows = [Segment(POOL[0]), Segment(POOL[1], is_shared=False), Segment(bytes(10))]
         await shared.save(fs, ROOT_INO, {b"first": [Segment(POOL[0])]}, Redundancy(2))
         ino = (await shared.save(fs, ROOT_INO, {b"file": rows}))[b"file"]
-        info = await describe(fs, ino)
+        info = await describe(fs.store, await fs.getattr(ino), None)
         assert sum(part["bytes"] for part in info["parts"]) > len(POOL[0]) + len(POOL[1])
         view = fs.store.engine.view
         table = await view(lambda tx: [keys.number(key) for key, _ in tx.range(*keys.all_of(b"t"))])

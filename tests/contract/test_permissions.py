@@ -19,7 +19,7 @@ from aifs.core.files import KEEP_SIZE, PUNCH_HOLE
 from aifs.core.ioctl import Command
 from aifs.fuse.handed_over import HandedOver
 from aifs.fuse.requests import Scheduler
-from aifs.vfs import Caller, Filesystem, SetAttr, hints, reports, rights, server_hints
+from aifs.vfs import Caller, Filesystem, SetAttr, reports, rights
 from aifs.vfs.refusals import Refusals
 from tests.contract.test_group_hints import in_state
 from tests.support import modes, stores
@@ -105,11 +105,11 @@ async def is_let(attempt: Awaitable[object]) -> bool:
     return True
 
 
-def test_every_hint_and_ioctl_is_in_the_table() -> None:
+async def test_every_hint_and_ioctl_is_in_the_table(directory: Path) -> None:
     names = {f"user.aifs.{name}".encode() for name in MAY_SET}
     assert names == set(rights.HINTS)
-    known = (hints._POLICIES, hints._ORDERS, hints._STATEMENTS, hints._REQUESTS)
-    assert names >= {name for table in (*known, server_hints.ORDERS) for name in table}
+    async with opened(directory) as fs:
+        assert names >= fs.hints.settable
     assert set(MAY_CALL) == set(rights.IOCTLS) == set(ioctl.COMMANDS.values())
 
 

@@ -26,7 +26,7 @@ from aifs.layout.striped import Striped
 from aifs.meta import chunks
 from aifs.meta.backup import newest, parse_name
 from aifs.upkeep import scrub
-from aifs.vfs import open_filesystem, reports
+from aifs.vfs import open_filesystem
 from aifs.vfs.filesystem import Filesystem
 from tests.support import modes, stores
 from tests.support.data_servers import hooked, open_below
@@ -165,7 +165,7 @@ async def test_others_go_on_and_what_lands_late_harms_nobody(
             await until(lambda: not fs.collector.due)
             await fs.rename(stores.ROOT_INO, b"third", stores.ROOT_INO, b"fifth", 0)
             await fs.statfs()
-            await reports.status(fs)
+            await fs.status.tell()
             if mode in ("replicas", "coded"):
                 await check(fs, before | contents)
             assert hang.held == held
@@ -600,7 +600,7 @@ async def test_space_is_told_though_a_server_does_not_say_it(
         monkeypatch.setattr("aifs.data.servers._SAY_S", 0.05)
         try:
             assert (await fs.statfs()).blocks == whole_space.blocks
-            status = await reports.status(fs)
+            status = await fs.status.tell()
             assert [row["used_bytes"] is not None for row in status["servers"]] == [True] * SERVERS
         finally:
             go.set()
@@ -628,7 +628,7 @@ async def test_a_store_is_opened_though_a_server_hangs_that_it_can_do_without(
             await drained(fs, *some)
             held = list(hang.held)
             await fs.statfs()
-            await reports.status(fs)
+            await fs.status.tell()
             assert hang.held == held
             hang.release()
             await answered(fs, BAD)

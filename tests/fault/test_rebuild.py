@@ -366,7 +366,7 @@ async def test_files_change_while_they_move(directory, kind, what):
                         ino, os.O_RDWR | (os.O_TRUNC if what == "rewrite" else 0)
                     )
                     if what == "truncate":
-                        await fs._truncate(ino, 5 * UNIT + 3)
+                        await fs.files.truncate(ino, 5 * UNIT + 3)
                         files.contents[ino] = data[: 5 * UNIT + 3]
                     else:
                         old = b"" if what == "rewrite" else data

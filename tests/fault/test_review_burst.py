@@ -145,15 +145,15 @@ async def test_an_open_that_fails_at_its_end_leaves_a_file_that_is_drained(direc
     async with mounted(directory) as fs:
         ino, _ = await write_file(fs, b"f", b"x" * 10_000)
         await drained(fs, ino)
-        add = fs._add_handle
+        add = fs.files.add_handle
 
         async def failing_add(*args: object) -> None:
             raise Unavailable("the device is gone")
 
-        fs._add_handle = failing_add
+        fs.files.add_handle = failing_add
         with pytest.raises(Unavailable):
             await fs.open(ino, os.O_RDWR)
-        fs._add_handle = add
+        fs.files.add_handle = add
         assert (await fs.getattr(ino)).in_burst
         with trio.fail_after(60):
             while (await fs.getattr(ino)).in_burst:

@@ -87,7 +87,7 @@ async def write_pieces(fs: Filesystem, handle: int, data: bytes) -> None:
 
 async def set_policy(fs: Filesystem, ino: int, policy: Policy) -> None:
     """The policy of a file, also while it is being written."""
-    await fs.change_inode(ino, _set_policy, policy)
+    await fs.attributes.change(ino, _set_policy, policy)
 
 
 def _set_policy(inode: Inode, policy: Policy) -> None:

@@ -263,6 +263,19 @@ def test_parts_are_not_wired_after_they_are_made(path: Path) -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("path", [p for p in MODULES if layer_of(p) == "vfs"], ids=name_of)
+def test_the_filesystem_is_composed(path: Path) -> None:
+    """Of parts that are given to one another: no class is a layer of another one, and no protocol
+    says what such a layer expects of the rest."""
+    bases = {
+        ast.unparse(base)
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.ClassDef)
+        for base in node.bases
+    }
+    assert bases <= {"NamedTuple", "Enum", "Draining"}
+
+
 FORM = {"layout", "oid", "data", "copy"}
 """Fields of an inode that say where its bytes are; with those of an open inode that go with them:
 """

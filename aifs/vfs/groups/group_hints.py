@@ -7,7 +7,7 @@ import json
 import os
 import time
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import trio
 
@@ -16,15 +16,15 @@ from aifs.core.json_text import parse_object
 from aifs.files import permissions
 from aifs.files.types import SIZE_MAX, CallerLike
 from aifs.meta import namespace, paths
-from aifs.meta.kv import ReadTransaction
-from aifs.meta.records import Inode
-from aifs.store.store import Store
+from aifs.meta.kv import Engine, ReadTransaction
 from aifs.vfs import rights
+from aifs.vfs.attributes import Attributes
 from aifs.vfs.groups.group import File, Group, describe_ranks
-from aifs.vfs.groups.group_text import Wanted, parse_group, parse_pending
+from aifs.vfs.groups.group_text import parse_group, parse_pending
 from aifs.vfs.groups.protocol import Commit, Groups
 from aifs.vfs.publishing.listed import path_below
 from aifs.vfs.refusals import Refusals
+from aifs.vfs.serve_options import ServeOptions
 
 _UNEQUAL = "not all files have one size"
 _SHOWN = 256  # files, and ranks
@@ -34,67 +34,170 @@ _LENGTH_MAX = 60_000  # an extended attribute has up to 64 KiB
 SUMS = ("bytes", "zero_bytes", "duplicate_bytes", "found_bytes", "distinct_bytes", "stored_bytes")
 
 
-class Host(Protocol):
-    """What these hints need of the filesystem."""
+class GroupHints:
+    """What programs say of groups, and are told, by extended attributes."""
 
-    store: Store
-    groups: Groups
-    refusals: Refusals
+    def __init__(
+        self,
+        engine: Engine,
+        groups: Groups,
+        refusals: Refusals,
+        attributes: Attributes,
+        options: ServeOptions,
+    ) -> None:
+        self._engine = engine
+        self._groups = groups
+        self._refusals = refusals
+        self._attributes = attributes
+        self._options = options
 
-    async def getattr(self, ino: int) -> Inode: ...
+    # --- what programs write ---
 
-    async def begin_group(self, ino: int, wanted: Wanted, caller: CallerLike) -> int: ...
+    async def put(self, ino: int, text: str, caller: CallerLike) -> None:
+        """Begin a group of the directory, as ``text`` says; '' ends it. Raises as Groups.begin and
+        Groups.cancel."""
+        if not text:
+            await self._groups.cancel(ino, caller=caller)
+            return
+        if not (await self._attributes.getattr(ino)).is_dir:
+            raise Invalid("a group belongs to a directory")
+        self._options.require_writable()
+        await self._groups.begin(ino, parse_group(text), caller)
 
+    async def put_pending(self, ino: int, text: str, caller: CallerLike) -> None:
+        """``ranks=8,step=100,job=NAME`` marks a directory, '' takes the mark away: short for what
+        ``user.aifs.group`` can say. Raises as ``put``, NotADirectory."""
+        if not text:
+            await self._groups.abandon(ino, caller)
+            return
+        if "anew" not in text:  # else it is looked at who goes on with the directory
+            rights.owner(await self._attributes.getattr(ino), caller)
+        await self._groups.begin(ino, parse_pending(text), caller)
 
-# --- what programs write --------------------------------------------------------------------------
+    async def put_commit(self, ino: int, text: str, caller: CallerLike) -> None:
+        """On a directory: a rank commits (``_parse_commit``), or the rank ``text``; behind it may
+        be the path of one of its files. On a file, with '': it counts as closed. Raises as
+        Groups.commit and Groups.commit_file."""
+        inode = await self._attributes.getattr(ino)
+        if inode.is_dir:
+            rank, _, file = text.partition(" ")
+            is_plain = rank.isascii() and rank.isdigit()
+            what = (
+                Commit(_rank(rank), sized=os.fsencode(file.strip()))
+                if is_plain
+                else _parse_commit(text)
+            )
+            await self._groups.commit(ino, 0, what)
+        elif text or not inode.is_file:
+            raise Invalid("group: a rank commits on the directory; a file takes no value")
+        else:
+            await self._groups.commit_file(inode)
 
+    async def put_pending_commit(self, ino: int, text: str, caller: CallerLike) -> None:
+        """A rank of a pending directory commits (``_parse_commit``), whatever has become of its
+        group. Raises as Groups.commit_pending."""
+        await self._groups.commit_pending(ino, _parse_commit(text))
 
-async def put(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
-    """Begin a group of the directory, as ``text`` says; '' ends it. Raises as Groups.begin and
-    Groups.cancel."""
-    if not text:
-        await fs.groups.cancel(ino, caller=caller)
-        return
-    if not (await fs.getattr(ino)).is_dir:
-        raise Invalid("a group belongs to a directory")
-    await fs.begin_group(ino, parse_group(text), caller)
+    # --- what they are told ---
 
+    async def tell_pending(self, ino: int, caller: CallerLike) -> dict[str, Any]:
+        """What ``user.aifs.pending`` says. Raises NoAttribute."""
+        group = self._groups.pending(ino)
+        mark = group.pending
+        assert mark is not None
+        owner = (await self._attributes.getattr(ino)).uid
+        return {
+            "ranks": group.record.options.ranks,
+            "step": mark.step,
+            "job": os.fsdecode(mark.job),
+            "created_s": mark.created_ns / 1e9,
+            "age_s": max(0.0, round((time.time_ns() - mark.created_ns) / 1e9, 3)),
+            "members": sorted(group.committed),
+            "missing": group.missing(),
+            "refused": self._refused(ino, mark.created_ns) if caller.uid in (0, owner) else "",
+        }
 
-async def put_pending(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
-    """``ranks=8,step=100,job=NAME`` marks a directory, '' takes the mark away: short for what
-    ``user.aifs.group`` can say. Raises as ``put``, NotADirectory."""
-    if not text:
-        await fs.groups.abandon(ino, caller)
-        return
-    if "anew" not in text:  # else it is looked at who goes on with the directory
-        rights.owner(await fs.getattr(ino), caller)
-    await fs.groups.begin(ino, parse_pending(text), caller)
+    def _refused(self, ino: int, since_ns: int) -> str:
+        """Why the last request about the directory was refused, whoever asked; it may name what
+        lies below, so that is for the owner and root."""
+        return self._refusals.last(ino, since_ns / 1e9)
 
-
-async def put_commit(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
-    """On a directory: a rank commits (``_parse_commit``), or the rank ``text``; behind it may be
-    the path of one of its files. On a file, with '': it counts as closed. Raises as Groups.commit
-    and Groups.commit_file."""
-    inode = await fs.getattr(ino)
-    if inode.is_dir:
-        rank, _, file = text.partition(" ")
-        is_plain = rank.isascii() and rank.isdigit()
-        what = (
-            Commit(_rank(rank), sized=os.fsencode(file.strip()))
-            if is_plain
-            else _parse_commit(text)
+    async def tell(self, ino: int, caller: CallerLike, group_id: int = 0) -> dict[str, Any]:
+        """What ``user.aifs.group`` says of a directory's group, or of the one that ``ino`` lies
+        below; ``user.aifs.group.ID`` of one that it may have followed. Of many files and ranks it
+        names some; of ranks those first that have not committed. Files that ``caller`` could not
+        find are told by their inodes, and what has gone wrong, which may name some, is for who
+        began the group, the directory's owner, and root. Raises NoAttribute, Stale."""
+        inode = await self._attributes.getattr(ino)
+        if not inode.is_dir and not inode.is_file:
+            raise NoAttribute()
+        group = await (
+            self._groups.find(ino, group_id) if group_id else self._groups.find_above(ino)
         )
-        await fs.groups.commit(ino, 0, what)
-    elif text or not inode.is_file:
-        raise Invalid("group: a rank commits on the directory; a file takes no value")
-    else:
-        await fs.groups.commit_file(inode)
-
-
-async def put_pending_commit(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
-    """A rank of a pending directory commits (``_parse_commit``), whatever has become of its group.
-    Raises as Groups.commit_pending."""
-    await fs.groups.commit_pending(ino, _parse_commit(text))
+        record, options = group.record, group.record.options
+        shown = list(islice(group.files.values(), _SHOWN))
+        names: list[str] = []
+        for start in range(0, len(shown), _SLICE):
+            names += await self._engine.view(
+                _names, shown[start : start + _SLICE], group.ino, caller
+            )
+            await trio.lowlevel.checkpoint()
+        told = report_of(group)
+        owners = {0, record.asker.uid, (await self._engine.view(_owner, group.ino))}
+        wrong = {
+            "error": record.error,
+            "publish_error": record.publish_error,
+            "refused": self._refused(group.ino, record.created_ns),
+            "drain_error": group.drain_error,
+        }
+        if caller.uid not in owners:
+            error = _UNEQUAL if record.unequal else record.error
+            wrong = dict.fromkeys(wrong, "") | {"error": error}
+        missing = group.missing() if group.is_live else []
+        answer = {
+            "id": record.id,
+            "name": os.fsdecode(options.name),
+            "directory": group.ino,
+            "state": record.state,
+            "ranks": options.ranks,
+            "commit": "explicit" if options.explicit else "close",
+            "chunk": options.chunk,
+            "timeout_s": options.timeout_ms / 1000,
+            "grace_s": options.grace_ms / 1000,
+            "same_size": options.same_size,
+            "job": os.fsdecode(options.job),
+            "pending": group.pending is not None,
+            "publish": os.fsdecode(options.publish),
+            "published": record.published,
+            "members": describe_ranks(group, _SHOWN),
+            "missing": missing[:_SHOWN],
+            "missing_ranks": len(missing),
+            "missing_files": 0
+            if options.explicit
+            else max(0, options.ranks - group.counted)
+            if group.is_open
+            else 0,
+            "files": [
+                {"ino": file.ino, "name": name, "bytes": file.size, "state": file.state.value}
+                for file, name in zip(shown, names, strict=True)
+            ],
+            "file_count": len(group.files),
+            "dead": record.dead if record.dead >= 0 else None,
+            "unequal": record.unequal,
+            **wrong,
+            **{key: told.get(key, 0) for key in SUMS},
+            "bytes": told.get("bytes", 0) or sum(file.size for file in group.files.values()),
+            "plan": told,
+            "times": {
+                "open": record.created_ns / 1e9,
+                "committed": record.committed_ns / 1e9 or None,
+                "buffered": record.buffered_ns / 1e9 or None,
+                "durable": record.durable_ns / 1e9 or None,
+            },
+        }
+        while answer["files"] and len(json.dumps(answer)) > _LENGTH_MAX:  # paths may be long
+            del answer["files"][len(answer["files"]) // 2 :]
+        return answer
 
 
 def _parse_commit(text: str) -> Commit:
@@ -126,109 +229,6 @@ def _size(path: str, size: Any) -> int:
     if type(size) is not int or not 0 <= size <= SIZE_MAX:
         raise Invalid(f"commit: {path!r}: {size!r} is not a size in bytes")
     return size
-
-
-# --- what they are told ---------------------------------------------------------------------------
-
-
-async def tell_pending(fs: Host, ino: int, caller: CallerLike) -> dict[str, Any]:
-    """What ``user.aifs.pending`` says. Raises NoAttribute."""
-    group = fs.groups.pending(ino)
-    mark = group.pending
-    assert mark is not None
-    owner = (await fs.getattr(ino)).uid
-    return {
-        "ranks": group.record.options.ranks,
-        "step": mark.step,
-        "job": os.fsdecode(mark.job),
-        "created_s": mark.created_ns / 1e9,
-        "age_s": max(0.0, round((time.time_ns() - mark.created_ns) / 1e9, 3)),
-        "members": sorted(group.committed),
-        "missing": group.missing(),
-        "refused": _refused(fs, ino, mark.created_ns) if caller.uid in (0, owner) else "",
-    }
-
-
-def _refused(fs: Host, ino: int, since_ns: int) -> str:
-    """Why the last request about the directory was refused, whoever asked; it may name what lies
-    below, so that is for the owner and root."""
-    return fs.refusals.last(ino, since_ns / 1e9)
-
-
-async def tell(fs: Host, ino: int, caller: CallerLike, group_id: int = 0) -> dict[str, Any]:
-    """What ``user.aifs.group`` says of a directory's group, or of the one that ``ino`` lies below;
-    ``user.aifs.group.ID`` of one that it may have followed. Of many files and ranks it names some;
-    of ranks those first that have not committed. Files that ``caller`` could not find are told by
-    their inodes, and what has gone wrong, which may name some, is for who began the group, the
-    directory's owner, and root. Raises NoAttribute, Stale."""
-    inode = await fs.getattr(ino)
-    if not inode.is_dir and not inode.is_file:
-        raise NoAttribute()
-    group = await (fs.groups.find(ino, group_id) if group_id else fs.groups.find_above(ino))
-    record, options = group.record, group.record.options
-    shown = list(islice(group.files.values(), _SHOWN))
-    names: list[str] = []
-    for start in range(0, len(shown), _SLICE):
-        names += await fs.store.engine.view(
-            _names, shown[start : start + _SLICE], group.ino, caller
-        )
-        await trio.lowlevel.checkpoint()
-    told = report_of(group)
-    owners = {0, record.asker.uid, (await fs.store.engine.view(_owner, group.ino))}
-    wrong = {
-        "error": record.error,
-        "publish_error": record.publish_error,
-        "refused": _refused(fs, group.ino, record.created_ns),
-        "drain_error": group.drain_error,
-    }
-    if caller.uid not in owners:
-        error = _UNEQUAL if record.unequal else record.error
-        wrong = dict.fromkeys(wrong, "") | {"error": error}
-    missing = group.missing() if group.is_live else []
-    answer = {
-        "id": record.id,
-        "name": os.fsdecode(options.name),
-        "directory": group.ino,
-        "state": record.state,
-        "ranks": options.ranks,
-        "commit": "explicit" if options.explicit else "close",
-        "chunk": options.chunk,
-        "timeout_s": options.timeout_ms / 1000,
-        "grace_s": options.grace_ms / 1000,
-        "same_size": options.same_size,
-        "job": os.fsdecode(options.job),
-        "pending": group.pending is not None,
-        "publish": os.fsdecode(options.publish),
-        "published": record.published,
-        "members": describe_ranks(group, _SHOWN),
-        "missing": missing[:_SHOWN],
-        "missing_ranks": len(missing),
-        "missing_files": 0
-        if options.explicit
-        else max(0, options.ranks - group.counted)
-        if group.is_open
-        else 0,
-        "files": [
-            {"ino": file.ino, "name": name, "bytes": file.size, "state": file.state.value}
-            for file, name in zip(shown, names, strict=True)
-        ],
-        "file_count": len(group.files),
-        "dead": record.dead if record.dead >= 0 else None,
-        "unequal": record.unequal,
-        **wrong,
-        **{key: told.get(key, 0) for key in SUMS},
-        "bytes": told.get("bytes", 0) or sum(file.size for file in group.files.values()),
-        "plan": told,
-        "times": {
-            "open": record.created_ns / 1e9,
-            "committed": record.committed_ns / 1e9 or None,
-            "buffered": record.buffered_ns / 1e9 or None,
-            "durable": record.durable_ns / 1e9 or None,
-        },
-    }
-    while answer["files"] and len(json.dumps(answer)) > _LENGTH_MAX:  # paths may be long
-        del answer["files"][len(answer["files"]) // 2 :]
-    return answer
 
 
 def report_of(group: Group) -> dict[str, Any]:

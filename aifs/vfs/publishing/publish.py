@@ -10,22 +10,27 @@ import time
 from contextlib import nullcontext, suppress
 
 from aifs.core import faults
-from aifs.core.errors import ReadOnly
-from aifs.core.ioctl import Command
 from aifs.files import permissions
+from aifs.files.drain import Drain
+from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
 from aifs.files.types import ROOT, CallerLike
+from aifs.files.writeback import WriteBack
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.meta import namespace, publishing
-from aifs.meta.kv import ReadTransaction, Transaction
+from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.publishing import Publication, Published
 from aifs.meta.records import Dentry, Inode
-from aifs.store.store import Store
-from aifs.vfs import burst_hints, rights
+from aifs.store.ids import IdAllocator
+from aifs.upkeep.trash import Trash
+from aifs.vfs.attributes import Attributes
+from aifs.vfs.burst_hints import BurstHints
+from aifs.vfs.groups.protocol import Groups
 from aifs.vfs.names import Names
-from aifs.vfs.operation_log import OperationLog
 from aifs.vfs.publishing.barrier import sync_below
+from aifs.vfs.publishing.retention import Retention
 from aifs.vfs.refusals import Refusals
+from aifs.vfs.serve_options import ServeOptions
 
 _DURABLE = faults.declare(
     "vfs.publish.durable", "all below a tree is durable, it has not got its new name yet"
@@ -37,14 +42,40 @@ _SHOWN = faults.declare(
 _DIRECTORY = 0o040000 >> 12
 
 
-class Publishing(Names):
-    """The part of ``Filesystem`` that shows trees under new names."""
+class Publishing:
+    """Shows trees under new names."""
 
-    def __init__(self, store: Store, kernel: Kernel) -> None:
-        super().__init__(store, kernel)
-        self.read_only = True
-        self.refusals = Refusals()
-        self.operation_log = OperationLog()
+    def __init__(
+        self,
+        engine: Engine,
+        ids: IdAllocator,
+        io: FileIO,
+        writeback: WriteBack,
+        drain: Drain,
+        groups: Groups,
+        trash: Trash,
+        retention: Retention,
+        kernel: Kernel,
+        attributes: Attributes,
+        names: Names,
+        burst: BurstHints,
+        refusals: Refusals,
+        options: ServeOptions,
+    ) -> None:
+        self._engine = engine
+        self._ids = ids
+        self._io = io
+        self._writeback = writeback
+        self._drain = drain
+        self._groups = groups
+        self._trash = trash
+        self._retention = retention
+        self._kernel = kernel
+        self._attributes = attributes
+        self._names = names
+        self._burst = burst
+        self._refusals = refusals
+        self._options = options
         self.pointers: set[tuple[int, bytes]] = set()
         """Names (parent, name) that publishing changes together with others. The kernel does not
         keep what they lead to: it would forget them one after the other, and programs see one new
@@ -68,19 +99,19 @@ class Publishing(Names):
         """
         while True:
             moving = await self._engine.view(namespace.get_dentry, parent, name)
-            with self.refusals.noted(moving.ino, caller, "rename"), suppress(publishing.Overtaken):
+            with self._refusals.noted(moving.ino, caller, "rename"), suppress(publishing.Overtaken):
                 inode, other, published = await self._rename(
                     moving, parent, name, new_parent, new_name, flags
                 )
                 break
-        self._adopt(inode)
+        self._names.adopt(inode)
         if other is not None:
-            self._unlinked(other)
+            self._names.unlinked(other)
         faults.reach(_SHOWN)
         await self._engine.barrier()
-        self.drain.published(published)
+        self._drain.published(published)
         if inode.is_dir:
-            self.retention.shown(new_parent)
+            self._retention.shown(new_parent)
 
     async def _rename(
         self,
@@ -100,8 +131,8 @@ class Publishing(Names):
             published += await self._make_durable(named[1], parent)
         directories = [dentry.ino for dentry in named if dentry.type == _DIRECTORY]
         faults.reach(_DURABLE)
-        cookies = (await self.ids.take(), await self.ids.take())
-        async with self.groups.naming(*directories) if directories else nullcontext():
+        cookies = (await self._ids.take(), await self._ids.take())
+        async with self._groups.naming(*directories) if directories else nullcontext():
             inode, other = await self._engine.transact(
                 publishing.rename,
                 parent,
@@ -124,7 +155,7 @@ class Publishing(Names):
         tree that is replaced. Raises Busy (``user.aifs.refused`` says why), Exists, NotEmpty,
         NotADirectory, NotFound, Invalid, AccessDenied, NotPermitted.
         """
-        self.require_writable()
+        self._options.require_writable()
         what.check()
         await self._engine.view(require_may_publish, what, caller)
         published = await self._make_durable(Dentry(what.ino, 0, _DIRECTORY), what.parent)
@@ -132,30 +163,30 @@ class Publishing(Names):
         pointers = {(what.parent, name) for name in (what.latest, what.tracker) if name}
         if not pointers <= self.pointers:
             self.pointers |= pointers
-            await self.kernel.forget_names(pointers)
+            await self._kernel.forget_names(pointers)
         ids = (
-            await self.ids.take(),
-            await self.ids.take(),
-            await self.ids.take(),
-            await self.ids.take(),
+            await self._ids.take(),
+            await self._ids.take(),
+            await self._ids.take(),
+            await self._ids.take(),
         )
-        async with self.groups.naming(what.ino):
+        async with self._groups.naming(what.ino):
             done = await self._engine.transact(_publish, what, caller, ids, time.time_ns())
         for inode in done.unlinked:
-            self._unlinked(inode)
-        self.kernel.drop_attributes_soon([inode.ino for inode in done.unlinked if inode.nlink])
+            self._names.unlinked(inode)
+        self._kernel.drop_attributes_soon([inode.ino for inode in done.unlinked if inode.nlink])
         if done.doomed is not None:
-            self.trash.take(done.doomed)
+            self._trash.take(done.doomed)
         faults.reach(_SHOWN)
         try:
             await self._engine.barrier()
-            self.drain.published(published)
+            self._drain.published(published)
             names = [
                 (what.parent, what.name),
                 (what.parent, what.latest),
                 (what.parent, what.tracker),
             ]
-            await self.kernel.forget_names(
+            await self._kernel.forget_names(
                 [
                     (done.old_parent, done.old_name),
                     *((place, name) for place, name in names if name),
@@ -164,34 +195,27 @@ class Publishing(Names):
         finally:
             # Only now, for until here the kernel opened them by the names that it knew. Of those
             # that it has never looked up it does not say that it forgets them.
-            self.forget([inode.ino for inode in done.unlinked])
-        self.retention.shown(what.parent)
+            self._names.forget([inode.ino for inode in done.unlinked])
+        self._retention.shown(what.parent)
 
     async def _make_durable(self, dentry: Dentry, new_parent: int) -> list[int]:
         """All that ``dentry`` names is where the policy of the new directory wants it before it
         shows, and its group lets it get a name. Returns the inode numbers of the files that had to
         be synced."""
         if dentry.type == _DIRECTORY:
-            await self.groups.require_complete(dentry.ino)
-        published = await sync_below(self._engine, self.io, self.writeback, dentry)
-        policy = await self._policy_of(new_parent) or DEFAULT_POLICY
+            await self._groups.require_complete(dentry.ino)
+        published = await sync_below(self._engine, self._io, self._writeback, dentry)
+        policy = await self._attributes.policy_of(new_parent) or DEFAULT_POLICY
         if policy.publish == "capacity":
-            await burst_hints.drain_below(self, dentry.ino)
+            await self._burst.drain_below(dentry.ino)
         if dentry.type == _DIRECTORY:
-            await self.groups.check_files(dentry.ino)
+            await self._groups.check_files(dentry.ino)
         return published
 
-    async def require_may(self, command: Command, ino: int, caller: CallerLike) -> None:
-        """For ioctls, of which the kernel checks nothing. Raises NotFound, AccessDenied,
-        NotPermitted.
-        """
-        inode = await self._engine.view(namespace.get_inode, ino)
-        rights.IOCTLS[command](inode, caller)
-
-    def require_writable(self) -> None:
-        """Raises ReadOnly. For requests that the kernel lets pass on a read-only mount."""
-        if self.read_only:
-            raise ReadOnly()
+    async def publish_group(self, ino: int, name: bytes, caller: CallerLike) -> None:
+        """Show the directory of a complete group under its final name. Raises as ``publish``."""
+        parent = (await self._engine.view(namespace.get_directory, ino)).parent
+        await self.publish(Publication(ino, parent, name), caller)
 
 
 def _publish(

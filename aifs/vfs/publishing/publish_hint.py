@@ -1,15 +1,14 @@
 """``user.aifs.publish-as``: publishing by an extended attribute (protocol: docs/grouped.md)."""
 
 import os
-from typing import Any, Protocol
+from typing import Any
 
 from aifs.core.json_text import parse_object
 from aifs.files import permissions
 from aifs.files.types import CallerLike
 from aifs.meta import keys, namespace
-from aifs.meta.kv import ReadTransaction
+from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.publishing import Publication
-from aifs.store.store import Store
 
 _KEYS = {
     "final": str,
@@ -22,30 +21,21 @@ _KEYS = {
 }
 
 
-class Host(Protocol):
-    """What this hint needs of the filesystem."""
-
-    store: Store
-
-    async def publish(self, what: Publication, caller: CallerLike) -> None: ...
-
-
-async def publish_as(fs: Host, ino: int, text: str, caller: CallerLike) -> None:
-    """JSON {"final": ..., "latest": ..., "tracker": ..., "content": ..., "manifest": ..., "replace"
-    or "exclusive": true}.
+async def asked(engine: Engine, ino: int, text: str, caller: CallerLike) -> Publication:
+    """What JSON {"final": ..., "latest": ..., "tracker": ..., "content": ..., "manifest": ...,
+    "replace" or "exclusive": true} asks for, of the directory ``ino``.
 
     ``final`` is looked for from the directory that ``ino`` lies in, or, with a slash before it,
-    from the root of the mount. Raises as ``Filesystem.publish``.
+    from the root of the mount. Raises Invalid, NotFound, NotADirectory, AccessDenied.
     """
-    asked = parse_object("publish-as", text, _KEYS)
+    told = parse_object("publish-as", text, _KEYS)
     values: dict[str, Any] = {
-        key: os.fsencode(value) if isinstance(value, str) else value for key, value in asked.items()
+        key: os.fsencode(value) if isinstance(value, str) else value for key, value in told.items()
     }
     way, _, name = values.pop("final", b"").rpartition(b"/")
-    parent = await fs.store.engine.view(
-        _walk, ino, way, os.fsencode(asked.get("final", "")).startswith(b"/"), caller
-    )
-    await fs.publish(Publication(ino, parent, name, **values), caller)
+    absolute = told.get("final", "").startswith("/")
+    parent = await engine.view(_walk, ino, way, absolute, caller)
+    return Publication(ino, parent, name, **values)
 
 
 def _walk(tx: ReadTransaction, ino: int, way: bytes, absolute: bool, caller: CallerLike) -> int:

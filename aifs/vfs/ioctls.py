@@ -1,17 +1,21 @@
-"""Groups as programs reach them by ioctl: the kernel has not checked that the caller may."""
+"""What programs ask for by ioctl. The kernel has checked nothing: that the caller may is decided
+here (rights.py), and that the mount can be written to.
+"""
 
 from typing import NamedTuple
 
 from aifs.core import ioctl
 from aifs.core.ioctl import GROUP_STATES, Command
-from aifs.files.types import CallerLike
-from aifs.meta import namespace, publishing
+from aifs.files.types import ROOT, CallerLike
+from aifs.meta import namespace
+from aifs.meta.kv import Engine
 from aifs.vfs import rights
+from aifs.vfs.burst_hints import BurstHints
 from aifs.vfs.groups.group_hints import SUMS, report_of
 from aifs.vfs.groups.group_text import Wanted
-from aifs.vfs.groups.protocol import Commit
+from aifs.vfs.groups.protocol import Commit, Groups
 from aifs.vfs.publishing.listed import path_below
-from aifs.vfs.publishing.publish import Publishing
+from aifs.vfs.serve_options import ServeOptions
 
 
 class GroupState(NamedTuple):
@@ -35,51 +39,70 @@ class GroupState(NamedTuple):
     durable_ns: int
 
 
-class Grouping(Publishing):
-    """The part of ``Filesystem`` that has to do with groups. Group ids: 0 means the directory's
-    present, or last, one.
+class Ioctls:
+    """Group ids: 0 means the directory's present, or last, one. All raise AccessDenied and
+    NotPermitted; what changes something raises ReadOnly, too.
     """
 
+    def __init__(
+        self, engine: Engine, burst: BurstHints, groups: Groups, options: ServeOptions
+    ) -> None:
+        self._engine = engine
+        self._burst = burst
+        self._groups = groups
+        self._options = options
+
+    async def wait_drained(
+        self, ino: int, timeout_s: float | None = None, caller: CallerLike = ROOT
+    ) -> None:
+        """What is undrained now of a file, or below a directory, is on the capacity tier on return.
+        Raises TimedOut."""
+        await self._require_may(ioctl.AIFS_IOC_DRAIN, ino, caller)
+        await self._burst.wait_drained(ino, timeout_s)
+
     async def begin_group(self, ino: int, wanted: Wanted, caller: CallerLike) -> int:
-        """Its id. Raises as Groups.begin, AccessDenied, ReadOnly."""
+        """Its id. Raises as Groups.begin."""
         await self._require_may_change(ioctl.AIFS_IOC_GROUP_CREATE, ino, caller)
-        return (await self.groups.begin(ino, wanted, caller)).record.id
+        return (await self._groups.begin(ino, wanted, caller)).record.id
 
     async def join_group(self, ino: int, group_id: int, rank: int, caller: CallerLike) -> None:
+        """Raises as Groups.join."""
         await self._require_may_change(ioctl.AIFS_IOC_GROUP_JOIN, ino, caller)
-        await self.groups.join(ino, group_id, rank, caller)
+        await self._groups.join(ino, group_id, rank, caller)
 
     async def commit_group(
         self, ino: int, group_id: int, rank: int, caller: CallerLike, file: bytes = b""
     ) -> None:
+        """Raises as Groups.commit."""
         await self._require_may_change(ioctl.AIFS_IOC_GROUP_COMMIT, ino, caller)
-        await self.groups.commit(ino, group_id, Commit(rank, sized=file))
+        await self._groups.commit(ino, group_id, Commit(rank, sized=file))
 
     async def commit(
         self, ino: int, rank: int, listing: bytes, again: bool, caller: CallerLike
     ) -> None:
-        """A rank commits its part of a pending directory (Groups.commit_pending). The kernel has
-        not checked that it may write there."""
-        self.require_writable()
-        await self.require_may(ioctl.AIFS_IOC_COMMIT, ino, caller)
+        """A rank commits its part of a pending directory. Raises as Groups.commit_pending."""
+        self._options.require_writable()
+        await self._require_may(ioctl.AIFS_IOC_COMMIT, ino, caller)
         listing = path_below(listing) if listing else b""
-        await self.groups.commit_pending(ino, Commit(rank, None, listing, again))
+        await self._groups.commit_pending(ino, Commit(rank, None, listing, again))
 
     async def wait_group(
         self, ino: int, group_id: int, durable: bool, timeout_s: float | None
     ) -> None:
-        """Raises as Groups.wait, ReadOnly: nothing goes on in this mount."""
-        group = await self.groups.find(ino, group_id)
+        """Raises as Groups.wait, and ReadOnly where nothing goes on in this mount."""
+        group = await self._groups.find(ino, group_id)
         if group.is_live:
-            self.require_writable()
-        await self.groups.wait(ino, group_id, durable, timeout_s)
+            self._options.require_writable()
+        await self._groups.wait(ino, group_id, durable, timeout_s)
 
     async def cancel_group(self, ino: int, group_id: int, reason: str, caller: CallerLike) -> None:
+        """Raises as Groups.cancel."""
         await self._require_may_change(ioctl.AIFS_IOC_GROUP_CANCEL, ino, caller)
-        await self.groups.cancel(ino, group_id, reason, caller)
+        await self._groups.cancel(ino, group_id, reason, caller)
 
     async def query_group(self, ino: int, group_id: int) -> GroupState:
-        group = await self.groups.find(ino, group_id)
+        """Raises as Groups.find."""
+        group = await self._groups.find(ino, group_id)
         record, told = group.record, report_of(group)
         sums = {key: told.get(key, 0) for key in SUMS}
         sums["bytes"] = sums["bytes"] or sum(file.size for file in group.files.values())
@@ -98,11 +121,9 @@ class Grouping(Publishing):
             record.durable_ns,
         )
 
-    async def _require_may_change(self, command: Command, ino: int, caller: CallerLike) -> None:
-        self.require_writable()
-        rights.IOCTLS[command](await self._engine.view(namespace.get_directory, ino), caller)
+    async def _require_may(self, command: Command, ino: int, caller: CallerLike) -> None:
+        rights.IOCTLS[command](await self._engine.view(namespace.get_inode, ino), caller)
 
-    async def publish_group(self, ino: int, name: bytes, caller: CallerLike) -> None:
-        """Show the directory of a complete group under its final name."""
-        parent = (await self._engine.view(namespace.get_directory, ino)).parent
-        await self.publish(publishing.Publication(ino, parent, name), caller)
+    async def _require_may_change(self, command: Command, ino: int, caller: CallerLike) -> None:
+        self._options.require_writable()
+        rights.IOCTLS[command](await self._engine.view(namespace.get_directory, ino), caller)

@@ -1,0 +1,284 @@
+"""What programs do with open files: open, read, write, sync and close them. The bytes are
+``FileIO``'s business; here is what else an open file means: handles, times, set-id bits, chattr's
+flags, and who hears that a file has been closed.
+"""
+
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import trio
+
+from aifs.burst.tier import BurstTier
+from aifs.core.errors import NotPermitted
+from aifs.files import ranges
+from aifs.files.drain import Drain
+from aifs.files.file_io import FileIO
+from aifs.files.handles import Handles
+from aifs.files.kernel import Kernel
+from aifs.files.open_inode import OpenInode
+from aifs.files.types import ROOT, CallerLike, Opened
+from aifs.files.writeback import WriteBack
+from aifs.meta.kv import Engine
+from aifs.meta.records import APPEND_ONLY, IMMUTABLE, Inode
+from aifs.vfs import attribute_changes
+from aifs.vfs.groups.protocol import Groups
+from aifs.vfs.serve_options import ServeOptions
+
+_ATIME_INTERVAL_NS = 24 * 3600 * 10**9  # relatime, as in mount(8)
+
+
+class OpenFiles:
+    """The operations on files that are open, or that open them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tier: BurstTier,
+        handles: Handles,
+        io: FileIO,
+        writeback: WriteBack,
+        drain: Drain,
+        drain_on_fsync: bool,
+        groups: Groups,
+        kernel: Kernel,
+        options: ServeOptions,
+    ) -> None:
+        self._engine = engine
+        self._tier = tier
+        self._handles = handles
+        self._io = io
+        self._writeback = writeback
+        self._drain = drain
+        self._drain_on_fsync = drain_on_fsync
+        self._groups = groups
+        self._kernel = kernel
+        self._options = options
+
+    # --- open and close ---
+
+    async def open(self, ino: int, flags: int, kill_privileges: bool = False) -> Opened:
+        """Opening for reading counts as access, since the kernel reads most pages without asking.
+
+        Opening for writing ends file capabilities, since a write that is passed through could not.
+        """
+        writing = flags & os.O_ACCMODE != os.O_RDONLY
+        if writing or flags & os.O_TRUNC:
+            self._options.require_writable()
+        file = await self._io.acquire(ino)
+        opening = 0
+        try:
+            if writing or flags & os.O_TRUNC:
+                _require_may_open(file.inode, flags)
+            if flags & os.O_TRUNC:
+                await self._io.truncate(file, 0)
+            if writing:
+                await self._io.begin_writing(file)
+                opening = 1
+                taken = kill_privileges and file.inode.is_privileged
+                if taken or await self._engine.view(attribute_changes.has_capabilities, ino):
+                    await self._kill_privileges(file)
+                self._groups.opened(ino)
+            if not flags & os.O_WRONLY and not flags & os.O_NOATIME and self._accessed(file.inode):
+                file.unsaved = True
+                self._kernel.drop_attributes(ino)
+            opened = await self.add_handle(file, flags)
+            file.opening -= opening
+            return opened
+        except BaseException:
+            file.opening -= opening
+            await self.give_up(file, written=writing)
+            raise
+
+    def _accessed(self, inode: Inode) -> bool:
+        """Update atime by the mount's rule; whether it changed."""
+        now = time.time_ns()
+        recent = self._options.atime == "relatime" and (
+            inode.atime_ns > max(inode.mtime_ns, inode.ctime_ns)
+            and now - inode.atime_ns < _ATIME_INTERVAL_NS
+        )
+        if recent or self._options.atime == "noatime":
+            return False
+        inode.atime_ns = now
+        return True
+
+    async def give_up(self, file: OpenInode, written: bool) -> None:
+        """An open has failed, or was interrupted. The file may have got into the burst tier all the
+        same.
+        """
+        with trio.CancelScope(shield=True):
+            await self._io.release(file)
+            await self._closed(file, written)
+
+    async def add_handle(self, file: OpenInode, flags: int) -> Opened:
+        """A handle. The kernel syncs what is written with O_SYNC to a file that it passes through,
+        but knows nothing of our records: so the file's name and its mark are on stable storage
+        before that can begin."""
+        if file.copy is not None:
+            self._tier.touch(file.copy.id)
+        opened = await self._handles.add(file, flags)
+        if opened.backing and self._handles[opened.handle].synchronous:
+            try:
+                await self._io.sync(file)
+            except BaseException:
+                self._handles.remove(opened.handle)
+                raise
+        return opened
+
+    async def release(self, handle: int) -> None:
+        """The last descriptor of ``handle`` is closed."""
+        written = self._handles[handle].writable
+        file = self._handles.remove(handle)
+        await self._io.release(file)
+        self._correct_attributes(file)
+        await self._closed(file, written)
+
+    async def _closed(self, file: OpenInode, written: bool) -> None:
+        """Somebody has closed the file; ``written``: who may have changed it."""
+        inode = file.inode
+        if inode.in_burst and inode.nlink and not file.writers:
+            self._tier.dirty(inode.copy.id, inode.copy.server, inode.space)
+        if not inode.in_burst:
+            # A tiny file that has become inline: nobody needs to wait for it.
+            self._drain.gone(inode.ino)
+        withheld = written and not file.writers and await self._groups.closed(inode)
+        if inode.in_burst and inode.nlink and not file.writers and not withheld:
+            self._drain.closed(inode)
+
+    # --- bytes ---
+
+    async def read(self, handle: int, offset: int, length: int) -> bytes | memoryview:
+        """Up to ``length`` bytes, fewer only at the end of the file; a view is valid until it is
+        dropped.
+        """
+        return await self._io.read(self._handles.readable(handle), offset, length)
+
+    async def write(
+        self, handle: int, offset: int, data: bytes | memoryview, kill_privileges: bool = False
+    ) -> int:
+        """All of ``data`` is written at ``offset``.
+
+        The kernel sees to O_APPEND, by the offset, and to O_SYNC, by an fsync after the write; not
+        so where it bypasses its cache.
+        """
+        file = self._handles.writable(handle)
+        if file.inode.flags & APPEND_ONLY and offset < file.inode.size:
+            raise NotPermitted("the file is append-only (chattr)")
+        await self._before_change(file, kill_privileges)
+        await self._io.write(file, offset, data)
+        if file.on_object:
+            await self._sync_written(handle)
+        return len(data)
+
+    async def _before_change(self, file: OpenInode, kill_privileges: bool) -> None:
+        """The bytes are about to change. First, so that at no time they run with the owner's rights
+        as others made them.
+        """
+        if file.inode.flags & IMMUTABLE:
+            raise NotPermitted("the file is immutable (chattr)")
+        if kill_privileges and file.inode.is_privileged:
+            await self._kill_privileges(file)
+
+    async def _kill_privileges(self, file: OpenInode) -> None:
+        file.adopt(await self._engine.transact(attribute_changes.kill_privileges, file.inode.ino))
+        file.unsaved = True
+        self._kernel.drop_attributes(file.inode.ino)
+
+    async def fallocate(
+        self, handle: int, mode: int, offset: int, length: int, caller: CallerLike = ROOT
+    ) -> None:
+        """fallocate(2): allocate, keep size, punch hole, zero range. Raises NotSupported, NoSpace.
+
+        The kernel leaves set-id bits to us, and does not say whether the caller may keep them: only
+        root may.
+        """
+        file = self._handles.writable(handle)
+        if file.inode.flags & APPEND_ONLY and mode & ~ranges.KEEP_SIZE:
+            raise NotPermitted("the file is append-only (chattr)")
+        await self._before_change(file, caller.uid != 0)
+        await ranges.fallocate(self._io, file, mode, offset, length)
+        await self._sync_written(handle)
+
+    async def lseek(self, handle: int, offset: int, whence: int) -> int:
+        """SEEK_DATA and SEEK_HOLE of lseek(2). Raises NoSuchAddress beyond the end."""
+        return await ranges.seek(self._io, self._handles[handle].file, offset, whence)
+
+    async def copy_file_range(
+        self,
+        handle_in: int,
+        offset_in: int,
+        handle_out: int,
+        offset_out: int,
+        length: int,
+        caller: CallerLike = ROOT,
+    ) -> int:
+        """copy_file_range(2): how much has been copied; 0 at the end of the source. Set-id bits: as
+        ``fallocate``.
+        """
+        source, target = self._handles.readable(handle_in), self._handles.writable(handle_out)
+        await self._before_change(target, caller.uid != 0)
+        copied = await ranges.copy(self._io, source, offset_in, target, offset_out, length)
+        await self._sync_written(handle_out)
+        return copied
+
+    async def _sync_written(self, handle: int) -> None:
+        """The kernel syncs what is written with O_SYNC, except by these calls."""
+        opened = self._handles[handle]
+        if opened.synchronous:
+            await self._io.sync(opened.file)
+
+    async def truncate(self, ino: int, size: int, handle: int | None = None) -> None:
+        """truncate(2), or ftruncate(2) of the file that is open as ``handle``."""
+        if handle is not None:
+            await self._io.truncate(self._handles.writable(handle), size)
+            return
+        self._options.require_writable()
+        async with self.changing(ino) as file:
+            await self._io.truncate(file, size)
+
+    @asynccontextmanager
+    async def changing(self, ino: int) -> AsyncIterator[OpenInode]:
+        """A file that is changed without a handle of the kernel. What follows the end of the block
+        is what follows when somebody who has written closes the file.
+        """
+        file = await self._io.acquire(ino)
+        try:
+            yield file
+        finally:
+            await self._io.release(file)
+        await self._closed(file, written=True)
+
+    # --- durability ---
+
+    async def fsync(self, handle: int, datasync: bool = False) -> None:
+        """The file's bytes, size and name are on stable storage when this returns. Raises
+        Unavailable, NoSpace.
+        """
+        file = self._handles[handle].file
+        await self._io.sync(file)
+        self._correct_attributes(file)
+        if self._drain_on_fsync and file.inode.in_burst:
+            self._drain.request([file.inode.ino])
+
+    def _correct_attributes(self, file: OpenInode) -> None:
+        """Have the kernel ask again for attributes that were a guess, or that it could not see
+        change.
+        """
+        if file.shown not in (None, (file.inode.mtime_ns, file.inode.blocks)):
+            file.shown = None
+            self._kernel.drop_attributes(file.inode.ino)
+
+    async def sync(self) -> None:
+        """Everything acknowledged is on stable storage when this returns."""
+        await self._io.save_all()
+        await self._writeback.sync_all()
+        await self._engine.barrier()
+
+
+def _require_may_open(inode: Inode, flags: int) -> None:
+    """To write. Raises NotPermitted."""
+    if inode.flags & APPEND_ONLY and (not flags & os.O_APPEND or flags & os.O_TRUNC):
+        raise NotPermitted("the file is append-only (chattr)")
+    if inode.flags & IMMUTABLE:
+        raise NotPermitted("the file is immutable (chattr)")

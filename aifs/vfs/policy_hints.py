@@ -1,0 +1,143 @@
+"""The policies of files and directories, as hints: layout, tier, expected size, and when a rename
+publishes. They are stored in the inode, and what is made in a directory inherits its.
+"""
+
+import time
+from typing import Any
+
+from aifs.burst.tier import BurstTier
+from aifs.core.errors import Invalid, NoAttribute
+from aifs.core.units import format_size, parse_size
+from aifs.data.servers import Servers
+from aifs.files.types import SIZE_MAX
+from aifs.layout.hint import (
+    DEFAULT_POLICY,
+    PUBLISHES,
+    TIERS,
+    format_layout_hint,
+    parse_layout_hint,
+    policy_of,
+)
+from aifs.layout.redundancy import PLAIN
+from aifs.meta.records import Inode
+from aifs.vfs.attributes import Attributes
+
+DEFAULT_TIER = "default"
+DEFAULT_PUBLISH = "burst"
+
+DEFAULTS = {
+    b"user.aifs.layout": "count=0",
+    b"user.aifs.tier": DEFAULT_TIER,
+    b"user.aifs.expected_size": "0",
+    b"user.aifs.publish": DEFAULT_PUBLISH,
+}
+"""What each of these hints is where nothing has been said."""
+
+
+class PolicyHints:
+    """The hints in DEFAULTS."""
+
+    def __init__(self, servers: Servers, tier: BurstTier, attributes: Attributes) -> None:
+        self._servers = servers
+        self._tier = tier
+        self._attributes = attributes
+        self._setters = {
+            b"user.aifs.layout": self._set_layout,
+            b"user.aifs.tier": self._set_tier,
+            b"user.aifs.expected_size": self._set_expected_size,
+            b"user.aifs.publish": self._set_publish,
+        }
+
+    async def get(self, ino: int, name: bytes) -> str:
+        """Raises NoAttribute where nothing has been said, or is known here."""
+        text = _text(await self._attributes.getattr(ino), name)
+        if not text:
+            raise NoAttribute()
+        return text
+
+    async def put(self, ino: int, name: bytes, text: str) -> None:
+        """Raises Invalid."""
+        await self._setters[name](ino, text)
+
+    async def remove(self, ino: int, name: bytes) -> None:
+        """Raises NoAttribute where nothing has been said."""
+        await self.get(ino, name)
+        await self.put(ino, name, DEFAULTS[name])
+
+    async def _set_layout(self, ino: int, text: str) -> None:
+        policy = parse_layout_hint(text)
+        known = [server.id for server in self._servers.capacity()]
+        unknown = set(policy.servers) - set(known)
+        if unknown:
+            raise Invalid(f"there is no server {min(unknown)}; the store has {known}")
+        least, usable = policy.redundancy(PLAIN).least_servers, len(self._servers.candidates())
+        if least > usable:
+            raise Invalid(
+                f"layout: {least} data servers are needed; the store has {usable} for new files"
+            )
+        fields = policy._asdict()
+        del fields["tier"], fields["expected"], fields["publish"]
+        await self._attributes.change(ino, _change_policy_of_new, fields)
+
+    async def _set_tier(self, ino: int, text: str) -> None:
+        tier = "" if text == DEFAULT_TIER else text
+        if text != DEFAULT_TIER and text not in TIERS[1:]:
+            raise Invalid(
+                f"tier {text!r} is unknown; there are {', '.join(TIERS[1:])} and {DEFAULT_TIER}"
+            )
+        inode = await self._attributes.change(ino, _change_policy, {"tier": tier})
+        if inode.copy is not None:
+            self._tier.pinned(inode.copy.id, tier == "pinned")
+
+    async def _set_publish(self, ino: int, text: str) -> None:
+        if text not in (DEFAULT_PUBLISH, *PUBLISHES[1:]):
+            known = ", ".join((DEFAULT_PUBLISH, *PUBLISHES[1:]))
+            raise Invalid(f"publish {text!r} is unknown; there are {known}")
+        inode = await self._attributes.getattr(ino)
+        if not inode.is_dir:
+            raise Invalid("it can be set on a directory")
+        await self._attributes.change(
+            ino, _change_policy, {"publish": "" if text == DEFAULT_PUBLISH else text}
+        )
+
+    async def _set_expected_size(self, ino: int, text: str) -> None:
+        try:
+            size = parse_size(text)
+        except ValueError as error:
+            raise Invalid(str(error)) from None
+        if size > SIZE_MAX:
+            raise Invalid(f"no file can have {text}; at most {format_size(SIZE_MAX)}")
+        await self._attributes.change(ino, _change_policy_of_new, {"expected": size})
+
+
+def _text(inode: Inode, name: bytes) -> str:
+    if not inode.is_dir and not inode.is_file:
+        return ""
+    policy = inode.policy or DEFAULT_POLICY
+    if name == b"user.aifs.tier":
+        return policy.tier or DEFAULT_TIER
+    if name == b"user.aifs.expected_size" and policy.expected:
+        return format_size(policy.expected)
+    if name == b"user.aifs.publish" and inode.is_dir:
+        return policy.publish or DEFAULT_PUBLISH
+    if name == b"user.aifs.layout":
+        if inode.layout is not None:
+            return format_layout_hint(policy_of(inode.layout))
+        if policy._replace(tier="", expected=0, publish="") != DEFAULT_POLICY:
+            return format_layout_hint(policy)
+    return ""
+
+
+def _change_policy_of_new(inode: Inode, fields: dict[str, Any]) -> None:
+    if inode.is_file and inode.size:
+        raise Invalid("it can be set on a directory or an empty file")
+    _change_policy(inode, fields)
+
+
+def _change_policy(inode: Inode, fields: dict[str, Any]) -> None:
+    if not inode.is_dir and not inode.is_file:
+        raise Invalid("it can be set on a directory or a file")
+    inode.require_unguarded()
+    policy = (inode.policy or DEFAULT_POLICY)._replace(**fields)
+    inode.policy = None if policy == DEFAULT_POLICY else policy
+    inode.ctime_ns = time.time_ns()
