@@ -6,18 +6,18 @@ from typing import Any
 import trio
 
 from aifs.cli.main import main
-from aifs.vfs.filesystem import Filesystem
+from aifs.vfs.names import Names
 
 NAME = b"stall"
-_create = Filesystem.create
+_create = Names.create
 
 
-async def _stall(self: Filesystem, parent: int, name: bytes, *args: Any) -> Any:
+async def _stall(self: Names, parent: int, name: bytes, *args: Any) -> Any:
     if name == NAME:
         await trio.sleep_forever()
     return await _create(self, parent, name, *args)
 
 
 if __name__ == "__main__":
-    Filesystem.create = _stall
+    Names.create = _stall
     sys.exit(main())
