@@ -220,10 +220,10 @@ class FileIO:
         all caches of striped files, at that I/O priority."""
         if inode.chunks is not None:
             return self._containers.objects_of(inode, copied=True)
-        unread = 0
-        if inode.layout.is_protected:
-            unread = await self._engine.view(find_degraded, inode.oid)
-        objects = self.set_of(inode, unread, background, checked=True)
+        unread, of = 0, SetRecord(inode.ino, inode.oid, inode.layout, inode.size)
+        if of.layout.is_protected:
+            unread = await self._engine.view(find_degraded, of.oid)
+        objects = self.set_of(of, unread, background, checked=True)
         return Followed(objects) if followed else objects
 
     def set_of(

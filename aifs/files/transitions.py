@@ -101,6 +101,8 @@ class Transitions:
         then the file is what it was.
         """
         async with self.making(target):
+            if holds is not None and not holds():
+                return False
             flip = await make()
             if flip is None:
                 return False

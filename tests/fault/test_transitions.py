@@ -12,8 +12,9 @@ import trio
 import trio.testing
 
 from aifs.files.types import SetAttr
+from aifs.store import store
 from aifs.vfs.filesystem import Filesystem
-from tests.support import modes
+from tests.support import engines, modes
 from tests.support.stores import OWNER, drained, moved_out, opened, overwrite, read_file, write_file
 
 WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
@@ -228,3 +229,27 @@ async def test_a_close_that_was_cancelled_is_done_later(directory: Path) -> None
         assert ino in fs.io.open
         await fs.io.save_all()
         assert ino not in fs.io.open
+
+
+@WHEN
+@pytest.mark.parametrize("function", ["put_garbage", "find_degraded"])
+async def test_a_file_that_is_emptied_before_a_staging_reads_it_is_not_staged(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, when: str, function: str
+) -> None:
+    monkeypatch.setattr(store, "LmdbEngine", engines.Stopping)
+    async with opened(directory, modes.REPLICAS, base=WAITING) as fs:
+        ino = await write_file(fs, b"f", os.urandom(SIZE))
+        await moved_out(fs, ino)
+        staged = []
+
+        async def stage() -> None:
+            staged.append(await fs.stager.stage(ino))
+
+        async with trio.open_nursery() as nursery:
+            fs.store.engine.stop(when, function)
+            nursery.start_soon(stage)
+            await fs.store.engine.stopped.wait()
+            await fs.setattr(ino, SetAttr(size=0), OWNER)
+            fs.store.engine.go.set()
+        assert staged == [False]
+        assert await read_file(fs, ino) == b""
