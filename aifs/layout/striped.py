@@ -154,12 +154,3 @@ class Striped(Layout):
         row, within = divmod(offset, self.unit)
         data = self.data_column(column)
         return row * self.row + (0 if data is None else data * self.unit + within)
-
-    def size_from(self, column: int, length: int) -> int:
-        """The smallest file size at which the object of a data ``column`` is ``length`` bytes long;
-        0 for length 0.
-        """
-        if not length:
-            return 0
-        full, rest = divmod(length - 1, self.unit)
-        return full * self.row + (self.data_column(column) or 0) * self.unit + rest + 1

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from aifs.meta import journal, lmdb_database, lmdb_engine
 from aifs.meta.kv import MAX_KEY_BYTES, MAX_VALUE_BYTES
 from aifs.meta.lmdb_engine import LmdbEngine
-from aifs.meta.memory_engine import MemoryEngine
+from tests.support.memory_engine import MemoryEngine
 
 LOW, HIGH = b"\0", b"\xff" * MAX_KEY_BYTES
 ENGINES = ["memory", "lmdb"]

@@ -18,8 +18,8 @@ from aifs.core.upkeep import NEVER_S, Job, Upkeep, Work
 from aifs.data.health import Health
 from aifs.data.storage import Space
 from aifs.layout.placement import ACTIVE, BURST_FIRST
-from aifs.meta.memory_engine import MemoryEngine
 from aifs.meta.records import Copy
+from tests.support.memory_engine import MemoryEngine
 
 MIB = 1 << 20
 GIB = 1 << 30

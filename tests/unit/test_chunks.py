@@ -10,9 +10,9 @@ from aifs.layout.redundancy import Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys
 from aifs.meta.chunks import CHUNKS_PER_RECORD, Container, Move
-from aifs.meta.memory_engine import MemoryEngine
 from aifs.meta.records import Degraded, decode_garbage
 from aifs.meta.servers import ServerRecord, find_unprotected, put_server
+from tests.support.memory_engine import MemoryEngine
 
 GOLDEN_LIST = (
     "0103010500000000000000070000000000000002006d02000000000000"

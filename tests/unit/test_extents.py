@@ -29,10 +29,10 @@ from aifs.meta.chunk_lists import (
 )
 from aifs.meta.chunks import Move
 from aifs.meta.forms import FormChange
-from aifs.meta.memory_engine import MemoryEngine
 from aifs.meta.records import Copy, Inode, decode_inode
 from aifs.meta.servers import ServerRecord, put_server
 from aifs.meta.shared import Shared
+from tests.support.memory_engine import MemoryEngine
 
 GOLDEN_LIST = (
     "0203010010000000000000"

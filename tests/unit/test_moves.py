@@ -17,11 +17,11 @@ from aifs.layout.redundancy import Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, degraded, forms, keys, moves, namespace, paths
 from aifs.meta.forms import FormChange
-from aifs.meta.memory_engine import MemoryEngine
 from aifs.meta.moves import SetRecord, Stray
 from aifs.meta.records import Inode, decode_garbage
 from aifs.meta.servers import ServerRecord, find_unprotected, put_server
 from aifs.upkeep.moves import choose_target
+from tests.support.memory_engine import MemoryEngine
 
 INO, OID, SIZE = 77, 900, 50_000
 PLAIN = Striped(4096, (0, 1, 2))

@@ -8,10 +8,10 @@ from aifs.core.errors import Busy, Invalid, NotFound, Unavailable
 from aifs.meta import groups, keys, namespace, publishing
 from aifs.meta.askers import Asker
 from aifs.meta.groups import GroupMember, GroupRecord, Options, Pending
-from aifs.meta.memory_engine import MemoryEngine
 from aifs.meta.publishing import Kept, Publication
 from aifs.meta.records import Inode
 from aifs.vfs.publishing import barrier
+from tests.support.memory_engine import MemoryEngine
 
 ROOT, DIRECTORY = keys.ROOT_INO, 0o40755
 numbers = st.integers(0, 1 << 62)

@@ -14,9 +14,9 @@ from aifs.data.servers import Servers
 from aifs.data.storage import Space
 from aifs.layout.placement import ACTIVE, BURST_FIRST, DRAINING, LOST, WEIGHTS
 from aifs.meta import keys, server_uses, servers
-from aifs.meta.memory_engine import MemoryEngine
 from aifs.meta.servers import ServerRecord, decode_server
 from tests.support.data_servers import STORE, data_servers, failing, hooked, make_table, opened
+from tests.support.memory_engine import MemoryEngine
 
 # --- records --------------------------------------------------------------------------------------
 

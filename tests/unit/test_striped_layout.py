@@ -77,16 +77,6 @@ def test_other_columns_are_as_long_as_what_they_stand_for(layout, size):
         data = layout.data_column(column)
         assert (data is None) == bool(layout.parity)
         assert layout.object_length(column, size) == layout.object_length(data or 0, size)
-    for column in range(len(layout.servers)):
-        length = layout.object_length(column, size)
-        if layout.data_column(column) is not None and length:
-            smallest = layout.size_from(column, length)
-            assert smallest <= size
-            assert (
-                layout.object_length(column, smallest)
-                == length
-                > layout.object_length(column, smallest - 1)
-            )
 
 
 @given(layout=protected_layouts(), lost=st.integers(0, 0xFFFF))

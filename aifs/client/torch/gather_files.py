@@ -101,8 +101,3 @@ def measure(what: str, moved: Range, begin_s: float) -> None:
 
 def known_speeds() -> Speeds:
     return Speeds(_measured.get("storage"), _measured.get("network"))
-
-
-def forget_speeds() -> None:
-    """As if nothing had been read yet."""
-    _measured.clear()

@@ -361,7 +361,7 @@ class Members:
         if file.state is not FileState.BUFFERED:
             pass
         elif outcome is Outcome.GONE:
-            self.has_gone(group, file)
+            self.has_gone(file)
         elif outcome is Outcome.OPEN:
             file.state = FileState.WRITING
         elif file.closes != closes and group.is_open:
@@ -391,7 +391,7 @@ class Members:
             self.prepare_soon(group, file)
             group.wake()
 
-    def has_gone(self, group: Group, file: File) -> None:
+    def has_gone(self, file: File) -> None:
         """It is not in the burst tier any more."""
         file.state = FileState.DURABLE
         self._drain.gone(file.ino)
@@ -473,7 +473,7 @@ class Members:
                 file.state = FileState.DURABLE
                 self._drain.drained(file.ino, file.size)
             elif member.outcome is Outcome.GONE:
-                self.has_gone(group, file)
+                self.has_gone(file)
             elif not unchanged:
                 self._drop(group, file)
             else:
