@@ -8,12 +8,15 @@ have a file of their own, which they cut, empty, replace and delete as well.
 import os
 import random
 import shutil
+import signal
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 import trio
 
+from aifs.core import faults
 from aifs.core.errors import NotFound
 from aifs.files.types import SetAttr
 from aifs.layout.hint import Policy
@@ -23,7 +26,7 @@ from aifs.meta.keys import ROOT_INO
 from aifs.store import backup
 from aifs.vfs import Filesystem, open_filesystem
 from aifs.vfs.groups.group_drain import Options, Prepared, Report
-from tests.support import engines, modes
+from tests.support import engines, lives, modes
 from tests.support.kernel import Kernel
 from tests.support.powercut import make_sizes_small
 from tests.support.stores import OWNER, assert_sound, set_policy
@@ -47,6 +50,11 @@ MODES = {
 STEPS = 25
 SHARED, WRITERS, OWNED = 2, 3, 3
 LIMIT_S = 300
+POINTS = sorted(
+    name for name in faults.POINTS if name.startswith(("vfs.", "burst.", "data.", "meta."))
+)
+LOCK = threading.Lock()
+"""Who holds it can be sure that nobody begins a call, or has one acknowledged."""
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +74,14 @@ class Part:
         """What was acknowledged; None: there is no such file."""
         self.begun: bytes | None = b""
         """What it is if the call that is under way counts."""
+
+    def begin(self, after: bytes | None) -> None:
+        with LOCK:
+            self.begun = after
+
+    def done(self) -> None:
+        with LOCK:
+            self.sure = self.begun
 
     def require(self, found: bytes | None, length: int | None = None) -> None:
         """``found`` is the file from ``start`` on, up to ``length``."""
@@ -114,11 +130,12 @@ class Program:
             try:
                 self.ino = (await self.kernel.lookup(ROOT_INO, self.part.name)).ino
             except NotFound:
-                self.part.begun = b""
+                self.part.begin(b"")
                 self.handle, inode = await self.kernel.create(
                     ROOT_INO, self.part.name, 0o644, os.O_RDWR, OWNER
                 )
-                self.part.sure, self.ino = b"", inode.ino
+                self.part.done()
+                self.ino = inode.ino
             else:
                 self.handle = await self.kernel.open(self.ino, flags)
         return self.handle
@@ -129,9 +146,9 @@ class Program:
             await self.kernel.release(handle)
 
     async def alter(self, after: bytes | None, call: Callable[..., Awaitable], *args) -> None:
-        self.part.begun = after
+        self.part.begin(after)
         await call(*args)
-        self.part.sure = after
+        self.part.done()
 
     async def write(self) -> None:
         handle, part = await self.opened(), self.part
@@ -173,15 +190,15 @@ class Program:
 
     async def empty(self) -> None:
         await self.close()
-        self.part.begun = b""
+        self.part.begin(b"")
         await self.opened(os.O_RDWR | os.O_TRUNC)
-        self.part.sure = b""
+        self.part.done()
 
     async def replace(self) -> None:
         """As editors do."""
         await self.close()
         data = bytes([self.rng.randint(1, 255)]) * self.rng.choice((10, 1500, PART))
-        new = b"new " + self.part.name
+        new = b"new %d" % self.rng.getrandbits(40)
         handle, _ = await self.kernel.create(ROOT_INO, new, 0o644, os.O_RDWR, OWNER)
         await self.kernel.write(handle, 0, data)
         if self.rng.random() < 0.5:
@@ -304,7 +321,28 @@ async def work(directory: Path, known: list[tuple[Part, bool]], rng: random.Rand
                 background.cancel_scope.cancel()
 
 
-async def look(directory: Path, known: list[tuple[Part, bool]]) -> None:
+def live(
+    writer: int, directory: Path, known: list[tuple[Part, bool]], seed: str, is_killed: bool
+) -> None:
+    """In a process of its own; ``is_killed``: until some fault point is reached, if it is."""
+    rng = random.Random(seed)
+    if is_killed:
+        left = rng.choice((1, rng.randint(1, 8), rng.randint(1, 60)))
+
+        def die() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                LOCK.acquire()  # for good
+                lives.send(writer, (known, True))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        faults.arm(rng.choice(POINTS), die)
+    trio.run(work, directory, known, rng)
+    lives.send(writer, (known, False))
+
+
+async def look(directory: Path, known: list[tuple[Part, bool]], was_killed: bool) -> None:
     """All that was acknowledged is there; it is what is known from here on."""
     async with open_filesystem(modes.config_of(directory)) as fs, Kernel(fs) as kernel:
         for part, is_owner in known:
@@ -316,18 +354,21 @@ async def look(directory: Path, known: list[tuple[Part, bool]]) -> None:
                 handle = await kernel.open(ino, os.O_RDONLY)
                 found = bytes(await kernel.read(handle, part.start, PART))
                 await kernel.release(handle)
-            part.require(found, None if is_owner else PART)
+            # A file that was being written may end in the middle of that.
+            part.require(found, None if is_owner and not was_killed else PART)
             part.sure = part.begun = found
 
 
 def sweep(directory: Path, mode: str, seed: int) -> None:
-    rng, known = random.Random(f"{mode} {seed}"), parts()
+    """Two lives of a daemon; the first one is killed."""
+    known, was_killed = parts(), True
     engines.seed(seed)
     modes.make_store(directory, SETTINGS | MODES[mode])
-    for _ in range(2):
-        trio.run(work, directory, known, rng)
-        trio.run(look, directory, known)
-    assert_sound(modes.config_of(directory))
+    for is_killed in (True, False):
+        text = f"{mode} {seed} {is_killed}"
+        known, was_killed = lives.in_child(live, directory, known, text, is_killed)
+        trio.run(look, directory, known, was_killed)
+        assert_sound(modes.config_of(directory))
 
 
 @pytest.mark.engines

@@ -476,8 +476,8 @@ def test_a_power_cut_does_not_bring_checksums_back_that_a_write_in_place_has_mad
         async with mounted(directory, sound=False) as fs:
             await overwrite(fs, ino, 1 << 20, b"new")
 
-    ino = trio.run(make)
     for seed in range(6):
+        ino = trio.run(make)
         with PowerCut(directory) as cut:
             cut.crash_at("vfs.write.written")
             with pytest.raises(BaseException) as raised:
@@ -488,4 +488,3 @@ def test_a_power_cut_does_not_bring_checksums_back_that_a_write_in_place_has_mad
         (scratch / "left").rename(directory)
         assert_sound(modes.config_of(directory))
         shutil.rmtree(directory)
-        assert trio.run(make) == ino
