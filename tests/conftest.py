@@ -18,6 +18,9 @@ from tests.support.powercut import make_copies_one_disk
 _IN_PROCESS = ("contract", "fault", "model")
 """The suites that open stores in the test's own process, or in children that it forks."""
 
+_ALSO_IN_PROCESS = ("test_fsck.py", "test_store.py")
+"""Unit tests that do."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -55,7 +58,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """
     asked = metafunc.config.getoption("--engines")
     if asked is None:
-        in_process = metafunc.definition.path.parent.name in _IN_PROCESS
+        path = metafunc.definition.path
+        in_process = path.parent.name in _IN_PROCESS or path.name in _ALSO_IN_PROCESS
         marked = metafunc.definition.get_closest_marker("engines") is not None
         everywhere = marked or (in_process and metafunc.config.getoption("--long"))
         asked = "all" if everywhere else "lmdb"
