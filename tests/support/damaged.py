@@ -61,8 +61,15 @@ class DamagedStore:
         return other
 
     def use(self, work: Callable[[Filesystem], Any]) -> Any:
+        return self._mount(work, read_only=False)
+
+    def look(self, work: Callable[[Filesystem], Any]) -> Any:
+        """On a read-only mount, which leaves undrained what is."""
+        return self._mount(work, read_only=True)
+
+    def _mount(self, work: Callable[[Filesystem], Any], read_only: bool) -> Any:
         async def run() -> Any:
-            async with open_filesystem(self.config) as fs:
+            async with open_filesystem(self.config, read_only=read_only) as fs:
                 return await work(fs)
 
         return trio.run(run)
@@ -143,7 +150,7 @@ class DamagedStore:
 
     def _add_copies(self) -> None:
         """Burst copies of files on the capacity tier, and checksums, as a drain leaves them."""
-        contents = self.use(
+        contents = self.look(
             lambda fs: self._read_all(fs, ("/fast/cached", "/fast/tiny", "/z/moved"))
         )
 
@@ -185,7 +192,7 @@ class DamagedStore:
         await fs.release(handle)
 
     def read(self, path: str) -> bytes:
-        return self.use(lambda fs: self._read_all(fs, (path,)))[path]
+        return self.look(lambda fs: self._read_all(fs, (path,)))[path]
 
     def _place(self, path: str) -> tuple[int, bytes]:
         parent, _, name = path.rpartition("/")
@@ -308,7 +315,7 @@ class DamagedStore:
             await walk(fs, ROOT, "", found)
             return found
 
-        return self.use(run)
+        return self.look(run)
 
     # --- fsck ---
 
