@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -22,12 +22,12 @@ from aifs.client.coordination import (
     RankDied,
     name_missing,
 )
+from aifs.client.polling import delays
 from aifs.core import files, ioctl
 from aifs.core.refusals import explained
 
 _REASON_MAX, _FILE_MAX = 127, 256  # bytes
 _SLICE_S = 0.5  # of waiting: a process that ends waits until its calls have been answered
-_DELAY_MIN_S, _DELAY_MAX_S = 0.001, 0.1
 _NO_IOCTL = (errno.ENOTTY, errno.ENOSYS)
 _GONE = (errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV, errno.ENXIO)
 _YES_NO = ("no", "yes")
@@ -191,7 +191,7 @@ class MountedGroup:
 
     def _wait_until(self, is_so: Callable[[dict[str, Any]], bool], until: float) -> bool:
         """Whether it is, before the time is over."""
-        for _ in _delays():
+        for _ in delays():
             if is_so(self._told()):
                 return True
             if time.monotonic() > until:
@@ -268,7 +268,7 @@ class MountedGroup:
                     raise self._failure or self._explained(error, self._told_safely()) from None
 
     def _wait_by_asking(self) -> None:
-        for _ in _delays():
+        for _ in delays():
             try:
                 told = self._told(self._id)
             except OSError as error:
@@ -327,12 +327,3 @@ class MountedGroup:
                 "is back"
             )
         return error
-
-
-def _delays() -> Iterator[None]:
-    """At once, then ever more slowly."""
-    delay = _DELAY_MIN_S
-    while True:
-        yield
-        time.sleep(delay)
-        delay = min(delay * 1.5, _DELAY_MAX_S)

@@ -4,7 +4,6 @@ import concurrent.futures
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,13 +14,13 @@ from aifs.client import attributes, locks
 from aifs.client.contents import Content, content_of
 from aifs.client.futures import Future
 from aifs.client.loaded import Loaded, map_file
+from aifs.client.polling import delays
 from aifs.client.publishing import PathLike, plain
 from aifs.client.torch.probe import writing_method
 from aifs.client.torch.saving import write_file
 from aifs.core import trees
 
 _WRITERS = 2
-_DELAY_MIN_S, _DELAY_MAX_S = 0.001, 0.1
 
 _pool: ThreadPoolExecutor | None = None
 _latest: dict[str, Future[None]] = {}  # path -> the last put of it that is not in the buffer
@@ -116,10 +115,9 @@ def _put(saved: Saved, content: Content, before: Future[None] | None) -> None:
 def _drain(path: str) -> None:
     """Returns when the file is on the capacity tier. Raises OSError."""
     attributes.put(path, attributes.DRAIN, "")
-    delay = _DELAY_MIN_S
-    while attributes.ask_json(path, attributes.DRAIN)["files"]:
-        time.sleep(delay)
-        delay = min(delay * 1.5, _DELAY_MAX_S)
+    for _ in delays():
+        if not attributes.ask_json(path, attributes.DRAIN)["files"]:
+            return
 
 
 def in_background(name: str, function: Callable[[], None]) -> None:

@@ -42,12 +42,12 @@ from typing import Any
 from aifs.client import manifest
 from aifs.client.hashing import list_files, sync_files
 from aifs.client.manifest import CheckpointError
+from aifs.client.polling import delays
 from aifs.client.publishing import name_ranks, pending_path, withdraw_commits, write_commit
 from aifs.core import files, trees
 from aifs.core.errors import TimeoutReached
 from aifs.core.units import format_duration
 
-_DELAY_MIN_S, _DELAY_MAX_S = 0.0005, 0.05
 _REMOVALS = 8
 
 Stamps = dict[str, tuple[int, ...]]
@@ -146,15 +146,13 @@ class Ranks:
     def _poll(self, lack: Callable[[], str]) -> Iterator[None]:
         """Again and again, ever slower. Raises RanksMissing, with what ``lack`` says, when the time
         is over."""
-        end, delay = time.monotonic() + self._timeout_s, _DELAY_MIN_S
-        while True:
+        end = time.monotonic() + self._timeout_s
+        for _ in delays():
             yield
             if time.monotonic() > end:
                 raise RanksMissing(
                     f"{self.target}: after {format_duration(self._timeout_s)}, {lack()}"
                 )
-            time.sleep(delay)
-            delay = min(delay * 1.5, _DELAY_MAX_S)
 
     def _lacking(self) -> str:
         """Says who is not that far."""

@@ -30,6 +30,17 @@ def mounted_at(path: str) -> Mount | None:
     return next((mount for mount in reversed(all_mounts()) if mount.mountpoint == path), None)
 
 
+def mount_of(path: str) -> Mount | None:
+    """The mount that ``path`` lies on, or None."""
+    path, found = os.path.realpath(path), None
+    for mount in all_mounts():
+        is_above = os.path.commonpath([path, mount.mountpoint]) == mount.mountpoint
+        # A later mount hides an earlier one.
+        if is_above and (found is None or len(mount.mountpoint) >= len(found.mountpoint)):
+            found = mount
+    return found
+
+
 def first_aifs(path: str) -> tuple[Mount | None, bool]:
     """The first AIFS mount that a path leads into, and whether it ends there, at the mountpoint.
 

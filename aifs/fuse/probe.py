@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aifs.core.config import Config
+from aifs.core.mountinfo import mount_of
 from aifs.core.units import format_size
 from aifs.fuse import bridge, extension, extension_error
 
@@ -26,8 +27,6 @@ OPEN_FILES = 65536
 
 _STACKED = ("overlay", "ecryptfs", "aufs", "fuse")
 """Filesystems that may lie on another one; the kernel passes files through to one that does not."""
-
-_MOUNT_ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 class Check(NamedTuple):
@@ -179,7 +178,6 @@ def _version(text: str) -> tuple[int, ...]:
 def look(burst_directories: Iterable[str], mountpoint: str | None) -> Facts:
     """The facts as they are now. Reads /proc, /sys and /etc/fuse.conf; changes nothing."""
     libfuse, custom_io = _libfuse()
-    mounts = _read("/proc/self/mountinfo")
     return Facts(
         kernel=platform.release(),
         libfuse=libfuse,
@@ -187,7 +185,7 @@ def look(burst_directories: Iterable[str], mountpoint: str | None) -> Facts:
         extension_error="" if extension is not None else extension_error,
         admin=bridge.may_pass_through(),
         root=os.geteuid() == 0,
-        filesystems={path: filesystem_of(path, mounts) for path in burst_directories},
+        filesystems={path: _filesystem_of(path) for path in burst_directories},
         read_ahead=None if mountpoint is None else _read_ahead(mountpoint),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1] % (1 << 64),
         leases=_read("/proc/sys/fs/leases-enable").strip() == "1",
@@ -196,20 +194,9 @@ def look(burst_directories: Iterable[str], mountpoint: str | None) -> Facts:
     )
 
 
-def filesystem_of(path: str, mountinfo: str) -> str:
-    """The type of the filesystem that ``path`` lies on, from the text of /proc/PID/mountinfo; '' if
-    none fits.
-    """
-    path = os.path.realpath(path)
-    found = (-1, "")
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        point = _MOUNT_ESCAPE.sub(lambda match: chr(int(match[1], 8)), before.split()[4])
-        if (
-            os.path.commonpath([path, point]) == point and len(point) >= found[0]
-        ):  # a later mount hides an earlier one
-            found = len(point), after.split()[0]
-    return found[1]
+def _filesystem_of(path: str) -> str:
+    mount = mount_of(path)
+    return "" if mount is None else mount.fstype
 
 
 def _libfuse() -> tuple[str, bool]:

@@ -417,21 +417,6 @@ def test_a_bridge_that_is_switched_off_is_said_to_be() -> None:
     assert failed(WELL, config) == ["bridge"]
 
 
-def test_the_filesystem_of_a_directory_is_found() -> None:
-    mounts = (
-        "21 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
-        "22 21 0:5 / /burst\\040one rw,nosuid shared:1 - tmpfs none rw\n"
-        "23 21 0:6 / /burst rw - overlay none rw\n"
-        "24 21 0:7 / /burst rw - xfs /dev/sdb rw\n"
-    )
-    found = [
-        probe.filesystem_of(path, mounts)
-        for path in ("/x/y", "/burst one/d", "/burst/d", "/burster", "/burst")
-    ]
-    assert found == ["ext4", "tmpfs", "xfs", "ext4", "xfs"]
-    assert probe.filesystem_of("/x", "") == ""
-
-
 def test_the_facts_of_this_machine_can_be_read(tmp_path: Any) -> None:
     facts = probe.look([str(tmp_path)], None)
     assert facts.kernel and facts.libfuse.startswith("3.") and facts.filesystems[str(tmp_path)]

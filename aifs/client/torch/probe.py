@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 
 from aifs.client.torch.sinks import BUFFERED, DIRECT, open_sink
-from aifs.core import files, filesystems, trees
+from aifs.core import files, filesystems, mountinfo, trees
 
 SIZE = 64 << 20
 """Bytes that are written to measure a way; files that are smaller are not worth it."""
@@ -40,12 +40,9 @@ def device_of(directory: str) -> str:
     """Such as ``252:1 ext4 /dev/vda1``."""
     number = os.stat(directory).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-        for line in file:
-            words = line.split()
-            if words[2] == device:
-                kind, source = words[words.index("-") + 1 :][:2]
-                return f"{device} {kind} {source}"
+    for mount in mountinfo.all_mounts():
+        if mount.device == number:
+            return f"{device} {mount.fstype} {mount.source}"
     return device  # a subvolume: its number is in no table
 
 
