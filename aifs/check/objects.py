@@ -14,7 +14,7 @@ from aifs.check import repair
 from aifs.check.columns import Lack, expected_columns, judge, lost_bytes, lost_columns
 from aifs.check.container_objects import ContainerObjects
 from aifs.check.findings import Fix, Problem, Progress, read_record
-from aifs.check.scan import BATCH, MetadataScan, for_each
+from aifs.check.scan import MetadataScan, for_each
 from aifs.check.table import NONE, UNREADABLE
 from aifs.core.errors import FsError
 from aifs.data.server import DataServer
@@ -24,6 +24,8 @@ from aifs.meta import keys
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Copy, Inode, decode_burst, decode_garbage, decode_inode
 from aifs.store.store import Store
+
+_BATCH = 2048
 
 
 class ObjectCheck:
@@ -302,4 +304,4 @@ def _is_garbage(tx: ReadTransaction, found: StoredObject) -> bool:
 
 
 def _take(listing: Iterable[StoredObject | ForeignFile]) -> list[StoredObject | ForeignFile]:
-    return list(islice(listing, BATCH))
+    return list(islice(listing, _BATCH))

@@ -24,10 +24,9 @@ from aifs.meta import keys, namespace
 from aifs.meta.chunks import decode_container
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.records import Garbage, Inode, decode_garbage, decode_inode
+from aifs.meta.slices import read_slice
 from aifs.meta.trash import Doomed, decode_doomed
 from aifs.store.ids import WINDOW
-
-BATCH = 2048
 
 _ID_MAX = 1 << 62
 _LAST = b"\xff" * 512
@@ -80,18 +79,11 @@ async def for_each(
     A handler takes note of what it finds, so it does not run in a view, which may be run again.
     What else it has to read, it reads in views of its own: nobody else changes the store.
     """
-    while True:
-        batch = await engine.view(_read_batch, start, end)
-        for key, value in batch:
+    while start:
+        records, start = await engine.view(read_slice, start, end)
+        for key, value in records:
             await handle(key, value)
-        seen(len(batch))
-        if len(batch) < BATCH:
-            return
-        start = batch[-1][0] + b"\0"
-
-
-def _read_batch(tx: ReadTransaction, start: bytes, end: bytes) -> list[tuple[bytes, bytes]]:
-    return list(tx.range(start, end, BATCH))
+        seen(len(records))
 
 
 class MetadataScan:

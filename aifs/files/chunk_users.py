@@ -9,11 +9,10 @@ from aifs.core.errors import FsError
 from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.meta import keys
 from aifs.meta.chunk_lists import decode_chunks, decode_extents, decode_shares, is_extents
-from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.kv import Engine
 from aifs.meta.records import decode_inode
 from aifs.meta.shared import decode_shared
-
-_SLICE = 512
+from aifs.meta.slices import read_slice
 
 
 class User(NamedTuple):
@@ -67,15 +66,10 @@ async def _walk(engine: Engine, kind: bytes, function: Callable[..., None], *arg
     """Call ``function`` for each record of a kind; outside of views, as it takes note of them."""
     start, end = keys.all_of(kind)
     while start:
-        records = await engine.view(_read_slice, start, end)
+        records, start = await engine.view(read_slice, start, end)
         for key, value in records:
             with suppress(FsError):
                 function(key, value, *args)
-        start = records[-1][0] + b"\0" if len(records) == _SLICE else b""
-
-
-def _read_slice(tx: ReadTransaction, start: bytes, end: bytes) -> list[tuple[bytes, bytes]]:
-    return list(tx.range(start, end, _SLICE))
 
 
 def _find_shared(key: bytes, value: bytes, container: int, shared: dict[bytes, Location]) -> None:

@@ -19,6 +19,7 @@ from aifs.meta.degraded import drop_degraded, find_degraded, put_degraded
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import Degraded, decode_degraded, decode_inode
 from aifs.meta.servers import mark_unprotected
+from aifs.meta.slices import read_slice
 
 _INO_BYTES = 8
 
@@ -269,14 +270,14 @@ def _scan(
     limit: int,
     judge: Callable[[bytes, bytes], Due | None],
 ) -> tuple[list[Due], bytes]:
-    found, key, count = [], b"", 0
-    for key, value in tx.range(start, end, limit):
-        count += 1
+    found = []
+    records, following = read_slice(tx, start, end, limit)
+    for key, value in records:
         with suppress(Unavailable):  # damaged: fsck names it
             due = judge(key, value)
             if due is not None:
                 found.append(due)
-    return found, key + b"\0" if count == limit else b""
+    return found, following
 
 
 def _due(objects: SetRecord, columns: tuple[int, ...]) -> Due:

@@ -15,8 +15,9 @@ from aifs.meta.degraded import find_degraded
 from aifs.meta.extents import shares_of
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode, decode_burst, decode_inode
+from aifs.meta.slices import read_slice
 
-SLICE = 512
+_FILES_SLICE = 16  # of files that are looked at as a whole
 
 
 class Uses(NamedTuple):
@@ -41,27 +42,26 @@ def total(parts: Sequence[Uses]) -> Uses:
 
 
 def scan_files(
-    tx: ReadTransaction, start: bytes, server: int, gone: Set[int]
+    tx: ReadTransaction, start: bytes, end: bytes, server: int, gone: Set[int]
 ) -> tuple[Uses, bytes]:
     """Of a slice of the inodes: striped files. ``gone``: all servers that are to be done
     without.
     """
-    return _scan(tx, start or b"i", server, gone)
+    return _scan(tx, start, end, server, gone)
 
 
 def scan_containers(
-    tx: ReadTransaction, start: bytes, server: int, gone: Set[int]
+    tx: ReadTransaction, start: bytes, end: bytes, server: int, gone: Set[int]
 ) -> tuple[Uses, bytes]:
     """Of a slice of the table of containers."""
-    return _scan(tx, start or b"t", server, gone)
+    return _scan(tx, start, end, server, gone)
 
 
-def _scan(tx: ReadTransaction, start: bytes, server: int, gone: Set[int]) -> tuple[Uses, bytes]:
-    found, key, count = [], b"", 0
-    for key, value in tx.range(start, keys.all_of(start[:1])[1], SLICE):
-        count += 1
-        found.append(_uses_of(tx, key, value, server, gone))
-    return total(found), key + b"\0" if count == SLICE else b""
+def _scan(
+    tx: ReadTransaction, start: bytes, end: bytes, server: int, gone: Set[int]
+) -> tuple[Uses, bytes]:
+    records, following = read_slice(tx, start, end)
+    return total([_uses_of(tx, key, value, server, gone) for key, value in records]), following
 
 
 def _uses_of(tx: ReadTransaction, key: bytes, value: bytes, server: int, gone: Set[int]) -> Uses:
@@ -120,19 +120,19 @@ def _survives(tx: ReadTransaction, oid: int, layout: Striped, size: int, gone: S
 
 
 def scan_endangered(
-    tx: ReadTransaction, start: bytes, end: bytes, limit: int, gone: Set[int]
+    tx: ReadTransaction, start: bytes, end: bytes, gone: Set[int]
 ) -> tuple[list[int], bytes]:
     """Of a slice of the burst copies: inode numbers of files with clean ones that are not
     ``is_whole``, and where the next slice starts."""
-    found, key, count = [], b"", 0
-    for key, value in tx.range(start, end, limit):
-        count += 1
+    found = []
+    records, following = read_slice(tx, start, end, _FILES_SLICE)
+    for _, value in records:
         with suppress(Unavailable):  # damaged: fsck names it
             record = decode_burst(value)
             inode = None if record.undrained else namespace.find_inode(tx, record.ino)
             if inode is not None and inode.nlink and not is_whole(tx, inode, gone):
                 found.append(inode.ino)
-    return found, key + b"\0" if count == limit else b""
+    return found, following
 
 
 def _find_readable(tx: ReadTransaction, ino: int) -> Inode | None:
@@ -142,17 +142,17 @@ def _find_readable(tx: ReadTransaction, ino: int) -> Inode | None:
 
 
 def scan_chunk_lists(
-    tx: ReadTransaction, start: bytes, containers: Set[int]
+    tx: ReadTransaction, start: bytes, end: bytes, containers: Set[int]
 ) -> tuple[set[int], bytes]:
     """Of a slice of the chunk lists: the oids of files that have chunks in one of these
     containers.
     """
-    oids, key, count = set(), b"", 0
-    for key, value in tx.range(start or b"l", keys.all_of(b"l")[1], SLICE):
-        count += 1
+    oids = set()
+    records, following = read_slice(tx, start, end)
+    for key, value in records:
         if any(container in containers for container, *_ in shares_of(tx, value)):
             oids.add(keys.chunk_list_parts(key)[0])
-    return oids, key + b"\0" if count == SLICE else b""
+    return oids, following
 
 
 class Copies(NamedTuple):
@@ -164,15 +164,15 @@ class Copies(NamedTuple):
     dirty: tuple[int, ...] = ()
 
 
-def scan_copies(tx: ReadTransaction, start: bytes, server: int) -> tuple[Copies, bytes]:
+def scan_copies(tx: ReadTransaction, start: bytes, end: bytes, server: int) -> tuple[Copies, bytes]:
     """Of a slice of the burst copies: those on ``server``."""
-    clean, dirty, key, count = [], [], b"", 0
-    for key, value in tx.range(start or b"b", keys.all_of(b"b")[1], SLICE):
-        count += 1
+    clean, dirty = [], []
+    records, following = read_slice(tx, start, end)
+    for key, value in records:
         record = decode_burst(value)
         if record.server == server:
             if record.undrained:
                 dirty.append(record.ino)
             else:
                 clean.append(keys.number(key))
-    return Copies(tuple(clean), tuple(dirty)), key + b"\0" if count == SLICE else b""
+    return Copies(tuple(clean), tuple(dirty)), following

@@ -23,11 +23,11 @@ from aifs.meta import chunks, keys
 from aifs.meta.chunks import Container, Move
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.shared import find_shared
+from aifs.meta.slices import read_slice
 
 _log = logger(__name__)
 
 INTERVAL_S = 60.0
-_SLICE = 2048
 _BATCH = 512
 _BATCH_BYTES = 64 << 20
 
@@ -162,15 +162,15 @@ def _mostly_dead(
     """Containers of one slice of the table that are worth it, and where the next slice starts
     (empty: none).
     """
-    found, count, key = {}, 0, b""
-    for key, value in tx.range(start, end, _SLICE):
-        count += 1
+    found = {}
+    records, following = read_slice(tx, start, end)
+    for key, value in records:
         with suppress(Unavailable):  # damaged: fsck names it
             record = chunks.decode_container(value)
             if _is_worth_it(record, above):
                 found[keys.number(key)] = record
     sealed = {number: record for number, record in found.items() if not _is_open(tx, number)}
-    return sealed, key + b"\0" if count == _SLICE else b""
+    return sealed, following
 
 
 def _is_worth_it(record: Container, above: float) -> bool:

@@ -37,8 +37,6 @@ from aifs.upkeep.scrub_state import Findings
 
 _log = logger(__name__)
 
-_SLICE = 16
-
 
 class Outcome(Enum):
     RESTORED = auto()  # no data server is needed to read the file
@@ -90,7 +88,7 @@ class FromCopies:
         busy = False
         start, end = keys.all_of(b"b")
         while start:
-            inos, start = await self._engine.view(scan_endangered, start, end, _SLICE, gone)
+            inos, start = await self._engine.view(scan_endangered, start, end, gone)
             for ino in inos:
                 try:
                     busy |= await self.restore(ino) is Outcome.BUSY

@@ -16,6 +16,7 @@ from aifs.core.log import logger
 from aifs.meta import keys, namespace, paths
 from aifs.meta.kv import MAX_VALUE_BYTES, Engine, ReadTransaction, Transaction
 from aifs.meta.records import decode_dentry
+from aifs.meta.slices import read_slice
 from aifs.upkeep.scrubbing import Found, Lost
 
 _log = logger(__name__)
@@ -23,7 +24,6 @@ _log = logger(__name__)
 WRONG_MAX = 1000
 UNTOLD_MAX = 10_000
 _NAMES_MAX = 8
-_SLICE = 4096
 _RECORD_MAX = MAX_VALUE_BYTES // 2
 _KEY = keys.job(b"scrub")
 
@@ -187,9 +187,9 @@ async def names_of(engine: Engine, ino: int) -> list[str]:
     if path is not None:
         return [path.decode("utf-8", "surrogateescape")]
     found: list[tuple[int, bytes]] = []
-    start = keys.all_of(b"d")[0]
+    start, end = keys.all_of(b"d")
     while start and len(found) < min(inode.nlink, _NAMES_MAX):
-        more, start = await engine.view(_find_names, ino, start)
+        more, start = await engine.view(_find_names, start, end, ino)
         found += more
     names = []
     for parent, name in found[:_NAMES_MAX]:
@@ -200,14 +200,14 @@ async def names_of(engine: Engine, ino: int) -> list[str]:
 
 
 def _find_names(
-    tx: ReadTransaction, ino: int, start: bytes
+    tx: ReadTransaction, start: bytes, end: bytes, ino: int
 ) -> tuple[list[tuple[int, bytes]], bytes]:
     """The names of an inode, as (directory, name), in a slice of all names; and where to go on,
     b"" at the end."""
-    count, key, found = 0, b"", []
-    for key, value in tx.range(start, keys.all_of(b"d")[1], _SLICE):
-        count += 1
+    found = []
+    records, following = read_slice(tx, start, end)
+    for key, value in records:
         with suppress(Unavailable):
             if decode_dentry(value).ino == ino:
                 found.append(keys.dentry_parts(key))
-    return found, key + b"\0" if count == _SLICE else b""
+    return found, following

@@ -23,6 +23,7 @@ from aifs.files.stage import Stager
 from aifs.meta import keys, namespace
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Inode, decode_burst
+from aifs.meta.slices import read_slice
 from aifs.upkeep.evict import Evictor
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.publishing.barrier import is_below
@@ -33,7 +34,6 @@ capacity tier; and no data server is needed to read them. A directory has the fi
 file below it has."""
 
 _ENTRIES = 64  # looked at in one go: about 0.3 ms
-_RECORDS = 512
 
 
 class Place(NamedTuple):
@@ -255,9 +255,9 @@ def _read_undrained(
     """What is undrained in one slice of the burst records, and where the next slice starts (b"":
     nowhere).
     """
-    found, last, count = [], b"", 0
-    for key, value in tx.range(start, end, _RECORDS):
-        last, count = key, count + 1
+    found = []
+    records, following = read_slice(tx, start, end)
+    for key, value in records:
         record = decode_burst(value)
         if record.undrained:
             found.append((record, keys.number(key)))
@@ -267,7 +267,7 @@ def _read_undrained(
         if inode is not None and inode.nlink and inode.in_burst and inode.copy.id == copy_id:
             if is_below(tx, inode.ino, top):
                 places.append(Place(inode, 0, record.since_ns))
-    return places, last + b"\0" if count == _RECORDS else b""
+    return places, following
 
 
 def _is_pinned(inode: Inode) -> bool:

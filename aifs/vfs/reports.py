@@ -23,6 +23,7 @@ from aifs.meta.chunks import find_container
 from aifs.meta.extents import shares_of
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Inode
+from aifs.meta.slices import read_slice
 from aifs.store.store import Store
 from aifs.upkeep.rebuild import Rebuild
 from aifs.upkeep.scrub import Scrub
@@ -39,8 +40,6 @@ _TYPES = {
     stat.S_IFBLK: "block device",
     stat.S_IFCHR: "character device",
 }
-
-_RECORDS = 256
 
 
 async def describe(store: Store, inode: Inode, file: OpenInode | None) -> dict[str, Any]:
@@ -138,9 +137,8 @@ async def _shares(engine: Engine, oid: int) -> Counter[int]:
 def _read_shares(
     tx: ReadTransaction, start: bytes, end: bytes
 ) -> tuple[list[tuple[int, int, int]], bytes]:
-    records = list(tx.range(start, end, _RECORDS))
-    found = [share for _, record in records for share in shares_of(tx, record)]
-    return found, records[-1][0] + b"\0" if len(records) == _RECORDS else b""
+    records, following = read_slice(tx, start, end)
+    return [share for _, record in records for share in shares_of(tx, record)], following
 
 
 def _container_layouts(tx: ReadTransaction, containers: Iterable[int]) -> dict[int, Striped]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from aifs.check import fsck, scan
+from aifs.check import fsck
 from aifs.check.findings import KINDS, Report
 from aifs.check.fsck import check
 from aifs.check.objects import lost_bytes
@@ -28,7 +28,7 @@ from aifs.data.containers import chunk_codec
 from aifs.layout.interleaved import HEADER_BYTES, Interleaved
 from aifs.layout.placement import BURST_FIRST
 from aifs.layout.striped import Striped
-from aifs.meta import chunk_lists, chunks, groups, journal, keys, shared
+from aifs.meta import chunk_lists, chunks, groups, journal, keys, shared, slices
 from aifs.meta.askers import Asker
 from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.groups import GroupMember, GroupRecord
@@ -1445,7 +1445,7 @@ def test_progress_never_goes_back(store: DamagedStore) -> None:
 
 
 def test_records_are_read_in_batches(store: DamagedStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan, "BATCH", 3)
+    monkeypatch.setattr(slices, "SLICE", 3)
     assert store.found() == []
     MENDED["orphan_directory"].do(store)
     assert store.found() == MENDED["orphan_directory"].expected(store)

@@ -94,8 +94,9 @@ async def test_marks_of_unprotected_bytes_stay_while_the_server_does() -> None:
 
 async def test_nothing_refers_to_a_server_of_an_empty_store() -> None:
     engine = MemoryEngine()
-    for scan in (server_uses.scan_files, server_uses.scan_containers):
-        assert await engine.view(scan, b"", 1, frozenset()) == (server_uses.Uses(), b"")
+    for kind, scan in ((b"i", server_uses.scan_files), (b"t", server_uses.scan_containers)):
+        found = await engine.view(scan, *keys.all_of(kind), 1, frozenset())
+        assert found == (server_uses.Uses(), b"")
 
 
 # --- servers in use -------------------------------------------------------------------------------
