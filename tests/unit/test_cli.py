@@ -401,7 +401,7 @@ def fsck_finds(monkeypatch: pytest.MonkeyPatch):
     """Let fsck find things: a function of the ``repaired`` of each."""
 
     def install(*repaired: bool) -> None:
-        def check(loaded: config.Config, repair: bool, deep: bool) -> SimpleNamespace:
+        def check(loaded: config.Config, repair: bool, deep: bool, force: bool) -> SimpleNamespace:
             findings = [
                 SimpleNamespace(
                     kind="orphan-inode", where=f"inode {number}", detail="no name", repaired=mended
