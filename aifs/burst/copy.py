@@ -84,7 +84,7 @@ class BurstCopy:
 
     async def ensure_open(self) -> int:
         """The copy is there, and ``stat``, ``lease`` and ``fd``, which is returned, can be used."""
-        return await self._do(self._open_reader) if self._fd is None else self._fd
+        return await self._do(self.open_now) if self._fd is None else self._fd
 
     async def backing(self) -> int:
         """A descriptor to set up passthrough with, ours: it stays open until ``close``."""
@@ -103,7 +103,7 @@ class BurstCopy:
         Somebody who opens it for writing waits until ``unlease``, up to 45 s. Does not block.
         """
         if not self._leased:
-            fd = self._open_reader()
+            fd = self.open_now()
             self._leased = self.device.call("lease", self._key, leases.take_read_lease, fd)
         return self._leased
 
@@ -123,7 +123,9 @@ class BurstCopy:
         held, self._leased = self._leased, False
         return held and leases.drop_lease(self.fd)
 
-    def _open_reader(self) -> int:
+    def open_now(self) -> int:
+        """As ``ensure_open``, in the thread that calls, a worker of the device; the descriptor for
+        reading."""
         with self.device.lock_of(self.id):
             if self._fd is None:
                 self._fd = self._open(write=False)
@@ -225,6 +227,11 @@ class BurstCopy:
         """As ``write``, in the thread that calls: a worker of the device."""
         self.device.write(self._key, self._open_writer(), data, offset)
 
+    def written(self) -> None:
+        """Somebody else has written to it: so it is synced before its descriptors are given up, as
+        a later one may not be told that the system has failed to write bytes back."""
+        self._changes += 1
+
     async def truncate(self, size: int) -> None:
         """Cut or extend to ``size`` bytes."""
         await self.ensure_open()
@@ -304,7 +311,7 @@ class BurstCopy:
     def _sync(self) -> None:
         changes = self._changes
         with self._closing or nullcontext():
-            fd = self._open_reader()
+            fd = self.open_now()
             if self._lost:
                 raise Unavailable(f"bytes were lost earlier: {self._lost}")
             try:

@@ -7,8 +7,8 @@ buffer is not slower.
 """
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,9 +17,10 @@ import trio
 from aifs.burst.copy import BurstCopy
 from aifs.core import faults, files
 from aifs.core.budget import Budget
-from aifs.core.errors import Unavailable
+from aifs.core.errors import FsError, Unavailable
 from aifs.core.tasks import run_all
 from aifs.data.checking.digests import HASHED, digests_of, join_digests
+from aifs.data.objects.columns import Columns
 from aifs.data.objects.holes import Sparse, pieces_with_data, without_zeros
 from aifs.data.objects.object_set import ObjectSet
 from aifs.data.reading.buffers import BudgetedBuffers
@@ -32,6 +33,7 @@ _WRITTEN = faults.declare(
 PIECE = 4 << 20
 _SMALL = 256 << 10
 _PIECES_AT_ONCE = 4  # of one file
+_COLUMN_PIECES_AT_ONCE = 3
 
 
 class Limiter:
@@ -65,6 +67,31 @@ class Source(Sparse, Protocol):
         """
 
 
+class ColumnReader(Protocol):
+    """The bytes that belong in a column."""
+
+    async def following(self) -> tuple[int, memoryview] | None:
+        """The next ones, and their offset; None behind the last ones. Several tasks may ask at a
+        time. Raises Unavailable.
+        """
+
+
+class TargetFails(Exception):
+    """What was to be written to a column could not be."""
+
+    def __init__(self, error: FsError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except FsError as error:
+        raise TargetFails(error) from error
+
+
 @dataclass(slots=True)
 class _Piece:
     """Bytes of a file in memory, and which of them are not holes."""
@@ -83,16 +110,19 @@ class Mover:
         limiter: Limiter,
         io_priority: str,
         is_in_the_way: Callable[[], bool] = lambda: False,
+        make_way: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """``io_priority``: see core.files. While ``is_in_the_way``, which says whether others need
-        the processor more, drains move one piece at a time."""
+        the processor more, one piece at a time is moved. ``make_way`` is awaited before each, and
+        may take its time."""
         self.moved_bytes = 0
+        self.io_priority = io_priority
         self.is_in_the_way = is_in_the_way
+        self.make_way = make_way
         self._moving = 0
         self._waiting = trio.lowlevel.ParkingLot()
         self._limiter = limiter
-        self._io_priority = io_priority
-        self._buffers = BudgetedBuffers(budget)
+        self.buffers = BudgetedBuffers(budget)
 
     async def drain_out(
         self,
@@ -101,15 +131,16 @@ class Mover:
         objects: ObjectSet,
         cancelled: Callable[[], bool],
         spare: int = 0,
+        sparse: bool = False,
     ) -> bytes | None:
         """Copy all ``size`` bytes of a burst copy, which nobody changes, to new ``objects``;
         durable on return, with ``spare`` more columns than needed of protected ones.
 
         Returns the checksums (see join_digests); None if ``cancelled`` has become true meanwhile,
-        which is asked between pieces. Holes stay holes. Raises NoSpace, QuotaExceeded, Unavailable.
+        which is asked between pieces. ``sparse``: it has holes, which are not read, and stay
+        holes. Raises NoSpace, QuotaExceeded, Unavailable.
         """
         piece_size = _whole_rows(objects.row)
-        sparse = copy.stat().st_blocks * 512 < size
         offsets: Sequence[int] = range(0, size, piece_size)
         if sparse:
             offsets = await self._run(copy, _pieces_with_data, size, piece_size)
@@ -139,7 +170,7 @@ class Mover:
 
         async def read(offset: int, buffer: memoryview) -> _Piece:
             await source.read_into(offset, buffer, size)
-            call = (self._io_priority, _hashed_piece, offset, buffer)
+            call = (self.io_priority, _hashed_piece, offset, buffer)
             return (await gather([(workers, files.at_priority, call)]))[0]
 
         return await self._store(read, offsets, size, objects, cancelled, spare)
@@ -162,7 +193,7 @@ class Mover:
                 await objects.write(offset, piece.data, piece.ranges)
             digests[offset] = piece.digests
 
-        if not await self._move(move, offsets, size, piece_size, cancelled):
+        if not await self._move_pieces(move, offsets, size, piece_size, cancelled):
             return None
         await objects.settle(size)
         faults.reach(_WRITTEN)
@@ -170,7 +201,7 @@ class Mover:
         await objects.sync(spare)
         return found
 
-    async def _move(
+    async def _move_pieces(
         self,
         move: Callable[[int, memoryview], Awaitable[None]],
         offsets: Sequence[int],
@@ -179,24 +210,90 @@ class Mover:
         cancelled: Callable[[], bool],
         at_once: int = _PIECES_AT_ONCE,
     ) -> bool:
-        """The loop of all copying: call ``move`` with the offset of each piece and memory for it,
-        some at a time. False if ``cancelled`` has been true, be it for a moment: then bytes lack.
+        """``_move`` pieces of a file: ``move`` is called with the offset of each, and memory for
+        it."""
+
+        async def move_one(piece: tuple[int, int]) -> int:
+            offset, length = piece
+            await move(offset, await self._buffer(length))
+            return length
+
+        pieces = ((offset, min(piece_size, size - offset)) for offset in offsets)
+        return await self._move(move_one, pieces, cancelled, min(at_once, len(offsets)))
+
+    async def _move(
+        self,
+        move: Callable[[tuple[int, int]], Awaitable[int]],
+        pieces: Iterable[tuple[int, int]],
+        cancelled: Callable[[], bool],
+        at_once: int,
+    ) -> bool:
+        """The loop of all copying: call ``move`` with each of ``pieces``, some at a time. It
+        returns how many bytes it has moved; the limit is asked for the second number of a piece.
+        False if ``cancelled`` has been true, be it for a moment: then bytes lack.
         """
         skipped = False
 
-        async def move_one(offset: int) -> None:
+        async def move_one(piece: tuple[int, int]) -> None:
             nonlocal skipped
-            length = min(piece_size, size - offset)
-            await self._limiter.take(length)
+            if self.make_way is not None:
+                await self.make_way()
+            await self._limiter.take(piece[1])
             async with self._turn():
                 if cancelled():
                     skipped = True
                     return
-                await move(offset, await self._buffer(length))
-                self.moved_bytes += length
+                self.moved_bytes += await move(piece)
 
-        await _in_parallel(move_one, offsets, at_once)
+        await _in_parallel(move_one, pieces, at_once)
         return not skipped and not cancelled()
+
+    async def is_new(self, sink: Columns, column: int) -> bool:
+        """Whether a column has no object yet. Raises TargetFails."""
+        with _writing():
+            return await sink.read(column, 0, memoryview(bytearray(1))) == 0
+
+    async def make_column(
+        self,
+        reader: ColumnReader,
+        sink: Columns,
+        column: int,
+        length: int,
+        cancelled: Callable[[], bool],
+        sparse: bool,
+    ) -> bool:
+        """Copy all that ``reader`` tells to the object of a column, which has ``length`` bytes
+        then, and is durable. ``sparse``: MiBs of zeros are left out, as it has none yet.
+
+        False if ``cancelled`` has become true meanwhile. Raises what ``reader`` raises; TargetFails
+        for what cannot be written.
+        """
+        ended = False
+
+        def pieces() -> Iterator[tuple[int, int]]:
+            """How long each is, and how many there are, the reader finds out."""
+            while not ended and not cancelled():
+                yield 0, 0
+
+        async def move(_: tuple[int, int]) -> int:
+            nonlocal ended
+            found = await reader.following()
+            if found is None:
+                ended = True
+                return 0
+            offset, part = found
+            await self._limiter.take(len(part))
+            with _writing():
+                for start, run in without_zeros(part) if sparse else [(0, part)]:
+                    await sink.write(column, offset + start, run)
+            return len(part)
+
+        if not await self._move(move, pieces(), cancelled, _COLUMN_PIECES_AT_ONCE):
+            return False
+        with _writing():
+            await sink.settle(column, length)
+            await sink.sync(column)
+        return True
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -238,7 +335,7 @@ class Mover:
             if sparse:
                 offsets = [offset async for offset in pieces_with_data(source, size, PIECE)]
         at_once = 1 if in_order else _PIECES_AT_ONCE
-        done = await self._move(move, offsets, size, PIECE, cancelled, at_once)
+        done = await self._move_pieces(move, offsets, size, PIECE, cancelled, at_once)
         if not whole:
             await copy.release_writers()
         return done
@@ -258,42 +355,43 @@ class Mover:
     async def _buffer(self, length: int) -> memoryview:
         # Of few sizes, so that those that are free fit.
         return (
-            await self._buffers.take(_SMALL if length <= _SMALL else -(-length // PIECE) * PIECE)
+            await self.buffers.take(_SMALL if length <= _SMALL else -(-length // PIECE) * PIECE)
         )[:length]
 
     async def _run(self, copy: BurstCopy, function: Callable[..., Any], *args: Any) -> Any:
-        call = (self._io_priority, function, copy, *args)
+        call = (self.io_priority, function, copy, *args)
         return (await gather([(copy.device.workers, files.at_priority, call)]))[0]
 
 
 async def _in_parallel(
-    move: Callable[[int], Awaitable[None]],
-    offsets: Sequence[int],
-    at_once: int = _PIECES_AT_ONCE,
+    move: Callable[[tuple[int, int]], Awaitable[None]],
+    pieces: Iterable[tuple[int, int]],
+    at_once: int,
 ) -> None:
-    """Call ``move`` with each of ``offsets``, some at a time; none after the first error, which is
+    """Call ``move`` with each of ``pieces``, some at a time; none after the first error, which is
     raised.
     """
-    if len(offsets) == 1:
-        await move(offsets[0])  # most files are small; a nursery for each would be felt
+    if at_once == 1:  # most files are one piece; a nursery for each would be felt
+        for piece in pieces:
+            await move(piece)
         return
 
-    following = iter(offsets)
+    following = iter(pieces)
     failed = False
 
     async def work() -> None:
         nonlocal failed
         try:
-            for offset in following:
+            for piece in following:
                 await trio.lowlevel.checkpoint()
                 if failed:
                     return
-                await move(offset)
+                await move(piece)
         except BaseException:
             failed = True
             raise
 
-    await run_all(*[work] * min(at_once, len(offsets)))
+    await run_all(*[work] * at_once)
 
 
 def _whole_rows(row: int) -> int:
@@ -306,7 +404,7 @@ def _whole_rows(row: int) -> int:
 
 def _pieces_with_data(copy: BurstCopy, size: int, piece_size: int) -> list[int]:
     """Offsets of the pieces that are not holes, and of the last one."""
-    ranges = copy.device.call("read", (0, copy.id), files.data_ranges, copy.fd, 0, size)
+    ranges = copy.device.call("read", (0, copy.id), files.data_ranges, copy.open_now(), 0, size)
     pieces = {
         piece
         for start, end in ranges
@@ -317,10 +415,11 @@ def _pieces_with_data(copy: BurstCopy, size: int, piece_size: int) -> list[int]:
 
 def _read_piece(copy: BurstCopy, offset: int, buffer: memoryview, sparse: bool) -> _Piece:
     device, key, end = copy.device, (0, copy.id), offset + len(buffer)
+    fd = copy.open_now()
     ranges = [(offset, end)]
     if sparse:
-        ranges = device.call("read", key, files.data_ranges, copy.fd, offset, len(buffer))
-    if device.read(key, copy.fd, buffer, offset) < len(buffer):
+        ranges = device.call("read", key, files.data_ranges, fd, offset, len(buffer))
+    if device.read(key, fd, buffer, offset) < len(buffer):
         raise Unavailable(f"{device.name}: {device.object_path(*key)} ends before byte {end}")
     return _Piece(buffer, ranges, digests_of(buffer))
 

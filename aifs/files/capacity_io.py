@@ -6,9 +6,9 @@ invariants). Callers hold the file's gate: shared for ``write``, alone for every
 
 import time
 from collections.abc import Sequence
-from functools import partial
+from typing import Any
 
-from aifs.burst.transfer import Limiter, Mover
+from aifs.burst.making import InObjects, Made, Making, MakingTools, NewObjects, Origin
 from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError
@@ -16,14 +16,15 @@ from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.data.objects.object_set import ObjectSet
 from aifs.data.servers import Servers
+from aifs.files.containers import Containers
 from aifs.files.open_inode import OpenInode
 from aifs.files.transitions import Flip, Transitions, alone
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.layout.placement import ACTIVE, ALGORITHM, WEIGHTS, Candidate, spread
 from aifs.layout.redundancy import Redundancy
 from aifs.layout.striped import Striped
+from aifs.meta import forms
 from aifs.meta.kv import Engine
-from aifs.meta.moves import SetRecord
 from aifs.meta.records import Inode
 from aifs.store.ids import IdAllocator
 
@@ -56,8 +57,11 @@ class CapacityIO:
         engine: Engine,
         servers: Servers,
         ids: IdAllocator,
+        containers: Containers,
         transitions: Transitions,
+        tools: MakingTools,
     ) -> None:
+        """``tools``: for changes that somebody waits for."""
         self._unit = config.layout.unit
         self._default = Redundancy(config.layout.replicas, *config.layout.ec)
         self._count = config.layout.count
@@ -65,12 +69,22 @@ class CapacityIO:
         self._engine = engine
         self._servers = servers
         self._ids = ids
+        self._containers = containers
         self._transitions = transitions
-        self._mover = Mover(servers.budget, Limiter(0), "none")
+        self._tools = tools
         self.perhaps_mapped: set[int] = set()
         """Files whose one object programs could write to by themselves: a mapping may outlive its
         handle, and nothing tells when it ends. So their dirty marks stay, which keeps them from
         being staged or cached, until the next mount."""
+
+    async def describe(self, inode: Inode) -> Origin:
+        """Where the bytes of a settled file with a layout are on the capacity tier. Raises
+        Unavailable."""
+        if inode.chunks is not None:
+            return await self._containers.describe(inode)
+        of = InObjects(inode.ino, inode.oid, inode.objects)
+        unread, digests = await self._engine.view(forms.describe_objects, of.oid)
+        return of._replace(unread=unread, digests=digests)
 
     # --- writes ---
 
@@ -126,53 +140,60 @@ class CapacityIO:
             file.trimmed = True
 
     async def _spill(self, file: OpenInode) -> None:
-        """From empty or inline to striped."""
+        """From empty or inline to striped. Inline bytes are few, and in memory, and their objects
+        stay open as the file: handing a Making over would cost more than writing them."""
         inode = file.inode
         # A copy of inline bytes may fail and leave objects behind, so it takes an id that no later
         # attempt will use.
         own = inode.oid == 0 and not inode.data and self._ids.is_recent(inode.ino)
-        target = self._plain(inode, inode.ino if own else await self._ids.take())
+        oid = inode.ino if own else await self._ids.take()
+        target = NewObjects(inode.ino, oid, self.place_plain(inode))
+        flip = self._in_objects(file, target)
+        objects = ObjectSet(self._servers, target.layout, target.ino, target.oid, new=True)
+        flip.objects = objects
         if not inode.data:  # nothing is made before the record names it
-            await self._transitions.flip([self._in_objects(file, target)])
-        else:
-            # The inline bytes may be durable already: they stay in the record until the objects
-            # hold them durably.
-            await self._transitions.change_form(file, target, partial(self._make, file, target))
-            faults.reach(_MARKED)
+            await self._transitions.flip([flip])
+            return
+        try:
+            async with self._transitions.making(target):
+                # The inline bytes may be durable already: they stay in the record until the objects
+                # hold them durably.
+                await objects.write(0, inode.data)
+                await objects.sync()
+                faults.reach(_COPIED)
+                await self._transitions.flip([flip])
+        finally:
+            if file.objects is not objects:
+                objects.close()
+        faults.reach(_MARKED)
 
     async def _restripe(self, file: OpenInode) -> None:
         """From a form that is never changed in place to striped, without protection."""
-        target = self._plain(file.inode, await self._ids.take())
-        await self._transitions.change_form(file, target, partial(self._make, file, target))
+        # Which columns must not be read may change meanwhile, and one that is being made anew then
+        # has anything in it.
+        while not await self._restripe_once(file):
+            pass
 
-    def _plain(self, inode: Inode, oid: int) -> SetRecord:
-        return SetRecord(inode.ino, oid, self.place_plain(inode), inode.size)
+    async def _restripe_once(self, file: OpenInode) -> bool:
+        """Whether it was done; not if its objects are read in another way now."""
+        inode, objects = file.inode, file.objects
+        target = NewObjects(inode.ino, await self._ids.take(), self.place_plain(inode))
 
-    def _in_objects(self, file: OpenInode, target: SetRecord) -> Flip:
-        inode = file.inode
-        form = {"oid": target.oid, "layout": target.layout, "data": None}
-        objects = ObjectSet(self._servers, target.layout, inode.ino, target.oid, new=True)
-        due = self.redundancy(inode).is_protected
-        return Flip(file, form, {"marked": True, "due": due}, objects)
+        async def describe() -> Making:
+            return Making(await self.describe(inode), target, inode.size, sparse=True)
 
-    async def _make(self, file: OpenInode, target: SetRecord) -> Flip:
-        """All bytes of the file in new objects."""
-        inode, flip = file.inode, self._in_objects(file, target)
-        objects = flip.objects
-        try:
-            if inode.data:
-                await objects.write(0, inode.data)
-                await objects.sync()
-            else:
-                workers = self._servers[target.layout.servers[0]].workers
-                await self._mover.store_anew(
-                    _Settled(file), inode.size, objects, workers, lambda: False, sparse=True
-                )
-        except BaseException:
-            objects.close()
-            raise
-        faults.reach(_COPIED)
-        return flip
+        def becomes(made: Made) -> Flip:
+            faults.reach(_COPIED)
+            return self._in_objects(file, target, blocks=made.blocks)
+
+        return await self._transitions.change_form(
+            file, describe, self._tools, becomes, lambda: file.objects is objects, is_alone=True
+        )
+
+    def _in_objects(self, file: OpenInode, target: NewObjects, **form: Any) -> Flip:
+        form |= {"oid": target.oid, "layout": target.layout, "data": None}
+        due = self.redundancy(file.inode).is_protected
+        return Flip(file, form, {"marked": True, "due": due})
 
     @staticmethod
     def _is_fixed(inode: Inode) -> bool:
@@ -301,21 +322,6 @@ class CapacityIO:
             async with alone([file]):
                 if file.marked and file.changes == changes and file.objects is objects:
                     await self._transitions.unmark(file)
-
-
-class _Settled:
-    """The bytes of a file whose gate is held. Which of its columns must not be read may change
-    meanwhile, and one that is being made anew then has anything in it."""
-
-    def __init__(self, file: OpenInode) -> None:
-        self._file = file
-        self.data_range = file.data_range
-
-    async def read_into(self, offset: int, buffer: memoryview, size: int) -> None:
-        objects = None
-        while objects is not self._file.objects:
-            objects = self._file.objects
-            buffer[:] = await objects.read(offset, len(buffer), size, True)
 
 
 def count_blocks(file: OpenInode) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import trio
 
+from aifs.burst.making import InChunks
 from aifs.core import faults
 from aifs.core.budget import Budget
 from aifs.core.errors import NotSupported, Unavailable
@@ -21,7 +22,7 @@ from aifs.data.objects.object_set import OnDamage
 from aifs.data.servers import Servers
 from aifs.data.workers import gather
 from aifs.files.collector import Collector
-from aifs.layout.interleaved import Extent, container_layout
+from aifs.layout.interleaved import Extent, Location, container_layout
 from aifs.layout.placement import ACTIVE, ALGORITHM, Candidate, spread
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.layout.striped import Striped
@@ -99,6 +100,30 @@ class Containers:
         get = get_extents if inode.layout.variable else chunks.get_chunks
         load = partial(self._engine.view, get, inode.oid)
         return ChunkedObjects(self.files, inode.layout, load, copied or self._verify)
+
+    async def describe(self, inode: Inode) -> InChunks:
+        """Where the chunks of an interleaved file lie now. Raises Unavailable for a damaged
+        list."""
+        layout, oid, size = inode.chunks, inode.oid, inode.size
+        chunks_found, extents_found = list[Location | None](), list[Extent]()
+        if layout.variable:
+            at = 0
+            while at < size:
+                _, _, found = await self._engine.view(get_extents, oid, at)
+                extents_found += found
+                at += sum(extent.length for extent in found)
+        else:
+            while (first := len(chunks_found)) < layout.count(size):
+                chunks_found += (await self._engine.view(chunks.get_chunks, oid, first))[1]
+        places = (*chunks_found, *(extent.place for extent in extents_found))
+        named = sorted({place.container for place in places if place is not None})
+        entries = [(container, await self._find(container)) for container in named]
+        return InChunks(
+            layout,
+            tuple(chunks_found),
+            tuple(extents_found),
+            tuple((container, entry) for container, entry in entries if entry is not None),
+        )
 
     def moved(self, container: int) -> None:
         """The container's record, or what is known of its columns, has changed."""

@@ -70,8 +70,10 @@ class Drain:
         self._upkeep = upkeep
         self.workers = burst.drain_workers
         self._limiter = Limiter(burst.drain_bandwidth)
-        self.mover = Mover(servers.budget, self._limiter, burst.ioprio, self._is_in_the_way)
-        self._drainer = Drainer(config, engine, servers, io, ids, collector, containers, self.mover)
+        self.tools = io.tools(
+            Mover(servers.budget, self._limiter, burst.ioprio, self._is_in_the_way)
+        )
+        self._drainer = Drainer(config, engine, servers, io, ids, collector, containers, self.tools)
         self._wanted: list[int] = []
         self._queue = Queue(burst.drain_delay_s, burst.drain_deadline_s)
         self._waiters: list[Waiter] = []

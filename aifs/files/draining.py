@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import trio
 
-from aifs.burst.transfer import Mover
+from aifs.burst.making import Making, MakingTools, NewObjects, carry_out
 from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
 from aifs.data.containers.pieces import Source
-from aifs.data.objects.object_set import ObjectSet
 from aifs.data.servers import Servers
 from aifs.files.collector import Collector
 from aifs.files.containers import LISTED_AT_ONCE, Containers
@@ -21,7 +20,6 @@ from aifs.files.flips import Draining, Flips, Outcome
 from aifs.layout.interleaved import CHUNK, Interleaved
 from aifs.layout.redundancy import Redundancy
 from aifs.meta.kv import Engine
-from aifs.meta.moves import SetRecord
 from aifs.store.ids import IdAllocator
 
 _COPIED = faults.declare(
@@ -47,18 +45,17 @@ class Drainer:
         ids: IdAllocator,
         collector: Collector,
         containers: Containers,
-        mover: Mover,
+        tools: MakingTools,
     ) -> None:
         self._layout = config.layout
         self._redundancy = Redundancy(config.layout.replicas, *config.layout.ec)
-        self._io_priority = config.burst.ioprio
         self._spare = config.data.min_spare
         self._engine = engine
         self._servers = servers
         self._io = io
         self._ids = ids
         self._containers = containers
-        self._mover = mover
+        self._tools = tools
         self._flips = Flips(io, collector)
 
     async def drain(self, files: Sequence[Draining]) -> None:
@@ -104,7 +101,8 @@ class Drainer:
     async def _copy(self, draining: Draining) -> None:
         try:
             if draining.size <= self._layout.inline_limit:
-                draining.data = await self._mover.read_whole(draining.copy, draining.size)
+                making = Making(draining.copy.place, None, draining.size)
+                draining.data = (await carry_out(making, self._tools)).data
                 draining.blocks = (draining.size + 511) // 512
             else:
                 await self._copy_striped(draining)
@@ -115,35 +113,28 @@ class Drainer:
         ino, oid = draining.ino, await self._ids.take()
         inode = draining.file.inode
         layout = self._io.capacity.place(inode)
-        objects = ObjectSet(self._servers, layout, ino, oid, new=True, background=self._io_priority)
-        await self._io.transitions.begin_making(SetRecord(ino, oid, layout, draining.size))
+        copy, size = draining.copy, draining.size
+        sparse = copy.stat().st_blocks * 512 < size
+        target = NewObjects(ino, oid, layout)
+        making = Making(copy.place, target, size, sparse, spare=self._spare)
+        await self._io.transitions.begin_making(target)
         draining.oid = oid
-        try:
-            digests = await self._mover.drain_out(
-                draining.copy,
-                draining.size,
-                objects,
-                lambda: draining.cancelled,
-                self._spare,
-            )
-            if digests is None:
-                draining.outcome = Outcome.CHANGED
-                return
-            draining.layout, draining.digests = layout, digests
-            draining.blocks = objects.blocks() or 0
-            draining.lacking = objects.unread
-            is_asked = self._io.capacity.redundancy(inode).is_protected
-            draining.due = is_asked and not layout.is_protected
-            faults.reach(_COPIED)
-        finally:
-            objects.close()
+        made = await carry_out(making, self._tools, lambda: draining.cancelled)
+        if made is None:
+            draining.outcome = Outcome.CHANGED
+            return
+        draining.layout, draining.digests = layout, made.digests
+        draining.blocks, draining.lacking = made.blocks, made.lacking
+        is_asked = self._io.capacity.redundancy(inode).is_protected
+        draining.due = is_asked and not layout.is_protected
+        faults.reach(_COPIED)
 
     async def _append(
         self, files: list[Draining], servers: tuple[int, ...], redundancy: Redundancy
     ) -> None:
         try:
             sources = [await self._source(file) for file in files]
-            await self._mover.admit(sum(file.size for file in files))
+            await self._tools.mover.admit(sum(file.size for file in files))
             async with self._containers.append(sources, servers, redundancy) as stored:
                 for file, source, chunks in zip(files, sources, stored.lists, strict=True):
                     file.layout, file.oid, file.chunks = source.layout, source.oid, chunks

@@ -13,7 +13,9 @@ from typing import Any
 import trio
 
 from aifs.burst.copy import BurstCopy
+from aifs.burst.making import MakingTools
 from aifs.burst.tier import BurstTier
+from aifs.burst.transfer import Limiter, Mover
 from aifs.core import files
 from aifs.core.config import Config
 from aifs.core.errors import FileTooLarge, FsError, NoSpace, Stale, Unavailable
@@ -71,7 +73,10 @@ class FileIO:
         self._verify = config.data.verify == "read"
         self._collector = collector
         self.transitions = Transitions(engine, tier, collector, damage, self.objects_of)
-        self.capacity = CapacityIO(config, engine, servers, ids, self.transitions)
+        tools = self.tools(Mover(servers.budget, Limiter(0), "none"))
+        self.capacity = CapacityIO(
+            config, engine, servers, ids, containers, self.transitions, tools
+        )
         self.burst = BurstIO(config, engine, tier, self.transitions, needs)
         self.damage = damage
         self._upkeep = upkeep
@@ -214,17 +219,19 @@ class FileIO:
             return self._containers.objects_of(inode)
         return self.set_of(inode, unread, background, checked=self._verify)
 
-    async def source_of(self, inode: Inode, background: str, followed: bool) -> Bytes | Followed:
-        """For who copies the bytes of a settled file elsewhere: checked. ``followed``: somebody
-        reads the file now, so that each byte is to come from its server once for both; else past
-        all caches of striped files, at that I/O priority."""
+    async def _to_be_copied(self, inode: Inode) -> Bytes | Followed:
+        """The bytes of a settled file, checked, by way of the caches of those who read it."""
         if inode.chunks is not None:
             return self._containers.objects_of(inode, copied=True)
         unread, of = 0, SetRecord(inode.ino, inode.oid, inode.layout, inode.size)
         if of.layout.is_protected:
             unread = await self._engine.view(find_degraded, of.oid)
-        objects = self.set_of(of, unread, background, checked=True)
-        return Followed(objects) if followed else objects
+        return Followed(self.set_of(of, unread, checked=True))
+
+    def tools(self, mover: Mover) -> MakingTools:
+        """To carry out makings in this process."""
+        containers = self._containers.files
+        return MakingTools(self._servers, mover, containers, self._verify, self._damaged)
 
     def set_of(
         self, of: Inode | SetRecord, unread: int = 0, background: str = "", checked: bool = False
@@ -433,7 +440,7 @@ class FileIO:
         start = offset - offset % HASHED
         end = min(size, offset + length + -(offset + length) % HASHED)
         data = memoryview(bytearray(max(0, end - start)))
-        source = await self.source_of(file.inode, "", followed=True)
+        source = await self._to_be_copied(file.inode)
         try:
             await source.read_into(start, data, size)
         except Unavailable:

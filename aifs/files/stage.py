@@ -10,6 +10,7 @@ from typing import Any
 
 import trio
 
+from aifs.burst.making import Made, Making
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core import faults
@@ -23,8 +24,6 @@ from aifs.files.file_io import FileIO
 from aifs.files.open_inode import OpenInode
 from aifs.files.transitions import Flip
 from aifs.layout.hint import DEFAULT_POLICY
-from aifs.layout.striped import Striped
-from aifs.meta.moves import SetRecord
 
 _log = logger(__name__)
 
@@ -49,12 +48,11 @@ class Stager:
         upkeep: Upkeep,
     ) -> None:
         self._on_read = config.burst.stage_on_read
-        self._io_priority = config.burst.ioprio
         self._remembered = servers.budget.total // _REMEMBERED_SHARE
         self._tier = tier
         self._io = io
         self._upkeep = upkeep
-        self._mover = Mover(servers.budget, Limiter(0), config.burst.ioprio)
+        self._tools = io.tools(Mover(servers.budget, Limiter(0), config.burst.ioprio))
         self._running: dict[int, trio.Event] = {}
         self._waiting: deque[int] = deque()
         self._known: dict[int, int] = {}
@@ -74,7 +72,7 @@ class Stager:
 
         It does not if there is no room, if it is being written to in place, is changed meanwhile,
         or has wrong bytes on the servers. The copy is not synced. The file's gate must not be held.
-        ``followed``: see FileIO.source_of.
+        ``followed``: see Making.
         """
         while (event := self._running.get(ino)) is not None:
             await event.wait()
@@ -119,25 +117,22 @@ class Stager:
                 and inode.nlink > 0
             )
 
-        async def make() -> Flip | None:
-            source = await self._io.source_of(inode, self._io_priority, followed)
-            try:
-                sparse = inode.blocks * 512 < inode.size
-                done = await self._mover.stage_in(
-                    source, inode.size, copy, lambda: not holds(), sparse, in_order=followed
-                )
-            finally:
-                source.close()
-            if not done:
-                return None
+        async def describe() -> Making:
+            sparse = inode.blocks * 512 < inode.size
+            origin = await self._io.capacity.describe(inode)
+            return Making(origin, copy.place, inode.size, sparse, followed)
+
+        def becomes(made: Made) -> Flip:
             faults.reach(_COPIED)
+            copy.written()
             return Flip(file, {"copy": copy.place}, copy=copy)
 
         copy = await self._tier.create(device, inode.space)
-        target = SetRecord(0, copy.id, Striped(1, (copy.server,)), inode.size)
         staged = False
         try:
-            staged = await self._io.transitions.change_form(file, target, make, holds)
+            staged = await self._io.transitions.change_form(
+                file, describe, self._tools, becomes, holds
+            )
         finally:
             if not staged and file.copy is not copy:
                 self._tier.discard(copy)  # it may be on record as garbage, or not yet
@@ -197,6 +192,6 @@ class Stager:
             "active_files": len(self._running),
             "waiting_files": len(self._waiting),
             "staged_files": self._files,
-            "staged_bytes": self._mover.moved_bytes,
+            "staged_bytes": self._tools.mover.moved_bytes,
             "failed_files": self._failed,
         }

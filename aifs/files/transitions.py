@@ -5,7 +5,8 @@ tier, in a burst copy alone, or on the capacity tier with a clean copy beside. A
 these steps, whatever the change is (``change_form``):
 
 1. what is going to be made is on record as garbage, under an id that was never used;
-2. it is made, and durable: until the flip nothing counts, and the file stays what it is;
+2. it is made, and durable, from a plain value that says all that is needed for it (burst/making):
+   until the flip nothing counts, and the file stays what it is;
 3. with the file's gate held alone, one transaction *flips* the file, if it has not been changed
    meanwhile, and core takes the new form over before the gate is left;
 4. what was replaced, or made in vain, is garbage for the collector.
@@ -26,17 +27,20 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import trio
 
 from aifs.burst.copy import BurstCopy
+from aifs.burst.making import Made, Making, MakingTools, NewObjects, Target, carry_out
 from aifs.burst.tier import BurstTier
+from aifs.core.errors import Unavailable
 from aifs.data.objects.object_set import Bytes
 from aifs.files.collector import Collector
 from aifs.files.damage import Damage
+from aifs.files.gate import Gate
 from aifs.files.open_inode import OpenInode
 from aifs.layout.striped import Striped
 from aifs.meta import forms, moves
@@ -44,7 +48,7 @@ from aifs.meta.chunks import NOTHING_LOST
 from aifs.meta.forms import FormChange
 from aifs.meta.kv import Engine
 from aifs.meta.moves import SetRecord
-from aifs.meta.records import Inode
+from aifs.meta.records import Copy, Inode
 
 
 @dataclass(slots=True)
@@ -89,34 +93,55 @@ class Transitions:
     async def change_form(
         self,
         file: OpenInode,
-        target: SetRecord,
-        make: Callable[[], Awaitable[Flip | None]],
-        holds: Callable[[], bool] | None = None,
+        describe: Callable[[], Awaitable[Making]],
+        tools: MakingTools,
+        becomes: Callable[[Made], Flip],
+        holds: Callable[[], bool],
+        is_alone: bool = False,
     ) -> bool:
-        """Have ``make`` make ``target``, durably, and flip the file; whether that was done.
+        """Make what ``describe`` says, and flip the file to what it ``becomes`` with that; whether
+        it was done. The file may change while it is described.
 
-        ``make`` returns None if it has been overtaken by a change. ``holds`` says whether the file
-        is still what it was before it was read; it is asked when nobody can change the file any
-        more. None: the caller holds the gate. Raises what ``make`` raises, NoSpace and Unavailable;
-        then the file is what it was.
+        ``holds`` says whether the file is still what it was before it was described; it is asked
+        meanwhile, and when nobody can change the file any more. ``is_alone``: the caller holds the
+        gate. Each time that it is asked to, ``describe`` says the same target, and where the bytes
+        lie then: chunks may have been moved. Raises what ``describe`` and ``carry_out`` raise,
+        NoSpace and Unavailable; then the file is what it was.
         """
-        async with self.making(target):
-            if holds is not None and not holds():
+        if not holds():
+            return False
+        making = await describe()
+        async with self.making(making.target):
+            made = await self._carry_out(making, describe, tools, holds)
+            if made is None:
                 return False
-            flip = await make()
-            if flip is None:
-                return False
-            if holds is None:
-                await self.flip([flip])
-                return True
-            async with alone([file]):
+            async with nullcontext() if is_alone else alone([file]):
                 if holds():
-                    await self.flip([flip])
+                    await self.flip([becomes(made)])
                     return True
         return False
 
+    async def _carry_out(
+        self,
+        making: Making,
+        describe: Callable[[], Awaitable[Making]],
+        tools: MakingTools,
+        holds: Callable[[], bool],
+    ) -> Made | None:
+        """None if the file is not what it was when it was described."""
+        while holds():
+            try:
+                return await carry_out(making, tools, lambda: not holds())
+            except Unavailable:
+                if not holds():
+                    break
+                before, making = making, await describe()
+                if making == before:
+                    raise
+        return None
+
     @asynccontextmanager
-    async def making(self, target: SetRecord) -> AsyncIterator[None]:
+    async def making(self, target: Target) -> AsyncIterator[None]:
         """``target`` may be made within the block. It is garbage afterwards, unless a flip has made
         it a file's. The gate is not needed.
         """
@@ -124,12 +149,13 @@ class Transitions:
         try:
             yield
         finally:
-            self.end_making(target.oid)
+            self.end_making(_objects_of(target).oid)
 
-    async def begin_making(self, target: SetRecord) -> None:
+    async def begin_making(self, target: Target) -> None:
         """``target`` may be made until ``end_making``: it is on record as garbage."""
-        await self._engine.transact(forms.put_garbage, target.oid, target.ino, target.layout)
-        self._being_made.add(target.oid)
+        ino, oid, layout = _objects_of(target)
+        await self._engine.transact(forms.put_garbage, oid, ino, layout)
+        self._being_made.add(oid)
 
     def end_making(self, oid: int) -> None:
         """What has been made is garbage, unless a flip has made it a file's. Does not block; may be
@@ -164,17 +190,14 @@ class Transitions:
         lost: Mapping[int, int],
         new: Collection[bytes],
     ) -> None:
-        files = in_order([flip.file for flip in flips])
-        await _enter(files)
-        try:
+        files = [flip.file for flip in flips]
+        async with _recording(files):
             changes = [
                 FormChange(flip.file.inode.but(**flip.form), **flip.record) for flip in flips
             ]
             garbage = await self._transact(files, function, changes, lost, new, time.time_ns())
             for flip, change in zip(flips, changes, strict=True):
                 self._adopt(flip, change)
-        finally:
-            _leave(files)
         for oid in garbage:
             self._collector.add_garbage(oid)
         if any(change.lacking or change.due for change in changes):
@@ -245,7 +268,7 @@ class Transitions:
     ) -> bool:
         """The object of a column is whole on ``server``: from now on it is read there (see
         moves.flip). Whether the record agrees to that."""
-        async with _recording(file):
+        async with _recording([file]):
             after = await self._engine.transact(moves.flip, before, column, server, lost)
             if after is not None:
                 self._replace_objects(file, after.layout, lost & ~(1 << column))
@@ -258,7 +281,7 @@ class Transitions:
         The gate is not needed, and must not be waited for: a rebuild could begin meanwhile. So who
         holds the gate and reads asks after each read whether the objects have been replaced.
         """
-        async with _recording(file):
+        async with _recording([file]):
             lost = await self._engine.transact(moves.put_damaged, oid, file.inode.ino, mask)
             if lost:
                 self._replace_objects(file, file.inode.layout, lost)
@@ -267,7 +290,7 @@ class Transitions:
     async def view(self, file: OpenInode, function: Callable[..., Any], *args: Any) -> Any:
         """What a view finds on record of the file, when core says the same. The gate is not
         needed."""
-        async with _recording(file):
+        async with _recording([file]):
             return await self._engine.view(function, *args)
 
     def _replace_objects(self, file: OpenInode, layout: Striped, lost: int) -> None:
@@ -404,47 +427,51 @@ class Transitions:
             raise
 
 
-async def _enter(files: Sequence[OpenInode]) -> None:
-    """Hold ``recording`` of all these."""
-    entered = 0
-    try:
-        for file in files:
-            await file.recording.enter_alone()
-            entered += 1
-    except BaseException:
-        _leave(files[:entered])
-        raise
+def _objects_of(target: Target) -> NewObjects:
+    """A target as its garbage record names it: a copy is the one object of its device."""
+    if isinstance(target, Copy):
+        return NewObjects(0, target.id, Striped(1, (target.server,)))
+    assert target is not None
+    return target
 
 
-def _leave(files: Sequence[OpenInode]) -> None:
-    for file in files:
-        file.recording.leave_alone()
+class _Held:
+    """Some gates, held alone within the block. Those of many files are entered in one order, so
+    that no two wait for each other."""
+
+    __slots__ = ("_entered", "_gates")
+
+    def __init__(self, gates: Sequence[Gate]) -> None:
+        self._gates = gates
+        self._entered = 0
+
+    async def __aenter__(self) -> None:
+        try:
+            for gate in self._gates:
+                await gate.enter_alone()
+                self._entered += 1
+        except BaseException:
+            self._leave()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        for gate in self._gates[: self._entered]:
+            gate.leave_alone()
 
 
-@asynccontextmanager
-async def _recording(file: OpenInode) -> AsyncIterator[None]:
-    """Hold ``recording``."""
-    await file.recording.enter_alone()
-    try:
-        yield
-    finally:
-        file.recording.leave_alone()
-
-
-@asynccontextmanager
-async def alone(files: Iterable[OpenInode]) -> AsyncIterator[None]:
+def alone(files: Iterable[OpenInode]) -> _Held:
     """Hold the gates of all these alone."""
-    entered: list[OpenInode] = []
-    try:
-        for file in in_order(files):
-            await file.gate.enter_alone()
-            entered.append(file)
-        yield
-    finally:
-        for file in entered:
-            file.gate.leave_alone()
+    return _Held([file.gate for file in in_order(files)])
+
+
+def _recording(files: Iterable[OpenInode]) -> _Held:
+    """Hold ``recording`` of all these."""
+    return _Held([file.recording for file in in_order(files)])
 
 
 def in_order(files: Iterable[OpenInode]) -> list[OpenInode]:
-    """As their gates are entered, so that no two wait for each other."""
+    """As their gates are entered."""
     return sorted(files, key=lambda file: file.inode.ino)

@@ -280,6 +280,13 @@ def get_checksums(tx: ReadTransaction, oid: int, number: int) -> tuple[int, byte
     return first, tx.get(keys.checksums(oid, first)) or b""
 
 
+def describe_objects(tx: ReadTransaction, oid: int) -> tuple[int, bytes]:
+    """What has to be known of a file's objects to read them all: the mask of columns that must not
+    be read, and the checksums of all MiBs; b"" where the file has none."""
+    digests = b"".join(value for _, value in tx.range(*keys.all_checksums(oid)))
+    return find_degraded(tx, oid), digests
+
+
 def find_copy_owners(tx: ReadTransaction, copy_ids: Iterable[int]) -> dict[int, int]:
     """Inode numbers of the files that have these copies, by id of the copy."""
     records = {copy_id: tx.get(keys.burst_copy(copy_id)) for copy_id in copy_ids}

@@ -3,7 +3,7 @@
 Two small records say all that is needed (see keys.py): ``q oid``, *degraded*: these columns must
 not be read, a rebuild is due; ``m oid server``, *stray*: an object may lie there although the
 layout does not name the server. A column moves in one transaction, ``flip``; the steps around it
-are said in ``vfs/moves``.
+are said in ``upkeep/moves``.
 
 An *object set* is (ino, oid): the objects of a file, or with inode number 0 those of a container.
 """

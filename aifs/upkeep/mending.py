@@ -7,7 +7,6 @@ than its name.
 
 from collections.abc import Callable, Set
 from enum import Enum, auto
-from functools import partial
 from typing import NamedTuple
 
 import trio
@@ -26,7 +25,7 @@ from aifs.meta import degraded, forms, moves
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.moves import SetRecord
 from aifs.upkeep.compaction import Compaction
-from aifs.upkeep.moves import Mover, NoTarget, Result
+from aifs.upkeep.moves import ColumnMover, NoTarget, Result
 from aifs.upkeep.relayout import Relayout
 
 
@@ -43,9 +42,15 @@ class FileSubject:
 
     def __init__(self, io: FileIO, engine: Engine, file: OpenInode) -> None:
         self.file = file
-        self.load = partial(engine.view, forms.get_checksums, file.inode.oid)
+        self._engine = engine
         self._io = io
         self.see()
+
+    async def digests(self) -> bytes:
+        return (await self._engine.view(forms.describe_objects, self.file.inode.oid))[1]
+
+    async def live(self) -> None:
+        return None
 
     def see(self) -> None:
         """What it is now is what it was from now on."""
@@ -91,8 +96,12 @@ class ContainerSubject:
         self._engine = engine
         self._container = container
 
-    async def load(self) -> list[tuple[int, int]]:
-        return [(user.start, user.end) for user in await users_of(self._engine, self._container)]
+    async def digests(self) -> bytes:
+        return b""
+
+    async def live(self) -> tuple[tuple[int, int], ...]:
+        users = await users_of(self._engine, self._container)
+        return tuple((user.start, user.end) for user in users)
 
     def is_unchanged(self) -> bool:
         return True
@@ -114,7 +123,7 @@ class Mender:
         io: FileIO,
         containers: Containers,
         compaction: Compaction,
-        mover: Mover,
+        mover: ColumnMover,
         relayout: Relayout,
         on_damage: Callable[[int, int, int], None],
     ) -> None:
@@ -207,7 +216,7 @@ class Mender:
             raise Unavailable(
                 "there are too few servers for the protection that its policy asks for"
             )
-        return await self._relayout.lay_out(subject, objects, 0, layout)
+        return await self._relayout.lay_out(subject, layout)
 
     async def _leave(self, subject: FileSubject, oid: int) -> bool:
         """Lay a file that lies on all servers there are out over those where columns may stay, if
@@ -220,7 +229,7 @@ class Mender:
             return False
         if not self.staying().issuperset(layout.servers):
             return False
-        return await self._relayout.lay_out(subject, seen.objects, seen.unread, layout)
+        return await self._relayout.lay_out(subject, layout)
 
     async def _mend_container(self, container: int) -> Outcome:
         seen = await self._look(0, container)

@@ -10,24 +10,20 @@ transaction leaves the object set as it was, and a stray.
 """
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Protocol
 
 import trio
 
-from aifs.burst.transfer import Limiter
+from aifs.burst.making import ColumnMaking, InObjects, Made, MakingTools, carry_out
+from aifs.burst.transfer import TargetFails
 from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace
-from aifs.core.tasks import run_all
-from aifs.data.checking.checked_reads import LoadDigests
-from aifs.data.checking.column_source import ColumnSource
-from aifs.data.containers.column import ContainerColumn, LoadLive
-from aifs.data.objects.columns import Columns
-from aifs.data.objects.holes import without_zeros
+from aifs.data.checking.checks import Untold
 from aifs.data.objects.recovery import forget_columns
 from aifs.data.reading.blocks import object_name
-from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.layout.placement import Candidate
@@ -47,14 +43,15 @@ _FLIPPED = faults.declare(
     "vfs.move.flipped", "a column is read from its new place, the old object is a stray"
 )
 
-_PIECES_AT_ONCE = 3
-
 
 class Subject(Protocol):
     """Whose objects they are, in core: a file, or a container."""
 
-    load: LoadDigests | LoadLive
-    """Checksums of a file; of a container the places where chunks are that files need."""
+    async def digests(self) -> bytes:
+        """The checksums of all MiBs of a file; b"" of what has none."""
+
+    async def live(self) -> tuple[tuple[int, int], ...] | None:
+        """Where in a container the chunks are that files need; None of a file."""
 
     def is_unchanged(self) -> bool:
         """Whether nobody has changed the bytes, or is about to, since this was made; False for good
@@ -75,14 +72,7 @@ class NoTarget(NoSpace):
     """There is no server that could take the column."""
 
 
-class _TargetFails(Exception):
-    """What was to be written could not be."""
-
-    def __init__(self, error: FsError) -> None:
-        self.error = error
-
-
-class Mover:
+class ColumnMover:
     """Moves columns. Used from one trio thread, for an object set by one task at a time."""
 
     def __init__(
@@ -90,26 +80,19 @@ class Mover:
         engine: Engine,
         servers: Servers,
         strays: Strays,
-        limiter: Limiter,
-        io_priority: str,
-        make_way: Callable[[], Awaitable[None]],
+        tools: MakingTools,
         on_moved: Callable[[SetRecord, int], None],
     ) -> None:
-        """``make_way`` is awaited before each piece, and may take its time. ``on_moved`` is called
-        when a column is whole, with where it lay until then."""
-        self.moved_bytes = 0
+        """``on_moved`` is called when a column is whole, with where it lay until then."""
         self._on_moved = on_moved
         self._engine = engine
         self._servers = servers
         self._strays = strays
-        self._limiter = limiter
-        self._io_priority = io_priority
-        self._make_way = make_way
-        self._buffers = BudgetedBuffers(servers.budget)
+        self._tools = tools
 
     async def move(
         self, subject: Subject, objects: SetRecord, unread: int, column: int
-    ) -> tuple[Result, set[int]]:
+    ) -> tuple[Result, frozenset[int]]:
         """Bring a column to a server where it may stay, whole; ``unread``: mask of columns that
         must not be read.
 
@@ -121,14 +104,14 @@ class Mover:
             target = self._target(objects, column, unread, failed)
             if target is None:
                 if any((objects.oid, number) in self._strays for number in self._servers.usable()):
-                    return Result.PENDING, set()
+                    return Result.PENDING, frozenset()
                 raise next(
                     iter(failed.values()),
                     NoTarget("there is no other server that could take the column"),
                 )
             try:
                 return await self._move(subject, objects, unread, column, target)
-            except _TargetFails as failure:
+            except TargetFails as failure:
                 failed[target.id] = failure.error
 
     def _target(
@@ -158,10 +141,10 @@ class Mover:
 
     async def _move(
         self, subject: Subject, objects: SetRecord, unread: int, column: int, target: DataServer
-    ) -> tuple[Result, set[int]]:
+    ) -> tuple[Result, frozenset[int]]:
         ino, oid, layout, size = objects
         length, old = layout.object_length(column, size), layout.servers[column]
-        new, wrong, flipped = Stray(ino, oid, target.id), set[int](), False
+        new, wrong, flipped = Stray(ino, oid, target.id), frozenset[int](), False
         is_new = bool(length) and target.id != old
         if is_new and not await self._engine.transact(moves.put_stray, new):
             return Result.PENDING, wrong
@@ -170,7 +153,7 @@ class Mover:
                 await self._engine.barrier()
                 faults.reach(_RECORDED)
             if length:
-                wrong = await self._make(subject, objects, unread, column, target, length)
+                wrong = await self._make(subject, objects, unread, column, target)
             faults.reach(_MADE)
             # It may have been wrong there.
             self._servers.cache.invalidate(object_name(target, (ino, oid)))
@@ -193,97 +176,25 @@ class Mover:
         return Result.MOVED, wrong
 
     async def _make(
-        self,
-        subject: Subject,
-        objects: SetRecord,
-        unread: int,
-        column: int,
-        target: DataServer,
-        length: int,
-    ) -> set[int]:
+        self, subject: Subject, objects: SetRecord, unread: int, column: int, target: DataServer
+    ) -> frozenset[int]:
         """Make the object of the column on ``target``, durably, unless the subject changes
-        meanwhile.
+        meanwhile; which other columns have wrong bytes.
         """
-        ino, oid, layout, _ = objects
-        source = Columns(self._servers, layout, ino, oid, background=self._io_priority)
-        sink = Columns(
-            self._servers, layout.moved(column, target.id), ino, oid, background=self._io_priority
-        )
-        reader = self._reader(subject, objects, source, unread, column, target)
-        stopped = False
-
-        async def work() -> None:
-            nonlocal stopped
-            try:
-                while True:
-                    await self._make_way()
-                    if (
-                        stopped
-                        or not subject.is_unchanged()
-                        or (found := await reader.following()) is None
-                    ):
-                        return
-                    offset, part = found
-                    await self._limiter.take(len(part))
-                    for start, run in without_zeros(part) if sparse else [(0, part)]:
-                        await _write(sink.write, column, offset + start, run)
-                    self.moved_bytes += len(part)
-            except BaseException:
-                stopped = True
-                raise
-
-        try:
-            sparse = await self._is_new(sink, column) and ino != 0  # containers have no holes
-            if isinstance(reader, ColumnSource) and not (await subject.load(0))[1]:
-                await reader.skip_holes(sink)
-            await run_all(*[work] * _PIECES_AT_ONCE)
-            if subject.is_unchanged():
-                await _write(sink.settle, column, length)
-                await _write(sink.sync, column)
-            return reader.wrong
-        finally:
-            source.close()
-            sink.close()
-
-    def _reader(
-        self,
-        subject: Subject,
-        objects: SetRecord,
-        columns: Columns,
-        unread: int,
-        column: int,
-        target: DataServer,
-    ) -> ColumnSource | ContainerColumn:
         ino, oid, layout, size = objects
-        if ino:
-            return ColumnSource(
-                self._servers,
-                self._buffers,
-                columns,
-                layout,
-                size,
-                column,
-                unread,
-                subject.load,
-                target,
-            )
-        return ContainerColumn(
-            self._servers, self._buffers, columns, layout, oid, size, column, unread, subject.load
-        )
-
-    async def _is_new(self, sink: Columns, column: int) -> bool:
-        """Whether there is no object yet: then what is not written is a hole."""
+        origin = InObjects(ino, oid, layout, unread, await subject.digests())
+        making = ColumnMaking(origin, size, column, target.id)
         try:
-            return await sink.read(column, 0, memoryview(bytearray(1))) == 0
-        except FsError as error:
-            raise _TargetFails(error) from error
+            made = await self._carry_out(subject, making)
+        except Untold:
+            live = await subject.live()
+            if live is None:
+                raise
+            made = await self._carry_out(subject, replace(making, live=live))
+        return frozenset() if made is None else made.wrong
 
-
-async def _write(function: Callable[..., Awaitable[None]], *args: object) -> None:
-    try:
-        await function(*args)
-    except FsError as error:
-        raise _TargetFails(error) from error
+    async def _carry_out(self, subject: Subject, making: ColumnMaking) -> Made | None:
+        return await carry_out(making, self._tools, lambda: not subject.is_unchanged())
 
 
 def choose_target(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import trio
 
-from aifs.burst.transfer import Limiter
+from aifs.burst.transfer import Limiter, Mover
 from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.core.log import logger
@@ -35,7 +35,7 @@ from aifs.store.ids import IdAllocator
 from aifs.upkeep.compaction import Compaction
 from aifs.upkeep.from_copies import FromCopies
 from aifs.upkeep.mending import Mender, Outcome
-from aifs.upkeep.moves import Mover
+from aifs.upkeep.moves import ColumnMover
 from aifs.upkeep.relayout import Relayout
 from aifs.upkeep.strays import Strays
 
@@ -101,12 +101,12 @@ class Rebuild:
         self._limiter = Limiter(config.rebuild.bandwidth)
         self.strays = Strays(engine, servers, backup, upkeep, self._swept)
         priority = config.burst.ioprio
-        self._mover = Mover(
-            engine, servers, self.strays, self._limiter, priority, self._make_way, self._moved
-        )
-        self._relayout = Relayout(servers, io, ids, self._limiter, priority, config.data.min_spare)
+        self.mover = Mover(servers.budget, self._limiter, priority, make_way=self._make_way)
+        tools = io.tools(self.mover)
+        columns = ColumnMover(engine, servers, self.strays, tools, self._moved)
+        self._relayout = Relayout(io, ids, tools, config.data.min_spare)
         self._mender = Mender(
-            engine, servers, io, containers, compaction, self._mover, self._relayout, damage.report
+            engine, servers, io, containers, compaction, columns, self._relayout, damage.report
         )
         self._from_copies = from_copies
         self._damage = damage
@@ -251,7 +251,7 @@ class Rebuild:
 
         await self._walk(add)
         self._left, self._standing = left, standing
-        self._began_s, self._began_bytes = time.monotonic(), self._mover.moved_bytes
+        self._began_s, self._began_bytes = time.monotonic(), self.mover.moved_bytes
         return left
 
     async def _walk(self, see: Callable[[Due], Awaitable[None]]) -> None:
@@ -378,7 +378,7 @@ class Rebuild:
         """
         left = self._left or _Left()
         elapsed = max(time.monotonic() - self._began_s, 0.001)
-        rate = (self._mover.moved_bytes - self._began_bytes) / elapsed if left.objects else 0
+        rate = (self.mover.moved_bytes - self._began_bytes) / elapsed if left.objects else 0
         return {
             "workers": self._workers,
             "bandwidth": self._limiter.rate,
@@ -386,7 +386,7 @@ class Rebuild:
             "left_bytes": left.length,
             "active_objects": len(self._active),
             "moved_columns": self._columns,
-            "moved_bytes": self._mover.moved_bytes,
+            "moved_bytes": self.mover.moved_bytes,
             "relaid_files": self._relayout.files,
             "rate": round(rate),
             "estimate_s": round(left.length / rate, 1) if rate and left.length else None,

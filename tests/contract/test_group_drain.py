@@ -56,7 +56,7 @@ def group_drain(fs: Filesystem) -> GroupDrain:
         fs.ids,
         fs.collector,
         fs.containers,
-        fs.drain.mover,
+        fs.drain.tools,
     )
 
 

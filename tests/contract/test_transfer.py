@@ -115,7 +115,7 @@ async def test_holes_stay_holes(servers):
             file.write(b"data")
             data[offset : offset + 4] = b"data"
     objects = make_objects(servers, layout, new=True)
-    assert await mover.drain_out(copy, size, objects, never) == b""
+    assert await mover.drain_out(copy, size, objects, never, sparse=True) == b""
     assert mover.moved_bytes < 4 * PIECE
     assert objects.blocks() * 512 <= 64 << 10
     assert await objects.read(0, size, size, True) == data
@@ -172,13 +172,13 @@ async def test_a_server_that_fails(servers, op):
                 size += 9 * MIB
                 os.truncate(path_of(copy), size)
             with pytest.raises(expected, match="data server 1"):
-                await mover.drain_out(copy, size, objects, never)
+                await mover.drain_out(copy, size, objects, never, sparse=op == "truncate")
             objects.close()
         assert failed
         objects = ObjectSet(servers, Striped(MIB, (0, 1, 2)), 7, 71 + error, new=True)
-        assert await mover.drain_out(copy, size, objects, never) == digests(
-            path_of(copy).read_bytes()
-        )
+        assert await mover.drain_out(
+            copy, size, objects, never, sparse=op == "truncate"
+        ) == digests(path_of(copy).read_bytes())
         objects.close()
     copy.close()
 
@@ -191,7 +191,9 @@ async def test_a_file_with_some_holes_has_all_checksums(servers):
             file.write(b"data")
         file.truncate(size)
     objects = make_objects(servers, Striped(MIB, (0, 1)), new=True)
-    assert await mover.drain_out(copy, size, objects, never) == digests(path_of(copy).read_bytes())
+    assert await mover.drain_out(copy, size, objects, never, sparse=True) == digests(
+        path_of(copy).read_bytes()
+    )
     objects.close()
     copy.close()
 
@@ -208,7 +210,7 @@ async def test_a_copy_that_is_shorter_than_it_was(servers):
 
 async def test_memory_stays_within_the_budget(servers):
     mover = make_mover(total=2 * PIECE)
-    budget = mover._buffers._budget
+    budget = mover.buffers._budget
     async with trio.open_nursery() as nursery:
         for number in range(4):
             copy = make_copy(servers, number + 1)

@@ -72,7 +72,7 @@ async def work(
             fs.ids,
             fs.collector,
             fs.containers,
-            fs.drain.mover,
+            fs.drain.tools,
         )
         for number in range(rounds):
             members = []

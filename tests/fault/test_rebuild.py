@@ -335,7 +335,7 @@ async def paused_move(fs: Filesystem, number: int, act: Callable[[], Awaitable[N
         waiting.set()
         await go_on.wait()
 
-    fs.rebuild._mover._make_way = hold
+    fs.rebuild.mover.make_way = hold
     await change(fs, number, DRAINING)
     await waiting.wait()
     await act()

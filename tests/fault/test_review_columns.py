@@ -17,7 +17,7 @@ from aifs.data.reading.blocks import ObjectSource, object_name
 from aifs.layout.placement import DRAINING
 from aifs.meta import degraded
 from aifs.store import store
-from aifs.upkeep.moves import Mover
+from aifs.upkeep.moves import ColumnMover
 from tests.fault.test_rebuild import (
     REDUNDANT,
     UNIT,
@@ -59,7 +59,7 @@ async def test_a_file_that_was_passed_through_for_a_moment_while_it_moved_is_mov
                 pieces == 5
             )  # as a program does that opens it and closes it again
 
-        fs.rebuild._mover._make_way = make_way
+        fs.rebuild.mover.make_way = make_way
         number = (await fs.getattr(ino)).layout.servers[0]
         await leave(fs, ino)
         await left(fs, number)
@@ -248,7 +248,7 @@ async def test_a_column_is_not_made_anew_before_those_who_read_the_open_file_are
 ):
     """A metadata engine may let the rebuild see a record before its transaction returns to us."""
     monkeypatch.setattr(store, "LmdbEngine", engines.Stopping)
-    began, move = [], Mover.move
+    began, move = [], ColumnMover.move
     async with mounted(directory, REDUNDANT["1x3"]) as fs:
         ino = await write_file(fs, b"f", random.Random(1).randbytes(40 * UNIT))
         await drained(fs, ino)
@@ -260,7 +260,7 @@ async def test_a_column_is_not_made_anew_before_those_who_read_the_open_file_are
             began.append(file.objects)
             return await move(self, *args)
 
-        monkeypatch.setattr(Mover, "move", noted)
+        monkeypatch.setattr(ColumnMover, "move", noted)
         async with trio.open_nursery() as nursery:
             fs.store.engine.stop("after", "put_damaged")
             nursery.start_soon(fs.rebuild.request, inode.oid, ino, [1])
@@ -288,7 +288,8 @@ async def test_bytes_that_were_read_while_the_column_was_found_to_be_wrong_do_no
         await files.write(fs, [40 * UNIT])
         [ino] = files.contents
         fs.io.burst.stager = None
-        inode, read, wrong = await fs.getattr(ino), ObjectSet.read, []
+        inode, wrong = await fs.getattr(ino), []
+        read, read_into = ObjectSet.read, ObjectSet.read_into
 
         async def overtaken(self, offset, length, size, strict=True):
             data = await read(self, offset, length, size, strict)
@@ -298,8 +299,17 @@ async def test_bytes_that_were_read_while_the_column_was_found_to_be_wrong_do_no
                 return memoryview(bytes(length))  # holes of the new object
             return data
 
-        monkeypatch.setattr(ObjectSet, "read", overtaken)
-        if who == "writer":
+        async def overtaken_copy(self, offset, buffer, size):
+            await read_into(self, offset, buffer, size)
+            if not wrong:
+                wrong.append(1)
+                assert await fs.rebuild.request(inode.oid, ino, [1])
+                buffer[:] = bytes(len(buffer))
+
+        if who == "reader":
+            monkeypatch.setattr(ObjectSet, "read", overtaken)
+        else:
+            monkeypatch.setattr(ObjectSet, "read_into", overtaken_copy)
             await overwrite(fs, ino, 0, b"x")
             files.contents[ino] = b"x" + files.contents[ino][1:]
         await files.check(fs)

@@ -232,7 +232,7 @@ async def test_a_close_that_was_cancelled_is_done_later(directory: Path) -> None
 
 
 @WHEN
-@pytest.mark.parametrize("function", ["put_garbage", "find_degraded"])
+@pytest.mark.parametrize("function", ["put_garbage", "describe_objects"])
 async def test_a_file_that_is_emptied_before_a_staging_reads_it_is_not_staged(
     directory: Path, monkeypatch: pytest.MonkeyPatch, when: str, function: str
 ) -> None:

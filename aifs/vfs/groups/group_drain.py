@@ -16,7 +16,7 @@ from typing import Any
 import trio
 
 from aifs.burst.copy import BurstCopy
-from aifs.burst.transfer import Mover
+from aifs.burst.making import Making, MakingTools, carry_out
 from aifs.core import files
 from aifs.core.config import Config
 from aifs.data.servers import Servers
@@ -58,22 +58,22 @@ class GroupDrain:
         ids: IdAllocator,
         collector: Collector,
         containers: Containers,
-        mover: Mover,
+        tools: MakingTools,
     ) -> None:
         self._layout = config.layout
         self._redundancy = Redundancy(config.layout.replicas, *config.layout.ec)
         self._io_priority = config.burst.ioprio
-        self._mover = mover
+        self._making_tools = tools
         self._flips = Flips(io, collector)
         lanes = min(len(os.sched_getaffinity(0)), max(config.data.threads // 2, 1))
-        self._hasher = Hasher(lanes, config.burst.ioprio, mover.is_in_the_way)
+        self._hasher = Hasher(lanes, config.burst.ioprio, tools.mover.is_in_the_way)
         self._tools = Tools(
             engine,
             servers.budget,
             ids,
             collector,
             containers,
-            mover,
+            tools.mover,
             self._flips,
             Bandwidths(config, servers),
         )
@@ -209,7 +209,8 @@ class GroupDrain:
     async def _store_tiny(self, members: list[Prepared], report: Report) -> None:
         for member in members:
             with errors_of(member):
-                member.data = await self._mover.read_whole(member.copy, member.size)
+                making = Making(member.copy.place, None, member.size)
+                member.data = (await carry_out(making, self._making_tools)).data
                 member.blocks = (member.size + 511) // 512
                 report.inline_bytes += member.size
         await self._flips.flip([member for member in members if member.outcome is None])

@@ -1,0 +1,295 @@
+"""What a change of form makes, as a plain value, and who makes it.
+
+A ``Making`` says all that has to be known to copy the bytes of a file to a new place: where they
+are, with the checksums that they should have, and where they go, under an id that was never used.
+It consists of numbers, bytes, tuples and layouts, so it can be handed to another process, which
+opens what it needs itself (``MakingTools``), and needs no metadata. Nothing of what is made counts:
+the target is garbage on record before, and only the flip afterwards changes that
+(files/transitions).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from aifs.burst.copy import BurstCopy
+from aifs.burst.transfer import Mover, Source
+from aifs.data.checking.checks import Untold
+from aifs.data.checking.column_source import ColumnSource
+from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE
+from aifs.data.containers.chunked import ChunkedObjects
+from aifs.data.containers.column import ContainerColumn
+from aifs.data.containers.files import ContainerFiles, Entry
+from aifs.data.objects.columns import Columns
+from aifs.data.objects.object_set import Followed, ObjectSet
+from aifs.data.servers import Servers
+from aifs.layout.interleaved import Extent, Interleaved, Location
+from aifs.layout.striped import Striped
+from aifs.meta.records import Copy
+
+
+class InObjects(NamedTuple):
+    """The bytes of a settled file are in objects."""
+
+    ino: int
+    oid: int
+    layout: Striped
+    unread: int = 0
+    """Mask of columns that must not be read."""
+    digests: bytes = b""
+    """The checksum of each MiB of the file; b"" of a file that has none."""
+
+
+class InChunks(NamedTuple):
+    """The bytes of a file are in chunks, which have checksums of their own."""
+
+    layout: Interleaved
+    chunks: tuple[Location | None, ...] = ()
+    """Where each chunk lies, None for a hole; of a file whose chunks have one length."""
+    extents: tuple[Extent, ...] = ()
+    """The same of a file of variable chunks."""
+    containers: tuple[tuple[int, Entry], ...] = ()
+    """What the table says of the containers that they name, by id."""
+
+
+class NewObjects(NamedTuple):
+    """The bytes are to be in objects that do not exist yet."""
+
+    ino: int
+    oid: int
+    layout: Striped
+
+
+Origin = Copy | InObjects | InChunks
+"""Where all bytes of a file are, which nobody changes. A Copy is a burst copy."""
+
+Target = Copy | NewObjects | None
+"""Where they go. A burst copy exists, and is empty. None: they are few, and are asked for
+themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """Copy all ``size`` bytes of a file. Holes stay holes; so does each MiB of zeros."""
+
+    origin: Origin
+    target: Target
+    size: int
+    sparse: bool = False
+    """There are holes, which are to be found, and not read."""
+    followed: bool = False
+    """Somebody reads the file now: by way of the caches of this process, if it is the same one, so
+    that each byte comes from its server once for both."""
+    spare: int = 0
+    """How many columns more than the bytes need must be durable; see ObjectSet.sync."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnMaking:
+    """Make the object of a column whole on a server: from where it lies, or from the other columns.
+    It may be there already, and is made right then."""
+
+    origin: InObjects
+    """All columns, as they lie. With inode number 0 they are a container's, which has no
+    checksums: its chunks have."""
+    size: int
+    """Of the file, or the container."""
+    column: int
+    """Which one."""
+    server: int
+    """Where it is to be."""
+    live: tuple[tuple[int, int], ...] | None = None
+    """Start and end of all chunks of a container that files need. None: it is not known, and
+    Untold is raised for what nobody can tell, whether or not a file needs it."""
+
+
+class Made(NamedTuple):
+    """What is known of a target that has been made. Objects are durable, a burst copy is not
+    synced."""
+
+    blocks: int = 0
+    """Of 512 bytes, that new objects take, as ObjectSet.blocks."""
+    digests: bytes = b""
+    """The checksum of each MiB in new objects; b"" of a file that is mostly holes."""
+    lacking: int = 0
+    """Mask of the columns that could not be written, and that others stand in for."""
+    data: bytes = b""
+    """The bytes that were asked for themselves."""
+    wrong: frozenset[int] = frozenset()
+    """Columns that turned out to have wrong bytes when another one was made."""
+
+
+def _ignore(layout: Striped, oid: int, ino: int, column: int) -> None:
+    pass
+
+
+def never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class MakingTools:
+    """What a process carries out makings with. All but ``servers`` and ``mover`` are for a process
+    that does other things, too."""
+
+    servers: Servers
+    mover: Mover
+    """Its limits and its memory."""
+    containers: ContainerFiles | None = None
+    """What others read containers through, too."""
+    verify: bool = False
+    """Whether programs that read get checked bytes alone, from caches of their own."""
+    on_damage: Callable[[Striped, int, int, int], None] = _ignore
+    """Told of columns whose bytes turn out to be missing or wrong, as layout, oid, inode number and
+    column. Does not block."""
+
+    @contextmanager
+    def opened(self, origin: InObjects | InChunks, followed: bool) -> Iterator[Source]:
+        """Bytes on the capacity tier, to be read, and compared with their checksums."""
+        if isinstance(origin, InChunks):
+            with self._containers_of(origin) as containers:
+                yield ChunkedObjects(containers, origin.layout, _listed(origin), verify=True)
+            return
+        objects = ObjectSet(
+            self.servers,
+            origin.layout,
+            origin.ino,
+            origin.oid,
+            background=self.mover.io_priority,
+            unread=origin.unread,
+            on_damage=partial(self.on_damage, origin.layout),
+            digests=_loaded(origin.digests),
+            verify=self.verify,
+        )
+        with closing(objects):
+            yield Followed(objects) if followed else objects
+
+    @contextmanager
+    def _containers_of(self, origin: InChunks) -> Iterator[ContainerFiles]:
+        if self.containers is not None:
+            yield self.containers
+            return
+        table = dict(origin.containers)
+
+        async def find(container: int) -> Entry | None:
+            return table.get(container)
+
+        def on_damage(container: int, ino: int, column: int) -> None:
+            self.on_damage(table[container].layout, container, ino, column)
+
+        with closing(ContainerFiles(self.servers, find, on_damage)) as containers:
+            yield containers
+
+
+async def carry_out(
+    making: Making | ColumnMaking, tools: MakingTools, cancelled: Callable[[], bool] = never
+) -> Made | None:
+    """Make the target. None if ``cancelled`` has become true meanwhile, be it for a moment, which
+    is asked between pieces: then, and where this raises, part of the target may have been made.
+
+    Raises NoSpace, QuotaExceeded, Unavailable; Untold for bytes that are not those that were
+    stored; TargetFails where a column cannot be written.
+    """
+    if isinstance(making, ColumnMaking):
+        return await _make_column(making, tools, cancelled)
+    target = making.target
+    if isinstance(target, NewObjects):
+        return await _make_objects(making, target, tools, cancelled)
+    if target is None:
+        assert isinstance(making.origin, Copy)
+        with closing(_opened_copy(tools, making.origin)) as copy:
+            return Made(data=await tools.mover.read_whole(copy, making.size))
+    assert isinstance(making.origin, InObjects | InChunks)
+    with (
+        closing(_opened_copy(tools, target)) as copy,
+        tools.opened(making.origin, making.followed) as source,
+    ):
+        done = await tools.mover.stage_in(
+            source, making.size, copy, cancelled, making.sparse, in_order=making.followed
+        )
+    return Made() if done else None
+
+
+async def _make_objects(
+    making: Making, target: NewObjects, tools: MakingTools, cancelled: Callable[[], bool]
+) -> Made | None:
+    ino, oid, layout = target
+    origin, mover, servers = making.origin, tools.mover, tools.servers
+    objects = ObjectSet(servers, layout, ino, oid, new=True, background=mover.io_priority)
+    with closing(objects):
+        if isinstance(origin, Copy):
+            with closing(_opened_copy(tools, origin)) as copy:
+                digests = await mover.drain_out(
+                    copy, making.size, objects, cancelled, making.spare, making.sparse
+                )
+        else:
+            workers = servers[layout.servers[0]].workers
+            with tools.opened(origin, making.followed) as source:
+                digests = await mover.store_anew(
+                    source, making.size, objects, workers, cancelled, making.spare, making.sparse
+                )
+        if digests is None:
+            return None
+        return Made(objects.blocks() or 0, digests, objects.unread)
+
+
+async def _make_column(
+    making: ColumnMaking, tools: MakingTools, cancelled: Callable[[], bool]
+) -> Made | None:
+    (ino, oid, layout, unread, digests), column = making.origin, making.column
+    servers, mover, target = tools.servers, tools.mover, tools.servers[making.server]
+    there, priority = layout.moved(column, making.server), mover.io_priority
+
+    async def load_live() -> Sequence[tuple[int, int]]:
+        if making.live is None:
+            raise Untold(f"container {oid}: bytes are not what their checksums say")
+        return making.live
+
+    with (
+        closing(Columns(servers, layout, ino, oid, background=priority)) as source,
+        closing(Columns(servers, there, ino, oid, background=priority)) as sink,
+    ):
+        about = (servers, mover.buffers, source, layout)
+        reader: ColumnSource | ContainerColumn
+        if ino:
+            load = _loaded(digests)
+            reader = ColumnSource(*about, making.size, column, unread, load, target)
+        else:
+            reader = ContainerColumn(*about, oid, making.size, column, unread, load_live)
+        # What is not written to a new object is a hole; containers have none.
+        sparse = await mover.is_new(sink, column) and ino != 0
+        if isinstance(reader, ColumnSource) and not digests:
+            await reader.skip_holes(sink)
+        length = layout.object_length(column, making.size)
+        done = await mover.make_column(reader, sink, column, length, cancelled, sparse)
+        return Made(wrong=frozenset(reader.wrong)) if done else None
+
+
+def _opened_copy(tools: MakingTools, place: Copy) -> BurstCopy:
+    """Opened when it is first used."""
+    return BurstCopy(tools.servers[place.server], place.id, tools.servers.buffers)
+
+
+def _loaded(digests: bytes) -> Callable:
+    """See LoadDigests."""
+    step = DIGESTS_AT_ONCE
+
+    async def load(number: int) -> tuple[int, bytes]:
+        first = number - number % step
+        return first, digests[first * DIGEST_BYTES : (first + step) * DIGEST_BYTES]
+
+    return load
+
+
+def _listed(origin: InChunks) -> Callable:
+    """See chunked.Load and LoadExtents."""
+
+    async def load(_: int) -> tuple[int, Sequence[Location | None]]:
+        return 0, origin.chunks
+
+    async def load_extents(_: int) -> tuple[int, int, Sequence[Extent]]:
+        return 0, 0, origin.extents
+
+    return load_extents if origin.layout.variable else load

@@ -1,0 +1,197 @@
+"""What a change of form makes is a plain value: it can be pickled, and carried out where there is
+nothing but the servers.
+"""
+
+import os
+import pickle
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from aifs.burst.copy import BurstCopy
+from aifs.burst.making import (
+    ColumnMaking,
+    InChunks,
+    InObjects,
+    Made,
+    Making,
+    NewObjects,
+    Origin,
+    carry_out,
+)
+from aifs.data.checking.checks import Untold
+from aifs.data.checking.digests import digests_of
+from aifs.data.containers.files import Entry
+from aifs.data.objects.object_set import ObjectSet
+from aifs.layout.interleaved import Extent, Interleaved, Location, container_layout
+from aifs.layout.striped import Striped
+from aifs.meta.records import Copy, Inode
+from aifs.vfs import Filesystem
+from tests.support.maker import make_elsewhere
+from tests.support.stores import drained, moved_out, opened, write_file
+
+MIB = 1 << 20
+DATA = os.urandom(5 * MIB) + bytes(4 * MIB) + os.urandom(3 * MIB + 4321)
+KINDS = {
+    "striped": {},
+    "replicated": {"layout.replicas": "2"},
+    "coded": {"layout.ec": "2+1"},
+    "interleaved": {"layout.kind": "interleaved"},
+}
+PLAIN = Striped(65_536, (0, 1, 2))
+TARGETS = (PLAIN, Striped(MIB, (2, 0), 2), Striped(65_536, (1, 2, 0), 1, 1))
+PLACE = Location(1, 70, 4096, 900, 1000, 1, b"d" * 32)
+ORIGINS: list[Origin] = [
+    Copy(0x8000, 30),
+    InObjects(7, 70, Striped(4096, (1, 2, 3), 1, 1), 0b10, b"d" * 64),
+    InChunks(
+        Interleaved(MIB), (None, PLACE), (), ((70, Entry(container_layout((1,)), 5000, 0b1)),)
+    ),
+    InChunks(Interleaved(MIB, True), (), (Extent(5), Extent(1000, PLACE, True))),
+]
+
+
+@pytest.mark.parametrize("target", [None, Copy(0x8000, 31), NewObjects(7, 71, PLAIN)], ids=str)
+@pytest.mark.parametrize("origin", ORIGINS, ids=lambda origin: type(origin).__name__)
+def test_it_can_be_pickled(origin, target):
+    making = Making(origin, target, 1234, sparse=True, followed=True, spare=1)
+    assert pickle.loads(pickle.dumps(making)) == making
+
+
+def test_a_column_and_what_is_made_can_be_pickled():
+    making = ColumnMaking(InObjects(0, 70, PLAIN, 0b10), 1234, 1, 5, ((0, 100), (200, 300)))
+    assert pickle.loads(pickle.dumps(making)) == making
+    made = Made(8, b"d" * 32, 0b10, b"bytes", frozenset({1}))
+    assert pickle.loads(pickle.dumps(made)) == made
+
+
+async def origins_of(fs: Filesystem, ino: int) -> list[Origin]:
+    """The burst copy of a cached file, and where it lies on the capacity tier."""
+    inode = await fs.getattr(ino)
+    return [inode.copy, await fs.io.capacity.describe(inode)]
+
+
+async def read_objects(fs: Filesystem, target: NewObjects, digests: bytes) -> bytes:
+    async def load(number: int) -> tuple[int, bytes]:
+        return 0, digests
+
+    objects = ObjectSet(fs.store.servers, target.layout, target.ino, target.oid, digests=load)
+    data = memoryview(bytearray(len(DATA)))
+    await objects.read_into(0, data, len(DATA))
+    objects.close()
+    return bytes(data)
+
+
+@asynccontextmanager
+async def new_copy(fs: Filesystem) -> AsyncIterator[BurstCopy]:
+    copy = await fs.tier.create(fs.tier.admit("", 0), 0)
+    async with fs.io.transitions.making(copy.place):
+        yield copy
+        fs.tier.discard(copy)
+
+
+async def make(fs: Filesystem, where: str, *makings: Making | ColumnMaking) -> list[Made | None]:
+    if where == "elsewhere":
+        return await make_elsewhere(makings, fs.store.servers)
+    return [await carry_out(making, fs.drain.tools) for making in makings]
+
+
+HERE_AND_ELSEWHERE = pytest.mark.parametrize("where", ["here", "elsewhere"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@HERE_AND_ELSEWHERE
+async def test_new_objects_and_copies(directory: Path, kind: str, where: str) -> None:
+    async with opened(directory, KINDS[kind], servers=3) as fs, AsyncExitStack() as stack:
+        ino = await write_file(fs, b"file", DATA)
+        await drained(fs, ino)
+        origins = await origins_of(fs, ino)
+        makings = [
+            Making(origin, NewObjects(ino, await fs.ids.take(), layout), len(DATA), sparse=True)
+            for origin in origins
+            for layout in TARGETS
+        ]
+        for making in makings:
+            await stack.enter_async_context(fs.io.transitions.making(making.target))
+        copy = await stack.enter_async_context(new_copy(fs))
+        in_copy = Making(origins[1], copy.place, len(DATA), sparse=True)
+        *of_objects, of_copy = await make(fs, where, *makings, in_copy)
+        assert of_copy == Made()
+        assert await copy.read(0, len(DATA) + 1) == DATA
+        for making, made in zip(makings, of_objects, strict=True):
+            assert (made.digests, made.lacking) == (digests_of(DATA), 0)
+            assert len(DATA) - 4 * MIB <= made.blocks * 512 <= len(DATA) + MIB
+            assert await read_objects(fs, making.target, made.digests) == DATA
+
+
+@HERE_AND_ELSEWHERE
+@pytest.mark.parametrize("kind", ["coded", "replicated", "container"])
+async def test_columns(directory: Path, kind: str, where: str) -> None:
+    """Where it is copied from, and where others have to tell it."""
+    settings = KINDS.get(kind, KINDS["interleaved"] | KINDS["replicated"]) | {"layout.count": "3"}
+    async with opened(directory, settings, servers=9) as fs:
+        servers = fs.store.servers
+        ino = await write_file(fs, b"file", DATA)
+        await drained(fs, ino)
+        _, origin = await origins_of(fs, ino)
+        size = len(DATA)
+        if isinstance(origin, InChunks):
+            container, entry = origin.containers[0]
+            origin, size = InObjects(0, container, entry.layout, entry.unread), entry.length
+        used = origin.layout.servers
+        number = next(server.id for server in servers.capacity() if server.id not in used)
+        for unread in (0, 1):
+            making = ColumnMaking(origin._replace(unread=unread), size, 0, number)
+            assert await make(fs, where, making) == [Made()]
+            whole, made = (
+                Path(servers[server].object_path(origin.ino, origin.oid))
+                for server in (used[0], number)
+            )
+            assert made.read_bytes() == whole.read_bytes()
+            made.unlink()
+
+
+@HERE_AND_ELSEWHERE
+async def test_few_bytes(directory: Path, where: str) -> None:
+    async with opened(directory, {"layout.inline_limit": "0"}) as fs:
+        ino = await write_file(fs, b"file", b"few bytes")
+        await drained(fs, ino)
+        origin, _ = await origins_of(fs, ino)
+        assert await make(fs, where, Making(origin, None, 9)) == [Made(data=b"few bytes")]
+
+
+async def test_wrong_bytes_are_refused_by_the_checksums_that_it_brings(directory: Path) -> None:
+    async with opened(directory) as fs:
+        ino = await write_file(fs, b"file", DATA)
+        await moved_out(fs, ino)
+        origin = await fs.io.capacity.describe(await fs.getattr(ino))
+        wrong = origin._replace(digests=digests_of(bytes(len(DATA))))
+        async with new_copy(fs) as copy:
+            with pytest.raises(Untold, match="do not have their checksum"):
+                await carry_out(Making(wrong, copy.place, len(DATA)), fs.drain.tools)
+
+
+async def test_chunks_that_have_been_moved_are_described_anew(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(directory, KINDS["interleaved"]) as fs:
+        ino = await write_file(fs, b"file", DATA)
+        await moved_out(fs, ino)
+        capacity, told = fs.io.capacity, list[Origin]()
+        right = await capacity.describe(await fs.getattr(ino))
+        gone = [place and place._replace(container=1 << 40) for place in right.chunks]
+        outdated = right._replace(chunks=tuple(gone))
+        answers = iter([outdated, right])
+
+        async def describe(inode: Inode) -> Origin:
+            told.append(next(answers, outdated))
+            return told[-1]
+
+        monkeypatch.setattr(capacity, "describe", describe)
+        assert await fs.stager.stage(ino)
+        assert told == [outdated, right]
+        await fs.evictor.evict(ino)
+        assert not await fs.stager.stage(ino)
+        assert told == [outdated, right, outdated, outdated]
