@@ -172,7 +172,7 @@ def test_where_it_lies_is_told(source: Path) -> None:
         view = fs.store.engine.view
         table = await view(lambda tx: [keys.number(key) for key, _ in tx.range(*keys.all_of(b"t"))])
         inode = await fs.getattr(ino)
-        users = {c: (await view(scan_chunk_lists, b"", {c}))[0] for c in table}
+        users = {c: (await view(scan_chunk_lists, *keys.all_of(b"l"), {c}))[0] for c in table}
         assert sum(inode.oid in oids for oids in users.values()) == 2  # the shared, its own chunk
 
     use(source, work)
