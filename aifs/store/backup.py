@@ -416,8 +416,8 @@ class Backup:
         return seq, length
 
     async def _read_part(self, start: bytes) -> tuple[Writes, bytes | None]:
-        """Records from ``start`` on, and where to go on; None at the end. Nothing is awaited after
-        the last of them.
+        """Records from ``start`` on, and where to go on; None at the end. What others change from
+        the first of them on is in what ``_scanned`` collects, which the caller puts over them.
         """
         writes: Writes = {}
         size = 0

@@ -29,7 +29,7 @@ from aifs.vfs.groups.group_drain import Options, Prepared, Report
 from tests.support import engines, lives, modes
 from tests.support.kernel import Kernel
 from tests.support.powercut import make_sizes_small
-from tests.support.stores import OWNER, assert_sound, set_policy
+from tests.support.stores import OWNER, assert_sound, set_policy, write_file
 
 UNIT = 4096
 PART = 3 * UNIT
@@ -67,12 +67,12 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 class Part:
     """What a program knows of the bytes that are its own: ``start`` on, in the file ``name``."""
 
-    def __init__(self, name: bytes, start: int) -> None:
+    def __init__(self, name: bytes, start: int, sure: bytes | None) -> None:
         self.name = name
         self.start = start
-        self.sure: bytes | None = b""
+        self.sure = sure
         """What was acknowledged; None: there is no such file."""
-        self.begun: bytes | None = b""
+        self.begun = sure
         """What it is if the call that is under way counts."""
 
     def begin(self, after: bytes | None) -> None:
@@ -296,21 +296,22 @@ class Background:
 
 def parts() -> list[tuple[Part, bool]]:
     shared = [
-        (Part(b"shared%d" % file, number * PART), False)
+        (Part(b"shared%d" % file, number * PART, b""), False)
         for file in range(SHARED)
         for number in range(WRITERS)
     ]
-    return shared + [(Part(b"own%d" % number, 0), True) for number in range(OWNED)]
+    return shared + [(Part(b"own%d" % number, 0, None), True) for number in range(OWNED)]
+
+
+async def make_shared(directory: Path) -> None:
+    async with open_filesystem(modes.config_of(directory)) as fs:
+        for file in range(SHARED):
+            await write_file(fs, b"shared%d" % file)
 
 
 async def work(directory: Path, known: list[tuple[Part, bool]], rng: random.Random) -> None:
     with trio.fail_after(LIMIT_S):
         async with open_filesystem(modes.config_of(directory)) as fs, Kernel(fs) as kernel:
-            for file in range(SHARED):
-                name = b"shared%d" % file
-                if name not in [found for found, *_ in await fs.readdir(ROOT_INO, 0)]:
-                    handle, _ = await kernel.create(ROOT_INO, name, 0o644, os.O_RDWR, OWNER)
-                    await kernel.release(handle)
             async with trio.open_nursery() as background:
                 for _ in range(2):
                     background.start_soon(Background(fs, random.Random(rng.random())).run)
@@ -364,6 +365,7 @@ def sweep(directory: Path, mode: str, seed: int) -> None:
     known, was_killed = parts(), True
     engines.seed(seed)
     modes.make_store(directory, SETTINGS | MODES[mode])
+    trio.run(make_shared, directory)
     for is_killed in (True, False):
         text = f"{mode} {seed} {is_killed}"
         known, was_killed = lives.in_child(live, directory, known, text, is_killed)
