@@ -20,7 +20,7 @@ from typing import Any
 from aifs.core import files, leases
 from aifs.core.errors import FsError, NoSuchAddress, NotSupported, Unavailable
 from aifs.data.reading.buffers import BufferPool
-from aifs.data.server import DataServer, Missing
+from aifs.data.server import DataServer, MissingObject
 from aifs.data.workers import gather
 from aifs.meta.records import Copy
 
@@ -144,7 +144,9 @@ class BurstCopy:
         fd = self.device.open_object(self._key, create=False, write=write)
         if fd is None:
             path = self.device.object_path(*self._key)
-            raise Missing(f"{self.device.name}: {path} is missing, which holds a file's bytes")
+            raise MissingObject(
+                f"{self.device.name}: {path} is missing, which holds a file's bytes"
+            )
         return fd
 
     def close(self, removed: bool = False) -> None:

@@ -26,7 +26,7 @@ class Rank(IntEnum):
 
 
 @dataclass(slots=True)
-class Entry:
+class QueueEntry:
     """A file that is not drained yet.
 
     ``since``: the time from which its oldest undrained byte counts. ``ready_at``: when it may be
@@ -61,7 +61,7 @@ class Queue:
         self.held = 0
         self._delay_s = delay_s
         self._deadline_s = deadline_s
-        self._entries: OrderedDict[int, Entry] = OrderedDict()  # by ino, the oldest first
+        self._entries: OrderedDict[int, QueueEntry] = OrderedDict()  # by ino, the oldest first
         self._ready = SortedList()  # (rank, since, ino)
         self._later = SortedList()  # (ready at, ino)
 
@@ -92,13 +92,13 @@ class Queue:
         first.
         """
         if ino not in self._entries:
-            self._insert(Entry(ino, size, since, now))
+            self._insert(QueueEntry(ino, size, since, now))
 
     def closed(self, ino: int, size: int, now: float) -> float:
         """Nobody has the file open for writing any more. Returns when it may be drained."""
         entry = self._entries.get(ino)
         if entry is None:
-            entry = Entry(ino, size, now, now + self._delay_s)
+            entry = QueueEntry(ino, size, now, now + self._delay_s)
             self._insert(entry)
             return entry.ready_at
         self.size += size - entry.size
@@ -115,7 +115,7 @@ class Queue:
         """
         entry = self._entries.get(ino)
         if entry is None:
-            entry = Entry(ino, size, now, _NEVER, withheld=True)
+            entry = QueueEntry(ino, size, now, _NEVER, withheld=True)
             self._insert(entry)
             return True
         if entry.rank is Rank.REQUESTED and not entry.withheld:
@@ -161,7 +161,7 @@ class Queue:
             entry = self._entries.get(ino)
             if entry is None:
                 if rank is Rank.REQUESTED:
-                    self._insert(Entry(ino, 0, now, now, rank))
+                    self._insert(QueueEntry(ino, 0, now, now, rank))
             elif rank < entry.rank or (rank is Rank.REQUESTED and not entry.taken):
                 at = now if rank is Rank.REQUESTED and not entry.withheld else entry.ready_at
                 self._move(entry, at, min(rank, entry.rank))
@@ -179,7 +179,7 @@ class Queue:
 
     # --- what goes out ---
 
-    def take(self, now: float) -> list[Entry]:
+    def take(self, now: float) -> list[QueueEntry]:
         """The next files to drain, in order: many small ones, or one large one; empty if none is
         ready.
         """
@@ -187,7 +187,7 @@ class Queue:
             entry = self._entries[self._later.pop(0)[1]]
             entry.due = True
             self._ready.add((entry.rank, entry.since, entry.ino))
-        batch: list[Entry] = []
+        batch: list[QueueEntry] = []
         total = 0
         while self._ready and len(batch) < BATCH_FILES:
             entry = self._entries[self._ready[0][2]]
@@ -233,21 +233,21 @@ class Queue:
 
     # --- inside ---
 
-    def _delay_of(self, entry: Entry, now: float) -> float:
+    def _delay_of(self, entry: QueueEntry, now: float) -> float:
         urgent = entry.rank is Rank.REQUESTED or now - entry.since > self._deadline_s
         return 0.0 if urgent else self._delay_s
 
-    def _insert(self, entry: Entry) -> None:
+    def _insert(self, entry: QueueEntry) -> None:
         self._entries[entry.ino] = entry
         self.size += entry.size
         self._place(entry)
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: QueueEntry) -> None:
         self._remove(entry)
         del self._entries[entry.ino]
         self.size -= entry.size
 
-    def _give_back(self, entry: Entry, at: float, failures: int) -> None:
+    def _give_back(self, entry: QueueEntry, at: float, failures: int) -> None:
         assert entry.taken
         entry.taken, entry.ready_at, entry.failures = (
             False,
@@ -256,12 +256,12 @@ class Queue:
         )
         self._place(entry)
 
-    def _move(self, entry: Entry, at: float, rank: Rank) -> None:
+    def _move(self, entry: QueueEntry, at: float, rank: Rank) -> None:
         self._remove(entry)
         entry.rank, entry.ready_at = rank, at
         self._place(entry)
 
-    def _place(self, entry: Entry) -> None:
+    def _place(self, entry: QueueEntry) -> None:
         if entry.taken:
             return
         if entry.ready_at == _NEVER:
@@ -270,7 +270,7 @@ class Queue:
             entry.due = False
             self._later.add((entry.ready_at, entry.ino))
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: QueueEntry) -> None:
         if entry.taken:
             return
         if entry.ready_at == _NEVER:

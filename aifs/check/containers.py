@@ -22,7 +22,7 @@ Report = Callable[[str, Subject, str, Fix | None, int], None]
 """Kind, subject, detail, what mends it, and when."""
 
 
-class ContainerCheck:
+class ContainerRecords:
     """Handlers are called for all interleaved files, then all ``t``, ``a``, ``y``, ``h`` and ``l``
     records; then ``conclude``, and ``references`` for all ``h`` records again.
 

@@ -109,7 +109,7 @@ class Problem:
 
 
 @dataclass(slots=True)
-class Report:
+class FsckReport:
     """``counts``: inodes, directories, files, objects, bytes (on the servers), and what recovery
     did.
     """

@@ -17,7 +17,7 @@ import trio
 from aifs.burst.tier import BurstTier
 from aifs.check.damage import find_damaged, is_whole
 from aifs.check.deep import DeepCheck
-from aifs.check.findings import NAMELESS, RECORDS, RECOVERY, SILENT, Problem, Progress, Report
+from aifs.check.findings import NAMELESS, RECORDS, RECOVERY, SILENT, FsckReport, Problem, Progress
 from aifs.check.objects import ObjectCheck
 from aifs.check.scan import MetadataScan
 from aifs.core.config import Config
@@ -41,7 +41,7 @@ def check(
     progress: Progress | None = None,
     deep: bool = False,
     force: bool = False,
-) -> Report:
+) -> FsckReport:
     """Check the store, which must not be mounted; with ``repair`` mend it, durably when this
     returns. Blocks.
 
@@ -58,9 +58,9 @@ def check(
 
 async def _check(
     config: Config, repair: bool, deep: bool, force: bool, progress: Progress
-) -> Report:
+) -> FsckReport:
     store = await open_store(config, force=force)
-    report, failure = Report(), None
+    report, failure = FsckReport(), None
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(store.engine.run)
@@ -80,7 +80,7 @@ async def _check(
 
 
 async def _check_store(
-    store: Store, repair: bool, deep: bool, progress: Progress, report: Report
+    store: Store, repair: bool, deep: bool, progress: Progress, report: FsckReport
 ) -> None:
     damaged = await find_damaged(store.engine)
     store.engine.read_damaged_as(b"")
@@ -113,7 +113,7 @@ async def _check_store(
     report.counts = objects.counts | report.counts
 
 
-async def _recover(store: Store, report: Report) -> list[Problem]:
+async def _recover(store: Store, report: FsckReport) -> list[Problem]:
     """What a mount does first; its counts go to the report. Returns what stood in the way."""
     upkeep = Upkeep()  # which does nothing here
     backup = Backup(store.config, store.uuid, store.engine, store.servers, upkeep)

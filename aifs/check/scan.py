@@ -12,7 +12,7 @@ from functools import partial
 
 from aifs.check import repair
 from aifs.check.columns import ColumnRecords
-from aifs.check.containers import ContainerCheck
+from aifs.check.containers import ContainerRecords
 from aifs.check.copies import CopyCheck
 from aifs.check.findings import RECORDS, RECOVERY, Fix, Problem, Progress, Subject, printable
 from aifs.check.marks import MarkCheck
@@ -100,7 +100,7 @@ class MetadataScan:
         self._copies = CopyCheck(view, self.table, self.problems, self._servers, self._in_use)
         self._columns = ColumnRecords(view, self._servers, self._problem)
         self._marks = MarkCheck(view, self.table, self._problem)
-        self._containers = ContainerCheck(view, self._servers, self._problem, self._in_use)
+        self._containers = ContainerRecords(view, self._servers, self._problem, self._in_use)
         self._users: dict[int, int] = {}  # object id -> inode, where the two differ
         self._unreadable_inodes = 0
         self._highest_id = 0

@@ -246,7 +246,7 @@ def keep(path: PathLike, policy: str, *, dry_run: bool = False) -> list[Path]:
     found = {os.fsencode(one.path.name): one for one in list_checkpoints(directory)}
     used = _used_below(directory)
     candidates = [
-        retention.Checkpoint(
+        retention.ListedCheckpoint(
             name, one.step, int(one.time * 1e9), one.size, one.state != DAMAGED, name in used
         )
         for name, one in found.items()

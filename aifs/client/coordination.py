@@ -42,7 +42,7 @@ it, before it is refused."""
 
 
 @dataclass(frozen=True)
-class Options:
+class RankOptions:
     """One rank's view of a group. ``directory``: absolute; ``chunk``: bytes that are deduplicated
     at a time; ``publish``: the name that the directory gets, beside itself, when all ranks have
     committed, or ''; ``job``: what tells the ranks of a job from those of another one, or '';
@@ -92,7 +92,7 @@ class LoneRank:
     group has ended well when it has committed itself.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: RankOptions) -> None:
         self._options = options
         self._failure: GroupError | None = None
         self._has_ended = threading.Event()

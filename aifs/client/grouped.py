@@ -19,7 +19,7 @@ from typing import Any
 
 from aifs.client import attributes
 from aifs.client.contents import Content, content_of
-from aifs.client.coordination import Coordinator, GroupError, InvalidGroup, LoneRank, Options
+from aifs.client.coordination import Coordinator, GroupError, InvalidGroup, LoneRank, RankOptions
 from aifs.client.futures import Future
 from aifs.client.jobs import NAME as JOB_NAME
 from aifs.client.jobs import job_of_environment
@@ -69,7 +69,7 @@ class Group:
         job: str | None = None,
     ) -> None:
         path = plain(directory)
-        self._options = Options(
+        self._options = RankOptions(
             name,
             rank,
             world,
@@ -346,7 +346,7 @@ def _chunk(dedup: str | int) -> int:
     return min(size, CHUNK_MAX)
 
 
-def _check(options: Options, files_per_rank: int | None) -> None:
+def _check(options: RankOptions, files_per_rank: int | None) -> None:
     if not _NAME.fullmatch(options.name):
         raise InvalidGroup(
             f"{options.name!r}: a group's name has 1 to 63 letters, digits and characters of _.:@+-"

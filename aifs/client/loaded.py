@@ -56,20 +56,20 @@ class Loaded:
         """
         return self._decode()[1]
 
-    def _decode(self) -> tuple[dict[str, tensor_file.Entry], dict[str, str]]:
+    def _decode(self) -> tuple[dict[str, tensor_file.TensorEntry], dict[str, str]]:
         try:
             return tensor_file.decode(self._content)
-        except tensor_file.Damaged as error:
+        except tensor_file.DamagedTensors as error:
             raise CheckpointError(f"{self.path}: {error}") from None
 
-    def _entry(self, name: str) -> tensor_file.Entry:
+    def _entry(self, name: str) -> tensor_file.TensorEntry:
         entries = self._decode()[0]
         if name not in entries:
             held = ", ".join(sorted(entries)[:8]) + (", ..." if len(entries) > 8 else "") or "none"
             raise CheckpointError(f"{self.path}: holds no tensor {name!r}, but: {held}")
         return entries[name]
 
-    def _array(self, name: str, entry: tensor_file.Entry) -> Any:
+    def _array(self, name: str, entry: tensor_file.TensorEntry) -> Any:
         import numpy
 
         try:

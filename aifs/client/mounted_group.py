@@ -18,8 +18,8 @@ from aifs.client.coordination import (
     GroupError,
     GroupExpired,
     InvalidGroup,
-    Options,
     RankDied,
+    RankOptions,
     name_missing,
 )
 from aifs.client.polling import delays
@@ -41,7 +41,7 @@ os.register_at_fork(after_in_child=_joined.clear)
 class MountedGroup:
     """A ``Coordinator``."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: RankOptions) -> None:
         self._options = options
         self._end = time.monotonic() + options.timeout_s
         self._failure: Exception | None = None  # of this rank

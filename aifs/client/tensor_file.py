@@ -42,11 +42,11 @@ _KINDS = {
 _CODES = {dtype: code for code, (dtype, _) in _KINDS.items()}
 
 
-class Damaged(ValueError):
+class DamagedTensors(ValueError):
     """The bytes are no file of this format; the message says why."""
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor: the name that torch and numpy have for its element type, and its place in the
     file.
     """
@@ -57,7 +57,7 @@ class Entry(NamedTuple):
     end: int
 
 
-class Header(NamedTuple):
+class TensorHeader(NamedTuple):
     """What is before the data. ``names``: in the order of the data; ``size``: of the whole file."""
 
     data: bytes
@@ -75,7 +75,7 @@ def itemsize(name: str, dtype: str) -> int:
 
 def encode(
     tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None
-) -> Header:
+) -> TensorHeader:
     """Of tensors that are given by element type and shape. Raises TypeError, ValueError."""
     for name in [*tensors, *(metadata or {}), *(metadata or {}).values()]:
         if not isinstance(name, str):
@@ -107,31 +107,35 @@ def encode(
             f"{len(tensors)} tensors: names and shapes take {len(text)} bytes, more than "
             f"{HEADER_MAX}"
         )
-    return Header(len(text).to_bytes(8, "little") + text, names, 8 + len(text) + position)
+    return TensorHeader(len(text).to_bytes(8, "little") + text, names, 8 + len(text) + position)
 
 
-def decode(content: memoryview) -> tuple[dict[str, Entry], dict[str, str]]:
+def decode(content: memoryview) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The tensors of a file, and its metadata. Raises Damaged."""
     length = int.from_bytes(content[:8], "little")
     if len(content) < 8 or length > min(len(content) - 8, HEADER_MAX):
-        raise Damaged("is no file of tensors")
+        raise DamagedTensors("is no file of tensors")
     start = 8 + length
     try:
         fields = json.loads(bytes(content[8:start]))
         metadata = dict(fields.pop(_METADATA, {}))
         for name, field in fields.items():
             if field["dtype"] not in _KINDS:
-                raise Damaged(f"{name} has elements of a type that is not known: {field['dtype']}")
+                raise DamagedTensors(
+                    f"{name} has elements of a type that is not known: {field['dtype']}"
+                )
         return {
             name: _entry(start, len(content), **field) for name, field in fields.items()
         }, metadata
-    except Damaged:
+    except DamagedTensors:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise Damaged("its header is damaged") from None
+        raise DamagedTensors("its header is damaged") from None
 
 
-def _entry(start: int, size: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Entry:
+def _entry(
+    start: int, size: int, dtype: str, shape: list[int], data_offsets: list[int]
+) -> TensorEntry:
     begin, end = data_offsets
     if any(type(number) is not int for number in (begin, end, *shape)):
         raise ValueError("its place or its shape is not one of whole numbers")
@@ -142,7 +146,7 @@ def _entry(start: int, size: int, dtype: str, shape: list[int], data_offsets: li
         or end - begin != math.prod(shape) * length
     ):
         raise ValueError("its place is not what its shape needs, or lies behind the file")
-    return Entry(kind, tuple(shape), start + begin, start + end)
+    return TensorEntry(kind, tuple(shape), start + begin, start + end)
 
 
 assert sys.byteorder == "little", "the format is little-endian, and so must be the machine"

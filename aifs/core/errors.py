@@ -148,7 +148,7 @@ class GroupCancelled(FsError):
     errno = errno.ECANCELED
 
 
-class GroupExpired(FsError):
+class GroupTimeout(FsError):
     """Not all ranks of a group have committed in its time."""
 
     errno = errno.ETIME

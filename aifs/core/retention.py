@@ -29,7 +29,7 @@ class Keep(NamedTuple):
     bytes: int = 0
 
 
-class Checkpoint(NamedTuple):
+class ListedCheckpoint(NamedTuple):
     """``step``: None if it is not known. ``time_ns``: of its publish (epoch). ``in_use``: files of
     it are open, a pointer such as ``latest`` leads to it, or it is not theirs to remove who set the
     policy. ``complete``: not pending, nor damaged. ``place``: in the order of publishing, where
@@ -83,12 +83,14 @@ def step_of(name: bytes) -> int | None:
     return int(match[1]) if match else None
 
 
-def decide(checkpoints: Iterable[Checkpoint], keep: Keep, now_ns: int) -> list[Checkpoint]:
+def decide(
+    checkpoints: Iterable[ListedCheckpoint], keep: Keep, now_ns: int
+) -> list[ListedCheckpoint]:
     """Those that have to go, the oldest first. The order is that of publishing, of steps where
     times are equal."""
     ordered = newest_last(checkpoints)
     removable = [one for one in ordered[:-1] if not one.in_use]
-    going: list[Checkpoint] = []
+    going: list[ListedCheckpoint] = []
     if keep.last or keep.every or keep.age_s:
         newest = set(ordered[-keep.last :]) if keep.last else set()
         going = [one for one in removable if one not in newest and not _is_kept(one, keep, now_ns)]
@@ -104,16 +106,16 @@ def decide(checkpoints: Iterable[Checkpoint], keep: Keep, now_ns: int) -> list[C
     return sorted(going, key=_order)
 
 
-def newest_last(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+def newest_last(checkpoints: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint]:
     """The complete ones in the order of publishing."""
     return sorted((one for one in checkpoints if one.complete), key=_order)
 
 
-def _order(one: Checkpoint) -> tuple[int, int, int, bytes]:
+def _order(one: ListedCheckpoint) -> tuple[int, int, int, bytes]:
     return one.place, one.time_ns, -1 if one.step is None else one.step, one.name
 
 
-def _is_kept(one: Checkpoint, keep: Keep, now_ns: int) -> bool:
+def _is_kept(one: ListedCheckpoint, keep: Keep, now_ns: int) -> bool:
     if keep.every and one.step is not None and one.step % keep.every == 0:
         return True
     return bool(keep.age_s) and now_ns - one.time_ns < keep.age_s * 1e9

@@ -39,7 +39,7 @@ waits for a device.
 """
 
 
-class Missing(Unavailable):
+class MissingObject(Unavailable):
     """An object is not there, though its server's storage is."""
 
 

@@ -15,8 +15,8 @@ from aifs.core.budget import Budget
 from aifs.core.errors import NotSupported, Unavailable
 from aifs.data.containers import pieces
 from aifs.data.containers.chunked import ChunkedObjects
-from aifs.data.containers.files import ContainerFiles, Entry
-from aifs.data.containers.pieces import Piece, Source
+from aifs.data.containers.files import ContainerEntry, ContainerFiles
+from aifs.data.containers.pieces import FileSource, Piece
 from aifs.data.containers.writer import Appended, ContainerWriter
 from aifs.data.objects.object_set import OnDamage
 from aifs.data.servers import Servers
@@ -41,7 +41,7 @@ LISTED_AT_ONCE = 32 * CHUNKS_PER_RECORD
 """Extents that one transaction records where there are many."""
 
 
-class Stored(NamedTuple):
+class StoredFiles(NamedTuple):
     """Files in containers: their chunk lists, and what is to be recorded with these (see
     Appended).
     """
@@ -129,9 +129,9 @@ class Containers:
         """The container's record, or what is known of its columns, has changed."""
         self.files.moved(container)
 
-    async def _find(self, container: int) -> Entry | None:
+    async def _find(self, container: int) -> ContainerEntry | None:
         found = await self._engine.view(chunks.find_readable, container)
-        return None if found is None else Entry(found[0].layout, found[0].length, found[1])
+        return None if found is None else ContainerEntry(found[0].layout, found[0].length, found[1])
 
     # --- placement ---
 
@@ -188,8 +188,11 @@ class Containers:
 
     @asynccontextmanager
     async def append(
-        self, sources: Sequence[Source], servers: Sequence[int] = (), redundancy: Redundancy = PLAIN
-    ) -> AsyncIterator[Stored]:
+        self,
+        sources: Sequence[FileSource],
+        servers: Sequence[int] = (),
+        redundancy: Redundancy = PLAIN,
+    ) -> AsyncIterator[StoredFiles]:
         """Store files in containers on ``servers`` (none: any). Within the block they are durable,
         and their chunk lists, which it yields in the order of ``sources``, are to be recorded with
         ``put_chunks``.
@@ -204,7 +207,7 @@ class Containers:
         async with self._writer.append(whole, slots) as appended:
             following = iter(appended.places)
             lists = [[None if piece is None else next(following) for piece in file] for file in cut]
-            yield Stored(lists, appended.lost)
+            yield StoredFiles(lists, appended.lost)
 
     @asynccontextmanager
     async def append_pieces(
@@ -285,5 +288,5 @@ def _place(redundancy: Redundancy, candidates: tuple[Candidate, ...]) -> tuple[S
     return tuple(dict.fromkeys(container_layout(servers, redundancy) for servers in chosen))
 
 
-def _cut_all(sources: Sequence[Source]) -> list[list[Piece | None]]:
+def _cut_all(sources: Sequence[FileSource]) -> list[list[Piece | None]]:
     return [pieces.cut(source) for source in sources]

@@ -11,12 +11,12 @@ from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
-from aifs.data.containers.pieces import Source
+from aifs.data.containers.pieces import FileSource
 from aifs.data.servers import Servers
 from aifs.files.collector import Collector
 from aifs.files.containers import LISTED_AT_ONCE, Containers
 from aifs.files.file_io import FileIO
-from aifs.files.flips import Draining, Flips, Outcome
+from aifs.files.flips import Draining, DrainOutcome, Flips
 from aifs.layout.interleaved import CHUNK, Interleaved
 from aifs.layout.redundancy import Redundancy
 from aifs.meta.kv import Engine
@@ -107,7 +107,7 @@ class Drainer:
             else:
                 await self._copy_striped(draining)
         except FsError as error:
-            draining.outcome = Outcome.CHANGED if draining.cancelled else error
+            draining.outcome = DrainOutcome.CHANGED if draining.cancelled else error
 
     async def _copy_striped(self, draining: Draining) -> None:
         ino, oid = draining.ino, await self._ids.take()
@@ -121,7 +121,7 @@ class Drainer:
         draining.oid = oid
         made = await carry_out(making, self._tools, lambda: draining.cancelled)
         if made is None:
-            draining.outcome = Outcome.CHANGED
+            draining.outcome = DrainOutcome.CHANGED
             return
         draining.layout, draining.digests = layout, made.digests
         draining.blocks, draining.lacking = made.blocks, made.lacking
@@ -147,10 +147,12 @@ class Drainer:
             # One that is cut or deleted meanwhile spoils it for the others.
             spoilt = any(file.cancelled for file in files)
             for file in files:
-                file.outcome = file.outcome or (Outcome.CHANGED if spoilt else error)
+                file.outcome = file.outcome or (DrainOutcome.CHANGED if spoilt else error)
 
-    async def _source(self, draining: Draining) -> Source:
+    async def _source(self, draining: Draining) -> FileSource:
         asked = draining.policy.compress
         level = self._layout.compress if asked is None else asked
         oid = await self._ids.take()
-        return Source(draining.ino, oid, draining.size, draining.copy.fd, Interleaved(CHUNK), level)
+        return FileSource(
+            draining.ino, oid, draining.size, draining.copy.fd, Interleaved(CHUNK), level
+        )

@@ -28,7 +28,7 @@ _FLIPPED = faults.declare(
 )
 
 
-class Outcome(Enum):
+class DrainOutcome(Enum):
     DRAINED = auto()
     GONE = auto()  # deleted, or not in the burst tier
     OPEN = auto()  # for writing
@@ -44,7 +44,7 @@ class Draining(Lease):
 
     def __init__(self, ino: int) -> None:
         self.ino = ino
-        self.outcome: Outcome | FsError | None = None
+        self.outcome: DrainOutcome | FsError | None = None
         """None until it is known."""
         self.cancelled = False
         self.file: OpenInode | None = None
@@ -123,7 +123,7 @@ class Flips:
             try:
                 file = draining.file = await self._io.acquire(draining.ino)
             except (NotFound, Stale):
-                draining.outcome = Outcome.GONE
+                draining.outcome = DrainOutcome.GONE
                 return
             await file.gate.enter_alone()
             try:
@@ -131,18 +131,18 @@ class Flips:
             finally:
                 file.gate.leave_alone()
 
-    async def _prepare(self, draining: Draining, file: OpenInode) -> Outcome | None:
+    async def _prepare(self, draining: Draining, file: OpenInode) -> DrainOutcome | None:
         if not file.inode.in_burst or file.inode.nlink == 0:
-            return Outcome.GONE
+            return DrainOutcome.GONE
         if file.writers:
-            return Outcome.OPEN
+            return DrainOutcome.OPEN
         if file.opening or file.lease is not None:
-            return Outcome.BUSY
+            return DrainOutcome.BUSY
         copy = file.own_copy
         await copy.ensure_open()
         await copy.release_writers()
         if not copy.lease():
-            return Outcome.BUSY
+            return DrainOutcome.BUSY
         self._io.burst.look(file)
         draining.begin(file, copy)
         return None
@@ -156,9 +156,9 @@ class Flips:
             file.cancel_lease()
         self.drop_made(draining)
         if draining.outcome is None:
-            draining.outcome = Outcome.CHANGED
+            draining.outcome = DrainOutcome.CHANGED
         if file.inode.nlink == 0:
-            draining.outcome = Outcome.GONE
+            draining.outcome = DrainOutcome.GONE
         with errors_of(draining):
             await self._io.release(file)
 
@@ -196,7 +196,7 @@ class Flips:
                 return
             for draining in unchanged:
                 draining.loose = False
-                draining.outcome = Outcome.DRAINED
+                draining.outcome = DrainOutcome.DRAINED
                 if draining.file is not None and draining.file.lease is draining:
                     draining.file.end_lease()
         faults.reach(_FLIPPED)

@@ -56,7 +56,7 @@ ALL_COST = (
 SPEED_COST = "files of the burst tier are read and written through the daemon"
 
 
-class Missing(NamedTuple):
+class MissingPart(NamedTuple):
     """Something that would help and is not in use: why, what that costs, what to change."""
 
     what: str
@@ -173,19 +173,23 @@ class Bridge:
         requests = {str(opcode): count for opcode, count in counts.items()}
         return {"in_use": self.in_use, "requests": requests}
 
-    def missing(self) -> list[Missing]:
+    def missing(self) -> list[MissingPart]:
         """What is not in use of a mount that has answered a request; nothing that was switched
         off.
         """
         if self._kernel.bridge == "off":
             return []
         if not self.in_use:
-            return [Missing("the bridge", self._reason(), ALL_COST, OLD_LIBFUSE)]
+            return [MissingPart("the bridge", self._reason(), ALL_COST, OLD_LIBFUSE)]
         if not extension.negotiated()[1] & PASSTHROUGH:
-            return [Missing("passthrough", "the kernel does not offer it", SPEED_COST, OLD_KERNEL)]
+            return [
+                MissingPart("passthrough", "the kernel does not offer it", SPEED_COST, OLD_KERNEL)
+            ]
         if not may_pass_through():
             return [
-                Missing("passthrough", "the daemon has no CAP_SYS_ADMIN", SPEED_COST, NO_CAPABILITY)
+                MissingPart(
+                    "passthrough", "the daemon has no CAP_SYS_ADMIN", SPEED_COST, NO_CAPABILITY
+                )
             ]
         return []
 

@@ -16,7 +16,7 @@ import pyfuse3
 import trio
 
 from aifs.files.kernel import Kernel
-from aifs.fuse.bridge import Bridge, Missing
+from aifs.fuse.bridge import Bridge, MissingPart
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class KernelCache(Kernel):
         super().__init__()
         self._nursery: trio.Nursery | None = None
         self._bridge: Bridge | None = None
-        self._missing: list[Missing] = []
+        self._missing: list[MissingPart] = []
         self._threads = trio.CapacityLimiter(_AT_ONCE)
 
     @contextmanager
@@ -49,7 +49,7 @@ class KernelCache(Kernel):
         finally:
             self._nursery = None
 
-    def announce(self, bridge: Bridge, missing: list[Missing]) -> None:
+    def announce(self, bridge: Bridge, missing: list[MissingPart]) -> None:
         """What the mount can do, and what is not in use."""
         self._bridge, self._missing = bridge, missing
 

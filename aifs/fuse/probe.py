@@ -29,7 +29,7 @@ _STACKED = ("overlay", "ecryptfs", "aufs", "fuse")
 """Filesystems that may lie on another one; the kernel passes files through to one that does not."""
 
 
-class Check(NamedTuple):
+class DoctorLine(NamedTuple):
     """One line of the doctor. ``in_use``: of the running mount; None if there is none or it cannot
     say.
     """
@@ -65,14 +65,14 @@ class Facts:
 
 def probe(
     config: Config, mountpoint: str | None = None, in_use: Mapping[str, Any] | None = None
-) -> list[Check]:
+) -> list[DoctorLine]:
     """The checks for a mount of ``config``; ``in_use``: "bridge" of the status of the mount
     there.
     """
     return judge(look(config.burst.directories, mountpoint), config, in_use or {})
 
 
-def judge(facts: Facts, config: Config, in_use: Mapping[str, Any]) -> list[Check]:
+def judge(facts: Facts, config: Config, in_use: Mapping[str, Any]) -> list[DoctorLine]:
     """Checks of ``facts``, the important ones first."""
     passthrough = in_use.get("passthrough")
     checks = [
@@ -146,21 +146,23 @@ def judge(facts: Facts, config: Config, in_use: Mapping[str, Any]) -> list[Check
     return checks
 
 
-def _check(name: str, ok: bool, in_use: bool | None, why: str, fix: str, problem: str) -> Check:
-    return Check(name, ok, in_use, why if ok else f"{why}: {problem}", "" if ok else fix)
+def _check(
+    name: str, ok: bool, in_use: bool | None, why: str, fix: str, problem: str
+) -> DoctorLine:
+    return DoctorLine(name, ok, in_use, why if ok else f"{why}: {problem}", "" if ok else fix)
 
 
-def _bridge(facts: Facts, chosen: str, in_use: bool | None) -> Check:
+def _bridge(facts: Facts, chosen: str, in_use: bool | None) -> DoctorLine:
     if chosen == "off":
-        return Check("bridge", False, in_use, "switched off", "set kernel.bridge to auto")
+        return DoctorLine("bridge", False, in_use, "switched off", "set kernel.bridge to auto")
     if facts.extension_error:
-        return Check(
+        return DoctorLine(
             "bridge", False, in_use, f"cannot be loaded: {facts.extension_error}", bridge.NOT_BUILT
         )
-    return Check("bridge", True, in_use, "is built")
+    return DoctorLine("bridge", True, in_use, "is built")
 
 
-def _burst_directory(path: str, kind: str, in_use: bool | None) -> Check:
+def _burst_directory(path: str, kind: str, in_use: bool | None) -> DoctorLine:
     stacked = kind.split(".")[0] in _STACKED
     fix = "put it on a local filesystem, such as ext4, xfs or tmpfs"
     why = f"lies on {kind or 'an unknown filesystem'}"

@@ -26,7 +26,7 @@ from aifs.core.log import dump_stacks
 from aifs.core.tasks import first_error
 from aifs.data.marker import NAME as MARKER_NAME
 from aifs.fuse import requests
-from aifs.fuse.bridge import ALL_COST, SPEED_COST, Bridge, Missing, reply
+from aifs.fuse.bridge import ALL_COST, SPEED_COST, Bridge, MissingPart, reply
 from aifs.fuse.guard import Guard
 from aifs.fuse.handed_over import HandedOver
 from aifs.fuse.kernel_cache import KernelCache
@@ -215,17 +215,19 @@ async def _announce(
             cost,
         )
     if fs.store.config.kernel.bridge == "off":
-        missing.append(Missing("the bridge", "kernel.bridge is off", ALL_COST, "set it to auto"))
+        missing.append(
+            MissingPart("the bridge", "kernel.bridge is off", ALL_COST, "set it to auto")
+        )
     elif not passthrough:
         missing.append(
-            Missing("passthrough", "burst.passthrough is false", SPEED_COST, "set it to true")
+            MissingPart("passthrough", "burst.passthrough is false", SPEED_COST, "set it to true")
         )
     kernel.announce(bridge, missing)
     log.info("serving %s", fs.options.mountpoint)
     on_ready()
 
 
-def _refused(fs: Filesystem) -> list[Missing]:
+def _refused(fs: Filesystem) -> list[MissingPart]:
     """The burst directories whose files the kernel does not pass through."""
     missing = []
     for server in fs.store.servers.burst():
@@ -237,7 +239,7 @@ def _refused(fs: Filesystem) -> list[Missing]:
         if error is not None:
             fix = "put it on a local filesystem, such as ext4, xfs or tmpfs"
             missing.append(
-                Missing(f"passthrough to {server.path}", str(error.strerror), SPEED_COST, fix)
+                MissingPart(f"passthrough to {server.path}", str(error.strerror), SPEED_COST, fix)
             )
     return missing
 

@@ -25,7 +25,7 @@ UNIT_MIN = 4096
 UNIT_MAX = 1 << 30
 
 
-class Extent(NamedTuple):
+class ColumnExtent(NamedTuple):
     """A run of a file's bytes that is one run in one object."""
 
     column: int
@@ -124,7 +124,7 @@ class Striped(Layout):
         """Whether all bytes can be told without the columns of the mask ``unread``."""
         return self.spare(unread) >= 0
 
-    def extents(self, offset: int, length: int) -> Iterator[Extent]:
+    def extents(self, offset: int, length: int) -> Iterator[ColumnExtent]:
         """The byte range as extents of data columns, in file order. Together they cover it exactly;
         none is empty.
         """
@@ -134,7 +134,7 @@ class Striped(Layout):
             row_unit, within = divmod(offset, unit)
             row, index = divmod(row_unit, count)
             step = min(unit - within, end - offset) if count > 1 else end - offset
-            yield Extent(index, row * unit + within, offset, step)
+            yield ColumnExtent(index, row * unit + within, offset, step)
             offset += step
 
     def object_length(self, index: int, size: int) -> int:

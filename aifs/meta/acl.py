@@ -28,7 +28,7 @@ _OF_MODE = {USER_OBJ: 6, GROUP_OBJ: 3, OTHER: 0}
 _SINGLE = (USER_OBJ, GROUP_OBJ, MASK, OTHER)
 
 
-class Entry(NamedTuple):
+class AclEntry(NamedTuple):
     """What one user, one group, or all of a kind may: a sum of 4 read, 2 write, 1 execute."""
 
     tag: int
@@ -36,11 +36,11 @@ class Entry(NamedTuple):
     id: int
 
 
-def decode(value: bytes) -> list[Entry]:
+def decode(value: bytes) -> list[AclEntry]:
     """Raises Invalid for what is no ACL."""
     try:
         (version,) = _HEAD.unpack_from(value)
-        entries = [Entry._make(fields) for fields in _ENTRY.iter_unpack(value[_HEAD.size :])]
+        entries = [AclEntry._make(fields) for fields in _ENTRY.iter_unpack(value[_HEAD.size :])]
     except struct.error:
         raise Invalid("an ACL of a wrong length") from None
     tags = [entry.tag for entry in entries]
@@ -57,11 +57,11 @@ def decode(value: bytes) -> list[Entry]:
     return entries
 
 
-def encode(entries: list[Entry]) -> bytes:
+def encode(entries: list[AclEntry]) -> bytes:
     return _HEAD.pack(_VERSION) + b"".join(_ENTRY.pack(*entry) for entry in entries)
 
 
-def mode_of(entries: list[Entry]) -> int:
+def mode_of(entries: list[AclEntry]) -> int:
     """The nine bits of a mode that say the same, as far as they can."""
     tags = {entry.tag: entry.permissions for entry in entries}
     group = tags.get(MASK, tags[GROUP_OBJ])
@@ -99,7 +99,7 @@ def inherited(default: bytes, mode: int) -> tuple[int, bytes]:
     return applied(encode(masked), mode)
 
 
-def _group_tag(entries: list[Entry]) -> int:
+def _group_tag(entries: list[AclEntry]) -> int:
     """The tag of the entry that the group's bits of a mode show."""
     return MASK if any(entry.tag == MASK for entry in entries) else GROUP_OBJ
 

@@ -49,7 +49,7 @@ _FILE = struct.Struct("<QH")
 _NAMED_MAX = 8  # ranks that a message names
 
 
-class Options(NamedTuple):
+class GroupOptions(NamedTuple):
     """What a group is asked to be."""
 
     name: bytes
@@ -104,7 +104,7 @@ class GroupRecord(NamedTuple):
     """A group. Times in ns since the epoch, 0: not yet."""
 
     id: int
-    options: Options
+    options: GroupOptions
     asker: Asker
     """Who has begun the group, and publishes it."""
     created_ns: int
@@ -200,7 +200,7 @@ def decode_group(record: bytes) -> GroupRecord:
     )
     if not known or offset != len(record) or flags & ~_FLAGS:
         raise Unavailable("the record of a group is damaged, or of a later version")
-    options = Options(
+    options = GroupOptions(
         name,
         ranks,
         chunk,

@@ -126,7 +126,7 @@ def _values(run: Run) -> Iterator[tuple[bytes, bytes]]:
             yield key, value
 
 
-class Stored(Protocol):
+class StoredLevel(Protocol):
     """The lowest level."""
 
     def get(self, key: bytes) -> bytes | None: ...
@@ -139,7 +139,7 @@ class LeveledView(ReadTransaction):
 
     __slots__ = ("_frozen", "_frozen_entries", "_memtable", "_memtable_entries", "_stored", "seq")
 
-    def __init__(self, memtable: Memtable, frozen: Memtable, stored: Stored, seq: int) -> None:
+    def __init__(self, memtable: Memtable, frozen: Memtable, stored: StoredLevel, seq: int) -> None:
         self.seq = seq
         self._memtable = memtable
         self._memtable_entries = memtable.entries
@@ -170,7 +170,7 @@ class LeveledTransaction(LeveledView, Transaction):
 
     __slots__ = ("writes",)
 
-    def __init__(self, memtable: Memtable, frozen: Memtable, stored: Stored, seq: int) -> None:
+    def __init__(self, memtable: Memtable, frozen: Memtable, stored: StoredLevel, seq: int) -> None:
         super().__init__(memtable, frozen, stored, seq)
         self.writes: Writes = {}
 

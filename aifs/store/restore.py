@@ -99,7 +99,7 @@ def back_up(config: Config, to: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class RestorableState:
     """A state that can be restored; ``bytes`` of ``segments`` files, the last of which was made at
     ``created_ns`` (0: nobody can tell, it is ``damaged``). ``generation``: of its base, 1 is the
     newest one.
@@ -113,7 +113,7 @@ class State:
     damaged: str = ""
 
 
-class Found:
+class FoundBackups:
     """The segments in some storages, each perhaps in several of them."""
 
     def __init__(self, store: str, places: Sequence[Storage], folder: str) -> None:
@@ -200,7 +200,7 @@ def answering(config: Config) -> Config:
     )
 
 
-def find(config: Config, source: str) -> tuple[str, Found]:
+def find(config: Config, source: str) -> tuple[str, FoundBackups]:
     """The store's uuid, as the data servers tell it, and the backups on them or in the directory
     ``source``.
 
@@ -232,11 +232,11 @@ def find(config: Config, source: str) -> tuple[str, Found]:
     if source and not os.path.isdir(source):
         raise StoreError(f"{source}: there is no such directory")
     if source:
-        return store, Found(store, [DirectoryStorage(source)], "")
-    return store, Found(store, places, BACKUP)
+        return store, FoundBackups(store, [DirectoryStorage(source)], "")
+    return store, FoundBackups(store, places, BACKUP)
 
 
-def states(found: Found) -> Iterator[State]:
+def states(found: FoundBackups) -> Iterator[RestorableState]:
     """The newest state of each base, the newest base first. Of the segments, only the last one, and
     that of the base, are read: they say when they were made, or that they are damaged.
     """
@@ -246,14 +246,14 @@ def states(found: Found) -> Iterator[State]:
             yield _state(found, chain)
         except Unavailable as error:
             size = sum(found.sizes[name] for name in chain.segments)
-            yield State(
+            yield RestorableState(
                 chain.seq, 0, len(chain.segments), size, _generation(found, chain), str(error)
             )
 
 
-def _state(found: Found, chain: Chain) -> State:
+def _state(found: FoundBackups, chain: Chain) -> RestorableState:
     """Raises Unavailable if its last segment is damaged."""
-    return State(
+    return RestorableState(
         chain.seq,
         found.read(chain.segments[-1]).created_ns,
         len(chain.segments),
@@ -267,7 +267,7 @@ def _base_of(chain: Chain) -> Name:
     return next(name for name in chain.segments if name.kind == BASE and name.seq is not None)
 
 
-def _generation(found: Found, chain: Chain) -> int:
+def _generation(found: FoundBackups, chain: Chain) -> int:
     bases = {_base_of(other).after for other in chains(found.sizes)}
     return 1 + sum(base > _base_of(chain).after for base in bases)
 
@@ -275,7 +275,7 @@ def _generation(found: Found, chain: Chain) -> int:
 # --- restore ---
 
 
-def restore(config: Config, source: str, at: int | None, force: bool = False) -> State:
+def restore(config: Config, source: str, at: int | None, force: bool = False) -> RestorableState:
     """Make the metadata directory anew from the newest whole backup (with ``at``: up to that
     transaction). Blocks.
 
@@ -324,7 +324,7 @@ def restore(config: Config, source: str, at: int | None, force: bool = False) ->
     return state
 
 
-async def _build(config: Config, found: Found, chain: Chain, beyond: int) -> None:
+async def _build(config: Config, found: FoundBackups, chain: Chain, beyond: int) -> None:
     engine = LmdbEngine(config.meta.directory, config.meta.commit_interval_s, first_seq=beyond)
     try:
         async with trio.open_nursery() as nursery:

@@ -13,7 +13,7 @@ from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace, QuotaExceeded, Unavailable
 from aifs.core.log import logger
 from aifs.data.containers.pieces import StoredPiece
-from aifs.data.containers.scan import ContainerScan, Found
+from aifs.data.containers.scan import ContainerScan, ScannedChunk
 from aifs.data.servers import Servers
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
@@ -122,7 +122,7 @@ class Compaction:
     async def _move_all(self, container: int, record: Container) -> None:
         slots = self._slots_for(record.layout)
         scan = ContainerScan(self._containers.files, container, record.layout, record.length)
-        batch: list[tuple[Found, Location]] = []
+        batch: list[tuple[ScannedChunk, Location]] = []
         while found := await scan.following():
             batch += await self._engine.view(_live, container, found)
             if len(batch) >= _BATCH or sum(place.stored for _, place in batch) >= _BATCH_BYTES:
@@ -141,7 +141,9 @@ class Compaction:
             else self._containers.slots(redundancy_of(layout))
         )
 
-    async def _move(self, live: list[tuple[Found, Location]], slots: tuple[Striped, ...]) -> None:
+    async def _move(
+        self, live: list[tuple[ScannedChunk, Location]], slots: tuple[Striped, ...]
+    ) -> None:
         read = self._containers.files.read_stored
         pieces = [StoredPiece(found.header, place, read) for found, place in live]
         async with self._containers.append_pieces(pieces, slots) as (places, lost):
@@ -186,7 +188,9 @@ def _state_of(tx: ReadTransaction, container: int) -> tuple[Container | None, bo
     return chunks.find_container(tx, container), _is_open(tx, container)
 
 
-def _live(tx: ReadTransaction, container: int, found: list[Found]) -> list[tuple[Found, Location]]:
+def _live(
+    tx: ReadTransaction, container: int, found: list[ScannedChunk]
+) -> list[tuple[ScannedChunk, Location]]:
     """Those chunks that a list, or the record of a shared chunk, names at just this place."""
     lists: dict[tuple[int, int], chunks.Chunks] = {}
     live = []

@@ -38,7 +38,7 @@ from aifs.upkeep.scrub_state import Findings
 _log = logger(__name__)
 
 
-class Outcome(Enum):
+class RestoreOutcome(Enum):
     RESTORED = auto()  # no data server is needed to read the file
     NOTHING = auto()  # it has no copy that is right
     BUSY = (
@@ -91,7 +91,7 @@ class FromCopies:
             inos, start = await self._engine.view(scan_endangered, start, end, gone)
             for ino in inos:
                 try:
-                    busy |= await self.restore(ino) is Outcome.BUSY
+                    busy |= await self.restore(ino) is RestoreOutcome.BUSY
                 except (
                     FsError
                 ) as error:  # a damaged record, or no room in the metadata: others can be restored
@@ -112,9 +112,9 @@ class FromCopies:
         restored. Nothing is appended to that any more."""
         if container:
             await self._containers.retire(lambda other, _: other == container)
-        return {ino for ino in sorted(inos) if await self.restore(ino) is Outcome.RESTORED}
+        return {ino for ino in sorted(inos) if await self.restore(ino) is RestoreOutcome.RESTORED}
 
-    async def restore(self, ino: int) -> Outcome:
+    async def restore(self, ino: int) -> RestoreOutcome:
         """Have the file read from its copy alone, and drained from there, if it has a clean one
         that is right.
 
@@ -123,7 +123,7 @@ class FromCopies:
         try:
             file = await self._io.acquire(ino)
         except (NotFound, Stale):
-            return Outcome.NOTHING
+            return RestoreOutcome.NOTHING
         was_elsewhere = not file.inode.in_burst
         try:
             return await self._restore(file)
@@ -133,26 +133,26 @@ class FromCopies:
                 if was_elsewhere and file.inode.in_burst and file.inode.nlink and not file.writers:
                     self._drain.closed(file.inode)
 
-    async def _restore(self, file: OpenInode) -> Outcome:
+    async def _restore(self, file: OpenInode) -> RestoreOutcome:
         inode, copy, changes = file.inode, file.copy, file.changes
         if inode.layout is None:
-            return Outcome.RESTORED
+            return RestoreOutcome.RESTORED
         if copy is None or self.is_useless(inode) or not inode.nlink:
-            return Outcome.NOTHING
+            return RestoreOutcome.NOTHING
         if file.marked or file.on_object:
-            return Outcome.BUSY
+            return RestoreOutcome.BUSY
         memory = await self._buffers.take(COPY_PIECE)
         judgement = await judge_copy(self._engine, self._servers, replace(inode), memory)
         await file.gate.enter_alone()
         try:
             changed = file.copy is not copy or file.changes != changes or file.marked
             if changed or file.on_object or not inode.nlink:
-                return Outcome.RESTORED if inode.in_burst else Outcome.BUSY
+                return RestoreOutcome.RESTORED if inode.in_burst else RestoreOutcome.BUSY
             if judgement is Judgement.UNREADABLE:
-                return Outcome.BUSY
+                return RestoreOutcome.BUSY
             if judgement is Judgement.WRONG:
                 self._useless.add((copy.id, inode.oid))
-                return Outcome.NOTHING
+                return RestoreOutcome.NOTHING
             file.changes += 1
             try:
                 with trio.CancelScope(
@@ -161,7 +161,7 @@ class FromCopies:
                     await self._io.burst.leave_capacity(file)
             except FsError as error:
                 _log.info("inode %d cannot be restored from its burst copy: %s", inode.ino, error)
-                return Outcome.BUSY
+                return RestoreOutcome.BUSY
         finally:
             file.gate.leave_alone()
         self._needs.released(copy.id)
@@ -177,7 +177,7 @@ class FromCopies:
         )
         with suppress(FsError):  # else its dirty mark stays, and write-back says what is wrong
             await self._io.sync(file)
-        return Outcome.RESTORED
+        return RestoreOutcome.RESTORED
 
     def is_useless(self, inode: Inode) -> bool:
         """Whether the copy of a file was found to be wrong, or could not be read, since

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from aifs.core import files
 from aifs.core.errors import FsError
-from aifs.data.checking.checks import Part, differ
+from aifs.data.checking.checks import CheckedPart, differ
 from aifs.data.checking.digests import DIGEST_BYTES, HASHED
 from aifs.data.servers import Servers
 from aifs.meta import chunks, extents, forms
@@ -67,7 +67,7 @@ async def judge_copy(
     return Judgement.RIGHT
 
 
-async def _parts(engine: Engine, inode: Inode, start: int) -> Sequence[Part]:
+async def _parts(engine: Engine, inode: Inode, start: int) -> Sequence[CheckedPart]:
     """Those of what is read together, from ``start`` on; none if nobody has checksums."""
     end = min(start + COPY_PIECE, inode.size)
     if inode.chunks is not None:
@@ -79,15 +79,15 @@ async def _parts(engine: Engine, inode: Inode, start: int) -> Sequence[Part]:
         (number - first) * DIGEST_BYTES :
     ]  # the record has all of the piece: its length is a multiple of that
     return [
-        Part(offset, min(HASHED, inode.size - offset), digests[place : place + DIGEST_BYTES])
+        CheckedPart(offset, min(HASHED, inode.size - offset), digests[place : place + DIGEST_BYTES])
         for offset, place in zip(
             range(start, end, HASHED), range(0, len(digests), DIGEST_BYTES), strict=False
         )
     ]
 
 
-async def _chunks(engine: Engine, inode: Inode, start: int, end: int) -> Sequence[Part]:
-    parts: list[Part] = []
+async def _chunks(engine: Engine, inode: Inode, start: int, end: int) -> Sequence[CheckedPart]:
+    parts: list[CheckedPart] = []
     layout = inode.chunks
     assert layout is not None
     while (number := start // layout.chunk + len(parts)) * layout.chunk < end:
@@ -96,7 +96,7 @@ async def _chunks(engine: Engine, inode: Inode, start: int, end: int) -> Sequenc
             return []  # the list is damaged: fsck names it
         last = min(-(-end // layout.chunk), first + len(places))
         parts += [
-            Part(
+            CheckedPart(
                 n * layout.chunk,
                 layout.length(n, inode.size),
                 place.digest if (place := places[n - first]) else None,
@@ -106,17 +106,17 @@ async def _chunks(engine: Engine, inode: Inode, start: int, end: int) -> Sequenc
     return parts
 
 
-async def _extents(engine: Engine, inode: Inode, start: int, end: int) -> Sequence[Part]:
+async def _extents(engine: Engine, inode: Inode, start: int, end: int) -> Sequence[CheckedPart]:
     """Of the chunks that begin in this range, and of the zeros in it."""
-    parts: list[Part] = []
+    parts: list[CheckedPart] = []
     at = start
     while at < end:
         offset, _, found = await engine.view(extents.get_extents, inode.oid, at)
         for length, place, _ in found:
             at = offset + length
             if place is not None and length and start <= offset < end:
-                parts.append(Part(offset, length, place.digest))
+                parts.append(CheckedPart(offset, length, place.digest))
             elif place is None and (first := max(offset, start)) < (stop := min(at, end)):
-                parts.append(Part(first, stop - first, None))
+                parts.append(CheckedPart(first, stop - first, None))
             offset = at
     return parts

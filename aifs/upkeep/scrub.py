@@ -32,8 +32,16 @@ from aifs.upkeep.evict import Evictor
 from aifs.upkeep.from_copies import FromCopies
 from aifs.upkeep.rebuild import Rebuild
 from aifs.upkeep.scrub_copies import CopyScrubber
-from aifs.upkeep.scrub_state import CONTAINERS, DONE, FILES, PUT_OFF, UNTOLD_MAX, Findings, State
-from aifs.upkeep.scrubbing import Found, Lost, Scrubber
+from aifs.upkeep.scrub_state import (
+    CONTAINERS,
+    DONE,
+    FILES,
+    PUT_OFF,
+    UNTOLD_MAX,
+    Findings,
+    ScrubState,
+)
+from aifs.upkeep.scrubbing import Lost, Scrubber, ScrubResult
 
 _log = logger(__name__)
 
@@ -87,7 +95,7 @@ class Scrub:
         self._ids = 1
 
     @property
-    def _state(self) -> State:
+    def _state(self) -> ScrubState:
         return self._findings.state
 
     async def load(self) -> None:
@@ -134,7 +142,7 @@ class Scrub:
         state = self._state
         if state.phase == DONE:
             untold = sorted(self._findings.wrong_objects())[-UNTOLD_MAX:]
-            state = State(phase=FILES, begun_s=time.time(), untold_before=untold)
+            state = ScrubState(phase=FILES, begun_s=time.time(), untold_before=untold)
             self._findings.begin(state)
             self._from_copies.look_again()
         state.repair, state.bandwidth = repair, bandwidth
@@ -246,7 +254,7 @@ class Scrub:
                 nursery.start_soon(work)
 
     async def _scrub(self, ino: int, oid: int) -> None:
-        found, state = Found(), self._state
+        found, state = ScrubResult(), self._state
         try:
             is_done = not oid or await self._scrubber.scrub(ino, oid, found, state.repair)
             await self._use_copies(found, 0 if ino else oid)
@@ -276,7 +284,7 @@ class Scrub:
         else:
             state.unverified += 1
 
-    async def _use_copies(self, found: Found, container: int) -> None:
+    async def _use_copies(self, found: ScrubResult, container: int) -> None:
         """Files that nothing tells, but that have a burst copy that is right, are made whole from
         that.
         """

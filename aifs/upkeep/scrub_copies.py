@@ -14,7 +14,7 @@ from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.upkeep.evict import Evictor
 from aifs.upkeep.judging import COPY_PIECE, Judgement, judge_copy
-from aifs.upkeep.scrubbing import Found, Lost
+from aifs.upkeep.scrubbing import Lost, ScrubResult
 
 
 class CopyScrubber:
@@ -33,7 +33,7 @@ class CopyScrubber:
         self._throttle = throttle
         self._buffers = BudgetedBuffers(servers.budget)
 
-    async def scrub(self, ino: int, found: Found, repair: bool) -> bool:
+    async def scrub(self, ino: int, found: ScrubResult, repair: bool) -> bool:
         """Verify the copy of a file, if it has a clean one and checksums; whether a wrong one has
         been dropped.
         """

@@ -1,8 +1,8 @@
 """What a scrub has done and found: kept in the metadata (key ``j scrub``), so that a restart goes
 on with it.
 
-The record is JSON: the fields of ``State``. ``wrong`` are the files that are not repaired, at most
-WRONG_MAX of them.
+The record is JSON: the fields of ``ScrubState``. ``wrong`` are the files that are not repaired, at
+most WRONG_MAX of them.
 """
 
 import json
@@ -17,7 +17,7 @@ from aifs.meta import keys, namespace, paths
 from aifs.meta.kv import MAX_VALUE_BYTES, Engine, ReadTransaction, Transaction
 from aifs.meta.records import decode_dentry
 from aifs.meta.slices import read_slice
-from aifs.upkeep.scrubbing import Found, Lost
+from aifs.upkeep.scrubbing import ScrubResult, Lost
 
 _log = logger(__name__)
 
@@ -34,7 +34,7 @@ off.
 
 
 @dataclass(slots=True)
-class State:
+class ScrubState:
     """Times are seconds since the epoch. ``cursor``: all numbers of this phase below it are done.
     ``put_off``: (ino, oid).
     """
@@ -64,7 +64,7 @@ class State:
         default_factory=list
     )  # the same of earlier passes, until this one has verified them
 
-    def add(self, found: Found) -> None:
+    def add(self, found: ScrubResult) -> None:
         """The counts alone."""
         self.read_bytes += found.read_bytes
         self.flaws += found.flaws
@@ -82,9 +82,9 @@ class Findings:
     is known to be wrong, and before the scrub, which puts it there."""
 
     def __init__(self) -> None:
-        self.state = State()
+        self.state = ScrubState()
 
-    def begin(self, state: State) -> None:
+    def begin(self, state: ScrubState) -> None:
         self.state = state
 
     def wrong_objects(self) -> Set[int]:
@@ -98,22 +98,22 @@ class Findings:
         self.state.wrong = [entry for entry in self.state.wrong if entry["inode"] != ino]
 
 
-async def load(engine: Engine) -> State:
+async def load(engine: Engine) -> ScrubState:
     """As recorded; else that of a store that was scrubbed when it was made."""
 
     record, created_s = await engine.view(lambda tx: (tx.get(_KEY), _created_s(tx)))
     try:
-        return State(**json.loads(record)) if record else State(begun_s=created_s)
+        return ScrubState(**json.loads(record)) if record else ScrubState(begun_s=created_s)
     except (ValueError, TypeError):
         _log.warning("the record of scrubs is damaged: it begins anew")
-        return State(begun_s=created_s)
+        return ScrubState(begun_s=created_s)
 
 
 def _created_s(tx: ReadTransaction) -> float:
     return json.loads(tx.get(keys.SUPERBLOCK) or b"{}").get("created_s", 0)
 
 
-async def save(engine: Engine, state: State) -> None:
+async def save(engine: Engine, state: ScrubState) -> None:
     """Of ``wrong`` as many as fit: paths may be long."""
     fields = asdict(state)
     while len(record := json.dumps(fields).encode()) > _RECORD_MAX and fields["wrong"]:
@@ -125,7 +125,7 @@ def _put(tx: Transaction, record: bytes) -> None:
     tx.put(_KEY, record)
 
 
-async def note(engine: Engine, state: State, lost: list[Lost]) -> None:
+async def note(engine: Engine, state: ScrubState, lost: list[Lost]) -> None:
     """Add files that are not repaired, with all their names, and log each once, if they are there
     still.
     """

@@ -50,7 +50,7 @@ class Lost(NamedTuple):
 
 
 @dataclass(slots=True)
-class Found:
+class ScrubResult:
     """What came of some object sets. ``flaws``: ranges of objects, or whole ones, that were wrong;
     of these ``repaired`` in place, ``rebuilding`` handed on. Without leave to repair they stay as
     they are."""
@@ -61,7 +61,7 @@ class Found:
     rebuilding: int = 0
     lost: list[Lost] = field(default_factory=list)
 
-    def add(self, other: "Found") -> None:
+    def add(self, other: "ScrubResult") -> None:
         self.read_bytes += other.read_bytes
         self.flaws += other.flaws
         self.repaired += other.repaired
@@ -94,7 +94,7 @@ class Scrubber:
         self.throttle = throttle
         self.request = request
 
-    async def scrub(self, ino: int, oid: int, found: Found, repair: bool) -> bool:
+    async def scrub(self, ino: int, oid: int, found: ScrubResult, repair: bool) -> bool:
         """Verify the objects ``oid`` of a file, or a container (``ino`` 0), and add to ``found``
         what is found.
 
@@ -140,7 +140,7 @@ class _Scrub:
 
     def __init__(self, scrubber: Scrubber, seen: _Seen, objects: SetRecord, repair: bool) -> None:
         """``objects``: those of ``seen``."""
-        self.found = Found()
+        self.found = ScrubResult()
         self._engine = scrubber.engine
         self._scrubber = scrubber
         self._seen = seen

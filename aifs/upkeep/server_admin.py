@@ -44,7 +44,7 @@ _REACH_S = 5.0
 _FAILED_SHOWN = 10
 
 
-class Outcome(NamedTuple):
+class Removal(NamedTuple):
     """Of a removal: why it is refused ('' if it is done), and whether the reason goes away by
     itself.
     """
@@ -83,7 +83,7 @@ class ServerAdmin:
         self._upkeep = upkeep
         self._changes = store.servers.changes  # as was told the rebuild
         self._removals: dict[int, tuple[bool, bool]] = {}  # asked for; ``lost``, ``lose_files``
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, Removal] = {}
         self._copies: dict[int, int] = {}
         self._refused = ""
 
@@ -251,7 +251,7 @@ class ServerAdmin:
         await self._collector.drain(urgent=True)
         await self._rebuild.strays.sweep(urgent=True)
 
-    async def _remove(self, server_id: int, lost: bool, lose_files: bool) -> Outcome:
+    async def _remove(self, server_id: int, lost: bool, lose_files: bool) -> Removal:
         try:
             if server_id >= BURST_FIRST:
                 return await self._remove_burst(server_id)
@@ -259,12 +259,12 @@ class ServerAdmin:
         except Busy as error:
             server = self._servers.find(server_id)
             if server is not None and server.is_gone:
-                return Outcome(f"{error}; it is gone: if that is for good, remove it with --lost")
-            return Outcome(str(error), passing=True)
+                return Removal(f"{error}; it is gone: if that is for good, remove it with --lost")
+            return Removal(str(error), passing=True)
         except (FsError, StoreError) as error:
-            return Outcome(str(error))
+            return Removal(str(error))
 
-    async def _remove_data(self, server_id: int, lost: bool, lose_files: bool) -> Outcome:
+    async def _remove_data(self, server_id: int, lost: bool, lose_files: bool) -> Removal:
         name = name_of(server_id)
         is_lost = (await self._table.find(server_id)).state == LOST
         uses, files = await count_uses(self._engine, self._servers, server_id)
@@ -273,28 +273,28 @@ class ServerAdmin:
             uses, files = await count_uses(self._engine, self._servers, server_id)
         if lost and not is_lost:
             if files and not lose_files:
-                return Outcome(f"{_count(files, 'file')} would be lost with {name}")
+                return Removal(f"{_count(files, 'file')} would be lost with {name}")
             await self._change(server_id, LOST)
             is_lost = True
         if files and is_lost:
             lost_files = f"{_count(files, 'file')} cannot be read without {name}"
-            return Outcome(
+            return Removal(
                 f"{lost_files}, which is lost: delete what is lost first; aifs fsck names it"
             )
         if uses.unreadable:
             unreadable = (
                 f"{_count(uses.unreadable, 'record')} cannot be read, and may refer to {name}"
             )
-            return Outcome(f"{unreadable}: run aifs fsck first")
+            return Removal(f"{unreadable}: run aifs fsck first")
         if uses.objects:
             self._rebuild.look()
             verb = "rebuilt" if is_lost else "moved"
             objects = f"{_count(uses.objects, 'object')} ({describe_size(uses.length)})"
-            return Outcome(f"{objects} of {name} have to be {verb} first", passing=True)
+            return Removal(f"{objects} of {name} have to be {verb} first", passing=True)
         try:
             await self._backup.leave_servers()
         except FsError as error:
-            return Outcome(
+            return Removal(
                 f"{name} may have the only backup of the metadata, and no other can be made: "
                 f"{error}",
                 passing=True,
@@ -304,24 +304,24 @@ class ServerAdmin:
             # What was begun before the server was drained may have been made since the first count.
             await self._table.require_settled(server_id)
             if (await count_uses(self._engine, self._servers, server_id))[0].objects:
-                return Outcome(f"objects have just been made on {name}", passing=True)
+                return Removal(f"objects have just been made on {name}", passing=True)
         await self._table.remove(server_id)
         self._forget(server_id)
-        return Outcome()
+        return Removal()
 
-    async def _remove_burst(self, server_id: int) -> Outcome:
+    async def _remove_burst(self, server_id: int) -> Removal:
         if self._tier.is_entered(server_id):
-            return Outcome(f"files are being made on {name_of(server_id)} just now", passing=True)
+            return Removal(f"files are being made on {name_of(server_id)} just now", passing=True)
         copies = await find_copies(self._engine, server_id)
         count = len(copies.clean) + len(copies.dirty)
         if count:
-            return Outcome(
+            return Removal(
                 f"{_count(count, 'file')} have copies on {name_of(server_id)} still", passing=True
             )
         await self._tier.remove(server_id)
         await self._table.remove(server_id)
         self._forget(server_id)
-        return Outcome()
+        return Removal()
 
     def _forget(self, server_id: int) -> None:
         self._copies.pop(server_id, None)

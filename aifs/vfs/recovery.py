@@ -13,7 +13,7 @@ from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.data.objects.object_set import ObjectSet, delete_objects
-from aifs.data.server import DataServer, Missing
+from aifs.data.server import DataServer, MissingObject
 from aifs.data.workers import outcomes
 from aifs.files.collector import Collector
 from aifs.files.drain import Undrained
@@ -133,7 +133,7 @@ async def _settle_copy(store: Store, tier: BurstTier, collector: Collector, inod
             status.st_mtime_ns,
         )
         await copy.sync()
-    except Missing:
+    except MissingObject:
         if store.same_boot or await store.engine.view(_is_durable, inode.copy.id):
             raise
         _log.warning(

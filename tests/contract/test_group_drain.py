@@ -311,7 +311,7 @@ async def test_one_that_changes_while_others_are_compared_with_it_does_not_spoil
             trio.lowlevel.current_trio_token(),
         )
         inos = [await write_file(fs, b"%d" % rank, data) for rank in range(3)]
-        members, read, changed = [Prepared(ino) for ino in inos], digests.Source.read, []
+        members, read, changed = [Prepared(ino) for ino in inos], digests.HashSource.read, []
         for member in members:
             await drain.prepare(member, SMALL, Report())
 
@@ -325,7 +325,7 @@ async def test_one_that_changes_while_others_are_compared_with_it_does_not_spoil
             read(source, offset, part)
 
         with monkeypatch.context() as patch:
-            patch.setattr(digests.Source, "read", read_changing)
+            patch.setattr(digests.HashSource, "read", read_changing)
             await drain.store(members, SMALL, Report())
         assert changed and outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED, Outcome.DRAINED]
         await check_contents(fs, dict.fromkeys(inos[1:], data))
@@ -338,7 +338,7 @@ async def test_one_that_cannot_be_read_fails_alone(directory, monkeypatch):
     async with mounted(directory) as fs:
         drain, data = group_drain(fs), random.Random(1).randbytes(4 * CHUNK)
         inos = [await write_file(fs, b"%d" % rank, data) for rank in range(3)]
-        members, read = [Prepared(ino) for ino in inos], digests.Source.read
+        members, read = [Prepared(ino) for ino in inos], digests.HashSource.read
         for member in members:
             await drain.prepare(member, SMALL, Report())
 
@@ -348,7 +348,7 @@ async def test_one_that_cannot_be_read_fails_alone(directory, monkeypatch):
             read(source, offset, part)
 
         with monkeypatch.context() as patch:
-            patch.setattr(digests.Source, "read", read_failing)
+            patch.setattr(digests.HashSource, "read", read_failing)
             await drain.store(members, SMALL, Report())
         assert (
             isinstance(members[0].outcome, Unavailable)

@@ -18,7 +18,7 @@ from aifs.core.errors import (
     Busy,
     FsError,
     GroupCancelled,
-    GroupExpired,
+    GroupTimeout,
     Invalid,
     MemberDied,
     NoAttribute,
@@ -316,13 +316,13 @@ async def test_an_expired_group_names_who_is_missing(directory: Path) -> None:
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=3,commit=explicit,timeout=300ms")
         ino = await make(fs, top, b"a", b"a" * SIZE)
-        with pytest.raises(GroupExpired, match="of 3 ranks have not committed: 0, "):
+        with pytest.raises(GroupTimeout, match="of 3 ranks have not committed: 0, "):
             await put(fs, top, "group.commit", "1")  # which may come too late on a slow machine
             await fs.groups.wait(top, 0, False, None)
         told = await in_state(fs, top, "expired")
         assert told["error"].startswith("after 0.3 s")
         await drained(fs, ino)
-        with pytest.raises(GroupExpired):
+        with pytest.raises(GroupTimeout):
             await put(fs, top, "group.commit", "0")
 
 

@@ -13,7 +13,7 @@ from aifs.core.errors import (
     Busy,
     FsError,
     GroupCancelled,
-    GroupExpired,
+    GroupTimeout,
     Invalid,
     NoAttribute,
     NotFound,
@@ -221,7 +221,7 @@ async def test_who_asks_late_is_told_how_its_own_group_ended(directory: Path) ->
         assert await ended(fs, top, numbers[0]) is None
         cancelled, expired = await ended(fs, top, numbers[1]), await ended(fs, top, numbers[2])
         assert isinstance(cancelled, GroupCancelled) and str(cancelled) == "rank 0: no time"
-        assert isinstance(expired, GroupExpired)
+        assert isinstance(expired, GroupTimeout)
         assert (await fs.query_group(top, numbers[0])).bytes == SIZE
         assert (await ask(fs, top, f"group.{numbers[1]}"))["error"] == "rank 0: no time"
         other = await tree(fs, b"other")

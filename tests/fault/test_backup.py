@@ -23,7 +23,7 @@ from aifs.data.storage import BACKUP, StoredObject
 from aifs.meta.backup import BASE, INCREMENT, parse_name
 from aifs.store import backup as vfs_backup
 from aifs.store import restore as vfs_restore
-from aifs.store.restore import Found, back_up, find, restore, states
+from aifs.store.restore import FoundBackups, back_up, find, restore, states
 from aifs.vfs import Caller, Filesystem, open_filesystem
 from tests.support import modes
 from tests.support.churn import UNIT, Churn, read_tree
@@ -645,7 +645,7 @@ def test_the_format_of_the_store_is_checked(source: Path, monkeypatch: pytest.Mo
 
 def test_only_whole_copies_count(source: Path) -> None:
     found = find(modes.config_of(source), "")[1]
-    assert isinstance(found, Found)
+    assert isinstance(found, FoundBackups)
     base = next(name for name in found.sizes if name.kind == BASE)
     for path in segments(source)[str(base)]:
         path.write_bytes(path.read_bytes()[:-1])

@@ -24,7 +24,7 @@ from aifs.core.tasks import first_error
 from aifs.core.upkeep import Upkeep
 from aifs.data import health
 from aifs.data.containers.chunk_codec import digest_of
-from aifs.data.containers.pieces import HashedPiece, Source
+from aifs.data.containers.pieces import FileSource, HashedPiece
 from aifs.data.containers.scan import ContainerScan
 from aifs.data.objects.object_set import delete_objects
 from aifs.data.server import DataServer
@@ -148,7 +148,7 @@ class Mounted:
         inos = [await self.ids.take() for _ in contents]
         oids = [await self.ids.take() for _ in contents]
         sources = [
-            Source(ino, oid, len(content), fd_of(content), LAYOUT, ino % 2)
+            FileSource(ino, oid, len(content), fd_of(content), LAYOUT, ino % 2)
             for ino, oid, content in zip(inos, oids, contents, strict=True)
         ]
         async with self.containers.append(sources, (), self.redundancy) as (lists, lost):
@@ -240,7 +240,7 @@ class Copies:
 
 
 def put_files(
-    tx: Transaction, sources: list[Source], lists: list[chunks.Chunks], lost: dict[int, int]
+    tx: Transaction, sources: list[FileSource], lists: list[chunks.Chunks], lost: dict[int, int]
 ) -> None:
     for source, places in zip(sources, lists, strict=True):
         chunks.put_chunks(tx, source.oid, places)

@@ -533,7 +533,7 @@ def test_what_is_lost_below_long_paths_fits_the_record(store: Config) -> None:
             "servers": [0],
             "reason": "r",
         }
-        state = scrub_state.State(wrong=[lost | {"for_good": True}] * scrub_state.WRONG_MAX)
+        state = scrub_state.ScrubState(wrong=[lost | {"for_good": True}] * scrub_state.WRONG_MAX)
         await scrub_state.save(fs.store.engine, state)
         assert len(state.wrong) == scrub_state.WRONG_MAX
         assert 50 < len((await scrub_state.load(fs.store.engine)).wrong) < scrub_state.WRONG_MAX

@@ -17,7 +17,7 @@ import pytest
 
 from aifs.fuse import extension
 from aifs.meta import acl
-from aifs.meta.acl import Entry
+from aifs.meta.acl import AclEntry
 from tests.support.machine import RENAME_EXCHANGE, link_open, renameat2
 from tests.support.mounts import Mounted, aifs, mounted_store
 from tests.support.users import errno_of, in_process
@@ -184,9 +184,9 @@ def test_what_cannot_be_set_as_an_acl(alike: Alike) -> None:
         os.mkdir("dir")
         os.symlink("file", "link")
         name = acl.ACCESS.decode()
-        many = [Entry(acl.USER_OBJ, 7, 2**32 - 1)]
-        many += [Entry(acl.USER, 7, uid) for uid in range(480)]
-        many += [Entry(tag, 7, 2**32 - 1) for tag in (acl.GROUP_OBJ, acl.MASK, acl.OTHER)]
+        many = [AclEntry(acl.USER_OBJ, 7, 2**32 - 1)]
+        many += [AclEntry(acl.USER, 7, uid) for uid in range(480)]
+        many += [AclEntry(tag, 7, 2**32 - 1) for tag in (acl.GROUP_OBJ, acl.MASK, acl.OTHER)]
         os.setxattr("dir", name, acl.encode(many))
         return (
             errno_of(os.setxattr, "file", name, b"nonsense"),
@@ -227,11 +227,11 @@ def test_acls_of_a_store_are_kept_by_a_remount(mount_store: Callable[..., Mounte
 
 
 ACL = [
-    Entry(acl.USER_OBJ, 6, 2**32 - 1),
-    Entry(acl.USER, 6, USER),
-    Entry(acl.GROUP_OBJ, 0, 2**32 - 1),
-    Entry(acl.MASK, 6, 2**32 - 1),
-    Entry(acl.OTHER, 0, 2**32 - 1),
+    AclEntry(acl.USER_OBJ, 6, 2**32 - 1),
+    AclEntry(acl.USER, 6, USER),
+    AclEntry(acl.GROUP_OBJ, 0, 2**32 - 1),
+    AclEntry(acl.MASK, 6, 2**32 - 1),
+    AclEntry(acl.OTHER, 0, 2**32 - 1),
 ]
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import trio
 
-from aifs.check.findings import Report
+from aifs.check.findings import FsckReport
 from aifs.check.fsck import check
 from aifs.core import config as configuration
 from aifs.core.config import Config
 from aifs.data.containers.chunk_codec import digest_of
-from aifs.data.containers.pieces import Source
+from aifs.data.containers.pieces import FileSource
 from aifs.data.naming import object_path
 from aifs.files.types import Caller, SetAttr
 from aifs.layout.interleaved import Interleaved
@@ -119,7 +119,7 @@ class DamagedStore:
             self.ino[path] = ino = (await fs.mknod(*self._place(path), 0o100644, 0, NOBODY)).ino
             fd = os.memfd_create("source")
             os.write(fd, data)
-            sources.append(Source(ino, ino, len(data), fd, Interleaved(CHUNK), 0))
+            sources.append(FileSource(ino, ino, len(data), fd, Interleaved(CHUNK), 0))
 
         def flip(tx: Transaction, lists: list[Chunks]) -> None:
             for source, places in zip(sources, lists, strict=True):
@@ -319,7 +319,7 @@ class DamagedStore:
 
     # --- fsck ---
 
-    def check(self, repair: bool = False, deep: bool = False) -> Report:
+    def check(self, repair: bool = False, deep: bool = False) -> FsckReport:
         return check(self.config, repair, deep=deep)
 
     def found(self, repair: bool = False) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ import stat
 
 from aifs.files.ranges import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE
 from aifs.meta import acl
-from aifs.meta.acl import Entry
+from aifs.meta.acl import AclEntry
 from tests.support.sequences import Op, Weighted, payload
 
 SLOTS = 6
@@ -376,13 +376,13 @@ def set_acl(rng: random.Random) -> Op:
     """setfacl(1), sometimes of what is no ACL."""
     nobody = 0xFFFFFFFF
     ids = sorted(rng.sample((0, *USERS, 4_000_000_000), rng.choice((0, 1, 2))))
-    entries = [Entry(acl.USER_OBJ, rng.randrange(8), nobody)]
-    entries += [Entry(acl.USER, rng.randrange(8), uid) for uid in ids]
-    entries += [Entry(acl.GROUP_OBJ, rng.randrange(8), nobody)]
-    entries += [Entry(acl.GROUP, rng.randrange(8), gid) for gid in ids[1:]]
+    entries = [AclEntry(acl.USER_OBJ, rng.randrange(8), nobody)]
+    entries += [AclEntry(acl.USER, rng.randrange(8), uid) for uid in ids]
+    entries += [AclEntry(acl.GROUP_OBJ, rng.randrange(8), nobody)]
+    entries += [AclEntry(acl.GROUP, rng.randrange(8), gid) for gid in ids[1:]]
     if ids or rng.random() < 0.2:
-        entries.append(Entry(acl.MASK, rng.randrange(8), nobody))
-    entries.append(Entry(acl.OTHER, rng.randrange(8), nobody))
+        entries.append(AclEntry(acl.MASK, rng.randrange(8), nobody))
+    entries.append(AclEntry(acl.OTHER, rng.randrange(8), nobody))
     if rng.random() < 0.05:
         del entries[rng.randrange(len(entries))]
     return _path(rng), _acl_name(rng), acl.encode(entries), 0

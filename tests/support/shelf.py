@@ -12,8 +12,8 @@ from aifs.core.budget import Budget
 from aifs.data.containers import pieces
 from aifs.data.containers.chunk_codec import digest_of
 from aifs.data.containers.chunked import ChunkedObjects
-from aifs.data.containers.files import ContainerFiles, Entry
-from aifs.data.containers.pieces import Source
+from aifs.data.containers.files import ContainerEntry, ContainerFiles
+from aifs.data.containers.pieces import FileSource
 from aifs.data.containers.writer import ContainerWriter
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import (
@@ -86,11 +86,11 @@ class Shelf:
         """Of plain containers."""
         return {container: layout.servers[0] for container, layout in self.table.items()}
 
-    async def find(self, container: int) -> Entry | None:
+    async def find(self, container: int) -> ContainerEntry | None:
         await trio.lowlevel.checkpoint()
         if container not in self.table:
             return None
-        return Entry(
+        return ContainerEntry(
             self.table[container], self.ends.get(container, 0), self.lost.get(container, 0)
         )
 
@@ -127,7 +127,9 @@ class Shelf:
                             file.write(content[start : start + 4096])
                     file.truncate(len(content))
                 fd = os.open(path, os.O_RDONLY)
-                sources.append(Source(oid + 1, oid, len(content), fd, Interleaved(chunk), level))
+                sources.append(
+                    FileSource(oid + 1, oid, len(content), fd, Interleaved(chunk), level)
+                )
             yield sources
         finally:
             for source in sources:

@@ -6,7 +6,7 @@ from hypothesis import strategies as some
 
 from aifs.core.errors import Invalid
 from aifs.meta import acl
-from aifs.meta.acl import GROUP, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, Entry
+from aifs.meta.acl import GROUP, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, AclEntry
 
 NOBODY = 0xFFFFFFFF
 ANN, BEN, STAFF, GUESTS = 1, 2, 10, 20
@@ -14,16 +14,16 @@ ANN, BEN, STAFF, GUESTS = 1, 2, 10, 20
 PERMISSIONS = some.integers(0, 7)
 MODES = some.integers(0, 0o7777)
 NAMED = some.lists(
-    some.builds(Entry, some.sampled_from((USER, GROUP)), PERMISSIONS, some.integers(0, 99)),
+    some.builds(AclEntry, some.sampled_from((USER, GROUP)), PERMISSIONS, some.integers(0, 99)),
     max_size=6,
 )
 
 
-def an_acl(owner: int, group: int, other: int, *named: Entry, mask: int | None = None) -> bytes:
-    entries = [Entry(USER_OBJ, owner, NOBODY), Entry(GROUP_OBJ, group, NOBODY), *named]
-    entries.append(Entry(OTHER, other, NOBODY))
+def an_acl(owner: int, group: int, other: int, *named: AclEntry, mask: int | None = None) -> bytes:
+    entries = [AclEntry(USER_OBJ, owner, NOBODY), AclEntry(GROUP_OBJ, group, NOBODY), *named]
+    entries.append(AclEntry(OTHER, other, NOBODY))
     if mask is not None:
-        entries.append(Entry(MASK, mask, NOBODY))
+        entries.append(AclEntry(MASK, mask, NOBODY))
     return acl.encode(sorted(entries))
 
 
@@ -40,7 +40,7 @@ ACLS = some.builds(
 def test_golden_bytes() -> None:
     golden = "0200000001000600ffffffff02000700e803000004000400ffffffff"
     golden += "10000500ffffffff20000000ffffffff"
-    value = an_acl(6, 4, 0, Entry(USER, 7, 1000), mask=5)
+    value = an_acl(6, 4, 0, AclEntry(USER, 7, 1000), mask=5)
     assert value.hex() == golden
     assert acl.encode(acl.decode(value)) == value
     assert acl.mode_of(acl.decode(value)) == 0o650
@@ -54,12 +54,12 @@ def test_golden_bytes() -> None:
         an_acl(6, 4, 0)[:-1],
         b"\1" + an_acl(6, 4, 0)[1:],
         an_acl(6, 4, 0) + b"\0" * 8,
-        an_acl(6, 4, 0, Entry(USER, 7, 1000)),  # it needs a mask
+        an_acl(6, 4, 0, AclEntry(USER, 7, 1000)),  # it needs a mask
         an_acl(6, 4, 8),
-        acl.encode([Entry(USER_OBJ, 6, NOBODY), Entry(OTHER, 6, NOBODY)]),
-        acl.encode([Entry(tag, 6, NOBODY) for tag in (GROUP_OBJ, USER_OBJ, OTHER)]),
-        acl.encode([Entry(tag, 6, NOBODY) for tag in (USER_OBJ, USER_OBJ, GROUP_OBJ, OTHER)]),
-        an_acl(6, 4, 0, *[Entry(USER, 7, uid) for uid in range(600)], mask=7),
+        acl.encode([AclEntry(USER_OBJ, 6, NOBODY), AclEntry(OTHER, 6, NOBODY)]),
+        acl.encode([AclEntry(tag, 6, NOBODY) for tag in (GROUP_OBJ, USER_OBJ, OTHER)]),
+        acl.encode([AclEntry(tag, 6, NOBODY) for tag in (USER_OBJ, USER_OBJ, GROUP_OBJ, OTHER)]),
+        an_acl(6, 4, 0, *[AclEntry(USER, 7, uid) for uid in range(600)], mask=7),
     ],
 )
 def test_what_is_no_acl_is_refused(value: bytes) -> None:
@@ -111,7 +111,7 @@ def test_what_is_inherited_gives_no_more_than_was_asked_for(default: bytes, mode
     ],
 )
 def test_whom_an_acl_lets_in(uid: int, groups: tuple[int, ...], wanted: int, may: bool) -> None:
-    named = Entry(USER, 6, ANN), Entry(GROUP, 0, GUESTS)
+    named = AclEntry(USER, 6, ANN), AclEntry(GROUP, 0, GUESTS)
     mode, value = acl.applied(an_acl(6, 6, 1, *named, mask=4), 0)
     assert acl.granted(value, mode, 0xABC, STAFF, uid, groups, wanted) == may
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.data.containers import chunk_codec
-from aifs.data.containers.chunk_codec import PLAIN, ZSTD, Header
+from aifs.data.containers.chunk_codec import PLAIN, ZSTD, ChunkHeader
 from aifs.layout.interleaved import HEADER_BYTES
 
 GOLDEN = (
@@ -17,7 +17,7 @@ GOLDEN = (
 )
 
 
-def stored(data: bytes, level: int) -> tuple[Header, bytes]:
+def stored(data: bytes, level: int) -> tuple[ChunkHeader, bytes]:
     memory = memoryview(bytearray(HEADER_BYTES + len(data) + 10))
     memory[HEADER_BYTES : HEADER_BYTES + len(data)] = data
     header = chunk_codec.encode(memory, len(data), level, 2, 3)
@@ -47,7 +47,7 @@ def test_what_does_not_shrink_stays_as_it_is():
 
 
 def test_golden_header():
-    header = Header(0x0102030405060708, 3, ZSTD, 5, 1000, bytes(range(32)))
+    header = ChunkHeader(0x0102030405060708, 3, ZSTD, 5, 1000, bytes(range(32)))
     packed = chunk_codec.pack_header(header)
     assert packed.hex() == GOLDEN
     assert chunk_codec.unpack_header(bytes.fromhex(GOLDEN)) == header

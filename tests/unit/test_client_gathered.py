@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from aifs.client.manifest import CheckpointError
 from aifs.client.torch import gather_files, gathered, parallel, watch
-from aifs.client.torch.gather_files import Found
+from aifs.client.torch.gather_files import FoundFiles
 from aifs.client.torch.gather_plan import CHAIN, GATHER, READ, Speeds, choose, pieces
 from aifs.client.torch.gathered import GatherError, read, read_files
 from aifs.client.torch.parallel import parallel_load, parallel_save
@@ -171,8 +171,8 @@ def several_files(rank: int, directory: Path) -> None:
         paths[-1].parent.mkdir()
         paths[-1].write_bytes(CONTENT[begin:end])
 
-    def find() -> Found:
-        return Found([str(path) for path in paths], identity)
+    def find() -> FoundFiles:
+        return FoundFiles([str(path) for path in paths], identity)
 
     for ranks_each in (1, 2):
         on_hosts(ranks_each)
@@ -181,7 +181,7 @@ def several_files(rank: int, directory: Path) -> None:
             assert read_files(find, "parts", order=ORDER, speeds=speeds) == CONTENT
             assert sum_of_all(sum(found[before:])) == SIZE
     identities = iter(["another"] * (rank == 3) + ["the same"] * 9)
-    again = read_files(lambda: Found([str(path) for path in paths], next(identities)), "parts")
+    again = read_files(lambda: FoundFiles([str(path) for path in paths], next(identities)), "parts")
     assert again == CONTENT  # rank 3 has looked a moment too early
     identity = "another" if rank == 3 else "the same"
     with pytest.raises(GatherError, match="parts: rank 3 finds other files than rank 0"):

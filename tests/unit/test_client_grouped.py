@@ -33,7 +33,7 @@ from aifs.client import (
 )
 from aifs.client.futures import Future
 from aifs.client.jobs import job_of_environment
-from aifs.client.tensor_file import ALIGNMENT, Damaged
+from aifs.client.tensor_file import ALIGNMENT, DamagedTensors
 from aifs.core import files
 from tests.support.group_ranks import (
     WAIT_S,
@@ -77,7 +77,7 @@ def test_what_is_no_file_of_tensors_is_refused(data: bytes) -> None:
     for damaged in (data, struct.pack("<Q", len(data)) + data):
         try:
             entries, _ = tensor_file.decode(memoryview(damaged))
-        except Damaged:
+        except DamagedTensors:
             continue
         assert all(0 <= entry.begin <= entry.end <= len(damaged) for entry in entries.values())
 
@@ -98,7 +98,7 @@ def test_what_is_no_file_of_tensors_is_refused(data: bytes) -> None:
 )
 def test_a_damaged_header_is_refused(entry: Any) -> None:
     text = json.dumps({"a": entry}).encode()
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedTensors):
         tensor_file.decode(memoryview(struct.pack("<Q", len(text)) + text + bytes(8)))
 
 
@@ -106,13 +106,13 @@ def test_a_damaged_header_is_refused(entry: Any) -> None:
     "text", ['{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", '{"__metadata__": 5}', "[]"]
 )
 def test_a_header_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(Damaged, match="damaged"):
+    with pytest.raises(DamagedTensors, match="damaged"):
         tensor_file.decode(memoryview(struct.pack("<Q", len(text)) + text.encode()))
 
 
 def test_a_type_that_is_not_known_is_named() -> None:
     text = json.dumps({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}})
-    with pytest.raises(Damaged, match="a has elements of a type that is not known: F4"):
+    with pytest.raises(DamagedTensors, match="a has elements of a type that is not known: F4"):
         tensor_file.decode(memoryview(struct.pack("<Q", len(text)) + text.encode() + b"x"))
 
 

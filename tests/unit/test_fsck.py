@@ -16,7 +16,7 @@ import pytest
 import trio
 
 from aifs.check import fsck
-from aifs.check.findings import KINDS, Report
+from aifs.check.findings import KINDS, FsckReport
 from aifs.check.fsck import check
 from aifs.check.objects import lost_bytes
 from aifs.core import config as configuration
@@ -105,7 +105,7 @@ def store(monkeypatch: pytest.MonkeyPatch, template: DamagedStore) -> Iterator[D
         yield template.copied_to(Path(directory, "store"))
 
 
-def _kinds(report: Report) -> Found:
+def _kinds(report: FsckReport) -> Found:
     return sorted((finding.kind, finding.where) for finding in report.findings)
 
 
@@ -580,7 +580,11 @@ def wrong_count_of_live_bytes(store: DamagedStore) -> None:
 COMMON_CHUNK = f"shared chunk {chunk_codec.digest_of(COMMON.data).hex()[:16]}"
 UNKNOWN = chunk_codec.digest_of(b"unknown")
 GROUP = GroupRecord(
-    7, groups.Options(b"step", 2, 1 << 20, False, 1000, 0, b""), Asker(0, (0,)), 1, state="durable"
+    7,
+    groups.GroupOptions(b"step", 2, 1 << 20, False, 1000, 0, b""),
+    Asker(0, (0,)),
+    1,
+    state="durable",
 )
 UNKNOWN_CHUNK = f"shared chunk {UNKNOWN.hex()[:16]}"
 

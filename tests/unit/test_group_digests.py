@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from aifs.core import files
 from aifs.core.errors import Unavailable
 from aifs.vfs.groups import digests
-from aifs.vfs.groups.digests import ZEROS, Source, digest, digest_all
+from aifs.vfs.groups.digests import ZEROS, HashSource, digest, digest_all
 
 PART = 16
 
@@ -48,8 +48,10 @@ class Device:
         return function(*args)
 
 
-def sources(device: Device, sparse: bool = False) -> list[Source]:
-    return [Source(device, (0, number), number, sparse) for number in range(len(device.contents))]
+def sources(device: Device, sparse: bool = False) -> list[HashSource]:
+    return [
+        HashSource(device, (0, number), number, sparse) for number in range(len(device.contents))
+    ]
 
 
 def alone(data: bytes) -> bytes:

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.core import ioctl
-from aifs.core.errors import GroupCancelled, GroupExpired, Invalid, MemberDied, Unavailable
+from aifs.core.errors import GroupCancelled, GroupTimeout, Invalid, MemberDied, Unavailable
 from aifs.layout.interleaved import CHUNK_MAX
 from aifs.meta import groups, keys
 from aifs.meta.askers import Asker
-from aifs.meta.groups import GroupMember, GroupRecord, Options, Pending
-from aifs.vfs.groups.group import FileState, Group, describe_ranks
+from aifs.meta.groups import GroupMember, GroupOptions, GroupRecord, Pending
+from aifs.vfs.groups.group import DirectoryGroup, FileState, describe_ranks
 from aifs.vfs.groups.group_text import Wanted, format_group, parse_group, parse_pending
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -30,7 +30,7 @@ NAMES = st.text(
     max_size=63,
 )
 OPTIONS = st.builds(
-    Options,
+    GroupOptions,
     name=NAMES.map(str.encode),
     ranks=st.integers(1, 8192),
     chunk=st.integers(16, 1024).map(lambda pages: pages * 4096),
@@ -88,7 +88,7 @@ def records(draw: st.DrawFn) -> GroupRecord:
 
 
 def test_what_is_left_out_is_the_usual() -> None:
-    assert parse_group("name=step,ranks=8").options == Options(
+    assert parse_group("name=step,ranks=8").options == GroupOptions(
         b"step", 8, CHUNK_MAX, False, 600_000, 0, b""
     )
 
@@ -98,7 +98,7 @@ def test_everything_can_be_said() -> None:
         "name=s, ranks=2, dedup=64KiB, commit=explicit, timeout=90s, grace=500ms, publish=step-1, "
     )
     text += "same_size=yes, job=17.1"
-    expected = Options(b"s", 2, 64 * KIB, True, 90_000, 500, b"step-1", True, b"17.1")
+    expected = GroupOptions(b"s", 2, 64 * KIB, True, 90_000, 500, b"step-1", True, b"17.1")
     assert parse_group(text) == Wanted(expected)
 
 
@@ -115,7 +115,7 @@ def test_a_pending_directory_is_short_for_a_group() -> None:
 
 
 @given(OPTIONS)
-def test_a_group_is_read_as_it_was_written(options: Options) -> None:
+def test_a_group_is_read_as_it_was_written(options: GroupOptions) -> None:
     assert parse_group(format_group(options)) == Wanted(options)
 
 
@@ -172,7 +172,7 @@ def test_a_member_is_read_as_it_was_written(member: GroupMember) -> None:
 
 
 def test_the_format_of_records_stays() -> None:
-    options = Options(b"step", 8, 4 * MIB, True, 600_000, 1000, b"final")
+    options = GroupOptions(b"step", 8, 4 * MIB, True, 600_000, 1000, b"final")
     asker = Asker(1000, (100,))
     record = GroupRecord(77, options, asker, 5, "failed", 6, 7, 8, True, 3, "why", "", b"{}")
     assert record.encode().hex() == (
@@ -253,11 +253,13 @@ def test_a_damaged_record_is_no_group(record: GroupRecord, data: st.DataObject) 
 # --- the state machine ----------------------------------------------------------------------------
 
 
-def make(text: str = "", now: float = 1000.0, age_s: int = 0) -> Group:
+def make(text: str = "", now: float = 1000.0, age_s: int = 0) -> DirectoryGroup:
     """A group that is ``age_s`` old."""
     options = parse_group(f"name=step,ranks=3,commit=explicit,timeout=60s{text}").options
     now_ns = 10**18
-    return Group(7, GroupRecord(1, options, NOBODY, now_ns - age_s * SECOND_NS), None, now, now_ns)
+    return DirectoryGroup(
+        7, GroupRecord(1, options, NOBODY, now_ns - age_s * SECOND_NS), None, now, now_ns
+    )
 
 
 def test_a_group_is_complete_when_all_ranks_have_committed() -> None:
@@ -311,7 +313,7 @@ def test_ranks_do_not_commit_a_group_that_is_committed_by_closing() -> None:
         group.join(0, 100)
 
 
-def end(group: Group, now: float) -> None:
+def end(group: DirectoryGroup, now: float) -> None:
     record = group.overdue(now)
     assert record is not None
     group.record = record
@@ -375,7 +377,7 @@ def test_a_group_expires_and_names_who_is_missing() -> None:
     assert group.overdue(1059.9) is None
     end(group, 1060.0)
     assert group.record.error == "after 60 s, 2 of 3 ranks have not committed: 0, 2"
-    with pytest.raises(GroupExpired):
+    with pytest.raises(GroupTimeout):
         group.require_open()
     assert group.deadline() == math.inf
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aifs.data.reading.patterns import STEPS_MAX, STREAMS, WINDOW_MAX, WINDOW_MIN, Pattern
+from aifs.data.reading.patterns import STEPS_MAX, STREAMS, WINDOW_MAX, WINDOW_MIN, AccessPattern
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -17,7 +17,7 @@ class Reader:
     """Follows one pattern; knows what was announced before it was read."""
 
     def __init__(self) -> None:
-        self.pattern = Pattern()
+        self.pattern = AccessPattern()
         self.announced: list[tuple[int, int]] = []
         self.foreseen = 0
         self.requests = 0
@@ -70,7 +70,7 @@ def test_the_window_grows_as_it_is_read():
 
 
 def test_the_limit_is_kept():
-    pattern = Pattern()
+    pattern = AccessPattern()
     for number in range(100):
         for begin, size in pattern.observe(number * MIB, MIB, 3 * MIB):
             assert begin + size <= (number + 1 + 3) * MIB
@@ -158,7 +158,7 @@ def test_the_window_collapses_where_requests_do_not_fit():
 
 @pytest.mark.parametrize("distance", [128 * KIB, 10 * MIB, -10 * MIB])
 def test_what_was_refused_is_announced_again(distance):
-    pattern, wanted = Pattern(), set()
+    pattern, wanted = AccessPattern(), set()
     start = 1 << 40
     for number in range(200):
         ranges = pattern.observe(start + number * distance, 128 * KIB)
@@ -178,7 +178,7 @@ anywhere = st.integers(0, 1 << 30) | st.integers(0, 20).map(lambda page: page * 
 
 @given(st.lists(st.tuples(anywhere, lengths, st.booleans())))
 def test_anything_goes(plan):
-    pattern = Pattern()
+    pattern = AccessPattern()
     for offset, length, refuse in plan:
         ranges = pattern.observe(offset, length, 8 * MIB)
         assert all(begin >= 0 and size > 0 for begin, size in ranges)

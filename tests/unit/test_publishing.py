@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from aifs.core.errors import Busy, Invalid, NotFound, Unavailable
 from aifs.meta import groups, keys, namespace, publishing
 from aifs.meta.askers import Asker
-from aifs.meta.groups import GroupMember, GroupRecord, Options, Pending
+from aifs.meta.groups import GroupMember, GroupRecord, GroupOptions, Pending
 from aifs.meta.publishing import Kept, Publication
 from aifs.meta.records import Inode
 from aifs.vfs.publishing import barrier
@@ -63,7 +63,7 @@ async def mkdir(
 def pending(ranks: int) -> GroupRecord:
     """A group that only keeps its directory pending."""
     asker = Asker(0, (0,))
-    options = Options(b"", ranks, 0, True, 0, 0, b"")
+    options = GroupOptions(b"", ranks, 0, True, 0, 0, b"")
     return GroupRecord(1, options, asker, 0, pending=Pending(None, 0, b"", asker))
 
 

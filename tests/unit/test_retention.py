@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aifs.core.retention import Checkpoint, Keep, decide, format_keep, parse_keep, step_of
+from aifs.core.retention import Keep, ListedCheckpoint, decide, format_keep, parse_keep, step_of
 
 DAY_NS = 86400 * 10**9
 NOW = 1000 * DAY_NS
@@ -18,7 +18,7 @@ keeps = st.builds(
 )
 checkpoints = st.lists(
     st.builds(
-        Checkpoint,
+        ListedCheckpoint,
         st.binary(min_size=1, max_size=3),
         st.none() | st.integers(0, 5000),
         st.integers(NOW - 20 * DAY_NS, NOW),
@@ -32,8 +32,8 @@ checkpoints = st.lists(
 )
 
 
-def at(day: int, step: int | None = None, size: int = 1, **how: bool) -> Checkpoint:
-    return Checkpoint(
+def at(day: int, step: int | None = None, size: int = 1, **how: bool) -> ListedCheckpoint:
+    return ListedCheckpoint(
         b"%d" % (day if step is None else step),
         day if step is None else step,
         NOW - 100 * DAY_NS + day * DAY_NS,
@@ -42,7 +42,7 @@ def at(day: int, step: int | None = None, size: int = 1, **how: bool) -> Checkpo
     )
 
 
-def steps(going: list[Checkpoint]) -> list[int | None]:
+def steps(going: list[ListedCheckpoint]) -> list[int | None]:
     return [one.step for one in going]
 
 
@@ -129,7 +129,7 @@ def test_a_known_order_of_publishing_counts_before_times() -> None:
 
 
 @given(checkpoints, keeps)
-def test_what_never_goes(ones: list[Checkpoint], keep: Keep) -> None:
+def test_what_never_goes(ones: list[ListedCheckpoint], keep: Keep) -> None:
     going = decide(ones, keep, NOW)
     assert len(set(going)) == len(going) and set(going) <= set(ones)
     assert all(one.complete and not one.in_use for one in going)
@@ -145,7 +145,7 @@ def test_what_never_goes(ones: list[Checkpoint], keep: Keep) -> None:
 
 
 @given(checkpoints, keeps)
-def test_what_must_go_goes(ones: list[Checkpoint], keep: Keep) -> None:
+def test_what_must_go_goes(ones: list[ListedCheckpoint], keep: Keep) -> None:
     left = [one for one in ones if one not in decide(ones, keep, NOW) and one.complete]
     spare = [one for one in left[:] if not one.in_use]
     if keep.bytes and sum(one.bytes for one in left) > keep.bytes:

@@ -17,7 +17,7 @@ _measured: dict[str, float] = {}
 """Bytes per second, as they were lately: of 'storage', and of the 'network'."""
 
 
-class Found(NamedTuple):
+class FoundFiles(NamedTuple):
     """What a rank has found. ``identity``: what makes it other bytes than files of these names and
     sizes.
     """

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from aifs.client.manifest import CheckpointError
 from aifs.client.publishing import PathLike, plain
-from aifs.client.torch.gather_files import Files, Found, known_speeds, measure
+from aifs.client.torch.gather_files import Files, FoundFiles, known_speeds, measure
 from aifs.client.torch.gather_plan import CHAIN, PIECE, READ, Range, Speeds, choose, pieces, split
 from aifs.client.torch.watch import GatherError, Watch
 from aifs.core import files
@@ -73,14 +73,14 @@ def read(
     all ranks what one meets: GatherError, which names it, also if it ends; then the process group
     cannot be used any more. Without a group: CheckpointError, OSError.
     """
-    found = Found([plain(path)])
+    found = FoundFiles([plain(path)])
     return read_files(
         lambda: found, found.paths[0], group, into, order, arrived=arrived, speeds=speeds
     )
 
 
 def read_files(
-    find: Callable[[], Found],
+    find: Callable[[], FoundFiles],
     what: str,
     group: Any = None,
     into: Any = None,
@@ -98,7 +98,7 @@ def read_files(
 
 
 def read_alone(
-    find: Callable[[], Found],
+    find: Callable[[], FoundFiles],
     into: Any = None,
     order: Sequence[Range] = (),
     arrived: Arrived = lambda begin, end: None,
@@ -116,7 +116,7 @@ class _Reading:
 
     def __init__(
         self,
-        find: Callable[[], Found],
+        find: Callable[[], FoundFiles],
         what: str,
         group: Any,
         into: Any,
@@ -171,7 +171,7 @@ class _Reading:
         that of the latest checkpoint, means something else to some: it may have been changed at
         this moment."""
         for is_last in (False,) * _LOOKS + (True,):
-            found, source = Found([]), Files([])
+            found, source = FoundFiles([]), Files([])
             with self._noting():
                 found = self._find()
                 source = stack.enter_context(Files(found.paths))

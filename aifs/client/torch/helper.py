@@ -2,9 +2,9 @@
 stages.
 
 Both have the arena, a piece of shared memory without a name, and a socket. The training process
-sends a ``Job``, then how many bytes of the arena are staged, again and again up to all; it gets a
-``Report``. None, or its end, ends the helper; an end before all is staged gives the checkpoint up.
-Needs no torch.
+sends a ``SaveJob``, then how many bytes of the arena are staged, again and again up to all; it gets
+a ``JobEnd``. None, or its end, ends the helper; an end before all is staged gives the checkpoint
+up. Needs no torch.
 """
 
 import mmap
@@ -24,7 +24,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """Write ``image`` as the file ``file`` of the checkpoint ``target``; ``options`` of
     ``checkpoint``.
     """
@@ -36,7 +36,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Report:
+class JobEnd:
     """How a job ended: all fields are empty if well."""
 
     errno: int = 0
@@ -70,11 +70,11 @@ class _Staging:
             self._done = self._connection.recv()
 
 
-def _work(job: Job, connection: Connection, arena_fd: int) -> Report:
+def _work(job: SaveJob, connection: Connection, arena_fd: int) -> JobEnd:
     *starts, end = offsets(job.image.sizes)
     with mmap.mmap(arena_fd, max(end, 1)) as arena, memoryview(arena) as view:
         staging = _Staging(connection, view)
-        report = Report()
+        report = JobEnd()
         try:
             with checkpoint(job.target, **job.options) as directory:
                 storages = (
@@ -85,16 +85,16 @@ def _work(job: Job, connection: Connection, arena_fd: int) -> Report:
         except EOFError:
             raise
         except OSError as error:
-            report = Report(error.errno or 0, error.strerror or str(error), error.filename)
+            report = JobEnd(error.errno or 0, error.strerror or str(error), error.filename)
         except Exception as error:  # told to the training process
-            report = Report(problem=str(error) or type(error).__name__)
+            report = JobEnd(problem=str(error) or type(error).__name__)
         staging.await_bytes(end)  # the next message is a job
         return report
 
 
 def main(connection_fd: int, arena_fd: int) -> None:
     with Connection(connection_fd) as connection:
-        receive: Callable[[], Job | None] = connection.recv
+        receive: Callable[[], SaveJob | None] = connection.recv
         try:
             while (job := receive()) is not None:
                 connection.send(_work(job, connection, arena_fd))

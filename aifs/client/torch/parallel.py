@@ -23,7 +23,7 @@ from aifs.client.manifest import NAME, CheckpointError
 from aifs.client.publishing import PathLike, plain
 from aifs.client.saving import checkpoint
 from aifs.client.torch.archive import Image, Sink, length_of, write_archive
-from aifs.client.torch.gather_files import Found
+from aifs.client.torch.gather_files import FoundFiles
 from aifs.client.torch.gather_plan import split
 from aifs.client.torch.gathered import read_alone, read_files
 from aifs.client.torch.probe import writing_method
@@ -196,16 +196,16 @@ def parallel_load(
     return torch.load(source, map_location=map_location, weights_only=weights_only)
 
 
-def _find(directory: str, file: str | None) -> Found:
+def _find(directory: str, file: str | None) -> FoundFiles:
     """Parts of equal names and sizes may be of different states; their manifests differ. All are of
     what a pointer, as that of the latest checkpoint, means now: it may be moved at this moment."""
     directory = os.path.realpath(directory)
     parts = find_parts(directory, file)
     try:
         with open(os.path.join(directory, NAME), "rb") as manifest:
-            return Found(parts, blake3.blake3(manifest.read()).hexdigest())
+            return FoundFiles(parts, blake3.blake3(manifest.read()).hexdigest())
     except FileNotFoundError:
-        return Found(parts)
+        return FoundFiles(parts)
 
 
 class _Memory(io.RawIOBase):

@@ -27,7 +27,7 @@ import aifs
 from aifs.client.manifest import CheckpointError
 from aifs.client.publishing import PathLike, plain
 from aifs.client.torch.archive import Chunks
-from aifs.client.torch.helper import CHUNK, Job, Report, offsets
+from aifs.client.torch.helper import CHUNK, JobEnd, SaveJob, offsets
 from aifs.client.torch.records import chunks_of, describe
 from aifs.client.torch.saving import archive_name
 from aifs.core import files
@@ -90,7 +90,7 @@ class PipelinedCheckpointer:
         if self._helper is None:
             self._helper = _Helper(self._arena)
         self._arena.grow(max(places[-1], 1))  # an empty mapping cannot be
-        job = Job(self._target, self._file, image, {"step": step, **self._options})
+        job = SaveJob(self._target, self._file, image, {"step": step, **self._options})
         try:
             self._helper.connection.send(job)
         except (BrokenPipeError, ConnectionResetError):
@@ -112,7 +112,7 @@ class PipelinedCheckpointer:
             if not durable and not connection.poll():
                 return
             connection.poll(None)  # unlike recv it may be interrupted
-            report: Report = connection.recv()
+            report: JobEnd = connection.recv()
         except (BrokenPipeError, ConnectionResetError, EOFError):
             self._fail_without_helper()
         except Exception:  # copying has failed: the helper waits for bytes that will not come
@@ -142,7 +142,7 @@ class PipelinedCheckpointer:
             self._arena.close()
 
 
-def _raise(report: Report, target: str) -> None:
+def _raise(report: JobEnd, target: str) -> None:
     if report.errno:
         raise OSError(report.errno, report.problem, report.path or target)
     if report.problem:

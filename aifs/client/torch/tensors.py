@@ -10,7 +10,7 @@ import torch
 from aifs.client.contents import content_of
 from aifs.client.loaded import Loaded, map_file
 from aifs.client.publishing import PathLike, plain
-from aifs.client.tensor_file import Entry
+from aifs.client.tensor_file import TensorEntry
 from aifs.client.torch.probe import writing_method
 from aifs.client.torch.records import chunks
 from aifs.client.torch.saving import write_file
@@ -61,7 +61,7 @@ def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
     )  # a generator, so that ``values`` lives as long
 
 
-def tensor_at(content: memoryview, entry: Entry) -> torch.Tensor:
+def tensor_at(content: memoryview, entry: TensorEntry) -> torch.Tensor:
     """The tensor that lies there, sharing the memory."""
     dtype = getattr(torch, entry.dtype)
     if entry.begin == entry.end:

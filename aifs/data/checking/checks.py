@@ -71,7 +71,7 @@ class ContainerCheck:
 # --- local copies of files ------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
+class CheckedPart(NamedTuple):
     """Bytes of a file, and their checksum; None: they are a hole."""
 
     start: int
@@ -80,7 +80,7 @@ class Part(NamedTuple):
 
 
 def differ(
-    server: DataServer, key: Key, fd: int, parts: Sequence[Part], memory: memoryview
+    server: DataServer, key: Key, fd: int, parts: Sequence[CheckedPart], memory: memoryview
 ) -> bool:
     """Whether a part of a local copy cannot be read, or is not what it should be. Blocks."""
     for start, length, digest in parts:

@@ -32,7 +32,7 @@ assert _HEADER.size + _CRC.size == HEADER_BYTES
 _local = threading.local()
 
 
-class Header(NamedTuple):
+class ChunkHeader(NamedTuple):
     oid: int
     number: int
     codec: int
@@ -41,13 +41,13 @@ class Header(NamedTuple):
     digest: bytes
 
 
-def pack_header(header: Header) -> bytes:
+def pack_header(header: ChunkHeader) -> bytes:
     oid, number, codec, stored, raw, digest = header
     packed = _HEADER.pack(_MAGIC, _FORMAT, codec, 0, oid, number, stored, raw, digest)
     return packed + _CRC.pack(zlib.crc32(packed))
 
 
-def unpack_header(packed: bytes | memoryview) -> Header:
+def unpack_header(packed: bytes | memoryview) -> ChunkHeader:
     """Raises ValueError for what is not a header, or a damaged one."""
     view = memoryview(packed)
     if (
@@ -58,7 +58,7 @@ def unpack_header(packed: bytes | memoryview) -> Header:
     magic, version, codec, _, oid, number, stored, raw, digest = _HEADER.unpack_from(view)
     if magic != _MAGIC or version != _FORMAT or codec not in (PLAIN, ZSTD):
         raise ValueError("not the header of a chunk of a known format")
-    return Header(oid, number, codec, stored, raw, digest)
+    return ChunkHeader(oid, number, codec, stored, raw, digest)
 
 
 def is_padding(data: bytes | memoryview) -> bool:
@@ -68,7 +68,7 @@ def is_padding(data: bytes | memoryview) -> bool:
 
 def encode(
     memory: memoryview, raw: int, level: int, oid: int, number: int, digest: bytes = b""
-) -> Header:
+) -> ChunkHeader:
     """Make ``memory`` the stored form of a chunk whose ``raw`` bytes lie in it behind the place of
     the header.
 
@@ -83,7 +83,7 @@ def encode(
         if len(packed) < raw:
             codec, stored = ZSTD, len(packed)
             data[:stored] = packed
-    header = Header(oid, number, codec, stored, raw, digest)
+    header = ChunkHeader(oid, number, codec, stored, raw, digest)
     memory[:HEADER_BYTES] = pack_header(header)
     return header
 

@@ -22,7 +22,7 @@ from aifs.data.objects.object_set import ObjectSet, OnDamage
 from aifs.data.patience import in_time, is_background
 from aifs.data.reading.blocks import BLOCK, BLOCK_MAX, FilledSource, object_name
 from aifs.data.reading.cached_reads import WHOLE_BLOCKS_FROM
-from aifs.data.server import Missing, name_of
+from aifs.data.server import MissingObject, name_of
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.layout.striped import Striped
@@ -35,7 +35,7 @@ STRIPE_BLOCK = BLOCK_MAX
 """Bytes of a plain container that are fetched at once: about a stripe."""
 
 
-class Entry(NamedTuple):
+class ContainerEntry(NamedTuple):
     """What the table says of a container."""
 
     layout: Striped
@@ -59,11 +59,11 @@ class Entry(NamedTuple):
 class _Open(NamedTuple):
     """A container that is read."""
 
-    entry: Entry
+    entry: ContainerEntry
     objects: ObjectSet
 
 
-Find = Callable[[int], Awaitable[Entry | None]]
+Find = Callable[[int], Awaitable[ContainerEntry | None]]
 """The table's entry of a container; None if it has none (any more)."""
 
 Check = Callable[[memoryview], None]
@@ -140,7 +140,7 @@ class ContainerFiles:
     async def _put_right(
         self,
         container: int,
-        entry: Entry,
+        entry: ContainerEntry,
         offset: int,
         target: memoryview,
         check: Check,
@@ -223,7 +223,7 @@ class ContainerFiles:
         if found is None or not found.entry.covers(end):
             entry = await self._find(container)
             if entry is None:
-                raise Missing(f"container {container} does not exist")
+                raise MissingObject(f"container {container} does not exist")
             found = self._open.get(container)  # others may have been faster
             if found is None or found.entry != entry:
                 self._retire(container)
@@ -232,7 +232,7 @@ class ContainerFiles:
         self._open.move_to_end(container)
         return found
 
-    def _objects_of(self, container: int, entry: Entry) -> ObjectSet:
+    def _objects_of(self, container: int, entry: ContainerEntry) -> ObjectSet:
         cache, layout = self.servers.cache, entry.layout
         # Files are dealt out to containers on all servers, and read ahead in each of them.
         window = max(cache.window_max // max(len(self.servers.capacity()), 1), 2 * STRIPE_BLOCK)

@@ -20,7 +20,7 @@ Build = Callable[[memoryview], int]
 """Fills the beginning of memory with a stripe, in a worker thread; the bytes that it takes."""
 
 
-class Damaged(Exception):
+class DamagedContainer(Exception):
     """A container is not what the metadata says."""
 
 
@@ -126,11 +126,11 @@ class _Plain(OpenContainer):
         with server.lock_of(self.id):
             fd = server.open_object(key, create=self.end == 0)
         if fd is None:
-            raise Damaged(f"{server.name}: {server.object_path(*key)} is missing")
+            raise DamagedContainer(f"{server.name}: {server.object_path(*key)} is missing")
         try:
             length = server.stat(key, fd).length
             if length < self.end:
-                raise Damaged(
+                raise DamagedContainer(
                     f"{server.name}: {server.object_path(*key)} has {length} of {self.end} bytes"
                 )
             if length > self.end:

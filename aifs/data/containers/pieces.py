@@ -10,11 +10,11 @@ from typing import NamedTuple
 from aifs.core import files
 from aifs.core.errors import Unavailable, from_oserror
 from aifs.data.containers import chunk_codec
-from aifs.data.containers.chunk_codec import Header
+from aifs.data.containers.chunk_codec import ChunkHeader
 from aifs.layout.interleaved import HEADER_BYTES, Interleaved, Location
 
 
-class Source(NamedTuple):
+class FileSource(NamedTuple):
     """A file to be stored as it is. Nobody changes it meanwhile.
 
     ``fd``: open for reading, of ``size`` bytes. ``level``: of zstd, 0 for no compression.
@@ -31,7 +31,7 @@ class Source(NamedTuple):
 class FilePiece(NamedTuple):
     """A chunk of a source."""
 
-    source: Source
+    source: FileSource
     number: int
 
     @property
@@ -39,7 +39,7 @@ class FilePiece(NamedTuple):
         """Bytes of a container that it takes at most."""
         return HEADER_BYTES + self.source.layout.length(self.number, self.source.size)
 
-    def fill(self, memory: memoryview) -> Header:
+    def fill(self, memory: memoryview) -> ChunkHeader:
         """Make the beginning of ``memory`` the chunk. Blocks. Raises Unavailable."""
         ino, oid, size, fd, layout, level = self.source
         length = layout.length(self.number, size)
@@ -69,7 +69,7 @@ class HashedPiece(NamedTuple):
     def space(self) -> int:
         return HEADER_BYTES + self.length
 
-    def fill(self, memory: memoryview) -> Header:
+    def fill(self, memory: memoryview) -> ChunkHeader:
         """As that of a FilePiece."""
         fd, ino, offset, length, digest, level, oid, number = self
         _read(fd, ino, memory[HEADER_BYTES : HEADER_BYTES + length], offset)
@@ -81,7 +81,7 @@ class StoredPiece(NamedTuple):
     checks it.
     """
 
-    header: Header
+    header: ChunkHeader
     place: Location
     read: Callable[[Location, memoryview], Awaitable[None]]
 
@@ -100,7 +100,7 @@ class StoredPiece(NamedTuple):
         """
         await self.read(self.place, memory[: self.length])
 
-    def fill(self, memory: memoryview) -> Header:
+    def fill(self, memory: memoryview) -> ChunkHeader:
         """What is in memory since ``load`` is the chunk. Raises Unavailable if it is another
         one.
         """
@@ -126,7 +126,7 @@ def _read(fd: int, ino: int, target: memoryview, offset: int) -> None:
         raise Unavailable(f"burst copy of inode {ino}: has fewer bytes than the {end} to be stored")
 
 
-def cut(source: Source) -> list[FilePiece | None]:
+def cut(source: FileSource) -> list[FilePiece | None]:
     """The chunks of a source in order; None for a hole. Blocks. Raises Unavailable."""
     numbers = _numbers(source)
     pieces: list[FilePiece | None] = [None] * source.layout.count(source.size)
@@ -135,7 +135,7 @@ def cut(source: Source) -> list[FilePiece | None]:
     return pieces
 
 
-def _numbers(source: Source) -> list[int]:
+def _numbers(source: FileSource) -> list[int]:
     """Of the chunks that are no holes."""
     count = source.layout.count(source.size)
     try:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from aifs.core.errors import Unavailable
 from aifs.data.containers import chunk_codec
-from aifs.data.containers.chunk_codec import Header
+from aifs.data.containers.chunk_codec import ChunkHeader
 from aifs.data.containers.files import ContainerFiles
 from aifs.layout.interleaved import HEADER_BYTES
 from aifs.layout.striped import Striped
@@ -13,11 +13,11 @@ _WINDOW = 64 << 10
 """Read at once: the headers of many small chunks, or not much more than that of a large one."""
 
 
-class Found(NamedTuple):
+class ScannedChunk(NamedTuple):
     """A chunk in a container, by its header."""
 
     offset: int
-    header: Header
+    header: ChunkHeader
 
 
 class ContainerScan:
@@ -38,11 +38,11 @@ class ContainerScan:
         """Behind what has been gone through."""
         return self._offset
 
-    async def following(self) -> list[Found]:
+    async def following(self) -> list[ScannedChunk]:
         """The next chunks; none behind the last one. Raises Unavailable where something is
         damaged.
         """
-        found: list[Found] = []
+        found: list[ScannedChunk] = []
         while self._offset < self._length and not found:
             size = min(_WINDOW, self._length - self._offset)
             window = memoryview(bytearray(size))
@@ -54,10 +54,10 @@ class ContainerScan:
             self._offset += done
         return found
 
-    def _parse(self, window: memoryview) -> tuple[list[Found], int]:
+    def _parse(self, window: memoryview) -> tuple[list[ScannedChunk], int]:
         """Chunks whose headers are in the window, and how many bytes they take; none if the first
         header is not whole there, or damaged. In a worker thread."""
-        found: list[Found] = []
+        found: list[ScannedChunk] = []
         at = 0
         while at < len(window):
             if self._is_padding(at, window[at : at + 1]):
@@ -67,11 +67,11 @@ class ContainerScan:
                 header = chunk_codec.unpack_header(window[at : at + HEADER_BYTES])
             except ValueError:
                 break
-            found.append(Found(self._offset + at, header))
+            found.append(ScannedChunk(self._offset + at, header))
             at += HEADER_BYTES + header.stored
         return found, at
 
-    async def _careful(self) -> tuple[list[Found], int]:
+    async def _careful(self) -> tuple[list[ScannedChunk], int]:
         """The same for one header, if need be put together from other columns."""
         header_bytes = memoryview(bytearray(HEADER_BYTES))
         if self._offset + HEADER_BYTES > self._length:
@@ -82,7 +82,7 @@ class ContainerScan:
         if self._is_padding(0, header_bytes):
             return [], self._row_end(0)
         header = chunk_codec.unpack_header(header_bytes)
-        return [Found(self._offset, header)], HEADER_BYTES + header.stored
+        return [ScannedChunk(self._offset, header)], HEADER_BYTES + header.stored
 
     def _check_header(self, data: memoryview) -> None:
         if not self._is_padding(0, data):

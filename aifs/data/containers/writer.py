@@ -19,7 +19,7 @@ from aifs.core.budget import Budget
 from aifs.core.errors import FsError, NoSpace, QuotaExceeded
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
-from aifs.data.containers.open_containers import Damaged, OpenContainer, open_container
+from aifs.data.containers.open_containers import DamagedContainer, OpenContainer, open_container
 from aifs.data.containers.pieces import Piece, StoredPiece
 from aifs.data.patience import Hanging
 from aifs.data.servers import Servers
@@ -195,7 +195,7 @@ class ContainerWriter:
                     await container.open()
                     return container
                 container.full = True
-            except Damaged as error:
+            except DamagedContainer as error:
                 _log.warning("%s; nothing is appended to it any more", error)
                 container.full = True
             except BaseException:

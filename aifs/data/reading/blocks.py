@@ -12,7 +12,7 @@ BLOCK = 1 << 20
 BLOCK_MAX = 4 << 20
 
 
-class Source(Protocol):
+class BlockSource(Protocol):
     """An object, as the cache knows it."""
 
     name: Hashable

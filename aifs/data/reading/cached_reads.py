@@ -18,7 +18,7 @@ from aifs.data.objects.runs import Run, runs_of
 from aifs.data.patience import in_time, is_background
 from aifs.data.reading.blocks import BLOCK, Block, ObjectSource
 from aifs.data.reading.buffers import scatter
-from aifs.data.reading.patterns import Pattern
+from aifs.data.reading.patterns import AccessPattern
 from aifs.data.reading.read_cache import ReadCache
 from aifs.layout.striped import Striped
 
@@ -57,7 +57,7 @@ class CachedReads:
         self._columns = columns
         self._window = window or cache.window_max
         self._whole_from = whole_from
-        self._pattern = Pattern()
+        self._pattern = AccessPattern()
         self._sources: dict[int, ObjectSource] = {}
 
     def source(self, column: int) -> ObjectSource:

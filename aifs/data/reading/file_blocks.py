@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Hashable
 
 from aifs.data.reading.blocks import FilledSource
 from aifs.data.reading.cached_reads import WHOLE_BLOCKS_FROM, collect
-from aifs.data.reading.patterns import Pattern
+from aifs.data.reading.patterns import AccessPattern
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
 
@@ -30,12 +30,12 @@ class FileBlocks(FilledSource):
         fill: FillRange,
         in_use: Callable[[int], None],
     ) -> None:
-        """``name`` and ``block``: see blocks.Source; ``in_use``: see FilledSource."""
+        """``name`` and ``block``: see BlockSource; ``in_use``: see FilledSource."""
         super().__init__(name, block, self._fill_block, in_use)
         self._servers = servers
         self._layout = layout
         self._fill_range = fill
-        self._pattern = Pattern()
+        self._pattern = AccessPattern()
         self._size = 0
 
     async def read(
@@ -80,7 +80,7 @@ class FileBlocks(FilledSource):
 
     @property
     def busy(self) -> bool:
-        """See blocks.Source."""
+        """See BlockSource."""
         servers = (self._servers.find(number) for number in self._layout.servers)
         return all(server is None or server.workers.busy for server in servers)
 

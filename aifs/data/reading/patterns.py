@@ -45,7 +45,7 @@ class _Stream:
         return first <= offset <= max(self.end + length, self.ahead)
 
 
-class Pattern:
+class AccessPattern:
     """The streams of one open file. Bounded state; ``observe`` takes a few microseconds."""
 
     __slots__ = ("_last", "_misfits", "_streams")

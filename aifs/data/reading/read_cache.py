@@ -32,7 +32,7 @@ from typing import Any
 import trio
 
 from aifs.core.budget import Budget
-from aifs.data.reading.blocks import BLOCK_MAX, Block, Source
+from aifs.data.reading.blocks import BLOCK_MAX, Block, BlockSource
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.reading.keeping import Keeping
 from aifs.data.reading.patterns import WINDOW_MAX
@@ -106,7 +106,7 @@ class ReadCache:
         """Block ``index`` of an object if it is loading or loaded; nobody reads it now."""
         return self._objects.get(name, _NOTHING).get(index)
 
-    def start(self, source: Source, index: int, end: int) -> Block | None:
+    def start(self, source: BlockSource, index: int, end: int) -> Block | None:
         """Begin to load block ``index`` of an object of ``end`` bytes, which ``find`` has not
         found.
 
@@ -114,18 +114,18 @@ class ReadCache:
         """
         return self._start(source, index, _size(source, index, end))
 
-    def _start(self, source: Source, index: int, size: int) -> Block | None:
+    def _start(self, source: BlockSource, index: int, size: int) -> Block | None:
         memory = self._memory(size)
         return None if memory is None else self._load(source, index, memory)
 
-    def start_whole(self, source: Source, index: int, size: int) -> Block:
+    def start_whole(self, source: BlockSource, index: int, size: int) -> Block:
         """The same for all ``size`` bytes of a block whose load may read by way of this cache. It
         needs no memory: where there is none it is not kept.
         """
         block = self._start(source, index, _rounded(size))
         return block or self._load(source, index, memoryview(bytearray(size)), kept=False)
 
-    def read_ahead(self, source: Source, index: int, end: int) -> bool:
+    def read_ahead(self, source: BlockSource, index: int, end: int) -> bool:
         """Have block ``index`` loaded before somebody asks. False: not now, the server or memory is
         needed otherwise.
         """
@@ -140,7 +140,7 @@ class ReadCache:
         self._load(source, index, memory, ahead=True)
         return True
 
-    def hedge(self, block: Block, source: Source) -> bool:
+    def hedge(self, block: Block, source: BlockSource) -> bool:
         """Have a block that is loading loaded from another source, too: what is there first counts.
 
         An error of the other source does not count, one of its own does at once: so others may wait
@@ -157,7 +157,7 @@ class ReadCache:
             self._request(block, source, memory)
         return True
 
-    async def fetch(self, source: Source, offset: int, length: int, end: int) -> memoryview:
+    async def fetch(self, source: BlockSource, offset: int, length: int, end: int) -> memoryview:
         """Bytes of an object of ``end`` bytes that nobody changes, read-only; fewer than ``length``
         only at its end.
 
@@ -174,7 +174,9 @@ class ReadCache:
         target = memoryview(bytearray(length))
         return target[: await self.fetch_into(source, offset, target, end)].toreadonly()
 
-    async def fetch_into(self, source: Source, offset: int, target: memoryview, end: int) -> int:
+    async def fetch_into(
+        self, source: BlockSource, offset: int, target: memoryview, end: int
+    ) -> int:
         """The same, into memory of the caller's. How many bytes there were."""
         stop = min(offset + len(target), end)
         numbers = range(offset // source.block, -(-stop // source.block))
@@ -195,7 +197,7 @@ class ReadCache:
                 break
         return done
 
-    async def _bytes(self, source: Source, index: int, needed: int, end: int) -> memoryview:
+    async def _bytes(self, source: BlockSource, index: int, needed: int, end: int) -> memoryview:
         block = self.find(source.name, index, needed) or self.start(source, index, end)
         if block is None:
             memory = await self._floor.take(_size(source, index, end))
@@ -208,7 +210,12 @@ class ReadCache:
     # --- loads ---
 
     def _load(
-        self, source: Source, index: int, memory: memoryview, kept: bool = True, ahead: bool = False
+        self,
+        source: BlockSource,
+        index: int,
+        memory: memoryview,
+        kept: bool = True,
+        ahead: bool = False,
     ) -> Block:
         block = Block(source.name, index, len(memory), kept, ahead, self._keeping.fetched)
         self._objects.setdefault(block.name, {})[index] = block
@@ -223,7 +230,7 @@ class ReadCache:
         self._request(block, source, memory)
         return block
 
-    def _request(self, block: Block, source: Source, memory: memoryview) -> None:
+    def _request(self, block: Block, source: BlockSource, memory: memoryview) -> None:
         is_own = not block.hedged
 
         def ended(result: int | BaseException) -> None:
@@ -369,7 +376,7 @@ class ReadCache:
         }
 
 
-def _size(source: Source, index: int, end: int) -> int:
+def _size(source: BlockSource, index: int, end: int) -> int:
     """The buffer for a block of an object of ``end`` bytes: no larger than it may need, in few
     sizes.
     """

@@ -38,7 +38,7 @@ _NOTHING = memoryview(bytearray(_PART_MAX))
 _local = threading.local()
 
 
-class Source(NamedTuple):
+class HashSource(NamedTuple):
     """An open burst copy; ``sparse``: it may have holes."""
 
     device: DataServer
@@ -62,7 +62,7 @@ class Source(NamedTuple):
         return not self.device.call("read", self.key, files.data_ranges, self.fd, offset, length)
 
 
-Place = tuple[Source, int]
+Place = tuple[HashSource, int]
 """Where a chunk begins."""
 
 

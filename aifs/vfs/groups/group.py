@@ -10,7 +10,7 @@ from typing import Any
 
 import trio
 
-from aifs.core.errors import FsError, GroupCancelled, GroupExpired, Invalid, MemberDied, Unavailable
+from aifs.core.errors import FsError, GroupCancelled, GroupTimeout, Invalid, MemberDied, Unavailable
 from aifs.meta.groups import LIVE, GroupRecord, Pending, lacking_text
 
 _NAMED_MAX = 8  # ranks that a message names
@@ -47,7 +47,7 @@ class File:
     """What the drain knows of it."""
 
 
-class Group:
+class DirectoryGroup:
     """The group of a directory. It may be asked to store what its ranks write as one (``shares``),
     to keep the directory pending until all of them have committed (``pending``), or both."""
 
@@ -157,7 +157,7 @@ class Group:
             raise Invalid("all ranks of the group have committed already")
 
     def require_success(self) -> None:
-        """Raises MemberDied, Invalid (sizes that differ), GroupCancelled, GroupExpired or
+        """Raises MemberDied, Invalid (sizes that differ), GroupCancelled, GroupTimeout or
         Unavailable if it has ended without success."""
         record = self.record
         if record.state == "failed":
@@ -167,7 +167,7 @@ class Group:
         if record.state == "cancelled":
             raise GroupCancelled(record.error)
         if record.state == "expired":
-            raise GroupExpired(record.error)
+            raise GroupTimeout(record.error)
 
     def require_rank(self, rank: int) -> None:
         """Raises Invalid unless ``rank`` may join or commit now, and what the group has ended
@@ -306,7 +306,7 @@ class Group:
         return [file for file in self.files.values() if file.state in states]
 
 
-def describe_ranks(group: Group, most: int) -> list[dict[str, Any]]:
+def describe_ranks(group: DirectoryGroup, most: int) -> list[dict[str, Any]]:
     """What is known of the ranks, for people and programs; if they are more than ``most``, of those
     that have not committed, and of no more of them."""
     record = group.record

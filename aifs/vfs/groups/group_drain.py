@@ -24,20 +24,20 @@ from aifs.data.workers import gather
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
 from aifs.files.file_io import FileIO
-from aifs.files.flips import Flips, Outcome, errors_of
+from aifs.files.flips import DrainOutcome, Flips, errors_of
 from aifs.layout import borders
 from aifs.layout.redundancy import Redundancy
 from aifs.meta.kv import Engine
 from aifs.store.ids import IdAllocator
 from aifs.vfs.groups.bandwidths import Bandwidths
 from aifs.vfs.groups.hashing import Hasher
-from aifs.vfs.groups.prepared import Options, Prepared
-from aifs.vfs.groups.report import Report
+from aifs.vfs.groups.prepared import Prepared, StoringOptions
+from aifs.vfs.groups.report import GroupReport
 from aifs.vfs.groups.sharing import Cut
 from aifs.vfs.groups.storing import Storing
 from aifs.vfs.groups.tools import Asked, Tools
 
-__all__ = ["GroupDrain", "Options", "Outcome", "Prepared", "Report"]
+__all__ = ["GroupDrain", "StoringOptions", "DrainOutcome", "Prepared", "GroupReport"]
 
 _CHUNKS_MAX = (
     1 << 20
@@ -82,7 +82,7 @@ class GroupDrain:
 
     # --- one member ---
 
-    async def prepare(self, member: Prepared, options: Options, report: Report) -> None:
+    async def prepare(self, member: Prepared, options: StoringOptions, report: GroupReport) -> None:
         """Lease, cut and hash a file that nobody writes to any more.
 
         It can be stored if it has no outcome on return; else, and if this is cancelled, it has been
@@ -99,7 +99,7 @@ class GroupDrain:
                         if member.outcome is None:
                             await self._hash([member], report, waited_for=False)
                 if member.cancelled or member.unwanted:
-                    member.outcome = Outcome.CHANGED
+                    member.outcome = DrainOutcome.CHANGED
                 done = member.outcome is None
             finally:
                 if not done:
@@ -120,25 +120,25 @@ class GroupDrain:
         with trio.CancelScope(shield=True):
             await self._flips.end(member)
 
-    async def _cut(self, member: Prepared, options: Options) -> None:
+    async def _cut(self, member: Prepared, options: StoringOptions) -> None:
         asked = member.policy.compress
         member.level = self._layout.compress if asked is None else asked
         if member.size <= self._layout.inline_limit:
             return
         if member.size > _CHUNKS_MAX * options.chunk:
-            member.outcome = Outcome.UNFIT
+            member.outcome = DrainOutcome.UNFIT
             return
         ranges = await self._work(
             member.copy, borders.cut, partial(_read, member.copy), member.size, options.chunk
         )
         member.cut = Cut(ranges, ())
         if len(ranges) > _CHUNKS_MAX:
-            member.outcome = Outcome.UNFIT
+            member.outcome = DrainOutcome.UNFIT
 
     async def _hash(
         self,
         members: Sequence[Prepared],
-        report: Report,
+        report: GroupReport,
         waited_for: bool,
     ) -> None:
         """See Hasher."""
@@ -164,7 +164,9 @@ class GroupDrain:
 
     # --- all members ---
 
-    async def store(self, members: Sequence[Prepared], options: Options, report: Report) -> None:
+    async def store(
+        self, members: Sequence[Prepared], options: StoringOptions, report: GroupReport
+    ) -> None:
         """Bring the members of a complete group to the capacity tier; each has its outcome on
         return, and is released.
 
@@ -177,7 +179,7 @@ class GroupDrain:
                 await self._hash(unhashed, report, waited_for=True)
             for member in members:
                 if member.cancelled:
-                    member.outcome = member.outcome or Outcome.CHANGED
+                    member.outcome = member.outcome or DrainOutcome.CHANGED
             alive = [member for member in members if member.outcome is None]
             before = replace(report)
             report.bytes += sum(member.size for member in alive)
@@ -192,7 +194,7 @@ class GroupDrain:
                 # The safest first: others can lean on their chunks.
                 for asked in sorted(kinds, key=lambda asked: -asked.redundancy.tolerates):
                     await Storing(self._tools, asked, kinds[asked], options.chunk, report).run()
-            drained = [member for member in members if member.outcome is Outcome.DRAINED]
+            drained = [member for member in members if member.outcome is DrainOutcome.DRAINED]
             self._stored_files += len(drained)
             self._stored_bytes += report.stored_bytes - before.stored_bytes
             if drained:
@@ -206,7 +208,7 @@ class GroupDrain:
     def _asked(self, member: Prepared) -> Asked:
         return Asked(member.policy.servers, member.policy.redundancy(self._redundancy))
 
-    async def _store_tiny(self, members: list[Prepared], report: Report) -> None:
+    async def _store_tiny(self, members: list[Prepared], report: GroupReport) -> None:
         for member in members:
             with errors_of(member):
                 making = Making(member.copy.place, None, member.size)

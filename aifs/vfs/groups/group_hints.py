@@ -19,7 +19,7 @@ from aifs.meta import namespace, paths
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.vfs import rights
 from aifs.vfs.attributes import Attributes
-from aifs.vfs.groups.group import File, Group, describe_ranks
+from aifs.vfs.groups.group import DirectoryGroup, File, describe_ranks
 from aifs.vfs.groups.group_text import parse_group, parse_pending
 from aifs.vfs.groups.protocol import Commit, Groups
 from aifs.vfs.publishing.listed import path_below
@@ -231,7 +231,7 @@ def _size(path: str, size: Any) -> int:
     return size
 
 
-def report_of(group: Group) -> dict[str, Any]:
+def report_of(group: DirectoryGroup) -> dict[str, Any]:
     """What its drain says, or has said to an earlier mount."""
     return json.loads(group.record.report) if group.record.report else group.report.to_json()
 

@@ -10,7 +10,7 @@ from aifs.core.errors import Invalid
 from aifs.core.pairs import parse_pairs
 from aifs.core.units import format_duration, format_size, parse_duration, parse_size
 from aifs.layout.interleaved import CHUNK_MAX
-from aifs.meta.groups import RANKS_MAX, Options
+from aifs.meta.groups import RANKS_MAX, GroupOptions
 
 CHUNK_MIN = 64 << 10
 NAME_MAX, PUBLISH_MAX, JOB_MAX = 63, 255, 63
@@ -28,7 +28,7 @@ NOTHING = "no"
 class Wanted(NamedTuple):
     """What somebody asks of a directory."""
 
-    options: Options
+    options: GroupOptions
     mark: tuple[int | None, bytes] | None = None
     """If it is to be pending: step and job."""
     anew: bool = False
@@ -88,10 +88,10 @@ def parse_pending(text: str) -> Wanted:
     return Wanted(_bare(values["ranks"]), (values.get("step"), job), values.get("anew") == "yes")
 
 
-def _bare(ranks: int) -> Options:
+def _bare(ranks: int) -> GroupOptions:
     """Of a group that only keeps its directory pending."""
     _require_ranks(ranks)
-    return Options(b"", ranks, 0, True, 0, 0, b"")
+    return GroupOptions(b"", ranks, 0, True, 0, 0, b"")
 
 
 def _require_ranks(ranks: int) -> None:
@@ -109,7 +109,7 @@ def make_options(
     publish: bytes,
     same_size: bool,
     job: bytes,
-) -> Options:
+) -> GroupOptions:
     """``chunk`` and ``timeout_ms``: 0 for the usual. Larger chunks than CHUNK_MAX mean that: a
     digest of one costs the same for each byte, and more that is equal is found. Raises Invalid."""
     chunk = min(chunk or CHUNK_MAX, CHUNK_MAX)
@@ -141,10 +141,10 @@ def make_options(
         raise Invalid(
             f"group: publish is a name beside the directory, of up to {PUBLISH_MAX} bytes"
         )
-    return Options(name, ranks, chunk, explicit, timeout_ms, grace_ms, publish, same_size, job)
+    return GroupOptions(name, ranks, chunk, explicit, timeout_ms, grace_ms, publish, same_size, job)
 
 
-def format_group(options: Options) -> str:
+def format_group(options: GroupOptions) -> str:
     """The text that ``parse_group`` reads back as ``options``, if its files are stored together."""
     text = (
         f"name={os.fsdecode(options.name)},ranks={options.ranks},dedup={format_size(options.chunk)},"

@@ -10,9 +10,9 @@ from aifs.core import files
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
 from aifs.data.workers import gather
-from aifs.vfs.groups.digests import TOGETHER, Source, digest_all
+from aifs.vfs.groups.digests import TOGETHER, HashSource, digest_all
 from aifs.vfs.groups.prepared import Prepared
-from aifs.vfs.groups.report import Report
+from aifs.vfs.groups.report import GroupReport
 from aifs.vfs.groups.sharing import Chunk
 
 _SLICE = 16 << 20  # bytes that a worker thread hashes before others get their turn
@@ -40,7 +40,7 @@ class Hasher:
     async def hash(
         self,
         members: Sequence[Prepared],
-        report: Report,
+        report: GroupReport,
         waited_for: bool,
     ) -> None:
         """Find the digests that these members, whose leases hold, lack.
@@ -71,9 +71,9 @@ class Hasher:
     async def _hash_some(
         self,
         members: Sequence[Prepared],
-        sources: Sequence[Source],
+        sources: Sequence[HashSource],
         columns: Sequence[Column],
-        report: Report,
+        report: GroupReport,
     ) -> None:
         wanted = [
             (
@@ -136,9 +136,9 @@ def _is_out(member: Prepared) -> bool:
     return member.cancelled or member.unwanted or member.outcome is not None
 
 
-def _source(copy: BurstCopy) -> Source:
+def _source(copy: BurstCopy) -> HashSource:
     status = copy.stat()
-    return Source(copy.device, (0, copy.id), copy.fd, status.st_blocks * 512 < status.st_size)
+    return HashSource(copy.device, (0, copy.id), copy.fd, status.st_blocks * 512 < status.st_size)
 
 
 def _slices(members: Sequence[Prepared]) -> Iterator[list[Column]]:

@@ -29,7 +29,7 @@ _READ_AT_ONCE = 4
 
 
 @dataclass
-class Found:
+class KnownChunks:
     """Digests of chunks that the store has. ``known`` can be leaned on, ``bad`` and ``own`` cannot;
     ``verified`` were read.
     """
@@ -40,11 +40,11 @@ class Found:
     verified: int = 0
 
 
-async def look_up(tools: Tools, asked: Asked, needs: Mapping[bytes, Need]) -> Found:
+async def look_up(tools: Tools, asked: Asked, needs: Mapping[bytes, Need]) -> KnownChunks:
     """Judge those of the chunks that the store has. Raises Unavailable if the metadata cannot be
     read.
     """
-    found, doubtful = Found(), []
+    found, doubtful = KnownChunks(), []
     layouts: dict[int, Striped | None] = {}
     digests = list(needs)
     for start in range(0, len(digests), _AT_ONCE):

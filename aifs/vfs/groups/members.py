@@ -18,12 +18,12 @@ from aifs.core.tasks import run_all
 from aifs.data.patience import background
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
-from aifs.files.flips import Outcome
+from aifs.files.flips import DrainOutcome
 from aifs.files.writeback import WriteBack
 from aifs.meta import groups
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
-from aifs.vfs.groups.group import File, FileState, Group
+from aifs.vfs.groups.group import DirectoryGroup, File, FileState
 from aifs.vfs.groups.group_drain import GroupDrain, Options, Prepared
 from aifs.vfs.publishing.barrier import sync_files
 
@@ -66,7 +66,7 @@ class Members:
         drain: Drain,
         group_drain: GroupDrain,
     ) -> None:
-        self.group_of: dict[int, Group] = {}
+        self.group_of: dict[int, DirectoryGroup] = {}
         """By inode number: the live group that the file belongs to."""
         self.is_watched = False
         """Whether ``relieve`` is going to be called again: it has seen withheld files."""
@@ -76,8 +76,8 @@ class Members:
         self._writeback = writeback
         self._drain = drain
         self._group_drain = group_drain
-        self._unsynced: deque[tuple[Group, File]] = deque()
-        self._waiting: deque[tuple[Group, File]] = deque()  # to be prepared
+        self._unsynced: deque[tuple[DirectoryGroup, File]] = deque()
+        self._waiting: deque[tuple[DirectoryGroup, File]] = deque()  # to be prepared
         self._syncers = self._preparers = 0  # workers that are at it
         self._prepared: set[Prepared] = set()
         self._storing: set[Prepared] = set()
@@ -86,7 +86,7 @@ class Members:
 
     # --- what happens to files; none of these blocks ---
 
-    def closed(self, group: Group, inode: Inode) -> bool:
+    def closed(self, group: DirectoryGroup, inode: Inode) -> bool:
         """A file of the group, which is open, has been closed. Whether the usual drain must not
         have it.
         """
@@ -134,14 +134,14 @@ class Members:
             self._drop(group, file)
         group.wake()
 
-    def _drop(self, group: Group, file: File) -> None:
+    def _drop(self, group: DirectoryGroup, file: File) -> None:
         """It is no part of the group any more, and the usual drain's."""
         self.give_back(group, [file])
         group.remove(file.ino)
         if self.group_of.get(file.ino) is group:
             del self.group_of[file.ino]
 
-    def moved(self, group: Group, ino: int) -> None:
+    def moved(self, group: DirectoryGroup, ino: int) -> None:
         """A file of the group, which is open, has been closed elsewhere. It may belong to another
         group from now on.
         """
@@ -150,7 +150,7 @@ class Members:
         self._drain.give_back([ino])
         group.wake()
 
-    def restore(self, group: Group, inode: Inode, since: float) -> None:
+    def restore(self, group: DirectoryGroup, inode: Inode, since: float) -> None:
         """A file that an earlier mount has left; it is on the drain's list if it is undrained."""
         file = group.closed(inode.ino, inode.size, since)
         self.group_of[inode.ino] = group
@@ -168,14 +168,14 @@ class Members:
             self.forget(group.remove(ino))
             group.wake()
 
-    def leave(self, group: Group) -> None:
+    def leave(self, group: DirectoryGroup) -> None:
         """The group has ended."""
         self.give_back(group, list(group.files.values()))
         for ino in group.files:
             if self.group_of.get(ino) is group:
                 del self.group_of[ino]
 
-    def settle(self, group: Group) -> None:
+    def settle(self, group: DirectoryGroup) -> None:
         """The group is complete: who is still writing to a file that does not count keeps it for
         later.
         """
@@ -183,7 +183,7 @@ class Members:
             if not file.counted:
                 self._drop(group, file)
 
-    def committed_open(self, group: Group, inode: Inode) -> None:
+    def committed_open(self, group: DirectoryGroup, inode: Inode) -> None:
         """A file counts as closed while its writer has it open; it is stored once that is over."""
         file = group.closed(inode.ino, inode.size, trio.current_time())
         self.group_of[inode.ino] = group
@@ -219,7 +219,7 @@ class Members:
 
     # --- getting them ready ---
 
-    def give_back(self, group: Group, files: Iterable[File]) -> None:
+    def give_back(self, group: DirectoryGroup, files: Iterable[File]) -> None:
         """Leave these to the usual drain; those that are being stored are left alone."""
         for file in files:
             if file.state in (FileState.STORING, FileState.DURABLE, FileState.USUAL):
@@ -259,7 +259,7 @@ class Members:
     def _may_prepare(self) -> bool:
         return bool(self._waiting) and len(self._prepared) < _AHEAD
 
-    def prepare_soon(self, group: Group, file: File) -> None:
+    def prepare_soon(self, group: DirectoryGroup, file: File) -> None:
         """Once it is synced, because nobody waits for the rest."""
         self._unsynced.append((group, file))
         self._kick()
@@ -308,13 +308,13 @@ class Members:
         finally:
             self._preparers -= 1
 
-    def _is_due(self, group: Group, file: File) -> bool:
+    def _is_due(self, group: DirectoryGroup, file: File) -> bool:
         """Who drains a group that is complete prepares what is left."""
         return (
             group.is_open and file.state is FileState.BUFFERED and group.files.get(file.ino) is file
         )
 
-    async def sync(self, group: Group, files: Sequence[File]) -> None:
+    async def sync(self, group: DirectoryGroup, files: Sequence[File]) -> None:
         """These are durable in the burst tier on return, and on record as they are, so that they
         count after a crash. Raises NoSpace, Unavailable."""
         closes = {file: file.closes for file in files}
@@ -332,7 +332,7 @@ class Members:
             for file in news:
                 file.recorded = closes[file]
 
-    async def prepare(self, group: Group, file: File) -> None:
+    async def prepare(self, group: DirectoryGroup, file: File) -> None:
         if file.state is not FileState.BUFFERED:
             return
         closes, file.state = file.closes, FileState.PREPARING
@@ -360,9 +360,9 @@ class Members:
         outcome = prepared.outcome
         if file.state is not FileState.BUFFERED:
             pass
-        elif outcome is Outcome.GONE:
+        elif outcome is DrainOutcome.GONE:
             self.has_gone(file)
-        elif outcome is Outcome.OPEN:
+        elif outcome is DrainOutcome.OPEN:
             file.state = FileState.WRITING
         elif file.closes != closes and group.is_open:
             self.prepare_soon(group, file)
@@ -372,18 +372,18 @@ class Members:
                 self._nursery.start_soon(self._prepare_later, group, file)
         group.wake()
 
-    async def _prepare_later(self, group: Group, file: File) -> None:
+    async def _prepare_later(self, group: DirectoryGroup, file: File) -> None:
         await trio.sleep(_pause_s(file.tries))
         self.prepare_soon(group, file)
 
-    def _changed(self, group: Group, file: File, prepared: Prepared) -> None:
+    def _changed(self, group: DirectoryGroup, file: File, prepared: Prepared) -> None:
         """Somebody is about to change a file that we hold the lease of."""
         if file.prepared is not prepared or file.state is not FileState.PREPARED:
             return  # who prepares or stores it sees
         file.state = FileState.WRITING
         self.forget(file, then=partial(self._look_again, group, file))
 
-    def _look_again(self, group: Group, file: File) -> None:
+    def _look_again(self, group: DirectoryGroup, file: File) -> None:
         """Where nobody has opened it (a truncation, a new name), nobody is going to close it."""
         opened = self._io.open.get(file.ino)
         if file.state is FileState.WRITING and (opened is None or not opened.writers):
@@ -396,7 +396,9 @@ class Members:
         file.state = FileState.DURABLE
         self._drain.gone(file.ino)
 
-    def failed(self, group: Group, file: File, outcome: Outcome | FsError | None) -> None:
+    def failed(
+        self, group: DirectoryGroup, file: File, outcome: DrainOutcome | FsError | None
+    ) -> None:
         """It could be neither prepared nor stored: it is tried again some times, unless that is not
         for groups.
         """
@@ -404,12 +406,12 @@ class Members:
             group.drain_error = str(outcome)
             self._drain.failed(file.ino, outcome)
         file.tries += 1
-        if file.tries >= _TRIES or outcome is Outcome.UNFIT:
+        if file.tries >= _TRIES or outcome is DrainOutcome.UNFIT:
             self.give_back(group, [file])
 
     # --- storing ---
 
-    async def store(self, group: Group) -> None:
+    async def store(self, group: DirectoryGroup) -> None:
         """Returns when all files of a group that is complete are on the capacity tier, or left to
         the usual drain.
         """
@@ -431,7 +433,7 @@ class Members:
             else:
                 return
 
-    async def _prepare_all(self, group: Group, files: list[File]) -> None:
+    async def _prepare_all(self, group: DirectoryGroup, files: list[File]) -> None:
         tries = max(file.tries for file in files)
         if tries:
             await trio.sleep(_pause_s(tries))
@@ -443,7 +445,7 @@ class Members:
 
         await run_all(*[prepare_some] * min(_PREPARERS, len(files)))
 
-    async def _store(self, group: Group, files: list[File]) -> None:
+    async def _store(self, group: DirectoryGroup, files: list[File]) -> None:
         before = {file.ino: file.closes for file in files}
         prepared = [file.prepared for file in files]
         for file in files:
@@ -469,10 +471,10 @@ class Members:
                 continue
             file.state = FileState.BUFFERED
             unchanged = file.closes == before[file.ino] and not self._is_written(file)
-            if member.outcome is Outcome.DRAINED and file.closes == before[file.ino]:
+            if member.outcome is DrainOutcome.DRAINED and file.closes == before[file.ino]:
                 file.state = FileState.DURABLE
                 self._drain.drained(file.ino, file.size)
-            elif member.outcome is Outcome.GONE:
+            elif member.outcome is DrainOutcome.GONE:
                 self.has_gone(file)
             elif not unchanged:
                 self._drop(group, file)
@@ -489,5 +491,5 @@ def _pause_s(tries: int) -> float:
     return _BACK_OFF_S * _BACK_OFF_FACTOR ** (tries - 1)
 
 
-def _options_of(group: Group) -> Options:
+def _options_of(group: DirectoryGroup) -> Options:
     return Options(group.record.options.chunk)

@@ -10,7 +10,7 @@ from aifs.layout.interleaved import CHUNK_MAX
 from aifs.vfs.groups.sharing import Cut
 
 
-class Options(NamedTuple):
+class StoringOptions(NamedTuple):
     """What a group asks for. ``chunk``: bytes of its largest chunks."""
 
     chunk: int = CHUNK_MAX

@@ -35,16 +35,16 @@ from aifs.files.types import ROOT, CallerLike
 from aifs.files.writeback import WriteBack
 from aifs.meta import groups, namespace, paths
 from aifs.meta.askers import Asker
-from aifs.meta.groups import ANY_SIZE, GroupMember, GroupRecord, Options, Pending
+from aifs.meta.groups import ANY_SIZE, GroupMember, GroupOptions, GroupRecord, Pending
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Dentry, Inode
 from aifs.store.ids import IdAllocator
 from aifs.vfs import rights
 from aifs.vfs.groups import processes
-from aifs.vfs.groups.group import File, FileState, Group
+from aifs.vfs.groups.group import DirectoryGroup, File, FileState
 from aifs.vfs.groups.group_text import Wanted, format_group
 from aifs.vfs.groups.members import Members
-from aifs.vfs.groups.report import Report
+from aifs.vfs.groups.report import GroupReport
 from aifs.vfs.publishing.barrier import sync_below, sync_files
 from aifs.vfs.publishing.listed import find_file, first_wrong, look_up, path_below
 
@@ -107,11 +107,11 @@ class Groups:
         deadline_s: float,
     ) -> None:
         self._show: Publish | None = None  # while ``run`` runs
-        self.by_directory: dict[int, Group] = {}
+        self.by_directory: dict[int, DirectoryGroup] = {}
         """All that are live, or keep their directory pending, and some that have ended, the
         youngest last.
         """
-        self._followed: dict[int, Group] = {}  # by id
+        self._followed: dict[int, DirectoryGroup] = {}  # by id
         self._open: frozenset[int] = frozenset()  # directories whose groups take files
         self._closing: dict[int, object] = {}  # by inode number: the last close that is under way
         self._recording = trio.Lock()
@@ -131,7 +131,7 @@ class Groups:
 
     # --- which group ------------------------------------------------------------------------------
 
-    async def find(self, ino: int, group_id: int = 0) -> Group:
+    async def find(self, ino: int, group_id: int = 0) -> DirectoryGroup:
         """The group of a directory, or one that it has followed, by its id (0: the present, or
         last, one). Raises NoAttribute; Stale: nothing is known of that one (any more)."""
         group = self.by_directory.get(ino)
@@ -146,7 +146,7 @@ class Groups:
             )
         return group
 
-    async def _find_on_record(self, ino: int) -> Group:
+    async def _find_on_record(self, ino: int) -> DirectoryGroup:
         """One that has ended long ago, unless another begins just now. Raises NoAttribute."""
         async with self._recording:
             group = self.by_directory.get(ino)
@@ -157,7 +157,7 @@ class Groups:
             raise NoAttribute("the directory has no group")
         return self._new(ino, record)
 
-    async def find_above(self, ino: int) -> Group:
+    async def find_above(self, ino: int) -> DirectoryGroup:
         """The group of a directory, or of the nearest one that ``ino`` lies below. Raises
         NoAttribute.
         """
@@ -170,14 +170,16 @@ class Groups:
         return await self.find(top)
 
     @property
-    def _live(self) -> list[Group]:
+    def _live(self) -> list[DirectoryGroup]:
         """Those that have files."""
         return [group for group in self.by_directory.values() if group.is_live and group.shares]
 
-    def _new(self, ino: int, record: GroupRecord) -> Group:
-        return Group(ino, record, Report(), trio.current_time(), time.time_ns())
+    def _new(self, ino: int, record: GroupRecord) -> DirectoryGroup:
+        return DirectoryGroup(ino, record, GroupReport(), trio.current_time(), time.time_ns())
 
-    async def _begin(self, ino: int, record: GroupRecord, before: Group | None) -> Group:
+    async def _begin(
+        self, ino: int, record: GroupRecord, before: DirectoryGroup | None
+    ) -> DirectoryGroup:
         """A new group of a directory, after ``before``. How that one has ended is known to those
         who ask by its id. Whoever calls this is recording. Raises NotFound, NotADirectory,
         Invalid."""
@@ -198,7 +200,7 @@ class Groups:
         self._look()
         return group
 
-    async def _change(self, group: Group, **more: Any) -> Group:
+    async def _change(self, group: DirectoryGroup, **more: Any) -> DirectoryGroup:
         """More is asked of a group: fields of its record. Whoever calls this is recording. Raises
         NotFound, Invalid."""
         await self._engine.transact(groups.change, group.ino, group.record._replace(**more))
@@ -216,7 +218,7 @@ class Groups:
 
     # --- what ranks ask for -----------------------------------------------------------------------
 
-    async def begin(self, ino: int, wanted: Wanted, caller: CallerLike) -> Group:
+    async def begin(self, ino: int, wanted: Wanted, caller: CallerLike) -> DirectoryGroup:
         """The directory's group does what is wanted, on stable storage with the next commit.
 
         It is the one that is there, if that was asked for the same, or keeps its directory pending,
@@ -243,8 +245,8 @@ class Groups:
         return group
 
     async def _begin_or_join(
-        self, ino: int, there: Group | None, wanted: Wanted, asker: Asker, number: int
-    ) -> Group:
+        self, ino: int, there: DirectoryGroup | None, wanted: Wanted, asker: Asker, number: int
+    ) -> DirectoryGroup:
         now_ns, options = time.time_ns(), wanted.options
         pending = (
             None if wanted.mark is None else Pending(wanted.mark[0], now_ns, wanted.mark[1], asker)
@@ -269,7 +271,7 @@ class Groups:
         record = GroupRecord(number, options, asker, now_ns, pending=there.pending)
         return await self._begin(ino, record, there)
 
-    def _left_behind(self, there: Group | None, wanted: Wanted) -> str:
+    def _left_behind(self, there: DirectoryGroup | None, wanted: Wanted) -> str:
         """Why the group that is there has to be cancelled before what is wanted can begin; ''.
         Raises Invalid: its ranks live."""
         if there is None or not there.is_live or not there.shares:
@@ -304,7 +306,7 @@ class Groups:
                     f"{names}"
                 ) from None
 
-    def _take_note(self, group: Group, caller: CallerLike) -> None:
+    def _take_note(self, group: DirectoryGroup, caller: CallerLike) -> None:
         """The process that asks goes on with the directory as long as it lives, if it can be
         seen."""
         with suppress(NotSupported):
@@ -313,7 +315,7 @@ class Groups:
                 group.markers.add(process)
                 self._start(self._watch, group, None, process)
 
-    def _look_who_lives(self, group: Group) -> None:
+    def _look_who_lives(self, group: DirectoryGroup) -> None:
         """A process that was killed just now may not have been heard of."""
         ranks: dict[int | None, int] = {**group.processes}
         for rank, process in [*ranks.items(), *((None, process) for process in group.markers)]:
@@ -355,7 +357,7 @@ class Groups:
             )
         await self._commit(group, what)
 
-    async def _commit(self, group: Group, what: Commit) -> None:
+    async def _commit(self, group: DirectoryGroup, what: Commit) -> None:
         rank, ino = what.rank, group.ino
         group.require_may_commit(rank, what.again)
         if what.sized and group.record.options.same_size:
@@ -391,7 +393,7 @@ class Groups:
             self._look()
         self._complete(group)
 
-    async def _right_size(self, group: Group, what: Commit) -> int:
+    async def _right_size(self, group: DirectoryGroup, what: Commit) -> int:
         """The size of the file of a rank that is about to commit. Raises Invalid if it has another
         one than that of the first rank.
         """
@@ -436,7 +438,7 @@ class Groups:
             raise Busy("others have the file open for writing")
         return opened is not None and opened.writers == 1
 
-    async def _settled(self, group: Group) -> None:
+    async def _settled(self, group: DirectoryGroup) -> None:
         """If the group is complete: it is buffered, and published if that is wanted. Raises what
         either has failed with.
         """
@@ -494,7 +496,7 @@ class Groups:
         if group.shares and group.is_open:
             await self._cancel(group, "its directory is pending no more")
 
-    def _drop(self, group: Group, reason: str) -> None:
+    def _drop(self, group: DirectoryGroup, reason: str) -> None:
         """Nothing is on record any more of a group without files; who waits is told."""
         if self.by_directory.get(group.ino) is group:
             del self.by_directory[group.ino]
@@ -503,7 +505,7 @@ class Groups:
 
     # --- what a directory's new name waits for ---
 
-    def pending(self, ino: int) -> Group:
+    def pending(self, ino: int) -> DirectoryGroup:
         """The group of a pending directory. Raises NoAttribute."""
         group = self.by_directory.get(ino)
         if group is None or group.pending is None:
@@ -607,12 +609,12 @@ class Groups:
 
     # --- after the last commit --------------------------------------------------------------------
 
-    def _complete(self, group: Group) -> None:
+    def _complete(self, group: DirectoryGroup) -> None:
         if group.is_open and group.shares and group.is_complete and not group.settling:
             group.settling = True
             self._start(self._settle, group)
 
-    async def _settle(self, group: Group) -> None:
+    async def _settle(self, group: DirectoryGroup) -> None:
         """All have committed: all is buffered, recorded, published, drained."""
         if group.is_open:
             try:
@@ -634,7 +636,7 @@ class Groups:
             group.record = group.record._replace(state="draining")
         group.wake()
 
-    async def _buffer(self, group: Group) -> None:
+    async def _buffer(self, group: DirectoryGroup) -> None:
         committed_ns = time.time_ns()
         try:
             if not group.record.options.explicit:
@@ -659,7 +661,7 @@ class Groups:
         await self._put(group)
         faults.reach(_COMMITTED)
 
-    async def _unequal(self, group: Group) -> str:
+    async def _unequal(self, group: DirectoryGroup) -> str:
         while group.differs:
             files, closes = [file for file in group.files.values() if file.counted], group.closes
             whose, size = next(
@@ -680,7 +682,7 @@ class Groups:
                 break
         return ""
 
-    async def _publish(self, group: Group) -> None:
+    async def _publish(self, group: DirectoryGroup) -> None:
         try:
             await self._show(group.ino, group.record.options.publish, group.record.asker)
             faults.reach(_PUBLISHED)
@@ -691,7 +693,7 @@ class Groups:
             group.record = group.record._replace(publish_error=str(error))
         await self._put(group)
 
-    async def _store(self, group: Group) -> None:
+    async def _store(self, group: DirectoryGroup) -> None:
         """Returns when it is durable."""
         await self._members.store(group)
         usual = [file.ino for file in group.in_states(FileState.USUAL)]
@@ -711,7 +713,7 @@ class Groups:
             group.wake()
             self._look()
 
-    async def _end(self, group: Group, record: GroupRecord) -> None:
+    async def _end(self, group: DirectoryGroup, record: GroupRecord) -> None:
         """It ends without success: its files are drained as usual."""
         _log.info(
             "group %d of directory %d is %s: %s", record.id, group.ino, record.state, record.error
@@ -722,12 +724,12 @@ class Groups:
         self._look()
         await self._put(group)
 
-    async def _cancel(self, group: Group, reason: str) -> None:
+    async def _cancel(self, group: DirectoryGroup, reason: str) -> None:
         """Nothing happens to one that has ended."""
         if group.is_live:
             await self._end(group, group.record._replace(state="cancelled", error=reason))
 
-    async def _put(self, group: Group) -> None:
+    async def _put(self, group: DirectoryGroup) -> None:
         """What has become of it is on stable storage on return. Where that cannot be written, it
         counts in this mount alone.
         """
@@ -801,7 +803,7 @@ class Groups:
         finally:
             self._nursery = None
 
-    def _resume(self, group: Group) -> None:
+    def _resume(self, group: DirectoryGroup) -> None:
         group.settling = False
         for rank, process in group.processes.items():
             self._start(self._watch, group, rank, process)
@@ -812,13 +814,15 @@ class Groups:
         elif group.is_live:
             self._start(self._settle, group)
 
-    def _start(self, work: Callable[..., Awaitable[None]], group: Group, *args: Any) -> None:
+    def _start(
+        self, work: Callable[..., Awaitable[None]], group: DirectoryGroup, *args: Any
+    ) -> None:
         """In the background; ``run`` begins what is due when it begins."""
         if self._nursery is not None:
             with background():  # also where somebody's commit is what begins it
                 self._nursery.start_soon(work, group, *args)
 
-    async def _watch(self, group: Group, rank: int | None, process: int) -> None:
+    async def _watch(self, group: DirectoryGroup, rank: int | None, process: int) -> None:
         pidfd = processes.watch(process)
         if pidfd is not None:
             await processes.wait_for_end(pidfd)
@@ -887,13 +891,13 @@ def _paths(tx: ReadTransaction, files: Sequence[File]) -> list[tuple[File, str]]
     ]
 
 
-def _require_going_on(group: Group) -> None:
+def _require_going_on(group: DirectoryGroup) -> None:
     """Raises what a group has ended with, unless its directory is pending all the same."""
     if group.pending is None:
         group.require_success()
 
 
-def _require_same(there: Group, options: Options) -> None:
+def _require_same(there: DirectoryGroup, options: GroupOptions) -> None:
     """Raises Invalid unless the group that is there was asked for in the same words, Busy if all
     have committed."""
     present = there.record.options
@@ -903,7 +907,7 @@ def _require_same(there: Group, options: Options) -> None:
         raise Invalid(f"another group is open: {format_group(present)}")
 
 
-def _require_same_mark(there: Group, options: Options, pending: Pending) -> None:
+def _require_same_mark(there: DirectoryGroup, options: GroupOptions, pending: Pending) -> None:
     present, ranks = there.pending, there.record.options.ranks
     assert present is not None
     if (ranks, present.step, present.job) != (options.ranks, pending.step, pending.job):
@@ -912,7 +916,7 @@ def _require_same_mark(there: Group, options: Options, pending: Pending) -> None
         )
 
 
-def _require_same_ranks(there: Group, options: Options) -> None:
+def _require_same_ranks(there: DirectoryGroup, options: GroupOptions) -> None:
     """Raises Invalid unless the ranks of a pending directory are those of its group."""
     present = there.record.options
     if (True, options.ranks) != (options.explicit and present.explicit, present.ranks):

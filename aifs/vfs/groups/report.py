@@ -15,7 +15,7 @@ _AMOUNTS = (
 
 
 @dataclass
-class Report:
+class GroupReport:
     """Filled in while a group is stored.
 
     ``bytes`` of all members are zeros, duplicates of other chunks of the group, found in the store,
@@ -52,7 +52,7 @@ class Report:
         """What needs not be stored: zeros, duplicates, and what the store has."""
         return self.zero_bytes + self.duplicate_bytes + self.found_bytes
 
-    def take_amounts(self, other: "Report") -> None:
+    def take_amounts(self, other: "GroupReport") -> None:
         """What was to be stored is as ``other`` says: after a try that stored nothing, since the
         next one counts it again.
         """

@@ -18,7 +18,7 @@ from aifs.core.tasks import run_all
 from aifs.data.containers.pieces import HashedPiece, Piece
 from aifs.data.containers.writer import Appended
 from aifs.files.containers import LISTED_AT_ONCE
-from aifs.files.flips import Outcome
+from aifs.files.flips import DrainOutcome
 from aifs.group import planner
 from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location, named
 from aifs.layout.striped import Striped
@@ -26,7 +26,7 @@ from aifs.meta import chunks, extents, shared
 from aifs.vfs.groups import sharing
 from aifs.vfs.groups.lookups import look_up
 from aifs.vfs.groups.prepared import Prepared
-from aifs.vfs.groups.report import Report
+from aifs.vfs.groups.report import GroupReport
 from aifs.vfs.groups.sharing import Assigned, Holder, Need
 from aifs.vfs.groups.tools import Asked, Tools
 
@@ -51,7 +51,12 @@ class Storing:
     """One group's members of one kind. Used once: ``run``."""
 
     def __init__(
-        self, tools: Tools, asked: Asked, members: Sequence[Prepared], chunk: int, report: Report
+        self,
+        tools: Tools,
+        asked: Asked,
+        members: Sequence[Prepared],
+        chunk: int,
+        report: GroupReport,
     ) -> None:
         self._tools = tools
         self._asked = asked
@@ -76,7 +81,7 @@ class Storing:
 
     def _fail(self, members: Sequence[Prepared], error: FsError) -> None:
         for member in members:
-            member.outcome = member.outcome or (Outcome.CHANGED if member.cancelled else error)
+            member.outcome = member.outcome or (DrainOutcome.CHANGED if member.cancelled else error)
 
     async def _prepare(self) -> None:
         cuts = [member.cut for member in self._members]
@@ -170,7 +175,7 @@ class Storing:
         for _ in range(_ROUNDS_MAX):
             for member in batch:
                 if member.outcome is None and not member.holds():
-                    member.outcome = Outcome.CHANGED
+                    member.outcome = DrainOutcome.CHANGED
             alive = [member for member in batch if member.outcome is None]
             if not alive:
                 return
@@ -335,7 +340,7 @@ class Storing:
                     raise
                 self._known -= gone
                 ready = [member for member in ready if gone.isdisjoint(member.cut.digests)]
-        drained = [member for member in ready if member.outcome is Outcome.DRAINED]
+        drained = [member for member in ready if member.outcome is DrainOutcome.DRAINED]
         if drained:
             faults.reach(_FLIPPED)
             await self._tools.work(drained[0], self._count, drained, work)

@@ -18,7 +18,7 @@ from aifs.core import retention
 from aifs.core.config import Config
 from aifs.core.errors import AccessDenied, FsError, Invalid, NotFound, NotPermitted, Unavailable
 from aifs.core.log import logger
-from aifs.core.retention import Checkpoint, Keep
+from aifs.core.retention import Keep, ListedCheckpoint
 from aifs.core.upkeep import Upkeep, Work
 from aifs.files import permissions
 from aifs.files.file_io import FileIO
@@ -130,8 +130,8 @@ class Retention:
                 )
 
     async def _decide(
-        self, inodes: dict[bytes, int], checkpoints: list[Checkpoint], keep: Keep
-    ) -> list[Checkpoint]:
+        self, inodes: dict[bytes, int], checkpoints: list[ListedCheckpoint], keep: Keep
+    ) -> list[ListedCheckpoint]:
         """What has to go. The manifests of those that would, and of the newest, which let others
         go, are read before: not of all, for that takes a look at each file that they list."""
         known, read = {one.name: one for one in checkpoints}, set[bytes]()
@@ -184,7 +184,7 @@ class Retention:
 
     async def _survey(
         self, directory: int, keep: Keep
-    ) -> tuple[dict[bytes, int], list[Checkpoint]]:
+    ) -> tuple[dict[bytes, int], list[ListedCheckpoint]]:
         """Inode numbers by name, and the checkpoints in a directory, with what is known of them
         without reading a file. The cookies of names ascend with every rename, whatever the clock
         says. Others run between slices."""
@@ -199,7 +199,7 @@ class Retention:
                     found.append((name, inode, cookie, pending, is_theirs))
             await trio.lowlevel.checkpoint()
         checkpoints = [
-            Checkpoint(
+            ListedCheckpoint(
                 name,
                 retention.step_of(name),
                 inode.mtime_ns,
