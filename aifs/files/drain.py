@@ -18,7 +18,7 @@ from aifs.core.upkeep import Upkeep, Work
 from aifs.data.servers import Servers
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
-from aifs.files.draining import Drainer, Draining, Outcome
+from aifs.files.draining import Drainer, Draining, DrainOutcome
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.files.waiter import Waiter
@@ -204,14 +204,14 @@ class Drain:
             self._failed(ino, outcome)
             self._queue.retry(ino, now)
             return
-        if outcome is Outcome.BUSY:
+        if outcome is DrainOutcome.BUSY:
             self._queue.retry(ino, now)
             self._block(ino)
-        elif outcome is Outcome.OPEN:
+        elif outcome is DrainOutcome.OPEN:
             self._queue.hold(ino, now)
             self._block(ino)
-        elif outcome in (Outcome.DRAINED, Outcome.GONE):
-            if outcome is Outcome.DRAINED:
+        elif outcome in (DrainOutcome.DRAINED, DrainOutcome.GONE):
+            if outcome is DrainOutcome.DRAINED:
                 self._drained_files += 1
                 self._drained_bytes += draining.size
             if self._queue.done(ino, now):

@@ -25,7 +25,13 @@ from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.groups import digests, storing
-from aifs.vfs.groups.group_drain import GroupDrain, Options, Outcome, Prepared, Report
+from aifs.vfs.groups.group_drain import (
+    DrainOutcome,
+    GroupDrain,
+    GroupReport,
+    Prepared,
+    StoringOptions,
+)
 from aifs.vfs.groups.storing import Storing
 from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
@@ -34,7 +40,7 @@ from tests.support.stores import read_file, rewrite, set_policy
 
 KIB = 1 << 10
 CHUNK = 64 * KIB
-SMALL = Options(chunk=CHUNK)
+SMALL = StoringOptions(chunk=CHUNK)
 WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
 KINDS = {
     "plain": {},
@@ -84,9 +90,9 @@ async def store(
     fs: Filesystem,
     drain: GroupDrain,
     inos: Sequence[int],
-    options: Options = SMALL,
-) -> tuple[list[Prepared], Report]:
-    report = Report()
+    options: StoringOptions = SMALL,
+) -> tuple[list[Prepared], GroupReport]:
+    report = GroupReport()
     members = [Prepared(ino) for ino in inos]
     for member in members:
         await drain.prepare(member, options, report)
@@ -137,7 +143,7 @@ async def test_what_is_equal_is_stored_once(directory, kind):
         drain, data = group_drain(fs), ranks()
         contents = await write_files(fs, data)
         members, report = await store(fs, drain, list(contents))
-        assert outcomes(members) == [Outcome.DRAINED] * 4
+        assert outcomes(members) == [DrainOutcome.DRAINED] * 4
         assert report.bytes == sum(map(len, data))
         assert report.zero_bytes == 4 * 3 * CHUNK
         assert report.distinct_bytes == len(EQUAL) + 4 * CHUNK and report.found_bytes == 0
@@ -166,7 +172,7 @@ async def test_what_the_store_has_is_not_stored_again(directory):
         await store(fs, drain, inos[:2])
         before = await shared_chunks(fs)
         members, report = await store(fs, drain, inos[2:])
-        assert outcomes(members) == [Outcome.DRAINED]
+        assert outcomes(members) == [DrainOutcome.DRAINED]
         assert report.found_bytes == len(EQUAL) and report.distinct_bytes == CHUNK
         after = await shared_chunks(fs)
         assert len(after) == len(before) + 1
@@ -182,15 +188,15 @@ async def test_long_lists_are_on_record_before_the_flip(directory, monkeypatch):
         drain, pool = group_drain(fs), rng.randbytes(256 * KIB)
         data = [pool[: (40 + 30 * rank) * 4 * KIB] * 3 for rank in range(2)]
         contents = await write_files(fs, data)
-        inos, options = list(contents), Options(chunk=4 * KIB)
-        members, report = [Prepared(ino) for ino in inos], Report()
+        inos, options = list(contents), StoringOptions(chunk=4 * KIB)
+        members, report = [Prepared(ino) for ino in inos], GroupReport()
         for member in members:
             await drain.prepare(member, options, report)
         once("vfs.containers.listed", lambda: fs.io.open[inos[0]].cancel_lease())
         await drain.store(members, options, report)
-        assert outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED]
+        assert outcomes(members) == [DrainOutcome.CHANGED, DrainOutcome.DRAINED]
         members, report = await store(fs, drain, inos[:1], options)
-        assert outcomes(members) == [Outcome.DRAINED]
+        assert outcomes(members) == [DrainOutcome.DRAINED]
         await check_contents(fs, contents)
 
 
@@ -207,20 +213,20 @@ async def test_who_opens_a_member_for_writing_has_it_stored_without_it(directory
         inos = list(contents)
         told = []
         members = [Prepared(ino, told.append) for ino in inos]
-        report = Report()
+        report = GroupReport()
         for member in members:
             await drain.prepare(member, SMALL, report)
         once("data.append.synced", lambda: fs.io.open[inos[0]].cancel_lease())
         await drain.store(members, SMALL, report)
         assert (
-            outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED, Outcome.DRAINED]
+            outcomes(members) == [DrainOutcome.CHANGED, DrainOutcome.DRAINED, DrainOutcome.DRAINED]
             and told == members[:1]
         )
         await check_contents(fs, dict(list(contents.items())[1:]))
         assert (await fs.getattr(inos[0])).in_burst
         await rewrite(fs, inos[0], data[1])
         members, report = await store(fs, drain, inos[:1])
-        assert outcomes(members) == [Outcome.DRAINED] and report.distinct_bytes == 0
+        assert outcomes(members) == [DrainOutcome.DRAINED] and report.distinct_bytes == 0
         await check_contents(fs, contents | {inos[0]: data[1]})
 
 
@@ -229,7 +235,7 @@ async def test_one_that_is_cut_while_it_is_read_does_not_spoil_it_for_the_others
         drain, data = group_drain(fs), ranks(3)
         contents = await write_files(fs, data)
         inos = list(contents)
-        members, report = [Prepared(ino) for ino in inos], Report()
+        members, report = [Prepared(ino) for ino in inos], GroupReport()
         for member in members:
             await drain.prepare(member, SMALL, report)
         append = drain._tools.containers.append_pieces
@@ -245,10 +251,14 @@ async def test_one_that_is_cut_while_it_is_read_does_not_spoil_it_for_the_others
 
         drain._tools.containers.append_pieces = cut_first
         await drain.store(members, SMALL, report)
-        assert outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED, Outcome.DRAINED]
+        assert outcomes(members) == [
+            DrainOutcome.CHANGED,
+            DrainOutcome.DRAINED,
+            DrainOutcome.DRAINED,
+        ]
         await rewrite(fs, inos[0], data[0])
         members, _ = await store(fs, drain, inos[:1])
-        assert outcomes(members) == [Outcome.DRAINED]
+        assert outcomes(members) == [DrainOutcome.DRAINED]
         await check_contents(fs, contents)
 
 
@@ -259,7 +269,7 @@ async def test_hashing_waits_for_writers_unless_it_is_waited_for(directory):
         drain._hasher._lanes = 2
         ino = await write_file(fs, b"a", EQUAL)
         writer, _ = await fs.create(ROOT_INO, b"b", 0o600, os.O_RDWR, ROOT)
-        member, report, done = Prepared(ino), Report(), trio.Event()
+        member, report, done = Prepared(ino), GroupReport(), trio.Event()
         member.hurry = lambda: hurry[0]
 
         async def prepare():
@@ -274,7 +284,7 @@ async def test_hashing_waits_for_writers_unless_it_is_waited_for(directory):
         await done.wait()
         assert member.outcome is None and not report.hashed_bytes
         await drain.store([member], SMALL, report)
-        assert member.outcome is Outcome.DRAINED and report.hashed_bytes == len(EQUAL)
+        assert member.outcome is DrainOutcome.DRAINED and report.hashed_bytes == len(EQUAL)
         await fs.release(writer.handle)
 
 
@@ -291,7 +301,7 @@ async def test_what_is_equal_in_members_is_hashed_once(directory):
         ]
         contents = await write_files(fs, parts)
         members, report = await store(fs, drain, list(contents))
-        assert outcomes(members) == [Outcome.DRAINED] * len(parts)
+        assert outcomes(members) == [DrainOutcome.DRAINED] * len(parts)
         assert (
             report.hashed_bytes == (6 + 1 + 5 + 1) * CHUNK
         )  # the first, the zeros, all that is shifted, and a last chunk
@@ -313,7 +323,7 @@ async def test_one_that_changes_while_others_are_compared_with_it_does_not_spoil
         inos = [await write_file(fs, b"%d" % rank, data) for rank in range(3)]
         members, read, changed = [Prepared(ino) for ino in inos], digests.HashSource.read, []
         for member in members:
-            await drain.prepare(member, SMALL, Report())
+            await drain.prepare(member, SMALL, GroupReport())
 
         def read_changing(source, offset, part):
             if source.key == (0, members[0].copy.id) and offset == CHUNK + 32 * KIB:
@@ -326,11 +336,15 @@ async def test_one_that_changes_while_others_are_compared_with_it_does_not_spoil
 
         with monkeypatch.context() as patch:
             patch.setattr(digests.HashSource, "read", read_changing)
-            await drain.store(members, SMALL, Report())
-        assert changed and outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED, Outcome.DRAINED]
+            await drain.store(members, SMALL, GroupReport())
+        assert changed and outcomes(members) == [
+            DrainOutcome.CHANGED,
+            DrainOutcome.DRAINED,
+            DrainOutcome.DRAINED,
+        ]
         await check_contents(fs, dict.fromkeys(inos[1:], data))
         members, _ = await store(fs, drain, inos[:1])
-        assert outcomes(members) == [Outcome.DRAINED]
+        assert outcomes(members) == [DrainOutcome.DRAINED]
         await check_contents(fs, {inos[0]: data[:CHUNK] + bytes(CHUNK) + data[2 * CHUNK :]})
 
 
@@ -340,7 +354,7 @@ async def test_one_that_cannot_be_read_fails_alone(directory, monkeypatch):
         inos = [await write_file(fs, b"%d" % rank, data) for rank in range(3)]
         members, read = [Prepared(ino) for ino in inos], digests.HashSource.read
         for member in members:
-            await drain.prepare(member, SMALL, Report())
+            await drain.prepare(member, SMALL, GroupReport())
 
         def read_failing(source, offset, part):
             if source.key == (0, members[0].copy.id) and offset >= CHUNK:
@@ -349,13 +363,13 @@ async def test_one_that_cannot_be_read_fails_alone(directory, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(digests.HashSource, "read", read_failing)
-            await drain.store(members, SMALL, Report())
+            await drain.store(members, SMALL, GroupReport())
         assert (
             isinstance(members[0].outcome, Unavailable)
-            and outcomes(members[1:]) == [Outcome.DRAINED] * 2
+            and outcomes(members[1:]) == [DrainOutcome.DRAINED] * 2
         )
         members, _ = await store(fs, drain, inos[:1])
-        assert outcomes(members) == [Outcome.DRAINED]
+        assert outcomes(members) == [DrainOutcome.DRAINED]
         await check_contents(fs, dict.fromkeys(inos, data))
 
 
@@ -371,13 +385,13 @@ async def test_a_member_may_be_released_while_it_is_being_prepared(directory):
             return await hash_(*args)
 
         drain._hasher.hash = hash_after_all
-        await drain.prepare(member, SMALL, Report())
-        assert member.outcome is Outcome.CHANGED and member.file is None
+        await drain.prepare(member, SMALL, GroupReport())
+        assert member.outcome is DrainOutcome.CHANGED and member.file is None
         await trio.testing.wait_all_tasks_blocked()
         assert not fs.io.open
         drain._hasher.hash = hash_
         members, _ = await store(fs, drain, [ino])
-        assert outcomes(members) == [Outcome.DRAINED]
+        assert outcomes(members) == [DrainOutcome.DRAINED]
 
 
 async def test_a_member_that_changes_before_it_is_stored_is_left_out(directory):
@@ -386,13 +400,13 @@ async def test_a_member_that_changes_before_it_is_stored_is_left_out(directory):
         inos = list(await write_files(fs, data))
         told = []
         members = [Prepared(ino, told.append) for ino in inos]
-        report = Report()
+        report = GroupReport()
         for member in members:
             await drain.prepare(member, SMALL, report)
         await rewrite(fs, inos[0], b"x" * CHUNK)
         assert told == members[:1] and members[0].cancelled
         await drain.store(members, SMALL, report)
-        assert outcomes(members) == [Outcome.CHANGED, Outcome.DRAINED]
+        assert outcomes(members) == [DrainOutcome.CHANGED, DrainOutcome.DRAINED]
         await check_contents(fs, {inos[1]: data[1]})
         assert await read_file(fs, inos[0]) == b"x" * CHUNK
 
@@ -401,12 +415,12 @@ async def test_a_member_that_is_deleted_takes_nothing_with_it(directory):
     async with mounted(directory) as fs:
         drain, data = group_drain(fs), ranks(2)
         inos = list(await write_files(fs, data))
-        members, report = [Prepared(ino) for ino in inos], Report()
+        members, report = [Prepared(ino) for ino in inos], GroupReport()
         for member in members:
             await drain.prepare(member, SMALL, report)
         await fs.unlink(ROOT_INO, b"0")
         await drain.store(members, SMALL, report)
-        assert outcomes(members) == [Outcome.GONE, Outcome.DRAINED]
+        assert outcomes(members) == [DrainOutcome.GONE, DrainOutcome.DRAINED]
         await check_contents(fs, {inos[1]: data[1]})
         fs.forget(inos[:1])
 
@@ -428,7 +442,7 @@ async def test_chunks_that_go_while_they_are_leaned_on_are_stored_again(director
 
         monkeypatch.setattr(Storing, "_flip", after_a_deletion)
         members, _ = await store(fs, drain, inos)
-        assert outcomes(members) == [Outcome.DRAINED] * 2
+        assert outcomes(members) == [DrainOutcome.DRAINED] * 2
         await check_contents(fs, dict(list(contents.items())[1:]))
 
 
@@ -438,22 +452,22 @@ async def test_what_is_not_prepared_is_said_so_and_let_go(directory):
         opened, inode = await fs.create(ROOT_INO, b"open", 0o600, os.O_RDWR, ROOT)
         await fs.write(opened.handle, 0, EQUAL)
         member, other = Prepared(inode.ino), Prepared(inode.ino + 1000)
-        await drain.prepare(member, SMALL, Report())
-        await drain.prepare(other, SMALL, Report())
-        assert outcomes([member, other]) == [Outcome.OPEN, Outcome.GONE]
+        await drain.prepare(member, SMALL, GroupReport())
+        await drain.prepare(other, SMALL, GroupReport())
+        assert outcomes([member, other]) == [DrainOutcome.OPEN, DrainOutcome.GONE]
         await fs.release(opened.handle)
         member, twice = Prepared(inode.ino), Prepared(inode.ino)
-        await drain.prepare(member, SMALL, Report())
-        await drain.prepare(twice, SMALL, Report())
-        assert outcomes([member, twice]) == [None, Outcome.BUSY]
+        await drain.prepare(member, SMALL, GroupReport())
+        await drain.prepare(twice, SMALL, GroupReport())
+        assert outcomes([member, twice]) == [None, DrainOutcome.BUSY]
         await drain.release(member)
         await drain.release(member)
-        assert member.outcome is Outcome.CHANGED and not fs.io.open
+        assert member.outcome is DrainOutcome.CHANGED and not fs.io.open
         big = await write_file(fs, b"sparse", b"x" * CHUNK)
         await fs.setattr(big, SetAttr(size=1 << 50), ROOT)
         member = Prepared(big)
-        await drain.prepare(member, SMALL, Report())
-        assert member.outcome is Outcome.UNFIT and not fs.io.open
+        await drain.prepare(member, SMALL, GroupReport())
+        assert member.outcome is DrainOutcome.UNFIT and not fs.io.open
         await remove(fs, b"sparse", big)
 
 
@@ -464,10 +478,10 @@ async def test_a_cancelled_preparation_leaves_the_file_as_it_was(directory):
         member = Prepared(ino)
         with trio.CancelScope() as scope:
             scope.cancel()
-            await drain.prepare(member, SMALL, Report())
+            await drain.prepare(member, SMALL, GroupReport())
         assert member.file is None and not fs.io.open
         members, _ = await store(fs, drain, [ino])
-        assert outcomes(members) == [Outcome.DRAINED]
+        assert outcomes(members) == [DrainOutcome.DRAINED]
         await check_contents(fs, {ino: EQUAL})
 
 
@@ -475,7 +489,7 @@ async def test_a_cancelled_store_leaves_what_is_not_flipped_as_it_was(directory)
     async with mounted(directory) as fs:
         drain, data = group_drain(fs), ranks(2)
         contents = await write_files(fs, data)
-        members, report = [Prepared(ino) for ino in contents], Report()
+        members, report = [Prepared(ino) for ino in contents], GroupReport()
         for member in members:
             await drain.prepare(member, SMALL, report)
         append = drain._tools.containers.append_pieces
@@ -491,10 +505,10 @@ async def test_a_cancelled_store_leaves_what_is_not_flipped_as_it_was(directory)
             drain._tools.containers.append_pieces = append_and_cancel
             await drain.store(members, SMALL, report)
         drain._tools.containers.append_pieces = append
-        assert scope.cancelled_caught and outcomes(members) == [Outcome.CHANGED] * 2
+        assert scope.cancelled_caught and outcomes(members) == [DrainOutcome.CHANGED] * 2
         assert not fs.io.open and not await shared_chunks(fs)
         members, _ = await store(fs, drain, list(contents))
-        assert outcomes(members) == [Outcome.DRAINED] * 2
+        assert outcomes(members) == [DrainOutcome.DRAINED] * 2
         await check_contents(fs, contents)
 
 
@@ -508,7 +522,7 @@ async def test_a_tiny_member_goes_to_its_inode(directory):
         await fs.write(writer.handle, 0, b"tiny")
         await fs.release(writer.handle)
         members, report = await store(fs, drain, [inode.ino, await write_file(fs, b"other", EQUAL)])
-        assert outcomes(members) == [Outcome.DRAINED] * 2 and report.inline_bytes == 4
+        assert outcomes(members) == [DrainOutcome.DRAINED] * 2 and report.inline_bytes == 4
         await fs.release(reader.handle)
         await check_contents(fs, {inode.ino: b"tiny", members[1].ino: EQUAL})
         assert (await fs.getattr(inode.ino)).layout is None
@@ -522,7 +536,7 @@ async def test_files_are_flipped_some_at_a_time(directory, monkeypatch):
         flipped = []
         faults.arm("vfs.group.flipped", lambda: flipped.append(1))
         members, report = await store(fs, drain, list(contents))
-        assert outcomes(members) == [Outcome.DRAINED] * 4 and len(flipped) == 3
+        assert outcomes(members) == [DrainOutcome.DRAINED] * 4 and len(flipped) == 3
         assert report.distinct_bytes == len(EQUAL) + 4 * CHUNK
         await check_contents(fs, contents)
 
@@ -544,7 +558,7 @@ async def test_a_full_server_leaves_the_files_in_the_burst_tier(directory):
         for ino in contents:
             assert (await fs.getattr(ino)).in_burst
         members, _ = await store(fs, drain, list(contents))
-        assert outcomes(members) == [Outcome.DRAINED] * 2
+        assert outcomes(members) == [DrainOutcome.DRAINED] * 2
         await check_contents(fs, contents)
 
 
@@ -563,7 +577,7 @@ async def test_what_was_appended_beside_a_full_server_counts_as_dead(directory):
             path = fs.store.servers[known[number].layout.servers[0]].object_path(0, number)
             assert os.stat(path).st_size == length
         members, _ = await store(fs, group_drain(fs), list(contents))
-        assert outcomes(members) == [Outcome.DRAINED] * 2
+        assert outcomes(members) == [DrainOutcome.DRAINED] * 2
 
 
 async def test_a_bad_chunk_is_replaced_for_all_before_more_files_lean_on_it(directory):
@@ -580,7 +594,7 @@ async def test_a_bad_chunk_is_replaced_for_all_before_more_files_lean_on_it(dire
         os.pwrite(fd, b"spoilt", spoilt.offset + 1000)
         os.close(fd)
         members, report = await store(fs, drain, inos[1:2])
-        assert outcomes(members) == [Outcome.DRAINED]
+        assert outcomes(members) == [DrainOutcome.DRAINED]
         assert report.replaced_chunks == 1 and report.verified_chunks == len(EQUAL) // CHUNK + 1
         after = await shared_chunks(fs)
         assert after[spoilt.digest].place != spoilt
@@ -601,7 +615,7 @@ async def test_a_chunk_that_is_protected_too_little_is_stored_anew_for_all(direc
         await store(fs, drain, [plain])
         safe = await write_file(fs, b"safe", data[1], Policy(replicas=2))
         members, report = await store(fs, drain, [safe])
-        assert outcomes(members) == [Outcome.DRAINED]
+        assert outcomes(members) == [DrainOutcome.DRAINED]
         assert report.replaced_chunks == len(EQUAL) // CHUNK + 1
         for digest, known in (await shared_chunks(fs)).items():
             layout = (
@@ -622,7 +636,7 @@ async def test_members_of_one_group_may_ask_for_different_things(directory):
             await write_file(fs, b"%d" % n, data[n], policies[n]): data[n] for n in range(3)
         }
         members, report = await store(fs, drain, list(contents))
-        assert outcomes(members) == [Outcome.DRAINED] * 3
+        assert outcomes(members) == [DrainOutcome.DRAINED] * 3
         assert report.replaced_chunks == 0  # the safest come first
         await check_contents(fs, contents)
 
@@ -634,7 +648,7 @@ async def test_a_file_that_must_lie_on_some_servers_does_not_lean_on_others(dire
         await store(fs, drain, [anywhere])
         here = await write_file(fs, b"here", data[1], Policy(servers=(2,)))
         members, report = await store(fs, drain, [here])
-        assert outcomes(members) == [Outcome.DRAINED] and set(report.servers) == {2}
+        assert outcomes(members) == [DrainOutcome.DRAINED] and set(report.servers) == {2}
         await check_contents(fs, {anywhere: data[0], here: data[1]})
 
 
@@ -664,7 +678,7 @@ async def test_a_protected_file_never_comes_to_lean_on_an_unprotected_chunk(dire
     async with mounted(directory) as fs:
         drain, data = group_drain(fs), random.Random(1).randbytes(3 * CHUNK)
         safe = await write_file(fs, b"safe", data, Policy(replicas=2))
-        assert outcomes((await store(fs, drain, [safe]))[0]) == [Outcome.DRAINED]
+        assert outcomes((await store(fs, drain, [safe]))[0]) == [DrainOutcome.DRAINED]
         before = await shared_chunks(fs)
 
         async def unreadable(*args):
@@ -674,6 +688,6 @@ async def test_a_protected_file_never_comes_to_lean_on_an_unprotected_chunk(dire
             patch.setattr(fs.containers.files, "read_stored", unreadable)
             plain = await write_file(fs, b"plain", data)
             members, report = await store(fs, drain, [plain])
-        assert outcomes(members) == [Outcome.DRAINED] and report.replaced_chunks == 0
+        assert outcomes(members) == [DrainOutcome.DRAINED] and report.replaced_chunks == 0
         assert await shared_chunks(fs) == before
         await check_contents(fs, {safe: data, plain: data})

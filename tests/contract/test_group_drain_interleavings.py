@@ -11,12 +11,12 @@ import trio
 from aifs.core.errors import Unavailable
 from aifs.layout.hint import Policy
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.groups.group_drain import Options, Outcome, Prepared, Report
+from aifs.vfs.groups.group_drain import DrainOutcome, GroupReport, Prepared, StoringOptions
 from tests.contract.test_group_drain import mounted, remove, write_file
 from tests.support.stores import read_file, rewrite
 
 CHUNK = 4096
-OPTIONS = Options(CHUNK)
+OPTIONS = StoringOptions(CHUNK)
 POLICIES = [Policy(), Policy(replicas=2), Policy(servers=(2,))]
 STEPS = range(1, 120, 8)
 SETTINGS = {"layout.inline_limit": "0", "layout.compact_above": "0.05"}
@@ -67,7 +67,7 @@ class Step:
             self.contents[name] = self.data()
             self.inos[name] = await write_file(self.fs, name, self.contents[name], policy)
             members.append(Prepared(self.inos[name]))
-            await self.fs.group_drain.prepare(members[-1], OPTIONS, Report())
+            await self.fs.group_drain.prepare(members[-1], OPTIONS, GroupReport())
         return members
 
 
@@ -139,17 +139,19 @@ async def test_at_any_step(directory, act: Callable[[Step, bytes, bytes], Awaita
 
             instrument.arm(steps, lambda run=run: nursery.start_soon(run))
             with step.scope:
-                await fs.group_drain.store(members, OPTIONS, Report())
+                await fs.group_drain.store(members, OPTIONS, GroupReport())
             if instrument.disarm():
                 await done.wait()
                 acted += 1
             fs.containers.files.read_stored = read_stored
             assert all(member.outcome is not None for member in members)
             if act in (compact, lose_sight_of_containers):
-                assert [member.outcome for member in members] == [Outcome.DRAINED] * len(members)
+                assert [member.outcome for member in members] == [DrainOutcome.DRAINED] * len(
+                    members
+                )
             alive = {ino for name, ino in step.inos.items() if name in contents}
             for member in members:
-                if member.outcome is Outcome.DRAINED and member.ino in alive:
+                if member.outcome is DrainOutcome.DRAINED and member.ino in alive:
                     await fs.evictor.evict(member.ino)
         trio.lowlevel.remove_instrument(instrument)
         assert acted

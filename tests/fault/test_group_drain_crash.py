@@ -17,7 +17,13 @@ from aifs.layout.hint import Policy
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs import open_filesystem
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.groups.group_drain import GroupDrain, Options, Outcome, Prepared, Report
+from aifs.vfs.groups.group_drain import (
+    DrainOutcome,
+    GroupDrain,
+    GroupReport,
+    Prepared,
+    StoringOptions,
+)
 from tests.support.modes import WAITING, config_of, make_store
 from tests.support.powercut import PowerCut, make_sizes_small
 from tests.support.stores import set_policy
@@ -87,9 +93,9 @@ async def work(
                 members.append(Prepared(await write_durably(fs, name, data, policy)))
                 durable[name] = data
             for member in members:
-                await drain.prepare(member, Options(CHUNK), Report())
-            await drain.store(members, Options(CHUNK), Report())
-            assert [member.outcome for member in members] == [Outcome.DRAINED] * 3
+                await drain.prepare(member, StoringOptions(CHUNK), GroupReport())
+            await drain.store(members, StoringOptions(CHUNK), GroupReport())
+            assert [member.outcome for member in members] == [DrainOutcome.DRAINED] * 3
             for member in members:
                 await fs.evictor.evict(member.ino)
             if number % 2:

@@ -368,7 +368,7 @@ def test_the_end_of_the_training_process_ends_the_helper(tmp_path: Path) -> None
     helper = pipelined._Helper(arena)
     arena.grow(1 << 20)
     image = archive.Image("x", b"", (1 << 20,), "")
-    helper.connection.send(pipelined.Job(str(tmp_path / "step-1"), "x.pt", image, {}))
+    helper.connection.send(pipelined.SaveJob(str(tmp_path / "step-1"), "x.pt", image, {}))
     helper.connection.close()
     assert helper.process.wait(60) == 1
     arena.close()

@@ -24,7 +24,7 @@ from aifs.meta import groups
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.vfs.groups.group import DirectoryGroup, File, FileState
-from aifs.vfs.groups.group_drain import GroupDrain, Options, Prepared
+from aifs.vfs.groups.group_drain import GroupDrain, Prepared, StoringOptions
 from aifs.vfs.publishing.barrier import sync_files
 
 _log = logger(__name__)
@@ -491,5 +491,5 @@ def _pause_s(tries: int) -> float:
     return _BACK_OFF_S * _BACK_OFF_FACTOR ** (tries - 1)
 
 
-def _options_of(group: DirectoryGroup) -> Options:
-    return Options(group.record.options.chunk)
+def _options_of(group: DirectoryGroup) -> StoringOptions:
+    return StoringOptions(group.record.options.chunk)
