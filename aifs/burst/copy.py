@@ -45,17 +45,27 @@ class BurstCopy:
         self._fd = fd  # for reading
         self._buffers = buffers
         self._key = (0, copy_id)
+        """As the device names the object: (0, id)."""
         self._writer: int | None = None
+        """The descriptor for writing; None while nobody has asked for one since it was closed."""
         self._leased = False
+        """Whether ``fd`` has a read lease, which may have been broken."""
         self._was_open = fd is not None
+        """Whether the copy has been opened since this was made."""
         self._changes = self._synced_changes = 0  # by us
         self._closing: AbstractContextManager | None = (
             None  # held while what was written is synced, to be closed
         )
         self._name_in_doubt = fd is None
+        """Whether the name may not be durable, as an earlier process made it."""
         self._lost = ""
+        """Why bytes that were written are not durable; '' as long as none are known to be lost."""
         self._busy = 0
-        self._closed = self._removed = False
+        """How many calls in workers use the descriptors."""
+        self._closed = False
+        """``close`` has been called: descriptors go when no call uses them any more."""
+        self._removed = False
+        """The copy had no name any more when it was closed."""
 
     @property
     def server(self) -> int:

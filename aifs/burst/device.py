@@ -33,18 +33,33 @@ class Device:
     def __init__(self, server: DataServer, config: BurstConfig, ledger: Ledger) -> None:
         self.server = server
         self.totals = ledger.of(server.id)
+        """What copies on it take, kept up to date by the ledger."""
         self.share = 0
         """Bytes that copies on this device may take; 0: all there is."""
         self.admitted = 0
         """New files since the last look."""
         self._config = config
         self._ledger = ledger
-        self._size = self._available = self._seen_used = 0
+        self._size = 0
+        """Bytes of the filesystem, without what it keeps for root, as last seen."""
+        self._available = 0
+        """Bytes that were free there then."""
+        self._seen_used = 0
+        """Bytes that copies were known to take there then."""
         self._promised: dict[int, int] = {}
+        """By id, the bytes that a new copy is expected to take."""
         self._leaving: dict[int, int] = {}
+        """By id, the bytes of copies that belong to no file any more and are still there."""
         self._leaving_bytes = 0
+        """All of these together."""
         self._calm_used = -1
+        """While copies take no more than this, in bytes, no mark can have been passed. -1: not
+        known.
+        """
         self._full = False
+        """Nothing was free above the reserve when it was last looked at, and the log has said
+        so.
+        """
 
     # --- what happens ---
 

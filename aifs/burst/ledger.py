@@ -9,17 +9,21 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Totals:
-    """Of one device. ``clean`` and ``pinned`` (which counts in one of the others, too) are bytes,
-    as is ``dirty``.
-    """
+    """Of one device, in bytes."""
 
     server: int
+    """Its number."""
     dirty: int = 0
+    """Of copies that hold the newest bytes."""
     dirty_copies: int = 0
+    """How many these are."""
     writers: int = 0  # copies that are dirty and open
     clean: int = 0
+    """Of copies of what lies on the data servers, too."""
     pinned: int = 0
+    """Of copies that must not be evicted; they count in ``dirty`` or ``clean``, too."""
     evictable: int = 0
+    """Of clean copies that are neither open nor pinned."""
     oldest_first: OrderedDict[int, int] = field(
         default_factory=OrderedDict
     )  # id to bytes of what may be evicted

@@ -27,24 +27,30 @@ class Rank(IntEnum):
 
 @dataclass(slots=True)
 class QueueEntry:
-    """A file that is not drained yet.
-
-    ``since``: the time from which its oldest undrained byte counts. ``ready_at``: when it may be
-    drained; never, while somebody has it open for writing. ``due``: it is *ready*. ``taken``: it is
-    being drained; ``again``: it has been closed, or lost its name, since it was taken.
-    ``withheld``: somebody else drains it; it is *held* as long as that is so.
+    """A file that is not drained yet. It is *ready* if it is ``due``, and *held* while
+    ``withheld``.
     """
 
     ino: int
+    """Its inode number."""
     size: int
+    """In bytes, as far as is known."""
     since: float
+    """The time from which its oldest undrained byte counts."""
     ready_at: float
+    """When it may be drained; never, while somebody has it open for writing."""
     rank: Rank = Rank.USUAL
+    """What it comes before and after."""
     failures: int = 0
+    """How often its drain has failed, one time after the other."""
     due: bool = False
+    """It is ready."""
     taken: bool = False
+    """It is being drained."""
     again: bool = False
+    """It has been closed, or lost its name, since it was taken."""
     withheld: bool = False
+    """Somebody else drains it."""
 
 
 class Queue:

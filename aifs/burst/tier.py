@@ -66,14 +66,24 @@ class BurstTier:
         self._upkeep = upkeep
         self._ledger = Ledger()
         self._devices: dict[int, Device] = {}
+        """By number, the burst directories that are in use."""
         self._spares: dict[int, Spares] = {}
+        """By number, the empty files made ahead there, where that pays."""
         self._open: dict[int, BurstCopy] = {}
+        """By id, the copies that somebody has a BurstCopy of."""
         self._turn = 0
+        """Counts new copies, so that devices that are equally good take turns."""
         self._is_idle = False  # for some seconds nobody looks, unless a file is made
         self._relief = trio.Event()
+        """Set, and replaced, when writers that wait for room may go on."""
         self._waiting = 0
+        """How many writers wait for room."""
         self._rate = 0.0
+        """Bytes per second that drains have come to lately; 0: not known."""
         self._rate_seen = (time.monotonic(), 0)
+        """When that was last measured, by time.monotonic(), and the bytes that had been drained
+        then.
+        """
         for server in servers.burst():
             self._add(server)
         for device in self._devices.values():

@@ -38,9 +38,13 @@ class ContainerRecords:
         self._report = report
         self._in_use = in_use
         self._table: dict[int, Container] = {}
+        """By id, the containers whose records can be read."""
         self._live: dict[int, int] = {}
+        """By id, the bytes that lists and shared chunks name there, with headers."""
         self._undecoded: set[int] = set()
+        """Ids of containers whose records cannot be read."""
         self._loose: set[int] = set()
+        """Oids of lists that are no file's and are about to be dropped."""
         self._shared = SharedCheck(report, self._misplaced)
         self._walk = _Walk()
         self._complete = True

@@ -69,11 +69,19 @@ class DeepCheck:
         self._table = table
         self._progress = progress
         self._waiting: list[_Objects] = []
+        """Object sets that are still to be read; the last one is next."""
         self._cached: list[int] = []
+        """Inodes of files with a clean burst copy."""
         self._bad: dict[int, list[_Bad]] = {}
+        """By inode, the ranges that are not what they should be."""
         self._bad_caches: set[int] = set()
-        self._done = self._expected = 0
+        """Inodes whose burst copies have other bytes than their files."""
+        self._done = 0
+        """Bytes that have been read."""
+        self._expected = 0
+        """Bytes that there are to be read."""
         self._problems: list[Problem] = []
+        """What has been found."""
 
     async def run(self, damaged: Collection[Subject]) -> list[Problem]:
         """What is found; ``damaged``: inode numbers of files that lack bytes, and paths of objects

@@ -92,17 +92,21 @@ class Finding:
 
 @dataclass(slots=True)
 class Problem:
-    """A finding on its way; ``where`` comes when all directories are known. No ``fix``: it must
-    stay.
-    """
+    """A finding on its way."""
 
     kind: str
+    """One of KINDS, or SILENT."""
     subject: Subject
     detail: str
+    """What is wrong, for people."""
     fix: Fix | None = None
+    """What mends it; None: it must stay."""
     stage: int = RECORDS
+    """When that may be done: RECOVERY, RECORDS or NAMELESS."""
     where: str = ""
+    """The subject with its path, which comes when all directories are known; '': none."""
     repaired: bool = False
+    """It has been mended."""
 
     def finding(self) -> Finding:
         return Finding(self.kind, self.where, self.detail, self.repaired)

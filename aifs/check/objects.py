@@ -29,7 +29,7 @@ _BATCH = 2048
 
 
 class ObjectCheck:
-    """``problems`` and ``counts`` are complete when ``run`` returns."""
+    """Used once: ``run``, then perhaps ``move_orphans_aside``."""
 
     def __init__(self, store: Store, scan: MetadataScan, progress: Progress) -> None:
         self._engine = store.engine
@@ -40,10 +40,14 @@ class ObjectCheck:
         self._containers = ContainerObjects(store.engine, store.servers, scan.user)
         self._progress = progress
         self._orphans: list[tuple[DataServer, Problem, Key]] = []
+        """Objects that nothing refers to: server, problem, and (inode, oid)."""
         self._lacks: dict[int, list[Lack]] = {}  # of protected files, by inode
         self._expected = 0
+        """How many objects there have to be."""
         self.problems: list[Problem] = []
+        """What has been found; complete when ``run`` returns."""
         self.counts = dict.fromkeys(("inodes", "directories", "files", "objects", "bytes"), 0)
+        """Of what has been looked at, by kind; complete when ``run`` returns."""
 
     async def run(self) -> None:
         await for_each(self._engine, *keys.all_of(b"i"), self._expect, lambda count: None)

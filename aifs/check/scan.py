@@ -93,9 +93,11 @@ class MetadataScan:
         self._engine = engine
         self._view = view = engine.view
         self._servers = frozenset(servers)
+        """The numbers of the store's servers, burst directories among them."""
         self._progress = progress
         self.table = InodeTable()
         self.problems: list[Problem] = []
+        """What has been found; complete when ``run`` returns."""
         self._names = NameCheck(view, self.table, self.problems, self._in_use)
         self._copies = CopyCheck(view, self.table, self.problems, self._servers, self._in_use)
         self._columns = ColumnRecords(view, self._servers, self._problem)
@@ -103,9 +105,13 @@ class MetadataScan:
         self._containers = ContainerRecords(view, self._servers, self._problem, self._in_use)
         self._users: dict[int, int] = {}  # object id -> inode, where the two differ
         self._unreadable_inodes = 0
+        """How many inodes but the root's have records that cannot be read."""
         self._highest_id = 0
+        """The largest id that is in use."""
         self._checked = 0
+        """How many records have been looked at."""
         self._expected = 0
+        """How many there are likely to be."""
 
     async def run(self) -> None:
         self._expected = 3 * await self._engine.view(_count_inodes)  # an inode, its name, its entry

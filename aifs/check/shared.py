@@ -35,10 +35,14 @@ class SharedCheck:
         # Rows in order of digests, as the records are.
         self._beginnings = array("Q")
         self._digests = bytearray()
+        """By row, the digest, DIGEST_BYTES each."""
         self._lengths = array("I")
+        """By row, the bytes of the chunk; 0 if its record cannot be read."""
         self._counts = array("Q")
+        """By row, how many extents name it."""
         self._bad: dict[bytes, str] = {}  # digests of chunks that cannot be read, and why
         self._unreadable: dict[bytes, str] = {}
+        """By digest, what is wrong with records that cannot be read."""
         self.hides_places = False
         """Whether extents name chunks that may lie anywhere, as their records are missing or wrong.
         """

@@ -27,27 +27,35 @@ _LONGEST_NAME = MAX_KEY_BYTES - len(keys.dentry(0, b""))
 
 
 class InodeTable:
-    """Rows in order of inode number; a row is an index into all columns.
-
-    ``names`` and ``subdirs`` count what will be left when all problems are mended; ``removed``
-    counts those (names of a file, subdirectories of a directory) that are there now and will go,
-    less those to come. ``at`` and ``cookie`` tell where one of its names is: directory and cookie.
-    """
+    """Rows in order of inode number; a row is an index into all columns."""
 
     def __init__(self) -> None:
         self.ino = array("Q")
+        """Inode number."""
         self.type = array("B")
+        """Type bits of the mode, as in a dentry; 0 if nobody knows them."""
         self.flags = array("B")
+        """Those above, from UNREADABLE on."""
         self.links = array("I")
+        """The link count on record."""
         self.names = array("I")
+        """Its names that will be left when all problems are mended."""
         self.subdirs = array("I")
+        """Of a directory, the subdirectories that will be left then."""
         self.removed = array("i")
+        """Names of a file, subdirectories of a directory, that are there now and will go, less
+        those to come.
+        """
         self.parent = array("Q")
+        """The parent on record; 0: a file that has or had several."""
         self.at = array("Q")
+        """The directory that one of its names is in; 0: none has been found."""
         self.cookie = array("Q")
+        """The cookie of that name there."""
         self.objects = array("H")
         """Objects that the file must have and that have not been found yet."""
         self._columns = [column for column in vars(self).values() if isinstance(column, array)]
+        """All of the above."""
 
     def __len__(self) -> int:
         return len(self.ino)

@@ -36,18 +36,24 @@ _TEMPORARY_AGE_S = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint. ``state`` is *complete*, *pending* (being saved, or what is left of a save),
-    *damaged* (files are missing or have another size than the manifest says, or it cannot be read),
-    or *no manifest*. ``time``: of the publish, seconds since 1970; of a pending one, when it began.
-    ``problem``: what is damaged, or lacks."""
+    """One checkpoint."""
 
     path: Path
+    """Its directory."""
     state: str
+    """*complete*, *pending* (being saved, or what is left of a save), *damaged* (files are missing
+    or have another size than the manifest says, or it cannot be read), or *no manifest*.
+    """
     step: int | None
+    """None if it is not known."""
     time: float
+    """Of the publish, seconds since 1970; of a pending one, when it began."""
     size: int
+    """Bytes of its files together."""
     files: int
+    """How many there are."""
     problem: str = ""
+    """What is damaged, or lacks; '' if nothing does."""
 
 
 def list_checkpoints(path: PathLike, *, pending: bool = False) -> list[Checkpoint]:

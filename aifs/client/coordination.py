@@ -43,23 +43,32 @@ it, before it is refused."""
 
 @dataclass(frozen=True)
 class RankOptions:
-    """One rank's view of a group. ``directory``: absolute; ``chunk``: bytes that are deduplicated
-    at a time; ``publish``: the name that the directory gets, beside itself, when all ranks have
-    committed, or ''; ``job``: what tells the ranks of a job from those of another one, or '';
-    ``is_said``: the ranks have said so, and the same in no other run, where else it is what the
-    environment knows."""
+    """One rank's view of a group."""
 
     name: str
+    """Of the group: what its plans are kept by."""
     rank: int
+    """This one's number, from 0 on."""
     world: int
+    """How many ranks there are."""
     directory: str
+    """Where the files go: an absolute path."""
     chunk: int
+    """Bytes that are deduplicated at a time."""
     timeout_s: float
+    """Until all ranks have committed."""
     grace_s: float
+    """How long a rank that died may stay away."""
     publish: str
+    """The name that the directory gets, beside itself, when all ranks have committed, or ''."""
     same_size: bool
+    """All files must have one size."""
     job: str
+    """What tells the ranks of a job from those of another one, or ''."""
     is_said: bool
+    """The ranks have said ``job``, and the same in no other run; else it is what the environment
+    knows.
+    """
 
     def __str__(self) -> str:
         return f"{self.directory}: group {self.name}"

@@ -84,19 +84,30 @@ class Group:
         )
         _check(self._options, files_per_rank)
         self._target = os.path.join(os.path.dirname(path), publish) if publish else path
+        """The path that the directory has when all is published: its own, or that of
+        ``publish``.
+        """
         if publish:
             require_free(self._target, replace=False)
         trees.make_durable_dir(path)
         self._is_on_aifs = attributes.is_aifs(path)
+        """Whether ``directory`` lies on a mount, where ranks know of each other."""
         if publish and not self._is_on_aifs:
             raise InvalidGroup(
                 f"{self._options}: publish={publish!r}: the directory is not on AIFS, where ranks "
                 f"cannot agree on this; save with aifs.client.checkpoint, which publishes anywhere"
             )
         self.process_group: Any = None
+        """Of torch, if it was made from one; else None."""
         self._files_left = files_per_rank
-        self._has_committed = self._is_closed = False
-        self._changing, self._ending = threading.Lock(), threading.Lock()
+        self._has_committed = False
+        """This rank has committed, or its last file is about to."""
+        self._is_closed = False
+        """The rank puts no more files."""
+        self._changing = threading.Lock()
+        """Held while the two above, and what has been put, are looked at and changed."""
+        self._ending = threading.Lock()
+        """Held by whoever waits for the end of the group."""
         if job is None:
             self._options = replace(self._options, job=job_of_environment())
         kind = MountedGroup if self._is_on_aifs else LoneRank
@@ -106,6 +117,7 @@ class Group:
         # path in the directory -> the last put of it
         self._puts: dict[str, Future[None]] = {}
         self._pool = ThreadPoolExecutor(1, "aifs-group")
+        """The thread in which files are written."""
         self.durable: Future[None] = Future()
         """Done when the files of all ranks are durable, and published if they were to be; not on
         AIFS: those of this rank."""

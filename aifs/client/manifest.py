@@ -60,11 +60,17 @@ class Manifest:
     """What is in a checkpoint; the module says what the fields mean."""
 
     step: int | None
+    """None if it is not known."""
     time: float
+    """When it was written, just before the publish: seconds since 1970."""
     ranks: int
+    """How many have saved it."""
     attempt: str = ""
+    """Which attempt to save it was the one; '' if there was but one."""
     policy: str = ""
+    """The layout hint of its directory; '' without AIFS."""
     files: Files = field(default_factory=dict)
+    """By path below the directory, size and digest."""
 
     @property
     def size(self) -> int:

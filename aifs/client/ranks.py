@@ -86,16 +86,22 @@ class Ranks:
         parent, name = os.path.split(target)
         self.target = target
         self.pending = str(pending_path(target))
+        """The directory that ranks write to."""
         self.directory = os.path.join(parent, f".{name}.ranks")
+        """Where they leave their marks."""
         self.ranks, self.rank = ranks, rank
         self.attempt = ""
+        """The id of the attempt that this rank takes part in; '': of none yet."""
         self._token = ""
+        """Of the mark that it has left last: a plan is for marks with just these tokens."""
         self._state = "written"  # what is waited for
         self._given_up = ""  # an attempt that had failed before this rank came
         self._hash = hash
         self._timeout_s = timeout_s
         self._marks: dict[int, tuple[tuple[int, int], dict[str, Any]]] = {}
+        """By rank, the stamp of its mark when it was last read, and what it said."""
         self._before: Stamps = {}
+        """The files that were in ``pending`` when this rank came, with their stamps."""
 
     # --- the directory ----------------------------------------------------------------------------
 

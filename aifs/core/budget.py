@@ -38,14 +38,20 @@ class Budget:
     def __init__(self, total: int) -> None:
         self.total = total
         self.peak = 0
+        """The most bytes that were ever reserved at one time."""
         self.waits = 0
+        """How many requests had to wait."""
         self._reserved = 0
+        """Bytes that are reserved, with those of ``_released``."""
         self._released: deque[int] = (
             deque()
         )  # by other threads and finalizers too, so counted later
         self._waiting: deque[tuple[int, trio.Event]] = deque()
+        """Requests that wait, in order: bytes, and what is set when they are reserved."""
         self._caches: list[GiveBack] = []
+        """What gives back memory when others want it, asked in this order."""
         self._token: trio.lowlevel.TrioToken | None = None
+        """Of the trio thread; None before somebody waits."""
 
     def add_cache(self, give_back: GiveBack) -> None:
         """Ask this one too when memory is short; in the order in which they were added."""

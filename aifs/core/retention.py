@@ -30,18 +30,24 @@ class Keep(NamedTuple):
 
 
 class ListedCheckpoint(NamedTuple):
-    """``step``: None if it is not known. ``time_ns``: of its publish (epoch). ``in_use``: files of
-    it are open, a pointer such as ``latest`` leads to it, or it is not theirs to remove who set the
-    policy. ``complete``: not pending, nor damaged. ``place``: in the order of publishing, where
-    that is known without a clock; else 0."""
+    """What a policy judges a checkpoint by."""
 
     name: bytes
+    """Of its directory, in the one that the policy is for."""
     step: int | None
+    """None if it is not known."""
     time_ns: int
+    """Of its publish, since the epoch."""
     bytes: int
+    """Of its files together."""
     complete: bool = True
+    """It is neither pending nor damaged."""
     in_use: bool = False
+    """Files of it are open, a pointer such as ``latest`` leads to it, or it is not theirs to remove
+    who set the policy.
+    """
     place: int = 0
+    """In the order of publishing, where that is known without a clock; else 0."""
 
 
 def parse_keep(text: str) -> Keep:

@@ -75,7 +75,9 @@ class Upkeep:
         self._due_s: dict[Work, float] = {}  # by trio's clock; what is missing is not due
         self._asked = Counter[Work]()  # how many workers are wanted of what is due
         self._running = Counter[Work]()
+        """How many workers of each work are at it."""
         self._failing: set[Work] = set()
+        """Work whose last step has failed, which the log has said."""
         self._asleep_until = -math.inf  # -inf: not asleep
         self._earlier = trio.Event()  # something is due before that
 

@@ -73,9 +73,11 @@ class Backup:
         self._store = store
         self._engine = engine
         self._read_only = False
+        """The store is mounted so, and no backup is made."""
         # since _after; while that is None, since a base that is being taken was begun
         self._changes: Writes = {}
         self._changed_bytes = 0
+        """What ``_changes`` take, keys and values."""
         self._forgotten = 0  # how often there were too many of them
         self._scanned: list[
             Writes
@@ -89,22 +91,34 @@ class Backup:
         # as that; what transactions up to this one have given up, it does not name
         self._covered = -1
         self._making: int | None = None  # one of this state, or a later one, is being made
-        self._base_bytes = self._increment_bytes = 0
+        self._base_bytes = 0
+        """Of the newest base, compressed."""
+        self._increment_bytes = 0
+        """Of the increments since."""
         self._base_at_s = -float("inf")
+        """When that base was made, by trio's clock."""
         self._base_servers: frozenset[int] = frozenset()  # those that there were
         self._shipped_at_s = 0.0  # since the epoch
         self._last_error = ""
+        """What the last attempt has failed with; '' if it has not."""
         self._gave_up = False
+        """There is no room for backups, so deletions do not wait for them."""
         self._abandoned = (0, 0)
         """Backups of states between these two are of what there was before a restore."""
         self._waiting = 0
+        """How many calls of ``covered`` wait."""
         self._requests: list[tuple[str, str]] = []
+        """Backups that users have asked for and that are still to be made: token and directory."""
         self._answers: dict[str, str] = {}
+        """By token, what has come of the latest ones: '' if all is well."""
         self._shipping = trio.Lock()
+        """Held while a backup is made."""
         self._upkeep = upkeep
         self._due_at_s = math.inf  # by trio's clock
         self._advanced = trio.Event()
+        """Set, and replaced, when a backup has been made."""
         self._listens = bool(self.interval_s)
+        """Whether the engine tells ``_tap`` of changes."""
         if self._listens:
             engine.listen(self._tap)
 

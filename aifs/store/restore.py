@@ -100,17 +100,22 @@ def back_up(config: Config, to: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RestorableState:
-    """A state that can be restored; ``bytes`` of ``segments`` files, the last of which was made at
-    ``created_ns`` (0: nobody can tell, it is ``damaged``). ``generation``: of its base, 1 is the
-    newest one.
-    """
+    """A state that can be restored."""
 
     seq: int
+    """The number of its last transaction."""
     created_ns: int
+    """When the last of its files was made, since the epoch; 0: nobody can tell, it is
+    ``damaged``.
+    """
     segments: int
+    """How many files it takes."""
     bytes: int
+    """Of these together."""
     generation: int = 1
+    """Of its base; 1 is the newest one."""
     damaged: str = ""
+    """What is wrong with it; '' if nothing is."""
 
 
 class FoundBackups:

@@ -48,16 +48,17 @@ _log = logger(__name__)
 
 @dataclass(slots=True)
 class Store:
-    """An open store.
-
-    ``clean``: it was closed in order, so nothing needs to be recovered. ``same_boot``: the kernel
-    that was running when it was last used is running still, with all that it had in its page cache.
-    """
+    """An open store."""
 
     config: Config
     uuid: str
+    """Its identity, as in the markers of its servers."""
     clean: bool
+    """It was closed in order, so nothing needs to be recovered."""
     same_boot: bool
+    """The kernel that was running when it was last used is running still, with all that it had in
+    its page cache.
+    """
     engine: LmdbEngine
     servers: Servers
     table: ServerTable

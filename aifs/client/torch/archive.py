@@ -52,17 +52,22 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Image:
-    """What an archive holds, but for the storages' bytes. ``name``: of the folder in it.
-    ``names_hash``: the first 20 digits of the serialization id. ``crc``: whether CRC-32s are taken
-    (else they are 0)."""
+    """What an archive holds, but for the storages' bytes."""
 
     name: str
+    """Of the folder in it."""
     pickle: bytes
+    """The pickled state, with references to the storages."""
     sizes: tuple[int, ...]
+    """Bytes of each storage, in order."""
     names_hash: str
+    """The first 20 digits of the serialization id."""
     alignment: int = 64
+    """What storages begin at multiples of, in bytes."""
     byteorder: str = "little"
+    """'little' or 'big'."""
     crc: bool = True
+    """Whether CRC-32s are taken; else they are 0."""
 
     def records(self, storages: Iterable[Chunks]) -> Iterator[tuple[str, int, Chunks]]:
         """Name, bytes and content of each record, but the id."""

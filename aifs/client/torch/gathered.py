@@ -38,11 +38,16 @@ class _Statement(NamedTuple):
     """What a rank says of itself first."""
 
     host: str
+    """Which host it runs on: ranks of one host share memory."""
     names: Sequence[str]
+    """Of the files that it has found."""
     identity: str
+    """What makes them other bytes than files of these names and sizes."""
     size: int
+    """Bytes of these files together."""
     speeds: Speeds
     problem: str
+    """Why it cannot go on; '' if it can."""
 
 
 class _Offer(NamedTuple):

@@ -57,12 +57,18 @@ class PipelinedCheckpointer:
         **options: Any,
     ) -> None:
         self._template = os.fspath(template)
+        """The path of a checkpoint, with ``{step}`` in it."""
         self._file = file.format(rank=rank)
+        """The name of this rank's file in each."""
         self._options = {"ranks": ranks, "rank": rank, **options}
+        """Of ``aifs.client.checkpoint``."""
         self._arena = _Arena()
         self._pool = ThreadPoolExecutor(1, "aifs-staging")
+        """The thread that copies the state to the arena."""
         self._staging: Future[None] | None = None
+        """The copy that is under way, or the last one; None before."""
         self._target = ""
+        """The path of the newest checkpoint; '' before the first."""
         self._helper: _Helper | None = _Helper(self._arena)
 
     def __enter__(self) -> "PipelinedCheckpointer":

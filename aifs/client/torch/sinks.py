@@ -77,12 +77,21 @@ class DirectSink:
         files.set_direct(fd, True)
         self._fd = fd
         self._buffers = [mmap.mmap(-1, BUFFER) for _ in range(2)]
+        """Two, which take turns: one is filled while the other is written."""
         self._addresses = [
             ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in self._buffers
         ]
+        """Where each of them begins in memory."""
         self._pending: list[Future[None] | None] = [None, None]
-        self._side = self._filled = self._position = 0
+        """The write of each that is under way; None: none is."""
+        self._side = 0
+        """Which of them is being filled."""
+        self._filled = 0
+        """How many bytes of that are."""
+        self._position = 0
+        """Where in the file it will be written."""
         self._pool = ThreadPoolExecutor(1, "aifs-direct")
+        """The thread that writes."""
 
     def write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
