@@ -97,6 +97,7 @@ class Problem:
     kind: str
     """One of KINDS, or SILENT."""
     subject: Subject
+    """What it is about."""
     detail: str
     """What is wrong, for people."""
     fix: Fix | None = None

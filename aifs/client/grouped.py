@@ -112,6 +112,7 @@ class Group:
             self._options = replace(self._options, job=job_of_environment())
         kind = MountedGroup if self._is_on_aifs else LoneRank
         self._coordinator: Coordinator = kind(self._options)
+        """What the rank asks of the others; where it is not on AIFS there are none."""
         # path in the directory -> bytes of what has been put there
         self._sizes: dict[str, int] = {}
         # path in the directory -> the last put of it

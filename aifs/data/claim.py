@@ -21,11 +21,15 @@ class Claim:
     """Of a mount, or of a command such as fsck, whose ``mountpoint`` is empty."""
 
     epoch: int
+    """Of two claims the one with the larger epoch counts."""
     token: str
     """Different for each claim that was ever made."""
     host: str
+    """Name of the owner's host, for people."""
     pid: int
+    """Of the owner there, for people."""
     mountpoint: str
+    """For people."""
     metadata: str
     """Path of the metadata directory."""
     place: tuple[int, int, int]
@@ -37,6 +41,7 @@ class Claim:
     held: bool = True
     """False: the owner has closed the store in order."""
     renewals: int = 0
+    """How often the owner has renewed it."""
     time_s: float = 0.0
     """Of the last renewal, by the owner's clock: for people."""
 

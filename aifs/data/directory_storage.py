@@ -43,6 +43,7 @@ class DirectoryStorage(Storage):
         self._identity: Identity | None = None
         """Whose it must be, once it has been identified."""
         self._writable = False
+        """Whether it may be changed: it was identified, and not as read-only."""
         self._inode: tuple[int, int] | None = None
         """(st_dev, st_ino) of the directory, as last identified."""
         self._known: dict[str, None] = {}
@@ -52,6 +53,7 @@ class DirectoryStorage(Storage):
         self._directories_lock = threading.Lock()
         """Held while object directories are made and removed."""
         self._unsynced_names = Unsynced[str]()
+        """Directories in which names have changed that may not be durable."""
 
     @property
     def may_inline(self) -> bool:

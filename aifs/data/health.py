@@ -46,12 +46,18 @@ class Health:
 
     def __init__(self, name: str) -> None:
         self.last_error = ""
+        """What the last operation that failed has said; '' if none has."""
         self.failing: set[str] = set()
         """Kinds of operation that failed when they were last tried."""
         self._hanging: set[str] = set()
+        """Kinds of operation that have not been answered in time."""
         self._name = name
-        self._retry_s = self._log_again_s = time.monotonic()
+        self._retry_s = time.monotonic()
+        """When what fails is tried again, by time.monotonic()."""
+        self._log_again_s = time.monotonic()
+        """When a change of state is logged again, by the same clock."""
         self._lock = threading.Lock()
+        """Held while the state changes."""
 
     @property
     def state(self) -> str:

@@ -114,9 +114,16 @@ class Call:
     def __init__(self, patience: "Patience", function: Callable[..., Any], args: tuple) -> None:
         self.patience, self._function, self._args = patience, function, args
         self.queued_s = time.monotonic()
+        """When it was handed to its thread, by time.monotonic()."""
         self.asks_since_s: float | None = None  # None while it computes
-        self.has_begun = self.given_up = self.has_ended = False
+        self.has_begun = False
+        """The thread has come to it."""
+        self.given_up = False
+        """Nobody waits for it any more."""
+        self.has_ended = False
+        """It has returned or raised."""
         self.what: tuple[str, str | tuple[int, int]] = "use", ""
+        """Kind of operation, and path or object, for messages."""
 
     def __call__(self) -> Any:
         if not self.patience.begin(self):
@@ -139,14 +146,18 @@ class Patience:
 
     def __init__(self, limit_s: float = FOR_EVER) -> None:
         self.health: Health | None = None
+        """What is told when the server hangs and answers; None before there is one."""
         self.answered = trio.Event()
         """Set when the server does not hang any more."""
         self._configured_s = limit_s
         self._factor = 1
+        """How many times as long as configured is waited, from 1 to 16."""
         self._answered_s = -FOR_EVER  # after it hung
         self._left: set[Call] = set()  # given up, and not ended
         self._error = ""
+        """What those are told who meet a server that hangs."""
         self._lock = threading.Lock()
+        """Held while any of this changes."""
 
     @property
     def is_limited(self) -> bool:

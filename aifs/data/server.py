@@ -60,10 +60,6 @@ def name_of(server_id: int) -> str:
 class DataServer:
     """A registered data server, or burst directory. ``identify`` must have succeeded before objects
     are used.
-
-    ``role`` is 'data' or 'burst', and ``number`` the id within it, as in the marker; ``name`` is
-    for messages. ``standing`` (one of SERVER_STATES) and ``domain`` are what the store's table says
-    of it.
     """
 
     def __init__(self, server_id: int, storage: Storage, store: str, workers: Workers) -> None:
@@ -71,10 +67,15 @@ class DataServer:
         self.storage = storage
         self.workers = workers
         self.role = role_of(server_id)
+        """'data' or 'burst'."""
         self.number = server_id - (BURST_FIRST if self.role == "burst" else 0)
+        """The id within the role, as in the marker."""
         self.name = name_of(server_id)
+        """For messages."""
         self.standing = ACTIVE
+        """One of SERVER_STATES, as the store's table has it."""
         self.domain = ""
+        """What fails together with it, as the store's table has it; '': itself alone."""
         self.absent = ""
         """Why the storage is not used: then all calls are answered with Unavailable, and it is left
         alone.
@@ -101,9 +102,13 @@ class DataServer:
         """
         self.store = store
         self._writable = False
+        """Whether it was identified, and not as read-only."""
         self._probe_lock = threading.Lock()
+        """Held while the server is tried out."""
         self._claim_lock = threading.Lock()
+        """Held while the claim on it is read or written."""
         self._locks = [threading.Lock() for _ in range(16)]
+        """Held while objects are opened: which one, the object's id decides."""
 
     @property
     def path(self) -> str:

@@ -61,6 +61,7 @@ class Servers:
         ``hedge_s``: see Hedging. Does no I/O: call ``check_identity`` next."""
         self.buffers = BufferPool()
         self.budget = budget or Budget(BUDGET)
+        """Memory for all that is read and moved."""
         self.cache = ReadCache(self.budget)
         self.hedging = Hedging(hedge_s)
         self._store = store
@@ -73,11 +74,17 @@ class Servers:
         """Counts how often servers were given up, or have come back."""
         self._look_at_s = 0.0  # when all are looked at again, by trio's clock
         self._limit = max(2, -(-threads // max(sum(number < BURST_FIRST for number in table), 1)))
+        """Worker threads that each server has at most."""
         self.read_only = False
+        """As said when they were identified."""
         self._servers = {number: self._new(number, table[number]) for number in sorted(table)}
+        """By id; data servers first."""
         self._removed: list[DataServer] = []
+        """Those that were taken out, whose threads end with the others."""
         self._looking: set[int] = set()
+        """Ids of those that are being looked at."""
         self._given_up = ""
+        """Why all servers are left alone; '' while they are not."""
         self.prefer: dict[int, int] = {}
         """The server that should take over the objects of another one, by the number of that."""
 

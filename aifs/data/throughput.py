@@ -20,10 +20,17 @@ class Throughput:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        """Held while any of this changes."""
         self._under_way = 0
+        """How many operations are."""
         self._since_s = 0.0
-        self._bytes, self._busy_s = 0, 0.0
+        """Since when they have been measured, by time.monotonic()."""
+        self._bytes = 0
+        """Moved since the rate was last looked at."""
+        self._busy_s = 0.0
+        """Seconds in which anything was under way since then."""
         self._rate = 0.0
+        """Bytes per second lately; 0: not known yet."""
 
     @property
     def rate(self) -> int:

@@ -16,16 +16,20 @@ from aifs.meta.slices import read_slice
 
 
 class User(NamedTuple):
-    """A chunk that a file has in the container at ``start`` to ``end``: its bytes ``first`` to
-    ``last``.
-    """
+    """A chunk that a file has in a container."""
 
     start: int
+    """Where in the container it begins, with its header."""
     end: int
+    """Where it ends."""
     ino: int
+    """The file."""
     oid: int
+    """Its chunk list."""
     first: int
+    """The first byte of the file that it holds."""
     last: int
+    """The last one."""
 
 
 class _Use(NamedTuple):

@@ -71,13 +71,19 @@ class Collector:
         self._tier = tier
         self._upkeep = upkeep
         self._orphans: list[int] = []
+        """Inodes without names that nobody has open, to be erased."""
         self._garbage: list[_Doomed] = []
+        """What is to be deleted now."""
         self._held: list[_Doomed] = []
+        """What may not be deleted before there is another backup."""
         self._retry: list[_Doomed] = []
+        """What could not be deleted."""
         self._failed = 0  # of the last batch
         self._retry_at_s = math.inf  # by trio's clock
         self._draining = trio.Lock()
+        """Held by whoever deletes."""
         self._releasing = trio.Lock()
+        """Held by whoever asks for backups."""
 
     def add_orphan(self, ino: int) -> None:
         """``ino`` has no name, no handle, and is unknown to the kernel."""

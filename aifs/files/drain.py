@@ -69,17 +69,27 @@ class Drain:
         self._handles = handles
         self._upkeep = upkeep
         self.workers = burst.drain_workers
+        """How many tasks drain at a time."""
         self._limiter = Limiter(burst.drain_bandwidth)
         self.tools = io.tools(
             Mover(servers.budget, self._limiter, burst.ioprio, self._is_in_the_way)
         )
         self._drainer = Drainer(config, engine, servers, io, ids, collector, containers, self.tools)
         self._wanted: list[int] = []
+        """Withheld files that somebody waits for, until ``take_wanted``."""
         self._queue = Queue(burst.drain_delay_s, burst.drain_deadline_s)
         self._waiters: list[Waiter] = []
+        """Who waits for files to be drained."""
         self._failing: dict[int, str] = {}
+        """By inode, why the last drain of files has failed that are tried again."""
         self._last_error = ""
-        self._active = self._drained_files = self._drained_bytes = 0
+        """The newest of these; '' if there was none."""
+        self._active = 0
+        """How many files are being drained."""
+        self._drained_files = 0
+        """How many have been since the mount."""
+        self._drained_bytes = 0
+        """And how many bytes these had."""
 
     def _is_in_the_way(self) -> bool:
         """Whether somebody writes to the burst tier, who needs processor and memory more than a

@@ -71,6 +71,7 @@ class FileIO:
         self._containers = containers
         self._inline_limit = config.layout.inline_limit
         self._verify = config.data.verify == "read"
+        """Whether what is read through the caches is compared with checksums."""
         self._collector = collector
         self.transitions = Transitions(engine, tier, collector, damage, self.objects_of)
         tools = self.tools(Mover(servers.budget, Limiter(0), "none"))
@@ -83,9 +84,14 @@ class FileIO:
         self.commit_interval_s = config.meta.commit_interval_s
         """How often in-core attributes are saved while files are open."""
         most = files.descriptors_max()
-        self._descriptors_max = self._room_at = max((most - _OTHER_DESCRIPTORS) // 2, most // 4)
+        self._descriptors_max = max((most - _OTHER_DESCRIPTORS) // 2, most // 4)
+        """How many descriptors open files may have before idle ones are closed."""
+        self._room_at = max((most - _OTHER_DESCRIPTORS) // 2, most // 4)
+        """How many there are before that is tried once more."""
         self.open: dict[int, OpenInode] = {}
+        """By inode number, the files that are open."""
         self._opening: dict[int, _Opening] = {}
+        """By inode number, those whose in-core state is being made."""
         self.unsynced: dict[int, object | None] = {}
         """Files with a dirty mark that were closed since it was made: a token of that close, None
         if the objects could not be settled."""

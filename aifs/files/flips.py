@@ -47,6 +47,7 @@ class Draining(Lease):
         self.outcome: DrainOutcome | FsError | None = None
         """None until it is known."""
         self.cancelled = False
+        """Somebody is going to change the file, or has unlinked it."""
         self.file: OpenInode | None = None
         """None before ``begin``, and after the end."""
         self.layout: Striped | Interleaved | None = None
@@ -58,11 +59,16 @@ class Draining(Lease):
         self.blocks = 0
         """What it takes there, in blocks of 512 bytes."""
         self.digests = b""
+        """See forms.FormChange, as of what follows."""
         """This and what follows: see forms.FormChange."""
         self.chunks: Chunks = ()
+        """Of an interleaved file."""
         self.extents: Sequence[Extent] = ()
+        """Of one of variable chunks."""
         self.lacking = 0
+        """Mask of the columns that could not be written."""
         self.due = False
+        """It should be protected and is not."""
         self.loose = False
         """A list of its chunks is on record, which is garbage unless the file is flipped."""
 

@@ -49,12 +49,15 @@ class Stager:
     ) -> None:
         self._on_read = config.burst.stage_on_read
         self._remembered = servers.budget.total // _REMEMBERED_SHARE
+        """Bytes of files that are followed at most."""
         self._tier = tier
         self._io = io
         self._upkeep = upkeep
         self._tools = io.tools(Mover(servers.budget, Limiter(0), config.burst.ioprio))
         self._running: dict[int, trio.Event] = {}
+        """By inode, what is set when its copy has ended."""
         self._waiting: deque[int] = deque()
+        """Inodes to be copied in the background, in order."""
         self._known: dict[int, int] = {}
         """Those of ``_waiting``, and how many bytes of each somebody has read, or is reading."""
         self._followed_bytes = 0  # of all in ``_known``
@@ -62,7 +65,10 @@ class Stager:
         """Oids of files that turned out to have wrong bytes on the servers: not tried again each
         time that they are read.
         """
-        self._files = self._failed = 0
+        self._files = 0
+        """How many have been copied since the mount."""
+        self._failed = 0
+        """How many could not be."""
 
     # --- now ---
 

@@ -47,12 +47,19 @@ class SetAttr:
     """Attributes to change; None leaves one as it is. Times in nanoseconds since the epoch."""
 
     mode: int | None = None
+    """Permission bits."""
     uid: int | None = None
+    """The owner."""
     gid: int | None = None
+    """The group."""
     size: int | None = None
+    """In bytes."""
     atime_ns: int | None = None
+    """Of the last access."""
     mtime_ns: int | None = None
+    """Of the last change of the bytes."""
     ctime_ns: int | None = None
+    """Of the last change of anything."""
     kill_privileges: bool = False
     """Clear setuid and setgid, as a truncation by someone without CAP_FSETID must."""
 
@@ -79,15 +86,22 @@ class Opened(NamedTuple):
 
 
 class StatFs(NamedTuple):
-    """Sizes in blocks of ``block_size`` bytes. ``files`` counts inodes."""
+    """Sizes in blocks."""
 
     block_size: int
+    """Bytes of a block."""
     blocks: int
+    """All there are."""
     free: int
+    """Those that are free."""
     available: int
+    """Those of them that users may have."""
     files: int
+    """How many inodes there are, and can be."""
     files_free: int
+    """How many can be made."""
     name_max: int
+    """Bytes of the longest name."""
 
 
 @dataclass(slots=True)

@@ -44,21 +44,28 @@ class DoctorLine(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """What the checks depend on. ``filesystems``: the type below each burst directory, '' if it
-    cannot be told.
-    """
+    """What the checks depend on."""
 
     kernel: str
+    """Its version."""
     libfuse: str
+    """Its version."""
     custom_io: bool
+    """Whether libfuse has what the bridge needs."""
     extension_error: str
+    """Why the bridge cannot be loaded; '' if it can."""
     admin: bool
+    """Whether this process has CAP_SYS_ADMIN."""
     root: bool
+    """Whether it is root's."""
     filesystems: Mapping[str, str]
+    """The type below each burst directory, '' if it cannot be told."""
     read_ahead: int | None
     """Of the mount, in bytes; None without one."""
     open_files: int
+    """Descriptors that a daemon may have."""
     leases: bool
+    """Whether the kernel lets files be leased (fs.leases-enable)."""
     allow_other: bool
     """Whether users other than root may let others in."""
 

@@ -35,18 +35,20 @@ UNIT = 64 << 10
 
 
 class Location(NamedTuple):
-    """Where a chunk lies: ``offset`` in its container is that of its header.
-
-    ``server`` is where the container's first column was when the chunk was appended; where it is
-    now the table says.
-    """
+    """Where a chunk lies."""
 
     server: int
+    """Where the container's first column was when the chunk was appended; where it is now the table
+    says.
+    """
     container: int
+    """Its id."""
     offset: int
+    """Of its header in the container."""
     stored: int  # bytes behind the header
     raw: int  # bytes of the file
     codec: int
+    """How what is stored is compressed (data/containers/chunk_codec.py)."""
     digest: bytes  # BLAKE3-256 of the file's bytes
 
 

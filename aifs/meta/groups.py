@@ -55,6 +55,7 @@ class GroupOptions(NamedTuple):
     name: bytes
     """The kind of group it is: plans are kept by it. b"": none, where nothing is shared."""
     ranks: int
+    """How many there are."""
     chunk: int
     """The largest piece that is stored once, in bytes. 0: files are left to the usual drain."""
     explicit: bool
@@ -104,19 +105,29 @@ class GroupRecord(NamedTuple):
     """A group. Times in ns since the epoch, 0: not yet."""
 
     id: int
+    """Different for each group of the store."""
     options: GroupOptions
+    """What it was asked to be."""
     asker: Asker
     """Who has begun the group, and publishes it."""
     created_ns: int
+    """When it was begun."""
     state: str = "open"
+    """One of STATES."""
     committed_ns: int = 0
+    """When the last rank has committed."""
     buffered_ns: int = 0
+    """When all was durable in the burst tier."""
     durable_ns: int = 0
+    """When all was on the capacity tier."""
     published: bool = False
+    """The directory has got its name."""
     dead: int = -1
     """The rank whose death has ended it."""
     error: str = ""
+    """Why it has ended without success; '' if it has not."""
     publish_error: str = ""
+    """Why it could not be published; '' if it could."""
     report: bytes = b""
     """What its drain has said, as JSON."""
     unequal: bool = False

@@ -90,19 +90,28 @@ class LmdbEngine(Engine):
         self._memtable = Memtable()
         self._frozen = Memtable()  # empty when nothing is on its way into LMDB
         self._frozen_seq = 0
+        """The number of the last transaction that the frozen memtable has, or LMDB if it is
+        empty.
+        """
         self._frozen_at_s = 0.0
+        """When it was frozen, by trio's clock."""
         self._first_seq = first_seq
         self._taps: list[Tap] = []
+        """Who is told of all changes."""
         self._operations = 0
+        """Counts transactions and views, so that memory is given back now and then."""
         self._failure = ""  # why the engine takes no more changes
         self._commit_error = ""  # why LMDB takes no changes at present
         self._short_of_space = False
+        """Whether functions that are marked with ``grows`` are refused."""
         self._syncing: trio.Event | None = None
+        """Set at the end of the sync that is under way; None: none is."""
         self._changed = trio.Event()  # since the last sync was put off
         self._wake = trio.Event()  # there is something to commit, or so much that it is due
         self._threads = trio.CapacityLimiter(2)  # one to sync, one to commit
         self._lmdb = trio.Lock()  # of whoever commits, or looks at LMDB's pages
         self._in_memory = filesystems.is_in_memory(directory)
+        """Whether the directory lies in memory, where a sync does nothing."""
         self._database = Database(directory, thorough)
         try:
             self._journal = self._open_journal()

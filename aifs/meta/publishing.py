@@ -75,24 +75,26 @@ def rename(
 
 
 class Publication(NamedTuple):
-    """What is to be shown: the directory ``ino`` as ``name`` in the directory ``parent``, and
-    pointers beside it.
-
-    ``replace``: a tree that has the name goes to the trash; ``exclusive``: nothing may have it;
-    with neither an empty directory may, as in rename(2). ``latest``: name of a symlink to ``name``;
-    ``tracker``: name of a file with ``content``; ``manifest``: name of a file that has to be in the
-    directory. b"": none.
-    """
+    """What is to be shown, and pointers beside it; b"" stands for none."""
 
     ino: int
+    """The directory that is shown."""
     parent: int
+    """The directory that it is shown in."""
     name: bytes
+    """Its name there."""
     replace: bool = False
+    """A tree that has the name goes to the trash."""
     exclusive: bool = False
+    """Nothing may have the name. With neither of these an empty directory may, as in rename(2)."""
     latest: bytes = b""
+    """Name of a symlink to ``name``."""
     tracker: bytes = b""
+    """Name of a file with ``content``."""
     content: bytes = b""
+    """What that says."""
     manifest: bytes = b""
+    """Name of a file that has to be in the directory."""
 
     def check(self) -> None:
         """Raises Invalid for names that cannot be."""

@@ -87,44 +87,64 @@ class Copy(NamedTuple):
 class Inode:
     """Attributes of an inode and where its bytes are.
 
-    A regular file is *empty*, *inline* (``data`` holds exactly ``size`` bytes), *striped* or
-    *interleaved* (``layout``, and ``oid``, which names the objects or the list of chunks), or *in
-    the burst tier* (``copy`` alone: then size, blocks and mtime are those of the copy while it is
-    open or has a dirty mark). A ``copy`` beside one of the other forms is a clean and complete
-    cache of it. ``data`` of a symlink is its target. ``policy`` is, for a directory, what its new
-    files and directories inherit, and for a file what it will be laid out by when it is drained.
-    ``acl`` is the access ACL, empty where the mode says it all, ``default_acl`` that of a
-    directory, and ``birth_ns`` when the inode was made, 0 where that is not known.
-
-    Two more fields are not on record. ``seq`` is that of the transaction or view that has read it.
-    ``stripped``, of an open inode: a write has taken setuid and setgid away, which the record does
-    not say yet.
+    A regular file is *empty*, *inline* (``data``), *striped* or *interleaved* (``layout`` and
+    ``oid``), or *in the burst tier* (``copy`` alone: then size, blocks and mtime are those of the
+    copy while it is open or has a dirty mark). A ``copy`` beside one of the other forms is a clean
+    and complete cache of it.
     """
 
     ino: int
+    """Its number, which is never used again."""
     mode: int
+    """Type and permission bits, as in st_mode."""
     uid: int
+    """The owner."""
     gid: int
+    """The group."""
     nlink: int
+    """How many names it has."""
     rdev: int
+    """Of a device node."""
     size: int
+    """In bytes."""
     blocks: int
+    """What it takes, in blocks of 512 bytes."""
     atime_ns: int
+    """Of the last access, since the epoch."""
     mtime_ns: int
+    """Of the last change of the bytes, or names in it."""
     ctime_ns: int
+    """Of the last change of anything."""
     parent: int = 0
+    """The directory of its name; 0: a file that has or had several names."""
     oid: int = 0
+    """What its objects, or its chunk list, are named by; 0: it never had any."""
     policy: Policy | None = None
+    """Of a directory, what its new files and directories inherit; of a file, what it will be laid
+    out by when it is drained. None: nothing special.
+    """
     layout: Striped | Interleaved | None = None
+    """How its bytes lie on the data servers; None: they do not."""
     data: bytes | None = None
+    """Of an inline file exactly ``size`` bytes, of a symlink its target; else None."""
     copy: Copy | None = None
+    """Its copy in the burst tier; None: it has none."""
     birth_ns: int = 0
+    """When it was made; 0 where that is not known."""
     flags: int = 0
+    """IMMUTABLE, APPEND_ONLY and INHERITS_PROJECT."""
     project: int = 0
+    """Its project id, as of quotas; 0: none."""
     acl: bytes = b""
+    """The access ACL; empty where the mode says it all."""
     default_acl: bytes = b""
+    """Of a directory, the ACL that what is made in it gets; empty: none."""
     seq: int = field(default=0, compare=False, repr=False)
+    """Not on record: of the transaction or view that has read it."""
     stripped: bool = field(default=False, compare=False, repr=False)
+    """Not on record: a write has taken setuid and setgid away, which the record does not say
+    yet.
+    """
 
     def but(self, **changes: Any) -> "Inode":
         """A copy in which these fields have other values. As dataclasses.replace, which takes five

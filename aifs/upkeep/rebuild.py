@@ -111,22 +111,37 @@ class Rebuild:
         self._from_copies = from_copies
         self._damage = damage
         self._retry_s = _RETRY_S
+        """Until what failed is tried again; doubled each time."""
         self._handed_out = (
             0  # what ``damage.asked`` was when degraded object sets were last handed out
         )
         self._settled = -1  # what it was when a round that found nothing began
         self._left: _Left | None = None
+        """What there was to do when it was last counted; None: nobody has."""
         self._standing: dict[int, str] = {}  # of the servers, when ``_left`` was counted
         self._scan_at_s = 0.0
+        """When files on servers that have to be left are looked for again, by trio's clock."""
         self._active: dict[int, int] = {}  # oid to ino
         self._news = trio.Event()
+        """Set, and replaced, at the end of each round."""
         self._failed: list[Failed] = []
+        """What the last round could not mend, at most _FAILED_MAX of it."""
         self._failing = 0
+        """How many that were."""
         self._round_failed: list[Failed] = []
-        self._round_failing = self._round_done = self._round_busy = 0
+        """The same of the round that is under way."""
+        self._round_failing = 0
+        """And how many these are."""
+        self._round_done = 0
+        """How many object sets it has mended."""
+        self._round_busy = 0
+        """How many have to wait."""
         self._columns = 0
+        """How many columns have been made since the mount."""
         self._began_s = time.monotonic()
+        """When the rate began to be measured, by time.monotonic()."""
         self._began_bytes = 0
+        """The bytes that had been moved then."""
 
     # --- what is to be done ---
 

@@ -83,16 +83,24 @@ class Scrub:
         self._bandwidth = config.scrub.bandwidth
         self._limiter = Limiter(config.scrub.bandwidth)
         self._throttled: set[trio.CancelScope] = set()
+        """Those who wait for bandwidth, and look again when that changes."""
         self._scrubber = Scrubber(engine, servers, self._throttle, rebuild.request)
         self._from_copies = from_copies
         self._copies = CopyScrubber(engine, servers, evictor, self._throttle)
         self._findings = findings
         self._upkeep = upkeep
         self._loaded = False
+        """Whether what an earlier mount has left is known."""
         self._ended = trio.Event()
+        """Set when the pass has ended, or stopped."""
         self._pass: trio.CancelScope | None = None
+        """Of the pass that is under way; None: none is."""
         self._rate_from = (0.0, 0)
+        """When its rate began to be measured, by time.monotonic(), and the bytes that had been read
+        then.
+        """
         self._ids = 1
+        """How many ids there were when it began: what the cursor goes up to."""
 
     @property
     def _state(self) -> ScrubState:

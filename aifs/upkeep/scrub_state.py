@@ -35,28 +35,38 @@ off.
 
 @dataclass(slots=True)
 class ScrubState:
-    """Times are seconds since the epoch. ``cursor``: all numbers of this phase below it are done.
-    ``put_off``: (ino, oid).
-    """
+    """Times are seconds since the epoch."""
 
     phase: str = DONE
+    """One of FILES, CONTAINERS, PUT_OFF and DONE."""
     cursor: int = 0
+    """All numbers of this phase below it are done."""
     begun_s: float = 0
+    """When the pass began; 0: there was none."""
     ended_s: float = 0
+    """When it ended; 0: it has not."""
     repair: bool = True
+    """Whether what is wrong is put right."""
     bandwidth: int | None = None  # None: as configured
     objects: int = 0  # sets of them: files and containers
     read_bytes: int = 0
+    """Read by it."""
     flaws: int = 0
+    """Ranges of objects, or whole ones, that were wrong."""
     repaired: int = 0
+    """Those of them that were put right in place."""
     rebuilding: int = 0
+    """Those that were handed to the rebuild."""
     dropped_copies: int = 0
+    """Burst copies that were wrong, and given up."""
     from_copies: int = 0  # files that were made whole from their burst copies
     unverified: int = (
         0  # object sets that were being changed, or whose servers did not answer, each time
     )
     put_off: list[list[int]] = field(default_factory=list)
+    """(inode, oid) of those that are looked at once more at the end."""
     wrong: list[dict[str, Any]] = field(default_factory=list)
+    """Ranges of files that are not repaired, at most WRONG_MAX of them."""
     untold: list[int] = field(
         default_factory=list
     )  # oids of files that data servers cannot tell, at most UNTOLD_MAX of them

@@ -37,16 +37,22 @@ _AHEAD = 32  # MiBs that a window has at most
 
 
 class Lost(NamedTuple):
-    """Bytes ``start`` to ``end`` - 1 of a file (``ino`` 0: of the container ``oid``) that are not
-    repaired, and the servers that they lie on. ``for_good``: and cannot be."""
+    """Bytes of a file, or container, that are not repaired."""
 
     ino: int
+    """The file; 0: the container ``oid``."""
     oid: int
+    """Of its objects, or its chunk list."""
     start: int
+    """The first byte."""
     end: int
+    """The one behind the last."""
     servers: tuple[int, ...]
+    """Those that the bytes lie on."""
     reason: str
+    """Why they are not repaired, for people."""
     for_good: bool = True
+    """They cannot be."""
 
 
 @dataclass(slots=True)

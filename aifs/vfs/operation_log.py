@@ -25,10 +25,12 @@ _LENGTH_MAX = 60_000  # an extended attribute has up to 64 KiB
 
 
 class Request(NamedTuple):
-    """What is asked for. ``ino``: 0 if that is not known."""
+    """What is asked for."""
 
     operation: str
+    """Its name, as in FUSE."""
     ino: int
+    """The inode; 0 if that is not known."""
     name: bytes
     """An entry of the directory ``ino``, or b""."""
     attribute: bytes
@@ -36,6 +38,7 @@ class Request(NamedTuple):
     uid: int
     """-1, as ``pid``, if it is not known."""
     pid: int
+    """The process; -1 if that is not known."""
 
 
 class Record(NamedTuple):

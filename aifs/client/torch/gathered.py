@@ -46,6 +46,7 @@ class _Statement(NamedTuple):
     size: int
     """Bytes of these files together."""
     speeds: Speeds
+    """How fast it has read before."""
     problem: str
     """Why it cannot go on; '' if it can."""
 

@@ -71,21 +71,23 @@ class Check(Protocol):
 
 
 class Window:
-    """Bytes ``begin`` to ``end`` of a file: whole rows if it is coded.
-
-    ``found``: by column its offset in the object, and what is read there; ``failed``: kinds of
-    flaws of columns that have not all of it. ``carried``: the first bytes, as they should be;
-    ``doubtful``: spans of the file nobody knows about.
-    """
+    """Bytes ``begin`` to ``end`` of a file: whole rows if it is coded."""
 
     def __init__(self, layout: Striped, size: int, begin: int, end: int, unread: int) -> None:
         self.layout, self.size, self.begin, self.end = layout, size, begin, end
         self.found: dict[int, tuple[int, memoryview]] = {}
+        """By column, the window's offset in the object, and the memory for what is read there."""
         self.failed: dict[int, str] = {}
+        """By column, the kind of flaw of those that have not all of it."""
         self.carried: bytes | memoryview = b""
+        """The first bytes of the file's part, as they should be: the window before has told
+        them.
+        """
         self.doubtful: list[Span] = []
+        """Spans of the file that nobody knows about."""
         self._unread = unread
         self._offsets = [0] * layout.width
+        """By data column, where in its object the window begins."""
         self._spans: list[list[Span]] = [
             [] for _ in range(layout.width)
         ]  # of the window, by data column
@@ -94,14 +96,24 @@ class Window:
                 self._offsets[index] = object_offset
             self._spans[index].append((file_offset - begin, file_offset - begin + length))
         self._lengths = [sum(b - a for a, b in spans) for spans in self._spans]
+        """By data column, how many bytes of it the window has."""
         self._apart = [
             c for c in range(len(layout.servers)) if c >= layout.width or len(self._spans[c]) > 1
         ]
+        """Columns that are read to memory of their own: parity, copies, and those in several
+        spans.
+        """
         self.space = end - begin + sum(self._lengths[self._like(column)] for column in self._apart)
+        """Bytes of memory that ``place`` needs."""
         self.space += layout.parity * self._lengths[0]  # of what it should be
         self._told: tuple[int, memoryview] | None = None
+        """The bytes as columns outside of a mask tell them, and that mask; None: nobody has
+        asked.
+        """
         self._truth = memoryview(b"")
+        """The file's bytes as they should be, as far as that is known."""
         self._parities: list[memoryview] = []
+        """The parity of ``_truth``; empty before it is needed."""
 
     def _like(self, column: int) -> int:
         """A data column whose object is as long."""

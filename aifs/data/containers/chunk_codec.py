@@ -33,12 +33,19 @@ _local = threading.local()
 
 
 class ChunkHeader(NamedTuple):
-    oid: int
+    """What is before a chunk in its container, but for magic, format and check value."""
+
+    """Whose chunk it is; 0: a shared one."""
     number: int
+    """Of the chunk in that file; of a shared one 0."""
     codec: int
+    """PLAIN or ZSTD."""
     stored: int
+    """Bytes that follow the header."""
     raw: int
+    """Bytes of the file."""
     digest: bytes
+    """BLAKE3 of the file's bytes."""
 
 
 def pack_header(header: ChunkHeader) -> bytes:

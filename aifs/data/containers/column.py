@@ -67,13 +67,18 @@ class ContainerColumn:
         self._column = column
         self._load_live = load_live
         self._is_copied = layout.parity > 0 and not unread >> column & 1
+        """Whether the column is told by its own bytes, as long as they are right."""
         self._inspection = Inspection(
             servers, buffers, layout, 0, container, size, unread=unread, step=_STEP, columns=columns
         )
         self._spare = self._not_needed(unread)
+        """Mask of columns that are read only where others are not enough."""
         self._check: ContainerCheck | _Dead = self._new_check()
+        """Of what follows: of chunks, or of bytes that nobody needs."""
         self._at = 0
+        """Where in the container it goes on."""
         self._turn = trio.Lock()
+        """Held by whoever tells the next piece."""
 
     def _new_check(self) -> ContainerCheck:
         return ContainerCheck(self._layout.row if self._layout.parity else 1)

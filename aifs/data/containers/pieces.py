@@ -15,17 +15,20 @@ from aifs.layout.interleaved import HEADER_BYTES, Interleaved, Location
 
 
 class FileSource(NamedTuple):
-    """A file to be stored as it is. Nobody changes it meanwhile.
-
-    ``fd``: open for reading, of ``size`` bytes. ``level``: of zstd, 0 for no compression.
-    """
+    """A file to be stored as it is. Nobody changes it meanwhile."""
 
     ino: int
+    """Of the file, for errors."""
     oid: int
+    """Of its new chunk list."""
     size: int
+    """Bytes of the file."""
     fd: int
+    """It is open for reading there."""
     layout: Interleaved
+    """How it is cut into chunks."""
     level: int
+    """Of zstd; 0 for no compression."""
 
 
 class FilePiece(NamedTuple):
@@ -50,20 +53,24 @@ class FilePiece(NamedTuple):
 class HashedPiece(NamedTuple):
     """A range of a file whose digest is known: it is not hashed again, so nobody may have changed
     the file since.
-
-    ``fd``: open for reading. ``ino``: of whose burst copy that is, for errors. ``level``: of zstd,
-    0 for no compression. It becomes a shared chunk, or, with ``oid``, extent ``number`` of that
-    file.
     """
 
     fd: int
+    """The file is open for reading there."""
     ino: int
+    """Of whose burst copy that is, for errors."""
     offset: int
+    """Where in the file the range begins."""
     length: int
+    """Its bytes."""
     digest: bytes
+    """BLAKE3 of these."""
     level: int
+    """Of zstd; 0 for no compression."""
     oid: int = 0
+    """The file that it becomes an extent of; 0: it becomes a shared chunk."""
     number: int = 0
+    """Which extent."""
 
     @property
     def space(self) -> int:

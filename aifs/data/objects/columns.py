@@ -64,6 +64,7 @@ class Columns:
         whose name is not durable. ``on_short`` is told, on the trio thread, of columns whose
         objects end where others need bytes of them."""
         self.key = (ino, oid)
+        """(inode, oid); inode 0: a container."""
         self.unsynced = Unsynced[int]()
         """Columns whose objects have changed, by us, and may not be durable."""
         self._servers = servers
@@ -72,12 +73,15 @@ class Columns:
         self._on_short = on_short
         self._background = background
         self._used: list[DataServer | None] = [None] * len(layout.servers)
+        """By column, its server, once it has been asked for."""
         self._fds: list[int | None] = [None] * len(layout.servers)
+        """By column, the descriptor of its object; None: it is not open."""
         self._lost: dict[int, str] = {}  # why bytes that were written are not durable
         self._closing: dict[int, Lock] = {}  # held while an object is synced, to be closed
         self._retired: list[tuple[DataServer, int]] = []  # descriptors of removed objects
         self._busy = 0  # calls that use descriptors
         self._closed = False
+        """``close`` has been called: descriptors go when no call uses them any more."""
 
     def server(self, column: int) -> DataServer:
         """Raises Unavailable."""

@@ -124,28 +124,38 @@ class ObjectSet:
         self._servers = servers
         self._layout = layout
         self._key = (ino, oid)
+        """(inode, oid)."""
         self._background = background
         self._on_damage = on_damage
         self._columns = columns = Columns(
             servers, layout, ino, oid, new=new, background=background, on_short=self._short
         )
         self._sources = tuple(range(layout.width))
+        """The data columns, each of which tells itself: what a set without protection is read
+        from.
+        """
         self._cached = CachedReads(servers.cache, layout, columns, block, window, whole_from)
         self._recovery = (
             Recovery(servers, layout, columns, self._cached, unread)
             if layout.is_protected
             else None
         )
+        """How a protected set is read; None: it is not protected."""
         self._checked = (
             CheckedReads(servers, layout, columns, self._read_past, digests, on_damage, unread)
             if digests is not None
             else None
         )
+        """How bytes with checksums are read; None: there are none."""
         self._verify = verify and digests is not None
+        """Whether what is read through the caches is compared with checksums, too."""
         self._known = [Known(0 if new else None) for _ in layout.servers]
+        """By column, what is known of its object."""
         self._inherited = not new  # objects may hold what an earlier user wrote and did not sync
         self._failed = 0
+        """Mask of columns that could not be written."""
         self._error: FsError | None = None
+        """What the first of them has failed with; None: none has."""
 
     @property
     def is_protected(self) -> bool:

@@ -56,18 +56,37 @@ class ReadCache:
         self._buffers = BudgetedBuffers(budget)
         self._floor = BudgetedBuffers(Budget(floor))
         self._objects: dict[Hashable, dict[int, Block]] = {}
+        """By name of the object and number, all blocks that are loaded or loading."""
         self._used: dict[Block, None] = {}
+        """Loaded blocks that somebody has read, the least recently used first."""
         self._ahead: dict[Block, None] = {}
+        """Loaded blocks that nobody has read, oldest first."""
         self._loads = 0
+        """How many are under way."""
         self._idle: trio.Event | None = None
+        """Set when none is; None: nobody waits for that."""
         self._used_bytes = 0
+        """Of ``_used``."""
         self._gone: dict[
             tuple[Hashable, int], int
         ] = {}  # what was dropped because enough was kept, oldest first: age
         self._ahead_bytes = 0  # with those that are loading
-        self._hits = self._misses = self._joined = self._hedged_bytes = 0
-        self._fetched_ahead = self._ahead_used = self._ahead_unused = 0
+        self._hits = 0
+        """Reads of blocks that were there."""
+        self._misses = 0
+        """Reads of blocks that were not."""
+        self._joined = 0
+        """Reads that waited for a load that was under way."""
+        self._hedged_bytes = 0
+        """Of blocks that were asked of another source, too."""
+        self._fetched_ahead = 0
+        """Bytes that were fetched before anybody asked."""
+        self._ahead_used = 0
+        """Bytes of these that were read."""
+        self._ahead_unused = 0
+        """Bytes of these that were dropped before."""
         self._fetched_bytes = 0
+        """All that was fetched."""
         self._keeping = Keeping(budget.total)
         budget.add_cache(self._give_back)
 

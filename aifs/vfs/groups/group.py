@@ -31,10 +31,13 @@ class File:
     """A file of a group."""
 
     ino: int
+    """Its inode number."""
     size: int
+    """In bytes, when it was last closed."""
     since: float
     """When it was closed for the first time."""
     state: FileState = FileState.BUFFERED
+    """How far it has come."""
     counted: bool = True
     """Whether it counts as a part of the group, as it is now."""
     closes: int = 0
@@ -58,7 +61,9 @@ class DirectoryGroup:
         self.report = report
         """What its drain says."""
         self.committed: set[int] = set()
+        """Ranks that have committed."""
         self.committing: set[int] = set()
+        """Ranks whose commit is under way."""
         self.processes: dict[int, int] = {}
         """By rank: the process that lives and has joined as that rank."""
         self.markers: set[int] = set()

@@ -78,7 +78,13 @@ class GroupDrain:
             Bandwidths(config, servers),
         )
         self._storing = trio.Lock()
-        self._stored_files = self._stored_bytes = self._saved_bytes = 0
+        """Held while a group is stored."""
+        self._stored_files = 0
+        """How many files have been stored since the mount."""
+        self._stored_bytes = 0
+        """What their new chunks take."""
+        self._saved_bytes = 0
+        """What they did not take, as others have the same bytes."""
 
     # --- one member ---
 

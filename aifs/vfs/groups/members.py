@@ -77,12 +77,15 @@ class Members:
         self._drain = drain
         self._group_drain = group_drain
         self._unsynced: deque[tuple[DirectoryGroup, File]] = deque()
+        """Files that have been closed and are to be made durable, in order."""
         self._waiting: deque[tuple[DirectoryGroup, File]] = deque()  # to be prepared
         self._syncers = self._preparers = 0  # workers that are at it
         self._prepared: set[Prepared] = set()
+        """Those whose drain has begun."""
         self._storing: set[Prepared] = set()
         """Some of these, which whoever stores them releases."""
         self._nursery: trio.Nursery | None = None
+        """Where work runs; None while ``run`` does not."""
 
     # --- what happens to files; none of these blocks ---
 

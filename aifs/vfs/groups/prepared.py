@@ -17,13 +17,8 @@ class StoringOptions(NamedTuple):
 
 
 class Prepared(Draining):
-    """One member of a group, from the moment in which its drain begins.
-
-    ``outcome``: None while it can be stored. ``cut``: its chunks; without digests as long as it has
-    not been hashed. ``digests``: those found so far, by the chunks' numbers. ``level``: of zstd.
-    ``on_cancel`` is called, on the trio thread, when somebody is about to change the file.
-    ``hurry``: whether it is about to be stored, so that its digests are waited for. ``unwanted``:
-    it is to be released as soon as that can be; ``busy`` is held while it is being prepared.
+    """One member of a group, from the moment in which its drain begins. ``outcome`` is None while
+    it can be stored.
     """
 
     def __init__(
@@ -34,13 +29,23 @@ class Prepared(Draining):
     ) -> None:
         super().__init__(ino)
         self.size = 0
+        """In bytes."""
         self.cut = Cut((), ())
+        """Its chunks; without digests as long as it has not been hashed."""
         self.digests: dict[int, bytes] = {}
+        """Those found so far, by the chunks' numbers."""
         self.level = 0
+        """Of zstd; 0 for no compression."""
         self.on_cancel = on_cancel
+        """Called, on the trio thread, when somebody is about to change the file; None: nobody
+        asks.
+        """
         self.hurry = hurry
+        """Whether it is about to be stored, so that its digests are waited for."""
         self.unwanted = False
+        """It is to be released as soon as that can be."""
         self.busy = trio.Lock()
+        """Held while it is being prepared."""
 
     @property
     def is_hashed(self) -> bool:

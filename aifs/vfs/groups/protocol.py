@@ -126,8 +126,11 @@ class Groups:
         self._upkeep = upkeep
         self._deadline_s = deadline_s
         self._nursery: trio.Nursery | None = None
+        """Where what takes time runs; None while ``run`` does not."""
         self._durable = 0
+        """How many groups have ended well since the mount."""
         self._last: dict[str, Any] | None = None
+        """What the drain of the last of them has said."""
 
     # --- which group ------------------------------------------------------------------------------
 

@@ -16,36 +16,44 @@ _AMOUNTS = (
 
 @dataclass
 class GroupReport:
-    """Filled in while a group is stored.
-
-    ``bytes`` of all members are zeros, duplicates of other chunks of the group, found in the store,
-    or new (``distinct_bytes``), or lie in their inodes (``inline_bytes``). ``stored_bytes`` is what
-    the new ones take, compressed, each counted once. ``chunks`` are new ones; ``verified_chunks``
-    were read back before more files lean on them, ``replaced_chunks`` were bad or not protected
-    enough, and stored anew for all. ``hashed_bytes`` were hashed, ``compared_bytes`` were equal to
-    these, byte by byte. ``servers``: bytes by data server, redundancy included. ``hash_s``,
-    ``plan_s``, ``store_s``: how long it took; ``planned_s`` and ``lower_bound_s``: how long storing
-    takes by the plan, and at least, by any.
-    """
+    """Filled in while a group is stored."""
 
     bytes: int = 0
+    """Of all members."""
     zero_bytes: int = 0
+    """Those of them that are zeros."""
     duplicate_bytes: int = 0
+    """In chunks that the group has more than once, but for the first."""
     found_bytes: int = 0
+    """In chunks that the store had."""
     distinct_bytes: int = 0
+    """In new chunks."""
     inline_bytes: int = 0
+    """In the inodes of tiny files."""
     stored_bytes: int = 0
+    """What the new chunks take, compressed, each counted once."""
     hashed_bytes: int = 0
+    """Those that were hashed."""
     compared_bytes: int = 0
+    """Those that were equal to these, byte by byte."""
     chunks: int = 0
+    """New ones."""
     verified_chunks: int = 0
+    """Read back before more files lean on them."""
     replaced_chunks: int = 0
+    """Bad or not protected enough, and stored anew for all."""
     hash_s: float = 0.0
+    """How long hashing took."""
     plan_s: float = 0.0
+    """How long planning took."""
     store_s: float = 0.0
+    """How long storing took."""
     planned_s: float = 0.0
+    """How long storing takes by the plan."""
     lower_bound_s: float = 0.0
+    """How long it takes at least, by any plan."""
     servers: dict[int, int] = field(default_factory=dict)
+    """By data server, the bytes that it got, redundancy included."""
 
     @property
     def saved_bytes(self) -> int:

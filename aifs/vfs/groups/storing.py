@@ -64,10 +64,13 @@ class Storing:
         self._layout = Interleaved(chunk, variable=True)
         self._report = report
         self._needs: dict[bytes, Need] = {}
+        """By digest, the distinct chunks of the group."""
         self._known: set[bytes] = set()  # in the store, and good enough
         self._own: set[bytes] = set()  # in the store, where we may not lean on them
         self._slots: tuple[Striped, ...] = ()
+        """Where new chunks can go."""
         self._assigned: dict[bytes, Assigned] = {}
+        """By digest, where a new chunk goes, by the plan."""
 
     async def run(self) -> None:
         """Each member has its outcome on return."""
