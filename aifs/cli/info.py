@@ -39,7 +39,7 @@ def info_command(path: str, as_json: bool) -> None:
     if copy:
         info["copy"] = f"{copy['state']}, burst directory {copy['device']}, {copy['path']}"
     if layout:
-        info["layout"] = _describe(layout)
+        info["layout"] = describe_layout(layout)
     print_facts(info.items())
     if parts:
         print()
@@ -57,7 +57,7 @@ def info_command(path: str, as_json: bool) -> None:
         print_table(("server", "domain", "state", "bytes", what), rows, right=("server", "bytes"))
 
 
-def _describe(layout: dict[str, Any]) -> str:
+def describe_layout(layout: dict[str, Any]) -> str:
     from aifs.core.units import format_size
 
     name = "chunk" if layout["kind"] == "interleaved" else "unit"

@@ -68,7 +68,7 @@ def end(mount: Mount) -> None:
 
     Nothing acknowledged is lost. Raises MountError if the system cannot end the daemon.
     """
-    pid = _daemon_of(mount)
+    pid = daemon_of(mount)
     connection = daemon = None
     with suppress(OSError):  # then the daemon's end is that of the connection
         connection = connections.open_abort(mount.device)
@@ -87,7 +87,7 @@ def end(mount: Mount) -> None:
         )
 
 
-def _daemon_of(mount: Mount) -> int | None:
+def daemon_of(mount: Mount) -> int | None:
     """The pid of the daemon that serves the mount, also if it does not answer; None if nobody does,
     or that cannot be seen.
     """

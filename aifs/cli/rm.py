@@ -46,14 +46,14 @@ def rm_command(recursive: bool, paths: tuple[str, ...]) -> int:
     mounts = all_mounts()
     for path in paths:
         try:
-            _remove(path, recursive, mounts)
+            remove_path(path, recursive, mounts)
         except (MountError, OSError) as error:
             print_error(describe_error(error))
             failed = True
     return 1 if failed else 0
 
 
-def _remove(path: str, recursive: bool, mounts: "list[Mount]") -> None:
+def remove_path(path: str, recursive: bool, mounts: "list[Mount]") -> None:
     from aifs.cli.mounts import require_inside
     from aifs.core.errors import MountError
 
@@ -76,12 +76,12 @@ def _remove(path: str, recursive: bool, mounts: "list[Mount]") -> None:
             )
             raise MountError(f"{path}: {what}")
     try:
-        _remove_tree(parent or ".", name)
+        remove_tree(parent or ".", name)
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from None
 
 
-def _remove_tree(parent: str, name: str) -> None:
+def remove_tree(parent: str, name: str) -> None:
     """By ioctl, which needs no right to change attributes of the parent; by extended attribute
     where there is none.
     """

@@ -194,7 +194,7 @@ def drain_command(
             await door.order(hints.SERVER_DRAIN, **which, undo=undo)
             if undo or not (wait or isinstance(door, OpenDoor)):
                 return False
-            await _wait(door, which, timeout_s)
+            await wait_for_order(door, which, timeout_s)
             return True
 
     emptied = trio.run(drain)
@@ -214,7 +214,7 @@ def _which(burst: bool, server: int) -> dict[str, Any]:
     return {"role": "burst" if burst else "data", "id": server}
 
 
-async def _wait(door: Any, which: dict[str, Any], timeout_s: float | None) -> None:
+async def wait_for_order(door: Any, which: dict[str, Any], timeout_s: float | None) -> None:
     """Until nothing is left on a server. Raises TimeoutReached; StoreError if what is left cannot
     be moved.
     """
@@ -279,7 +279,7 @@ def replace_command(
             new = _find(await door.state(), path=directory)
             waited = wait or isinstance(door, OpenDoor)
             if waited:
-                await _wait(door, which, timeout_s)
+                await wait_for_order(door, which, timeout_s)
             return new, waited
 
     new, waited = trio.run(replace)
@@ -347,7 +347,7 @@ def remove_command(
                     return door.source, paths
                 if not outcome["passing"] or not (wait or isinstance(door, OpenDoor)):
                     raise StoreError(outcome["reason"] + _advice(outcome, confirmation, place))
-                await _wait(door, which, timeout_s)
+                await wait_for_order(door, which, timeout_s)
                 await trio.sleep(_PAUSE_MAX_S)
 
     source, paths = trio.run(remove)

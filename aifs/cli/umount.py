@@ -84,7 +84,7 @@ def umount_command(
         unmount(path, lazy=True)
         return
     status = read_status(path)
-    undrained = _drain(path) if drain_first else _undrained(path)
+    undrained = _drain(path) if drain_first else find_undrained(path)
     pid = status["pid"]
     try:
         daemon = os.pidfd_open(pid)
@@ -96,7 +96,7 @@ def umount_command(
     until_s = time.monotonic() + timeout_s
     try:
         is_taken = unmount(path, limit_s=timeout_s)
-        closed = _wait(mountpoint, daemon, status, is_taken, until_s)
+        closed = wait_for_daemon(mountpoint, daemon, status, is_taken, until_s)
     finally:
         os.close(daemon)
     if undrained.files and sys.stdout.isatty():  # scripts compare what umount(8) prints: nothing
@@ -109,7 +109,7 @@ def umount_command(
         _require_orderly_end(mountpoint, status)
 
 
-def _wait(
+def wait_for_daemon(
     mountpoint: str, daemon: int, status: dict[str, Any], is_taken: bool, until_s: float
 ) -> str:
     """Until the daemon has ended, or has closed the store in order but cannot end: then why. Says
@@ -149,7 +149,7 @@ def _drain(mountpoint: str) -> Left:
     return left([mountpoint])
 
 
-def _undrained(mountpoint: str) -> Left:
+def find_undrained(mountpoint: str) -> Left:
     try:
         return left([mountpoint])
     except (

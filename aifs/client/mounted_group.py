@@ -110,7 +110,7 @@ class MountedGroup:
         while True:
             try:
                 found = self._create()
-                if self._is_deserted(found) and self._give_up_left_over(self._told(found)):
+                if self.is_deserted(found) and self._give_up_left_over(self._told(found)):
                     continue
                 if self._has_ioctl:
                     self._call(ioctl.AIFS_IOC_GROUP_JOIN, self._options.rank, 0, found)
@@ -146,7 +146,7 @@ class MountedGroup:
         )
         return fields[5]
 
-    def _is_deserted(self, number: int) -> bool:
+    def is_deserted(self, number: int) -> bool:
         """Whether ranks have committed and none that has joined lives; True where nobody knows."""
         if not self._has_ioctl:
             return True

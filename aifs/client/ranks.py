@@ -133,7 +133,7 @@ class Ranks:
             reason=reason,
         )
 
-    def _read_marks(self) -> dict[int, dict[str, Any]]:
+    def read_marks(self) -> dict[int, dict[str, Any]]:
         """The marks of all ranks but this one; only what has changed is read again."""
         found = {}
         for name in os.listdir(self.directory):
@@ -164,7 +164,7 @@ class Ranks:
         """Says who is not that far."""
         if not self.attempt:
             return "rank 0 had not begun"
-        marks = self._read_marks() if os.path.isdir(self.directory) else {}
+        marks = self.read_marks() if os.path.isdir(self.directory) else {}
         states = ("committed", self._state)
         done = {
             rank
@@ -239,7 +239,7 @@ class Ranks:
         self._mark("failed", reason=reason)
         gone = [
             mark
-            for mark in self._read_marks().values()
+            for mark in self.read_marks().values()
             if (mark["attempt"], mark["state"]) == (self.attempt, "failed")
         ]
         if len(gone) == self.ranks - 1:
@@ -281,7 +281,7 @@ class Ranks:
                 raise CheckpointError(f"{self.target}: another process leads a save to this name")
             marks = {
                 rank: mark
-                for rank, mark in self._read_marks().items()
+                for rank, mark in self.read_marks().items()
                 if mark["attempt"] == self.attempt
             }
             again = [rank for rank, mark in marks.items() if mark["state"] == "again"]

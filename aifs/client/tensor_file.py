@@ -20,7 +20,7 @@ ALIGNMENT = 4096
 HEADER_MAX = 100_000_000  # as in safetensors
 
 _METADATA = "__metadata__"
-_KINDS = {
+KINDS = {
     "F64": ("float64", 8),
     "I64": ("int64", 8),
     "U64": ("uint64", 8),
@@ -39,7 +39,7 @@ _KINDS = {
     "I8": ("int8", 1),
     "BOOL": ("bool", 1),
 }
-_CODES = {dtype: code for code, (dtype, _) in _KINDS.items()}
+_CODES = {dtype: code for code, (dtype, _) in KINDS.items()}
 
 
 class DamagedTensors(ValueError):
@@ -70,7 +70,7 @@ def itemsize(name: str, dtype: str) -> int:
     does not have."""
     if dtype not in _CODES:
         raise TypeError(f"{name}: elements of type {dtype} cannot be in a file of tensors")
-    return _KINDS[_CODES[dtype]][1]
+    return KINDS[_CODES[dtype]][1]
 
 
 def encode(
@@ -120,7 +120,7 @@ def decode(content: memoryview) -> tuple[dict[str, TensorEntry], dict[str, str]]
         fields = json.loads(bytes(content[8:start]))
         metadata = dict(fields.pop(_METADATA, {}))
         for name, field in fields.items():
-            if field["dtype"] not in _KINDS:
+            if field["dtype"] not in KINDS:
                 raise DamagedTensors(
                     f"{name} has elements of a type that is not known: {field['dtype']}"
                 )
@@ -139,7 +139,7 @@ def _entry(
     begin, end = data_offsets
     if any(type(number) is not int for number in (begin, end, *shape)):
         raise ValueError("its place or its shape is not one of whole numbers")
-    kind, length = _KINDS[dtype]
+    kind, length = KINDS[dtype]
     if (
         not 0 <= begin <= end <= size - start
         or min(shape, default=0) < 0

@@ -22,7 +22,7 @@ class Mount(NamedTuple):
 def all_mounts() -> list[Mount]:
     """The mounts of this process's namespace, oldest first."""
     with open("/proc/self/mountinfo", "rb") as file:
-        return [_parse_line(line) for line in file]
+        return [parse_line(line) for line in file]
 
 
 def mounted_at(path: str) -> Mount | None:
@@ -64,7 +64,7 @@ def first_aifs(path: str) -> tuple[Mount | None, bool]:
     return None, False
 
 
-def _parse_line(line: bytes) -> Mount:
+def parse_line(line: bytes) -> Mount:
     before, _, after = line.partition(b" - ")
     fields, (fstype, source, *_) = before.split(b" "), after.split(b" ")
     major, _, minor = fields[2].partition(b":")

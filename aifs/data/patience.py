@@ -149,7 +149,7 @@ class Patience:
         """What is told when the server hangs and answers; None before there is one."""
         self.answered = trio.Event()
         """Set when the server does not hang any more."""
-        self._configured_s = limit_s
+        self.configured_s = limit_s
         self._factor = 1
         """How many times as long as configured is waited, from 1 to 16."""
         self._answered_s = -FOR_EVER  # after it hung
@@ -161,14 +161,14 @@ class Patience:
 
     @property
     def is_limited(self) -> bool:
-        return self._configured_s < FOR_EVER
+        return self.configured_s < FOR_EVER
 
     @property
     def limit_s(self) -> float:
         """How long one operation of the server may take."""
         if time.monotonic() > self._answered_s + _FORGIVEN_S:
             self._factor = 1
-        return self._configured_s * self._factor
+        return self.configured_s * self._factor
 
     @property
     def hangs(self) -> bool:

@@ -68,7 +68,7 @@ class Servers:
         self._completions = Completions()
         self._threads = threads
         self._patience_s = patience_s
-        self._lost_after_s = lost_after_s
+        self.lost_after_s = lost_after_s
         self._gone: frozenset[DataServer] = frozenset()  # when that was last judged
         self.changes = 0
         """Counts how often servers were given up, or have come back."""
@@ -321,7 +321,7 @@ class Servers:
         late = {
             server
             for server in active
-            if server.down_since_s is not None and now_s >= server.down_since_s + self._lost_after_s
+            if server.down_since_s is not None and now_s >= server.down_since_s + self.lost_after_s
         }
         if 2 * len(late) > len(active):
             late = set()
@@ -333,7 +333,7 @@ class Servers:
                 "%s (%s) has not worked for %g s, what is protected is made anew on others: %s",
                 server.name,
                 server.path,
-                self._lost_after_s,
+                self.lost_after_s,
                 server.last_error,
             )
         self._gone = frozenset(server for server in active if server.is_gone)

@@ -38,12 +38,12 @@ class Guard:
 
     def __init__(self, mountpoint: str) -> None:
         self._fd: int | None = None
-        self._process: subprocess.Popen | None = None
+        self.process: subprocess.Popen | None = None
         try:
             mount = mountinfo.mounted_at(mountpoint)
             if mount is not None:
                 self._fd = connections.open_abort(mount.device)
-                self._process = _start(self._fd)
+                self.process = _start(self._fd)
         except OSError as error:  # of a user who may have no more processes, too
             log.info(
                 "if this process is killed, programs may have to wait for aifs mount: %s", error
@@ -61,9 +61,9 @@ class Guard:
         if self._fd is not None:
             connections.abort(self._fd)
             os.close(self._fd)
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
 
 
 def _start(fd: int) -> subprocess.Popen:

@@ -279,17 +279,18 @@ class Database:
     def grow(self) -> None:
         """Twice the room. No write transaction and no range may be open, here and in ``trim``."""
         self._map_bytes *= 2
-        self._remap()
+        self.remap()
 
     def trim(self) -> None:
         """``renew``, and drop mapped pages from our resident memory if they are many."""
         resident = int(os.pread(self._statm.fileno(), 256, 0).split()[2]) * _PAGE_BYTES
         if resident > RESIDENT_BYTES:
-            self._remap()
+            self.remap()
         else:
             self.renew()
 
-    def _remap(self) -> None:
+    def remap(self) -> None:
+        """Map the file anew, which drops its pages from our memory. No range may be open."""
         self._snapshot.abort()
         self._env.set_mapsize(self._map_bytes)
         self._begin()

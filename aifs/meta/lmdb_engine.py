@@ -101,7 +101,7 @@ class LmdbEngine(Engine):
         self._operations = 0
         """Counts transactions and views, so that memory is given back now and then."""
         self._failure = ""  # why the engine takes no more changes
-        self._commit_error = ""  # why LMDB takes no changes at present
+        self.commit_error = ""  # why LMDB takes no changes at present
         self._short_of_space = False
         """Whether functions that are marked with ``grows`` are refused."""
         self._syncing: trio.Event | None = None
@@ -112,7 +112,7 @@ class LmdbEngine(Engine):
         self._lmdb = trio.Lock()  # of whoever commits, or looks at LMDB's pages
         self._in_memory = filesystems.is_in_memory(directory)
         """Whether the directory lies in memory, where a sync does nothing."""
-        self._database = Database(directory, thorough)
+        self.database = Database(directory, thorough)
         try:
             self._journal = self._open_journal()
             try:
@@ -121,12 +121,12 @@ class LmdbEngine(Engine):
                 self._journal.close()
                 raise
         except BaseException:
-            self._database.close(orderly=False)
+            self.database.close(orderly=False)
             raise
         self.durable_seq = self.seq = self.opened_seq = self._frozen_seq
 
     def _open_journal(self) -> journal.Journal:
-        if self._database.applied() is not None:
+        if self.database.applied() is not None:
             return journal.Journal.open(self._directory)
         if journal.Journal.holds_records(self._directory):
             raise StoreError(
@@ -141,7 +141,7 @@ class LmdbEngine(Engine):
 
     def _recover(self) -> int:
         """Bring the journal into LMDB; returns the number of transactions."""
-        seq = self._database.applied() or self._first_seq
+        seq = self.database.applied() or self._first_seq
         replayed = 0
         try:
             for _, writes in self._journal.replay(seq):
@@ -172,7 +172,7 @@ class LmdbEngine(Engine):
             raise NoSpace("the metadata store's filesystem is full")
         self._count_operation()
         seq = self.seq + 1
-        transaction = LeveledTransaction(self._memtable, self._frozen, self._database, seq)
+        transaction = LeveledTransaction(self._memtable, self._frozen, self.database, seq)
         result = function(transaction, *args)
         writes = transaction.writes
         if writes:
@@ -195,7 +195,7 @@ class LmdbEngine(Engine):
         """From now on damaged records have this value; None, as in the beginning: reading one
         raises DamagedRecord.
         """
-        self._database.damaged_as = value
+        self.database.damaged_as = value
 
     @property
     def short_of_space(self) -> bool:
@@ -203,7 +203,7 @@ class LmdbEngine(Engine):
 
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:
         self._count_operation()
-        view = LeveledView(self._memtable, self._frozen, self._database, self.seq)
+        view = LeveledView(self._memtable, self._frozen, self.database, self.seq)
         return function(view, *args)
 
     def _count_operation(self) -> None:
@@ -211,7 +211,7 @@ class LmdbEngine(Engine):
         if (
             self._operations % _TRIM_EVERY == 0 and not self._frozen.entries
         ):  # else LMDB may be writing
-            self._database.trim()
+            self.database.trim()
 
     async def barrier(self, seq: int | None = None) -> None:
         target = self.seq if seq is None else seq
@@ -251,7 +251,7 @@ class LmdbEngine(Engine):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep_synced)
             nursery.start_soon(self._keep_committed)
-            if not self._database.is_checked:
+            if not self.database.is_checked:
                 nursery.start_soon(self._check_pages)
 
     async def _check_pages(self) -> None:
@@ -261,7 +261,7 @@ class LmdbEngine(Engine):
             await trio.sleep(CHECK_PAUSE_S)
             async with self._lmdb:
                 try:
-                    done = await trio.to_thread.run_sync(self._database.check_more, CHECK_PAGES)
+                    done = await trio.to_thread.run_sync(self.database.check_more, CHECK_PAGES)
                 except (BrokenDatabase, OSError) as error:
                     with suppress(Unavailable):
                         await self.barrier()  # what the next mount, or a restore, can use
@@ -290,13 +290,13 @@ class LmdbEngine(Engine):
                 self._wake = trio.Event()
                 while self._commit_due():
                     async with self._lmdb:
-                        await self._commit()
-                    if self._commit_error:
+                        await self.commit()
+                    if self.commit_error:
                         break
                 else:
-                    self._database.trim()
+                    self.database.trim()
                 if self._short_of_space:
-                    await self._in_thread(self._reserve, *self._database.usage())
+                    await self._in_thread(self._reserve, *self.database.usage())
 
     def _commit_due(self) -> bool:
         return bool(
@@ -305,10 +305,10 @@ class LmdbEngine(Engine):
             or (self._memtable.entries and trio.current_time() - self._frozen_at_s >= COMMIT_AGE_S)
         )
 
-    async def _commit(self) -> None:
+    async def commit(self) -> None:
         """Bring the memtable, or the one frozen before that LMDB did not take, into LMDB."""
         if not self._frozen.entries:
-            self._freeze()
+            self.freeze()
             self._frozen_at_s = trio.current_time()
         await self.barrier(self._frozen_seq)
         try:
@@ -319,7 +319,20 @@ class LmdbEngine(Engine):
             self._set_commit_error("")
             self._drop_frozen()
 
-    def _freeze(self) -> None:
+    @property
+    def is_committing(self) -> bool:
+        """Whether there are changes on their way into LMDB."""
+        return bool(self._frozen.entries)
+
+    @property
+    def journal_bytes(self) -> int:
+        """How long the journal is."""
+        return self._journal.used_bytes
+
+    def freeze(self) -> None:
+        """What is in the memtable is what the next ``commit`` brings into LMDB. Nothing is on its
+        way there.
+        """
         self._frozen, self._memtable = self._memtable, Memtable()
         self._frozen_seq = self.seq
         self._journal.switch(self.seq)
@@ -337,9 +350,9 @@ class LmdbEngine(Engine):
         tasks: a thread would fight with them for the interpreter at every key, which costs them
         more than the work itself. Raises DatabaseError or OSError, and may then be called again.
         """
-        database = self._database
+        database = self.database
         if (
-            self._commit_error
+            self.commit_error
         ):  # LMDB takes no more transactions after some errors, such as a failed sync
             database.reopen()
         missing = len(self._frozen.entries)
@@ -359,7 +372,7 @@ class LmdbEngine(Engine):
                 finally:
                     database.roll_back()
         await call(self._journal.cut)
-        await call(self._reserve, *self._database.usage())
+        await call(self._reserve, *self.database.usage())
 
     def _write_frozen_now(self) -> None:
         """As ``_write_frozen``, without a scheduler. Blocks."""
@@ -368,7 +381,7 @@ class LmdbEngine(Engine):
 
     def _reserve(self, used: int, live: int) -> None:
         """See whether LMDB, whose file has this usage, has room for what may still come. Blocks."""
-        short = not self._database.reserve(RESERVE_SEGMENTS * journal.SEGMENT_BYTES, used, live)
+        short = not self.database.reserve(RESERVE_SEGMENTS * journal.SEGMENT_BYTES, used, live)
         if short and not self._short_of_space:
             log.warning(
                 "metadata: the filesystem of %s is full; changes that need space are refused",
@@ -379,20 +392,20 @@ class LmdbEngine(Engine):
         self._short_of_space = short
 
     def _drop_frozen(self) -> None:
-        self._database.renew()
+        self.database.renew()
         self._frozen = Memtable()
         faults.reach(AFTER_CUT)
 
     def _set_commit_error(self, reason: str) -> None:
-        if reason and reason != self._commit_error:
+        if reason and reason != self.commit_error:
             log.warning(
                 "metadata: %s takes no changes (%s); the journal keeps them",
                 self._directory,
                 reason,
             )
-        elif self._commit_error and not reason:
+        elif self.commit_error and not reason:
             log.info("metadata: %s takes changes again", self._directory)
-        self._commit_error = reason
+        self.commit_error = reason
 
     def close(self) -> None:
         """Raises Unavailable if something that was answered as done is not on stable storage."""
@@ -410,12 +423,12 @@ class LmdbEngine(Engine):
             self.abandon()
             raise
         self._journal.close()
-        self._database.close(orderly=True)
+        self.database.close(orderly=True)
 
     def abandon(self) -> None:
         """Let go of the store without writing anything, as the death of the process would."""
         self._journal.close()
-        self._database.close(orderly=False)
+        self.database.close(orderly=False)
 
     def _commit_all(self) -> None:
         """Bring everything into LMDB; what it does not take stays in the journal for the next
@@ -424,7 +437,7 @@ class LmdbEngine(Engine):
         try:
             while self._frozen.entries or self._memtable.entries:
                 if not self._frozen.entries:
-                    self._freeze()
+                    self.freeze()
                 self._write_frozen_now()
                 self._drop_frozen()
         except (DatabaseError, OSError) as error:

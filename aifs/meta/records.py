@@ -52,14 +52,14 @@ _HAS_COPY = 128
 IMMUTABLE, APPEND_ONLY, INHERITS_PROJECT = 0x10, 0x20, 0x20000000
 _GUARDED = IMMUTABLE | APPEND_ONLY
 
-_INODE = struct.Struct("<BBBBIIIIIQQqqqQQIqIIHH")
+INODE = struct.Struct("<BBBBIIIIIQQqqqQQIqIIHH")
 _OF_BYTES = struct.Struct("<QQqqq")  # of an inode: size, blocks, atime, mtime, ctime
 _OF_BYTES_AT = 24
 _BEHIND = _OF_BYTES_AT + _OF_BYTES.size
 _CTIME = struct.Struct("<q")
 _CTIME_AT = _BEHIND - _CTIME.size
 _ACL_LENGTHS = struct.Struct("<HH")
-_ACL_LENGTHS_AT = _INODE.size - _ACL_LENGTHS.size
+_ACL_LENGTHS_AT = INODE.size - _ACL_LENGTHS.size
 _DENTRY = struct.Struct("<QQB")
 _ENTRY = struct.Struct("<QB")
 _GARBAGE = struct.Struct("<QI")
@@ -228,7 +228,7 @@ class Inode:
                 )
         else:
             form, unit = VARIABLE if layout.variable else INTERLEAVED, layout.chunk
-        head = _INODE.pack(
+        head = INODE.pack(
             FORMAT,
             form if copy is None else form | _HAS_COPY,
             len(policy),
@@ -290,7 +290,7 @@ def decode_inode(ino: int, record: bytes) -> Inode:
             project,
             acl_length,
             default_length,
-        ) = _INODE.unpack_from(record)
+        ) = INODE.unpack_from(record)
         if version != FORMAT:
             raise Unavailable(
                 f"inode {ino} has a record of format {version}; this version reads format {FORMAT}"
@@ -301,7 +301,7 @@ def decode_inode(ino: int, record: bytes) -> Inode:
         inode.birth_ns, inode.flags, inode.project = birth, flags, project
         if form == EMPTY and not policy_length and not acl_length and not default_length:
             return inode
-        offset = _INODE.size
+        offset = INODE.size
         if policy_length:
             inode.policy = decode_policy(record[offset : offset + policy_length])
             offset += policy_length
@@ -342,7 +342,7 @@ def with_data(record: bytes, data: bytes) -> bytes:
     """The record of an empty or inline file with these bytes; their number is the caller's to
     record."""
     form = INLINE if data else EMPTY
-    end = _INODE.size + record[2] + sum(_ACL_LENGTHS.unpack_from(record, _ACL_LENGTHS_AT))
+    end = INODE.size + record[2] + sum(_ACL_LENGTHS.unpack_from(record, _ACL_LENGTHS_AT))
     return b"".join((record[:1], bytes((form,)), record[2:end], data))
 
 

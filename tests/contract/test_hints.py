@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from aifs.cli.info import _describe as describe_layout
+from aifs.cli.info import describe_layout
 from aifs.core.errors import (
     Busy,
     FsError,

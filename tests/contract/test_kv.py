@@ -180,16 +180,16 @@ async def test_reads_are_right_between_the_lmdb_transactions_of_one_commit(tmp_p
     engine = LmdbEngine(str(tmp_path))
     expected = {b"k%04d" % number: bytes([number % 256]) * 900 for number in range(300)}
     await put(engine, *expected.items())
-    await engine._commit()
+    await engine.commit()
     reads_during_commit = 0
     for lap in range(3):
         changed = {b"k%04d" % number: b"%d" % lap * 900 for number in range(lap, 300, 3)}
         expected |= changed
         await put(engine, *changed.items())
-        engine._freeze()
+        engine.freeze()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(engine._commit)
-            while engine._frozen.entries:
+            nursery.start_soon(engine.commit)
+            while engine.is_committing:
                 assert await engine.view(everything) == sorted(expected.items())
                 reads_during_commit += 1
                 await trio.lowlevel.checkpoint()
@@ -302,19 +302,19 @@ class LmdbMachine(EngineMachine):
         self.directory = tempfile.mkdtemp(prefix="aifs-kv-", dir="/dev/shm")
         return LmdbEngine(self.directory)
 
-    @precondition(lambda self: not self.engine._frozen.entries)
+    @precondition(lambda self: not self.engine.is_committing)
     @rule()
     def freeze(self):
-        self.engine._freeze()
+        self.engine.freeze()
 
     @rule()
     def commit(self):
-        trio.run(self.engine._commit)
-        assert not self.engine._frozen.entries
+        trio.run(self.engine.commit)
+        assert not self.engine.is_committing
 
     @rule()
     def trim(self):
-        self.engine._database._remap()
+        self.engine.database.remap()
 
     @rule()
     def reopen(self):

@@ -205,7 +205,7 @@ def test_lmdb_never_holds_what_the_journal_could_lose(scratch, seed):
         trio.run(run_some, engine, 0, 50)
         cut.crash_at(lmdb_database.BEFORE_COMMIT, rng.randint(2, 8))
         with pytest.raises(faults.SimulatedCrash):
-            trio.run(engine._commit)
+            trio.run(engine.commit)
         assert cut.crashed
         cut.materialise(scratch / "1", rng)
         engine.close()
@@ -255,7 +255,7 @@ def test_what_a_cut_left_behind_a_torn_record_never_comes_back(scratch):
     engine = LmdbEngine(str(scratch / "1"))
     assert engine.recovered == 1
     trio.run(engine.transact, lambda tx: tx.put(b"key", b"4" * (length + 1)))
-    assert engine._journal.used_bytes == 2 * length
+    assert engine.journal_bytes == 2 * length
     shutil.copytree(scratch / "1", scratch / "2")
     engine.close()
     engine = LmdbEngine(str(scratch / "2"))
@@ -440,22 +440,22 @@ def test_a_full_disk(small_disk, caplog, monkeypatch):
 
     count = 0
     fill(small_disk / "ballast")
-    while not engine._commit_error:
+    while not engine.commit_error:
         trio.run(engine.transact, add, count)
         count += 1
         if count % 40 == 0:
-            trio.run(engine._commit)
+            trio.run(engine.commit)
     warned = count
     assert warned >= 40
     count = fill_store()
     assert count - warned >= 40, "the journal's reserve took nothing"
-    trio.run(engine._commit)
+    trio.run(engine.commit)
     assert len(content(engine)) == count
 
     (small_disk / "ballast").unlink()
-    trio.run(engine._commit)
-    assert not engine._commit_error
-    trio.run(engine._commit)
+    trio.run(engine.commit)
+    assert not engine.commit_error
+    trio.run(engine.commit)
     count += 1
     trio.run(engine.transact, add, count - 1)
     engine.close()
@@ -486,7 +486,7 @@ def test_on_a_full_disk_what_frees_space_still_works(small_disk, caplog, monkeyp
         for number in numbers:
             trio.run(engine.transact, function, number)
             if number % 16 == 0:
-                trio.run(engine._commit)
+                trio.run(engine.commit)
 
     store = small_disk / "meta"
     store.mkdir()
@@ -507,7 +507,7 @@ def test_on_a_full_disk_what_frees_space_still_works(small_disk, caplog, monkeyp
     engine = LmdbEngine(str(store))
     assert content(engine) == []
     (small_disk / "ballast").unlink()
-    engine._reserve(*engine._database.usage())
+    trio.run(engine.commit)
     work(add, range(10))
     engine.close()
     assert "No space" not in caplog.text
@@ -526,7 +526,7 @@ def test_what_was_deleted_on_a_full_disk_makes_room(small_disk, caplog, monkeypa
         for number in numbers:
             trio.run(engine.transact, function, number)
             if number % 16 == 0:
-                trio.run(engine._commit)
+                trio.run(engine.commit)
 
     store = small_disk / "meta"
     store.mkdir()
@@ -541,7 +541,7 @@ def test_what_was_deleted_on_a_full_disk_makes_room(small_disk, caplog, monkeypa
         engine.close()
         engine = LmdbEngine(str(store))
     else:
-        trio.run(engine._commit)
+        trio.run(engine.commit)
     assert not engine.short_of_space
     work(add, range(count // 2))
     assert len(content(engine)) == count // 2

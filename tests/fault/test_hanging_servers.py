@@ -80,10 +80,10 @@ async def opened(
     ) as fs:
         for each in fs.store.servers.capacity():
             if each.id != BAD:
-                each.workers.patience._configured_s = patience.FOR_EVER
+                each.workers.patience.configured_s = patience.FOR_EVER
         yield fs
         if sound:
-            server(fs).workers.patience._configured_s = patience.FOR_EVER
+            server(fs).workers.patience.configured_s = patience.FOR_EVER
 
 
 def data_of(name: bytes, size: int) -> bytes:

@@ -709,7 +709,7 @@ async def test_who_waits_for_a_server_that_is_gone_is_told_what_cannot_be_moved(
         await order(fs, "replace", id=1, path=f"{scratch}/new")
         which = {"role": "data", "id": 1}
         with pytest.raises(StoreError, match=r"\d+ objects cannot be moved for now.*; /f\d+-\d: "):
-            await cli_server._wait(OpenDoor(fs, "store"), which, None)
+            await cli_server.wait_for_order(OpenDoor(fs, "store"), which, None)
         os.rename(scratch / "away", config.servers[1])
         await until_empty(fs, 1)
         await require_all(fs, sizes)

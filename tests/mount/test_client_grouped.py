@@ -125,7 +125,7 @@ def test_a_rank_that_had_committed_itself_begins_anew(left: Path) -> None:
     check_files(left / "new")
 
 
-@pytest.mark.parametrize("when", ["_is_deserted", "_give_up_left_over", "_wait_until"])
+@pytest.mark.parametrize("when", ["is_deserted", "_give_up_left_over", "_wait_until"])
 def test_who_comes_before_a_rank_that_had_committed_goes_on_with_it(
     left: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -149,14 +149,14 @@ def test_who_comes_before_a_rank_that_had_committed_goes_on_with_it(
 def test_who_has_found_a_group_that_is_then_begun_anew_joins_the_new_one(
     left: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look = MountedGroup._is_deserted
+    look = MountedGroup.is_deserted
 
     def cancelled_meanwhile(self: MountedGroup, number: int) -> bool:
-        monkeypatch.setattr(MountedGroup, "_is_deserted", look)
+        monkeypatch.setattr(MountedGroup, "is_deserted", look)
         self._cancel(number, "rank 1 begins anew")
         return False
 
-    monkeypatch.setattr(MountedGroup, "_is_deserted", cancelled_meanwhile)
+    monkeypatch.setattr(MountedGroup, "is_deserted", cancelled_meanwhile)
     saved = group_putfile("rank0", content(0), join(0, left))
     assert outcomes(start(range(1, WORLD), save, left, {})) == ["saved"] * (WORLD - 1)
     saved.durable.result(WAIT_S)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from aifs.cli.main import main
-from aifs.cli.rm import _remove_tree
+from aifs.cli.rm import remove_tree
 from tests.support.mounts import TIMEOUT_S, Mounted, aifs
 from tests.support.users import errno_of, in_process
 
@@ -172,7 +172,7 @@ def test_users_remove_their_own(
             errno.EPERM
         )  # in sticky directories the kernel lets nobody but the owner set extended attributes
     assert (
-        in_process(lambda: errno_of(_remove_tree, str(here), "tree"), caller, groups=groups)
+        in_process(lambda: errno_of(remove_tree, str(here), "tree"), caller, groups=groups)
         == answer
     )
     assert (here / "tree").exists() == bool(answer)

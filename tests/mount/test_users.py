@@ -298,7 +298,7 @@ def test_a_refusal_says_why_to_who_asked(here: Path, module_mount: Mounted) -> N
     (shared / "tree").mkdir()
     owned(shared / "tree", ALICE, ALICE, 0o755)
     owned(shared, ALICE, ALICE, 0o777)
-    assert of_bob(lambda: rm._remove(str(shared / "tree"), True, [])) == (
+    assert of_bob(lambda: rm.remove_path(str(shared / "tree"), True, [])) == (
         f"{shared / 'tree'}: only its owner and root may do this"
     )
 

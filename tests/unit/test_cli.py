@@ -312,7 +312,7 @@ def test_mountinfo_is_decoded() -> None:
         rb"36 35 98:2 / /mnt\040a\134b rw,noatime shared:1 - fuse.aifs /a\040b rw,user_id=0" + b"\n"
     )
     found = (os.makedev(98, 2), "/mnt a\\b", "fuse.aifs", "/a b")
-    assert mountinfo._parse_line(line) == found
+    assert mountinfo.parse_line(line) == found
 
 
 def test_the_mount_that_a_path_leads_into_is_found_without_asking_it(

@@ -135,7 +135,7 @@ def test_a_mount_that_cannot_tell_what_is_undrained_is_unmounted_all_the_same(mo
         raise OSError(errno.EIO, "Input/output error", path)
 
     monkeypatch.setattr(hints, "read", fail)
-    assert umount._undrained("/mnt/s").files == 0
+    assert umount.find_undrained("/mnt/s").files == 0
 
 
 def test_a_dead_daemon_is_named() -> None:

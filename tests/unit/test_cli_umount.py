@@ -36,7 +36,9 @@ class Daemon:
         lock.release(orderly=False)
 
     def wait(self, limit_s: float) -> str:
-        return umount._wait("/mnt", self.fd, self.status, True, time.monotonic() + limit_s)
+        return umount.wait_for_daemon(
+            "/mnt", self.fd, self.status, True, time.monotonic() + limit_s
+        )
 
 
 @pytest.fixture
@@ -107,10 +109,10 @@ def test_a_number_that_is_another_process_here_is_not_a_daemons(
     """
     monkeypatch.setattr(mounts, "read_status", lambda path: {"pid": os.getpid()})
     mount = Mount(1, str(tmp_path), FSTYPE, str(tmp_path / "store"))
-    assert mounts._daemon_of(mount) is None
+    assert mounts.daemon_of(mount) is None
     fuse = os.open("/dev/null", os.O_RDONLY)
     try:
         monkeypatch.setattr(connections, "_DEVICE", "/dev/null")
-        assert mounts._daemon_of(mount) == os.getpid()
+        assert mounts.daemon_of(mount) == os.getpid()
     finally:
         os.close(fuse)

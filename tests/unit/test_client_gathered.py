@@ -60,7 +60,7 @@ def run_ranks(body: Callable[[int, Path], None], directory: Path) -> list[str]:
     """With pieces so small that a file has some."""
 
     def in_pieces(rank: int, directory: Path) -> None:
-        gathered.PIECE, gathered._PAUSE_S = PIECE, 0
+        gathered.PIECE, gathered.PAUSE_S = PIECE, 0
         body(rank, directory)
 
     return gloo.run_ranks(in_pieces, directory, RANKS)
@@ -79,7 +79,7 @@ def file(tmp_path: Path) -> Path:
 
 def on_hosts(ranks_each: int) -> None:
     """As if each so many ranks were a host."""
-    gathered._host = lambda: f"host {dist.get_rank() // ranks_each}"
+    gathered.host_name = lambda: f"host {dist.get_rank() // ranks_each}"
 
 
 def counted() -> list[int]:
@@ -154,7 +154,7 @@ def two_hosts(rank: int, directory: Path) -> None:
     data[:4] = b"mine" if rank == 1 else b"1234"  # nobody else sees it
     dist.barrier()
     assert bytes(data[:4]) == (b"mine" if rank == 1 else b"1234")
-    gathered._map = lambda offer, size: None  # another namespace of processes
+    gathered.map_offer = lambda offer, size: None  # another namespace of processes
     assert read(directory / "file") == CONTENT
 
 
@@ -249,7 +249,7 @@ def death(rank: int, directory: Path) -> None:
     """Of rank 2: when it is to read for the second time, or before it says anything."""
     way = (directory / "way").read_text()
     on_hosts({"one host": RANKS, "pairs": 2}.get(way, 1))
-    watch._ANSWER_S = 2.0
+    watch.ANSWER_S = 2.0
     read_into, count = files.read_into, 0
 
     def die(*args: Any) -> int:
@@ -311,7 +311,7 @@ def parts(rank: int, directory: Path) -> None:
             )
     with pytest.raises(GatherError, match="rank 2 finds other files than rank 0"):
         parallel_load(directory / "mine" if rank == 2 else target)
-    watch._ANSWER_S = 2.0
+    watch.ANSWER_S = 2.0
     if rank == 3:
         os._exit(1)
     with pytest.raises(GatherError, match="rank.* 3.* did not answer, and may have ended"):

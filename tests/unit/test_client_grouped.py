@@ -41,7 +41,7 @@ from tests.support.group_ranks import (
     join,
 )
 
-DTYPES = [dtype for dtype, _ in tensor_file._KINDS.values()]
+DTYPES = [dtype for dtype, _ in tensor_file.KINDS.values()]
 
 
 # --- the format -----------------------------------------------------------------------------------

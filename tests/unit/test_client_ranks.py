@@ -190,7 +190,7 @@ def _die_after_writing_alone(job: Job) -> None:
     group = Ranks(str(job.target), job.ranks, 0, WAIT_S, True)
     group.begin()
     (Path(group.pending) / "shard-0").write_text("torn")
-    while len(group._read_marks()) < 3:
+    while len(group.read_marks()) < 3:
         pass
 
 

@@ -259,8 +259,8 @@ def test_the_probe_is_remembered(
     measured = []
     monkeypatch.setattr(filesystems, "is_in_memory", lambda path: False)
     monkeypatch.setattr(probe, "SIZE", 1 << 16)
-    measure = probe._measure
-    monkeypatch.setattr(probe, "_measure", lambda path: measured.append(path) or measure(path))
+    measure = probe.faster_method
+    monkeypatch.setattr(probe, "faster_method", lambda path: measured.append(path) or measure(path))
 
     def ask() -> str:
         return probe.writing_method(str(tmp_path), 1 << 20)
@@ -364,8 +364,8 @@ def test_pipelined_saves_states_of_every_size(tmp_path: Path, size: int) -> None
 
 def test_the_end_of_the_training_process_ends_the_helper(tmp_path: Path) -> None:
     """Before all was staged: nothing is published."""
-    arena = pipelined._Arena()
-    helper = pipelined._Helper(arena)
+    arena = pipelined.Arena()
+    helper = pipelined.Helper(arena)
     arena.grow(1 << 20)
     image = archive.Image("x", b"", (1 << 20,), "")
     helper.connection.send(pipelined.SaveJob(str(tmp_path / "step-1"), "x.pt", image, {}))

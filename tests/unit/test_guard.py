@@ -34,7 +34,7 @@ def has(pid: int, field: str, number: int) -> bool:
 
 def test_signals_of_others_do_not_end_the_connection(ended: int) -> None:
     with Guard("/mnt") as guarding:
-        process = guarding._process
+        process = guarding.process
         while not has(process.pid, "SigBlk", signal.SIGTERM):
             assert process.poll() is None
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGRTMIN):

@@ -136,7 +136,7 @@ def test_random_requests_announce_next_to_nothing():
         reader.read(chance.randrange(1 << 26) * 4096, 4096)
     assert len(reader.announced) < 10
     assert reader.pattern.random
-    assert len(reader.pattern._streams) <= STREAMS
+    assert len(reader.pattern.streams) <= STREAMS
     for number in range(2):
         reader.read(number * 4096, 4096)
     assert not reader.pattern.random and reader.pattern.following
@@ -185,4 +185,4 @@ def test_anything_goes(plan):
         assert sum(size for _, size in ranges) <= max(8 * MIB, STEPS_MAX * length)
         if refuse and ranges:
             pattern.refused(ranges[-1][0], ranges[-1][0])
-        assert len(pattern._streams) <= STREAMS
+        assert len(pattern.streams) <= STREAMS

@@ -333,7 +333,7 @@ def test_keys_are_in_numeric_order(one: int, two: int, cookie: int) -> None:
 
 @given(INODES, some.data())
 def test_a_record_that_is_cut_short_is_refused(inode: Inode, data: some.DataObject) -> None:
-    head = inode.encode()[: records._INODE.size]
+    head = inode.encode()[: records.INODE.size]
     with pytest.raises(Unavailable, match=f"inode {inode.ino} "):
         records.decode_inode(inode.ino, head[: data.draw(some.integers(0, len(head) - 1))])
 

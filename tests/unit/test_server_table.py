@@ -178,7 +178,7 @@ async def test_more_than_half_of_the_servers_are_not_given_up(tmp_path: Path, ca
     """It is rather this host that cannot reach them."""
     changes: list[list[bool]] = []
     with data_servers(tmp_path, 5) as servers:
-        servers._lost_after_s = 0.0
+        servers.lost_after_s = 0.0
 
         def judged(*missing: int) -> list[str]:
             for server in servers.values():

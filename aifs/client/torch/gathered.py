@@ -30,7 +30,7 @@ Arrived = Callable[[int, int], None]
 _Message = tuple[int, torch.Tensor, Range]
 """The other rank, whether what it gets is right (one byte), and which part of the file that is."""
 
-_LOOKS, _PAUSE_S = 20, 0.1
+_LOOKS, PAUSE_S = 20, 0.1
 """How often ranks look again that have found different files, and the pause before."""
 
 
@@ -148,7 +148,7 @@ class _Reading:
             hosts = [one.host for one in stated]
             leaders = [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
             way, first = choose(size, [stated[rank].speeds for rank in leaders])
-            leader = hosts.index(_host())
+            leader = hosts.index(host_name())
             if way == READ:
                 content = self._read_all(source, size)
             elif leader == self._watch.rank:
@@ -157,9 +157,9 @@ class _Reading:
                     leaders[first:] + leaders[:first],
                     source,
                 )
-                content = self._lead(exchange, size, is_alone=hosts.count(_host()) == 1)
+                content = self._lead(exchange, size, is_alone=hosts.count(host_name()) == 1)
             else:
-                mapped = _map(self._tell(None)[leader], size)
+                mapped = map_offer(self._tell(None)[leader], size)
                 content = (
                     self._read_all(source, size) if mapped is None else mapped
                 )  # None: it does not see that process
@@ -183,7 +183,9 @@ class _Reading:
                 source = stack.enter_context(Files(found.paths))
                 _check(self._into, source.size)
             stated = self._tell(
-                _Statement(_host(), found.names, found.identity, source.size, speeds, self._problem)
+                _Statement(
+                    host_name(), found.names, found.identity, source.size, speeds, self._problem
+                )
             )
             self._agree([one.problem for one in stated])
             differences = [_difference(one, stated[0]) for one in stated]
@@ -195,7 +197,7 @@ class _Reading:
                 )
                 raise GatherError(f"{self._what}: rank {rank} {problem}", rank)
             source.close()
-            time.sleep(_PAUSE_S)
+            time.sleep(PAUSE_S)
         return source, stated
 
     # --- with the others ---
@@ -385,7 +387,7 @@ def _placed(content: memoryview, into: Any) -> memoryview:
     return target
 
 
-def _map(offer: _Offer, size: int) -> memoryview | None:
+def map_offer(offer: _Offer, size: int) -> memoryview | None:
     """What is, or will be, in another process's memory; None if it cannot be had."""
     try:
         fd = files.open_file(f"/proc/{offer.pid}/fd/{offer.fd}", write=False)
@@ -412,7 +414,7 @@ def _difference(one: _Statement, other: _Statement) -> str:
     return ""
 
 
-def _host() -> str:
+def host_name() -> str:
     return files.boot_id()
 
 

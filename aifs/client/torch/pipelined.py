@@ -62,14 +62,14 @@ class PipelinedCheckpointer:
         """The name of this rank's file in each."""
         self._options = {"ranks": ranks, "rank": rank, **options}
         """Of ``aifs.client.checkpoint``."""
-        self._arena = _Arena()
+        self._arena = Arena()
         self._pool = ThreadPoolExecutor(1, "aifs-staging")
         """The thread that copies the state to the arena."""
         self._staging: Future[None] | None = None
         """The copy that is under way, or the last one; None before."""
         self._target = ""
         """The path of the newest checkpoint; '' before the first."""
-        self._helper: _Helper | None = _Helper(self._arena)
+        self._helper: Helper | None = Helper(self._arena)
 
     def __enter__(self) -> "PipelinedCheckpointer":
         return self
@@ -94,7 +94,7 @@ class PipelinedCheckpointer:
         image, storages = describe(state, archive_name(self._file))
         places = offsets(image.sizes)
         if self._helper is None:
-            self._helper = _Helper(self._arena)
+            self._helper = Helper(self._arena)
         self._arena.grow(max(places[-1], 1))  # an empty mapping cannot be
         job = SaveJob(self._target, self._file, image, {"step": step, **self._options})
         try:
@@ -155,7 +155,7 @@ def _raise(report: JobEnd, target: str) -> None:
         raise CheckpointError(report.problem)
 
 
-class _Arena:
+class Arena:
     """Shared memory without a name, which grows."""
 
     def __init__(self) -> None:
@@ -202,10 +202,10 @@ class _Arena:
             connection.send(places[-1])
 
 
-class _Helper:
+class Helper:
     """The process, and the socket to it."""
 
-    def __init__(self, arena: _Arena) -> None:
+    def __init__(self, arena: Arena) -> None:
         mine, its = socket.socketpair()
         environment = {**os.environ, "PYTHONPATH": _search_path(), "PYTHONSAFEPATH": "1"}
         self.connection = Connection(mine.detach())

@@ -28,7 +28,7 @@ def writing_method(directory: str, size: int) -> str:
     if device not in _known:
         _known.update(_read())
     if device not in _known:
-        _known[device] = _measure(directory)
+        _known[device] = faster_method(directory)
         with suppress(
             OSError
         ):  # a cache directory that cannot be written: measured again by the next process
@@ -46,7 +46,7 @@ def device_of(directory: str) -> str:
     return device  # a subvolume: its number is in no table
 
 
-def _measure(directory: str) -> str:
+def faster_method(directory: str) -> str:
     """The faster one, to stable storage."""
     taken = {}
     data = memoryview(mmap.mmap(-1, SIZE))

@@ -22,7 +22,7 @@ from aifs.client.manifest import CheckpointError
 from aifs.client.publishing import name_ranks
 
 _LOOK_S = 0.1
-_ANSWER_S = 5.0
+ANSWER_S = 5.0
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ class Watch:
         try:
             self._say(text)
             missing = set(range(self.size)) - {self.rank}
-            end = time.monotonic() + _ANSWER_S
+            end = time.monotonic() + ANSWER_S
             while missing and time.monotonic() < end:
                 missing = {rank for rank in missing if not self._store.check([f"here/{rank}"])}
                 time.sleep(_LOOK_S / 10)

@@ -48,10 +48,10 @@ class _Stream:
 class AccessPattern:
     """The streams of one open file. Bounded state; ``observe`` takes a few microseconds."""
 
-    __slots__ = ("_last", "_misfits", "_streams")
+    __slots__ = ("_last", "_misfits", "streams")
 
     def __init__(self) -> None:
-        self._streams: list[_Stream] = []  # most recently used first
+        self.streams: list[_Stream] = []  # most recently used first
         self._misfits = 0
         self._last: _Stream | None = None
 
@@ -74,12 +74,12 @@ class AccessPattern:
         Ranges may lie beyond the end of the file, which is not known here. Windows grow up to
         ``limit`` bytes.
         """
-        for stream in self._streams:
+        for stream in self.streams:
             if stream.continued_by(offset, length):
                 stream.start, stream.end = offset, max(stream.end, offset + length)
                 self._fits(stream)
                 return self._announce(stream, length, limit)
-        for stream in self._streams:
+        for stream in self.streams:
             if stream.distance and offset == stream.start + stream.distance:
                 if not stream.strided:
                     stream.ahead = offset
@@ -103,18 +103,18 @@ class AccessPattern:
     def _fits(self, stream: _Stream) -> None:
         self._misfits = 0
         self._last = stream
-        if self._streams[0] is not stream:
-            self._streams.remove(stream)
-            self._streams.insert(0, stream)
+        if self.streams[0] is not stream:
+            self.streams.remove(stream)
+            self.streams.insert(0, stream)
 
     def _begin(self, start: int, end: int) -> None:
         self._misfits += 1
         self._last = None
-        near = min(self._streams, key=lambda other: abs(other.start - start), default=None)
-        for stream in self._streams:
+        near = min(self.streams, key=lambda other: abs(other.start - start), default=None)
+        for stream in self.streams:
             stream.window //= 2
-        self._streams.insert(0, _Stream(start, end, start - near.start if near else 0))
-        del self._streams[STREAMS:]
+        self.streams.insert(0, _Stream(start, end, start - near.start if near else 0))
+        del self.streams[STREAMS:]
 
     def _announce(self, stream: _Stream, length: int, limit: int) -> list[tuple[int, int]]:
         first = max(stream.ahead, stream.end)

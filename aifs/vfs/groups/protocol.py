@@ -672,7 +672,7 @@ class Groups:
             )
             first: File | None = None  # whose size counts, and may change meanwhile
             for start in range(0, len(files), _SLICE):
-                for file, path in await self._engine.view(_paths, files[start : start + _SLICE]):
+                for file, path in await self._engine.view(paths_of, files[start : start + _SLICE]):
                     if path.rpartition("/")[2].startswith(_RESERVED):
                         continue
                     if not whose:
@@ -888,7 +888,7 @@ def _below(
     return found
 
 
-def _paths(tx: ReadTransaction, files: Sequence[File]) -> list[tuple[File, str]]:
+def paths_of(tx: ReadTransaction, files: Sequence[File]) -> list[tuple[File, str]]:
     return [
         (file, paths.describe(tx, file.ino).encode(errors="replace").decode()) for file in files
     ]
