@@ -80,6 +80,11 @@ class Spares:
         if self._stopped:
             self.stop()
 
+    async def refilled(self) -> None:
+        """No files are being made on return."""
+        if self._done is not None:
+            await self._done.wait()
+
     def expire(self) -> None:
         """Remove them, in the background, if it is some time that the last ones were made. Does not
         block.
@@ -95,8 +100,7 @@ class Spares:
 
     async def close(self) -> None:
         """No spare file is left on return, unless its device fails. ``stop`` has been called."""
-        if self._done is not None:
-            await self._done.wait()
+        await self.refilled()
         if self._left:
             await gather([(self._device.workers, remove_copies, (self._device, self._left))])
             self._left = []

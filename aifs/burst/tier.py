@@ -65,7 +65,7 @@ class BurstTier:
         self._take_id = take_id
         self._upkeep = upkeep
         self._ledger = Ledger()
-        self._devices: dict[int, Device] = {}
+        self.devices: dict[int, Device] = {}
         """By number, the burst directories that are in use."""
         self._spares: dict[int, Spares] = {}
         """By number, the empty files made ahead there, where that pays."""
@@ -78,7 +78,7 @@ class BurstTier:
         """Set, and replaced, when writers that wait for room may go on."""
         self._waiting = 0
         """How many writers wait for room."""
-        self._rate = 0.0
+        self.rate = 0.0
         """Bytes per second that drains have come to lately; 0: not known."""
         self._rate_seen = (time.monotonic(), 0)
         """When that was last measured, by time.monotonic(), and the bytes that had been drained
@@ -86,21 +86,21 @@ class BurstTier:
         """
         for server in servers.burst():
             self._add(server)
-        for device in self._devices.values():
+        for device in self.devices.values():
             device.look(_space_or_none(device.server))
 
     def _add(self, server: DataServer) -> None:
-        self._devices[server.id] = Device(server, self._config, self._ledger)
+        self.devices[server.id] = Device(server, self._config, self._ledger)
         self._spares[server.id] = Spares(server, self._take_id)
         self._share_out()
 
     def _share_out(self) -> None:
-        for device in self._devices.values():
-            device.share = self._config.capacity // len(self._devices)
+        for device in self.devices.values():
+            device.share = self._config.capacity // len(self.devices)
 
     async def remove(self, server_id: int) -> None:
         """Do without a device that holds no copies and is not ``usable``."""
-        if self._devices.pop(server_id, None) is not None:
+        if self.devices.pop(server_id, None) is not None:
             spares = self._spares.pop(server_id)
             spares.stop()
             self._share_out()
@@ -112,7 +112,7 @@ class BurstTier:
 
     @property
     def has_devices(self) -> bool:
-        return bool(self._devices)
+        return bool(self.devices)
 
     # --- new files ---
 
@@ -129,7 +129,7 @@ class BurstTier:
         if self._is_idle:
             self._is_idle = False
             self._upkeep.wake(Work.LOOK_AT_BURST)
-        devices = [device for device in self._devices.values() if device.admits(expected)]
+        devices = [device for device in self.devices.values() if device.admits(expected)]
         if not devices:
             return None
         best = devices[0]
@@ -167,18 +167,18 @@ class BurstTier:
         high mark of all.
         """
         return min(
-            [device.pressure() for device in self._devices.values() if device.usable], default=0.0
+            [device.pressure() for device in self.devices.values() if device.usable], default=0.0
         )
 
     @property
     def pause_s(self) -> float:
         """How long a new file waits now."""
         pressure, longest = self.pressure, self._config.throttle_max_s
-        totals = [device.totals for device in self._devices.values()]
+        totals = [device.totals for device in self.devices.values()]
         count = sum(total.dirty_copies for total in totals)
-        if self._rate <= 0 or count == 0 or pressure >= 1:
+        if self.rate <= 0 or count == 0 or pressure >= 1:
             return pressure * longest
-        a_file_s = sum(total.dirty for total in totals) / count / self._rate * max(1, self._waiting)
+        a_file_s = sum(total.dirty for total in totals) / count / self.rate * max(1, self._waiting)
         return min(longest, a_file_s * pressure / (1 - pressure))
 
     async def create(self, device: DataServer, expected: int = 0) -> BurstCopy:
@@ -195,7 +195,7 @@ class BurstTier:
         self._new[copy_id] = device.id
         self._sole[copy_id] = self._engine.seq, None
         if expected:
-            self._devices[device.id].promise(copy_id, expected)
+            self.devices[device.id].promise(copy_id, expected)
         return BurstCopy(device, copy_id, self._servers.buffers, fd)
 
     def is_entered(self, server_id: int) -> bool:
@@ -245,8 +245,8 @@ class BurstTier:
     def evicted(self, copy_id: int) -> None:
         """No file has it any more; it is going to be deleted."""
         known = self._ledger.gone(copy_id)
-        if known is not None and known[0] in self._devices:
-            self._devices[known[0]].leaving(copy_id, known[1])
+        if known is not None and known[0] in self.devices:
+            self.devices[known[0]].leaving(copy_id, known[1])
 
     def gone(self, copy_id: int) -> None:
         """It has been deleted, and its space is free. Other ids, too, may be told here."""
@@ -254,7 +254,7 @@ class BurstTier:
         self._open.pop(copy_id, None)
         self._sole.pop(copy_id, None)
         self._new.pop(copy_id, None)
-        for device in self._devices.values():
+        for device in self.devices.values():
             device.left(copy_id)
         self._relieve()
 
@@ -276,7 +276,7 @@ class BurstTier:
     def closed(self, copy: BurstCopy) -> None:
         if self._ledger.closed(copy.id):
             self._open.pop(copy.id, None)
-            device = self._devices.get(copy.server)
+            device = self.devices.get(copy.server)
             if device is not None:
                 device.promise(copy.id, 0)
                 if device.excess():
@@ -296,7 +296,7 @@ class BurstTier:
         """How many bytes of clean copies have to go from which device to reach its low mark."""
         return {
             number: count
-            for number, device in self._devices.items()
+            for number, device in self.devices.items()
             if (count := device.excess()) > 0
         }
 
@@ -307,7 +307,7 @@ class BurstTier:
         return self._ledger.victims(server, wanted)
 
     def _look_for_a_crowd(self) -> None:
-        if any(device.excess() for device in self._devices.values()):
+        if any(device.excess() for device in self.devices.values()):
             self._upkeep.wake(Work.EVICT)
 
     def _relieve(self) -> None:
@@ -333,9 +333,9 @@ class BurstTier:
         written.
         """
         for server in self._servers.burst():
-            if server.id not in self._devices and server.standing == ACTIVE:
+            if server.id not in self.devices and server.standing == ACTIVE:
                 self._add(server)
-        devices = list(self._devices.values())
+        devices = list(self.devices.values())
         if not devices:
             return
         for copy_id, number in list(self._ledger.writers()):
@@ -358,15 +358,15 @@ class BurstTier:
         elapsed = now - before_s
         if elapsed >= _LOOK_MIN_S:
             weight = min(1.0, elapsed / _RATE_MEMORY_S)
-            self._rate += weight * ((drained - before) / elapsed - self._rate)
+            self.rate += weight * ((drained - before) / elapsed - self.rate)
             self._rate_seen = (now, drained)
 
     def _is_active(self) -> bool:
         spares = any(not spares.empty for spares in self._spares.values())
-        return spares or any(device.writers for device in self._devices.values())
+        return spares or any(device.writers for device in self.devices.values())
 
     def _interval_s(self) -> float:
-        room = min(device.room_to_high() for device in self._devices.values())
+        room = min(device.room_to_high() for device in self.devices.values())
         return min(_LOOK_MAX_S, max(_LOOK_MIN_S, room / _FILL_RATE))
 
     async def close(self) -> None:
@@ -377,10 +377,10 @@ class BurstTier:
     def status(self) -> dict[str, Any]:
         """What ``aifs status`` shows."""
         return {
-            "devices": [device.status() for device in self._devices.values()],
+            "devices": [device.status() for device in self.devices.values()],
             "throttled_writers": self._waiting,
             "pause_s": self.pause_s if self.pressure else 0.0,
-            "drain_bytes_per_s": round(self._rate),
+            "drain_bytes_per_s": round(self.rate),
         }
 
 

@@ -111,7 +111,7 @@ class Group:
         if job is None:
             self._options = replace(self._options, job=job_of_environment())
         kind = MountedGroup if self._is_on_aifs else LoneRank
-        self._coordinator: Coordinator = kind(self._options)
+        self.coordinator: Coordinator = kind(self._options)
         """What the rank asks of the others; where it is not on AIFS there are none."""
         # path in the directory -> bytes of what has been put there
         self._sizes: dict[str, int] = {}
@@ -224,7 +224,7 @@ class Group:
         """
         with self._changing:
             if not self._is_closed:
-                self._coordinator.fail(reason)
+                self.coordinator.fail(reason)
         self._end(
             GroupError(f"{self._options}: rank {self._options.rank}: {reason}", self._options.rank)
         )
@@ -253,7 +253,7 @@ class Group:
             return
         try:
             if is_last:
-                self._coordinator.commit(*self._named_file())
+                self.coordinator.commit(*self._named_file())
         except BaseException as error:
             self._end(error)
             buffered.set_exception(error)
@@ -275,7 +275,7 @@ class Group:
             rank = self._options.rank
             error = InvalidGroup(f"{self._options}: rank {rank}: {problem}", rank)
             self._end(error)
-            self._coordinator.fail(problem)
+            self.coordinator.fail(problem)
             raise error
         return first
 
@@ -283,7 +283,7 @@ class Group:
         """When it ends well, nothing of the group is left before anybody hears of it; else all hear
         of it first, as a file may still be on its way."""
         try:
-            self._coordinator.watch()
+            self.coordinator.watch()
             has_failed = False
         except BaseException as error:
             has_failed = True
@@ -300,7 +300,7 @@ class Group:
     def _close(self) -> None:
         with self._changing, suppress(OSError):  # somebody has removed the directory
             self._is_closed = True
-            self._coordinator.close()
+            self.coordinator.close()
 
     def _end(self, error: BaseException | None) -> None:
         """The first outcome counts."""

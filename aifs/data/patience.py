@@ -52,7 +52,7 @@ class _Here(threading.local):
     call: "Call | None" = None
 
 
-_here = _Here()
+here = _Here()
 
 
 class Hanging(Unavailable):
@@ -128,11 +128,11 @@ class Call:
     def __call__(self) -> Any:
         if not self.patience.begin(self):
             return None
-        _here.call = self
+        here.call = self
         try:
             return self._function(*self._args)
         finally:
-            _here.call = None
+            here.call = None
             self.patience.end(self)
 
 
@@ -190,13 +190,13 @@ class Patience:
         """The thread is about to ask the server for something: of a path, or of an object, by its
         key.
         """
-        call = _here.call
+        call = here.call
         if call is not None and call.patience is self:
             call.what, call.asks_since_s = (op, where), time.monotonic()
 
     def leave(self) -> None:
         """It has the answer."""
-        call = _here.call
+        call = here.call
         if call is not None and call.patience is self:
             call.asks_since_s = None
 

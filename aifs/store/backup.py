@@ -95,7 +95,7 @@ class Backup:
         """Of the newest base, compressed."""
         self._increment_bytes = 0
         """Of the increments since."""
-        self._base_at_s = -float("inf")
+        self.base_at_s = -float("inf")
         """When that base was made, by trio's clock."""
         self._base_servers: frozenset[int] = frozenset()  # those that there were
         self._shipped_at_s = 0.0  # since the epoch
@@ -158,7 +158,7 @@ class Backup:
         untouched = self._engine.seq == self._engine.opened_seq
         if untouched and chain.seq == self._engine.found_seq:
             self._covered = self._engine.seq  # numbers are passed over when a store is opened
-            self._after, self._base_at_s, self._base_servers = (
+            self._after, self.base_at_s, self._base_servers = (
                 chain.seq,
                 trio.current_time(),
                 self._files.servers(),
@@ -331,7 +331,7 @@ class Backup:
     # --- making them ---
 
     def _is_base_due(self) -> bool:
-        late = trio.current_time() - self._base_at_s > BASE_AGE_S
+        late = trio.current_time() - self.base_at_s > BASE_AGE_S
         large = self._increment_bytes > max(self._base_bytes, _MIN_BASE_BYTES)
         return late or large or self._is_server_leaving() or not self.interval_s
 
@@ -383,7 +383,7 @@ class Backup:
         if not goes_on and self._forgotten == forgotten:
             self._after = begin
         self._base_bytes, self._increment_bytes = length, 0
-        self._base_at_s, self._base_servers = trio.current_time(), servers
+        self.base_at_s, self._base_servers = trio.current_time(), servers
         kept = await self._older_generation(begin)
         await self._files.delete(lambda text: _is_useless(parse_name(text), begin, kept))
 

@@ -62,7 +62,7 @@ class OwnerLock:
         )
         """Of the last claim that was made with these metadata."""
         self._me = Owner(os.getpid(), socket.gethostname(), mountpoint)
-        self._put(self._me)
+        self.put(self._me)
 
     def advance(self, epoch: int, token: str) -> None:
         """A claim is going to be made. Durable on return. Raises NoSpace, Unavailable."""
@@ -76,9 +76,9 @@ class OwnerLock:
 
     def tell(self, doing: str) -> None:
         """Say in the file what this process waits for. Blocks; not for long. Raises OSError."""
-        self._put(replace(self._me, doing=doing))
+        self.put(replace(self._me, doing=doing))
 
-    def _put(self, record: Owner) -> None:
+    def put(self, record: Owner) -> None:
         encoded = json.dumps(asdict(record)).encode()
         files.write_at(self._fd, encoded.ljust(_RECORD_BYTES)[:_RECORD_BYTES], 0)
 
@@ -94,7 +94,7 @@ class OwnerLock:
         try:
             if stuck:
                 closed = IN_ORDER if orderly else NOT_IN_ORDER
-                self._put(replace(self._me, doing=waits_for, closed=closed))
+                self.put(replace(self._me, doing=waits_for, closed=closed))
             elif orderly:
                 files.write_at(self._fd, bytes(_RECORD_BYTES), 0)
         except OSError as error:

@@ -48,17 +48,17 @@ class Evictor:
         if (left_s := self._paused_until_s - trio.current_time()) > 0:
             return left_s
         while self._tier.needs_eviction():
-            if not await self._make_room():  # all there is is in use; time will change that
+            if not await self.make_room():  # all there is is in use; time will change that
                 self._paused_until_s = trio.current_time() + PAUSE_S
                 return PAUSE_S
         return NEVER_S
 
-    async def _make_room(self) -> bool:
+    async def make_room(self) -> bool:
         done = False
         for server, wanted in self._tier.needs_eviction().items():
             victims = self._tier.victims(server, wanted)
             for start in range(0, len(victims), _BATCH):
-                done |= await self._evict(victims[start : start + _BATCH]) > 0
+                done |= await self.evict_copies(victims[start : start + _BATCH]) > 0
                 await trio.lowlevel.checkpoint()
         return done
 
@@ -68,7 +68,7 @@ class Evictor:
         if file is not None:
             return file.inode.copy is None
         inode, _, _ = await self._engine.view(forms.load, ino)
-        return inode.copy is None or await self._evict([inode.copy.id]) > 0
+        return inode.copy is None or await self.evict_copies([inode.copy.id]) > 0
 
     async def give_up(self, copy_ids: Sequence[int]) -> list[int]:
         """Drop these clean copies, pinned ones too, of files that are not open: their device is to
@@ -76,12 +76,12 @@ class Evictor:
         needing: list[int] = []
         for start in range(0, len(copy_ids), _BATCH):
             batch = copy_ids[start : start + _BATCH]
-            await self._evict(batch, mapped=True)
+            await self.evict_copies(batch, mapped=True)
             needed = [copy_id for copy_id in batch if self._needs.is_needed(copy_id)]
             needing += (await self._engine.view(forms.find_copy_owners, needed)).values()
         return needing
 
-    async def _evict(self, copy_ids: Iterable[int], mapped: bool = False) -> int:
+    async def evict_copies(self, copy_ids: Iterable[int], mapped: bool = False) -> int:
         """Drop those of these copies that can be; how many. ``mapped``: also what programs have
         mapped.
         """

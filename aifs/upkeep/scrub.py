@@ -89,7 +89,7 @@ class Scrub:
         self._copies = CopyScrubber(engine, servers, evictor, self._throttle)
         self._findings = findings
         self._upkeep = upkeep
-        self._loaded = False
+        self.loaded = False
         """Whether what an earlier mount has left is known."""
         self._ended = trio.Event()
         """Set when the pass has ended, or stopped."""
@@ -103,17 +103,17 @@ class Scrub:
         """How many ids there were when it began: what the cursor goes up to."""
 
     @property
-    def _state(self) -> ScrubState:
+    def state(self) -> ScrubState:
         return self._findings.state
 
     async def load(self) -> None:
         """Go on from what is on record. ``work`` begins with it; what is said before is that of a
         new store.
         """
-        if not self._loaded:
-            asked = self._state
+        if not self.loaded:
+            asked = self.state
             self._findings.begin(await scrub_state.load(self._engine))
-            self._loaded = True
+            self.loaded = True
             self._limit()
             if asked.phase != DONE:
                 self.start(asked.repair, asked.bandwidth)
@@ -147,7 +147,7 @@ class Scrub:
         """Begin a pass; one that is under way goes on, as asked for now. ``bandwidth``: bytes per
         second, None: as configured.
         """
-        state = self._state
+        state = self.state
         if state.phase == DONE:
             untold = sorted(self._findings.wrong_objects())[-UNTOLD_MAX:]
             state = ScrubState(phase=FILES, begun_s=time.time(), untold_before=untold)
@@ -161,14 +161,14 @@ class Scrub:
 
     def stop(self) -> None:
         """End the pass that is under way, if there is one. The next one begins from the start."""
-        self._state.phase = DONE
+        self.state.phase = DONE
         if self._pass is not None:
             self._pass.cancel()
         self._upkeep.wake(Work.SCRUB)
 
     async def wait(self) -> None:
         """No pass is under way on return."""
-        while not self._loaded or self._state.phase != DONE or self._pass is not None:
+        while not self.loaded or self.state.phase != DONE or self._pass is not None:
             await self._ended.wait()
             await trio.lowlevel.checkpoint()
 
@@ -177,12 +177,10 @@ class Scrub:
     async def work(self) -> float:
         """Scrub if that is due; in how many seconds it will be."""
         await self.load()
-        if self._state.phase == DONE:
+        if self.state.phase == DONE:
             self._ended.set()
             left_s = (
-                self._state.begun_s + self._interval_s - time.time()
-                if self._interval_s
-                else NEVER_S
+                self.state.begun_s + self._interval_s - time.time() if self._interval_s else NEVER_S
             )
             if left_s > 0:
                 return left_s
@@ -192,18 +190,18 @@ class Scrub:
                 await self._run_pass()
             finally:
                 stopped, self._pass = self._pass.cancel_called, None
-        if self._state.phase == DONE and not stopped and not self._state.unverified:
-            self._state.untold_before = []
-        if stopped or self._state.phase == DONE:
-            self._state.ended_s = time.time()
+        if self.state.phase == DONE and not stopped and not self.state.unverified:
+            self.state.untold_before = []
+        if stopped or self.state.phase == DONE:
+            self.state.ended_s = time.time()
             await self._save()
             self._ended.set()
         return 0.0
 
     async def _run_pass(self) -> None:
-        self._rate_from = (time.monotonic(), self._state.read_bytes)
+        self._rate_from = (time.monotonic(), self.state.read_bytes)
         self._ids = max(1, await self._engine.view(ReadTransaction.counter, keys.COUNTER_IDS))
-        state = self._state
+        state = self.state
         if state.phase == FILES:
             await self._walk(b"i", _find_files)
             state.phase, state.cursor = CONTAINERS, 0
@@ -232,7 +230,7 @@ class Scrub:
         )
 
     async def _walk(self, kind: bytes, find: Callable[..., tuple[list[Item], int]]) -> None:
-        state, saved_s = self._state, time.monotonic()
+        state, saved_s = self.state, time.monotonic()
         start = state.cursor
         while start >= 0:
             items, start = await self._engine.view(find, kind, start)
@@ -247,7 +245,7 @@ class Scrub:
         await self._save()
 
     async def _save(self) -> None:
-        await scrub_state.save(self._engine, self._state)
+        await scrub_state.save(self._engine, self.state)
         faults.reach(_RECORDED)
 
     async def _scrub_all(self, items: list[Item]) -> None:
@@ -262,7 +260,7 @@ class Scrub:
                 nursery.start_soon(work)
 
     async def _scrub(self, ino: int, oid: int) -> None:
-        found, state = ScrubResult(), self._state
+        found, state = ScrubResult(), self.state
         try:
             is_done = not oid or await self._scrubber.scrub(ino, oid, found, state.repair)
             await self._use_copies(found, 0 if ino else oid)
@@ -300,9 +298,9 @@ class Scrub:
         if not wrong:
             return
         restored = (
-            await self._from_copies.restore_each(wrong, container) if self._state.repair else set()
+            await self._from_copies.restore_each(wrong, container) if self.state.repair else set()
         )
-        self._state.from_copies += len(restored)
+        self.state.from_copies += len(restored)
         left = set()
         for ino in wrong - restored:
             inode = await self._engine.view(namespace.find_inode, ino)
@@ -319,7 +317,7 @@ class Scrub:
         ]
 
     def _limit(self) -> None:
-        asked = self._state.bandwidth
+        asked = self.state.bandwidth
         self._limiter = Limiter(self._bandwidth if asked is None else asked)
         for scope in self._throttled:
             scope.cancel()  # whoever waited for the old one need not any more
@@ -340,7 +338,7 @@ class Scrub:
         """What ``aifs status`` shows. ``rate``: bytes per second of this pass; ``next_s``: when the
         next pass is due, since the epoch. ``share``: of the pass that is done, about. Of ``wrong``
         as many as take ``wrong_bytes`` as JSON; ``wrong_ranges`` says how many there are."""
-        state = asdict(self._state)
+        state = asdict(self.state)
         began_s, began = self._rate_from
         running = state["phase"] != DONE
         rate = (

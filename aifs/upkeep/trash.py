@@ -66,7 +66,7 @@ class Trash:
         self._io = io
         self._drain = drain
         self._collector = collector
-        self._directories: dict[
+        self.directories: dict[
             int, int
         ] = {}  # inode number -> top of its tree; the last one is emptied next
         self._trees = Counter[int]()  # top -> how many of its directories are left
@@ -99,7 +99,7 @@ class Trash:
         faults.reach(_REMOVED)
 
     def _add(self, ino: int, tree: int) -> None:
-        self._directories[ino] = tree
+        self.directories[ino] = tree
         self._trees[tree] += 1
         self._upkeep.wake(Work.TRASH)
         self._on_gone(ino)
@@ -108,13 +108,13 @@ class Trash:
         """Whether this directory is in the trash itself, so that nobody shall see what is left in
         it.
         """
-        return ino in self._directories
+        return ino in self.directories
 
     def status(self) -> dict[str, Any]:
         """Trees and directories left to take apart; inodes removed since the mount."""
         return {
             "trees": len(self._trees),
-            "directories": len(self._directories),
+            "directories": len(self.directories),
             "removed_inodes": self._removed_inodes,
         }
 
@@ -133,11 +133,11 @@ class Trash:
             await self._empty()
 
     async def _empty(self) -> None:
-        while len(self._directories) > len(self._stuck):
+        while len(self.directories) > len(self._stuck):
             begin = trio.current_time()
-            ino = next(ino for ino in reversed(self._directories) if ino not in self._stuck)
+            ino = next(ino for ino in reversed(self.directories) if ino not in self._stuck)
             try:
-                await self._remove_slice(ino)
+                await self.remove_slice(ino)
             except trash.DamagedTree as error:
                 _log.warning(
                     "a deleted directory, inode %d, cannot be emptied until fsck has repaired it: "
@@ -150,8 +150,8 @@ class Trash:
             if self._collector.due > _BACKLOG_MAX:
                 await self._collector.drain()
 
-    async def _remove_slice(self, ino: int) -> None:
-        tree = self._directories[ino]
+    async def remove_slice(self, ino: int) -> None:
+        tree = self.directories[ino]
         inos = await self._engine.view(trash.find_slice, ino, NAMES)
         with self._io.opening(*inos) as closed:
             done = await self._engine.transact(
@@ -174,7 +174,7 @@ class Trash:
         faults.reach(_EMPTIED)
 
     def _finish(self, ino: int, tree: int) -> None:
-        del self._directories[ino]
+        del self.directories[ino]
         self._trees[tree] -= 1
         if not self._trees[tree]:
             del self._trees[tree]

@@ -283,8 +283,7 @@ async def test_spare_files_that_nobody_takes_are_removed(device, monkeypatch):
     os.close(fd)
     spares.expire()
     monkeypatch.setattr("aifs.burst.spares.KEEP_S", -KEEP_S)
-    if spares._done is not None:
-        await spares._done.wait()
+    await spares.refilled()
     spares.expire()
     assert spares.empty
     device.workers.close()

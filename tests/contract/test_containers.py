@@ -209,7 +209,7 @@ async def test_full_containers_are_sealed_when_the_metadata_takes_it(
     forgotten.
     """
     with shelf(servers, tmp_path) as made:
-        made.writer._size = 100_000
+        made.writer.size = 100_000
         with monkeypatch.context() as patch:
 
             async def full(container: int) -> None:
@@ -219,7 +219,7 @@ async def test_full_containers_are_sealed_when_the_metadata_takes_it(
             for oid in range(1, 8):
                 await made.store({oid: content(oid, 200_000)})
             assert not made.sealed and len(made.lists) == 7
-        open_ones = {container.id for idle in made.writer._idle.values() for container in idle}
+        open_ones = made.writer.idle
         await made.writer.retire(lambda container, layout: False)
         assert made.sealed == set(made.table) - open_ones and made.sealed
 

@@ -185,7 +185,7 @@ async def test_spare_columns_may_be_asked_for(scratch):
         enough(scratch, redundancy) as servers,
         shelf(servers, scratch, False, redundancy) as made,
     ):
-        made.writer._spare = 1
+        made.writer.spare = 1
         with failing("write_at", (f"{scratch}/server0", f"{scratch}/server1")):
             with pytest.raises(Unavailable):
                 await made.store(FILES, 65536)

@@ -1218,7 +1218,7 @@ async def test_fsck_takes_marks_away_that_cannot_be_true(directory: Path) -> Non
                 tx.put(key, b"?")
 
         await fs.store.engine.transact(plant)
-        fs.retention._kept.clear()
+        fs.retention.kept.clear()
     report = await trio.to_thread.run_sync(check, modes.config_of(directory), True)
     assert sorted(finding.kind for finding in report.findings) == sorted(planted.values())
     assert report.ok

@@ -209,8 +209,8 @@ async def test_a_copy_that_is_shorter_than_it_was(servers):
 
 
 async def test_memory_stays_within_the_budget(servers):
-    mover = make_mover(total=2 * PIECE)
-    budget = mover.buffers._budget
+    budget = Budget(2 * PIECE)
+    mover = Mover(budget, Limiter(0), "best-effort")
     async with trio.open_nursery() as nursery:
         for number in range(4):
             copy = make_copy(servers, number + 1)

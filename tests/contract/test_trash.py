@@ -161,7 +161,7 @@ async def test_the_next_mount_goes_on(source: Path, monkeypatch: pytest.MonkeyPa
         await make_tree(fs, top, 2, 2)
         await fs.remove_tree(ROOT, b"top")
         for _ in range(5):
-            await fs.trash._remove_slice(next(reversed(fs.trash._directories)))
+            await fs.trash.remove_slice(next(reversed(fs.trash.directories)))
         left = await inodes(fs)
     assert not (await trio.to_thread.run_sync(check, modes.config_of(source), False)).findings
     async with opened(source, read_only=True) as fs:
@@ -345,7 +345,7 @@ async def test_what_cannot_be_deleted_does_not_hold_up_what_can(
     monkeypatch.setattr(vfs_trash, "_BACKLOG_MAX", 3)
     monkeypatch.setattr(vfs_collector, "_BACKLOG_MAX", 3)
     async with opened(source) as fs:
-        fs.collector._retry = [vfs_collector._Doomed(1 << 40, 0, 0)] * 10
+        fs.collector.retry = [vfs_collector.Doomed(1 << 40, 0, 0)] * 10
         assert (fs.collector.backlog, fs.collector.due) == (10, 0)
         asked = []
 
@@ -363,4 +363,4 @@ async def test_what_cannot_be_deleted_does_not_hold_up_what_can(
             await trio.testing.wait_all_tasks_blocked(0.01)
         assert asked == [False]
         assert fs.collector.backlog == 10
-        fs.collector._retry = []
+        fs.collector.retry = []

@@ -160,7 +160,7 @@ def test_wrong_bytes_are_told_by_others_and_reported(servers: Servers, layout: S
                     == file.data[start : start + length]
                 )
             await servers.cache.settle()
-            objects._forget()
+            objects.forget()
             objects.close()
             file.flip(column, 77)
             assert {found[2] for found in file.damage} <= {column}

@@ -781,7 +781,7 @@ def test_what_there_is_no_room_for_leaves_nothing(
                 await write(fs, b"%d" % number, b"x")
             await fs.backup.ship()
             before = segments(source)
-            fs.backup._base_at_s = -float("inf")  # the next one is a base
+            fs.backup.base_at_s = -float("inf")  # the next one is a base
             await write(fs, b"more", b"x")
             with monkeypatch.context() as patch:
                 patch.setattr(backups, "put", full)
@@ -790,7 +790,7 @@ def test_what_there_is_no_room_for_leaves_nothing(
             (increment,) = segments(source).keys() - before.keys()  # which comes before a base
             assert parse_name(increment).kind == INCREMENT
             before = segments(source)
-            fs.backup._base_at_s = trio.current_time()
+            fs.backup.base_at_s = trio.current_time()
             await write(fs, b"still more", b"x")
             with failing("sync_file", f"{source}/data"), pytest.raises(FsError):
                 await fs.backup.ship()

@@ -79,7 +79,7 @@ async def test_a_drained_file_is_the_same_from_either_tier_and_after_a_remount(d
         inos = {name: (await write_file(fs, name, data))[0] for name, data in contents.items()}
         before = {name: await fs.getattr(ino) for name, ino in inos.items()}
         await drained(fs, *inos.values())
-        assert len(fs.drain._queue) == 0 and not await numbers(fs, b"w")
+        assert fs.drain.status()["files"] == 0 and not await numbers(fs, b"w")
         for name, data in contents.items():
             inode = await fs.getattr(inos[name])
             assert (

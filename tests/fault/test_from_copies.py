@@ -357,7 +357,7 @@ def test_a_copy_that_cannot_be_read_now_is_a_source_later(
             raise Unavailable("not now")
 
         with monkeypatch.context() as broken:
-            broken.setattr(fs.tier._servers.burst()[0], call, fail)
+            broken.setattr(fs.store.servers.burst()[0], call, fail)
             status = await scrub(fs)
         assert {entry["inode"] for entry in status["wrong"]} == files.contents.keys()
         assert not any(entry["for_good"] for entry in status["wrong"]) or call == "read"
@@ -637,7 +637,7 @@ def test_a_file_that_is_opened_while_others_are_looked_at_keeps_its_copy(
         monkeypatch.setattr(fs.needs, "_wrong_objects", wrong_objects)
         copies = [(await fs.getattr(ino)).copy.id for ino in files.contents]
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(fs.evictor._evict, copies)
+            nursery.start_soon(fs.evictor.evict_copies, copies)
             await looking.wait()
             opened = max(files.contents)
             reader = (await fs.open(opened, os.O_RDONLY)).handle
@@ -662,7 +662,7 @@ def test_a_copy_that_cannot_be_synced_is_not_given_up_if_it_is_needed(
     async def work(fs: Filesystem) -> None:
         await files.write(fs)
         needed, other = max(files.contents), min(files.contents)
-        fs.scrub._state.untold = [(await fs.getattr(needed)).oid]
+        fs.scrub.state.untold = [(await fs.getattr(needed)).oid]
 
         broken_ids, sync = (
             {(await fs.getattr(ino)).copy.id for ino in (needed, other)},
@@ -681,7 +681,7 @@ def test_a_copy_that_cannot_be_synced_is_not_given_up_if_it_is_needed(
             await fs.release((await fs.open(other, os.O_RDWR)).handle)
         assert (await fs.getattr(needed)).copy.id in broken_ids
         assert (await fs.getattr(other)).copy.id not in broken_ids  # another one has been staged
-        fs.scrub._state.untold = []
+        fs.scrub.state.untold = []
         await files.settled(fs)
 
     files.use(work)
@@ -715,14 +715,14 @@ def test_when_room_is_needed_others_are_dropped_first(
         await files.write(fs)
         needed = min(files.contents)
         _, oid, _ = next(item for item in await files.layouts(fs) if item[0] == needed)
-        fs.scrub._state.untold = [oid]
+        fs.scrub.state.untold = [oid]
         for ino in files.contents.keys() - {needed}:
             fs.tier.touch((await fs.getattr(ino)).copy.id)
-        fs.tier.needs_eviction = lambda: {fs.tier._servers.burst()[0].id: 1}
-        assert not await fs.evictor._make_room()  # the one that is needed was first
-        assert await fs.evictor._make_room()
+        fs.tier.needs_eviction = lambda: {fs.store.servers.burst()[0].id: 1}
+        assert not await fs.evictor.make_room()  # the one that is needed was first
+        assert await fs.evictor.make_room()
         assert await needy(files, fs) == {needed}
-        fs.scrub._state.untold = []
+        fs.scrub.state.untold = []
         await files.settled(fs)
 
     files.use(work)

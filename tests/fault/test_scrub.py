@@ -368,11 +368,11 @@ def test_a_pass_that_is_interrupted_goes_on_after_a_restart(store: Config) -> No
         while fs.scrub.status()["read_bytes"] == 0:
             await trio.sleep(0.01)
         assert fs.scrub.status()["running"]
-        await scrub_state.save(fs.store.engine, fs.scrub._state)
+        await scrub_state.save(fs.store.engine, fs.scrub.state)
 
     async def go_on(fs: Filesystem) -> dict[str, Any]:
         with trio.fail_after(60):
-            while not fs.scrub.status()["begun_s"] or not fs.scrub._loaded:
+            while not fs.scrub.status()["begun_s"] or not fs.scrub.loaded:
                 await trio.sleep(0.01)
         status = fs.scrub.status()
         assert status["running"], status

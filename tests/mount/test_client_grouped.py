@@ -246,13 +246,13 @@ def test_a_rank_that_gives_up_says_why_however_soon_it_hears_of_the_end(
     mount_store: Callable[..., Mounted], options: tuple[str, ...]
 ) -> None:
     group = Group("step", 0, WORLD, directory=mount_store(*options).path / "new")
-    fail = group._coordinator.fail
+    fail = group.coordinator.fail
 
     def fail_and_wait(reason: str) -> None:
         fail(reason)
         group.durable.exception(WAIT_S)  # who watches the group has heard of it
 
-    group._coordinator.fail = fail_and_wait
+    group.coordinator.fail = fail_and_wait
     group.cancel("has no time")
     with pytest.raises(GroupError, match="rank 0: has no time"):
         group.durable.result()

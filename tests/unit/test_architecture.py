@@ -299,3 +299,131 @@ def _form_assigned(path: Path) -> Iterator[int]:
 def test_one_module_changes_the_form_of_an_open_file(path: Path) -> None:
     if path.name not in ("transitions.py", "recovery.py"):  # the latter before any file is open
         assert not list(_form_assigned(path))
+
+
+CLASSES = [
+    (path, node)
+    for path in MODULES
+    for node in ast.walk(ast.parse(path.read_bytes()))
+    if isinstance(node, ast.ClassDef)
+]
+
+
+def test_public_classes_have_different_names() -> None:
+    """So a name says which class it is, wherever it is read."""
+    places: dict[str, list[str]] = {}
+    for path, node in CLASSES:
+        if not node.name.startswith("_"):
+            places.setdefault(node.name, []).append(name_of(path))
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+MAY_BE_UNEXPLAINED = 5
+"""A class with more fields says what each of them is."""
+
+
+class Fields:
+    """The fields of a class: those that ``__init__`` sets, or that the class lists, where it is a
+    record. What it was given as it is, and parts that are made there, are explained by the name of
+    the argument, or of their class, and are left out.
+    """
+
+    def __init__(self, node: ast.ClassDef, lines: list[str], classes: set[str]) -> None:
+        self._lines = lines
+        self._classes = classes
+        inits = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+        self._given: set[str] = set()
+        if any(isinstance(statement, ast.AnnAssign) for statement in node.body) or not inits:
+            self._body = node.body
+        else:
+            arguments = inits[0].args
+            self._given = {arg.arg for arg in (*arguments.args, *arguments.kwonlyargs)}
+            self._body = inits[0].body
+
+    def explained(self) -> dict[str, bool]:
+        """By name, whether there is a comment on its line or before it, or a docstring after."""
+        found: dict[str, bool] = {}
+        for statement, follows in zip(self._body, [*self._body[1:], None], strict=True):
+            if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
+                continue
+            first, last = statement.lineno - 1, statement.end_lineno or statement.lineno
+            near = self._lines[first:last]
+            if self._lines[first - 1].lstrip().startswith("#"):
+                near.append("#")
+            is_explained = any("#" in line for line in near) or (
+                isinstance(follows, ast.Expr) and isinstance(follows.value, ast.Constant)
+            )
+            for name in self._names(statement):
+                found.setdefault(name, is_explained)
+        return found
+
+    def _names(self, statement: ast.Assign | ast.AnnAssign) -> Iterator[str]:
+        if self._given:
+            targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+            for target in targets:
+                parts = target.elts if isinstance(target, ast.Tuple) else [target]
+                value = statement.value
+                values = value.elts if isinstance(value, ast.Tuple) else [value] * len(parts)
+                for part, made_of in zip(parts, values, strict=False):
+                    is_own = isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self"
+                    if is_own and not self._says_itself(made_of):
+                        yield part.attr
+        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            kind = ast.unparse(statement.annotation)
+            if kind not in self._classes and not kind.startswith("ClassVar"):
+                yield statement.target.id
+
+    def _says_itself(self, value: ast.expr | None) -> bool:
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+            return value.func.id in self._classes
+        while isinstance(value, ast.Attribute):
+            value = value.value
+        return isinstance(value, ast.Name) and value.id in self._given
+
+
+def test_fields_are_explained() -> None:
+    classes, lacking = {node.name for _, node in CLASSES}, []
+    for path, node in CLASSES:
+        fields = Fields(node, path.read_text().splitlines(), classes).explained()
+        if len(fields) > MAY_BE_UNEXPLAINED and not all(fields.values()):
+            names = [name for name, is_explained in fields.items() if not is_explained]
+            lacking.append(f"{name_of(path)}: {node.name}: {', '.join(names)}")
+    assert not lacking
+
+
+TESTS = PACKAGE.parent / "tests"
+OF_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
+
+
+def own_names(path: Path) -> set[str]:
+    """Names of attributes, functions and variables that a file itself sets."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                found.add(node.attr)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+PRIVATE = {
+    name
+    for path in MODULES
+    for name in own_names(path)
+    if name.startswith("_") and not name.startswith("__")
+} - OF_TUPLES
+
+
+def reached_into(path: Path) -> set[str]:
+    """Private names of ours that a test uses of an object, or imports."""
+    tree, own = ast.parse(path.read_bytes()), own_names(path)
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "os"):
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("aifs."):
+            found |= {alias.name for alias in node.names}
+    return (found & PRIVATE) - own

@@ -75,7 +75,7 @@ def a_copy(server: FakeServer, copy_id: int) -> SimpleNamespace:
 
 def promise(tier: BurstTier, server: FakeServer, copy_id: int, expected: int) -> None:
     """What ``create`` does besides making the file."""
-    tier._devices[server.id].promise(copy_id, expected)
+    tier.devices[server.id].promise(copy_id, expected)
 
 
 # --- admission ------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ async def test_the_length_of_what_is_written_behind_our_back_is_looked_at():
 def test_the_pause_grows_with_what_is_not_drained(steps, rate):
     server = FakeServer(0, 1000 * MIB)
     tier = make_tier(server, throttle_max="200ms")
-    tier._rate = rate
+    tier.rate = rate
     last = -1.0
     for copy_id, step in enumerate(steps):
         tier.dirty(copy_id, server.id, 0)
@@ -285,7 +285,7 @@ def test_space_of_evicted_copies_is_not_asked_for_twice():
     tier = make_tier(server)
     for copy_id in range(9):
         tier.clean(copy_id, server.id, 100 * MIB)
-        tier._devices[server.id].look(server.space())
+        tier.devices[server.id].look(server.space())
     assert tier.needs_eviction() == {server.id: 300 * MIB}
     victims = tier.victims(server.id, 300 * MIB)
     assert victims == [0, 1, 2]
@@ -295,12 +295,12 @@ def test_space_of_evicted_copies_is_not_asked_for_twice():
     assert tier.admit("") is None
     for _ in range(2):
         assert tier.needs_eviction() == {}
-        tier._devices[server.id].look(server.space())  # the collector has not come to it yet
+        tier.devices[server.id].look(server.space())  # the collector has not come to it yet
     for copy_id in victims:
         tier.gone(copy_id)
     assert tier.admit("") is server
     server.used = 600 * MIB
-    tier._devices[server.id].look(server.space())
+    tier.devices[server.id].look(server.space())
     assert tier.needs_eviction() == {}
     assert tier.status()["devices"][0]["used_bytes"] == 600 * MIB
 

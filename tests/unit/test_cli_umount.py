@@ -32,7 +32,7 @@ class Daemon:
 
     def write(self, **fields: str) -> None:
         lock = OwnerLock(self.meta, "/mnt")
-        lock._put(Owner(self._pid, socket.gethostname(), "/mnt", **fields))
+        lock.put(Owner(self._pid, socket.gethostname(), "/mnt", **fields))
         lock.release(orderly=False)
 
     def wait(self, limit_s: float) -> str:

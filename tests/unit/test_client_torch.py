@@ -328,7 +328,7 @@ def test_pipelined_says_what_failed(tmp_path: Path, small: Path) -> None:
             checkpointer.save(lambda: None, 2)
         checkpointer.save({"a": torch.ones(5)}, 2)
         checkpointer.wait(durable=True)
-        helper = checkpointer._helper
+        helper = checkpointer.helper
         assert helper is not None
         helper.process.kill()
         helper.process.wait()

@@ -83,9 +83,9 @@ def test_what_is_on_servers_never_changes(kind: type) -> None:
 def test_what_the_library_adds_depends_on_place_and_length_alone(length: int) -> None:
     code = Fragments(4, 2)
     contents = [bytes(4 * length), b"\xff" * (4 * length), bytes(range(256)) * (length // 64)]
-    heads = [[fragment[:80] for fragment in code._driver.encode(content)] for content in contents]
+    heads = [[fragment[:80] for fragment in code.driver.encode(content)] for content in contents]
     assert heads == [code.headers(length)] * 3
-    assert {len(fragment) for fragment in code._driver.encode(contents[2])} == {80 + length}
+    assert {len(fragment) for fragment in code.driver.encode(contents[2])} == {80 + length}
 
 
 def test_all_losses_of_a_small_row() -> None:

@@ -187,13 +187,13 @@ def test_when_a_call_is_due(monkeypatch):
     assert its.begin(call)
     now = 1100.0
     assert its.due_s(call, 0.0) == 1130  # it computes
-    patience._here.call = call
+    patience.here.call = call
     its.enter("write", "/seven/1")
     now = 1120.0
     assert its.due_s(call, 1119.0) == 1130
     its.leave()
     assert its.due_s(call, 0.0) == 1150
-    patience._here.call = None
+    patience.here.call = None
 
 
 async def test_errors_and_cancellation(server):

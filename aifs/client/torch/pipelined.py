@@ -69,7 +69,7 @@ class PipelinedCheckpointer:
         """The copy that is under way, or the last one; None before."""
         self._target = ""
         """The path of the newest checkpoint; '' before the first."""
-        self._helper: Helper | None = Helper(self._arena)
+        self.helper: Helper | None = Helper(self._arena)
 
     def __enter__(self) -> "PipelinedCheckpointer":
         return self
@@ -93,17 +93,17 @@ class PipelinedCheckpointer:
         self._target = plain(self._template.format(step=step))
         image, storages = describe(state, archive_name(self._file))
         places = offsets(image.sizes)
-        if self._helper is None:
-            self._helper = Helper(self._arena)
+        if self.helper is None:
+            self.helper = Helper(self._arena)
         self._arena.grow(max(places[-1], 1))  # an empty mapping cannot be
         job = SaveJob(self._target, self._file, image, {"step": step, **self._options})
         try:
-            self._helper.connection.send(job)
+            self.helper.connection.send(job)
         except (BrokenPipeError, ConnectionResetError):
             self._fail_without_helper()
         sources: list[Iterable[memoryview]] = [chunks_of(storage) for storage in storages]
         self._staging = self._pool.submit(
-            self._arena.fill, sources, places, self._helper.connection, storages
+            self._arena.fill, sources, places, self.helper.connection, storages
         )
 
     def wait(self, *, durable: bool = False) -> None:
@@ -111,8 +111,8 @@ class PipelinedCheckpointer:
         Raises what it failed with: OSError, CheckpointError (also if the helper is gone)."""
         if self._staging is None:
             return
-        assert self._helper is not None
-        connection = self._helper.connection
+        assert self.helper is not None
+        connection = self.helper.connection
         try:
             self._staging.result()
             if not durable and not connection.poll():
@@ -122,16 +122,16 @@ class PipelinedCheckpointer:
         except (BrokenPipeError, ConnectionResetError, EOFError):
             self._fail_without_helper()
         except Exception:  # copying has failed: the helper waits for bytes that will not come
-            self._helper.kill()
-            self._helper = self._staging = None
+            self.helper.kill()
+            self.helper = self._staging = None
             raise
         self._staging = None
         _raise(report, self._target)
 
     def _fail_without_helper(self) -> NoReturn:
-        assert self._helper is not None
-        code = self._helper.kill()
-        self._helper = self._staging = None
+        assert self.helper is not None
+        code = self.helper.kill()
+        self.helper = self._staging = None
         raise CheckpointError(
             f"{self._target}: was not saved: the helper process has ended (exit code {code})"
         ) from None
@@ -142,9 +142,9 @@ class PipelinedCheckpointer:
             self.wait(durable=True)
         finally:
             self._pool.shutdown()
-            if self._helper is not None:
-                self._helper.end()
-                self._helper = None
+            if self.helper is not None:
+                self.helper.end()
+                self.helper = None
             self._arena.close()
 
 

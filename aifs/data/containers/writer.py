@@ -95,8 +95,8 @@ class ContainerWriter:
         self._servers = servers
         self._catalogue = catalogue
         self._buffers = _Buffers(budget)
-        self._size = size
-        self._spare = spare
+        self.size = size
+        self.spare = spare
         self._idle: dict[Striped, list[OpenContainer]] = {}  # least recently used first
         self._unsealed: list[OpenContainer] = []  # full, but the metadata did not take it
         self._turn = 0
@@ -177,13 +177,13 @@ class ContainerWriter:
                     faults.reach(_APPENDED)
                 await used[-1].finish(memory)
             for container in used:
-                await container.sync(self._spare)
+                await container.sync(self.spare)
         except BaseException:
             work.failed = True
             raise
 
     def _fits(self, container: OpenContainer, space: int) -> bool:
-        return container.end + space <= self._size or container.end == 0
+        return container.end + space <= self.size or container.end == 0
 
     async def _take(self, layout: Striped, space: int) -> OpenContainer:
         """A container with room, for one task alone."""
@@ -222,6 +222,11 @@ class ContainerWriter:
         self._idle[container.layout] = idle
 
     # --- sealing ---
+
+    @property
+    def idle(self) -> set[int]:
+        """Ids of the open containers that nobody appends to."""
+        return {container.id for idle in self._idle.values() for container in idle}
 
     async def retire(self, unwanted: Callable[[int, Striped], bool]) -> None:
         """Seal the open containers of which ``unwanted`` says so, by id and layout, unless they are

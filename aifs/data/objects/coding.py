@@ -43,7 +43,7 @@ class Fragments:
     def __init__(self, data: int, parity: int) -> None:
         self._data = data
         self._parity = parity
-        self._driver = ECDriver(k=data, m=parity, ec_type=_TYPE)
+        self.driver = ECDriver(k=data, m=parity, ec_type=_TYPE)
 
     def encode(self, units: Sequence[memoryview], parity: Sequence[memoryview]) -> None:
         """See Code."""
@@ -56,7 +56,7 @@ class Fragments:
                 if len(pieces[-1]) == step
                 else b"".join(bytes(p).ljust(step, b"\0") for p in pieces)
             )
-            fragments = self._driver.encode(data)
+            fragments = self.driver.encode(data)
             end = min(start + step, length)
             for number, target in enumerate(parity):
                 target[start:end] = memoryview(fragments[self._data + number])[
@@ -73,13 +73,13 @@ class Fragments:
                 headers[number] + bytes(unit[start : start + step]).ljust(step, b"\0")
                 for number, unit in units.items()
             ]
-            [fragment] = self._driver.reconstruct(fragments, [wanted])
+            [fragment] = self.driver.reconstruct(fragments, [wanted])
             end = min(start + step, length)
             target[start:end] = memoryview(fragment)[_HEADER : _HEADER + end - start]
 
     def headers(self, length: int) -> list[bytes]:
         """What stands before fragments of ``length`` bytes."""
-        return [fragment[:_HEADER] for fragment in self._driver.encode(bytes(length * self._data))]
+        return [fragment[:_HEADER] for fragment in self.driver.encode(bytes(length * self._data))]
 
 
 @lru_cache(maxsize=64)

@@ -259,7 +259,7 @@ class ObjectSet:
             ino, oid = self._key
             self._on_damage(oid, ino, column)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """The objects are about to change."""
         self._cached.forget()
         if self._checked is not None:
@@ -278,7 +278,7 @@ class ObjectSet:
         QuotaExceeded, Unavailable if too many have failed: then any part of it may have been
         written.
         """
-        self._forget()
+        self.forget()
         memory = memoryview(data)
         spans = ((offset, offset + len(memory)),) if ranges is None else ranges
         calls = [
@@ -366,7 +366,7 @@ class ObjectSet:
         Raises NotSupported where a server's filesystem has no such thing, Unavailable: then any
         part of it may be zeros.
         """
-        self._forget()
+        self.forget()
         for known in self._known:
             known.length = None
         length_at = self._layout.object_length
@@ -388,7 +388,7 @@ class ObjectSet:
         """No object is longer on return than a file of ``size`` bytes calls for. Raises
         Unavailable.
         """
-        self._forget()
+        self.forget()
         calls = []
         for column, known in enumerate(self._known):
             length = self._layout.object_length(column, size)
@@ -403,7 +403,7 @@ class ObjectSet:
         ``sync`` then covers whatever may not be durable of them, also the work of earlier users of
         the file. Raises NoSpace, QuotaExceeded, Unavailable if too many have failed.
         """
-        self._forget()
+        self.forget()
         calls = []
         for column, known in enumerate(self._known):
             length = self._layout.object_length(column, size)

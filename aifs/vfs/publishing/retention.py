@@ -55,7 +55,7 @@ class Retention:
         self._engine = engine
         self._io = io
         self._trash = trash_
-        self._kept: set[int] = set()  # directories that have, or had, a policy
+        self.kept: set[int] = set()  # directories that have, or had, a policy
         self._due: set[int] = set()
         self._everything_at_s = -math.inf  # by trio's clock
         self._upkeep = upkeep
@@ -67,7 +67,7 @@ class Retention:
 
     async def load(self) -> None:
         """Which directories have a policy."""
-        self._kept.update(await self._engine.view(_all_kept))
+        self.kept.update(await self._engine.view(_all_kept))
 
     async def set_policy(self, ino: int, text: str, caller: CallerLike) -> None:
         """Set the policy of a directory, '' to remove it; it counts from now on, and removes what
@@ -78,7 +78,7 @@ class Retention:
             raise Invalid(str(error)) from None
         await self._engine.transact(_put_policy, ino, Kept(policy, permissions.asker_of(caller)))
         if policy:
-            self._kept.add(ino)
+            self.kept.add(ino)
             self.shown(ino)
 
     async def policy_of(self, ino: int) -> str:
@@ -90,7 +90,7 @@ class Retention:
 
     def shown(self, parent: int) -> None:
         """A directory has got a name in ``parent``, or its policy has changed."""
-        if parent in self._kept:
+        if parent in self.kept:
             self._due.add(parent)
             self._upkeep.wake(Work.RETENTION)
 
@@ -98,7 +98,7 @@ class Retention:
         """Enforce policies that are due; in how many seconds all are."""
         if trio.current_time() >= self._everything_at_s:
             self._everything_at_s = trio.current_time() + _INTERVAL_S
-            self._due |= self._kept
+            self._due |= self.kept
             await self._attempt(self.remove_abandoned)
         while self._due:
             ino = self._due.pop()
