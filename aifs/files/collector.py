@@ -37,7 +37,7 @@ _DELETED = faults.declare(
 )
 
 
-class Doomed(NamedTuple):
+class DoomedObject(NamedTuple):
     """Garbage, and which backups of the metadata may refer to it: those of a state from ``since``
     on, and before the transaction ``until``."""
 
@@ -72,11 +72,11 @@ class Collector:
         self._upkeep = upkeep
         self._orphans: list[int] = []
         """Inodes without names that nobody has open, to be erased."""
-        self._garbage: list[Doomed] = []
+        self._garbage: list[DoomedObject] = []
         """What is to be deleted now."""
-        self._held: list[Doomed] = []
+        self._held: list[DoomedObject] = []
         """What may not be deleted before there is another backup."""
-        self.retry: list[Doomed] = []
+        self.retry: list[DoomedObject] = []
         """What could not be deleted."""
         self._failed = 0  # of the last batch
         self._retry_at_s = math.inf  # by trio's clock
@@ -95,7 +95,7 @@ class Collector:
         list.
         """
         since, until = (0, None) if self._tier is None else self._tier.sole_span(oid)
-        self._garbage.append(Doomed(oid, since, self._engine.seq if until is None else until))
+        self._garbage.append(DoomedObject(oid, since, self._engine.seq if until is None else until))
         self._upkeep.wake(Work.COLLECT)
 
     @property
@@ -174,14 +174,14 @@ class Collector:
             else:
                 self._put_off(released)
 
-    def _put_off(self, doomed: list[Doomed]) -> None:
+    def _put_off(self, doomed: list[DoomedObject]) -> None:
         """Not until something else is deleted, but for a while: there may be many."""
         if doomed:
             self.retry += doomed
             self._retry_at_s = min(self._retry_at_s, trio.current_time() + RETRY_S)
             self._upkeep.at(Work.COLLECT, self._retry_at_s)
 
-    async def _drop_lists(self, batch: list[Doomed]) -> None:
+    async def _drop_lists(self, batch: list[DoomedObject]) -> None:
         for oid in await self._engine.view(_find_loose, [doomed.oid for doomed in batch]):
             is_all = False
             while not is_all:
@@ -198,7 +198,7 @@ class Collector:
                 faults.reach(_DROPPED)
                 await trio.lowlevel.checkpoint()
 
-    async def _delete(self, batch: Set[Doomed]) -> None:
+    async def _delete(self, batch: Set[DoomedObject]) -> None:
         garbage = await self._engine.view(_read_garbage, [doomed.oid for doomed in batch])
         if not garbage:
             return

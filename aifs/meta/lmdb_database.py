@@ -92,12 +92,17 @@ class Database:
         self.damaged_as: bytes | None = None
         """What damaged records read as, for whoever has named them all; None: they are not read."""
         self._named: set[bytes] = set()
+        """Keys of damaged records that the log has named."""
         self._path = os.path.join(directory, "data.mdb")
+        """Of LMDB's data file."""
         size = os.path.getsize(self._path) if os.path.exists(self._path) else 0
         self._map_bytes = max(INITIAL_MAP_BYTES, 2 * size)
+        """How much of the address space it is mapped to: what the file may grow to."""
         self._writer: lmdb.Transaction | None = None
+        """The write transaction that is open; None: none is."""
         self._unchecked = os.path.join(directory, UNCHECKED)
-        self._check: lmdb_pages.Check | None = None  # while not all pages have been looked at
+        """Path of the file that says that not all pages have been looked at."""
+        self._check: lmdb_pages.PageCheck | None = None  # while not all pages have been looked at
         try:
             try:
                 if size:
@@ -114,7 +119,7 @@ class Database:
             ) from error
 
     def _check_first(self, thorough: bool) -> None:
-        self._check = lmdb_pages.Check(self._path, thorough)
+        self._check = lmdb_pages.PageCheck(self._path, thorough)
         all_now = thorough or os.path.exists(self._unchecked)
         if not self.check_more(None if all_now else FIRST_PAGES):
             files.close_file(files.open_file(self._unchecked, create=True))

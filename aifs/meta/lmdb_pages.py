@@ -40,7 +40,7 @@ class BrokenPage(Exception):
     """The message names the page, and says what is wrong with it."""
 
 
-class Check:
+class PageCheck:
     """One look at every page in use of LMDB's file at ``path``; ``thorough``: also at every node.
 
     A file that does not begin as LMDB's do passes, as LMDB itself refuses it. Raises OSError. All

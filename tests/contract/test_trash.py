@@ -345,7 +345,7 @@ async def test_what_cannot_be_deleted_does_not_hold_up_what_can(
     monkeypatch.setattr(vfs_trash, "_BACKLOG_MAX", 3)
     monkeypatch.setattr(vfs_collector, "_BACKLOG_MAX", 3)
     async with opened(source) as fs:
-        fs.collector.retry = [vfs_collector.Doomed(1 << 40, 0, 0)] * 10
+        fs.collector.retry = [vfs_collector.DoomedObject(1 << 40, 0, 0)] * 10
         assert (fs.collector.backlog, fs.collector.due) == (10, 0)
         asked = []
 
