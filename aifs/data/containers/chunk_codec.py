@@ -35,6 +35,7 @@ _local = threading.local()
 class ChunkHeader(NamedTuple):
     """What is before a chunk in its container, but for magic, format and check value."""
 
+    oid: int
     """Whose chunk it is; 0: a shared one."""
     number: int
     """Of the chunk in that file; of a shared one 0."""
