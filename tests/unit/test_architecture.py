@@ -328,8 +328,8 @@ EXPLAINED_ELSEWHERE = {"GroupState": "core/ioctl.py, AIFS_IOC_GROUP_QUERY"}
 
 class Fields:
     """The fields of a class: those that ``__init__`` sets, or that the class lists, where it is a
-    record. What it was given as it is, and parts that are made there, are explained by the name of
-    the argument, or of their class, and are left out.
+    record. What it was given, or has of others, as it is, and parts that are made there, are
+    explained where they are from, and are left out.
     """
 
     def __init__(self, node: ast.ClassDef, lines: list[str], classes: set[str]) -> None:
@@ -380,8 +380,8 @@ class Fields:
     def _says_itself(self, value: ast.expr | None) -> bool:
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
             return value.func.id in self._classes
-        while isinstance(value, ast.Attribute):
-            value = value.value
+        if isinstance(value, ast.Attribute):
+            return True
         return isinstance(value, ast.Name) and value.id in self._given
 
 
