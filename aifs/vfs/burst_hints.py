@@ -245,7 +245,8 @@ def _list(tx: ReadTransaction, directory: int, cookie: int) -> list[Place]:
 
 
 def _place(tx: ReadTransaction, inode: Inode, cookie: int) -> Place:
-    record = tx.get(keys.burst_copy(inode.copy.id)) if inode.in_burst else None
+    copy = inode.copy if inode.in_burst else None
+    record = None if copy is None else tx.get(keys.burst_copy(copy.id))
     return Place(inode, cookie, 0 if record is None else decode_burst(record).since_ns)
 
 
@@ -264,7 +265,9 @@ def _read_undrained(
     places = []
     for record, copy_id in found:
         inode = namespace.find_inode(tx, record.ino)
-        if inode is not None and inode.nlink and inode.in_burst and inode.copy.id == copy_id:
+        if inode is None or not inode.nlink or not inode.in_burst or inode.copy is None:
+            continue
+        if inode.copy.id == copy_id:
             if is_below(tx, inode.ino, top):
                 places.append(Place(inode, 0, record.since_ns))
     return places, following

@@ -107,18 +107,20 @@ class Ioctls:
         sums = {key: told.get(key, 0) for key in SUMS}
         sums["bytes"] = sums["bytes"] or sum(file.size for file in group.files.values())
         committed = len(group.committed) if record.options.explicit else group.counted
-        return GroupState(
-            record.id,
-            1 + GROUP_STATES.index(record.state),
-            record.options.ranks,
-            len(group.processes),
-            committed,
-            len(group.files),
-            record.dead,
-            *sums.values(),
-            record.created_ns,
-            record.buffered_ns,
-            record.durable_ns,
+        return GroupState._make(
+            (
+                record.id,
+                1 + GROUP_STATES.index(record.state),
+                record.options.ranks,
+                len(group.processes),
+                committed,
+                len(group.files),
+                record.dead,
+                *sums.values(),
+                record.created_ns,
+                record.buffered_ns,
+                record.durable_ns,
+            )
         )
 
     async def _require_may(self, command: Command, ino: int, caller: CallerLike) -> None:

@@ -137,8 +137,9 @@ class OpenFiles:
     async def _closed(self, file: OpenInode, written: bool) -> None:
         """Somebody has closed the file; ``written``: who may have changed it."""
         inode = file.inode
-        if inode.in_burst and inode.nlink and not file.writers:
-            self._tier.dirty(inode.copy.id, inode.copy.server, inode.space)
+        copy = inode.copy
+        if copy is not None and inode.in_burst and inode.nlink and not file.writers:
+            self._tier.dirty(copy.id, copy.server, inode.space)
         if not inode.in_burst:
             # A tiny file that has become inline: nobody needs to wait for it.
             self._drain.gone(inode.ino)

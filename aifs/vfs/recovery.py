@@ -123,7 +123,9 @@ async def _settle_copy(store: Store, tier: BurstTier, collector: Collector, inod
     """Take over what the burst copy says, and sync it. One that a power cut has undone leaves an
     empty file.
     """
-    copy = tier.open(inode.copy)
+    place = inode.copy
+    assert place is not None
+    copy = tier.open(place)
     try:
         await copy.ensure_open()
         status = copy.stat()
@@ -134,7 +136,7 @@ async def _settle_copy(store: Store, tier: BurstTier, collector: Collector, inod
         )
         await copy.sync()
     except MissingObject:
-        if store.same_boot or await store.engine.view(_is_durable, inode.copy.id):
+        if store.same_boot or await store.engine.view(_is_durable, place.id):
             raise
         _log.warning(
             "inode %d was not on stable storage when the power went: it is empty now", inode.ino
@@ -152,7 +154,9 @@ def _is_durable(tx: ReadTransaction, copy_id: int) -> bool:
 
 
 async def _settle_objects(store: Store, inode: Inode) -> None:
-    objects = ObjectSet(store.servers, inode.layout, inode.ino, inode.oid)
+    layout = inode.objects
+    assert layout is not None
+    objects = ObjectSet(store.servers, layout, inode.ino, inode.oid)
     try:
         await objects.settle(inode.size)
         await objects.sync()
@@ -182,8 +186,8 @@ async def _delete_unknown_objects(store: Store) -> int:
     earlier = await store.engine.view(_read_unlisted)
     windows = dict.fromkeys(earlier)
     if not store.clean:
-        window = await last_windows(store.engine)
-        windows |= dict.fromkeys(_Unlisted(number, *window) for number in servers)
+        newest = await last_windows(store.engine)
+        windows |= dict.fromkeys(_Unlisted(number, *newest) for number in servers)
     asked = [window for window in windows if _may_have_objects(servers.find(window.server))]
     calls = [
         (servers[number].workers, servers[number].list_range, (first, end))
@@ -316,6 +320,7 @@ class _Sources:
         """Whether the data servers cannot tell a file, but its copy can, though it was not synced
         before a power cut. It is on record as durable then."""
         engine, servers = self._store.engine, self._store.servers
+        assert inode.copy is not None
         if not await self._needs.find({inode.copy.id: inode.ino}):
             return False
         if not self._memory:

@@ -46,7 +46,7 @@ async def describe(store: Store, inode: Inode, file: OpenInode | None) -> dict[s
     """An inode, the form that its bytes are in, and where each part of them lies. ``file``: its
     in-core state, if it has one.
     """
-    ino, layout = inode.ino, inode.layout
+    ino = inode.ino
     info: dict[str, Any] = {
         "inode": ino,
         "type": _TYPES[stat.S_IFMT(inode.mode)],
@@ -67,7 +67,7 @@ async def describe(store: Store, inode: Inode, file: OpenInode | None) -> dict[s
             "state": burst_hints.state_of(inode, file),
             "path": device.object_path(0, inode.copy.id),
         }
-    if inode.objects is not None:
+    if (layout := inode.objects) is not None:
         info["layout"] = {
             "kind": layout.kind,
             "unit": layout.unit,
@@ -81,13 +81,13 @@ async def describe(store: Store, inode: Inode, file: OpenInode | None) -> dict[s
             for index, number in enumerate(layout.servers)
             if (length := layout.object_length(index, inode.size))
         ]
-    elif layout is not None:
+    elif (chunked := inode.chunks) is not None:
         shares = await _shares(store.engine, inode.oid)
         layouts = await store.engine.view(_container_layouts, shares)
         weakest = min(layouts.values(), key=lambda each: each.tolerates, default=Striped(1, (0,)))
         info["layout"] = {
-            "kind": layout.kind,
-            "chunk": layout.chunk,
+            "kind": chunked.kind,
+            "chunk": chunked.chunk,
             "servers": sorted({server for each in layouts.values() for server in each.servers}),
             "replicas": weakest.replicas,
             "parity": weakest.parity,

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import trio
 
@@ -126,19 +126,20 @@ class ChunkedObjects:
 
     async def _read_waiting(self, part: _Part) -> None:
         place, _, within, target, _ = part
-        if place.codec == PLAIN and not self._verify and not self._reads_whole(part):
+        assert place is not None  # a hole takes no waiting
+        if place.codec == PLAIN and not self._verify and not self._reads_whole(place, part.asked):
             await self._containers.read(
                 place.container, place.offset + HEADER_BYTES + within, target
             )
         else:
             target[:] = (await self._containers.read_chunk(place))[within : within + len(target)]
 
-    def _reads_whole(self, part: _Part) -> bool:
+    def _reads_whole(self, place: Location, asked: int) -> bool:
         """Whether to read by way of the whole chunk: other files may share it, and be read, too."""
         if not self._layout.variable:
             return False
-        is_waste = part.asked < min(WHOLE_BLOCKS_FROM, part.place.raw)
-        return not is_waste or self._containers.has_chunk(part.place)
+        is_waste = asked < min(WHOLE_BLOCKS_FROM, place.raw)
+        return not is_waste or self._containers.has_chunk(place)
 
     async def _find(self, offset: int) -> tuple[int, int, Location | None]:
         """Start and end of the chunk with byte ``offset`` of the file, and where it lies."""
@@ -152,11 +153,12 @@ class ChunkedObjects:
 
     async def _learn(self, offset: int) -> _Known:
         if self._layout.variable:
-            start, _, extents = await self._load(offset)
+            # What ``load`` tells depends on the layout, which no type can say.
+            start, _, extents = await cast(LoadExtents, self._load)(offset)
             starts = list(accumulate((extent.length for extent in extents), initial=start))
             return _Known(starts, [extent.place for extent in extents])
         chunk = self._layout.chunk
-        first, places = await self._load(offset // chunk)
+        first, places = await cast(Load, self._load)(offset // chunk)
         return _Known(range(first * chunk, (first + len(places) + 1) * chunk, chunk), places)
 
     async def data_range(self, offset: int, size: int, strict: bool = True) -> tuple[int, int]:

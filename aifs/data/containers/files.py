@@ -10,7 +10,7 @@ any other.
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aifs.core.errors import Unavailable
 from aifs.core.log import logger
@@ -209,7 +209,7 @@ class ContainerFiles:
             await self._work(entry.layout, _decode, place, stored, target)
         return place.raw
 
-    async def _work(self, layout: Striped, function: Callable, *args: object) -> object:
+    async def _work(self, layout: Striped, function: Callable[..., Any], *args: Any) -> Any:
         """In a worker thread of whichever of the container's servers has the least to do."""
         return await self.servers.run(self.servers.idlest(layout.servers), function, *args)
 

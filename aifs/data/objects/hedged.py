@@ -10,6 +10,7 @@ from functools import partial
 
 import trio
 
+from aifs.core.complete import is_complete
 from aifs.core.errors import FsError
 from aifs.data.objects.columns import Columns, Range
 from aifs.data.reading.blocks import Block, FilledSource
@@ -41,7 +42,9 @@ class Hedges:
         self._source = cached.source
         self._block = cached.block
 
-    def hedge(self, offset: int, length: int, size: int, sources: list[int], unread: int) -> bool:
+    def hedge(
+        self, offset: int, length: int, size: int, sources: Sequence[int], unread: int
+    ) -> bool:
         """A range of a file of ``size`` bytes is late, whose data columns are read from the columns
         ``sources``: have its blocks that are still loading told without these, and without those of
         the mask ``unread``.
@@ -83,7 +86,7 @@ class Hedges:
                 answers.append(error)
         return answers
 
-    def _find(self, column: int, offset: int, length: int) -> list[Block]:
+    def _find(self, column: int, offset: int, length: int) -> Sequence[Block]:
         """The blocks that hold a range of a column; none if one of them lacks."""
         source, end, block = self._source(column), offset + length, self._block
         numbers = range(offset // block, -(-end // block))
@@ -91,7 +94,7 @@ class Hedges:
             self._cache.find(source.name, number, min(block, end - number * block))
             for number in numbers
         ]
-        return blocks if None not in blocks else []
+        return blocks if is_complete(blocks) else ()
 
     async def _tell(
         self,

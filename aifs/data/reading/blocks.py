@@ -179,4 +179,5 @@ class Block:
             await self._ready.wait()
         if self.error is not None:
             raise self.error.with_traceback(None)
+        assert self.view is not None
         return self.view

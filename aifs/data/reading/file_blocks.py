@@ -8,6 +8,7 @@ all servers at a time.
 
 from collections.abc import Awaitable, Callable, Hashable
 
+from aifs.core.complete import is_complete
 from aifs.data.reading.blocks import FilledSource
 from aifs.data.reading.cached_reads import WHOLE_BLOCKS_FROM, collect
 from aifs.data.reading.patterns import AccessPattern
@@ -61,7 +62,7 @@ class FileBlocks(FilledSource):
             for number, found in zip(numbers, blocks, strict=True)
         ]
         self._read_ahead(ahead)
-        if None not in blocks:
+        if is_complete(blocks):
             return await collect(blocks, offset, length, block)
         del blocks  # nobody who waits for memory may hold any
         return await cache.fetch(self, offset, length, size)

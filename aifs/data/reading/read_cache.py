@@ -250,12 +250,11 @@ class ReadCache:
         return block
 
     def _request(self, block: Block, source: BlockSource, memory: memoryview) -> None:
-        is_own = not block.hedged
+        is_own, held = not block.hedged, [memory]
 
         def ended(result: int | BaseException) -> None:
-            nonlocal memory
-            self._ended(block, memory, result, is_own)
-            memory = None  # the block's own view is what counts
+            # The block's own view is what counts from here on.
+            self._ended(block, held.pop(), result, is_own)
 
         self._loads += 1
         source.start(ended, memory, block.index * source.block)
@@ -265,16 +264,16 @@ class ReadCache:
     ) -> None:
         self._loads -= 1
         block.answered = block.answered or is_own
-        failed = isinstance(result, BaseException)
-        if not failed:
+        error = result if isinstance(result, BaseException) else None
+        view = None
+        if not isinstance(result, BaseException):
             self._fetched_bytes += result
             self._keeping.fetched += block.size
-        if block.loading and (is_own or not failed):
+            view = memory[:result].toreadonly()
+        if block.loading and (is_own or error is None):
             if self._is_current(block):
-                self._take_in(block, failed)
-            block.loaded(
-                None if failed else memory[:result].toreadonly(), result if failed else None
-            )
+                self._take_in(block, error is not None)
+            block.loaded(view, error)
         if not self._loads and self._idle is not None:
             self._idle.set()
 

@@ -89,7 +89,9 @@ def digest(length: int, places: Sequence[Place]) -> Digests:
     size = min(_PART_MAX, _MEMORY // max(len(places), 1) // _PAGE * _PAGE)
     memory = _memory()
     # Which are equal so far: up to where, their numbers, and the state of their hash.
-    alike = [(0, _not_holes(length, places, found), None)]
+    alike: list[tuple[int, list[int], blake3 | None]] = [
+        (0, _not_holes(length, places, found), None)
+    ]
     while alike:
         at, numbers, state = alike.pop()
         if at == length:

@@ -122,7 +122,7 @@ class GroupDrain:
 
     async def _release(self, member: Prepared) -> None:
         member.on_cancel = None
-        member.cut, member.digests = Cut((), ()), {}
+        member.cut, member.hashed = Cut((), ()), {}
         with trio.CancelScope(shield=True):
             await self._flips.end(member)
 
@@ -150,9 +150,9 @@ class GroupDrain:
         """See Hasher."""
         await self._hasher.hash(members, report, waited_for)
         for member in members:
-            if not member.is_hashed and len(member.digests) == len(member.cut.ranges):
+            if not member.is_hashed and len(member.hashed) == len(member.cut.ranges):
                 member.cut = member.cut._replace(
-                    digests=await self._work(member.copy, _in_order, member.digests)
+                    digests=await self._work(member.copy, _in_order, member.hashed)
                 )
 
     def hurry(self) -> None:

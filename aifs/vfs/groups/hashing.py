@@ -107,7 +107,7 @@ class Hasher:
                 if isinstance(found_, FsError):
                     members[member].outcome = members[member].outcome or found_
                 else:
-                    members[member].digests[number] = found_
+                    members[member].hashed[number] = found_
 
     def hurry(self) -> None:
         """Some members have come to be in a hurry: who hashes them is told at once."""
@@ -149,7 +149,7 @@ def _slices(members: Sequence[Prepared]) -> Iterator[list[Column]]:
         by_length: dict[int, list[Chunk]] = {}
         for place, member in enumerate(members):
             ranges = member.cut.ranges
-            if number < len(ranges) and number not in member.digests:
+            if number < len(ranges) and number not in member.hashed:
                 by_length.setdefault(ranges[number][1], []).append((place, number))
         for length, chunks in by_length.items():
             for start in range(0, len(chunks), TOGETHER):

@@ -46,10 +46,16 @@ async def look_up(tools: Tools, asked: Asked, needs: Mapping[bytes, Need]) -> Kn
     """
     found, doubtful = KnownChunks(), []
     layouts: dict[int, Striped | None] = {}
+    tolerates: dict[int, int] = {}  # by container: how many servers may be lost
     digests = list(needs)
     for start in range(0, len(digests), _AT_ONCE):
         some, new = await tools.engine.view(_find, digests[start : start + _AT_ONCE])
         layouts |= new
+        tolerates |= {
+            number: redundancy_of(layout).tolerates
+            for number, layout in new.items()
+            if layout is not None
+        }
         await trio.lowlevel.checkpoint()
         for digest, (place, references) in some.items():
             layout, need = layouts[place.container], needs[digest]
@@ -71,7 +77,7 @@ async def look_up(tools: Tools, asked: Asked, needs: Mapping[bytes, Need]) -> Kn
         for place in following:
             if await _is_good(tools, place):
                 found.known.add(place.digest)
-            elif redundancy_of(layouts[place.container]).tolerates > asked.redundancy.tolerates:
+            elif tolerates[place.container] > asked.redundancy.tolerates:
                 found.own.add(place.digest)
             else:
                 found.bad.append(place.digest)

@@ -371,7 +371,8 @@ class Members:
             self.prepare_soon(group, file)
         else:
             self.failed(group, file, outcome)
-            if group.is_open and file.state is FileState.BUFFERED:
+            is_asked = group.is_open and file.state is FileState.BUFFERED
+            if is_asked and self._nursery is not None:
                 self._nursery.start_soon(self._prepare_later, group, file)
         group.wake()
 

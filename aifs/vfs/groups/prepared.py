@@ -32,8 +32,8 @@ class Prepared(Draining):
         """In bytes."""
         self.cut = Cut((), ())
         """Its chunks; without digests as long as it has not been hashed."""
-        self.digests: dict[int, bytes] = {}
-        """Those found so far, by the chunks' numbers."""
+        self.hashed: dict[int, bytes] = {}
+        """The digests found so far, by the chunks' numbers."""
         self.level = 0
         """Of zstd; 0 for no compression."""
         self.on_cancel = on_cancel

@@ -320,8 +320,9 @@ class Groups:
 
     def _look_who_lives(self, group: DirectoryGroup) -> None:
         """A process that was killed just now may not have been heard of."""
-        ranks: dict[int | None, int] = {**group.processes}
-        for rank, process in [*ranks.items(), *((None, process) for process in group.markers)]:
+        known: list[tuple[int | None, int]] = [*group.processes.items()]
+        known += [(None, process) for process in group.markers]
+        for rank, process in known:
             if not processes.lives(process):
                 group.left(rank, process, trio.current_time())
         self._look()
@@ -577,7 +578,7 @@ class Groups:
             return False
         if group is not None and group.ino != top:
             self._members.moved(group, inode.ino)
-        group = self.by_directory.get(top)
+        group = None if top is None else self.by_directory.get(top)
         if group is None or not group.is_open:
             return False
         withheld = self._members.closed(group, inode)
@@ -686,6 +687,7 @@ class Groups:
         return ""
 
     async def _publish(self, group: DirectoryGroup) -> None:
+        assert self._show is not None  # it is ``run`` that publishes
         try:
             await self._show(group.ino, group.record.options.publish, group.record.asker)
             faults.reach(_PUBLISHED)

@@ -311,13 +311,13 @@ class Storing:
 
     def _finish(self, work: "_Work", member: Prepared) -> None:
         """In a worker thread: the places of what has been appended for a member."""
-        places, found = work.places, member.extents
+        found = list(member.extents)
         for index, extent in enumerate(found):
             if extent.place is not None:
-                place = places.get(extent.digest if extent.shared else (member.ino, index))
+                place = work.places.get(extent.digest if extent.shared else (member.ino, index))
                 if place is not None:
                     found[index] = extent._replace(place=place)
-        member.layout = self._layout
+        member.extents, member.layout = found, self._layout
 
     async def _flip(self, alive: list[Prepared], work: "_Work") -> None:
         new = work.right

@@ -188,11 +188,13 @@ class Retention:
         """Inode numbers by name, and the checkpoints in a directory, with what is known of them
         without reading a file. The cookies of names ascend with every rename, whatever the clock
         says. Others run between slices."""
-        in_use, pointed, found, cookie = await self._directories_in_use(), set(), [], 0
+        in_use, found, cookie = await self._directories_in_use(), [], 0
+        pointed: set[bytes] = set()
         while places := await self._engine.view(_list, directory, cookie):
             for name, inode, cookie, pending, has_manifest, is_theirs in places:
                 if stat.S_ISLNK(inode.mode):
-                    pointed.update(inode.data.split(b"/"))  # it may lead to a file in a checkpoint
+                    # It may lead to a file in a checkpoint.
+                    pointed.update((inode.data or b"").split(b"/"))
                 elif not inode.is_dir or name.startswith(b"."):
                     continue
                 elif pending or has_manifest or retention.step_of(name) is not None:
