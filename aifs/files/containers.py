@@ -74,7 +74,7 @@ class Containers:
         self._servers = servers
         self._ids = ids
         self._collector = collector
-        self._writer = ContainerWriter(servers, self, budget, container_size, spare)
+        self.writer = ContainerWriter(servers, self, budget, container_size, spare)
         self._placed: dict[tuple[Redundancy, tuple[int, ...]], _Placed] = {}
 
     async def recover(self) -> None:
@@ -84,11 +84,11 @@ class Containers:
             if record.layout.is_protected:
                 await self.seal(container)
             elif record.layout.servers[0] in self._servers:
-                self._writer.adopt(record.layout, container, record.length)
+                self.writer.adopt(record.layout, container, record.length)
 
     def close(self) -> None:
         """Let go of all descriptors. Does not block."""
-        self._writer.close()
+        self.writer.close()
         self.files.close()
 
     # --- reading ---
@@ -204,7 +204,7 @@ class Containers:
         first = self._servers[slots[0].servers[0]]
         cut = (await gather([(first.workers, _cut_all, (sources,))]))[0]
         whole = [piece for file in cut for piece in file if piece is not None]
-        async with self._writer.append(whole, slots) as appended:
+        async with self.writer.append(whole, slots) as appended:
             following = iter(appended.places)
             lists = [[None if piece is None else next(following) for piece in file] for file in cut]
             yield StoredFiles(lists, appended.lost)
@@ -214,7 +214,7 @@ class Containers:
         self, stored: Sequence[Piece], slots: Sequence[Striped]
     ) -> AsyncIterator[Appended]:
         """The same for single chunks, to containers that are laid out like ``slots``."""
-        async with self._writer.append(stored, slots) as appended:
+        async with self.writer.append(stored, slots) as appended:
             yield appended
 
     async def list_extents(
@@ -247,7 +247,7 @@ class Containers:
         """Seal the open containers of which ``unwanted`` says so, by id and layout, unless an
         append is using them.
         """
-        await self._writer.retire(unwanted)
+        await self.writer.retire(unwanted)
 
     async def leave_servers(self) -> None:
         """Seal the open containers of servers that are being emptied, or given up."""

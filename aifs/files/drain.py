@@ -74,7 +74,7 @@ class Drain:
         self.tools = io.tools(
             Mover(servers.budget, self._limiter, burst.ioprio, self._is_in_the_way)
         )
-        self._drainer = Drainer(config, engine, servers, io, ids, collector, containers, self.tools)
+        self.drainer = Drainer(config, engine, servers, io, ids, collector, containers, self.tools)
         self._wanted: list[int] = []
         """Withheld files that somebody waits for, until ``take_wanted``."""
         self._queue = Queue(burst.drain_delay_s, burst.drain_deadline_s)
@@ -198,7 +198,7 @@ class Drain:
                 self._upkeep.wake(Work.DRAIN)  # another worker
             self._active += len(batch)
             try:
-                await self._drainer.drain(batch)
+                await self.drainer.drain(batch)
             finally:
                 self._active -= len(batch)
                 for draining in batch:

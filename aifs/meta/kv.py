@@ -138,6 +138,9 @@ class Engine(ABC):
     recovered: int
     """How many transactions opening the store found in the journal and replayed."""
 
+    short_of_space: bool
+    """Whether functions that are marked with ``grows`` are refused at present."""
+
     @abstractmethod
     async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
         """Run ``function(tx, *args)``; when this returns, its changes are visible to all and
@@ -148,11 +151,6 @@ class Engine(ABC):
         Raises what the function raises; NoSpace if the change cannot be recorded (nothing is
         changed); Unavailable if the engine has failed.
         """
-
-    @property
-    @abstractmethod
-    def short_of_space(self) -> bool:
-        """Whether functions that are marked with ``grows`` are refused at present."""
 
     @abstractmethod
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:

@@ -102,7 +102,7 @@ class LmdbEngine(Engine):
         """Counts transactions and views, so that memory is given back now and then."""
         self._failure = ""  # why the engine takes no more changes
         self.commit_error = ""  # why LMDB takes no changes at present
-        self._short_of_space = False
+        self.short_of_space = False
         """Whether functions that are marked with ``grows`` are refused."""
         self._syncing: trio.Event | None = None
         """Set at the end of the sync that is under way; None: none is."""
@@ -168,7 +168,7 @@ class LmdbEngine(Engine):
     async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
         if self._failure:
             raise Unavailable(self._failure)
-        if self._short_of_space and getattr(function, "grows", False):
+        if self.short_of_space and getattr(function, "grows", False):
             raise NoSpace("the metadata store's filesystem is full")
         self._count_operation()
         seq = self.seq + 1
@@ -196,10 +196,6 @@ class LmdbEngine(Engine):
         raises DamagedRecord.
         """
         self.database.damaged_as = value
-
-    @property
-    def short_of_space(self) -> bool:
-        return self._short_of_space
 
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:
         self._count_operation()
@@ -282,7 +278,7 @@ class LmdbEngine(Engine):
     async def _keep_committed(self) -> None:
         with suppress(Unavailable):
             while True:
-                if not (self._memtable.entries or self._frozen.entries or self._short_of_space):
+                if not (self._memtable.entries or self._frozen.entries or self.short_of_space):
                     await self._wake.wait()
                     self._wake = trio.Event()
                 with trio.move_on_after(self._commit_interval_s):
@@ -295,7 +291,7 @@ class LmdbEngine(Engine):
                         break
                 else:
                     self.database.trim()
-                if self._short_of_space:
+                if self.short_of_space:
                     await self._in_thread(self._reserve, *self.database.usage())
 
     def _commit_due(self) -> bool:
@@ -382,14 +378,14 @@ class LmdbEngine(Engine):
     def _reserve(self, used: int, live: int) -> None:
         """See whether LMDB, whose file has this usage, has room for what may still come. Blocks."""
         short = not self.database.reserve(RESERVE_SEGMENTS * journal.SEGMENT_BYTES, used, live)
-        if short and not self._short_of_space:
+        if short and not self.short_of_space:
             log.warning(
                 "metadata: the filesystem of %s is full; changes that need space are refused",
                 self._directory,
             )
-        elif self._short_of_space and not short:
+        elif self.short_of_space and not short:
             log.info("metadata: the filesystem of %s has space again", self._directory)
-        self._short_of_space = short
+        self.short_of_space = short
 
     def _drop_frozen(self) -> None:
         self.database.renew()

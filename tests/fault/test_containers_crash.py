@@ -678,7 +678,7 @@ async def seal_all(mount: Mounted) -> None:
     """As if all containers were full."""
     for container in await mount.engine.view(chunks.open_containers):
         await mount.containers.seal(container)
-    mount.containers._writer.close()
+    mount.containers.writer.close()
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])

@@ -152,7 +152,7 @@ async def test_files_stay_in_the_burst_tier_where_too_few_servers_work(directory
             with failing("write_at", f"{directory}/data/", errno.ENOSPC):
                 ino = await write_file(fs, b"file", bytes(range(256)) * 400)
                 draining = Draining(ino)
-                await fs.drain._drainer.drain([draining])
+                await fs.drain.drainer.drain([draining])
                 assert isinstance(draining.outcome, NoSpace)
             assert (await fs.getattr(ino)).in_burst
             await drained(fs, ino)

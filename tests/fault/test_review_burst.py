@@ -165,12 +165,12 @@ async def test_a_tiny_file_that_the_full_metadata_store_cannot_take_stays_in_the
 ) -> None:
     async with mounted(directory, WAITING) as fs:
         ino, handle = await write_file(fs, b"f", b"tiny", close=False)
-        fs.store.engine._short_of_space = True
+        fs.store.engine.short_of_space = True
         await fs.release(handle)
         assert (await fs.getattr(ino)).in_burst
         path = path_of(fs, (await fs.getattr(ino)).copy)
         os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # nobody has kept a lease
-        fs.store.engine._short_of_space = False
+        fs.store.engine.short_of_space = False
         await drained(fs, ino)
         assert await read_file(fs, ino) == b"tiny"
 

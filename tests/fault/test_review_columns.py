@@ -120,10 +120,10 @@ async def test_what_was_cached_of_a_column_that_was_wrong_is_not_read_once_it_is
             ObjectSource(source, (ino, inode.oid), lambda buffer, offset: len(buffer)), 0, MIB
         )
         await block.bytes()
-        assert cache._objects[name]
+        assert cache.peek(name, 0) is block
         assert await fs.rebuild.request(inode.oid, ino, [0])
         await whole(fs)
-        assert name not in cache._objects
+        assert cache.peek(name, 0) is None
         await files.check(fs)
 
 

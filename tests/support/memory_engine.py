@@ -54,6 +54,7 @@ class _Transaction(_View, Transaction):
 
 class MemoryEngine(Engine):
     recovered = 0
+    short_of_space = False
 
     def __init__(self) -> None:
         self._pairs = SortedDict()
@@ -69,10 +70,6 @@ class MemoryEngine(Engine):
         if transaction.before:
             self.seq = self.durable_seq = self.seq + 1
         return result
-
-    @property
-    def short_of_space(self) -> bool:
-        return False
 
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:
         return function(_View(self._pairs, self.seq), *args)
