@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from aifs.core.errors import Busy, Invalid, NotFound, Unavailable
 from aifs.meta import groups, keys, namespace, publishing
 from aifs.meta.askers import Asker
-from aifs.meta.groups import GroupMember, GroupRecord, GroupOptions, Pending
+from aifs.meta.groups import GroupMember, GroupOptions, GroupRecord, Pending
 from aifs.meta.publishing import Kept, Publication
 from aifs.meta.records import Inode
 from aifs.vfs.publishing import barrier
