@@ -127,7 +127,7 @@ class Suspending(LmdbEngine):
         return result
 
     def _levels(self) -> tuple[Any, ...]:
-        return self._memtable, self._frozen, self._database
+        return self._memtable, self._frozen, self.database
 
 
 def _put_all(tx: Transaction, writes: Writes) -> None:
@@ -156,7 +156,7 @@ class Repeating(LmdbEngine):
         before = _picture(args)
         for _ in range(draws.randint(1, 2)):
             with suppress(Exception):
-                state = kind(self._memtable, self._frozen, self._database, self.seq + ahead)
+                state = kind(self._memtable, self._frozen, self.database, self.seq + ahead)
                 function(state, *args)
         assert _picture(args) == before, f"{function} has changed what it was given"
 

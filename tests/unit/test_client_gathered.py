@@ -128,7 +128,7 @@ def many_hosts(rank: int, directory: Path) -> None:
     assert read_by_all(directory, speeds=FAST if rank == 2 else SLOW) == SIZE
     target = bytearray(SIZE)
     assert read(directory / "file", into=target) == CONTENT == target
-    gather_files._measured.clear()
+    gather_files.measured.clear()
     assert read(directory / "empty") == b""
     group = dist.new_group([3, 1, 2])
     if rank:

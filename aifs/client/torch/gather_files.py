@@ -13,7 +13,7 @@ from aifs.core import files
 
 _WORTH_MEASURING = 1 << 20
 
-_measured: dict[str, float] = {}
+measured: dict[str, float] = {}
 """Bytes per second, as they were lately: of 'storage', and of the 'network'."""
 
 
@@ -96,8 +96,8 @@ def measure(what: str, moved: Range, begin_s: float) -> None:
     seconds = time.monotonic() - begin_s
     if moved[1] - moved[0] >= _WORTH_MEASURING and seconds > 0:
         rate = (moved[1] - moved[0]) / seconds
-        _measured[what] = (_measured.get(what, rate) + rate) / 2
+        measured[what] = (measured.get(what, rate) + rate) / 2
 
 
 def known_speeds() -> Speeds:
-    return Speeds(_measured.get("storage"), _measured.get("network"))
+    return Speeds(measured.get("storage"), measured.get("network"))
