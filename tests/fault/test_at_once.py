@@ -25,7 +25,7 @@ from aifs.layout.striped import Striped
 from aifs.meta.keys import ROOT_INO
 from aifs.store import backup
 from aifs.vfs import Filesystem, open_filesystem
-from aifs.vfs.groups.group_drain import StoringOptions, Prepared, GroupReport
+from aifs.vfs.groups.group_drain import GroupReport, Prepared, StoringOptions
 from tests.support import engines, lives, modes
 from tests.support.kernel import Kernel
 from tests.support.powercut import make_sizes_small
