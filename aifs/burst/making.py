@@ -21,7 +21,7 @@ from aifs.data.checking.column_source import ColumnSource
 from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE
 from aifs.data.containers.chunked import ChunkedObjects
 from aifs.data.containers.column import ContainerColumn
-from aifs.data.containers.files import ContainerFiles, Entry
+from aifs.data.containers.files import ContainerEntry, ContainerFiles
 from aifs.data.objects.columns import Columns
 from aifs.data.objects.object_set import Followed, ObjectSet
 from aifs.data.servers import Servers
@@ -50,7 +50,7 @@ class InChunks(NamedTuple):
     """Where each chunk lies, None for a hole; of a file whose chunks have one length."""
     extents: tuple[Extent, ...] = ()
     """The same of a file of variable chunks."""
-    containers: tuple[tuple[int, Entry], ...] = ()
+    containers: tuple[tuple[int, ContainerEntry], ...] = ()
     """What the table says of the containers that they name, by id."""
 
 
@@ -75,8 +75,11 @@ class Making:
     """Copy all ``size`` bytes of a file. Holes stay holes; so does each MiB of zeros."""
 
     origin: Origin
+    """Where they are."""
     target: Target
+    """Where they are to be, too."""
     size: int
+    """In bytes."""
     sparse: bool = False
     """There are holes, which are to be found, and not read."""
     followed: bool = False
@@ -173,7 +176,7 @@ class MakingTools:
             return
         table = dict(origin.containers)
 
-        async def find(container: int) -> Entry | None:
+        async def find(container: int) -> ContainerEntry | None:
             return table.get(container)
 
         def on_damage(container: int, ino: int, column: int) -> None:

@@ -74,6 +74,7 @@ class Drain:
         self.tools = io.tools(
             Mover(servers.budget, self._limiter, burst.ioprio, self._is_in_the_way)
         )
+        """What drains are carried out with."""
         self.drainer = Drainer(config, engine, servers, io, ids, collector, containers, self.tools)
         self._wanted: list[int] = []
         """Withheld files that somebody waits for, until ``take_wanted``."""

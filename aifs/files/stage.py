@@ -54,6 +54,7 @@ class Stager:
         self._io = io
         self._upkeep = upkeep
         self._tools = io.tools(Mover(servers.budget, Limiter(0), config.burst.ioprio))
+        """What stagings are carried out with."""
         self._running: dict[int, trio.Event] = {}
         """By inode, what is set when its copy has ended."""
         self._waiting: deque[int] = deque()

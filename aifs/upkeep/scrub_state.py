@@ -17,7 +17,7 @@ from aifs.meta import keys, namespace, paths
 from aifs.meta.kv import MAX_VALUE_BYTES, Engine, ReadTransaction, Transaction
 from aifs.meta.records import decode_dentry
 from aifs.meta.slices import read_slice
-from aifs.upkeep.scrubbing import ScrubResult, Lost
+from aifs.upkeep.scrubbing import Lost, ScrubResult
 
 _log = logger(__name__)
 

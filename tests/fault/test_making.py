@@ -23,7 +23,7 @@ from aifs.burst.making import (
 )
 from aifs.data.checking.checks import Untold
 from aifs.data.checking.digests import digests_of
-from aifs.data.containers.files import Entry
+from aifs.data.containers.files import ContainerEntry
 from aifs.data.objects.object_set import ObjectSet
 from aifs.layout.interleaved import Extent, Interleaved, Location, container_layout
 from aifs.layout.striped import Striped
@@ -47,7 +47,10 @@ ORIGINS: list[Origin] = [
     Copy(0x8000, 30),
     InObjects(7, 70, Striped(4096, (1, 2, 3), 1, 1), 0b10, b"d" * 64),
     InChunks(
-        Interleaved(MIB), (None, PLACE), (), ((70, Entry(container_layout((1,)), 5000, 0b1)),)
+        Interleaved(MIB),
+        (None, PLACE),
+        (),
+        ((70, ContainerEntry(container_layout((1,)), 5000, 0b1)),),
     ),
     InChunks(Interleaved(MIB, True), (), (Extent(5), Extent(1000, PLACE, True))),
 ]

@@ -218,7 +218,9 @@ class GroupDrain:
         for member in members:
             with errors_of(member):
                 making = Making(member.copy.place, None, member.size)
-                member.data = (await carry_out(making, self._making_tools)).data
+                made = await carry_out(making, self._making_tools)
+                assert made is not None  # nobody cancels it
+                member.data = made.data
                 member.blocks = (member.size + 511) // 512
                 report.inline_bytes += member.size
         await self._flips.flip([member for member in members if member.outcome is None])
