@@ -273,7 +273,7 @@ def test_the_copy_of_an_evicted_file_waits_for_no_backup_but_of_its_only_bytes(
     monkeypatch.setattr(vfs_backup, "PART_BYTES", 1 << 20)  # nothing is shipped unasked
     monkeypatch.setattr(vfs_backup, "HOLD_S", 0.0)
     source = scratch / "0"
-    modes.make_store(source, ON | {"layout.inline_limit": "0"})
+    modes.make_store(source, ON | modes.WAITING | {"layout.inline_limit": "0"})
     config, data = modes.config_of(source), b"bytes" * 2000
 
     def copies() -> set[int]:
