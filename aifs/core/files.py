@@ -139,14 +139,17 @@ def read_cached(fd: int, buffer: memoryview, offset: int) -> int:
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of ``data`` at ``offset``."""
-    path = _path_of(fd)
-    _before("write_at", path)
+    path = ""
+    if _hook is not None:
+        path = _path_of(fd)
+        _hook.before("write_at", path)
     done = os.pwrite(fd, data, offset)
     if done < len(data):
         view = memoryview(data)
         while done < len(view):
             done += os.pwrite(fd, view[done:], offset + done)
-    _after("write_at", path, data, offset)
+    if _hook is not None:
+        _hook.after("write_at", path, data, offset)
 
 
 def truncate(fd: int, length: int) -> None:

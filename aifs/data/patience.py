@@ -186,13 +186,15 @@ class Patience:
 
     # --- in worker threads ---
 
-    def enter(self, op: str, where: str | tuple[int, int]) -> None:
+    def enter(self, op: str, where: str | tuple[int, int]) -> bool:
         """The thread is about to ask the server for something: of a path, or of an object, by its
-        key.
+        key. Whether ``leave`` has to be called: not on the trio thread.
         """
         call = here.call
-        if call is not None and call.patience is self:
-            call.what, call.asks_since_s = (op, where), time.monotonic()
+        if call is None or call.patience is not self:
+            return False
+        call.what, call.asks_since_s = (op, where), time.monotonic()
+        return True
 
     def leave(self) -> None:
         """It has the answer."""

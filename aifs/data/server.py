@@ -225,7 +225,7 @@ class DataServer:
         """``function(*args)``, with its errors mapped and the outcome noted."""
         if self.absent:
             raise Unavailable(f"{self.name} ({self.path}) is absent: {self.absent}")
-        self.workers.patience.enter(op, where)
+        is_watched = self.workers.patience.enter(op, where)
         try:
             result = function(*args)
         except (OSError, StoreError) as error:
@@ -238,7 +238,8 @@ class DataServer:
             works = self._works if of_object else None
             raise self.health.failed(op, error, path, works) from error
         finally:
-            self.workers.patience.leave()
+            if is_watched:
+                self.workers.patience.leave()
         if self.health.failing:
             self.health.succeeded(op)
         return result

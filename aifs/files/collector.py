@@ -22,6 +22,7 @@ from aifs.store.backup import Backup
 
 _log = logger(__name__)
 
+_LINGER_S = 0.02  # what is deleted waits for more: many cost little more than one
 _BATCH = 256
 _ERASED_AT_ONCE = 32  # in one transaction, whose own changes slow down its range reads
 _BACKLOG_MAX = 1024  # from here on deletions do not wait for others to share a backup with
@@ -88,7 +89,7 @@ class Collector:
     def add_orphan(self, ino: int) -> None:
         """``ino`` has no name, no handle, and is unknown to the kernel."""
         self._orphans.append(ino)
-        self._upkeep.wake(Work.COLLECT)
+        self._upkeep.at(Work.COLLECT, trio.current_time() + _LINGER_S)
 
     def add_garbage(self, oid: int) -> None:
         """There is, or is about to be, a garbage record for ``oid``, or it is a loose chunk
@@ -96,7 +97,7 @@ class Collector:
         """
         since, until = (0, None) if self._tier is None else self._tier.sole_span(oid)
         self._garbage.append(DoomedObject(oid, since, self._engine.seq if until is None else until))
-        self._upkeep.wake(Work.COLLECT)
+        self._upkeep.at(Work.COLLECT, trio.current_time() + _LINGER_S)
 
     @property
     def backlog(self) -> int:

@@ -5,8 +5,7 @@ A file's newest bytes lie in the burst tier (``burst_io``), or in its inode or o
 modules, ``writeback``, ``drain``, ``stage`` and ``evict`` change a file's form.
 """
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -90,6 +89,8 @@ class FileIO:
         """How many there are before that is tried once more."""
         self.open: dict[int, OpenInode] = {}
         """By inode number, the files that are open."""
+        self.is_resting = True
+        """Write-back has found no open file, and none has been opened since."""
         self._opening: dict[int, _Opening] = {}
         """By inode number, those whose in-core state is being made."""
         self.unsynced: dict[int, object | None] = {}
@@ -138,33 +139,31 @@ class FileIO:
             if ino in self._opening:
                 await self._opening[ino].wait()
                 continue
-            self._opening[ino] = _Opening()  # as ``opening``, for half its price
+            self.begin_opening(ino)
             try:
                 inode, marked, unread = await self._engine.view(forms.load, ino)
                 if not inode.is_file:
                     raise Stale(f"inode {ino} is not a regular file")
-                self._note_first()
+                self._note_open()
                 self.open[ino] = self._opened(inode, marked, unread)
             finally:
-                self._end_opening(ino)
+                self.end_opening(ino)
         file.handles += 1
         file.used = True
         return file
 
-    @contextmanager
-    def opening(self, *inos: int) -> Iterator[Collection[int]]:
+    def opening(self, *inos: int) -> "_Claims":
         """Those of these inodes that are not open, nor being opened, are ours: whoever wants to
         open one waits until this ends. What he finds then is in ``open``, or on record.
         """
-        claims = {ino: _Opening() for ino in inos if not self.is_open(ino)}
-        self._opening.update(claims)
-        try:
-            yield claims.keys()
-        finally:
-            for ino in claims:
-                self._end_opening(ino)
+        return _Claims(self, inos)
 
-    def _end_opening(self, ino: int) -> None:
+    def begin_opening(self, ino: int) -> None:
+        """As ``opening``, of one inode that is not open, nor being opened."""
+        self._opening[ino] = _Opening()
+
+    def end_opening(self, ino: int) -> None:
+        """Its end."""
         claim, file = self._opening.pop(ino), self.open.get(ino)
         if claim.stored is not None and file is not None:
             file.adopt(claim.stored)
@@ -204,11 +203,10 @@ class FileIO:
             self.transitions.attach(file, self._tier.open(inode.copy))
         return file
 
-    def _note_first(self) -> None:
-        """A file is about to be opened: background work looks after it that sleeps while none
-        is.
-        """
-        if not self.open:
+    def _note_open(self) -> None:
+        """A file is about to be opened: work that sleeps while none is looks after it."""
+        if self.is_resting:
+            self.is_resting = False
             now_s = trio.current_time()
             self._upkeep.at(Work.WRITE_BACK, now_s + self.commit_interval_s)
             self._upkeep.at(Work.WATCH_SERVERS, now_s + self._servers.watch_again_s(is_busy=True))
@@ -269,7 +267,7 @@ class FileIO:
     def adopt_new(self, inode: Inode, copy: BurstCopy | None) -> OpenInode:
         """The open inode of a file that has just been created, with one handle; ``opening`` counts
         it until the caller has given it a handle of the kernel."""
-        self._note_first()
+        self._note_open()
         file = self.open[inode.ino] = OpenInode(inode, None, marked=False)
         file.handles = file.opening = 1
         if copy is not None:
@@ -352,8 +350,11 @@ class FileIO:
             if ino in self._opening:
                 await self._opening[ino].wait()
                 continue
-            with self.opening(ino):
+            self.begin_opening(ino)
+            try:
                 return await self._engine.transact(forms.change_attributes, ino, change, argument)
+            finally:
+                self.end_opening(ino)
 
     async def lose_columns(self, ino: int, oid: int, mask: int) -> bool:
         """Columns of a file's objects were found to be wrong: from now on nobody reads them.
@@ -596,6 +597,25 @@ class FileIO:
             await self._engine.transact(forms.remove_marks, closed)
             for ino in closed:
                 self.unsynced.pop(ino, None)
+
+
+class _Claims:
+    """A context manager: of some inodes those that could be claimed."""
+
+    __slots__ = ("_inos", "_io")
+
+    def __init__(self, io: FileIO, inos: Iterable[int]) -> None:
+        self._io, self._inos = io, inos
+
+    def __enter__(self) -> Collection[int]:
+        self._inos = {ino for ino in self._inos if not self._io.is_open(ino)}
+        for ino in self._inos:
+            self._io.begin_opening(ino)
+        return self._inos
+
+    def __exit__(self, *_: object) -> None:
+        for ino in self._inos:
+            self._io.end_opening(ino)
 
 
 class _Opening:

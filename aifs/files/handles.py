@@ -97,10 +97,10 @@ class Handles:
 
     def __getitem__(self, handle: int) -> FileHandle:
         """Raises BadHandle."""
-        opened = self._handles.get(handle)
-        if opened is None:
-            raise BadHandle()
-        return opened
+        try:
+            return self._handles[handle]
+        except KeyError:
+            raise BadHandle() from None
 
     def readable(self, handle: int) -> OpenInode:
         opened = self[handle]
@@ -114,19 +114,20 @@ class Handles:
             raise BadHandle("opened for reading only")
         return opened.file
 
-    def remove(self, handle: int) -> OpenInode:
+    def remove(self, handle: int) -> FileHandle:
         """The last descriptor of ``handle`` is closed; giving the in-core state back is left to the
         caller.
         """
-        opened, file = self[handle], self[handle].file
+        opened = self[handle]
         del self._handles[handle]
+        file = opened.file
         file.users -= 1
         file.writers -= opened.writable
         self.writers -= opened.writable
         if file.users == 0 and file.backing and self._kernel.passthrough is not None:
             self._kernel.passthrough.detach(file.backing)
             file.backing, file.on_object = 0, False
-        return file
+        return opened
 
 
 def _server(file: OpenInode, flags: int) -> int | None:

@@ -192,10 +192,18 @@ class Transitions:
     ) -> None:
         files = [flip.file for flip in flips]
         async with _recording(files):
+            unsaved = [file for file in files if file.unsaved]
+            for file in unsaved:
+                file.unsaved = False  # what changes while we wait is not saved yet
             changes = [
                 FormChange(flip.file.inode.but(**flip.form), **flip.record) for flip in flips
             ]
-            garbage = await self._transact(files, function, changes, lost, new, time.time_ns())
+            try:
+                garbage = await self._engine.transact(function, changes, lost, new, time.time_ns())
+            except BaseException:
+                for file in unsaved:
+                    file.unsaved = True
+                raise
             for flip, change in zip(flips, changes, strict=True):
                 self._adopt(flip, change)
         for oid in garbage:
@@ -346,27 +354,14 @@ class Transitions:
         record."""
         inode = file.inode
         file.changed(time.time_ns())
-        await file.recording.enter_alone()
-        try:
-            data = change(inode.data or b"")
-            # Never 0 blocks for a file with bytes: archivers take that for a file that is one hole.
-            blocks = (len(data) + 511) // 512
-            await self._transact((file,), forms.put_inline, inode, data, blocks)
-            inode.data, inode.size, inode.blocks = data or None, len(data), blocks
-        finally:
-            file.recording.leave_alone()
+        data, blocks = await self._record(file, forms.put_inline, inode, change)
+        inode.data, inode.size, inode.blocks = data or None, len(data), blocks
 
     async def grow(self, file: OpenInode, size: int) -> None:
         """The file has at least ``size`` bytes, which count when that is on record: a write that
         ends below a size that somebody else is recording must wait for that."""
-        inode = file.inode
-        await file.recording.enter_alone()
-        try:
-            if size > inode.size:
-                await self._transact((file,), forms.put_size, inode, size)
-                inode.size = size
-        finally:
-            file.recording.leave_alone()
+        await self._record(file, forms.put_size, file.inode, size)
+        file.inode.size = max(file.inode.size, size)
 
     # --- records ---
 
@@ -407,24 +402,14 @@ class Transitions:
         returns has to be in core before the caller suspends: who waits to record it runs only then.
         """
         await file.recording.enter_alone()
-        try:
-            return await self._transact((file,), function, *args)
-        finally:
-            file.recording.leave_alone()
-
-    async def _transact(
-        self, files: Sequence[OpenInode], function: Callable[..., Any], *args: Any
-    ) -> Any:
-        """The same, where ``recording`` is held."""
-        unsaved = [file for file in files if file.unsaved]
-        for file in unsaved:
-            file.unsaved = False  # what changes while we wait is not saved yet
+        unsaved, file.unsaved = file.unsaved, False  # what changes while we wait is not saved yet
         try:
             return await self._engine.transact(function, *args)
         except BaseException:
-            for file in unsaved:
-                file.unsaved = True
+            file.unsaved |= unsaved
             raise
+        finally:
+            file.recording.leave_alone()
 
 
 def _objects_of(target: Target) -> NewObjects:

@@ -104,20 +104,15 @@ class StatFs(NamedTuple):
     """Bytes of the longest name."""
 
 
-@dataclass(slots=True)
 class FileHandle:
-    file: OpenInode
-    flags: int
+    """What one open file may be used for."""
 
-    @property
-    def readable(self) -> bool:
-        return self.flags & os.O_ACCMODE != os.O_WRONLY
+    __slots__ = ("file", "readable", "synchronous", "writable")
 
-    @property
-    def writable(self) -> bool:
-        return self.flags & os.O_ACCMODE != os.O_RDONLY
-
-    @property
-    def synchronous(self) -> bool:
+    def __init__(self, file: OpenInode, flags: int) -> None:
+        access = flags & os.O_ACCMODE
+        self.file = file
+        self.readable = access != os.O_WRONLY
+        self.writable = access != os.O_RDONLY
+        self.synchronous = self.writable and bool(flags & os.O_DSYNC)
         """Whether each write is on stable storage when it returns (O_SYNC, O_DSYNC)."""
-        return self.writable and bool(self.flags & os.O_DSYNC)

@@ -46,6 +46,7 @@ class WriteBack:
             self._next_sync_s = now_s + self._interval_s
         if self._io.open:
             return self._io.commit_interval_s
+        self._io.is_resting = True
         if self._io.unsynced:
             return max(self._next_sync_s - now_s, self._io.commit_interval_s)
         self._is_idle = True

@@ -54,18 +54,24 @@ def put_attributes(tx: Transaction, opened: Inode, stripped: bool) -> None:
 
 
 def put_size(tx: Transaction, opened: Inode, size: int) -> None:
-    """As ``put_attributes``, of a file that has this size."""
+    """As ``put_attributes``, of a file that has at least this size."""
     record = _find_record(tx, opened)
-    if record is not None:
+    if record is not None and size > opened.size:
         tx.put(keys.inode(opened.ino), with_attributes(record, opened, size, opened.blocks))
 
 
-def put_inline(tx: Transaction, opened: Inode, data: bytes, blocks: int) -> None:
-    """As ``put_attributes``, of an empty or inline file that has these bytes."""
-    record = _find_record(tx, opened)
+def put_inline(
+    tx: Transaction, opened: Inode, change: Callable[[bytes], bytes]
+) -> tuple[bytes, int]:
+    """As ``put_attributes``, of an empty or inline file whose bytes become what ``change`` makes of
+    them; those, and how many blocks they take."""
+    data, record = change(opened.data or b""), _find_record(tx, opened)
+    # Never 0 blocks for a file with bytes: archivers take that for a file that is one hole.
+    blocks = (len(data) + 511) // 512
     if record is not None:
         changed = with_attributes(record, opened, len(data), blocks)
         tx.put(keys.inode(opened.ino), with_data(changed, data))
+    return data, blocks
 
 
 def _find_record(tx: Transaction, opened: Inode, stripped: bool = False) -> bytes | None:

@@ -12,7 +12,15 @@ from typing import Any, Protocol
 
 from sortedcontainers import SortedSet
 
-from aifs.meta.kv import DamagedRecord, ReadTransaction, Transaction, check_key, check_pair
+from aifs.meta.kv import (
+    MAX_KEY_BYTES,
+    MAX_VALUE_BYTES,
+    DamagedRecord,
+    ReadTransaction,
+    Transaction,
+    check_key,
+    check_pair,
+)
 
 Run = Iterator[tuple[bytes, bytes | DamagedRecord | None]]
 Writes = dict[bytes, bytes | None]
@@ -171,7 +179,13 @@ class LeveledTransaction(LeveledView, Transaction):
     __slots__ = ("writes",)
 
     def __init__(self, memtable: Memtable, frozen: Memtable, stored: StoredLevel, seq: int) -> None:
-        super().__init__(memtable, frozen, stored, seq)
+        # What LeveledView does, without the call: there is one of these for each change of a name.
+        self.seq = seq
+        self._memtable = memtable
+        self._memtable_entries = memtable.entries
+        self._frozen = frozen
+        self._frozen_entries = frozen.entries
+        self._stored = stored
         self.writes: Writes = {}
 
     def get(self, key: bytes) -> bytes | None:
@@ -187,7 +201,8 @@ class LeveledTransaction(LeveledView, Transaction):
         return value
 
     def put(self, key: bytes, value: bytes) -> None:
-        check_pair(key, value)
+        if not 0 < len(key) <= MAX_KEY_BYTES or len(value) > MAX_VALUE_BYTES:
+            check_pair(key, value)
         self.writes[key] = value
 
     def delete(self, key: bytes) -> None:

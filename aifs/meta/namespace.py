@@ -8,6 +8,7 @@ counts, setgid inheritance and times are ours.
 """
 
 import stat
+from functools import lru_cache
 
 from aifs.core.errors import (
     CrossDevice,
@@ -56,9 +57,11 @@ RENAME_EXCHANGE = 2
 
 def get_inode(tx: ReadTransaction, ino: int) -> Inode:
     """Raises NotFound."""
-    inode = find_inode(tx, ino)
-    if inode is None:
+    record = tx.get(keys.inode(ino))
+    if record is None:
         raise NotFound(f"inode {ino} does not exist")
+    inode = decode_inode(ino, record)
+    inode.seq = tx.seq
     return inode
 
 
@@ -375,8 +378,14 @@ def discard_layout(tx: Transaction, inode: Inode) -> list[int]:
 def discard_copy(tx: Transaction, copy: Copy) -> int:
     """Turn a burst copy into garbage; its id."""
     tx.delete(keys.burst_copy(copy.id))
-    tx.put(keys.garbage(copy.id), Garbage(0, Striped(1, (copy.server,))).encode())
+    tx.put(keys.garbage(copy.id), _garbage_on(copy.server))
     return copy.id
+
+
+@lru_cache(maxsize=256)
+def _garbage_on(server: int) -> bytes:
+    """The garbage record of every burst copy there."""
+    return Garbage(0, Striped(1, (server,))).encode()
 
 
 def put_checksums(tx: Transaction, oid: int, digests: bytes) -> None:

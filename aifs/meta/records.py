@@ -167,7 +167,7 @@ class Inode:
     @property
     def lists_extents(self) -> bool:
         """Whether the file is an extent list."""
-        return self.chunks is not None and self.chunks.variable
+        return self.layout is not None and self.chunks is not None and self.chunks.variable
 
     @property
     def space(self) -> int:

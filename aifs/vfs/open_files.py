@@ -128,11 +128,10 @@ class OpenFiles:
 
     async def release(self, handle: int) -> None:
         """The last descriptor of ``handle`` is closed."""
-        written = self._handles[handle].writable
-        file = self._handles.remove(handle)
-        await self._io.release(file)
-        self._correct_attributes(file)
-        await self._closed(file, written)
+        opened = self._handles.remove(handle)
+        await self._io.release(opened.file)
+        self._correct_attributes(opened.file)
+        await self._closed(opened.file, opened.writable)
 
     async def _closed(self, file: OpenInode, written: bool) -> None:
         """Somebody has closed the file; ``written``: who may have changed it."""
