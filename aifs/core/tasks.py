@@ -27,6 +27,10 @@ async def run_all(*functions: Callable[[], Awaitable[Any]]) -> None:
 
     They must not wait for one another.
     """
+    if len(functions) < 2:  # a nursery costs more than most of what is asked for
+        for function in functions:
+            await function()
+        return
     errors: list[Exception] = []
     places = trio.CapacityLimiter(_AT_ONCE)
 

@@ -426,11 +426,12 @@ def rename(
         raise Invalid("unknown or contradicting rename flags")
     dentry = get_dentry(tx, parent, name)
     inode = get_inode(tx, dentry.ino)
+    target_directory = get_directory(tx, new_parent)
     target = _target_of_rename(tx, new_parent, new_name, flags)
     if target is not None and target.ino == dentry.ino:
         return inode, None
     other = get_inode(tx, target.ino) if target is not None else None
-    source_directory, target_directory = get_directory(tx, parent), get_directory(tx, new_parent)
+    source_directory = target_directory if parent == new_parent else get_directory(tx, parent)
     require_removable(source_directory, inode)
     _require_same_project(target_directory, inode)
     if other is not None:
@@ -464,13 +465,12 @@ def rename(
         else:
             other = drop_link(tx, other, now)
     _move(tx, inode, new_parent, new_name, cookies[0], now)
-    for directory, change in links.items():
-        touch(tx, get_directory(tx, directory), now, links=change)
+    for directory in (source_directory, target_directory)[: len(links)]:
+        touch(tx, directory, now, links=links[directory.ino])
     return inode, other
 
 
 def _target_of_rename(tx: Transaction, parent: int, name: bytes, flags: int) -> Dentry | None:
-    get_directory(tx, parent)
     try:
         target = get_dentry(tx, parent, name)
     except NotFound:
