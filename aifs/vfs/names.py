@@ -76,17 +76,18 @@ class Names:
         # Others may find the name, and open or remove the file, before we hear that it exists.
         self._io.begin_opening(ino)
         try:
-            place = None if copy is None else copy.place
-            inode = await self._create(
-                ino, parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller, copy=place
-            )
-        except BaseException:
+            try:
+                place = None if copy is None else copy.place
+                inode = await self._create(
+                    ino, parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller, copy=place
+                )
+            except BaseException:
+                if copy is not None:
+                    self._tier.discard(copy)
+                raise
+            file = self._io.adopt_new(inode, copy)
+        finally:
             self._io.end_opening(ino)
-            if copy is not None:
-                self._tier.discard(copy)
-            raise
-        file = self._io.adopt_new(inode, copy)
-        self._io.end_opening(ino)
         if name is None:
             self._orphans.add(inode.ino)
             self._nameless.add(inode.ino)
