@@ -6,7 +6,6 @@ at each step: docs/burst.md.
 """
 
 import time
-from typing import Protocol
 
 from aifs.burst.copy import BurstCopy
 from aifs.burst.tier import BurstTier
@@ -17,6 +16,7 @@ from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.files.needs import Needs
 from aifs.files.open_inode import Lease, OpenInode
+from aifs.files.stage import Stager
 from aifs.files.transitions import Flip, Transitions, alone
 from aifs.layout.hint import DEFAULT_POLICY, Policy
 from aifs.meta import forms
@@ -34,18 +34,6 @@ _SYNCED = faults.declare(
 _UNKNOWN = 0  # OpenInode.copy_mtime_ns of a copy that has not been looked at
 
 
-class Stager(Protocol):
-    """What this module needs of staging."""
-
-    async def stage(self, ino: int) -> bool:
-        """Copy a file from the capacity tier into the burst tier; whether it has a copy now."""
-
-    def read(self, file: OpenInode) -> None:
-        """Somebody begins to read a file that has no copy: the policy may be to stage it in the
-        background.
-        """
-
-
 class BurstIO:
     """Changes of files in the burst tier. Callers hold the file's gate where the method says so."""
 
@@ -56,14 +44,15 @@ class BurstIO:
         tier: BurstTier,
         transitions: Transitions,
         needs: Needs,
+        stager: Stager,
     ) -> None:
         self._engine = engine
         self._tier = tier
         self._transitions = transitions
         self._inline_limit = config.layout.inline_limit
         self._stage_for_write = config.burst.stage_for_write
-        self.stager: Stager | None = None
         self._needs = needs
+        self._stager = stager
 
     # --- how a file gets here ---
 
@@ -88,13 +77,13 @@ class BurstIO:
         """Someone is going to write: have a small file of the capacity tier staged first, and one
         that would lose its protection. The gate must not be held: staging needs it."""
         inode = file.inode
-        if file.copy is not None or inode.layout is None or file.on_object or not self.stager:
+        if file.copy is not None or inode.layout is None or file.on_object:
             return
         # Else it would lose its protection, or could not be changed at all.
         objects = inode.objects
         must = objects is not None and (objects.is_protected or self._tier.is_needed_for(objects))
         if inode.size <= self._stage_for_write or must:
-            await self.stager.stage(inode.ino)
+            await self._stager.stage(inode.ino)
 
     async def enter(self, file: OpenInode, end: int) -> bool:
         """Someone is going to write, up to ``end``: have the file in the burst tier if it can be,

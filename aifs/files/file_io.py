@@ -31,6 +31,7 @@ from aifs.files.containers import Containers
 from aifs.files.damage import Damage
 from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
+from aifs.files.stage import Stager
 from aifs.files.transitions import Transitions
 from aifs.files.types import SIZE_MAX
 from aifs.layout.striped import Striped
@@ -77,7 +78,18 @@ class FileIO:
         self.capacity = CapacityIO(
             config, engine, servers, ids, containers, self.transitions, tools
         )
-        self.burst = BurstIO(config, engine, tier, self.transitions, needs)
+        self.stager = Stager(
+            config,
+            servers,
+            tier,
+            self.transitions,
+            self.capacity,
+            self.tools(Mover(servers.budget, Limiter(0), config.burst.ioprio)),
+            upkeep,
+            self.acquire,
+            self.release,
+        )
+        self.burst = BurstIO(config, engine, tier, self.transitions, needs, self.stager)
         self.damage = damage
         self._upkeep = upkeep
         self.commit_interval_s = config.meta.commit_interval_s
@@ -422,8 +434,8 @@ class FileIO:
             copy, objects, strict = file.copy, file.objects, not file.marked
             try:
                 if copy is None:
-                    if offset == 0 and self.burst.stager is not None:
-                        self.burst.stager.read(file)
+                    if offset == 0:
+                        self.stager.read(file)
                     data = await objects.read(offset, wanted, inode.size, strict)
                     if file.objects is objects or file.objects is None:
                         return data

@@ -6,13 +6,13 @@ nothing has changed while its bytes were on their way.
 """
 
 from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import trio
 
-from aifs.burst.making import Made, Making
+from aifs.burst.making import Made, Making, MakingTools
 from aifs.burst.tier import BurstTier
-from aifs.burst.transfer import Limiter, Mover
 from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError, NotFound, Stale
@@ -20,9 +20,9 @@ from aifs.core.log import logger
 from aifs.core.upkeep import NEVER_S, Upkeep, Work
 from aifs.data.checking.checks import Untold
 from aifs.data.servers import Servers
-from aifs.files.file_io import FileIO
+from aifs.files.capacity_io import CapacityIO
 from aifs.files.open_inode import OpenInode
-from aifs.files.transitions import Flip
+from aifs.files.transitions import Flip, Transitions
 from aifs.layout.hint import DEFAULT_POLICY
 
 _log = logger(__name__)
@@ -44,16 +44,24 @@ class Stager:
         config: Config,
         servers: Servers,
         tier: BurstTier,
-        io: FileIO,
+        transitions: Transitions,
+        capacity: CapacityIO,
+        tools: MakingTools,
         upkeep: Upkeep,
+        acquire: Callable[[int], Awaitable[OpenInode]],
+        release: Callable[[OpenInode], Awaitable[None]],
     ) -> None:
+        """The functions are those of FileIO, which has made this."""
         self._on_read = config.burst.stage_on_read
         self._remembered = servers.budget.total // _REMEMBERED_SHARE
         """Bytes of files that are followed at most."""
         self._tier = tier
-        self._io = io
+        self._transitions = transitions
         self._upkeep = upkeep
-        self._tools = io.tools(Mover(servers.budget, Limiter(0), config.burst.ioprio))
+        self._acquire = acquire
+        self._release = release
+        self._capacity = capacity
+        self._tools = tools
         """What stagings are carried out with."""
         self._running: dict[int, trio.Event] = {}
         """By inode, what is set when its copy has ended."""
@@ -85,12 +93,12 @@ class Stager:
             await event.wait()
         event = self._running[ino] = trio.Event()
         try:
-            file = await self._io.acquire(ino)
+            file = await self._acquire(ino)
             try:
                 return file.copy is not None or await self._stage(file, followed)
             finally:
                 with trio.CancelScope(shield=True):
-                    await self._io.release(file)
+                    await self._release(file)
         except (NotFound, Stale):
             return False
         except Untold as error:
@@ -126,7 +134,7 @@ class Stager:
 
         async def describe() -> Making:
             sparse = inode.blocks * 512 < inode.size
-            origin = await self._io.capacity.describe(inode)
+            origin = await self._capacity.describe(inode)
             return Making(origin, copy.place, inode.size, sparse, followed)
 
         def becomes(made: Made) -> Flip:
@@ -137,7 +145,7 @@ class Stager:
         copy = await self._tier.create(device, inode.space)
         staged = False
         try:
-            staged = await self._io.transitions.change_form(
+            staged = await self._transitions.change_form(
                 file, describe, self._tools, becomes, holds
             )
         finally:
@@ -183,13 +191,11 @@ class Stager:
             self.request(inode.ino, inode.size)
 
     async def work(self) -> float:
-        """Stage what is requested."""
+        """Stage what is requested; each request has asked for a worker of its own."""
         while self._waiting:
             ino = self._waiting.popleft()
             read_bytes = self._known.pop(ino)
             self._followed_bytes -= read_bytes
-            if self._waiting:
-                self._upkeep.wake(Work.STAGE)  # another worker
             await self.stage(ino, followed=read_bytes > 0)
         return NEVER_S
 

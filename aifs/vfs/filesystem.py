@@ -14,7 +14,6 @@ from aifs.files.handles import Handles
 from aifs.files.kernel import Kernel
 from aifs.files.needs import Needs
 from aifs.files.stage import WORKERS as STAGERS
-from aifs.files.stage import Stager
 from aifs.files.writeback import WriteBack
 from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
@@ -99,7 +98,7 @@ class Filesystem:
         self.writeback = writeback = WriteBack(
             io, engine, servers, config.data.writeback_interval_s
         )
-        self.stager = stager = io.burst.stager = Stager(config, servers, tier, io, upkeep)
+        self.stager = stager = io.stager
         self.drain = drain = Drain(
             config, engine, servers, tier, io, ids, collector, containers, handles, upkeep
         )

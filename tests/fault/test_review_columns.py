@@ -66,6 +66,15 @@ async def test_a_file_that_was_passed_through_for_a_moment_while_it_moved_is_mov
         await files.check(fs)
 
 
+def stage_nothing(fs) -> None:
+    """As when there is no room."""
+
+    async def refuse(ino: int, followed: bool = False) -> bool:
+        return False
+
+    fs.stager.stage = refuse
+
+
 @pytest.mark.parametrize("kind", ["1x3", "2+1"])
 async def test_an_object_that_has_been_cut_is_not_taken_for_a_hole_when_its_file_is_restriped(
     directory, kind
@@ -73,7 +82,7 @@ async def test_an_object_that_has_been_cut_is_not_taken_for_a_hole_when_its_file
     async with mounted(directory, REDUNDANT[kind] | {"layout.count": 1}) as fs:
         data = random.Random(1).randbytes(UNIT if kind == "2+1" else 40 * UNIT)
         ino = await write_file(fs, b"f", data)
-        fs.io.burst.stager = None  # no room
+        stage_nothing(fs)
         layout = (await fs.getattr(ino)).layout
         assert layout.is_protected
         os.truncate(await object_path(fs, ino, 0), 0)
@@ -287,7 +296,7 @@ async def test_bytes_that_were_read_while_the_column_was_found_to_be_wrong_do_no
     async with mounted(directory, REDUNDANT["1x3"]) as fs:
         await files.write(fs, [40 * UNIT])
         [ino] = files.contents
-        fs.io.burst.stager = None
+        stage_nothing(fs)
         inode, wrong = await fs.getattr(ino), []
         read, read_into = ObjectSet.read, ObjectSet.read_into
 

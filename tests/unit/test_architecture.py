@@ -263,6 +263,12 @@ def test_parts_are_not_wired_after_they_are_made(path: Path) -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("name", ["vfs/filesystem.py", "vfs/lifecycle.py", "fuse/session.py"])
+def test_who_makes_the_parts_assigns_to_none_of_them(name: str) -> None:
+    assigned = {attribute for _, attribute in assigned_outside(PACKAGE / name)}
+    assert assigned <= {"handles"}, "a wire"  # of an open inode, which is closed
+
+
 @pytest.mark.parametrize("path", [p for p in MODULES if layer_of(p) == "vfs"], ids=name_of)
 def test_the_filesystem_is_composed(path: Path) -> None:
     """Of parts that are given to one another: no class is a layer of another one, and no protocol
