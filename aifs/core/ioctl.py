@@ -132,7 +132,7 @@ AIFS_IOC_COMMIT = Command(
     "committed.",
 )
 
-GROUP_EXPLICIT, GROUP_SAME_SIZE = 1, 4
+GROUP_EXPLICIT, GROUP_PENDING, GROUP_SAME_SIZE, GROUP_ANEW = 1, 2, 4, 8
 
 AIFS_IOC_GROUP_CREATE = Command(
     "AIFS_IOC_GROUP_CREATE",
@@ -142,10 +142,13 @@ AIFS_IOC_GROUP_CREATE = Command(
     "publish[256], char job[64]",
     "On a directory: begins a group there, as user.aifs.group does; the same once more, while it "
     "is open, finds it. flags: AIFS_GROUP_EXPLICIT (each rank commits), AIFS_GROUP_SAME_SIZE (of "
-    "all files); chunk: bytes, 0 for the usual; timeout_ms: until all have committed, 0 for the "
-    "usual; grace_ms: how long a dead rank may stay away; job: whose ranks these are, what another "
-    "one has left is given up. id is filled in. Strings end with a zero byte. EINVAL: another "
-    "group is open, or a job whose ranks live is writing; EBUSY: it is not durable yet.",
+    "all files), AIFS_GROUP_PENDING (the directory gets no other name until all have committed; "
+    "with AIFS_GROUP_EXPLICIT), AIFS_GROUP_ANEW (with that: what an earlier attempt has left "
+    "there does not count); chunk: bytes, 0 for the usual; timeout_ms: until all have committed, "
+    "0 for the usual; grace_ms: how long a dead rank may stay away; job: whose ranks these are, "
+    "what another one has left is given up. id is filled in. Strings end with a zero byte. "
+    "EINVAL: another group is open, or a job whose ranks live is writing; EBUSY: it is not "
+    "durable yet.",
 )
 
 AIFS_IOC_GROUP_JOIN = Command(
@@ -233,7 +236,9 @@ _CONSTANTS = {
     "AIFS_EXCLUSIVE": EXCLUSIVE,
     "AIFS_AGAIN": AGAIN,
     "AIFS_GROUP_EXPLICIT": GROUP_EXPLICIT,
+    "AIFS_GROUP_PENDING": GROUP_PENDING,
     "AIFS_GROUP_SAME_SIZE": GROUP_SAME_SIZE,
+    "AIFS_GROUP_ANEW": GROUP_ANEW,
     "AIFS_GROUP_WAIT_BUFFERED": GROUP_WAIT_BUFFERED,
     "AIFS_GROUP_WAIT_DURABLE": GROUP_WAIT_DURABLE,
     **{f"AIFS_GROUP_{state.upper()}": number for number, state in enumerate(GROUP_STATES, 1)},

@@ -12,7 +12,9 @@
 #define AIFS_EXCLUSIVE 0x2
 #define AIFS_AGAIN 0x1
 #define AIFS_GROUP_EXPLICIT 0x1
+#define AIFS_GROUP_PENDING 0x2
 #define AIFS_GROUP_SAME_SIZE 0x4
+#define AIFS_GROUP_ANEW 0x8
 #define AIFS_GROUP_WAIT_BUFFERED 0x1
 #define AIFS_GROUP_WAIT_DURABLE 0x2
 #define AIFS_GROUP_OPEN 0x1
@@ -89,10 +91,12 @@ struct aifs_commit {
 
 /*
  * On a directory: begins a group there, as user.aifs.group does; the same once more, while it is open, finds it.
- * flags: AIFS_GROUP_EXPLICIT (each rank commits), AIFS_GROUP_SAME_SIZE (of all files); chunk: bytes, 0 for the
- * usual; timeout_ms: until all have committed, 0 for the usual; grace_ms: how long a dead rank may stay away;
- * job: whose ranks these are, what another one has left is given up. id is filled in. Strings end with a zero
- * byte. EINVAL: another group is open, or a job whose ranks live is writing; EBUSY: it is not durable yet.
+ * flags: AIFS_GROUP_EXPLICIT (each rank commits), AIFS_GROUP_SAME_SIZE (of all files), AIFS_GROUP_PENDING (the
+ * directory gets no other name until all have committed; with AIFS_GROUP_EXPLICIT), AIFS_GROUP_ANEW (with that:
+ * what an earlier attempt has left there does not count); chunk: bytes, 0 for the usual; timeout_ms: until all
+ * have committed, 0 for the usual; grace_ms: how long a dead rank may stay away; job: whose ranks these are,
+ * what another one has left is given up. id is filled in. Strings end with a zero byte. EINVAL: another group is
+ * open, or a job whose ranks live is writing; EBUSY: it is not durable yet.
  */
 struct aifs_group_create {
 	__u32 ranks;

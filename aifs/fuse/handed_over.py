@@ -236,19 +236,26 @@ class HandedOver:
 
     async def _begin_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
         ranks, flags, chunk, timeout_ms, grace_ms, _, name, publish, job = argument
-        _refuse_unknown(flags & ~(ioctl.GROUP_EXPLICIT | ioctl.GROUP_SAME_SIZE))
+        explicit, pending = flags & ioctl.GROUP_EXPLICIT, flags & ioctl.GROUP_PENDING
+        anew, same_size = flags & ioctl.GROUP_ANEW, flags & ioctl.GROUP_SAME_SIZE
+        _refuse_unknown(flags & ~(explicit | pending | anew | same_size))
+        if (pending and not explicit) or (anew and not pending):
+            raise Invalid(
+                "AIFS_GROUP_PENDING needs AIFS_GROUP_EXPLICIT, AIFS_GROUP_ANEW needs both"
+            )
         options = make_options(
             ioctl.text(name),
             ranks,
             chunk,
-            bool(flags & ioctl.GROUP_EXPLICIT),
+            bool(explicit),
             timeout_ms,
             grace_ms,
             ioctl.text(publish),
-            bool(flags & ioctl.GROUP_SAME_SIZE),
+            bool(same_size),
             ioctl.text(job),
         )
-        number = await self._fs.begin_group(ino, Wanted(options), caller)
+        mark = (None, options.job) if pending else None
+        number = await self._fs.begin_group(ino, Wanted(options, mark, bool(anew)), caller)
         return ioctl.AIFS_IOC_GROUP_CREATE.argument.pack(*argument[:5], number, name, publish, job)
 
     async def _join_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:

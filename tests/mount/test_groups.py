@@ -276,7 +276,7 @@ int main(int argc, char **argv)
 {
 	struct aifs_version version;
 	struct aifs_group_create create = {
-		.ranks = 1, .flags = AIFS_GROUP_EXPLICIT, .name = "from c"
+		.ranks = 1, .flags = AIFS_GROUP_EXPLICIT | AIFS_GROUP_PENDING, .name = "from c"
 	};
 	struct aifs_group_join join = { .rank = 0 };
 	struct aifs_group_commit commit = { .rank = 0 };
@@ -303,7 +303,7 @@ int main(int argc, char **argv)
     )
     (top / "file").write_bytes(b"x" * SIZE)
     assert subprocess.run([program, top], check=False, timeout=LIMIT_S).returncode == 0
-    assert tell(top)["name"] == "from c"
+    assert tell(top)["name"] == "from c" and tell(top)["pending"]
 
 
 # --- death ----------------------------------------------------------------------------------------

@@ -140,6 +140,32 @@ async def test_a_rank_commits() -> None:
     ] == errno.EINVAL
 
 
+PENDING, ANEW, EXPLICIT = ioctl.GROUP_PENDING, ioctl.GROUP_ANEW, ioctl.GROUP_EXPLICIT
+
+
+@pytest.mark.parametrize(
+    ("flags", "number"),
+    [
+        (EXPLICIT, 0),
+        (EXPLICIT | PENDING, 0),
+        (EXPLICIT | PENDING | ANEW | ioctl.GROUP_SAME_SIZE, 0),
+        (PENDING, errno.EINVAL),
+        (EXPLICIT | ANEW, errno.EINVAL),
+        (16, errno.EINVAL),
+    ],
+)
+async def test_a_group_that_keeps_its_directory_pending_is_begun(flags: int, number: int) -> None:
+    fs, command = FakeFilesystem(5), ioctl.AIFS_IOC_GROUP_CREATE
+    argument = command.argument.pack(2, flags, 0, 0, 0, 0, b"step", b"", b"job")
+    body = ioctl_body(command.request, argument, command.argument.size)
+    assert (await answer_to(fs, handed_over.IOCTL, body))[0] == number
+    if not number:
+        [(_, (_, wanted, _))] = fs.calls
+        assert wanted.mark == ((None, b"job") if flags & PENDING else None)
+        assert wanted.anew == bool(flags & ANEW)
+        assert wanted.options.explicit and wanted.options.same_size == bool(flags & 4)
+
+
 @pytest.mark.parametrize(
     ("body", "number"),
     [
