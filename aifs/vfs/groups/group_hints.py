@@ -1,6 +1,6 @@
 """Groups as extended attributes: ``user.aifs.group`` and ``user.aifs.group.commit``, and their
 short forms for pending directories, ``user.aifs.pending`` and ``user.aifs.commit``
-(docs/grouped.md).
+(docs/commit.md).
 """
 
 import json

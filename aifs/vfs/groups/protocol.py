@@ -1,6 +1,6 @@
 """What ranks ask of groups (to begin, join, commit, wait for and cancel them), which files belong
 to them, and what becomes of groups by themselves: time-outs and deaths, and, after the last commit,
-the publish and the drain; and what an earlier mount has left. docs/grouped.md has the protocol.
+the publish and the drain; and what an earlier mount has left. docs/commit.md has the protocol.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""``user.aifs.publish-as``: publishing by an extended attribute (protocol: docs/grouped.md)."""
+"""``user.aifs.publish-as``: publishing by an extended attribute (docs/publish.md)."""
 
 import os
 from typing import Any
