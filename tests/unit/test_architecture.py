@@ -220,8 +220,10 @@ WIRES = {
     "leave_backups",
     "passthrough",
     "publish",
+    "recovered",
     "rescue",
     "restore",
+    "stager",
     "wrong_objects",
 }
 """Attributes that parts were once connected by, after they had been made."""
