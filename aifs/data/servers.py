@@ -11,6 +11,7 @@ import trio
 
 from aifs.core.budget import Budget
 from aifs.core.errors import FsError, StoreError, Unavailable
+from aifs.data.descriptors import Descriptors
 from aifs.data.latency import Hedging
 from aifs.data.patience import FOR_EVER, ask_all, background
 from aifs.data.reading.buffers import BufferPool
@@ -63,6 +64,7 @@ class Servers:
         self.budget = budget or Budget(BUDGET)
         """Memory for all that is read and moved."""
         self.cache = ReadCache(self.budget)
+        self.descriptors = Descriptors()
         self.hedging = Hedging(hedge_s)
         self._store = store
         self._completions = Completions()

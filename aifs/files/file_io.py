@@ -15,7 +15,6 @@ from aifs.burst.copy import BurstCopy
 from aifs.burst.making import MakingTools
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
-from aifs.core import files
 from aifs.core.config import Config
 from aifs.core.errors import FileTooLarge, FsError, NoSpace, Stale, Unavailable
 from aifs.core.log import logger
@@ -43,10 +42,6 @@ from aifs.meta.records import Inode
 from aifs.store.ids import IdAllocator
 
 _log = logger(__name__)
-
-_OTHER_DESCRIPTORS = 256  # files made ahead, containers, the database, the kernel's connection
-_ROOM_S = 5.0  # what is in use so long cannot be closed
-_LOOK_S = 0.01
 
 
 class FileIO:
@@ -94,51 +89,17 @@ class FileIO:
         self._upkeep = upkeep
         self.commit_interval_s = config.meta.commit_interval_s
         """How often in-core attributes are saved while files are open."""
-        most = files.descriptors_max()
-        self._descriptors_max = max((most - _OTHER_DESCRIPTORS) // 2, most // 4)
-        """How many descriptors open files may have before idle ones are closed."""
-        self._room_at = max((most - _OTHER_DESCRIPTORS) // 2, most // 4)
-        """How many there are before that is tried once more."""
         self.open: dict[int, OpenInode] = {}
         """By inode number, the files that are open."""
         self.is_resting = True
         """Write-back has found no open file, and none has been opened since."""
+        self.find_room = servers.descriptors.find_room
+        servers.descriptors.add_users(self.open.values)
         self._opening: dict[int, _Opening] = {}
         """By inode number, those whose in-core state is being made."""
         self.unsynced: dict[int, object | None] = {}
         """Files with a dirty mark that were closed since it was made: a token of that close, None
         if the objects could not be settled."""
-
-    # --- descriptors ---
-
-    async def find_room(self) -> None:
-        """Descriptors may be opened on return. So open files that nobody uses take none from
-        others, however many they are.
-        """
-        count = files.descriptors()
-        if count <= self._descriptors_max:
-            self._room_at = self._descriptors_max
-        if count <= self._room_at:
-            return
-        self._make_room()
-        with trio.move_on_after(_ROOM_S):  # workers close them, which may have much to do
-            while files.descriptors() > self._descriptors_max * 3 // 2:
-                await trio.sleep(_LOOK_S)
-
-    def _make_room(self) -> None:
-        """Close descriptors until a quarter of what we allow ourselves is free, first those of
-        files that have not been used since this was last called."""
-        excess = files.descriptors() - self._descriptors_max * 3 // 4
-        opened = list(self.open.values())
-        for file in sorted(opened, key=lambda file: file.used):
-            if excess <= 0:
-                break
-            excess -= file.close_idle()
-        for file in opened:
-            file.used = False
-        # Where calls use them all, it is not tried again before there are some more, or there have
-        # been fewer.
-        self._room_at = max(self._descriptors_max, files.descriptors() + self._descriptors_max // 8)
 
     # --- open inodes ---
 

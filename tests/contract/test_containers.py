@@ -13,6 +13,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aifs.core import files
 from aifs.core.errors import FsError, NoSpace, Unavailable
 from aifs.data.containers import pieces
 from aifs.data.containers.chunk_codec import unpack_header
@@ -359,11 +360,11 @@ async def test_a_chunk_that_has_moved_is_found_again(servers, tmp_path):
             made.lists[1] = places
             made.record(places, lost)
         os.unlink(server.object_path(0, container))
-        made.files.close_idle()
+        made.files.close()
         made.changed(container, made.table.pop(container))
         assert bytes(await objects.read(0, 200_000, 200_000, True)) == data
         os.unlink(servers[other].object_path(0, places[0].container))
-        made.files.close_idle()
+        made.files.close()
         made.changed(places[0].container, made.slots[other])
         with pytest.raises(FsError, match="is missing"):
             await made.objects(1).read(0, 200_000, 200_000, True)
@@ -377,11 +378,27 @@ async def test_descriptors_are_shared_and_given_back(servers, tmp_path):
         for number in range(30):
             await made.content(number, 10_000 + number)
         assert len(open_below(Path(servers[0].path).parent)) <= len(made.server_of)
-        made.files.close_idle()
+        made.files.close()
         await made.servers.cache.settle()
         for server in servers.values():
             await servers.run(server, os.getpid)  # closed before this
         assert open_below(Path(servers[0].path).parent) == []
+
+
+async def test_they_give_way_to_who_needs_descriptors(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_open", set())
+    monkeypatch.setattr(files, "descriptors_max", lambda: 16)
+    with data_servers(tmp_path, 4) as servers, shelf(servers, tmp_path) as made:
+        for number in range(12):
+            await made.store({number: content(number, 10_000)})
+            for container in set(made.server_of) - made.sealed:
+                await made.writer.retire(lambda other, _, container=container: other == container)
+        assert len(made.server_of) >= 8
+        for _ in range(2):
+            for number in range(12):
+                await servers.descriptors.find_room()
+                assert await made.content(number, 10_000) == content(number, 10_000)
+                assert files.descriptors() <= 6
 
 
 async def test_neighbours_come_with_one_request(tmp_path):

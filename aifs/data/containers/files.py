@@ -7,7 +7,6 @@ lie together, so who reads them in this order reads ahead, too. A container is a
 any other.
 """
 
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,8 +27,6 @@ from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.layout.striped import Striped
 
 _log = logger(__name__)
-
-_OPEN_MAX = 64
 
 STRIPE_BLOCK = BLOCK_MAX
 """Bytes of a plain container that are fetched at once: about a stripe."""
@@ -56,11 +53,17 @@ class ContainerEntry(NamedTuple):
         return end <= self.length or not self.layout.is_protected
 
 
-class _Open(NamedTuple):
+class _Open:
     """A container that is read."""
 
-    entry: ContainerEntry
-    objects: ObjectSet
+    __slots__ = ("close_idle", "entry", "objects", "used")
+
+    def __init__(self, entry: ContainerEntry, objects: ObjectSet) -> None:
+        self.entry = entry
+        self.objects = objects
+        self.used = True
+        """See descriptors.User, as ``close_idle``."""
+        self.close_idle = objects.close_idle
 
 
 Find = Callable[[int], Awaitable[ContainerEntry | None]]
@@ -77,7 +80,8 @@ class ContainerFiles:
         self.servers = servers
         self._on_damage = on_damage
         self._find = find
-        self._open: OrderedDict[int, _Open] = OrderedDict()  # by container, used last at the end
+        self._open: dict[int, _Open] = {}  # by container
+        servers.descriptors.add_users(self._open.values)
 
     def changed(self, container: int, layout: Striped) -> None:
         """Bytes have been appended to a container, or what an append left behind its end counts no
@@ -108,7 +112,7 @@ class ContainerFiles:
         found = self._open.get(container)
         if found is None:
             return False
-        self._open.move_to_end(container)
+        found.used = True
         try:
             return found.objects.read_now(offset, target, offset + len(target))
         except Unavailable:
@@ -117,10 +121,11 @@ class ContainerFiles:
     async def read(self, container: int, offset: int, target: memoryview) -> None:
         """Fill ``target`` from byte ``offset`` of a container. Raises Missing, Unavailable."""
         end = offset + len(target)
-        entry, objects = await self._opened(container, end)
+        found = await self._opened(container, end)
+        objects = found.objects
         objects.in_use(1)
         try:
-            await objects.fill(offset, target, entry.size(end))
+            await objects.fill(offset, target, found.entry.size(end))
         finally:
             objects.in_use(-1)
 
@@ -228,8 +233,7 @@ class ContainerFiles:
             if found is None or found.entry != entry:
                 self._retire(container)
                 found = self._open[container] = _Open(entry, self._objects_of(container, entry))
-                self._close_some(_OPEN_MAX)
-        self._open.move_to_end(container)
+        found.used = True
         return found
 
     def _objects_of(self, container: int, entry: ContainerEntry) -> ObjectSet:
@@ -256,21 +260,12 @@ class ContainerFiles:
         if found is not None and found.entry.layout.servers[column] == layout.servers[column]:
             self._on_damage(container, ino, column)
 
-    def _close_some(self, keep: int) -> None:
-        while len(self._open) > keep:
-            self._open.popitem(last=False)[1].objects.close()
-
-    def close_idle(self) -> None:
-        """Close what nobody reads now, so that deleted containers give back their space. Does not
-        block.
-        """
-        self._close_some(0)
-
     def close(self) -> None:
-        """Close all, each when what is under way has been read. Nobody begins to read any more.
-        Does not block.
+        """Close all, each when what is under way has been read, and forget them, so that deleted
+        containers give back their space. Does not block.
         """
-        self._close_some(0)
+        while self._open:
+            self._open.popitem()[1].objects.close()
 
 
 def _chunks_of(container: int) -> Hashable:
