@@ -262,7 +262,7 @@ async def _make_column(
         else:
             reader = ContainerColumn(*about, oid, making.size, column, unread, load_live)
         # What is not written to a new object is a hole; containers have none.
-        sparse = await mover.is_new(sink, column) and ino != 0
+        sparse = await mover.begin_column(sink, column) and ino != 0
         if isinstance(reader, ColumnSource) and not digests:
             await reader.skip_holes(sink)
         length = layout.object_length(column, making.size)

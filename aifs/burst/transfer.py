@@ -248,9 +248,13 @@ class Mover:
         await _in_parallel(move_one, pieces, at_once)
         return not skipped and not cancelled()
 
-    async def is_new(self, sink: Columns, column: int) -> bool:
-        """Whether a column has no object yet. Raises TargetFails."""
+    async def begin_column(self, sink: Columns, column: int) -> bool:
+        """Make ready to write a column; whether it has no object then. One that cannot be changed
+        where it lies goes: nobody reads it, as the column is ``unread``. Raises TargetFails.
+        """
         with _writing():
+            if not sink.server(column).storage.in_place:
+                await sink.settle(column, 0)
             return await sink.read(column, 0, memoryview(bytearray(1))) == 0
 
     async def make_column(

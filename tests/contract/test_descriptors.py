@@ -12,8 +12,8 @@ import trio
 
 from aifs.core import files
 from aifs.core.errors import OutOfMemory, Unavailable
+from aifs.data import descriptors
 from aifs.data.marker import NAME as MARKER
-from aifs.files import file_io
 from aifs.files.types import Caller
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs.filesystem import Filesystem
@@ -84,7 +84,7 @@ async def test_who_has_many_files_open_takes_nothing_from_others(directory, few,
 async def test_after_a_rush_idle_files_give_way_as_early_as_before_it(directory, few, monkeypatch):
     """While all descriptors were in use it was no use to ask for room; later it is again."""
     count = files.descriptors
-    monkeypatch.setattr(file_io, "_ROOM_S", 0)
+    monkeypatch.setattr(descriptors, "_ROOM_S", 0)
     async with opened(directory, modes.OFF, servers=2) as fs:
         held = [(await create(fs, number, GREEDY))[1] for number in range(2)]
 

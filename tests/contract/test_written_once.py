@@ -98,6 +98,37 @@ async def test_what_changes_in_a_file_becomes_new_objects(directory: Path) -> No
         assert await read_file(fs, ino) == b"short"
 
 
+@pytest.mark.parametrize("spoil", ["missing", "short", "wrong"])
+@pytest.mark.parametrize(
+    ("protected", "count"),
+    [(modes.REPLICAS, 2), (modes.CODED, 3)],
+    ids=["replicas", "coded"],
+)
+async def test_a_column_is_made_anew_where_it_was(
+    directory: Path, protected: dict, count: int, spoil: str
+) -> None:
+    """There is no other server for it."""
+    data = os.urandom(3 * MIB + 100)
+    settings = STRIPED | protected | {"data.verify": "read"}
+    async with opened(directory, settings, servers=ADDRESSES[:count]) as fs:
+        ino = await write_file(fs, b"file", data)
+        await moved_out(fs, ino)
+        held = BUCKETS[ADDRESSES[(await fs.getattr(ino)).layout.servers[0]]].objects
+        before = dict(held)
+        (key,) = before
+        if spoil == "missing":
+            del held[key]
+        else:
+            held[key] = before[key][:-1] if spoil == "short" else b"wrong" + before[key][5:]
+        assert await read_file(fs, ino) == data
+        fs.rebuild.look()
+        while not fs.rebuild.idle:
+            await fs.rebuild.news()
+        assert fs.rebuild.status()["moved_columns"] == 1
+        assert held == before
+        assert await read_file(fs, ino) == data
+
+
 async def test_metadata_that_are_lost_come_back_from_there(directory: Path) -> None:
     async with opened(directory, STRIPED, servers=ADDRESSES) as fs:
         ino = await write_file(fs, b"file", b"x" * 50000)
