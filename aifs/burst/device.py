@@ -171,16 +171,33 @@ class Device:
         """Bytes to the mark above which no new file is admitted; negative above it."""
         return self._up_to(self._config.high_water) - self._promised_bytes()
 
-    def admits(self, expected: int) -> bool:
-        """Whether a new file of that size may go here."""
+    def admits(self, expected: int, must: bool = False) -> bool:
+        """Whether a new file of that size may go here; ``must``: one that can go nowhere else,
+        which may pass the high mark.
+        """
         if self.calm and not expected:
             return self.usable
-        return self.room_for(expected) > 0
+        return self.room_for(expected, must) > 0
 
-    def room_for(self, expected: int) -> int:
+    def room_for(self, expected: int, must: bool = False) -> int:
         """``room`` if a new file of that size may go here, else 0."""
         room = self.room()
-        return room if room > expected and self.room_to_high() > 0 and self.usable else 0
+        is_admitted = room > expected and (must or self.room_to_high() > 0)
+        return room if is_admitted and self.usable else 0
+
+    def lacks(self, size: int) -> int:
+        """Bytes of clean copies that are to be evicted for a new file of that size, as far as there
+        are so many.
+        """
+        missing = size + 1 - self.room() - self._leaving_bytes
+        return max(0, min(missing, self.totals.evictable))
+
+    def may_come_to_admit(self, size: int, held: int) -> bool:
+        """Whether a new file of that size will have room when all has been drained and evicted but
+        ``held`` undrained bytes.
+        """
+        coming = self.totals.evictable + self._leaving_bytes + self.totals.dirty - held
+        return self.usable and self.room() + coming > size
 
     def refusal(self) -> str:
         """Why no new file goes here, not even a small one; '' if they do."""

@@ -21,13 +21,12 @@ from aifs.burst.device import Device
 from aifs.burst.ledger import Ledger
 from aifs.burst.spares import Spares, remove_copies
 from aifs.core.config import Config
-from aifs.core.errors import FsError
+from aifs.core.errors import FsError, NoSpace, Unavailable
 from aifs.core.upkeep import Upkeep, Work
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.data.storage import Space
 from aifs.layout.placement import ACTIVE
-from aifs.layout.striped import Striped
 from aifs.meta.kv import Engine
 from aifs.meta.records import Copy
 
@@ -36,6 +35,9 @@ _FILL_RATE = 4e9
 """Bytes per second that a device is supposed to be filled with at most, between two looks at its
 free space.
 """
+
+_ROOM_S = 60.0
+"""How long who can write nowhere else waits for room while nothing is drained or evicted."""
 
 _RATE_MEMORY_S = 5.0
 """How far back the measured rate of draining looks."""
@@ -76,6 +78,10 @@ class BurstTier:
         self._is_idle = False  # for some seconds nobody looks, unless a file is made
         self._relief = trio.Event()
         """Set, and replaced, when writers that wait for room may go on."""
+        self._lacking: list[int] = []
+        """Sizes of the files that wait for room, as they can change nowhere else."""
+        self._change = trio.Event()
+        """Set, and replaced, when there may be room for one of them."""
         self._waiting = 0
         """How many writers wait for room."""
         self.rate = 0.0
@@ -116,20 +122,20 @@ class BurstTier:
 
     # --- new files ---
 
-    def admit(self, policy_tier: str, expected: int = 0) -> DataServer | None:
+    def admit(self, policy_tier: str, expected: int = 0, must: bool = False) -> DataServer | None:
         """The device for a new file, or one that is brought in; None: it goes to, or stays on, the
         data servers.
 
         ``expected``: the bytes that it is going to have, if that is known; pass it to ``create``,
-        too. Of devices that have room, the one with the most of it for each file that is being
+        too. ``must``: it can be changed nowhere else, so it is admitted up to the reserve. Of devices that have room, the one with the most of it for each file that is being
         written there; of equal ones each in turn.
         """
-        if policy_tier == "capacity":
+        if policy_tier == "capacity" and not must:
             return None
         if self._is_idle:
             self._is_idle = False
             self._upkeep.wake(Work.LOOK_AT_BURST)
-        devices = [device for device in self.devices.values() if device.admits(expected)]
+        devices = [device for device in self.devices.values() if device.admits(expected, must)]
         if not devices:
             return None
         best = devices[0]
@@ -138,7 +144,7 @@ class BurstTier:
             first = self._turn % len(devices)
             best = max(
                 devices[first:] + devices[:first],
-                key=lambda device: device.room_for(expected) / (1 + device.writers),
+                key=lambda device: device.room_for(expected, must) / (1 + device.writers),
             )
         best.admitted += 1
         return best.server
@@ -155,6 +161,49 @@ class BurstTier:
                 await self._relief.wait()
         finally:
             self._waiting -= 1
+
+    async def make_room(self, size: int, held: Callable[[int], int]) -> None:
+        """A file of so many bytes that can be changed nowhere else is admitted on return, unless
+        others are faster. Waits as long as drains and evictions go on to make room. ``held`` tells
+        of a device how many undrained bytes programs write to, which are not waited for. Raises
+        NoSpace, Unavailable.
+        """
+        until_s, most = 0.0, (-1, 0)
+        while not any(device.admits(size, must=True) for device in self.devices.values()):
+            usable = [device for device in self.devices.values() if device.usable]
+            if not usable:
+                raise Unavailable(
+                    "no burst directory works, and what data servers have cannot be changed there"
+                )
+            now = self._ledger.drained_bytes, max(device.room() for device in usable)
+            if now > most:
+                until_s, most = trio.current_time() + _ROOM_S, now
+            is_hopeless = not any(d.may_come_to_admit(size, held(d.server.id)) for d in usable)
+            if is_hopeless or trio.current_time() >= until_s:
+                raise NoSpace(
+                    "the burst tier is full, and what data servers have cannot be changed there: "
+                    "close files that are being written, unpin some, or add a burst directory"
+                )
+            self._lacking.append(size)
+            try:
+                self._upkeep.wake(Work.DRAIN)
+                self._look_for_a_crowd()
+                with trio.move_on_at(until_s):
+                    await self._change.wait()
+            finally:
+                self._lacking.remove(size)
+
+    @property
+    def is_lacking(self) -> bool:
+        """Whether writers wait for room, which have nowhere else to go: then it is no time to let
+        drains wait.
+        """
+        return bool(self._lacking)
+
+    def _tell_lacking(self) -> None:
+        if self._lacking:
+            self._change.set()
+            self._change = trio.Event()
 
     @property
     def is_pressed(self) -> bool:
@@ -202,10 +251,6 @@ class BurstTier:
         """Whether a copy is being made on a device that is not on record yet."""
         return server_id in self._new.values()
 
-    def is_needed_for(self, layout: Striped) -> bool:
-        """Whether a file can change only here: its objects, where they are, are written once."""
-        return not self._servers.in_place(layout.servers)
-
     def open(self, place: Copy) -> BurstCopy:
         """An existing copy. Does no I/O. Raises Unavailable if its device is not registered."""
         return BurstCopy(self._servers[place.server], place.id, self._servers.buffers)
@@ -230,6 +275,7 @@ class BurstTier:
         self._sole[copy_id] = self.sole_span(copy_id)[0], self._engine.seq
         self._ledger.clean(copy_id, server, length)
         self._relieve()
+        self._tell_lacking()
         self._look_for_a_crowd()
 
     def sole_span(self, copy_id: int) -> tuple[int, int | None]:
@@ -237,6 +283,10 @@ class BurstTier:
         transaction, up to another one, which has made it a cache (None: there is none). What an
         earlier mount has left unsaid is supposed of it; other ids may be told here, too."""
         return self._sole.get(copy_id, (0, None))
+
+    def bytes_of(self, copy_id: int) -> int:
+        """What the copy takes, as last seen."""
+        return self._ledger.bytes_of(copy_id)
 
     def is_clean(self, copy_id: int) -> bool:
         """Whether it is there, and a copy of what lies on the data servers."""
@@ -257,6 +307,7 @@ class BurstTier:
         for device in self.devices.values():
             device.left(copy_id)
         self._relieve()
+        self._tell_lacking()
 
     def deleted(self, ids: Iterable[int]) -> None:
         """These have been deleted; ids of other things may be among them."""
@@ -293,12 +344,15 @@ class BurstTier:
     # --- eviction ---
 
     def needs_eviction(self) -> dict[int, int]:
-        """How many bytes of clean copies have to go from which device to reach its low mark."""
-        return {
-            number: count
-            for number, device in self.devices.items()
-            if (count := device.excess()) > 0
-        }
+        """How many bytes of clean copies have to go from which device to reach its low mark, or for
+        those who wait for room.
+        """
+        found: dict[int, int] = {}
+        for number, device in self.devices.items():
+            count = max(device.excess(), *map(device.lacks, self._lacking), 0)
+            if count > 0:
+                found[number] = count
+        return found
 
     def victims(self, server: int, wanted: int) -> list[int]:
         """Ids of copies to evict for ``wanted`` bytes: least recently used; never dirty, open or
@@ -307,7 +361,7 @@ class BurstTier:
         return self._ledger.victims(server, wanted)
 
     def _look_for_a_crowd(self) -> None:
-        if any(device.excess() for device in self.devices.values()):
+        if self.needs_eviction():
             self._upkeep.wake(Work.EVICT)
 
     def _relieve(self) -> None:
@@ -350,6 +404,7 @@ class BurstTier:
         for spares in self._spares.values():
             spares.expire()
         self._relieve()
+        self._tell_lacking()
         self._look_for_a_crowd()
 
     def _measure(self) -> None:
@@ -378,7 +433,7 @@ class BurstTier:
         """What ``aifs status`` shows."""
         return {
             "devices": [device.status() for device in self.devices.values()],
-            "throttled_writers": self._waiting,
+            "throttled_writers": self._waiting + len(self._lacking),
             "pause_s": self.pause_s if self.pressure else 0.0,
             "drain_bytes_per_s": round(self.rate),
         }

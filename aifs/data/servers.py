@@ -141,6 +141,11 @@ class Servers:
         """Whether there are data servers whose objects can grow, as containers do."""
         return any(server.storage.append for server in self.capacity())
 
+    @property
+    def all_in_place(self) -> bool:
+        """Whether the objects of all data servers can be changed."""
+        return all(server.storage.in_place for server in self.capacity())
+
     def in_place(self, numbers: Iterable[int]) -> bool:
         """Whether objects on all of these servers can be changed."""
         known = map(self.find, numbers)

@@ -56,38 +56,53 @@ class BurstIO:
 
     # --- how a file gets here ---
 
-    async def new_copy(self, policy: Policy | None) -> BurstCopy | None:
+    async def new_copy(self, policy: Policy | None, must: bool = False) -> BurstCopy | None:
         """An empty copy for a file that begins now; None if it has to go straight to the data
-        servers.
+        servers. ``must``: it cannot, so an error is raised, and None means that there is no room.
         """
         if not self._tier.has_devices:
             return None
         await self._tier.throttle()
         policy = policy or DEFAULT_POLICY
-        device = self._tier.admit(policy.tier, policy.expected)
+        expected = 0 if must else policy.expected
+        device = self._tier.admit(policy.tier, expected, must)
         if device is None:
             return None
         try:
-            return await self._tier.create(device, policy.expected)
+            return await self._tier.create(device, expected)
         except FsError as error:
+            if must:
+                raise
             _log.info("a new file goes to the data servers: %s", error)
             return None
 
-    async def bring(self, file: OpenInode) -> None:
+    async def bring(self, file: OpenInode, must: bool, opened: bool = False) -> None:
         """Someone is going to write: have a small file of the capacity tier staged first, and one
-        that would lose its protection. The gate must not be held: staging needs it."""
-        inode = file.inode
-        if file.copy is not None or inode.layout is None or file.on_object:
-            return
-        # Else it would lose its protection, or could not be changed at all.
-        objects = inode.objects
-        must = objects is not None and (objects.is_protected or self._tier.is_needed_for(objects))
-        if inode.size <= self._stage_for_write or must:
-            await self._stager.stage(inode.ino)
+        that would lose its protection. The gate must not be held: staging needs it.
 
-    async def enter(self, file: OpenInode, end: int) -> bool:
+        ``must``: it can be changed in the burst tier alone. Raises Unavailable if it cannot be
+        brought there though there is room, unless it is only ``opened`` as yet.
+        """
+        inode, objects, changes = file.inode, file.inode.objects, file.changes
+        if file.copy is not None or file.on_object:
+            return
+        is_protected = objects is not None and objects.is_protected  # or it would not be any more
+        if inode.layout is None or not (
+            must or is_protected or inode.size <= self._stage_for_write
+        ):
+            return
+        if await self._stager.stage(inode.ino, must=must) or opened or not must:
+            return
+        is_as_before = (file.changes, inode.objects, file.copy) == (changes, objects, None)
+        if is_as_before and self._tier.admit("", inode.space, must) is not None:
+            raise Unavailable(
+                f"inode {inode.ino} cannot be brought into the burst tier, where alone it can be "
+                "changed"
+            )
+
+    async def enter(self, file: OpenInode, end: int, must: bool = False) -> bool:
         """Someone is going to write, up to ``end``: have the file in the burst tier if it can be,
-        and marked.
+        and marked. ``must``: it is to be changed nowhere else.
 
         An empty file gets a new copy, one with a clean copy becomes that copy. What is left where
         it is will be changed in place; so are inline bytes that stay few. The gate is held alone.
@@ -113,7 +128,7 @@ class BurstIO:
                 return False
             await self._become_copy(file, None)
         elif inode.layout is None and not (inode.data and end <= self._inline_limit):
-            await self._take_copy(file)
+            await self._take_copy(file, must)
         return True
 
     async def leave_capacity(self, file: OpenInode) -> None:
@@ -134,11 +149,11 @@ class BurstIO:
         """The capacity tier has the file; its copy does not work."""
         await self._transitions.reduce(Flip(file, {"copy": None}, {"marked": file.marked}))
 
-    async def _take_copy(self, file: OpenInode) -> None:
+    async def _take_copy(self, file: OpenInode, must: bool) -> None:
         """An empty or inline file is a new copy from now on, if there is room for one. Until the
         flip the copy needs no garbage record: its id is in the newest window (I7)."""
         inode = file.inode
-        copy = await self.new_copy(inode.policy)
+        copy = await self.new_copy(inode.policy, must)
         if copy is None:
             return
         try:
@@ -151,7 +166,7 @@ class BurstIO:
                 await copy.sync()  # what it replaces is durable, and will be deleted
         except BaseException as error:
             self._tier.discard(copy)
-            if not isinstance(error, FsError):
+            if must or not isinstance(error, FsError):
                 raise
             _log.info("inode %d stays on the capacity tier: %s", inode.ino, error)
             return

@@ -147,7 +147,7 @@ class CapacityIO:
         # attempt will use.
         own = inode.oid == 0 and not inode.data and self._ids.is_recent(inode.ino)
         oid = inode.ino if own else await self._ids.take()
-        target = NewObjects(inode.ino, oid, self.place_plain(inode))
+        target = NewObjects(inode.ino, oid, self._place_to_change(inode))
         flip = self._in_objects(file, target)
         objects = ObjectSet(self._servers, target.layout, target.ino, target.oid, new=True)
         flip.objects = objects
@@ -177,7 +177,8 @@ class CapacityIO:
     async def _restripe_once(self, file: OpenInode) -> bool:
         """Whether it was done; not if its objects are read in another way now."""
         inode, objects = file.inode, file.objects
-        target = NewObjects(inode.ino, await self._ids.take(), self.place_plain(inode))
+        oid = await self._ids.take()
+        target = NewObjects(inode.ino, oid, self._place_to_change(inode))
 
         async def describe() -> Making:
             return Making(await self.describe(inode), target, inode.size, sparse=True)
@@ -195,10 +196,21 @@ class CapacityIO:
         due = self.redundancy(file.inode).is_protected
         return Flip(file, form, {"marked": True, "due": due})
 
-    @staticmethod
-    def _is_fixed(inode: Inode) -> bool:
+    def _is_fixed(self, inode: Inode) -> bool:
         """Whether the file's bytes cannot be changed where they are."""
-        return inode.layout is not None and not inode.layout.in_place
+        if inode.layout is None:
+            return False
+        return not (inode.layout.in_place and self._servers.in_place(inode.layout.servers))
+
+    def may_change(self, inode: Inode, end: int) -> bool:
+        """Whether the file can be changed, up to ``end``, outside of the burst tier: where it is,
+        or in new objects. Else all servers where these may go have objects that are written once.
+        """
+        if self._servers.all_in_place or (inode.layout is None and end <= self._inline_limit):
+            return True
+        if inode.layout is not None and not self._is_fixed(inode):
+            return True
+        return bool(self._changeable(inode))
 
     # --- placement ---
 
@@ -233,10 +245,20 @@ class CapacityIO:
         )
 
     def place_plain(self, inode: Inode) -> Striped:
+        """Where objects of the file go that nothing protects."""
+        return self._spread(inode, self._candidates(inode))
+
+    def _place_to_change(self, inode: Inode) -> Striped:
         """Where objects of the file go that are changed in place."""
-        policy, candidates = inode.policy or DEFAULT_POLICY, self._candidates(inode)
+        return self._spread(inode, self._changeable(inode))
+
+    def _spread(self, inode: Inode, candidates: Sequence[Candidate]) -> Striped:
+        policy = inode.policy or DEFAULT_POLICY
         columns = min(policy.count or self._count or len(candidates), len(candidates))
         return Striped(policy.unit or self._unit, spread(ALGORITHM, inode.ino, candidates, columns))
+
+    def _changeable(self, inode: Inode) -> Sequence[Candidate]:
+        return [c for c in self._candidates(inode) if self._servers[c.id].storage.in_place]
 
     def _candidates(self, inode: Inode) -> Sequence[Candidate]:
         candidates = self._servers.candidates()

@@ -467,7 +467,7 @@ class FileIO:
         while not self._ready(file, end):
             # Asked each time that we had to wait: others change the form, too.
             gate.leave_shared()
-            await self.burst.bring(file)
+            await self._bring(file, end)
             await gate.enter_alone()
             try:
                 await self._prepare(file, end)
@@ -483,18 +483,47 @@ class FileIO:
 
     async def _prepare(self, file: OpenInode, end: int) -> None:
         file.cancel_lease()
+        must = self._must_be_in_burst(file, end)
         if file.copy is not None or (file.inode.layout is None and end > self._inline_limit):
-            if not await self.burst.enter(file, end):
+            if not await self.burst.enter(file, end, must):
                 return
-        if not file.inode.in_burst:
+        if not (file.inode.in_burst or must):
             await self.capacity.prepare(file, end)
+
+    async def _bring(self, file: OpenInode, end: int) -> bool:
+        """See BurstIO.bring; waits for room if there has to be some. Returns whether the file can
+        be changed in the burst tier alone."""
+        must = self._must_be_in_burst(file, end)
+        if must:
+            await self._tier.make_room(file.inode.space, self._held)
+        await self.burst.bring(file, must)
+        return must
+
+    def _held(self, server: int) -> int:
+        """Bytes of the copies on a burst device that cannot be drained, as programs write to
+        them.
+        """
+        return sum(
+            self._tier.bytes_of(file.copy.id)
+            for file in self.open.values()
+            if file.may_be_written and file.inode.in_burst and file.copy.server == server
+        )
+
+    def _must_be_in_burst(self, file: OpenInode, end: int) -> bool:
+        """Whether a change of the file, up to ``end``, needs a burst copy, which it has not. Where
+        there is no room for one, who wants to change it waits.
+        """
+        if file.copy is not None or file.on_object:
+            return False
+        return not self.capacity.may_change(file.inode, end)
 
     async def begin_writing(self, file: OpenInode) -> None:
         """A handle that can write is about to be made: the file goes to the burst tier if that
         admits it. Until the caller has made the handle, or not, ``opening`` counts it.
         """
         while True:
-            await self.burst.bring(file)
+            end = file.inode.size
+            await self.burst.bring(file, self._must_be_in_burst(file, end), opened=True)
             await file.gate.enter_alone()
             try:
                 file.cancel_lease()
@@ -523,17 +552,18 @@ class FileIO:
             raise FileTooLarge()
         done = False
         while not done:
-            if size:
-                await self.burst.bring(file)
+            must = size > 0 and await self._bring(file, size)
             await file.gate.enter_alone()
             try:
                 file.cancel_lease()
                 file.changes += 1
                 if size or file.copy is not None:
-                    if not await self.burst.enter(file, size):
+                    if not await self.burst.enter(file, size, must):
                         continue
                 if file.inode.in_burst:
                     await self.burst.truncate(file, size)
+                elif size and self._must_be_in_burst(file, size):
+                    continue
                 else:
                     await self.capacity.truncate(file, size)
                 done = True

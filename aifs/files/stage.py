@@ -81,13 +81,13 @@ class Stager:
 
     # --- now ---
 
-    async def stage(self, ino: int, followed: bool = False) -> bool:
+    async def stage(self, ino: int, followed: bool = False, must: bool = False) -> bool:
         """Have a file of the capacity tier copied into the burst tier; whether it has a copy on
         return.
 
         It does not if there is no room, if it is being written to in place, is changed meanwhile,
         or has wrong bytes on the servers. The copy is not synced. The file's gate must not be held.
-        ``followed``: see Making.
+        ``followed``: see Making; ``must``: see BurstTier.admit.
         """
         while (event := self._running.get(ino)) is not None:
             await event.wait()
@@ -95,7 +95,7 @@ class Stager:
         try:
             file = await self._acquire(ino)
             try:
-                return file.copy is not None or await self._stage(file, followed)
+                return file.copy is not None or await self._stage(file, followed, must)
             finally:
                 with trio.CancelScope(shield=True):
                     await self._release(file)
@@ -114,12 +114,12 @@ class Stager:
             del self._running[ino]
             event.set()
 
-    async def _stage(self, file: OpenInode, followed: bool) -> bool:
+    async def _stage(self, file: OpenInode, followed: bool, must: bool) -> bool:
         inode, objects, changes = file.inode, file.objects, file.changes
         policy = inode.policy or DEFAULT_POLICY
         if objects is None or file.marked:
             return False
-        device = self._tier.admit(policy.tier, inode.space)
+        device = self._tier.admit(policy.tier, inode.space, must)
         if device is None:
             return False
 

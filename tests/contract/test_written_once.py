@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import trio
 
-from aifs.core.errors import NotSupported, StoreError
+from aifs.core.errors import NoSpace, NotSupported, StoreError
 from aifs.data import storages
+from aifs.files.types import ROOT, SetAttr
 from aifs.layout.redundancy import Redundancy
+from aifs.meta.keys import ROOT_INO
 from aifs.store.restore import restore
+from aifs.vfs.filesystem import Filesystem
 from tests.support import modes
 from tests.support.memory_storage import BUCKETS, MemoryStorage
 from tests.support.stores import (
@@ -21,6 +24,7 @@ from tests.support.stores import (
     moved_out,
     opened,
     overwrite,
+    put,
     read_file,
     require_sound,
     rewrite,
@@ -96,6 +100,91 @@ async def test_what_changes_in_a_file_becomes_new_objects(directory: Path) -> No
         await rewrite(fs, ino, b"short")
         await drained(fs, ino)
         assert await read_file(fs, ino) == b"short"
+
+
+# --- a burst tier that is full ---
+
+KIB = 1 << 10
+TINY = STRIPED | modes.TINY | {"burst.passthrough": "false"}
+"""Room for 256 KiB."""
+
+
+async def opened_file(fs: Filesystem, name: bytes) -> tuple[int, int]:
+    """Inode number, and a handle, of a new file."""
+    (handle, *_), inode = await fs.create(ROOT_INO, name, 0o644, os.O_RDWR, ROOT)
+    return inode.ino, handle
+
+
+async def test_writers_wait_for_the_drain(directory: Path) -> None:
+    data = [os.urandom(60 * KIB + number) for number in range(20)]
+    async with opened(directory, TINY, servers=ADDRESSES) as fs:
+        inos = [await write_file(fs, b"%d" % number, data[number]) for number in range(20)]
+        for ino, content in zip(inos, data, strict=True):
+            assert await read_file(fs, ino) == content
+        await moved_out(fs, *inos)
+        assert objects() >= 20
+
+
+@pytest.mark.parametrize("delay", ["0s", "1h"])
+async def test_who_changes_a_file_waits_for_room_for_it(directory: Path, delay: str) -> None:
+    """Also where drains are to wait for long."""
+    async with opened(directory, TINY | {"burst.drain_delay": delay}, servers=ADDRESSES) as fs:
+        data = bytearray(os.urandom(100 * KIB))
+        ino = await write_file(fs, b"file", data)
+        await moved_out(fs, ino)
+        for number in range(4):
+            await write_file(fs, b"other%d" % number, bytes(60 * KIB))
+            await overwrite(fs, ino, 5000 * number, b"changed")
+            data[5000 * number : 5000 * number + 7] = b"changed"
+            await moved_out(fs, ino)
+        assert await read_file(fs, ino) == data
+        await write_file(fs, b"last", bytes(200 * KIB))
+        await fs.setattr(ino, SetAttr(size=50 * KIB), ROOT)
+        assert await read_file(fs, ino) == data[: 50 * KIB]
+
+
+async def test_without_a_prospect_of_room_there_is_an_error(directory: Path) -> None:
+    async with opened(directory, TINY, servers=ADDRESSES) as fs:
+        _, large = await opened_file(fs, b"large")
+        for offset in range(0, 300 * KIB, 60 * KIB):
+            await fs.write(large, offset, bytes(60 * KIB))
+        await fs.tier.look()
+        ino, small = await opened_file(fs, b"small")
+        await fs.write(small, 0, b"inline")
+        with pytest.raises(NoSpace, match="burst tier is full"):
+            await fs.write(small, 0, bytes(60 * KIB))
+        assert await read_file(fs, ino) == b"inline"
+        await fs.release(large)
+        await fs.write(small, 0, b"x" * 60 * KIB)
+        assert await read_file(fs, ino) == b"x" * 60 * KIB
+        await fs.release(small)
+
+
+async def test_a_policy_cannot_keep_files_out_of_the_burst_tier(directory: Path) -> None:
+    async with opened(directory, STRIPED, servers=ADDRESSES) as fs:
+        await put(fs, ROOT_INO, "tier", "capacity", ROOT)
+        ino = await write_file(fs, b"file", b"x" * 90000)
+        await moved_out(fs, ino)
+        assert await read_file(fs, ino) == b"x" * 90000
+
+
+async def test_what_changes_outside_of_it_goes_where_objects_can_change(directory: Path) -> None:
+    servers = [ADDRESSES[0], "data/1", ADDRESSES[1]]
+    async with opened(directory, STRIPED, servers=servers) as fs:
+        data = bytearray(os.urandom(3 * MIB))
+        ino = await write_file(fs, b"file", data)
+        await moved_out(fs, ino)
+        assert {0, 1, 2} == set((await fs.getattr(ino)).layout.servers)
+        await put(fs, ROOT_INO, "tier", "capacity", ROOT)
+        await put(fs, ino, "tier", "capacity", ROOT)
+        for _ in range(2):
+            await overwrite(fs, ino, MIB, b"changed")
+        data[MIB : MIB + 7] = b"changed"
+        assert (await fs.getattr(ino)).layout.servers == (1,)
+        assert await read_file(fs, ino) == data
+        other = await write_file(fs, b"other", data)
+        assert (await fs.getattr(other)).layout.servers == (1,)
+        assert await read_file(fs, other) == data
 
 
 @pytest.mark.parametrize("spoil", ["missing", "short", "wrong"])
