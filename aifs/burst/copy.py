@@ -153,7 +153,7 @@ class BurstCopy:
     def _open(self, write: bool) -> int:
         fd = self.device.open_object(self._key, create=False, write=write)
         if fd is None:
-            path = self.device.object_path(*self._key)
+            path = self.device.where(self._key)
             raise MissingObject(
                 f"{self.device.name}: {path} is missing, which holds a file's bytes"
             )
@@ -213,7 +213,7 @@ class BurstCopy:
         """Length, blocks and times, as they are, of a copy that has been opened. Does not block."""
         if self._fd is not None:
             return self.device.call("stat", self._key, os.fstat, self._fd)
-        path = self.device.object_path(*self._key)
+        path = self.device.where(self._key)
         return self.device.call("stat", self._key, os.stat, path)
 
     async def read(self, offset: int, length: int) -> memoryview:

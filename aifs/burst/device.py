@@ -97,11 +97,11 @@ class Device:
                 "%s (%s) is full: writers of files that are open there get ENOSPC, new files go to "
                 "the data servers",
                 self.server.name,
-                self.server.path,
+                self.server.address,
             )
         elif self._full and self._available > self.reserve:
             self._full = False
-            _log.info("%s (%s) is no longer full", self.server.name, self.server.path)
+            _log.info("%s (%s) is no longer full", self.server.name, self.server.address)
 
     # --- how it stands ---
 
@@ -243,7 +243,7 @@ class Device:
         limit = min(self._size, self.share) if self.share else self._size
         return {
             "id": self.server.number,
-            "path": self.server.path,
+            "path": self.server.address,
             "state": "full" if self._full else self.server.state,
             "used_bytes": self.used,
             "free_bytes": max(0, self._available_now()),

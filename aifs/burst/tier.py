@@ -127,8 +127,9 @@ class BurstTier:
         data servers.
 
         ``expected``: the bytes that it is going to have, if that is known; pass it to ``create``,
-        too. ``must``: it can be changed nowhere else, so it is admitted up to the reserve. Of devices that have room, the one with the most of it for each file that is being
-        written there; of equal ones each in turn.
+        too. ``must``: it can be changed nowhere else, so it is admitted up to the reserve. Of
+        devices that have room, the one with the most of it for each file that is being written
+        there; of equal ones each in turn.
         """
         if policy_tier == "capacity" and not must:
             return None

@@ -424,7 +424,7 @@ def _read_piece(copy: BurstCopy, offset: int, buffer: memoryview, sparse: bool) 
     if sparse:
         ranges = device.call("read", key, files.data_ranges, fd, offset, len(buffer))
     if device.read(key, fd, buffer, offset) < len(buffer):
-        raise Unavailable(f"{device.name}: {device.object_path(*key)} ends before byte {end}")
+        raise Unavailable(f"{device.name}: {device.where(key)} ends before byte {end}")
     return _Piece(buffer, ranges, digests_of(buffer))
 
 

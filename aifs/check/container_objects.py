@@ -84,7 +84,7 @@ class ContainerObjects:
         readable = expected.readable()
         for kind, column, detail in wrong:
             server = self._servers[expected.record.layout.servers[column]]
-            path, fix = server.object_path(0, number), None
+            path, fix = server.where((0, number)), None
             if readable == expected.record.length:
                 kind, fix = "degraded", partial(put_degraded, oid=number, ino=0, mask=1 << column)
             else:

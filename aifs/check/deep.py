@@ -146,11 +146,7 @@ class DeepCheck:
         layout = found.layout
         for column, number in enumerate(layout.servers):
             server = self._servers.find(number)
-            if (
-                server is None
-                or server.absent
-                or (not ino and server.object_path(0, oid) in damaged)
-            ):
+            if server is None or server.absent or (not ino and server.where((0, oid)) in damaged):
                 unread |= 1 << column
         if not layout.survives(unread):
             return  # named already
@@ -237,7 +233,7 @@ class DeepCheck:
         device = path = ""  # of its burst copy
         if inode.copy is not None:
             server = self._servers[inode.copy.server]
-            device, path = server.name, server.object_path(0, inode.copy.id)
+            device, path = server.name, server.where((0, inode.copy.id))
         for kind in sorted({item.kind for item in bad}):
             ranges = _joined(item for item in bad if item.kind == kind)
             told = [self._describe(item) for item in ranges[:_TOLD_MAX]]
@@ -262,7 +258,7 @@ class DeepCheck:
         ino, oid, _ = objects
         for column in sorted(wrong):
             server = self._servers[layout.servers[column]]
-            path = server.object_path(ino, oid)
+            path = server.where((ino, oid))
             where = await self._view(self._table.path, ino) if ino else path
             fix = partial(_put_damaged, oid=oid, ino=ino, mask=1 << column)
             detail = f"{server.name}: {path} has wrong bytes, which the other objects tell"

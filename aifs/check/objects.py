@@ -61,7 +61,7 @@ class ObjectCheck:
                 listed.add(server.id)
             except FsError as error:
                 self.problems.append(
-                    Problem("unlistable-server", server.path, str(error), where=server.path)
+                    Problem("unlistable-server", server.address, str(error), where=server.address)
                 )
         for row, missing in enumerate(self._table.objects):
             if missing:
@@ -112,7 +112,9 @@ class ObjectCheck:
                 await self._match_object(server, found)
             else:
                 detail = f"{server.name}: not of this store; left as it is"
-                self.problems.append(Problem("foreign-file", found.path, detail, where=found.path))
+                self.problems.append(
+                    Problem("foreign-file", found.where, detail, where=found.where)
+                )
 
     async def _match_object(self, server: DataServer, found: StoredObject) -> None:
         if found.ino == 0 and server.role == "burst":
@@ -129,7 +131,7 @@ class ObjectCheck:
         ):
             whose = f", once of inode {found.ino}" if found.ino else ""
             detail = f"{server.name}: {found.length} bytes{whose}"
-            problem = Problem("orphan-object", found.path, detail, where=found.path)
+            problem = Problem("orphan-object", found.where, detail, where=found.where)
             self.problems.append(problem)
             self._orphans.append((server, problem, (found.ino, found.oid)))
 
@@ -250,7 +252,7 @@ class ObjectCheck:
         if server.role == "burst":
             assert inode.copy is not None
             key = 0, inode.copy.id
-        path = server.object_path(*key)
+        path = server.where(key)
         where = await self._view(self._table.path, inode.ino)
         self.problems.append(
             Problem(kind, inode.ino, f"{server.name}: {path} {what}", fix, where=where)
@@ -272,7 +274,7 @@ class ObjectCheck:
                     problem.detail += f"; cannot be moved: {error}"
             else:
                 for problem in problems:
-                    problem.detail += f"; moved to {server.path}/{ASIDE}"
+                    problem.detail += f"; moved to {server.address}/{ASIDE}"
                     problem.repaired = True
 
 

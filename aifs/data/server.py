@@ -92,7 +92,7 @@ class DataServer:
         """It was gone, and it has not been seen to what lies there yet."""
         self.seen: Space | None = None
         """Its space, as last seen."""
-        self.health = workers.patience.health = Health(f"{self.name} ({self.path})")
+        self.health = workers.patience.health = Health(f"{self.name} ({self.address})")
         self.latency = Latency()
         self.writing, self.giving = Throughput(), Throughput()
         """What writes and syncs come to; what is read of a burst directory for grouped writes."""
@@ -111,7 +111,7 @@ class DataServer:
         """Held while objects are opened: which one, the object's id decides."""
 
     @property
-    def path(self) -> str:
+    def address(self) -> str:
         """Where its storage is, as in the store's table."""
         return self.storage.address
 
@@ -122,13 +122,13 @@ class DataServer:
 
         Blocks. Raises StoreError, which says what is wrong and what to do.
         """
-        with self.workers.patience.asking("reach", self.path):
+        with self.workers.patience.asking("reach", self.address):
             try:
                 self.storage.identify(Identity(self.store, self.role, self.number), read_only)
             except StoreError as error:
                 raise self._named(error) from error.__cause__
         if self.role == "burst" and not self.storage.descriptor:
-            raise StoreError(f"{self.name}: {self.path}: must be a directory of this machine")
+            raise StoreError(f"{self.name}: {self.address}: must be a directory of this machine")
         self._writable = not read_only
 
     def _named(self, error: StoreError) -> StoreError:
@@ -142,7 +142,7 @@ class DataServer:
             if self.absent:
                 self.identify(read_only)
                 self.absent = ""
-                _log.info("%s (%s) is there again", self.name, self.path)
+                _log.info("%s (%s) is there again", self.name, self.address)
             self.missing = self._why_missing()
             if self.health.failing and not self.missing and self._works():
                 self.health.works()
@@ -154,11 +154,12 @@ class DataServer:
 
     def _why_missing(self) -> str:
         try:
-            with self.workers.patience.asking("reach", self.path):
+            with self.workers.patience.asking("reach", self.address):
                 self.storage.reach()
         except FileNotFoundError:
             return (
-                f"{self.name}: {self.path}: there is no such directory; is its filesystem mounted?"
+                f"{self.name}: {self.address}: there is no such directory; is its filesystem "
+                "mounted?"
             )
         except StoreError as error:
             return "" if isinstance(error.__cause__, OSError) else str(self._named(error))
@@ -168,20 +169,20 @@ class DataServer:
 
     def read_claim(self) -> Claim | None:
         """Who has the store, as the storage says. Blocks. Raises Unavailable."""
-        return self.call("read", self.path, claim.read_claim, self.storage)
+        return self.call("read", self.address, claim.read_claim, self.storage)
 
     def put_claim(self, mine: Claim, durable: bool) -> Claim | None:
         """Say there that we have the store, where it can be written; returns a claim that has ended
         ours. Blocks. Raises FsError."""
-        return self.call("claim", self.path, self._put_claim, mine, durable)
+        return self.call("claim", self.address, self._put_claim, mine, durable)
 
     def _put_claim(self, mine: Claim, durable: bool) -> Claim | None:
         self.storage.reach()
         if self._writable:
             patience = self.workers.patience
             with (
-                patience.holding(self._claim_lock, "claim", self.path),
-                patience.asking("claim", self.path),
+                patience.holding(self._claim_lock, "claim", self.address),
+                patience.asking("claim", self.address),
             ):
                 return claim.put_claim(self.storage, mine, durable)
         theirs = claim.read_claim(self.storage)
@@ -189,7 +190,7 @@ class DataServer:
 
     def reach(self) -> None:
         """The storage is there, and is this server's. Blocks. Raises Unavailable."""
-        self.call("reach", self.path, self.storage.reach)
+        self.call("reach", self.address, self.storage.reach)
 
     @property
     def state(self) -> str:
@@ -224,7 +225,7 @@ class DataServer:
     def call(self, op: str, where: str | Key, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args)``, with its errors mapped and the outcome noted."""
         if self.absent:
-            raise Unavailable(f"{self.name} ({self.path}) is absent: {self.absent}")
+            raise Unavailable(f"{self.name} ({self.address}) is absent: {self.absent}")
         is_watched = self.workers.patience.enter(op, where)
         try:
             result = function(*args)
@@ -247,20 +248,20 @@ class DataServer:
     def _works(self) -> bool:
         patience = self.workers.patience
         with (
-            patience.holding(self._probe_lock, "probe", self.path),
-            patience.asking("probe", self.path),
+            patience.holding(self._probe_lock, "probe", self.address),
+            patience.asking("probe", self.address),
         ):
             return self.storage.works()
 
     # --- objects ---
 
-    def object_path(self, ino: int, oid: int) -> str:
+    def where(self, key: Key) -> str:
         """Where an object is, for people."""
-        return self.storage.where((ino, oid))
+        return self.storage.where(key)
 
     def lock_of(self, oid: int) -> AbstractContextManager[None]:
         """To be held while a handle of the object is obtained or the object removed."""
-        return self.workers.patience.holding(self._locks[oid & 15], "open", self.path)
+        return self.workers.patience.holding(self._locks[oid & 15], "open", self.address)
 
     def open_object(self, key: Key, create: bool, write: bool = True) -> int | None:
         """A handle, or None if there is no such object and it is not to be made."""
@@ -298,7 +299,7 @@ class DataServer:
     def set_aside(self, keys: Sequence[Key]) -> None:
         """Move objects to where people alone look for them; durable on return. Raises
         NotSupported."""
-        self.call("remove", self.path, self.storage.set_aside, keys)
+        self.call("remove", self.address, self.storage.set_aside, keys)
 
     def read(self, key: Key, handle: int, buffer: memoryview, offset: int) -> int:
         """Fill ``buffer``; returns the bytes read, fewer only at the object's end."""
@@ -389,7 +390,7 @@ class DataServer:
 
     def sync_names_near(self, oid: int) -> None:
         """Which objects of this oid, and of those near it, exist is durable on return."""
-        self.call("sync", self.path, self.storage.sync_names, oid)
+        self.call("sync", self.address, self.storage.sync_names, oid)
 
     def doubt_names_near(self, oid: int) -> None:
         """Names there may be the work of a process that died before it synced them."""
@@ -397,21 +398,21 @@ class DataServer:
 
     def sync_all(self) -> None:
         """Everything in the server's storage is durable on return."""
-        self.call("sync", self.path, self.storage.sync_all)
+        self.call("sync", self.address, self.storage.sync_all)
 
     # --- what is there ---
 
     def space(self) -> Space:
-        return self.call("statvfs", self.path, self.storage.space)
+        return self.call("statvfs", self.address, self.storage.space)
 
     def list_range(self, first_oid: int, end_oid: int) -> list[Key]:
         """The objects with first_oid <= oid < end_oid."""
-        return self.call("list", self.path, self.storage.list_range, first_oid, end_oid)
+        return self.call("list", self.address, self.storage.list_range, first_oid, end_oid)
 
     def list_objects(self) -> Iterator[StoredObject | ForeignFile]:
         """All objects, and what is not of AIFS, in order. Objects may come and go meanwhile."""
         walk = self.storage.list_all()
-        while (item := self.call("list", self.path, next, walk, None)) is not None:
+        while (item := self.call("list", self.address, next, walk, None)) is not None:
             yield item
 
     # --- blobs; see Storage ---
@@ -430,4 +431,4 @@ class DataServer:
         self.call("delete", self._blob(name), self.storage.delete_blob, name)
 
     def _blob(self, name: str) -> str:
-        return f"{self.path}/{name}"
+        return f"{self.address}/{name}"

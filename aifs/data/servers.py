@@ -222,8 +222,8 @@ class Servers:
                 other = seen.setdefault(server.storage.place, server)
                 if other is not server:
                     raise StoreError(
-                        f"{server.name}: {server.path} is the directory of {other.name} "
-                        f"({other.path}) too; each needs its own"
+                        f"{server.name}: {server.address} is the directory of {other.name} "
+                        f"({other.address}) too; each needs its own"
                     )
             if isinstance(answer, FsError | StoreError):
                 wrong[server.id] = str(answer)
@@ -339,7 +339,7 @@ class Servers:
             _log.warning(
                 "%s (%s) has not worked for %g s, what is protected is made anew on others: %s",
                 server.name,
-                server.path,
+                server.address,
                 self.lost_after_s,
                 server.last_error,
             )
@@ -436,7 +436,7 @@ class Servers:
 
 def _describe(calls: Mapping[DataServer, int]) -> str:
     return ", ".join(
-        f"{server.name} ({server.path}) has not answered {count} call{'s' * (count != 1)}"
+        f"{server.name} ({server.address}) has not answered {count} call{'s' * (count != 1)}"
         for server, count in calls.items()
         if count
     )
@@ -446,7 +446,7 @@ def _status(server: DataServer, space: Space | None) -> dict[str, Any]:
     return {
         "role": server.role,
         "id": server.number,
-        "path": server.path,
+        "path": server.address,
         "domain": server.domain,
         "standing": server.standing,
         "state": server.state,

@@ -77,19 +77,19 @@ class Status(NamedTuple):
 
 
 class StoredObject(NamedTuple):
-    """An object as it lies on a server. ``path``: where, for people."""
+    """An object as it lies on a server. ``where`` it is, for people."""
 
     ino: int
     oid: int
     length: int
     allocated: int  # bytes
-    path: str
+    where: str
 
 
 class ForeignFile(NamedTuple):
-    """Something in the storage that is not of AIFS. ``path``: where, for people."""
+    """Something in the storage that is not of AIFS. ``where`` it is, for people."""
 
-    path: str
+    where: str
 
 
 class Storage(ABC):

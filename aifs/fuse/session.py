@@ -231,7 +231,7 @@ def _refused(fs: Filesystem) -> list[MissingPart]:
     """The burst directories whose files the kernel does not pass through."""
     missing = []
     for server in fs.store.servers.burst():
-        fd = files.open_file(os.path.join(server.path, MARKER_NAME), write=False)
+        fd = files.open_file(os.path.join(server.address, MARKER_NAME), write=False)
         try:
             error = fs.handles.try_out(server.id, fd)
         finally:
@@ -239,7 +239,7 @@ def _refused(fs: Filesystem) -> list[MissingPart]:
         if error is not None:
             fix = "put it on a local filesystem, such as ext4, xfs or tmpfs"
             missing.append(
-                MissingPart(f"passthrough to {server.path}", str(error.strerror), SPEED_COST, fix)
+                MissingPart(f"passthrough to {server.address}", str(error.strerror), SPEED_COST, fix)
             )
     return missing
 

@@ -117,8 +117,8 @@ class ServerTable:
         return server_id
 
     def _mark(self, directory: str, others: list[DataServer], role: str, number: int) -> None:
-        paths = [directory, self._config.meta.directory, *(server.path for server in others)]
-        silent = [server.path for server in others if server.absent or server.hangs]
+        paths = [directory, self._config.meta.directory, *(server.address for server in others)]
+        silent = [server.address for server in others if server.absent or server.hangs]
         try:
             directories.require_distinct(paths, silent)
             directories.require_usable(role, directory, store=self._store)
@@ -169,7 +169,7 @@ class ServerTable:
 
 
 def _give_up(server: DataServer) -> None:
-    with server.workers.patience.asking("remove", server.path):
+    with server.workers.patience.asking("remove", server.address):
         directories.give_up(server)
 
 
@@ -244,8 +244,8 @@ async def load_servers(config: Config, engine: Engine, in_use: Servers, read_onl
     written_once = [server for server in in_use.capacity() if not server.storage.in_place]
     if written_once and not in_use.burst():
         raise StoreError(
-            f"{written_once[0].name}: {written_once[0].path}: objects there are written once, so "
-            "files need a burst directory that they can change in; name one in burst.directories"
+            f"{written_once[0].name}: {written_once[0].address}: objects there are written once, "
+            "so files need a burst directory that they can change in; name one in burst.directories"
         )
 
 

@@ -65,7 +65,7 @@ async def describe(store: Store, inode: Inode, file: OpenInode | None) -> dict[s
         info["copy"] = {
             "device": device.number,
             "state": burst_hints.state_of(inode, file),
-            "path": device.object_path(0, inode.copy.id),
+            "path": device.where((0, inode.copy.id)),
         }
     if (layout := inode.objects) is not None:
         info["layout"] = {
@@ -116,7 +116,7 @@ def _part(servers: Servers, server: int, ino: int, oid: int, length: int) -> dic
         "server": server,
         "domain": on.domain,
         "state": state,
-        "path": on.object_path(ino, oid),
+        "path": on.where((ino, oid)),
         "bytes": length,
     }
 

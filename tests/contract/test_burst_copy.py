@@ -40,7 +40,7 @@ def reopen(device, copy_id: int = 1) -> BurstCopy:
 
 
 def path_of(copy: BurstCopy) -> str:
-    return copy.device.object_path(0, copy.id)
+    return copy.device.where((0, copy.id))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -172,7 +172,7 @@ async def test_the_first_sync_of_an_inherited_copy_covers_its_name(device, place
         names, synced[:] = list(synced), []
         await copy.sync()
     assert os.path.dirname(path_of(copy)) in names
-    assert device.path in names
+    assert device.address in names
     assert synced == []
     copy.close()
 

@@ -201,7 +201,7 @@ async def test_damage_is_told_and_healed(servers):
     layout, size = Striped(MIB, (0, 1)), 4 * MIB
     objects, data = await written(servers, layout, size)
     objects.close()
-    path = servers[1].object_path(INO, OID)
+    path = servers[1].where((INO, OID))
     with hooked():
         objects = ObjectSet(servers, layout, INO, OID)
         with open(path, "r+b") as file:

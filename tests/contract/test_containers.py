@@ -97,14 +97,12 @@ async def test_containers_are_dense_and_few(servers, tmp_path):
             await made.store(
                 {batch * 200 + number: content(1, size) for number in range(200)}, 1 << 20
             )
-        stored = sum(
-            os.path.getsize(servers[s].object_path(0, c)) for c, s in made.server_of.items()
-        )
+        stored = sum(os.path.getsize(servers[s].where((0, c))) for c, s in made.server_of.items())
         chunks = sum(place is not None for file in made.lists.values() for place in file)
         assert stored == chunks * (HEADER_BYTES + size)
         assert len(made.server_of) <= stored // CONTAINER + 2 * len(servers)
         assert all(
-            os.path.getsize(servers[s].object_path(0, c)) > CONTAINER - STRIPE
+            os.path.getsize(servers[s].where((0, c))) > CONTAINER - STRIPE
             for c, s in made.server_of.items()
             if c in made.sealed
         )
@@ -115,7 +113,7 @@ async def test_writing_early_is_only_a_wish(servers, tmp_path):
     """What fails there the sync would say, so nobody hears of it."""
     data = content(1, 300_000)
     with shelf(servers, tmp_path) as made:
-        with hooked(), failing("start_writing", servers[0].path, errno.EIO):
+        with hooked(), failing("start_writing", servers[0].address, errno.EIO):
             await made.store({1: data}, 1 << 20)
         assert await made.content(1, len(data)) == data
 
@@ -167,7 +165,7 @@ async def test_a_failing_server_leaves_nothing_that_counts(servers, tmp_path, op
     with hooked(), shelf(servers, tmp_path) as made:
         await made.store({1: content(1, 200_000)})
         ends = lengths(made)
-        with failing(op, servers[1].path, errno.ENOSPC), pytest.raises(NoSpace):
+        with failing(op, servers[1].address, errno.ENOSPC), pytest.raises(NoSpace):
             await made.store(
                 {10 + number: content(number, 3 << 20) for number in range(8)}, 1 << 20
             )
@@ -186,13 +184,13 @@ async def test_a_failing_server_leaves_nothing_that_counts(servers, tmp_path, op
 
 
 def lengths(made: Shelf) -> dict[int, int]:
-    paths = {c: made.servers[s].object_path(0, c) for c, s in made.server_of.items()}
+    paths = {c: made.servers[s].where((0, c)) for c, s in made.server_of.items()}
     return {c: os.path.getsize(path) for c, path in paths.items() if os.path.exists(path)}
 
 
 async def test_after_a_failed_sync_nothing_is_appended_to_the_container(servers, tmp_path):
     with hooked(), shelf(servers, tmp_path) as made:
-        with failing("sync_file", servers[0].path), pytest.raises(Unavailable):
+        with failing("sync_file", servers[0].address), pytest.raises(Unavailable):
             await made.store({1: content(1, 200_000)})
         (failed,) = made.server_of
         assert made.sealed == {failed}
@@ -269,7 +267,7 @@ async def test_goes_on_where_what_is_on_record_ends(servers, tmp_path):
         end = max(place.offset + HEADER_BYTES + place.stored for place in places)
         (container,) = made.server_of
         made.close()
-        path = servers[places[0].server].object_path(0, container)
+        path = servers[places[0].server].where((0, container))
         with open(path, "ab") as file:
             file.write(b"torn" * 1000)
         again = Shelf(servers, made.directory)
@@ -293,7 +291,7 @@ async def test_goes_on_where_what_is_on_record_ends(servers, tmp_path):
 async def test_a_damaged_container_is_left_alone(servers, tmp_path, damage, caplog):
     with shelf(servers, tmp_path) as made:
         made.table[7] = made.slots[0]
-        path = Path(servers[0].object_path(0, 7))
+        path = Path(servers[0].where((0, 7)))
         if damage == "short":
             path.parent.mkdir(parents=True)
             path.write_bytes(b"x" * 99)
@@ -312,7 +310,7 @@ async def test_damage_is_found_where_it_is_looked_for(servers, tmp_path):
         await made.store({2: os.urandom(300_000)}, 65536)
         places = {oid: made.lists[oid][1] for oid in (1, 2)}
         for place in places.values():
-            with open(servers[place.server].object_path(0, place.container), "r+b") as file:
+            with open(servers[place.server].where((0, place.container)), "r+b") as file:
                 file.seek(place.offset + HEADER_BYTES + place.stored - 1)
                 file.write(b"\xff")
         checking = Shelf(servers, made.directory, verify=True)
@@ -331,7 +329,7 @@ async def test_a_short_container_is_an_error(servers, tmp_path):
     with shelf(servers, tmp_path) as made:
         await made.store({1: b"x" * 300_000})
         last = made.lists[1][-1]
-        path = servers[last.server].object_path(0, last.container)
+        path = servers[last.server].where((0, last.container))
         os.truncate(path, os.path.getsize(path) - 1)
         with pytest.raises(Unavailable, match="ends before byte"):
             await made.content(1, 300_000)
@@ -359,11 +357,11 @@ async def test_a_chunk_that_has_moved_is_found_again(servers, tmp_path):
         async with made.writer.append(stored, [made.slots[other]]) as (places, lost):
             made.lists[1] = places
             made.record(places, lost)
-        os.unlink(server.object_path(0, container))
+        os.unlink(server.where((0, container)))
         made.files.close()
         made.changed(container, made.table.pop(container))
         assert bytes(await objects.read(0, 200_000, 200_000, True)) == data
-        os.unlink(servers[other].object_path(0, places[0].container))
+        os.unlink(servers[other].where((0, places[0].container)))
         made.files.close()
         made.changed(places[0].container, made.slots[other])
         with pytest.raises(FsError, match="is missing"):
@@ -377,12 +375,12 @@ async def test_descriptors_are_shared_and_given_back(servers, tmp_path):
         made.writer.close()
         for number in range(30):
             await made.content(number, 10_000 + number)
-        assert len(open_below(Path(servers[0].path).parent)) <= len(made.server_of)
+        assert len(open_below(Path(servers[0].address).parent)) <= len(made.server_of)
         made.files.close()
         await made.servers.cache.settle()
         for server in servers.values():
             await servers.run(server, os.getpid)  # closed before this
-        assert open_below(Path(servers[0].path).parent) == []
+        assert open_below(Path(servers[0].address).parent) == []
 
 
 async def test_they_give_way_to_who_needs_descriptors(tmp_path, monkeypatch):

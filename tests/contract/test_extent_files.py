@@ -149,7 +149,7 @@ def test_a_staged_copy_is_compared_by_extents(source: Path) -> None:
         flipped = {b"bad": len(shared.bytes_of(rows)) - 9, b"zeros": 2 * COPY_PIECE + 5}
         for name, offset in flipped.items():
             copy = (await fs.getattr(inos[name])).copy
-            with open(fs.store.servers[copy.server].object_path(0, copy.id), "r+b") as file:
+            with open(fs.store.servers[copy.server].where((0, copy.id)), "r+b") as file:
                 file.seek(offset)
                 file.write(b"\xa5")
         fs.scrub.start(True)

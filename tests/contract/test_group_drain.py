@@ -245,7 +245,7 @@ async def test_one_that_is_cut_while_it_is_read_does_not_spoil_it_for_the_others
             drain._tools.containers.append_pieces = append
             copy = members[0].copy
             fs.io.open[inos[0]].cancel_lease()
-            os.truncate(fs.store.servers[copy.server].object_path(0, copy.id), 10)
+            os.truncate(fs.store.servers[copy.server].where((0, copy.id)), 10)
             async with append(*args) as appended:
                 yield appended
 
@@ -328,7 +328,7 @@ async def test_one_that_changes_while_others_are_compared_with_it_does_not_spoil
         def read_changing(source, offset, part):
             if source.key == (0, members[0].copy.id) and offset == CHUNK + 32 * KIB:
                 trio.from_thread.run_sync(fs.io.open[inos[0]].cancel_lease, trio_token=token)
-                with open(source.device.object_path(*source.key), "r+b") as file:
+                with open(source.device.where(source.key), "r+b") as file:
                     file.seek(CHUNK)
                     file.write(bytes(CHUNK))
                 changed.append(offset)
@@ -548,7 +548,7 @@ async def test_a_full_server_leaves_the_files_in_the_burst_tier(directory):
     async with mounted(directory) as fs:
         drain, data = group_drain(fs), ranks(2)
         contents = await write_files(fs, data)
-        with hooked(), failing("write_at", fs.store.servers[1].path, errno.ENOSPC):
+        with hooked(), failing("write_at", fs.store.servers[1].address, errno.ENOSPC):
             members, report = await store(fs, drain, list(contents))
         assert all(isinstance(outcome, NoSpace) for outcome in outcomes(members))
         assert report.bytes == report.distinct_bytes == report.chunks == 0, (
@@ -565,7 +565,7 @@ async def test_a_full_server_leaves_the_files_in_the_burst_tier(directory):
 async def test_what_was_appended_beside_a_full_server_counts_as_dead(directory):
     async with mounted(directory) as fs:
         contents = await write_files(fs, ranks(2))
-        with hooked(), failing("write_at", fs.store.servers[1].path, errno.ENOSPC):
+        with hooked(), failing("write_at", fs.store.servers[1].address, errno.ENOSPC):
             await store(fs, group_drain(fs), list(contents))
         known = {
             number: await fs.store.engine.view(chunks.find_container, number)
@@ -574,7 +574,7 @@ async def test_what_was_appended_beside_a_full_server_counts_as_dead(directory):
         lengths = {number: record.length for number, record in known.items() if record.length}
         assert lengths and not any(record.live for record in known.values())
         for number, length in lengths.items():
-            path = fs.store.servers[known[number].layout.servers[0]].object_path(0, number)
+            path = fs.store.servers[known[number].layout.servers[0]].where((0, number))
             assert os.stat(path).st_size == length
         members, _ = await store(fs, group_drain(fs), list(contents))
         assert outcomes(members) == [DrainOutcome.DRAINED] * 2
@@ -590,7 +590,7 @@ async def test_a_bad_chunk_is_replaced_for_all_before_more_files_lean_on_it(dire
         spoilt = next(known.place for known in known.values() if known.place.raw == CHUNK)
         record = await fs.store.engine.view(chunks.find_container, spoilt.container)
         server = fs.store.servers[record.layout.servers[0]]
-        fd = os.open(server.object_path(0, spoilt.container), os.O_WRONLY)
+        fd = os.open(server.where((0, spoilt.container)), os.O_WRONLY)
         os.pwrite(fd, b"spoilt", spoilt.offset + 1000)
         os.close(fd)
         members, report = await store(fs, drain, inos[1:2])

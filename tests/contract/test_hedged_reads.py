@@ -124,7 +124,7 @@ async def test_what_a_slow_server_holds_is_told_once_for_all(
     go_on, hung = threading.Event(), []
 
     def hang(op: str, path: str) -> None:
-        if op == "read_into" and path.startswith(f"{servers[SLOW].path}/") and len(hung) < hangs:
+        if op == "read_into" and path.startswith(f"{servers[SLOW].address}/") and len(hung) < hangs:
             hung.append(path)
             go_on.wait()
 
@@ -149,10 +149,12 @@ async def test_hedges_that_wait_for_one_another_end_with_the_servers_they_wait_f
     errors = []
 
     def fail(op: str, path: str) -> None:
-        if op == "read_into" and path.startswith((f"{servers[0].path}/", f"{servers[1].path}/")):
+        if op == "read_into" and path.startswith(
+            (f"{servers[0].address}/", f"{servers[1].address}/")
+        ):
             go_on.wait()
             raise OSError(errno.EIO, "")
-        if op == "read_into" and path.startswith(f"{servers[4].path}/"):
+        if op == "read_into" and path.startswith(f"{servers[4].address}/"):
             is_hedged.set()
 
     async def read() -> None:
@@ -184,14 +186,14 @@ async def test_what_a_wrong_column_has_told_is_forgotten_with_it(servers, monkey
     await stored(servers, layout)
     servers.hedging = Impatient(servers[slow].latency)
     [object_] = [
-        path for path in Path(servers[parity].path, "objects").rglob("*") if path.is_file()
+        path for path in Path(servers[parity].address, "objects").rglob("*") if path.is_file()
     ]
     right = object_.read_bytes()
     object_.write_bytes(bytes(len(right)))
     go_on = threading.Event()
 
     def hang(op: str, path: str) -> None:
-        if op == "read_into" and path.startswith(f"{servers[slow].path}/"):
+        if op == "read_into" and path.startswith(f"{servers[slow].address}/"):
             go_on.wait()
 
     objects = ObjectSet(servers, layout, INO, OID)
@@ -215,7 +217,7 @@ async def test_a_hedge_outlives_the_reader_who_began_it(servers):
     go_on = threading.Event()
 
     def hang(op: str, path: str) -> None:
-        if op == "read_into" and path.startswith(f"{servers[SLOW].path}/"):
+        if op == "read_into" and path.startswith(f"{servers[SLOW].address}/"):
             go_on.wait()
 
     objects = ObjectSet(servers, layout, INO, OID)

@@ -62,7 +62,7 @@ async def write(servers: Servers, layout: Striped, size: int = SIZE) -> bytes:
 
 
 def path_of(servers: Servers, layout: Striped, column: int) -> Path:
-    return Path(servers[layout.servers[column]].object_path(INO, OID))
+    return Path(servers[layout.servers[column]].where((INO, OID)))
 
 
 async def inspect(

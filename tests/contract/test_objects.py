@@ -49,7 +49,7 @@ def pattern(length: int, seed: int = 1) -> bytes:
 
 
 def lengths(servers: Servers, layout: Striped, ino: int = INO, oid: int = OID) -> list[int | None]:
-    paths = [servers[number].object_path(ino, oid) for number in layout.servers]
+    paths = [servers[number].where((ino, oid)) for number in layout.servers]
     return [os.path.getsize(path) if os.path.exists(path) else None for path in paths]
 
 
@@ -95,7 +95,7 @@ async def use(servers: Servers, layout: Striped, plan: list[tuple[str, int, int]
             await objects.settle(len(model))
             assert lengths(servers, layout) == exact(layout, len(model))
             assert objects.blocks() == sum(
-                os.stat(servers[number].object_path(INO, OID)).st_blocks
+                os.stat(servers[number].where((INO, OID))).st_blocks
                 for number, length in zip(layout.servers, lengths(servers, layout), strict=True)
                 if length is not None
             )
@@ -153,7 +153,7 @@ async def test_what_no_object_holds_is_zeros_or_damage(servers, layout):
     await objects.write(0, data)
     await objects.settle(len(data))
     victim = 0
-    path = servers[layout.servers[victim]].object_path(INO, OID)
+    path = servers[layout.servers[victim]].where((INO, OID))
     held = os.path.getsize(path)
     os.truncate(path, held - 1)
     lost = max(
@@ -287,9 +287,11 @@ async def test_sync_covers_bytes_and_names_once(servers, layout):
     assert [op for op, _ in first].count("sync_file") == len(layout.servers)
     for number in layout.servers:
         server = servers[number]
-        directory = os.path.dirname(server.object_path(INO, OID))
-        chain = [directory, os.path.dirname(directory), f"{server.path}/objects", server.path]
-        synced = [path for op, path in first if op == "sync_dir" and path.startswith(server.path)]
+        directory = os.path.dirname(server.where((INO, OID)))
+        chain = [directory, os.path.dirname(directory), f"{server.address}/objects", server.address]
+        synced = [
+            path for op, path in first if op == "sync_dir" and path.startswith(server.address)
+        ]
         assert sorted(synced) == sorted(chain)
 
 
@@ -324,12 +326,12 @@ async def test_deletions_are_durable(servers, layout):
         assert await delete_batch(servers, {oid: (INO, layout) for oid in oids[:2]}) == {}
         await delete_objects(servers, layout, INO, OID)  # again: no error
     for number in layout.servers:
-        path = servers[number].object_path(INO, OID)
+        path = servers[number].where((INO, OID))
         upper = os.path.dirname(os.path.dirname(path))
         # The emptied directory went away, and that is what had to be synced.
         assert calls.index(f"unlink {path}") < calls.index(f"sync_dir {upper}")
         assert os.listdir(upper) == []
-        assert os.path.exists(servers[number].object_path(INO, oids[2]))
+        assert os.path.exists(servers[number].where((INO, oids[2])))
 
 
 async def test_a_shared_directory_stays_and_is_synced(servers, layout):
@@ -339,9 +341,9 @@ async def test_a_shared_directory_stays_and_is_synced(servers, layout):
     with hooked(lambda op, path: calls.append(f"{op} {path}")):
         await delete_objects(servers, layout, INO, OID)
     for number in layout.servers:
-        path = servers[number].object_path(INO, OID)
+        path = servers[number].where((INO, OID))
         assert calls.index(f"unlink {path}") < calls.index(f"sync_dir {os.path.dirname(path)}")
-        assert os.path.exists(servers[number].object_path(INO, OID + 1))
+        assert os.path.exists(servers[number].where((INO, OID + 1)))
 
 
 async def test_sync_all_covers_names(servers, layout):
@@ -419,7 +421,7 @@ async def test_windows_and_listings(servers, layout):
         ]
         for item in found:
             assert isinstance(item, StoredObject)
-            status = os.stat(item.path)
+            status = os.stat(item.where)
             assert (item.length, item.allocated) == (status.st_size, status.st_blocks * 512)
 
 
@@ -429,12 +431,12 @@ async def test_foreign_files_are_told_from_objects(servers):
     await objects.write(0, b"x")
     objects.close()
     server = servers[0]
-    path = server.object_path(INO, OID)
+    path = server.where((INO, OID))
     directory = os.path.dirname(path)
     foreign = [
-        f"{server.path}/notes",
-        f"{server.path}/objects/README",
-        f"{server.path}/objects/2/zz",
+        f"{server.address}/notes",
+        f"{server.address}/objects/README",
+        f"{server.address}/objects/2/zz",
         f"{directory}/{OID:016x}.0{INO:x}",  # a leading zero
         f"{directory}/{OID + 256:016x}.{INO:x}",  # belongs into the next directory
         f"{directory}/notes",
@@ -446,16 +448,16 @@ async def test_foreign_files_are_told_from_objects(servers):
     os.mkdir(f"{directory}/{OID + 2:016x}.1")
     foreign.append(f"{directory}/{OID + 2:016x}.1")
     found = list(server.list_objects())
-    assert [item.path for item in found if isinstance(item, StoredObject)] == [path]
-    assert sorted(item.path for item in found if isinstance(item, ForeignFile)) == sorted(foreign)
+    assert [item.where for item in found if isinstance(item, StoredObject)] == [path]
+    assert sorted(item.where for item in found if isinstance(item, ForeignFile)) == sorted(foreign)
 
 
 async def test_descriptors_are_few_and_given_back(servers):
     layout = Striped(4096, (0, 1, 2, 3))
-    parent = Path(servers[0].path).parent
+    parent = Path(servers[0].address).parent
     objects = ObjectSet(servers, layout, INO, OID, new=True)
     await objects.write(4096, b"x")
-    assert open_below(parent) == [servers[1].object_path(INO, OID)]
+    assert open_below(parent) == [servers[1].where((INO, OID))]
     objects.close()
     for server in servers.values():
         await servers.run(server, int)  # descriptors are closed in order by the same threads
@@ -465,11 +467,11 @@ async def test_descriptors_are_few_and_given_back(servers):
 
 async def test_space(servers):
     space = await servers.statfs()
-    status = os.statvfs(servers[0].path)
+    status = os.statvfs(servers[0].address)
     assert space.total == status.f_blocks * status.f_frsize  # one filesystem, counted once
     assert space.files == status.f_files
     for entry in await servers.status():
         assert entry["state"] == "ok"
-        assert entry["path"] == servers[entry["id"]].path
+        assert entry["path"] == servers[entry["id"]].address
         assert 0 < entry["used_bytes"] < space.total
         assert 0 < entry["free_bytes"] <= space.total

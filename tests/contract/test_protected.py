@@ -108,7 +108,7 @@ async def require_all(objects: ObjectSet, data: bytes = DATA) -> None:
 
 
 def path_of(servers: Servers, layout: Striped, oid: int, column: int) -> Path:
-    return Path(servers[layout.servers[column]].object_path(INO, oid))
+    return Path(servers[layout.servers[column]].where((INO, oid)))
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ async def test_a_drain_goes_on_without_a_column_that_fails(servers, layout, op, 
     oid = next(oids)
     server = servers[layout.servers[broken]]
     with opened(servers, layout, oid, new=True) as objects:
-        with failing(op, f"{server.path}/", number) as failed:
+        with failing(op, f"{server.address}/", number) as failed:
             for start in range(0, SIZE, layout.row):
                 await objects.write(start, DATA[start : start + layout.row])
             await objects.settle(SIZE)
@@ -355,7 +355,7 @@ async def test_a_drain_goes_on_without_a_column_that_fails(servers, layout, op, 
 async def test_a_drain_fails_where_too_few_columns_would_be_durable(servers, layout) -> None:
     """One may fail: of two that may be lost, one more is asked for."""
     broken = (0, 1) if layout.parity else layout.copies(0)[:2]
-    names = [f"{servers[layout.servers[column]].path}/" for column in broken]
+    names = [f"{servers[layout.servers[column]].address}/" for column in broken]
 
     def fail(op: str, path: str) -> None:
         if op == "sync_file" and path.startswith(tuple(names)):
@@ -373,7 +373,7 @@ async def test_columns_that_hold_nothing_of_a_small_file_do_not_count(servers: S
     oid = next(oids)
 
     def fail(op: str, path: str) -> None:
-        if path.startswith(f"{servers[layout.servers[2]].path}/"):
+        if path.startswith(f"{servers[layout.servers[2]].address}/"):
             raise OSError(errno.EIO, "")
 
     with opened(servers, layout, oid, new=True) as objects:

@@ -40,7 +40,7 @@ def enough(scratch: Path, redundancy: Redundancy):
 
 def paths_of(made: Shelf, server: int) -> list[Path]:
     """The containers' objects on a server."""
-    paths = [Path(made.servers[server].object_path(0, container)) for container in made.table]
+    paths = [Path(made.servers[server].where((0, container))) for container in made.table]
     return [path for path in paths if path.exists()]
 
 
@@ -112,7 +112,7 @@ async def test_servers_that_fail(scratch, redundancy, op):
         shelf(servers, scratch, False, redundancy) as made,
     ):
         await made.store(FILES, 65536)
-        with failing(op, servers[1].path):
+        with failing(op, servers[1].address):
             await check(made)
 
 
@@ -165,7 +165,7 @@ async def test_a_column_that_fails_while_appending(scratch, redundancy, op, numb
     ):
         before = {10: content(10, 200_000)}
         await made.store(before, 65536)
-        with failing(op, servers[1].path, number) as failed:
+        with failing(op, servers[1].address, number) as failed:
             await made.store(FILES, 65536)
         assert failed
         degraded = {c: mask for c, mask in made.lost.items() if mask}
@@ -191,7 +191,7 @@ async def test_spare_columns_may_be_asked_for(scratch):
                 await made.store(FILES, 65536)
         assert not made.lists
         assert made.sealed == set(made.table)
-        with failing("write_at", servers[0].path):
+        with failing("write_at", servers[0].address):
             await made.store(FILES, 65536)
         await check(made)
 
@@ -237,7 +237,7 @@ async def test_several_stripes_share_rows(scratch):
         assert await made.content(3, len(data)) == data
         for container, layout in made.table.items():
             for column, server in enumerate(layout.servers):
-                size = os.path.getsize(servers[server].object_path(0, container))
+                size = os.path.getsize(servers[server].where((0, container)))
                 assert size == layout.object_length(column, made.ends[container])
 
 

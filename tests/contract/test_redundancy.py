@@ -107,7 +107,7 @@ async def test_a_column_that_fails_in_the_drain_is_on_record_and_not_read(
     async with opened(directory) as fs:
         ino = await make(fs, await tree(fs, b"d", text))
         broken = fs.store.servers[1]
-        with failing("write_at", f"{broken.path}/", errno.ENOSPC):
+        with failing("write_at", f"{broken.address}/", errno.ENOSPC):
             inode = await drained(fs, ino)
             column = inode.layout.servers.index(1)
             mask = await fs.store.engine.view(find_degraded, inode.oid)
@@ -181,7 +181,7 @@ async def test_a_file_is_read_while_a_server_is_gone(directory: Path) -> None:
         await evicted(fs, ino)
 
         def gone(op: str, path: str) -> None:
-            if path.startswith(f"{fs.store.servers[2].path}/"):
+            if path.startswith(f"{fs.store.servers[2].address}/"):
                 raise OSError(errno.ESTALE, "")
 
         with hooked(gone):

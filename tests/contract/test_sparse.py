@@ -206,7 +206,7 @@ async def test_a_protected_one_is_made_whole_and_written_in_place_it_is_protecte
         await moved_out(fs, ino)
         inode = await fs.getattr(ino)
         for column, number in enumerate(inode.layout.servers):
-            os.unlink(fs.store.servers[number].object_path(ino, inode.oid))
+            os.unlink(fs.store.servers[number].where((ino, inode.oid)))
             with bounded():
                 assert await fs.rebuild.request(inode.oid, ino, [column])
                 await whole(fs)

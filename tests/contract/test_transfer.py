@@ -67,7 +67,7 @@ def make_copy(servers: Servers, copy_id: int = 1) -> BurstCopy:
 
 
 def path_of(copy: BurstCopy) -> Path:
-    return Path(copy.device.object_path(0, copy.id))
+    return Path(copy.device.where((0, copy.id)))
 
 
 def make_objects(servers: Servers, layout: Striped, **options) -> ObjectSet:
@@ -95,7 +95,7 @@ async def test_there_and_back(servers, layout):
         assert await mover.drain_out(copy, size, objects, never) == digests(data)
         assert await objects.read(0, size, size, True) == data
         for index, server in enumerate(layout.servers):
-            path = Path(servers[server].object_path(7, 100 + number))
+            path = Path(servers[server].where((7, 100 + number)))
             length = path.stat().st_size if path.exists() else 0
             assert length == layout.object_length(index, size)
         assert await mover.stage_in(objects, size, back, never)
@@ -166,7 +166,7 @@ async def test_a_server_that_fails(servers, op):
     size = 3 * PIECE + 1
     path_of(copy).write_bytes(bytes(range(256)) * (size // 256) + b"x")
     for error, expected in ((errno.EIO, Unavailable), (errno.ENOSPC, NoSpace)):
-        with failing(op, servers[1].path, error) as failed:
+        with failing(op, servers[1].address, error) as failed:
             objects = make_objects(servers, Striped(MIB, (0, 1, 2)), new=True)
             if op == "truncate":  # an object that ends in a hole is extended
                 size += 9 * MIB

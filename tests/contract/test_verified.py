@@ -79,7 +79,7 @@ class File:
         )
 
     def path(self, column: int) -> Path:
-        return Path(self.servers[self.layout.servers[column]].object_path(INO, OID))
+        return Path(self.servers[self.layout.servers[column]].where((INO, OID)))
 
     def flip(self, column: int, offset: int) -> None:
         with self.path(column).open("r+b") as file:

@@ -162,7 +162,7 @@ async def test_what_fails_for_one_file_alone_is_no_failure_of_the_device(
     async with mounted(directory, BY_DAEMON) as kernel:
         (device,) = kernel.store.servers.burst()
         bad, good = await make(kernel, b"bad"), await make(kernel, b"good")
-        path = device.object_path(0, (await kernel.getattr(bad)).copy.id)
+        path = device.where((0, (await kernel.getattr(bad)).copy.id))
         handle = await kernel.open(bad, os.O_RDWR)
         with failing(op, path) as failed, pytest.raises(ObjectFails, match=re.escape(path)):
             await kernel.read(handle, 0, 10)
@@ -173,12 +173,12 @@ async def test_what_fails_for_one_file_alone_is_no_failure_of_the_device(
         await kernel.fsync(handle)
         assert (await kernel.getattr(await make(kernel, b"new"))).in_burst
         # The probe meets what fails for all files.
-        with failing(op, device.path), pytest.raises(Unavailable):
+        with failing(op, device.address), pytest.raises(Unavailable):
             await kernel.read(handle, 0, 10)
             await kernel.write(handle, 0, b"x")
             await kernel.fsync(handle)
         assert device.state == "failing"
-        assert list(Path(device.path).glob(".aifs-*")) == []
+        assert list(Path(device.address).glob(".aifs-*")) == []
     await require_sound(config_of(directory))
 
 
@@ -189,7 +189,7 @@ async def test_a_file_that_cannot_be_synced_does_not_keep_the_store_from_being_c
         async with opened(directory, BY_DAEMON, sound=False) as fs, Kernel(fs) as kernel:
             (device,) = fs.store.servers.burst()
             bad, good = await make(kernel, b"bad"), await make(kernel, b"good")
-            path = device.object_path(0, (await kernel.getattr(bad)).copy.id)
+            path = device.where((0, (await kernel.getattr(bad)).copy.id))
 
             def refuse(op: str, where: str) -> None:
                 if op == "sync_file" and where == path:

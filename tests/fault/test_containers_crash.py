@@ -567,7 +567,7 @@ async def test_a_bad_chunk_is_replaced_for_all_who_name_it(root: Path) -> None:
             await objects.data_range(0, 12000)  # has learned the place
         container = await mount.engine.view(chunks.find_container, known.place.container)
         server = mount.servers[container.layout.servers[0]]
-        with open(server.object_path(0, known.place.container), "r+b") as file:
+        with open(server.where((0, known.place.container)), "r+b") as file:
             file.seek(known.place.offset + HEADER_BYTES)
             file.write(b"damage")
         piece = HashedPiece(copies(batch[0]), 1, 0, 12000, digest, 0)
@@ -658,7 +658,7 @@ async def test_a_damaged_chunk_stays_where_it_is(
         oid = (await mount.engine.view(namespace.get_inode, inos[5])).oid
         place = (await mount.engine.view(chunks.get_chunks, oid, 0))[1][0]
         server: DataServer = mount.servers[place.server]
-        with open(server.object_path(0, place.container), "r+b") as file:
+        with open(server.where((0, place.container)), "r+b") as file:
             file.seek(place.offset + HEADER_BYTES + 10)
             file.write(b"damage")
         await seal_all(mount)

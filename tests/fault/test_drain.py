@@ -54,7 +54,7 @@ async def write_file(
 
 
 def path_of(fs: Filesystem, copy: Copy) -> str:
-    return fs.store.servers[copy.server].object_path(0, copy.id)
+    return fs.store.servers[copy.server].where((0, copy.id))
 
 
 def objects_in(fs: Filesystem) -> list[str]:
@@ -62,7 +62,7 @@ def objects_in(fs: Filesystem) -> list[str]:
     return sorted(
         path
         for server in fs.store.servers.capacity()
-        for top, _, names in os.walk(os.path.join(server.path, "objects"))
+        for top, _, names in os.walk(os.path.join(server.address, "objects"))
         for name in names
         if not (path := os.path.join(top, name)).endswith(".0")
     )

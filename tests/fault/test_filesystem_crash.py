@@ -178,7 +178,7 @@ async def require_no_leak(directory: Path) -> None:
         found = [
             (server.id, thing)
             for server in store.servers.values()
-            for thing in list_all(server.path)
+            for thing in list_all(server.address)
         ]
     finally:
         store.close()

@@ -149,7 +149,7 @@ class Files:
                 *range(1, layout.width),
             )  # a small file lacks the latter
             found = [
-                Path(fs.store.servers[layout.servers[column]].object_path(ino, oid))
+                Path(fs.store.servers[layout.servers[column]].where((ino, oid)))
                 for column in columns
             ]
             paths += [path for path in found if path.exists()][: self.tolerates + 1]
@@ -294,7 +294,7 @@ def test_a_copy_that_is_wrong_itself_is_no_source(
         spoil(await files.objects_beyond_help(fs), "missing")
         ino = max(files.contents)
         copy = (await fs.getattr(ino)).copy
-        spoil([Path(fs.store.servers[copy.server].object_path(0, copy.id))], "wrong")
+        spoil([Path(fs.store.servers[copy.server].where((0, copy.id)))], "wrong")
         status = await scrub(fs)
         assert {entry["inode"] for entry in status["wrong"]} == {ino}
         assert status["from_copies"] == len(SIZES) - 1
@@ -323,7 +323,7 @@ def test_without_checksums_a_copy_as_long_as_the_file_is_trusted(
             inode = await fs.getattr(ino)
             await fs.store.engine.transact(namespace.drop_checksums, inode.oid)
             if size is not None:
-                os.truncate(fs.store.servers[inode.copy.server].object_path(0, inode.copy.id), size)
+                os.truncate(fs.store.servers[inode.copy.server].where((0, inode.copy.id)), size)
         paths = await files.objects_beyond_help(fs)
         hidden = {path: path.read_bytes() for path in paths}
         spoil(paths, "missing")
@@ -757,14 +757,12 @@ def test_a_copy_that_was_never_synced_is_judged_after_a_power_cut_if_it_is_neede
         await files.write(fs, synced=False)
         _, whole, spoilt = sorted(files.contents)
         paths = {
-            ino: Path(fs.store.servers[layout.servers[0]].object_path(ino, oid))
+            ino: Path(fs.store.servers[layout.servers[0]].where((ino, oid)))
             for ino, oid, layout in await files.layouts(fs)
         }
         del paths[whole]
         copy = (await fs.getattr(spoilt)).copy
-        spoil(
-            [*paths.values(), Path(fs.store.servers[copy.server].object_path(0, copy.id))], "wrong"
-        )
+        spoil([*paths.values(), Path(fs.store.servers[copy.server].where((0, copy.id)))], "wrong")
         await scrub(fs, repair=False)
         return sorted(files.contents)
 

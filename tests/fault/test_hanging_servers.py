@@ -141,7 +141,7 @@ async def test_others_go_on_and_what_lands_late_harms_nobody(
         await moved_out(fs, *before)
         doomed = await write_some(fs, b"doomed")
         await moved_out(fs, *doomed)
-        with hanging(server(fs).path, ops) as hang:
+        with hanging(server(fs).address, ops) as hang:
             contents: dict[int, bytes] = {}
             number = 0
             while not server(fs).hangs:  # until one has met it
@@ -194,12 +194,12 @@ async def test_a_container_that_something_may_land_in_is_not_appended_to(
         await drained(fs, *contents)
         containers = await fs.store.engine.view(open_on_bad)
         assert containers
-        paths = [server(fs).object_path(0, container) for container in containers]
+        paths = [server(fs).where((0, container)) for container in containers]
     if op == "truncate":
         for path in paths:
             os.truncate(path, os.path.getsize(path) + 99)  # as a failed append leaves it
     async with opened(directory, "interleaved") as fs:
-        with hanging(server(fs).path, (op,)) as hang:
+        with hanging(server(fs).address, (op,)) as hang:
             number = 0
             while not hang.held:
                 contents |= (some := await write_some(fs, b"new %d" % number, size=SMALL))
@@ -218,7 +218,7 @@ async def test_a_container_that_something_may_land_in_is_not_appended_to(
                 some := await write_some(fs, *(b"last %d" % n for n in range(12)), size=SMALL)
             )
             await drained(fs, *some)
-        assert touched.isdisjoint(server(fs).object_path(0, container) for container in caught)
+        assert touched.isdisjoint(server(fs).where((0, container)) for container in caught)
         assert caught.isdisjoint(await fs.store.engine.view(open_on_bad))
         await check(fs, contents)
         await moved_out(fs, *contents)
@@ -238,7 +238,7 @@ def open_on_bad(tx) -> set[int]:
 @pytest.mark.parametrize("mode", ["plain", "replicas"])
 async def test_groups_are_stored_by_others(directory: Path, mode: str) -> None:
     async with opened(directory, mode) as fs:
-        with hanging(server(fs).path, ("write_at",)) as hang:
+        with hanging(server(fs).address, ("write_at",)) as hang:
             contents: dict[int, bytes] = {}
             number = 0
             while not server(fs).hangs or number < 3:
@@ -275,10 +275,10 @@ async def test_a_column_that_is_made_anew_in_its_place(directory: Path, op: str)
         paths = {}
         for ino in contents:
             inode = await fs.getattr(ino)
-            paths[ino] = server(fs).object_path(ino, inode.oid)
+            paths[ino] = server(fs).where((ino, inode.oid))
             os.truncate(paths[ino], 0)
             os.truncate(paths[ino], 400_000)
-        with hanging(server(fs).path, (op,)) as hang:
+        with hanging(server(fs).address, (op,)) as hang:
             for ino in contents:
                 inode = await fs.getattr(ino)
                 assert await fs.rebuild.request(inode.oid, ino, [inode.layout.servers.index(BAD)])
@@ -323,7 +323,7 @@ async def test_nobody_waits_for_its_bytes_in_the_background(
         contents = await write_some(fs, *(b"%d" % number for number in range(12)))
         await moved_out(fs, *contents)
     async with opened(directory, mode) as fs:
-        with hanging(server(fs).path, (*ALL, "read_at")) as hang:
+        with hanging(server(fs).address, (*ALL, "read_at")) as hang:
             fs.scrub.start()
             await fs.scrub.wait()
             assert fs.scrub.status()["wrong_ranges"] == 0
@@ -362,7 +362,7 @@ async def test_what_a_program_writes_comes_after_what_lands_late(directory: Path
         while (await fs.getattr(ino)).layout.servers != (BAD,):
             await fs.unlink(stores.ROOT_INO, b"file")
             ino = await write_file(fs, b"file", b"x" * 50_000)
-        with hanging(server(fs).path, (op,)) as hang:
+        with hanging(server(fs).address, (op,)) as hang:
             async with trio.open_nursery() as nursery:
 
                 async def cut_and_write() -> None:
@@ -401,7 +401,7 @@ async def test_who_waits_for_a_call_that_hangs_hangs_too(directory: Path) -> Non
             with patience.background(), pytest.raises(Unavailable):
                 await columns.write(0, 0, b"x")
 
-        with hanging(server(fs).path, ("open_file",)) as hang:
+        with hanging(server(fs).address, ("open_file",)) as hang:
             with trio.fail_after(WAIT_S):
                 async with trio.open_nursery() as nursery:
                     for columns in each:
@@ -443,12 +443,12 @@ async def test_a_descriptor_is_kept_until_a_read_that_hangs_has_ended(directory:
         objects = Columns(fs.store.servers, layout, 0, OID)
         await objects.write(0, 0, b"x" * 100)
         reader = ObjectSet(fs.store.servers, layout, 0, OID)
-        path = server(fs).object_path(0, OID)
+        path = server(fs).where((0, OID))
         await objects.sync(0)
         objects.close_idle()
         await answered(fs, BAD)
         assert path not in open_below(directory)
-        with hanging(server(fs).path, ("read_into",)) as hang:
+        with hanging(server(fs).address, ("read_into",)) as hang:
             with patience.background(), pytest.raises(Unavailable):
                 await reader.fill(0, memoryview(bytearray(100)), 100)
             reader.close()
@@ -464,7 +464,7 @@ async def test_a_close_does_not_wait_for_ever(directory: Path) -> None:
     """Else an unmount would wait for it."""
     settings = modes.OFF | {"layout.unit": 4096}
     async with opened(directory, "plain", settings) as fs:
-        with hanging(server(fs).path, ("truncate",)):
+        with hanging(server(fs).address, ("truncate",)):
             inos = []
             for number in range(
                 SERVERS
@@ -492,7 +492,7 @@ async def test_a_close_does_not_wait_for_ever(directory: Path) -> None:
 async def test_backups_go_to_other_servers(directory: Path) -> None:
     async with opened(directory, "replicas", {"meta.backup_interval": "1h"}) as fs:
         await fs.backup.ship()
-        with hanging(server(fs).path) as hang, patience.background():
+        with hanging(server(fs).address) as hang, patience.background():
             number = 0
             while not server(fs).hangs:
                 await fs.mkdir(stores.ROOT_INO, b"%d" % number, 0o700, stores.ROOT)

@@ -149,7 +149,7 @@ async def test_columns(directory: Path, kind: str, where: str) -> None:
             making = ColumnMaking(origin._replace(unread=unread), size, 0, number)
             assert await make(fs, where, making) == [Made()]
             whole, made = (
-                Path(servers[server].object_path(origin.ino, origin.oid))
+                Path(servers[server].where((origin.ino, origin.oid)))
                 for server in (used[0], number)
             )
             assert made.read_bytes() == whole.read_bytes()

@@ -103,13 +103,13 @@ async def left(fs: Filesystem, number: int) -> None:
 
 
 def objects_on(fs: Filesystem, number: int) -> list[Path]:
-    found = Path(fs.store.servers[number].path).glob("objects/*/*/*")
+    found = Path(fs.store.servers[number].address).glob("objects/*/*/*")
     return sorted(found)
 
 
 async def object_path(fs: Filesystem, ino: int, column: int) -> Path:
     inode = await fs.getattr(ino)
-    return Path(fs.store.servers[inode.layout.servers[column]].object_path(ino, inode.oid))
+    return Path(fs.store.servers[inode.layout.servers[column]].where((ino, inode.oid)))
 
 
 def remove(path: Path) -> None:
@@ -285,7 +285,9 @@ async def test_a_server_that_takes_nothing_is_passed_over(directory, kind, numbe
         (await object_path(fs, ino, 0)).unlink()
         server = fs.store.servers[inode.layout.servers[0]]
         with failing(
-            ("create", "open", "write_at", "make_dir", "truncate", "sync_file"), server.path, number
+            ("create", "open", "write_at", "make_dir", "truncate", "sync_file"),
+            server.address,
+            number,
         ) as failed:
             assert await fs.rebuild.request(inode.oid, ino, [0])
             await whole(fs)
@@ -401,7 +403,7 @@ async def test_open_files_are_read_from_their_new_places(directory):
             await change(fs, number, DRAINING)
         for number in (0, 1, 2):
             await left(fs, number)
-            shutil.rmtree(Path(fs.store.servers[number].path) / "objects", ignore_errors=True)
+            shutil.rmtree(Path(fs.store.servers[number].address) / "objects", ignore_errors=True)
         for ino, handle in handles.items():
             data = b"".join([bytes(await fs.read(handle, at, 1 << 20)) for at in (0, 1 << 20)])
             assert data == files.contents[ino]
@@ -544,7 +546,7 @@ async def test_columns_of_containers_are_made_anew(directory, kind, spoil):
         for container in containers:
             objects = await fs.store.engine.view(moves.find_objects, 0, container)
             for column, server in enumerate(objects.layout.servers):
-                path = Path(fs.store.servers[server].object_path(0, container))
+                path = Path(fs.store.servers[server].where((0, container)))
                 before = path.read_bytes()
                 spoil(path)
                 assert await fs.rebuild.request(container, 0, [column])
@@ -570,7 +572,7 @@ async def containers_of(directory: Path, kind: str, sizes: list[int], sound: boo
             layout = (await fs.store.engine.view(moves.find_objects, 0, container)).layout
             servers = fs.store.servers
             paths[container] = [
-                Path(servers[number].object_path(0, container)) for number in layout.servers
+                Path(servers[number].where((0, container))) for number in layout.servers
             ]
         yield fs, files, paths
 
@@ -660,7 +662,7 @@ async def test_a_wrong_replica_of_a_container_is_not_moved(directory):
             layout = (await fs.store.engine.view(moves.find_objects, 0, container)).layout
             for number in layout.servers:
                 assert (
-                    Path(fs.store.servers[number].object_path(0, container)).read_bytes()
+                    Path(fs.store.servers[number].where((0, container))).read_bytes()
                     == right[container]
                 )
         await files.check(fs)

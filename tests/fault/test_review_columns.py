@@ -284,7 +284,7 @@ async def test_a_column_is_not_made_anew_before_those_who_read_the_open_file_are
 
 
 def object_path_of(fs, inode, column: int) -> Path:
-    return Path(fs.store.servers[inode.layout.servers[column]].object_path(inode.ino, inode.oid))
+    return Path(fs.store.servers[inode.layout.servers[column]].where((inode.ino, inode.oid)))
 
 
 @pytest.mark.parametrize("who", ["reader", "writer"])

@@ -198,7 +198,7 @@ async def test_two_servers_that_are_added_at_once_get_numbers_of_their_own(direc
         async with trio.open_nursery() as nursery:
             for path in paths:
                 nursery.start_soon(fs.setxattr, ROOT, b"user.aifs.server-add", os.fsencode(path))
-        assert {fs.store.servers[count + place].path for place in (0, 1)} == {
+        assert {fs.store.servers[count + place].address for place in (0, 1)} == {
             str(path) for path in paths
         }
     async with opened(directory) as fs:

@@ -103,7 +103,7 @@ class Files:
                 inode = await fs.getattr(ino)
                 if isinstance(inode.layout, Striped):
                     for column, server in enumerate(inode.layout.servers):
-                        path = fs.store.servers[server].object_path(ino, inode.oid)
+                        path = fs.store.servers[server].where((ino, inode.oid))
                         found[path] = (
                             directory,
                             path,
@@ -117,7 +117,7 @@ class Files:
                                 chunks.find_container, place.container
                             )
                             for column, server in enumerate(record.layout.servers):
-                                path = fs.store.servers[server].object_path(0, place.container)
+                                path = fs.store.servers[server].where((0, place.container))
                                 length = record.layout.object_length(column, record.length)
                                 found[path] = directory, path, length
             return [item for item in found.values() if item[2]]
@@ -285,12 +285,12 @@ def test_what_is_lost_is_named_with_all_its_names(
         await files.write(fs, [b"plain", b"chunks"])
         await fs.link(files.inos[b"plain", b"file-4"], ROOT, b"second-\xff")
         inode = await fs.getattr(files.inos[b"plain", b"file-4"])
-        flip(fs.store.servers[inode.layout.servers[1]].object_path(inode.ino, inode.oid), 3)
+        flip(fs.store.servers[inode.layout.servers[1]].where((inode.ino, inode.oid)), 3)
         ino = files.inos[b"chunks", b"file-3"]
         oid = (await fs.getattr(ino)).oid
         place = (await fs.store.engine.view(chunks.get_chunks, oid, 0))[1][0]
         flip(
-            fs.store.servers[place.server].object_path(0, place.container), place.offset + 20
+            fs.store.servers[place.server].where((0, place.container)), place.offset + 20
         )  # its header
         status = await scrub(fs)
         assert status["flaws"] == 0
@@ -325,7 +325,7 @@ def test_a_flip_in_a_file_that_is_deleted_is_no_error(store: Config) -> None:
         place = (await fs.store.engine.view(chunks.get_chunks, (await fs.getattr(ino)).oid, 0))[1][
             0
         ]
-        flip(fs.store.servers[place.server].object_path(0, place.container), place.offset + 2000)
+        flip(fs.store.servers[place.server].where((0, place.container)), place.offset + 2000)
         parent = await fs.lookup(ROOT, b"chunks")
         await fs.unlink(parent.ino, b"file-3")
         fs.forget([ino])
@@ -347,7 +347,7 @@ def test_a_wrong_burst_copy_is_dropped_and_only_that(store: Config) -> None:
             await staged(fs, ino)
             copies.append((await fs.getattr(ino)).copy)
         for copy in copies[:2]:
-            flip(fs.store.servers[copy.server].object_path(0, copy.id), MIB + 9)
+            flip(fs.store.servers[copy.server].where((0, copy.id)), MIB + 9)
         status = await scrub(fs)
         assert (status["dropped_copies"], status["flaws"], status["wrong"]) == (2, 2, [])
         assert (await fs.getattr(files.inos[b"plain", b"file-3"])).copy == copies[2]
@@ -482,7 +482,7 @@ def test_an_object_that_cannot_be_read_is_made_anew(store: Config) -> None:
     async def work(fs: Filesystem) -> None:
         await files.write(fs, [b"coded"])
         inode = await fs.getattr(files.inos[b"coded", b"file-4"])
-        path = fs.store.servers[inode.layout.servers[1]].object_path(inode.ino, inode.oid)
+        path = fs.store.servers[inode.layout.servers[1]].where((inode.ino, inode.oid))
         with failing("read_into", path):
             fs.scrub.start()
             await fs.scrub.wait()
@@ -500,7 +500,7 @@ def test_a_server_that_does_not_answer_says_nothing_about_files(store: Config) -
 
     async def work(fs: Filesystem) -> None:
         await files.write(fs, [b"plain", b"chunks", b"mirror"])
-        root = fs.store.servers[0].path
+        root = fs.store.servers[0].address
         os.rename(root, root + ".away")
         try:
             fs.scrub.start()

@@ -59,11 +59,11 @@ async def test_a_failing_server_concerns_what_lies_on_it_alone(servers, caplog):
     caplog.set_level(logging.INFO)
     objects, other = new_objects(servers), new_objects(servers, Striped(4096, (0, 2, 3)), OID + 1)
     await objects.write(0, b"a" * 16384)
-    with failing(("read_into", "write_at"), servers[1].path) as failed:
+    with failing(("read_into", "write_at"), servers[1].address) as failed:
         for _ in range(3):
             with pytest.raises(
                 Unavailable,
-                match=f"^data server 1 .*: write {servers[1].object_path(INO, OID)}: .*Errno 5",
+                match=f"^data server 1 .*: write {servers[1].where((INO, OID))}: .*Errno 5",
             ):
                 await objects.write(0, b"b" * 16384)
             with pytest.raises(Unavailable, match="^data server 1 .*: read "):
@@ -99,12 +99,12 @@ async def test_a_full_server_is_not_a_failing_one(servers, number, kind):
     objects = new_objects(servers)
     await objects.write(0, b"a" * 16384)
     for op in ("write_at", "truncate", "sync_file"):
-        with failing(op, servers[2].path, number) as failed, pytest.raises(kind):
+        with failing(op, servers[2].address, number) as failed, pytest.raises(kind):
             await objects.write(16384, b"b" * 16384)
             await objects.settle(100_000)
             await objects.sync()
         assert failed == [op]
-    with failing("open_file", servers[2].path, number) as failed, pytest.raises(kind):
+    with failing("open_file", servers[2].address, number) as failed, pytest.raises(kind):
         await new_objects(servers, oid=OID + 1).write(8192, b"x")
     assert failed == ["open_file"]
     assert servers[2].state == "ok"
@@ -115,12 +115,10 @@ async def test_a_full_server_is_not_a_failing_one(servers, number, kind):
 async def test_after_a_failed_write_the_objects_can_be_settled(servers):
     objects = new_objects(servers)
     await objects.write(0, b"a" * 16384)
-    with failing("write_at", servers[3].path, errno.ENOSPC), pytest.raises(NoSpace):
+    with failing("write_at", servers[3].address, errno.ENOSPC), pytest.raises(NoSpace):
         await objects.write(16384, b"b" * 16384)
     await objects.settle(16384)
-    assert [os.path.getsize(server.object_path(INO, OID)) for server in servers.values()] == [
-        4096
-    ] * 4
+    assert [os.path.getsize(server.where((INO, OID))) for server in servers.values()] == [4096] * 4
     assert await objects.read(0, 16384, 16384, True) == b"a" * 16384
     objects.close()
 
@@ -128,7 +126,7 @@ async def test_after_a_failed_write_the_objects_can_be_settled(servers):
 async def test_lost_bytes_are_not_forgotten_by_the_next_sync(servers):
     objects = new_objects(servers)
     await objects.write(0, b"a" * 16384)
-    with failing("sync_file", servers[1].path), pytest.raises(Unavailable):
+    with failing("sync_file", servers[1].address), pytest.raises(Unavailable):
         await objects.sync()
     with pytest.raises(Unavailable, match="bytes were lost earlier: data server 1"):
         await objects.sync()
@@ -140,11 +138,11 @@ async def test_lost_bytes_are_not_forgotten_by_the_next_sync(servers):
 async def test_names_that_could_not_be_synced_are_tried_again(servers):
     objects = new_objects(servers)
     await objects.write(0, b"a" * 16384)
-    with failing("sync_dir", servers[1].path) as failed, pytest.raises(Unavailable):
+    with failing("sync_dir", servers[1].address) as failed, pytest.raises(Unavailable):
         await objects.sync()
     assert failed
     calls = []
-    with hooked(lambda op, path: calls.append((op, path.startswith(servers[1].path)))):
+    with hooked(lambda op, path: calls.append((op, path.startswith(servers[1].address)))):
         await objects.sync()
     assert ("sync_dir", True) in calls
     assert servers[1].state == "ok"
@@ -157,11 +155,11 @@ async def test_deletions_that_fail_are_named(servers):
         await objects.write(0, b"x" * 16384)
         objects.close()
     doomed = {OID: (INO, FOUR), OID + 1: (INO, Striped(4096, (0, 1))), OID + 2: (INO, FOUR)}
-    with failing("unlink", servers[2].path):
+    with failing("unlink", servers[2].address):
         failed = await delete_batch(servers, doomed)
     assert set(failed) == {OID, OID + 2}
     assert sorted(await list_window(servers, 0, 1000)) == [(2, INO, OID), (2, INO, OID + 2)]
-    with failing("sync_dir", servers[2].path):
+    with failing("sync_dir", servers[2].address):
         assert set(await delete_batch(servers, {OID + 2: doomed[OID + 2]})) == {OID + 2}
     assert await delete_batch(servers, doomed) == {}
     assert await list_window(servers, 0, 1000) == []
@@ -188,7 +186,7 @@ async def test_a_vanished_directory_is_an_error_and_never_made_anew(servers, tmp
     objects = new_objects(servers)
     await objects.write(0, b"a" * 16384)
     await objects.settle(16384)
-    path = Path(servers[1].path)
+    path = Path(servers[1].address)
     path.rename(tmp_path / "away")
     if replacement == "empty":
         path.mkdir()
@@ -288,7 +286,7 @@ async def test_a_server_that_hangs_does_not_hold_up_others(servers):
     """Not even with more requests to it than there are threads."""
     objects = new_objects(servers)
     await objects.write(0, b"a" * 16384)
-    stall = Stall("read_into", servers[1].path)
+    stall = Stall("read_into", servers[1].address)
     done = []
 
     async def read(offset: int) -> None:
@@ -315,7 +313,7 @@ async def test_a_cancelled_read_leaves_its_thread_buffer_and_descriptor(servers,
     """
     objects = new_objects(servers, Striped(MIB, (1,)))
     await objects.write(0, b"a" * MIB)
-    stall = Stall("read_into", servers[1].path)
+    stall = Stall("read_into", servers[1].address)
     with hooked(stall):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(objects.read, 0, MIB, MIB, False)
@@ -323,7 +321,7 @@ async def test_a_cancelled_read_leaves_its_thread_buffer_and_descriptor(servers,
             nursery.cancel_scope.cancel()
         objects.close()
         await trio.testing.wait_all_tasks_blocked()
-        assert open_below(tmp_path) == [servers[1].object_path(INO, OID)]
+        assert open_below(tmp_path) == [servers[1].where((INO, OID))]
         others = [servers.buffers.take(MIB) for _ in range(40)]
         for other in others:
             other[:] = b"b" * MIB
@@ -338,7 +336,7 @@ async def test_a_cancelled_read_leaves_its_thread_buffer_and_descriptor(servers,
 async def test_a_change_during_a_sync_is_not_forgotten(servers):
     objects = new_objects(servers, Striped(4096, (1,)))
     await objects.write(0, b"a")
-    stall = Stall("sync_file", servers[1].path)
+    stall = Stall("sync_file", servers[1].address)
     with hooked(stall):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(objects.sync)
@@ -355,7 +353,7 @@ async def test_a_change_during_a_sync_is_not_forgotten(servers):
 async def test_a_second_sync_does_not_return_before_the_bytes_are_durable(servers):
     objects = new_objects(servers, Striped(4096, (1,)))
     await objects.write(0, b"a")
-    stall = Stall("sync_file", servers[1].path)
+    stall = Stall("sync_file", servers[1].address)
     returned = []
 
     async def sync() -> None:
@@ -574,7 +572,7 @@ def test_settle_and_sync_make_the_work_of_a_dead_process_durable(tmp_path, seed)
             objects = ObjectSet(servers, layout, INO, OID)
             assert await objects.read(0, 40_000, 40_000, True) == data[:40_000]
             for index, number in enumerate(layout.servers):
-                path = servers[number].object_path(INO, OID)
+                path = servers[number].where((INO, OID))
                 assert os.path.getsize(path) == layout.object_length(index, 40_000)
             objects.close()
 

@@ -575,12 +575,14 @@ async def test_a_server_is_added_beside_one_that_hangs(
     config = await make(scratch, {"data.timeout": "200ms"})
     async with served(config) as fs:
         hung = fs.store.servers[1]
-        with hanging(hung.path, ("read_file",)) as hang:
+        with hanging(hung.address, ("read_file",)) as hang:
             with patience.background(), pytest.raises(Unavailable):
                 await fs.store.servers.run(hung, hung.identify, False)
             real = os.path.realpath
             monkeypatch.setattr(
-                os.path, "realpath", lambda path: real(path) if path != hung.path else pytest.fail()
+                os.path,
+                "realpath",
+                lambda path: real(path) if path != hung.address else pytest.fail(),
             )
             await order(fs, "add", path=str(scratch / "new"))
             monkeypatch.undo()
@@ -690,7 +692,7 @@ async def test_a_server_works_again_as_soon_as_a_probe_does(scratch: Path, soon:
     config = await make(scratch, {"layout.count": 2})
     async with served(config) as fs:
         server = fs.store.servers[1]
-        with failing(("open_file", "write_at"), server.path):
+        with failing(("open_file", "write_at"), server.address):
             with pytest.raises(Unavailable):
                 await fs.store.servers.run(server, server.create_object, (5, 1 << 40))
             assert server.state == "failing"

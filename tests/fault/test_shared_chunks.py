@@ -290,7 +290,7 @@ class Pair:
         found = await fs.store.engine.view(shared_records.find_shared, digest_of(self.common.data))
         record = await fs.store.engine.view(chunks.find_container, found.place.container)
         return [
-            Path(fs.store.servers[number].object_path(0, found.place.container))
+            Path(fs.store.servers[number].where((0, found.place.container)))
             for number in record.layout.servers
         ]
 

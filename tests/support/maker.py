@@ -21,7 +21,7 @@ async def make_elsewhere(
     makings: Sequence[Making | ColumnMaking], servers: Servers
 ) -> list[Made | None]:
     """What ``carry_out`` returns of each."""
-    table = {number: servers[number].path for number in servers}
+    table = {number: servers[number].address for number in servers}
     asked = pickle.dumps((makings, table, servers[next(iter(servers))].store))
     command = [sys.executable, "-m", "tests.support.maker"]
     run = partial(

@@ -41,8 +41,8 @@ class Device:
         part[: len(data)] = data
         return len(data)
 
-    def object_path(self, ino: int, oid: int) -> str:
-        return str(oid)
+    def where(self, key: tuple[int, int]) -> str:
+        return str(key[1])
 
     def call(self, op, where, function, *args):
         return function(*args)

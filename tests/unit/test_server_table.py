@@ -154,7 +154,7 @@ async def test_candidates_have_domains_and_weights_by_free_space(tmp_path: Path)
         assert servers.prefer == {2: 4}
         with pytest.raises(Unavailable, match="is absent: it is lost"):
             servers[3].space()
-        with failing("open_file", servers[0].path), pytest.raises(Unavailable):
+        with failing("open_file", servers[0].address), pytest.raises(Unavailable):
             servers[0].open_object((5, 6), create=True)
         assert servers.usable() == (1, 4)
         held = servers[4]

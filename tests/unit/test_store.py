@@ -50,7 +50,7 @@ def add_server(config: Config, directory: str, role: str = "data") -> int:
 
 def table_of(config: Config) -> dict[int, str]:
     return opened(
-        config, lambda store: {server.id: server.path for server in store.servers.values()}
+        config, lambda store: {server.id: server.address for server in store.servers.values()}
     )
 
 

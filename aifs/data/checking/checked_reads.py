@@ -150,7 +150,7 @@ class CheckedReads:
                 self._report(unread & ~self._unread, offset)
                 return
         where = " or ".join(
-            f"{self._servers[number].name} ({self._servers[number].object_path(ino, oid)})"
+            f"{self._servers[number].name} ({self._servers[number].where((ino, oid))})"
             for number in (layout.servers[column] for column in sorted(touched))
         )
         end = offset + len(part) - 1

@@ -174,7 +174,7 @@ class ContainerFiles:
         where = f"container {container}"
         if not layout.is_protected:
             server = self.servers[layout.servers[0]]
-            where = f"{server.name}: {server.object_path(0, container)}"
+            where = f"{server.name}: {server.where((0, container))}"
         raise Untold(f"{where}: chunk at {offset}: {wrong}")
 
     async def read_stored(self, place: Location, target: memoryview) -> None:

@@ -126,12 +126,12 @@ class _Plain(OpenContainer):
         with server.lock_of(self.id):
             fd = server.open_object(key, create=self.end == 0)
         if fd is None:
-            raise DamagedContainer(f"{server.name}: {server.object_path(*key)} is missing")
+            raise DamagedContainer(f"{server.name}: {server.where(key)} is missing")
         try:
             length = server.stat(key, fd).length
             if length < self.end:
                 raise DamagedContainer(
-                    f"{server.name}: {server.object_path(*key)} has {length} of {self.end} bytes"
+                    f"{server.name}: {server.where(key)} has {length} of {self.end} bytes"
                 )
             if length > self.end:
                 server.truncate(key, fd, self.end)

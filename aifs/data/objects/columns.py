@@ -229,7 +229,7 @@ class Columns:
         end = min(end, self._layout.object_length(column, size))
         if length < end:
             server, expected = self.server(column), self._layout.object_length(column, size)
-            path = server.object_path(*self.key)
+            path = server.where(self.key)
             if self._fds[column] is None:
                 raise Unavailable(f"{server.name}: {path} is missing")
             raise Unavailable(f"{server.name}: {path} ends before byte {end} of {expected}")

@@ -21,7 +21,7 @@ class Bandwidths:
         self._servers = servers
         self._of_burst = config.burst.bandwidth
         self._configured = {place.path: place.bandwidth for place in config.places}
-        same = same_directories(self._configured, [server.path for server in servers.capacity()])
+        same = same_directories(self._configured, [server.address for server in servers.capacity()])
         self._configured |= {same[path]: self._configured[path] for path in same}
         self._used: dict[int, int] = {}
 
@@ -44,7 +44,7 @@ class Bandwidths:
         }
 
     def _said_of(self, server: DataServer) -> int:
-        return self._configured.get(server.path, 0)
+        return self._configured.get(server.address, 0)
 
     def _steady(self, measured: dict[int, int]) -> dict[int, int]:
         """One that has not been measured is taken for as fast as the fastest. Those that hardly

@@ -52,7 +52,7 @@ class HashSource(NamedTuple):
             len(part), self.device.read, self.key, self.fd, part, offset
         )
         if count < len(part):
-            where = self.device.object_path(*self.key)
+            where = self.device.where(self.key)
             raise Unavailable(f"{self.device.name}: {where} ends before byte {offset + len(part)}")
 
     def is_hole(self, offset: int, length: int) -> bool:
