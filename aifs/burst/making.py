@@ -116,7 +116,7 @@ class Made(NamedTuple):
     """Of 512 bytes, that new objects take, as ObjectSet.blocks."""
     digests: bytes = b""
     """The checksum of each MiB in new objects; b"" of a file that is mostly holes."""
-    lacking: int = 0
+    unread: int = 0
     """Mask of the columns that could not be written, and that others stand in for."""
     data: bytes = b""
     """The bytes that were asked for themselves."""

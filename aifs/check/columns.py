@@ -11,7 +11,7 @@ from aifs.check.findings import RECORDS, RECOVERY, Fix, Subject, View
 from aifs.core.errors import FsError
 from aifs.layout.striped import Striped
 from aifs.meta import keys, moves
-from aifs.meta.degraded import find_degraded, put_degraded
+from aifs.meta.degraded import find_unread, put_unread
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode, decode_degraded
 
@@ -42,7 +42,7 @@ class ColumnRecords:
         mask = sum(1 << column for column in unknown) & ~known
         if mask:
             fix = (
-                partial(put_degraded, oid=oid, ino=ino, mask=mask)
+                partial(put_unread, oid=oid, ino=ino, mask=mask)
                 if layout.survives(mask | known)
                 else None
             )
@@ -129,7 +129,7 @@ def lost_columns(tx: ReadTransaction, oid: int) -> int:
     elsewhere.
     """
     try:
-        return find_degraded(tx, oid)
+        return find_unread(tx, oid)
     except FsError:
         return 0
 
@@ -170,7 +170,7 @@ def judge(
     mask = sum(1 << lack.column for lack in lacks)
     for lack in sorted(lacks):
         if layout.survives(unread | mask):
-            fix = partial(put_degraded, oid=inode.oid, ino=inode.ino, mask=1 << lack.column)
+            fix = partial(put_unread, oid=inode.oid, ino=inode.ino, mask=1 << lack.column)
             yield lack, "degraded", lack.what, fix
         elif layout.data_column(lack.column) is None:
             yield lack, lack.kind, f"{lack.what}; it was parity", None

@@ -16,7 +16,7 @@ from aifs.data.storage import StoredObject
 from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.meta import chunk_lists, chunks, keys, shared
 from aifs.meta.chunks import Container
-from aifs.meta.degraded import find_degraded, put_degraded
+from aifs.meta.degraded import find_unread, put_unread
 from aifs.meta.kv import Engine
 
 
@@ -46,7 +46,7 @@ class ContainerObjects:
             return  # named by the check of the records
         try:
             self._table[number] = _Expected(
-                chunks.decode_container(value), await self._view(find_degraded, number)
+                chunks.decode_container(value), await self._view(find_unread, number)
             )
         except FsError:
             pass  # named by the check of the records
@@ -86,7 +86,7 @@ class ContainerObjects:
             server = self._servers[expected.record.layout.servers[column]]
             path, fix = server.where((0, number)), None
             if readable == expected.record.length:
-                kind, fix = "degraded", partial(put_degraded, oid=number, ino=0, mask=1 << column)
+                kind, fix = "degraded", partial(put_unread, oid=number, ino=0, mask=1 << column)
             else:
                 self._ends[number] = _Cut(readable, path)
             self.problems.append(Problem(kind, path, f"{server.name}: {detail}", fix, where=path))

@@ -14,7 +14,7 @@ from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location
 from aifs.meta import chunk_lists, chunks, keys, namespace
 from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.chunks import Container
-from aifs.meta.degraded import find_degraded, put_degraded
+from aifs.meta.degraded import find_unread, put_unread
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
 
@@ -75,14 +75,14 @@ class ContainerRecords:
         if not unknown:
             return
         try:
-            known = await self._view(find_degraded, number)
+            known = await self._view(find_unread, number)
         except FsError:
             known = 0  # named where the records of degraded objects are looked at
         mask = sum(1 << column for column in unknown) & ~known
         if mask:
             numbers = ", ".join(str(layout.servers[column]) for column in unknown)
             fix = (
-                partial(put_degraded, oid=number, ino=0, mask=mask)
+                partial(put_unread, oid=number, ino=0, mask=mask)
                 if layout.survives(mask | known)
                 else None
             )

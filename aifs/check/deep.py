@@ -139,7 +139,7 @@ class DeepCheck:
     async def _read(self, objects: _Objects, damaged: Collection[Subject]) -> None:
         ino, oid, size = objects
         found, unread = await self._view(
-            lambda tx: (moves.find_objects(tx, ino, oid), degraded.find_degraded(tx, oid))
+            lambda tx: (moves.find_objects(tx, ino, oid), degraded.find_unread(tx, oid))
         )
         if found is None:
             return
@@ -266,7 +266,7 @@ class DeepCheck:
 
 
 def _put_damaged(tx: Transaction, oid: int, ino: int, mask: int) -> None:
-    if not moves.put_damaged(tx, oid, ino, mask) and mask & ~degraded.find_degraded(tx, oid):
+    if not moves.put_damaged(tx, oid, ino, mask) and mask & ~degraded.find_unread(tx, oid):
         raise Unavailable("too many of its objects are wrong")
 
 

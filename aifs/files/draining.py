@@ -124,7 +124,7 @@ class Drainer:
             draining.outcome = DrainOutcome.CHANGED
             return
         draining.layout, draining.digests = layout, made.digests
-        draining.blocks, draining.lacking = made.blocks, made.lacking
+        draining.blocks, draining.unread = made.blocks, made.unread
         is_asked = self._io.capacity.redundancy(inode).is_protected
         draining.due = is_asked and not layout.is_protected
         faults.reach(_COPIED)

@@ -35,7 +35,7 @@ from aifs.files.transitions import Transitions
 from aifs.files.types import SIZE_MAX
 from aifs.layout.striped import Striped
 from aifs.meta import forms, moves
-from aifs.meta.degraded import find_degraded
+from aifs.meta.degraded import find_unread
 from aifs.meta.kv import Engine
 from aifs.meta.moves import SetRecord
 from aifs.meta.records import Inode
@@ -202,7 +202,7 @@ class FileIO:
             return self._containers.objects_of(inode, copied=True)
         unread, of = 0, SetRecord(inode.ino, inode.oid, inode.layout, inode.size)
         if of.layout.is_protected:
-            unread = await self._engine.view(find_degraded, of.oid)
+            unread = await self._engine.view(find_unread, of.oid)
         return Followed(self.set_of(of, unread, checked=True))
 
     def tools(self, mover: Mover) -> MakingTools:

@@ -65,7 +65,7 @@ class Draining(Lease):
         """Of an interleaved file."""
         self.extents: Sequence[Extent] = ()
         """Of one of variable chunks."""
-        self.lacking = 0
+        self.unread = 0
         """Mask of the columns that could not be written."""
         self.due = False
         """It should be protected and is not."""
@@ -110,7 +110,7 @@ class Draining(Lease):
             "digests": self.digests,
             "chunks": self.chunks,
             "extents": self.extents,
-            "lacking": self.lacking,
+            "unread": self.unread,
             "due": self.due,
         }
         return Flip(file, form, record)

@@ -208,7 +208,7 @@ class Transitions:
                 self._adopt(flip, change)
         for oid in garbage:
             self._collector.add_garbage(oid)
-        if any(change.lacking or change.due for change in changes):
+        if any(change.unread or change.due for change in changes):
             self._damage.due()
 
     def _adopt(self, flip: Flip, change: FormChange) -> None:
@@ -218,7 +218,7 @@ class Transitions:
         if flip.objects is not None:
             file.objects, file.trimmed = flip.objects, True
         elif (after.layout, after.oid) != (inode.layout, inode.oid):
-            file.objects, file.trimmed = self._objects_of(after, change.lacking), False
+            file.objects, file.trimmed = self._objects_of(after, change.unread), False
         if before is not None and file.objects is not before:
             before.close()
         inode.layout, inode.oid, inode.data = after.layout, after.oid, after.data
@@ -272,14 +272,14 @@ class Transitions:
     # --- objects ---
 
     async def move_column(
-        self, file: OpenInode, before: SetRecord, column: int, server: int, lost: int
+        self, file: OpenInode, before: SetRecord, column: int, server: int, unread: int
     ) -> bool:
         """The object of a column is whole on ``server``: from now on it is read there (see
         moves.flip). Whether the record agrees to that."""
         async with _recording([file]):
-            after = await self._engine.transact(moves.flip, before, column, server, lost)
+            after = await self._engine.transact(moves.flip, before, column, server, unread)
             if after is not None:
-                self._replace_objects(file, after.layout, lost & ~(1 << column))
+                self._replace_objects(file, after.layout, unread & ~(1 << column))
         return after is not None
 
     async def lose_columns(self, file: OpenInode, oid: int, mask: int) -> bool:
@@ -290,10 +290,10 @@ class Transitions:
         holds the gate and reads asks after each read whether the objects have been replaced.
         """
         async with _recording([file]):
-            lost = await self._engine.transact(moves.put_damaged, oid, file.inode.ino, mask)
-            if lost:
-                self._replace_objects(file, file.inode.layout, lost)
-        return lost != 0
+            unread = await self._engine.transact(moves.put_damaged, oid, file.inode.ino, mask)
+            if unread:
+                self._replace_objects(file, file.inode.layout, unread)
+        return unread != 0
 
     async def view(self, file: OpenInode, function: Callable[..., Any], *args: Any) -> Any:
         """What a view finds on record of the file, when core says the same. The gate is not
@@ -301,12 +301,12 @@ class Transitions:
         async with _recording([file]):
             return await self._engine.view(function, *args)
 
-    def _replace_objects(self, file: OpenInode, layout: Striped, lost: int) -> None:
-        """The record says that the objects lie so, and that the columns of the mask ``lost`` must
+    def _replace_objects(self, file: OpenInode, layout: Striped, unread: int) -> None:
+        """The record says that the objects lie so, and that the columns of the mask ``unread`` must
         not be read. Does not suspend.
         """
         before, file.inode.layout = file.objects, layout
-        file.objects, file.trimmed = self._objects_of(file.inode, lost), False
+        file.objects, file.trimmed = self._objects_of(file.inode, unread), False
         if before is not None:
             before.close()
 

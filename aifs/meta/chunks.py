@@ -39,7 +39,7 @@ from aifs.meta.chunk_lists import (
     is_extents,
     shared_digests,
 )
-from aifs.meta.degraded import drop_degraded, find_degraded, put_degraded
+from aifs.meta.degraded import drop_degraded, find_unread, put_unread
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import Garbage
 
@@ -133,7 +133,7 @@ def put_lost(tx: Transaction, lost: Mapping[int, int]) -> None:
     """
     for container, columns in lost.items():
         if find_container(tx, container) is not None:
-            put_degraded(tx, container, 0, columns)
+            put_unread(tx, container, 0, columns)
 
 
 def put_dead(tx: Transaction, dead: Iterable[Location], lost: Mapping[int, int]) -> None:
@@ -253,7 +253,7 @@ def find_container(tx: ReadTransaction, container: int) -> Container | None:
 def find_readable(tx: ReadTransaction, container: int) -> tuple[Container, int] | None:
     """The container, and the mask of its columns that must not be read."""
     record = find_container(tx, container)
-    return None if record is None else (record, find_degraded(tx, container))
+    return None if record is None else (record, find_unread(tx, container))
 
 
 def open_containers(tx: ReadTransaction) -> dict[int, Container]:

@@ -7,18 +7,18 @@ from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import Degraded, decode_degraded
 
 
-def find_degraded(tx: ReadTransaction, oid: int) -> int:
+def find_unread(tx: ReadTransaction, oid: int) -> int:
     """The mask of columns that must not be read. Raises Unavailable for a damaged record."""
     record = tx.get(keys.degraded(oid))
-    return 0 if record is None else decode_degraded(record).mask
+    return 0 if record is None else decode_degraded(record).unread
 
 
 @grows
-def put_degraded(tx: Transaction, oid: int, ino: int, mask: int) -> None:
+def put_unread(tx: Transaction, oid: int, ino: int, mask: int) -> None:
     """These columns, besides those that are known to be, must not be read; mask 0: the plain file
     is to be protected.
     """
-    tx.put(keys.degraded(oid), Degraded(ino, mask | find_degraded(tx, oid)).encode())
+    tx.put(keys.degraded(oid), Degraded(ino, mask | find_unread(tx, oid)).encode())
 
 
 def drop_degraded(tx: Transaction, oid: int) -> None:

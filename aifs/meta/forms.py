@@ -11,7 +11,7 @@ from aifs.layout.interleaved import Extent
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys, namespace
 from aifs.meta.chunk_lists import Chunks
-from aifs.meta.degraded import find_degraded, put_degraded
+from aifs.meta.degraded import find_unread, put_unread
 from aifs.meta.extents import put_extents, put_named
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import (
@@ -35,7 +35,7 @@ def load(tx: ReadTransaction, ino: int) -> tuple[Inode, bool, int]:
     return (
         inode,
         tx.get(keys.dirty(ino)) is not None,
-        find_degraded(tx, inode.oid) if protected else 0,
+        find_unread(tx, inode.oid) if protected else 0,
     )
 
 
@@ -155,7 +155,7 @@ class FormChange(NamedTuple):
     """
     extents: Sequence[Extent] = ()
     """Of an interleaved file of variable chunks."""
-    lacking: int = 0
+    unread: int = 0
     """Mask of the columns of a protected file that could not be written."""
     due: bool = False
     """The file should be protected and is not."""
@@ -232,8 +232,8 @@ def _put_placed(tx: Transaction, change: FormChange) -> None:
         tx.delete(keys.garbage(inode.oid))
         if not objects.is_protected:
             mark_unprotected(tx, objects.servers)
-        if change.lacking or change.due:
-            put_degraded(tx, inode.oid, inode.ino, change.lacking)
+        if change.unread or change.due:
+            put_unread(tx, inode.oid, inode.ino, change.unread)
         namespace.put_checksums(tx, inode.oid, change.digests)
     elif not inode.lists_extents:
         if change.chunks:
@@ -295,7 +295,7 @@ def describe_objects(tx: ReadTransaction, oid: int) -> tuple[int, bytes]:
         if not record:
             break
         digests += record
-    return find_degraded(tx, oid), digests
+    return find_unread(tx, oid), digests
 
 
 def find_copy_owners(tx: ReadTransaction, copy_ids: Iterable[int]) -> dict[int, int]:

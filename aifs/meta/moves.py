@@ -15,7 +15,7 @@ from typing import NamedTuple
 from aifs.core.errors import Unavailable
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys, namespace
-from aifs.meta.degraded import drop_degraded, find_degraded, put_degraded
+from aifs.meta.degraded import drop_degraded, find_unread, put_unread
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import Degraded, decode_degraded, decode_inode
 from aifs.meta.servers import mark_unprotected
@@ -62,12 +62,12 @@ def put_damaged(tx: Transaction, oid: int, ino: int, mask: int) -> int:
     nothing is recorded, if that is no news, or old, or would leave less than the file's bytes can
     be told by.
     """
-    objects, known = find_objects(tx, ino, oid), find_degraded(tx, oid)
+    objects, known = find_objects(tx, ino, oid), find_unread(tx, oid)
     if objects is None or not mask & ~known or mask >> len(objects.layout.servers):
         return 0
     if not objects.layout.survives(mask | known):
         return 0
-    put_degraded(tx, oid, ino, mask)
+    put_unread(tx, oid, ino, mask)
     return mask | known
 
 
@@ -140,7 +140,7 @@ def flip(
     ino, oid, layout, _ = before
     if find_objects(tx, ino, oid) != before or is_changing(tx, ino, oid):
         return None
-    if unread is not None and find_degraded(tx, oid) != unread:
+    if unread is not None and find_unread(tx, oid) != unread:
         return None
     old = layout.servers[column]
     after = before._replace(layout=layout.moved(column, server))
@@ -150,7 +150,7 @@ def flip(
         tx.delete(keys.stray(oid, server))
         tx.put(keys.stray(oid, old), ino.to_bytes(_INO_BYTES, "little"))
         _put_layout(tx, after)
-    left = find_degraded(tx, oid) & ~(1 << column)
+    left = find_unread(tx, oid) & ~(1 << column)
     if left:
         tx.put(keys.degraded(oid), Degraded(ino, left).encode())
     else:
@@ -182,14 +182,14 @@ class Due(NamedTuple):
     length: int
 
 
-def due_columns(layout: Striped, degraded: int, staying: Set[int]) -> tuple[int, ...]:
-    """Columns that are degraded, then those on servers that are not among those where columns may
-    stay.
+def due_columns(layout: Striped, unread: int, staying: Set[int]) -> tuple[int, ...]:
+    """Columns that must not be read, then those on servers that are not among those where columns
+    may stay.
     """
     numbers = range(len(layout.servers))
-    wrong = tuple(number for number in numbers if degraded >> number & 1)
+    wrong = tuple(number for number in numbers if unread >> number & 1)
     return wrong + tuple(
-        n for n in numbers if layout.servers[n] not in staying and not degraded >> n & 1
+        n for n in numbers if layout.servers[n] not in staying and not unread >> n & 1
     )
 
 
@@ -203,11 +203,11 @@ def scan_degraded(
     """
 
     def judge(key: bytes, value: bytes) -> Due:
-        oid, (ino, mask) = keys.number(key), decode_degraded(value)
+        oid, (ino, unread) = keys.number(key), decode_degraded(value)
         objects = find_objects(tx, ino, oid)
         if objects is None:
             return Due(ino, oid, (), 0)
-        return _due(objects, due_columns(objects.layout, mask, frozenset(objects.layout.servers)))
+        return _due(objects, due_columns(objects.layout, unread, frozenset(objects.layout.servers)))
 
     return _scan(tx, start, end, limit, judge)
 

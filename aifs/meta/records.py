@@ -422,14 +422,14 @@ def decode_burst(record: bytes) -> BurstRecord:
 
 
 class Degraded(NamedTuple):
-    """Columns (a mask) of an object set (the key has its oid) that are missing or wrong, and whose
-    it is (0: a container's).
+    """Columns (a mask) of an object set (the key has its oid) that must not be read, as they are
+    missing or wrong, and whose it is (0: a container's).
 
     No column: the file is plain although its policy asks for protection.
     """
 
     ino: int
-    mask: int
+    unread: int
 
     def encode(self) -> bytes:
         return _DEGRADED.pack(*self)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from aifs.core.errors import Unavailable
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys, namespace
-from aifs.meta.degraded import find_degraded
+from aifs.meta.degraded import find_unread
 from aifs.meta.extents import shares_of
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode, decode_burst, decode_inode
@@ -112,7 +112,7 @@ def _is_container_whole(tx: ReadTransaction, number: int, gone: Set[int]) -> boo
 
 
 def _survives(tx: ReadTransaction, oid: int, layout: Striped, size: int, gone: Set[int]) -> bool:
-    missing = find_degraded(tx, oid)
+    missing = find_unread(tx, oid)
     for column, number in enumerate(layout.servers):
         if number in gone and layout.object_length(column, size):
             missing |= 1 << column

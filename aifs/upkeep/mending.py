@@ -300,6 +300,6 @@ def _see(tx: ReadTransaction, ino: int, oid: int, staying: Set[int]) -> _Seen:
     objects = moves.find_objects(tx, ino, oid)
     if objects is None:
         return _Seen(None)
-    unread = degraded.find_degraded(tx, oid)
+    unread = degraded.find_unread(tx, oid)
     due = moves.due_columns(objects.layout, unread, staying)
     return _Seen(objects, unread, degraded.is_marked(tx, oid), moves.is_changing(tx, ino, oid), due)

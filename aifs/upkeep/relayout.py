@@ -62,7 +62,7 @@ class Relayout:
             wanted = self._io.capacity.redundancy(inode)
             form = {"layout": layout, "oid": target.oid, "blocks": made.blocks}
             due = not layout.is_protected and wanted.is_protected
-            record = {"digests": made.digests, "lacking": made.lacking, "due": due}
+            record = {"digests": made.digests, "unread": made.unread, "due": due}
             return Flip(file, form, record)
 
         done = await self._io.transitions.change_form(

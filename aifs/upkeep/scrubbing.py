@@ -138,7 +138,7 @@ class _Seen(NamedTuple):
 
 def _see(tx: ReadTransaction, ino: int, oid: int) -> _Seen:
     is_changing = ino != 0 and moves.is_changing(tx, ino, oid)  # a container only grows
-    return _Seen(moves.find_objects(tx, ino, oid), degraded.find_degraded(tx, oid), is_changing)
+    return _Seen(moves.find_objects(tx, ino, oid), degraded.find_unread(tx, oid), is_changing)
 
 
 class _Scrub:

@@ -11,7 +11,7 @@ import trio
 
 from aifs.core.errors import Busy, Invalid
 from aifs.layout.striped import Striped
-from aifs.meta.degraded import find_degraded, is_marked
+from aifs.meta.degraded import find_unread, is_marked
 from aifs.meta.records import Inode
 from aifs.vfs import Filesystem
 from tests.support import modes, stores
@@ -110,7 +110,7 @@ async def test_a_column_that_fails_in_the_drain_is_on_record_and_not_read(
         with failing("write_at", f"{broken.address}/", errno.ENOSPC):
             inode = await drained(fs, ino)
             column = inode.layout.servers.index(1)
-            mask = await fs.store.engine.view(find_degraded, inode.oid)
+            mask = await fs.store.engine.view(find_unread, inode.oid)
         assert mask in (0, 1 << column), "0: the rebuild has been faster"
         await evicted(fs, ino)
         assert await read_file(fs, ino) == DATA

@@ -24,7 +24,7 @@ from aifs.data.naming import list_all
 from aifs.data.storage import StoredObject
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys
-from aifs.meta.degraded import find_degraded
+from aifs.meta.degraded import find_unread
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import decode_inode
 from aifs.store import backup
@@ -191,7 +191,7 @@ def _objects(tx: ReadTransaction) -> tuple[set[tuple], set[tuple]]:
     """What must be stored, and what may be, as (server, ino, oid)."""
     needed, allowed = set(), set()
     for key, value in tx.range(*keys.all_of(b"t")):
-        container, lost = chunks.decode_container(value), find_degraded(tx, keys.number(key))
+        container, lost = chunks.decode_container(value), find_unread(tx, keys.number(key))
         for column, server in enumerate(container.layout.servers):
             allowed.add((server, 0, keys.number(key)))
             if container.layout.object_length(column, container.length) and not lost >> column & 1:
@@ -201,7 +201,7 @@ def _objects(tx: ReadTransaction) -> tuple[set[tuple], set[tuple]]:
         if inode.copy is not None:
             needed.add((inode.copy.server, 0, inode.copy.id))
         if isinstance(inode.layout, Striped):
-            lost = find_degraded(tx, inode.oid)
+            lost = find_unread(tx, inode.oid)
             for index, server in enumerate(inode.layout.servers):
                 allowed.add((server, inode.ino, inode.oid))
                 if inode.layout.object_length(index, inode.size) and not lost >> index & 1:

@@ -124,7 +124,7 @@ async def test_new_objects_and_copies(directory: Path, kind: str, where: str) ->
         assert of_copy == Made()
         assert await copy.read(0, len(DATA) + 1) == DATA
         for making, made in zip(makings, of_objects, strict=True):
-            assert (made.digests, made.lacking) == (digests_of(DATA), 0)
+            assert (made.digests, made.unread) == (digests_of(DATA), 0)
             assert len(DATA) - 4 * MIB <= made.blocks * 512 <= len(DATA) + MIB
             assert await read_objects(fs, making.target, made.digests) == DATA
 

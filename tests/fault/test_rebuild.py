@@ -223,7 +223,7 @@ async def test_what_cannot_be_told_is_left_and_named(directory):
         [failed] = fs.rebuild.status()["failed"]
         assert failed["path"] == "/0" and failed["oid"] == oid and failed["reason"]
         assert not await fs.rebuild.request(oid, ino, [1]), "more than the file survives"
-        assert await fs.store.engine.view(degraded.find_degraded, oid) == 1
+        assert await fs.store.engine.view(degraded.find_unread, oid) == 1
 
 
 # --- servers --------------------------------------------------------------------------------------
@@ -616,7 +616,7 @@ async def test_a_wrong_survivor_of_a_container_is_not_copied(directory):
             await fs.rebuild.news()
         for failed in fs.rebuild.status()["failed"]:
             assert "not what their checksums say" in failed["reason"]
-            assert await fs.store.engine.view(degraded.find_degraded, failed["oid"]) == 1
+            assert await fs.store.engine.view(degraded.find_unread, failed["oid"]) == 1
 
 
 async def test_what_no_file_needs_does_not_hold_up_the_rebuild(directory):

@@ -66,11 +66,11 @@ async def strays_of(engine: MemoryEngine) -> set[Stray]:
 async def test_damage_is_noted_as_far_as_the_bytes_survive(layout):
     engine = await engine_with(layout)
     for column in range(len(layout.servers)):
-        known = await engine.view(degraded.find_degraded, OID)
+        known = await engine.view(degraded.find_unread, OID)
         noted = await engine.transact(moves.put_damaged, OID, INO, 1 << column)
         survives = layout.survives(known | 1 << column)
         assert noted == (known | 1 << column if survives else 0)
-        assert await engine.view(degraded.find_degraded, OID) == (
+        assert await engine.view(degraded.find_unread, OID) == (
             known | 1 << column if noted else known
         )
         assert not await engine.transact(moves.put_damaged, OID, INO, 1 << column), "no news"
@@ -80,16 +80,16 @@ async def test_damage_is_noted_as_far_as_the_bytes_survive(layout):
 
 async def test_marks_go_with_the_objects():
     engine = await engine_with(CODED)
-    await engine.transact(degraded.put_degraded, OID, INO, 2)
-    await engine.transact(degraded.put_degraded, OID, INO, 1)
-    assert await engine.view(degraded.find_degraded, OID) == 3
+    await engine.transact(degraded.put_unread, OID, INO, 2)
+    await engine.transact(degraded.put_unread, OID, INO, 1)
+    assert await engine.view(degraded.find_unread, OID) == 3
     emptied = replace(inode_with(CODED), layout=None, size=0, blocks=0)
     assert await engine.transact(forms.change_forms, [FormChange(emptied)]) == [OID]
     assert not await engine.view(degraded.is_marked, OID)
-    await engine.transact(degraded.put_degraded, OID, INO, 0)
+    await engine.transact(degraded.put_unread, OID, INO, 0)
     assert (
         await engine.view(degraded.is_marked, OID)
-        and await engine.view(degraded.find_degraded, OID) == 0
+        and await engine.view(degraded.find_unread, OID) == 0
     )
 
 
@@ -104,11 +104,11 @@ async def test_a_column_moves_in_one_transaction(layout):
     assert await engine.transact(moves.put_stray, new)
     assert not await engine.transact(moves.put_stray, new), "an object may be there already"
     if layout.is_protected:
-        await engine.transact(degraded.put_degraded, OID, INO, 0b11)
+        await engine.transact(degraded.put_unread, OID, INO, 0b11)
     after = await engine.transact(moves.flip, before, 1, 9)
     assert after == await objects_of(engine) == before._replace(layout=layout.moved(1, 9))
     assert await strays_of(engine) == {old}
-    assert await engine.view(degraded.find_degraded, OID) == (1 if layout.is_protected else 0)
+    assert await engine.view(degraded.find_unread, OID) == (1 if layout.is_protected else 0)
     assert await engine.view(find_unprotected) == (set() if layout.is_protected else {9})
     await engine.transact(moves.forget_strays, [old])
     assert await strays_of(engine) == set()
@@ -116,7 +116,7 @@ async def test_a_column_moves_in_one_transaction(layout):
 
 async def test_a_column_that_is_made_anew_in_its_place_leaves_no_stray():
     engine = await engine_with(CODED)
-    await engine.transact(degraded.put_degraded, OID, INO, 0b10)
+    await engine.transact(degraded.put_unread, OID, INO, 0b10)
     before = await objects_of(engine)
     assert await engine.transact(moves.flip, before, 1, 1) == before
     assert not await engine.view(degraded.is_marked, OID)
@@ -163,14 +163,14 @@ async def test_a_container_moves_only_when_it_is_sealed():
 async def test_protected_objects_replace_plain_ones():
     engine = await engine_with(PLAIN)
     after = SetRecord(INO, OID + 1, CODED, SIZE)
-    await engine.transact(degraded.put_degraded, OID, INO, 0)
+    await engine.transact(degraded.put_unread, OID, INO, 0)
     await engine.transact(forms.put_garbage, OID + 1, INO, CODED)
     relaid = replace(inode_with(PLAIN), oid=OID + 1, layout=CODED, blocks=99)
-    change = FormChange(relaid, digests=b"d" * 32, lacking=0b100)
+    change = FormChange(relaid, digests=b"d" * 32, unread=0b100)
     assert await engine.transact(forms.change_forms, [change]) == [OID]
     assert await engine.view(moves.find_objects, INO, OID + 1) == after
     assert (await engine.view(namespace.get_inode, INO)).blocks == 99
-    assert await engine.view(degraded.find_degraded, OID + 1) == 0b100
+    assert await engine.view(degraded.find_unread, OID + 1) == 0b100
     assert not await engine.view(degraded.is_marked, OID)
     records = await engine.view(lambda tx: dict(tx.range(*keys.all_of(b"g"))))
     assert decode_garbage(records[keys.garbage(OID)]).layout == PLAIN and len(records) == 1
@@ -200,8 +200,8 @@ async def test_what_is_due_is_found_in_slices(layout):
         [],
         b"",
     )
-    await engine.transact(degraded.put_degraded, OID, INO, 0b101)
-    await engine.transact(degraded.put_degraded, OID + 5, INO, 1)
+    await engine.transact(degraded.put_unread, OID, INO, 0b101)
+    await engine.transact(degraded.put_unread, OID + 5, INO, 1)
     found, following = await engine.view(moves.scan_degraded, *keys.all_of(b"q"), 9)
     assert [due.columns for due in found] == [(0, 2), ()] and following == b""
 
