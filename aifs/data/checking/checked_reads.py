@@ -141,14 +141,14 @@ class CheckedReads:
         """
         (ino, oid), layout = self._columns.key, self._layout
         touched = {extent.column for extent in layout.extents(offset, len(part))}
-        for unread in suspect_sets(layout, touched, self._unread):
-            try:
-                await _read_without(self._columns, layout, unread, offset, part, size)
-            except FsError:
-                continue
-            if await self._digest_of(part) == expected:
-                self._report(unread & ~self._unread, offset)
-                return
+
+        async def is_right() -> bool:
+            return await self._digest_of(part) == expected
+
+        wrong = await tell_right(self._columns, layout, self._unread, offset, part, size, is_right)
+        if wrong is not None:
+            self._report(wrong, offset)
+            return
         where = " or ".join(
             f"{self._servers[number].name} ({self._servers[number].where((ino, oid))})"
             for number in (layout.servers[column] for column in sorted(touched))
@@ -170,6 +170,30 @@ class CheckedReads:
                 ino,
                 offset,
             )
+
+
+async def tell_right(
+    columns: Columns,
+    layout: Striped,
+    unread: int,
+    offset: int,
+    part: memoryview,
+    size: int,
+    is_right: Callable[[], Awaitable[bool]],
+) -> int | None:
+    """Fill ``part`` with bytes of a file (or container) of ``size`` bytes that ``is_right``, told
+    without columns that may be wrong, by trying which; the mask of these, beside the columns
+    ``unread``. None: whichever are left out, the bytes are wrong, or cannot be told.
+    """
+    touched = {extent.column for extent in layout.extents(offset, len(part))}
+    for without in suspect_sets(layout, touched, unread):
+        try:
+            await _read_without(columns, layout, without, offset, part, size)
+        except FsError:
+            continue
+        if await is_right():
+            return without & ~unread
+    return None
 
 
 async def _read_without(

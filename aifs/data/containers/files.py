@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from aifs.core.errors import Unavailable
 from aifs.core.log import logger
+from aifs.data.checking.checked_reads import tell_right
 from aifs.data.checking.checks import Untold
-from aifs.data.checking.suspects import suspect_sets
 from aifs.data.containers import chunk_codec
-from aifs.data.objects.columns import columns_of
+from aifs.data.objects.columns import Columns, columns_of
 from aifs.data.objects.object_set import ObjectSet, OnDamage
 from aifs.data.patience import in_time, is_background
 from aifs.data.reading.blocks import BLOCK, BLOCK_MAX, FilledSource, object_name
@@ -152,25 +152,25 @@ class ContainerFiles:
         wrong: str,
     ) -> None:
         layout, length, unread = entry
-        columns = {extent.column for extent in layout.extents(offset, len(target))}
-        for mask in suspect_sets(layout, columns, unread) if layout.is_protected else ():
-            objects = ObjectSet(self.servers, layout, 0, container, unread=mask)
-            try:
-                await objects.read_into(offset, target, length)
-            except Unavailable:
-                continue
-            finally:
-                objects.close()
-            if not await self._work(layout, _what_is_wrong, check, target):
-                for column in columns_of(mask & ~unread):
-                    _log.warning(
-                        "container %d: %s holds wrong bytes near byte %d",
-                        container,
-                        name_of(layout.servers[column]),
-                        offset,
-                    )
-                    self._on_damage(container, 0, column)
-                return
+        columns = Columns(self.servers, layout, 0, container)
+
+        async def is_right() -> bool:
+            return not await self._work(layout, _what_is_wrong, check, target)
+
+        try:
+            mask = await tell_right(columns, layout, unread, offset, target, length, is_right)
+        finally:
+            columns.close()
+        if mask is not None:
+            for column in columns_of(mask):
+                _log.warning(
+                    "container %d: %s holds wrong bytes near byte %d",
+                    container,
+                    name_of(layout.servers[column]),
+                    offset,
+                )
+                self._on_damage(container, 0, column)
+            return
         where = f"container {container}"
         if not layout.is_protected:
             server = self.servers[layout.servers[0]]
