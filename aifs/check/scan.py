@@ -19,7 +19,6 @@ from aifs.check.marks import MarkCheck
 from aifs.check.names import NameCheck
 from aifs.check.table import DIRECTORY, DOOMED, NONE, ORPHAN, OWN_OID, UNREADABLE, InodeTable
 from aifs.core.errors import FsError
-from aifs.layout.interleaved import Interleaved
 from aifs.meta import keys, namespace
 from aifs.meta.chunks import decode_container
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
@@ -271,7 +270,7 @@ class MetadataScan:
         ino = keys.number(key)
         if not self._is_readable(ino):
             self._stray(f"inode {ino}", "dirty mark of an inode that cannot be read", key, RECOVERY)
-        elif isinstance((await self._view(namespace.get_inode, ino)).layout, Interleaved):
+        elif (await self._view(namespace.get_inode, ino)).chunks is not None:
             self._stray(
                 ino, f"inode {ino}: dirty mark of a file that never changes in place", key, RECOVERY
             )

@@ -53,14 +53,14 @@ def info_command(path: str, as_json: bool) -> None:
             )
             for part in parts
         ]
-        what = "container" if layout["kind"] == "interleaved" else "path"
+        what = "container" if "chunk" in layout else "path"
         print_table(("server", "domain", "state", "bytes", what), rows, right=("server", "bytes"))
 
 
 def describe_layout(layout: dict[str, Any]) -> str:
     from aifs.core.units import format_size
 
-    name = "chunk" if layout["kind"] == "interleaved" else "unit"
+    name = "chunk" if "chunk" in layout else "unit"
     servers = ":".join(map(str, layout["servers"]))
     protection = ""
     if layout.get("replicas", 1) > 1:

@@ -19,6 +19,7 @@ from aifs.core.kinds import (
     CODED,
     COMPRESS,
     HEDGE,
+    LAYOUT_KINDS,
     PATH,
     PATHS,
     SERVERS,
@@ -83,7 +84,7 @@ class LayoutConfig(_Section):
     unit: Annotated[int, size(4096, 1 << 30, 4096)]
     count: Annotated[int, integer(0, 4096)]
     inline_limit: Annotated[int, size(0, 64 << 10)]
-    kind: Annotated[str, choice("striped", "interleaved")]
+    kind: Annotated[str, choice(*LAYOUT_KINDS)]
     container_size: Annotated[int, size(16 << 20, 1 << 40, 4 << 20)]
     compact_above: Annotated[float, fraction(0.05, 1)]
     compress: Annotated[int, COMPRESS]

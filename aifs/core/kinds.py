@@ -13,6 +13,9 @@ from aifs.core.units import format_duration, format_size, parse_duration, parse_
 
 DOMAIN_MAX = 255
 
+LAYOUT_KINDS = ("striped", "interleaved")
+"""How files may be laid out. The numbers of these are recorded: new ones go to the end."""
+
 
 class ServerPlace(NamedTuple):
     """The directory of a data server, the name of what fails with it: a host, a rack ("": itself

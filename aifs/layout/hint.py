@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from aifs.core.errors import Invalid
+from aifs.core.kinds import LAYOUT_KINDS
 from aifs.core.pairs import parse_pairs
 from aifs.core.units import format_size, parse_size
 from aifs.layout.kinds import Layout
@@ -19,7 +20,7 @@ _ZSTD_LEVEL = 3
 
 
 # Numbers in these lists are recorded: new members go to the end.
-KINDS = ("", "striped", "interleaved")
+KINDS = ("", *LAYOUT_KINDS)
 TIERS = ("", "burst", "capacity", "pinned")
 PUBLISHES = ("", "capacity")
 
