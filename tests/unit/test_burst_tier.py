@@ -29,7 +29,7 @@ class FakeServer:
     """A device of which only the space is ever asked for."""
 
     def __init__(self, number: int, size: int, used: int = 0) -> None:
-        self.id, self.number, self.path = BURST_FIRST + number, number, f"/burst/{number}"
+        self.id, self.number, self.address = BURST_FIRST + number, number, f"/burst/{number}"
         self.name = f"burst directory {number}"
         self.health = Health(self.name)
         self.standing, self.absent = ACTIVE, ""
