@@ -183,6 +183,13 @@ class Queue:
         self._forget(entry)
         return True
 
+    def hurry(self, now: float) -> None:
+        """All that wait only because they were closed not long ago may be drained."""
+        for at, ino in list(self._later):
+            entry = self._entries[ino]
+            if at > now and not entry.failures:
+                self._move(entry, now, entry.rank)
+
     # --- what goes out ---
 
     def take(self, now: float) -> list[QueueEntry]:

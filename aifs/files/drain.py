@@ -78,7 +78,6 @@ class Drain:
         self.drainer = Drainer(config, engine, servers, io, ids, collector, containers, self.tools)
         self._wanted: list[int] = []
         """Withheld files that somebody waits for, until ``take_wanted``."""
-        self._delay_s = burst.drain_delay_s
         self._queue = Queue(burst.drain_delay_s, burst.drain_deadline_s)
         self._waiters: list[Waiter] = []
         """Who waits for files to be drained."""
@@ -192,8 +191,9 @@ class Drain:
         while True:
             now = trio.current_time()
             self._limiter.lifted = self._queue.late(now)
-            due_s = now + (self._delay_s if self._tier.is_lacking else 0)
-            batch = [Draining(entry.ino) for entry in self._queue.take(due_s)]
+            if self._tier.is_lacking:
+                self._queue.hurry(now)
+            batch = [Draining(entry.ino) for entry in self._queue.take(now)]
             ready_in_s = self._queue.ready_in(now)
             if not batch:
                 return ready_in_s

@@ -37,6 +37,18 @@ def test_a_file_waits_for_the_delay_after_its_last_close():
     assert len(queue) == queue.size == 0 and queue.oldest_age(100.0) == 0.0
 
 
+def test_in_a_hurry_no_file_waits_for_the_delay_but_each_that_has_failed():
+    queue = make()
+    queue.closed(1, 10, now=0.0)
+    queue.closed(2, 10, now=0.5)
+    queue.hurry(1.0)
+    assert inos(queue.take(1.0)) == [1, 2]
+    queue.retry(1, 1.0)
+    queue.hold(2, 1.0)
+    queue.hurry(1.5)
+    assert queue.take(1.5) == [] and inos(queue.take(2.0)) == [1]
+
+
 def test_what_is_withheld_waits_for_whoever_drains_it():
     queue = make()
     assert queue.withhold(1, 10, now=0.0) and queue.withholds(1) and queue.withheld == 1
