@@ -239,7 +239,9 @@ def _refused(fs: Filesystem) -> list[MissingPart]:
         if error is not None:
             fix = "put it on a local filesystem, such as ext4, xfs or tmpfs"
             missing.append(
-                MissingPart(f"passthrough to {server.address}", str(error.strerror), SPEED_COST, fix)
+                MissingPart(
+                    f"passthrough to {server.address}", str(error.strerror), SPEED_COST, fix
+                )
             )
     return missing
 
