@@ -18,7 +18,7 @@ _ROOM_S = 5.0  # what is in use so long cannot be closed
 _LOOK_S = 0.01
 
 
-class User(Protocol):
+class DescriptorUser(Protocol):
     """Who keeps objects open."""
 
     used: bool
@@ -36,9 +36,9 @@ class Descriptors:
     def __init__(self) -> None:
         most = files.descriptors_max()
         self._max = self._room_at = max((most - _OTHERS) // 2, most // 4)
-        self._users: list[Callable[[], Iterable[User]]] = []
+        self._users: list[Callable[[], Iterable[DescriptorUser]]] = []
 
-    def add_users(self, users: Callable[[], Iterable[User]]) -> None:
+    def add_users(self, users: Callable[[], Iterable[DescriptorUser]]) -> None:
         """``users`` tells who may give up descriptors."""
         self._users.append(users)
 

@@ -62,7 +62,7 @@ class _Open:
         self.entry = entry
         self.objects = objects
         self.used = True
-        """See descriptors.User, as ``close_idle``."""
+        """See descriptors.DescriptorUser, as ``close_idle``."""
         self.close_idle = objects.close_idle
 
 
