@@ -51,22 +51,26 @@ class Descriptors:
             self._room_at = self._max
         if count <= self._room_at:
             return
-        self._make_room()
+        if not self._make_room():
+            return
         with trio.move_on_after(_ROOM_S):  # workers close them, which may have much to do
             while files.descriptors() > self._max * 3 // 2:
                 await trio.sleep(_LOOK_S)
 
-    def _make_room(self) -> None:
+    def _make_room(self) -> bool:
         """Close descriptors until a quarter of what we allow ourselves is free, first those of
-        users who have not used them since this was last called."""
+        users who have not used them since this was last called; whether there were any to close.
+        """
         excess = files.descriptors() - self._max * 3 // 4
+        closed = 0
         users = [user for each in self._users for user in each()]
         for user in sorted(users, key=lambda user: user.used):
-            if excess <= 0:
+            if closed >= excess:
                 break
-            excess -= user.close_idle()
+            closed += user.close_idle()
         for user in users:
             user.used = False
         # Where calls use them all, it is not tried again before there are some more, or there have
         # been fewer.
         self._room_at = max(self._max, files.descriptors() + self._max // 8)
+        return closed > 0
