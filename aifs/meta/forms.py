@@ -56,8 +56,9 @@ def put_attributes(tx: Transaction, opened: Inode, stripped: bool) -> None:
 def put_size(tx: Transaction, opened: Inode, size: int) -> None:
     """As ``put_attributes``, of a file that has at least this size."""
     record = _find_record(tx, opened)
-    if record is not None and size > opened.size:
-        tx.put(keys.inode(opened.ino), with_attributes(record, opened, size, opened.blocks))
+    if record is not None:
+        changed = with_attributes(record, opened, max(size, opened.size), opened.blocks)
+        tx.put(keys.inode(opened.ino), changed)
 
 
 def put_inline(

@@ -12,6 +12,7 @@ import trio
 import trio.testing
 
 from aifs.files.types import SetAttr
+from aifs.meta import namespace
 from aifs.store import store
 from aifs.vfs.filesystem import Filesystem
 from tests.support import engines, modes
@@ -196,6 +197,26 @@ async def test_a_write_below_a_size_that_is_not_on_record_waits_for_that(directo
             assert not done
             hold.release.set()
         assert len(done) == 2 and (await fs.getattr(inode.ino)).size == SIZE + 110
+        await fs.release(handle)
+
+
+async def test_the_time_of_a_write_below_a_size_that_is_being_recorded_is_recorded(
+    directory: Path,
+) -> None:
+    async with opened(directory, base=modes.OFF) as fs:
+        (handle, *_), inode = await fs.create(1, b"f", 0o644, os.O_RDWR, OWNER)
+        await fs.write(handle, 0, bytes(SIZE))
+        file = fs.io.open[inode.ino]
+        async with held(fs, "put_size", "after") as hold, trio.open_nursery() as nursery:
+            nursery.start_soon(fs.write, handle, SIZE + 100, b"x" * 10)
+            await hold.arrived.wait()
+            nursery.start_soon(fs.write, handle, SIZE + 50, b"x" * 10)
+            while not file.unsaved:  # until it has been written
+                await trio.lowlevel.checkpoint()
+            hold.release.set()
+        await fs.io.save_all()
+        recorded = await fs.store.engine.view(namespace.get_inode, inode.ino)
+        assert (recorded.mtime_ns, recorded.size) == (file.inode.mtime_ns, SIZE + 110)
         await fs.release(handle)
 
 
