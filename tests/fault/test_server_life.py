@@ -688,6 +688,21 @@ async def test_a_server_that_vanished_can_be_given_up(scratch: Path, soon: None)
     await require_sound(config)
 
 
+async def test_servers_are_watched_as_in_use_until_who_opens_a_file_says_so_again(
+    scratch: Path,
+) -> None:
+    config = await make(scratch, {"meta.commit_interval": "1h"}, burst=0)
+    async with served(config) as fs:
+        busy_s, idle_s = map(fs.store.servers.watch_again_s, (True, False))
+        await trio.testing.wait_all_tasks_blocked()  # write-back has begun, and found nothing
+        await write_file(fs, "f", UNIT)
+        assert not fs.io.open and not fs.io.is_resting
+        assert await fs.server_admin.watch() == busy_s
+        await fs.writeback.work()
+        assert await fs.server_admin.watch() == idle_s
+    await require_sound(config)
+
+
 async def test_a_server_works_again_as_soon_as_a_probe_does(scratch: Path, soon: None) -> None:
     config = await make(scratch, {"layout.count": 2})
     async with served(config) as fs:
