@@ -35,9 +35,9 @@ from aifs.core.errors import (
 from aifs.files import waiter
 from aifs.files.types import ROOT as ROOT_USER
 from aifs.meta import groups, keys, namespace
-from aifs.meta.kv import Transaction
+from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.publishing import Publication
-from aifs.meta.records import IMMUTABLE
+from aifs.meta.records import IMMUTABLE, Inode
 from aifs.vfs import Caller, Filesystem, SetAttr
 from aifs.vfs.publishing import manifests
 from tests.support import modes, stores
@@ -891,6 +891,31 @@ async def test_what_is_open_or_pointed_at_stays(directory: Path) -> None:
         await fs.unlink(runs, b"best")
         await fs.retention.enforce(runs)
         assert await names(fs, runs) == {b"4"}
+
+
+async def test_what_is_above_many_open_files_is_not_looked_at_for_each(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    depth, count, seen = 10, 20, []
+    async with opened(directory) as fs:
+        runs = parent = await tree(fs, b"runs", files=0)
+        for _ in range(depth):
+            parent = await tree(fs, b"1", parent=parent, files=0)
+        inos = [await make(fs, parent, b"%d" % number) for number in range(count)]
+        handles = [(await fs.open(ino, os.O_RDONLY)).handle for ino in inos]
+        await put(fs, runs, "keep", "last=1")
+        await trio.testing.wait_all_tasks_blocked()
+        find = namespace.find_inode
+
+        def finding(tx: ReadTransaction, ino: int) -> Inode | None:
+            seen.append(ino)
+            return find(tx, ino)
+
+        monkeypatch.setattr(namespace, "find_inode", finding)
+        await fs.retention.enforce(runs)
+        assert 0 < seen.count(runs) < count  # an engine may run a view several times
+        for handle in handles:
+            await fs.release(handle)
 
 
 async def test_bytes_are_those_of_the_whole_tree(directory: Path) -> None:

@@ -9,7 +9,7 @@ asked for it (who set the policy, who marked the directory) may remove it now.
 import math
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import trio
@@ -233,7 +233,7 @@ class Retention:
         are left out: what is open stays until it is closed."""
         found: set[int] = set()
         for ino in [ino for ino, file in self._io.open.items() if file.users]:
-            found |= await self._engine.view(_ancestors, ino)
+            found |= await self._engine.view(_ancestors, ino, found)
         return found
 
 
@@ -299,9 +299,10 @@ def _list(
     ]
 
 
-def _ancestors(tx: ReadTransaction, ino: int) -> set[int]:
+def _ancestors(tx: ReadTransaction, ino: int, known: Set[int]) -> set[int]:
+    """The directories above, up to one of those that are ``known`` with all above them."""
     found: set[int] = set()
-    while ino not in (keys.ROOT_INO, namespace.SEVERAL):
+    while ino not in (keys.ROOT_INO, namespace.SEVERAL) and ino not in known:
         inode = namespace.find_inode(tx, ino)
         if inode is None:
             break
