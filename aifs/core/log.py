@@ -37,7 +37,10 @@ def setup(file: str | None, level: str) -> None:
         handler = logging.StreamHandler()
     else:
         os.makedirs(os.path.dirname(file), exist_ok=True)
-        handler = _PrivateFile(file, maxBytes=FILE_BYTES, backupCount=FILES_KEPT)
+        # What programs and users say may be no text.
+        handler = _PrivateFile(
+            file, maxBytes=FILE_BYTES, backupCount=FILES_KEPT, errors="backslashreplace"
+        )
     handler.setFormatter(logging.Formatter(FORMAT, TIME_FORMAT))
     root = logging.getLogger()
     for old in root.handlers[:]:
