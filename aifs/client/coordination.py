@@ -46,7 +46,7 @@ class RankOptions:
     """One rank's view of a group."""
 
     name: str
-    """Of the group: what its plans are kept by."""
+    """Of the group, the same in all ranks: what people know it by."""
     rank: int
     """This one's number, from 0 on."""
     world: int

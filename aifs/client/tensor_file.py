@@ -111,7 +111,7 @@ def encode(
 
 
 def decode(content: memoryview) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors of a file, and its metadata. Raises Damaged."""
+    """The tensors of a file, and its metadata. Raises DamagedTensors."""
     length = int.from_bytes(content[:8], "little")
     if len(content) < 8 or length > min(len(content) - 8, HEADER_MAX):
         raise DamagedTensors("is no file of tensors")

@@ -32,8 +32,9 @@ NEVER_S = math.inf
 
 
 class Work(Enum):
-    __hash__ = object.__hash__  # Enum's own is written in Python, and asked for at every open
     """The kinds of background work. The value is what the log calls it."""
+
+    __hash__ = object.__hash__  # Enum's own is written in Python, and asked for at every open
 
     WATCH_SERVERS = "watching the data servers"
     SERVERS = "leaving servers"

@@ -53,7 +53,7 @@ class GroupOptions(NamedTuple):
     """What a group is asked to be."""
 
     name: bytes
-    """The kind of group it is: plans are kept by it. b"": none, where nothing is shared."""
+    """What people know it by. b"": none, where nothing is shared."""
     ranks: int
     """How many there are."""
     chunk: int

@@ -2,7 +2,7 @@
 
 The kernel checks extended attributes before it asks, by mode alone, and ioctls not at all. So all
 is decided here, by the inode that the request names. Where a request concerns names besides, the
-transaction that changes them checks those as well (publishing/permissions.py); the table says so.
+transaction that changes them checks those as well (files/permissions.py); the table says so.
 What the daemon removes later because somebody has asked for it, it removes with that one's rights
 at that time (``askers.Asker``), never with its own.
 """

@@ -1,6 +1,8 @@
 """The house keeps its shape: directions of import, one place for each outside thing, docstrings."""
 
 import ast
+import builtins
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -403,6 +405,23 @@ def test_fields_are_explained() -> None:
             names = [name for name, is_explained in fields.items() if not is_explained]
             lacking.append(f"{name_of(path)}: {node.name}: {', '.join(names)}")
     assert not lacking
+
+
+WORD = re.compile(r"[A-Z]\w+")
+RAISED = re.compile(r"\b[Rr]aises? ((?:(?:, | and | or )?[A-Z]\w+)+)")
+
+
+def test_errors_that_docstrings_name_exist() -> None:
+    """A name that has changed has changed there, too."""
+    known = set(dir(builtins)).union(*map(own_names, MODULES))
+    unknown = []
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
+                text = " ".join((ast.get_docstring(node) or "").split())
+                named = {name for found in RAISED.findall(text) for name in WORD.findall(found)}
+                unknown += [f"{name_of(path)}: {name}" for name in named - known]
+    assert not unknown
 
 
 TESTS = PACKAGE.parent / "tests"

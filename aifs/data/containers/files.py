@@ -119,7 +119,9 @@ class ContainerFiles:
             return False  # ``read`` will say so
 
     async def read(self, container: int, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from byte ``offset`` of a container. Raises Missing, Unavailable."""
+        """Fill ``target`` from byte ``offset`` of a container. Raises MissingObject,
+        Unavailable.
+        """
         end = offset + len(target)
         found = await self._opened(container, end)
         objects = found.objects
@@ -135,7 +137,9 @@ class ContainerFiles:
         self, container: int, offset: int, target: memoryview, check: Check
     ) -> None:
         """The same for bytes that are right if ``check`` says so. Those of a protected container
-        are put together from other columns until they are. Raises Missing, Unavailable, Untold."""
+        are put together from other columns until they are. Raises MissingObject, Unavailable,
+        Untold.
+        """
         await self.read(container, offset, target)
         entry = (await self._opened(container, offset + len(target))).entry
         wrong = await self._work(entry.layout, _what_is_wrong, check, target)
@@ -178,12 +182,12 @@ class ContainerFiles:
         raise Untold(f"{where}: chunk at {offset}: {wrong}")
 
     async def read_stored(self, place: Location, target: memoryview) -> None:
-        """A chunk as it is stored, with its header, checked. Raises Missing, Unavailable."""
+        """A chunk as it is stored, with its header, checked. Raises MissingObject, Unavailable."""
         await self.read_right(place.container, place.offset, target, partial(_check_stored, place))
 
     async def read_chunk(self, place: Location) -> memoryview:
         """The raw bytes of a chunk, checked; fetched once for all who ask meanwhile, and kept for a
-        while. Raises Missing, Unavailable, Untold."""
+        while. Raises MissingObject, Unavailable, Untold."""
         cache, name = self.servers.cache, _chunks_of(place.container)
         block = cache.find(name, place.offset, place.raw)
         if block is None:
@@ -221,8 +225,8 @@ class ContainerFiles:
     # --- descriptors ---
 
     async def _opened(self, container: int, end: int) -> _Open:
-        """Of a container that has at least ``end`` bytes. Raises Missing if the table does not have
-        it.
+        """Of a container that has at least ``end`` bytes. Raises MissingObject if the table does
+        not have it.
         """
         found = self._open.get(container)
         if found is None or not found.entry.covers(end):

@@ -43,7 +43,7 @@ class OpenContainer:
         self.unread = 0
 
     async def open(self) -> None:
-        """Make ready for ``append``. Raises Damaged, NoSpace, Unavailable."""
+        """Make ready for ``append``. Raises DamagedContainer, NoSpace, Unavailable."""
 
     async def append(self, build: Build, memory: memoryview) -> None:
         """Write a stripe behind the end. It may stay in memory in part, until the next ``append``
