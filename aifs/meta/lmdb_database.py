@@ -122,7 +122,10 @@ class Database:
         self._check = lmdb_pages.PageCheck(self._path, thorough)
         all_now = thorough or os.path.exists(self._unchecked)
         if not self.check_more(None if all_now else FIRST_PAGES):
-            files.close_file(files.open_file(self._unchecked, create=True))
+            try:
+                files.close_file(files.open_file(self._unchecked, create=True))
+            except OSError:  # the filesystem is full, or broken: the store can be read all the same
+                self.check_more(None)
 
     @property
     def is_checked(self) -> bool:

@@ -302,7 +302,11 @@ class LmdbEngine(Engine):
         )
 
     async def commit(self) -> None:
-        """Bring the memtable, or the one frozen before that LMDB did not take, into LMDB."""
+        """Bring the memtable, or the one frozen before that LMDB did not take, into LMDB. Raises
+        Unavailable when the engine has failed: LMDB may end the process at a broken page.
+        """
+        if self._failure:
+            raise Unavailable(self._failure)
         if not self._frozen.entries:
             self.freeze()
             self._frozen_at_s = trio.current_time()

@@ -2,11 +2,13 @@
 served, nothing dies.
 """
 
+import errno
 import logging
 import random
 import re
 import shutil
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import lmdb
@@ -22,6 +24,7 @@ from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.store.restore import back_up
 from tests.support import modes
 from tests.support.damaged import DamagedStore
+from tests.support.data_servers import failing
 from tests.support.stores import LIMIT_S, opened, read_file, write_file
 
 PAGE = 4096
@@ -264,6 +267,34 @@ async def test_a_page_that_is_found_broken_later_ends_all_changes(filled, slowly
     with pytest.raises(Unavailable, match="is broken"):
         engine.close()
     with pytest.raises(lmdb_database.BrokenDatabase):
+        LmdbEngine(str(filled), thorough=False)
+
+
+async def test_nothing_is_brought_into_a_database_whose_page_was_found_broken(
+    filled, slowly, caplog
+):
+    zero_a_far_leaf(filled)
+    engine = LmdbEngine(str(filled), thorough=False)
+    await engine.transact(lambda tx: tx.put(keys.inode(1000), b"on the broken page"))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(engine.run)
+        with trio.fail_after(LIMIT_S):
+            while "ERROR" not in caplog.text:
+                await trio.sleep(0.001)
+        nursery.cancel_scope.cancel()
+    with pytest.raises(Unavailable, match="is broken"):
+        await engine.commit()
+    engine.abandon()
+
+
+def test_where_no_mark_can_be_left_all_pages_are_looked_at_first(filled, slowly):
+    full = partial(failing, "open_file", str(filled / lmdb_database.UNCHECKED), errno.ENOSPC)
+    with full():
+        engine = LmdbEngine(str(filled), thorough=False)
+        assert engine.database.is_checked
+        engine.close()
+    zero_a_far_leaf(filled)
+    with full(), pytest.raises(lmdb_database.BrokenDatabase):
         LmdbEngine(str(filled), thorough=False)
 
 
