@@ -5,6 +5,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import trio
+
 from aifs.core.errors import FsError
 from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.meta import keys
@@ -74,6 +76,7 @@ async def _walk(engine: Engine, kind: bytes, function: Callable[..., None], *arg
         for key, value in records:
             with suppress(FsError):
                 function(key, value, *args)
+        await trio.lowlevel.checkpoint()
 
 
 def _find_shared(key: bytes, value: bytes, container: int, shared: dict[bytes, Location]) -> None:

@@ -112,9 +112,14 @@ class Containers:
                 _, _, found = await self._engine.view(get_extents, oid, at)
                 extents_found += found
                 at += sum(extent.length for extent in found)
+                await trio.lowlevel.checkpoint()  # lists may be long
         else:
-            while (first := len(chunks_found)) < layout.count(size):
-                chunks_found += (await self._engine.view(chunks.get_chunks, oid, first))[1]
+            while (count := len(chunks_found)) < layout.count(size):
+                first, listed = await self._engine.view(chunks.get_chunks, oid, count)
+                if first < count:
+                    raise Unavailable(f"the list of chunks {oid} lacks chunk {count}")
+                chunks_found += listed
+                await trio.lowlevel.checkpoint()
         places = (*chunks_found, *(extent.place for extent in extents_found))
         named = sorted({place.container for place in places if place is not None})
         entries = [(container, await self._find(container)) for container in named]

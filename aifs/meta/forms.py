@@ -290,13 +290,14 @@ def get_checksums(tx: ReadTransaction, oid: int, number: int) -> tuple[int, byte
 def describe_objects(tx: ReadTransaction, oid: int) -> tuple[int, bytes]:
     """What has to be known of a file's objects to read them all: the mask of columns that must not
     be read, and the checksums of all MiBs; b"" where the file has none."""
-    digests, whole = b"", keys.DIGESTS_PER_RECORD * keys.DIGEST_BYTES
-    while len(digests) % whole == 0:
-        record = tx.get(keys.checksums(oid, len(digests) // keys.DIGEST_BYTES))
+    records: list[bytes] = []
+    whole = keys.DIGESTS_PER_RECORD * keys.DIGEST_BYTES
+    while not records or len(records[-1]) == whole:
+        record = tx.get(keys.checksums(oid, len(records) * keys.DIGESTS_PER_RECORD))
         if not record:
             break
-        digests += record
-    return find_unread(tx, oid), digests
+        records.append(record)
+    return find_unread(tx, oid), b"".join(records)
 
 
 def find_copy_owners(tx: ReadTransaction, copy_ids: Iterable[int]) -> dict[int, int]:

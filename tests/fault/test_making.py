@@ -7,8 +7,10 @@ import pickle
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import trio
 
 from aifs.burst.copy import BurstCopy
 from aifs.burst.making import (
@@ -21,12 +23,15 @@ from aifs.burst.making import (
     Origin,
     carry_out,
 )
+from aifs.core.errors import Unavailable
 from aifs.data.checking.checks import Untold
 from aifs.data.checking.digests import digests_of
 from aifs.data.containers.files import ContainerEntry
 from aifs.data.objects.object_set import ObjectSet
 from aifs.layout.interleaved import Extent, Interleaved, Location, container_layout
 from aifs.layout.striped import Striped
+from aifs.meta import chunks, keys
+from aifs.meta.forms import describe_objects
 from aifs.meta.records import Copy, Inode
 from aifs.vfs import Filesystem
 from tests.support.maker import make_elsewhere
@@ -174,6 +179,57 @@ async def test_wrong_bytes_are_refused_by_the_checksums_that_it_brings(directory
         async with new_copy(fs) as copy:
             with pytest.raises(Untold, match="do not have their checksum"):
                 await carry_out(Making(wrong, copy.place, len(DATA)), fs.drain.tools)
+
+
+@pytest.fixture
+def long_list() -> Inode:
+    """An interleaved file of many chunks, all of which are holes."""
+    inode = Inode(7, 0o100644, 0, 0, 1, 0, 1000 * MIB, 0, 0, 0, 0, oid=70)
+    inode.layout = Interleaved(MIB)
+    return inode
+
+
+async def test_others_have_their_turn_while_a_long_list_is_described(
+    directory: Path, long_list: Inode
+) -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await trio.sleep(0)
+
+    async with opened(directory, sound=False) as fs:
+        await fs.store.engine.transact(chunks.put_chunks, 70, [None] * 1000)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(count)
+            assert (await fs.io.capacity.describe(long_list)).chunks == (None,) * 1000
+            nursery.cancel_scope.cancel()
+    assert turns >= 1000 // chunks.CHUNKS_PER_RECORD
+
+
+def test_all_checksums_of_a_file_are_put_together_at_once() -> None:
+    """One after the other, those of a TiB would be copied for a minute and a half."""
+
+    class Record(bytes):
+        def __radd__(self, others: bytes) -> bytes:
+            raise AssertionError(f"{len(others)} bytes are copied once more")
+
+    whole = [os.urandom(keys.DIGESTS_PER_RECORD * keys.DIGEST_BYTES) for _ in range(3)]
+    for records in ([], whole, [*whole, b"d" * keys.DIGEST_BYTES]):
+        stored = {
+            keys.checksums(70, number * keys.DIGESTS_PER_RECORD): Record(record)
+            for number, record in enumerate(records)
+        }
+        assert describe_objects(SimpleNamespace(get=stored.get), 70) == (0, b"".join(records))
+
+
+async def test_a_list_that_lacks_chunks_is_not_described(directory: Path, long_list: Inode) -> None:
+    async with opened(directory, sound=False) as fs:
+        await fs.store.engine.transact(chunks.put_chunks, 70, [None] * 500)
+        with pytest.raises(Unavailable, match="lacks chunk 500"):
+            await fs.io.capacity.describe(long_list)
 
 
 async def test_chunks_that_have_been_moved_are_described_anew(
