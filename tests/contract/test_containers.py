@@ -399,6 +399,22 @@ async def test_they_give_way_to_who_needs_descriptors(tmp_path, monkeypatch):
                 assert files.descriptors() <= 6
 
 
+async def test_who_reads_one_container_after_the_other_takes_no_more_descriptors(
+    tmp_path, monkeypatch
+):
+    """As who reads one large file does, and opens none meanwhile."""
+    monkeypatch.setattr(files, "_open", set())
+    monkeypatch.setattr(files, "descriptors_max", lambda: 16)
+    with data_servers(tmp_path, 4) as servers, shelf(servers, tmp_path) as made:
+        for number in range(12):
+            await made.store({number: content(number, 10_000)})
+            for container in set(made.server_of) - made.sealed:
+                await made.writer.retire(lambda other, _, container=container: other == container)
+        for number in range(12):
+            assert await made.content(number, 10_000) == content(number, 10_000)
+            assert files.descriptors() <= 6
+
+
 async def test_neighbours_come_with_one_request(tmp_path):
     """Small files in the order in which they were stored: large reads, whatever the size of the
     files.

@@ -230,6 +230,8 @@ class ContainerFiles:
         """
         found = self._open.get(container)
         if found is None or not found.entry.covers(end):
+            if found is None:  # one file may lie in many containers
+                await self.servers.descriptors.find_room()
             entry = await self._find(container)
             if entry is None:
                 raise MissingObject(f"container {container} does not exist")
