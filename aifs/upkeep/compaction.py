@@ -155,6 +155,7 @@ class Compaction:
             garbage = await self._engine.transact(chunks.move_chunks, moves, lost)
         faults.reach(_MOVED)
         for container in garbage:
+            self._containers.moved(container)  # an open object keeps its space
             self._collector.add_garbage(container)
 
 

@@ -52,7 +52,14 @@ from aifs.store import ids as vfs_ids
 from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
 from aifs.upkeep.compaction import Compaction
-from tests.support.data_servers import failing, hooked, list_window, make_table, opened
+from tests.support.data_servers import (
+    failing,
+    hooked,
+    list_window,
+    make_table,
+    open_below,
+    opened,
+)
 from tests.support.powercut import PowerCut
 
 SERVERS = 3
@@ -468,6 +475,24 @@ async def test_compaction_gives_space_back(root: Path) -> None:
             await mount.collector.drain()
             sizes.append(stored_bytes(mount.servers))
         assert sizes[-1] == sizes[-2], "there is nothing left to do"
+    copies.close()
+
+
+async def test_what_compaction_has_emptied_is_not_kept_open(root: Path) -> None:
+    copies, rng = Copies(root), random.Random(1)
+    async with mounted(root / "0") as mount:
+        inos = []
+        for _ in range(10):
+            inos += await mount.store([rng.randbytes(30_000) for _ in range(8)], copies)
+        for ino in inos:
+            if ino % 5:
+                await mount.delete(ino)
+        await mount.compaction.compact()
+        await mount.collector.drain()
+        await mount.servers.cache.settle()
+        for server in mount.servers.values():
+            await mount.servers.run(server, os.getpid)  # closed before this
+        assert [path for path in open_below(root / "0") if path.endswith(" (deleted)")] == []
     copies.close()
 
 
