@@ -95,7 +95,7 @@ def plan(pattern: Pattern) -> Plan:
         parts: defaultdict[tuple[int, int], float] = defaultdict(float)
         for source, destination, length in _cut(chunks.bytes, senders[chunks.sources], takers):
             parts[source, destination] += length
-        whole = {link: int(length / chunks.size + 1e-6) for link, length in parts.items()}
+        whole = {link: int(length / chunks.size + 1e-9) for link, length in parts.items()}
         counts.append({link: count for link, count in whole.items() if count})
     time_s = _place_others(pattern, counts)
     return Plan(_transfers(counts), time_s, max(egress_s, ingress_s))
@@ -146,10 +146,12 @@ def _transfers(counts: list[dict[tuple[int, int], int]]) -> list[Transfer]:
 
 
 class _Line:
-    """Bytes in a row, cut into pieces with an owner each; taken from the front."""
+    """Bytes in a row, cut into pieces with an owner each; taken from the front. Where all pieces
+    are empty, the bytes being lost in rounding, the first owner has them.
+    """
 
     def __init__(self, pieces: list[tuple[int, float]]) -> None:
-        self._pieces = [(owner, length) for owner, length in pieces if length > 0]
+        self._pieces = [(owner, length) for owner, length in pieces if length > 0] or pieces[:1]
         self._at, self.left = 0, self._pieces[0][1]
 
     @property

@@ -191,6 +191,25 @@ def test_space_is_obeyed_where_it_costs_time() -> None:
     assert made.time_s == pytest.approx(400 * MIB / (100 * MB), rel=0.005)
 
 
+def test_not_a_byte_more_is_put_where_space_ends() -> None:
+    pattern = Pattern(
+        [Source(1000 * MB)],
+        [Destination(900 * MB, 100 * MIB - 1), Destination(100 * MB)],
+        [ChunkClass(MIB, 500, (0,))],
+    )
+    check(pattern, plan(pattern))
+
+
+def test_few_bytes_beside_very_many_are_sent_by_who_has_them() -> None:
+    """They are lost in the rounding of the flow."""
+    pattern = Pattern(
+        [Source(1000 * MB)] * 2,
+        [Destination(1000 * MB)],
+        [ChunkClass(4 * MIB, 1 << 25, (0, 1)), ChunkClass(MIB // 16, 1, (0,))],
+    )
+    check(pattern, plan(pattern))
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 20)), max_size=20))
 def test_the_maximum_flow_equals_the_minimum_cut(edges: list[tuple[int, int, int]]) -> None:
