@@ -22,7 +22,6 @@ from aifs.files.draining import Drainer, Draining, DrainOutcome
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.files.waiter import Waiter
-from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.store.ids import IdAllocator
 
@@ -54,7 +53,6 @@ class Drain:
     def __init__(
         self,
         config: Config,
-        engine: Engine,
         servers: Servers,
         tier: BurstTier,
         io: FileIO,
@@ -75,7 +73,7 @@ class Drain:
             Mover(servers.budget, self._limiter, burst.ioprio, self._is_in_the_way)
         )
         """What drains are carried out with."""
-        self.drainer = Drainer(config, engine, servers, io, ids, collector, containers, self.tools)
+        self.drainer = Drainer(config, servers, io, ids, collector, containers, self.tools)
         self._wanted: list[int] = []
         """Withheld files that somebody waits for, until ``take_wanted``."""
         self._queue = Queue(burst.drain_delay_s, burst.drain_deadline_s)

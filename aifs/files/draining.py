@@ -19,7 +19,6 @@ from aifs.files.file_io import FileIO
 from aifs.files.flips import Draining, DrainOutcome, Flips
 from aifs.layout.interleaved import CHUNK, Interleaved
 from aifs.layout.redundancy import Redundancy
-from aifs.meta.kv import Engine
 from aifs.store.ids import IdAllocator
 
 _COPIED = faults.declare(
@@ -39,7 +38,6 @@ class Drainer:
     def __init__(
         self,
         config: Config,
-        engine: Engine,
         servers: Servers,
         io: FileIO,
         ids: IdAllocator,
@@ -50,7 +48,6 @@ class Drainer:
         self._layout = config.layout
         self._redundancy = Redundancy(config.layout.replicas, *config.layout.ec)
         self._spare = config.data.min_spare
-        self._engine = engine
         self._servers = servers
         self._io = io
         self._ids = ids

@@ -9,7 +9,6 @@ from aifs.core.upkeep import NEVER_S
 from aifs.data.health import ObjectFails
 from aifs.data.servers import Servers
 from aifs.files.file_io import FileIO
-from aifs.meta.kv import Engine
 
 _log = logger(__name__)
 
@@ -24,12 +23,10 @@ class WriteBack:
     def __init__(
         self,
         io: FileIO,
-        engine: Engine,
         servers: Servers,
         interval_s: float,
     ) -> None:
         self._io = io
-        self._engine = engine
         self._servers = servers
         self._interval_s = interval_s
         self._next_sync_s = 0.0  # by trio's clock

@@ -17,7 +17,6 @@ from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import Busy, Invalid, StoreError, Unavailable
 from aifs.core.kinds import is_path
-from aifs.core.log import logger
 from aifs.data.patience import FOR_EVER, background
 from aifs.data.server import DataServer, name_of, role_of
 from aifs.data.servers import Servers
@@ -29,8 +28,6 @@ from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.records import Garbage, decode_burst, decode_garbage
 from aifs.meta.servers import ServerRecord
 from aifs.store import directories
-
-_log = logger(__name__)
 
 _MARKED = faults.declare(
     "vfs.server.marked", "a new server's directory has its marker, the table does not have it"

@@ -19,7 +19,6 @@ from aifs.core.budget import Budget
 from aifs.core.config import Config, is_directory_source
 from aifs.core.errors import StoreError, Unavailable
 from aifs.core.kinds import is_path
-from aifs.core.log import logger
 from aifs.data.marker import FORMAT, NAME, read_marker
 from aifs.data.patience import FOR_EVER
 from aifs.data.servers import Servers
@@ -42,8 +41,6 @@ from aifs.store.server_table import (
     load_servers,
     require_registered,
 )
-
-_log = logger(__name__)
 
 
 @dataclass(slots=True)

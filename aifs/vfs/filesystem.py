@@ -95,12 +95,10 @@ class Filesystem:
         self.io = io = FileIO(
             config, engine, servers, tier, containers, ids, collector, damage, needs, upkeep
         )
-        self.writeback = writeback = WriteBack(
-            io, engine, servers, config.data.writeback_interval_s
-        )
+        self.writeback = writeback = WriteBack(io, servers, config.data.writeback_interval_s)
         self.stager = stager = io.stager
         self.drain = drain = Drain(
-            config, engine, servers, tier, io, ids, collector, containers, handles, upkeep
+            config, servers, tier, io, ids, collector, containers, handles, upkeep
         )
 
         # Groups of ranks.

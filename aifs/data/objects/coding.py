@@ -42,7 +42,6 @@ class Fragments:
 
     def __init__(self, data: int, parity: int) -> None:
         self._data = data
-        self._parity = parity
         self.driver = ECDriver(k=data, m=parity, ec_type=_TYPE)
 
     def encode(self, units: Sequence[memoryview], parity: Sequence[memoryview]) -> None:
