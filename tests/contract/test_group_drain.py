@@ -25,13 +25,7 @@ from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.groups import digests, storing
-from aifs.vfs.groups.group_drain import (
-    DrainOutcome,
-    GroupDrain,
-    GroupReport,
-    Prepared,
-    StoringOptions,
-)
+from aifs.vfs.groups.group_drain import DrainOutcome, GroupDrain, GroupReport, Prepared
 from aifs.vfs.groups.storing import Storing
 from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
@@ -40,7 +34,6 @@ from tests.support.stores import read_file, rewrite, set_policy
 
 KIB = 1 << 10
 CHUNK = 64 * KIB
-SMALL = StoringOptions(chunk=CHUNK)
 WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
 KINDS = {
     "plain": {},
@@ -90,14 +83,14 @@ async def store(
     fs: Filesystem,
     drain: GroupDrain,
     inos: Sequence[int],
-    options: StoringOptions = SMALL,
+    chunk: int = CHUNK,
 ) -> tuple[list[Prepared], GroupReport]:
     report = GroupReport()
     members = [Prepared(ino) for ino in inos]
     for member in members:
-        await drain.prepare(member, options, report)
+        await drain.prepare(member, chunk, report)
         assert member.outcome is None
-    await drain.store(members, options, report)
+    await drain.store(members, chunk, report)
     return members, report
 
 
@@ -188,14 +181,14 @@ async def test_long_lists_are_on_record_before_the_flip(directory, monkeypatch):
         drain, pool = group_drain(fs), rng.randbytes(256 * KIB)
         data = [pool[: (40 + 30 * rank) * 4 * KIB] * 3 for rank in range(2)]
         contents = await write_files(fs, data)
-        inos, options = list(contents), StoringOptions(chunk=4 * KIB)
+        inos, chunk = list(contents), 4 * KIB
         members, report = [Prepared(ino) for ino in inos], GroupReport()
         for member in members:
-            await drain.prepare(member, options, report)
+            await drain.prepare(member, chunk, report)
         once("vfs.containers.listed", lambda: fs.io.open[inos[0]].cancel_lease())
-        await drain.store(members, options, report)
+        await drain.store(members, chunk, report)
         assert outcomes(members) == [DrainOutcome.CHANGED, DrainOutcome.DRAINED]
-        members, report = await store(fs, drain, inos[:1], options)
+        members, report = await store(fs, drain, inos[:1], chunk)
         assert outcomes(members) == [DrainOutcome.DRAINED]
         await check_contents(fs, contents)
 
@@ -215,9 +208,9 @@ async def test_who_opens_a_member_for_writing_has_it_stored_without_it(directory
         members = [Prepared(ino, told.append) for ino in inos]
         report = GroupReport()
         for member in members:
-            await drain.prepare(member, SMALL, report)
+            await drain.prepare(member, CHUNK, report)
         once("data.append.synced", lambda: fs.io.open[inos[0]].cancel_lease())
-        await drain.store(members, SMALL, report)
+        await drain.store(members, CHUNK, report)
         assert (
             outcomes(members) == [DrainOutcome.CHANGED, DrainOutcome.DRAINED, DrainOutcome.DRAINED]
             and told == members[:1]
@@ -237,20 +230,20 @@ async def test_one_that_is_cut_while_it_is_read_does_not_spoil_it_for_the_others
         inos = list(contents)
         members, report = [Prepared(ino) for ino in inos], GroupReport()
         for member in members:
-            await drain.prepare(member, SMALL, report)
-        append = drain._tools.containers.append_pieces
+            await drain.prepare(member, CHUNK, report)
+        append = fs.containers.append_pieces
 
         @asynccontextmanager
         async def cut_first(*args):
-            drain._tools.containers.append_pieces = append
+            fs.containers.append_pieces = append
             copy = members[0].copy
             fs.io.open[inos[0]].cancel_lease()
             os.truncate(fs.store.servers[copy.server].where((0, copy.id)), 10)
             async with append(*args) as appended:
                 yield appended
 
-        drain._tools.containers.append_pieces = cut_first
-        await drain.store(members, SMALL, report)
+        fs.containers.append_pieces = cut_first
+        await drain.store(members, CHUNK, report)
         assert outcomes(members) == [
             DrainOutcome.CHANGED,
             DrainOutcome.DRAINED,
@@ -273,7 +266,7 @@ async def test_hashing_waits_for_writers_unless_it_is_waited_for(directory):
         member.hurry = lambda: hurry[0]
 
         async def prepare():
-            await drain.prepare(member, SMALL, report)
+            await drain.prepare(member, CHUNK, report)
             done.set()
 
         nursery.start_soon(prepare)
@@ -283,7 +276,7 @@ async def test_hashing_waits_for_writers_unless_it_is_waited_for(directory):
         drain.hurry()
         await done.wait()
         assert member.outcome is None and not report.hashed_bytes
-        await drain.store([member], SMALL, report)
+        await drain.store([member], CHUNK, report)
         assert member.outcome is DrainOutcome.DRAINED and report.hashed_bytes == len(EQUAL)
         await fs.release(writer.handle)
 
@@ -323,7 +316,7 @@ async def test_one_that_changes_while_others_are_compared_with_it_does_not_spoil
         inos = [await write_file(fs, b"%d" % rank, data) for rank in range(3)]
         members, read, changed = [Prepared(ino) for ino in inos], digests.HashSource.read, []
         for member in members:
-            await drain.prepare(member, SMALL, GroupReport())
+            await drain.prepare(member, CHUNK, GroupReport())
 
         def read_changing(source, offset, part):
             if source.key == (0, members[0].copy.id) and offset == CHUNK + 32 * KIB:
@@ -336,7 +329,7 @@ async def test_one_that_changes_while_others_are_compared_with_it_does_not_spoil
 
         with monkeypatch.context() as patch:
             patch.setattr(digests.HashSource, "read", read_changing)
-            await drain.store(members, SMALL, GroupReport())
+            await drain.store(members, CHUNK, GroupReport())
         assert changed and outcomes(members) == [
             DrainOutcome.CHANGED,
             DrainOutcome.DRAINED,
@@ -354,7 +347,7 @@ async def test_one_that_cannot_be_read_fails_alone(directory, monkeypatch):
         inos = [await write_file(fs, b"%d" % rank, data) for rank in range(3)]
         members, read = [Prepared(ino) for ino in inos], digests.HashSource.read
         for member in members:
-            await drain.prepare(member, SMALL, GroupReport())
+            await drain.prepare(member, CHUNK, GroupReport())
 
         def read_failing(source, offset, part):
             if source.key == (0, members[0].copy.id) and offset >= CHUNK:
@@ -363,7 +356,7 @@ async def test_one_that_cannot_be_read_fails_alone(directory, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(digests.HashSource, "read", read_failing)
-            await drain.store(members, SMALL, GroupReport())
+            await drain.store(members, CHUNK, GroupReport())
         assert (
             isinstance(members[0].outcome, Unavailable)
             and outcomes(members[1:]) == [DrainOutcome.DRAINED] * 2
@@ -385,7 +378,7 @@ async def test_a_member_may_be_released_while_it_is_being_prepared(directory):
             return await hash_(*args)
 
         drain._hasher.hash = hash_after_all
-        await drain.prepare(member, SMALL, GroupReport())
+        await drain.prepare(member, CHUNK, GroupReport())
         assert member.outcome is DrainOutcome.CHANGED and member.file is None
         await trio.testing.wait_all_tasks_blocked()
         assert not fs.io.open
@@ -402,10 +395,10 @@ async def test_a_member_that_changes_before_it_is_stored_is_left_out(directory):
         members = [Prepared(ino, told.append) for ino in inos]
         report = GroupReport()
         for member in members:
-            await drain.prepare(member, SMALL, report)
+            await drain.prepare(member, CHUNK, report)
         await rewrite(fs, inos[0], b"x" * CHUNK)
         assert told == members[:1] and members[0].cancelled
-        await drain.store(members, SMALL, report)
+        await drain.store(members, CHUNK, report)
         assert outcomes(members) == [DrainOutcome.CHANGED, DrainOutcome.DRAINED]
         await check_contents(fs, {inos[1]: data[1]})
         assert await read_file(fs, inos[0]) == b"x" * CHUNK
@@ -417,9 +410,9 @@ async def test_a_member_that_is_deleted_takes_nothing_with_it(directory):
         inos = list(await write_files(fs, data))
         members, report = [Prepared(ino) for ino in inos], GroupReport()
         for member in members:
-            await drain.prepare(member, SMALL, report)
+            await drain.prepare(member, CHUNK, report)
         await fs.unlink(ROOT_INO, b"0")
-        await drain.store(members, SMALL, report)
+        await drain.store(members, CHUNK, report)
         assert outcomes(members) == [DrainOutcome.GONE, DrainOutcome.DRAINED]
         await check_contents(fs, {inos[1]: data[1]})
         fs.forget(inos[:1])
@@ -452,13 +445,13 @@ async def test_what_is_not_prepared_is_said_so_and_let_go(directory):
         opened, inode = await fs.create(ROOT_INO, b"open", 0o600, os.O_RDWR, ROOT)
         await fs.write(opened.handle, 0, EQUAL)
         member, other = Prepared(inode.ino), Prepared(inode.ino + 1000)
-        await drain.prepare(member, SMALL, GroupReport())
-        await drain.prepare(other, SMALL, GroupReport())
+        await drain.prepare(member, CHUNK, GroupReport())
+        await drain.prepare(other, CHUNK, GroupReport())
         assert outcomes([member, other]) == [DrainOutcome.OPEN, DrainOutcome.GONE]
         await fs.release(opened.handle)
         member, twice = Prepared(inode.ino), Prepared(inode.ino)
-        await drain.prepare(member, SMALL, GroupReport())
-        await drain.prepare(twice, SMALL, GroupReport())
+        await drain.prepare(member, CHUNK, GroupReport())
+        await drain.prepare(twice, CHUNK, GroupReport())
         assert outcomes([member, twice]) == [None, DrainOutcome.BUSY]
         await drain.release(member)
         await drain.release(member)
@@ -466,7 +459,7 @@ async def test_what_is_not_prepared_is_said_so_and_let_go(directory):
         big = await write_file(fs, b"sparse", b"x" * CHUNK)
         await fs.setattr(big, SetAttr(size=1 << 50), ROOT)
         member = Prepared(big)
-        await drain.prepare(member, SMALL, GroupReport())
+        await drain.prepare(member, CHUNK, GroupReport())
         assert member.outcome is DrainOutcome.UNFIT and not fs.io.open
         await remove(fs, b"sparse", big)
 
@@ -478,7 +471,7 @@ async def test_a_cancelled_preparation_leaves_the_file_as_it_was(directory):
         member = Prepared(ino)
         with trio.CancelScope() as scope:
             scope.cancel()
-            await drain.prepare(member, SMALL, GroupReport())
+            await drain.prepare(member, CHUNK, GroupReport())
         assert member.file is None and not fs.io.open
         members, _ = await store(fs, drain, [ino])
         assert outcomes(members) == [DrainOutcome.DRAINED]
@@ -491,8 +484,8 @@ async def test_a_cancelled_store_leaves_what_is_not_flipped_as_it_was(directory)
         contents = await write_files(fs, data)
         members, report = [Prepared(ino) for ino in contents], GroupReport()
         for member in members:
-            await drain.prepare(member, SMALL, report)
-        append = drain._tools.containers.append_pieces
+            await drain.prepare(member, CHUNK, report)
+        append = fs.containers.append_pieces
 
         @asynccontextmanager
         async def append_and_cancel(*args):
@@ -502,9 +495,9 @@ async def test_a_cancelled_store_leaves_what_is_not_flipped_as_it_was(directory)
                 yield appended
 
         with trio.CancelScope() as scope:
-            drain._tools.containers.append_pieces = append_and_cancel
-            await drain.store(members, SMALL, report)
-        drain._tools.containers.append_pieces = append
+            fs.containers.append_pieces = append_and_cancel
+            await drain.store(members, CHUNK, report)
+        fs.containers.append_pieces = append
         assert scope.cancelled_caught and outcomes(members) == [DrainOutcome.CHANGED] * 2
         assert not fs.io.open and not await shared_chunks(fs)
         members, _ = await store(fs, drain, list(contents))

@@ -11,12 +11,11 @@ import trio
 from aifs.core.errors import Unavailable
 from aifs.layout.hint import Policy
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.groups.group_drain import DrainOutcome, GroupReport, Prepared, StoringOptions
+from aifs.vfs.groups.group_drain import DrainOutcome, GroupReport, Prepared
 from tests.contract.test_group_drain import mounted, remove, write_file
 from tests.support.stores import read_file, rewrite
 
 CHUNK = 4096
-OPTIONS = StoringOptions(CHUNK)
 POLICIES = [Policy(), Policy(replicas=2), Policy(servers=(2,))]
 STEPS = range(1, 120, 8)
 SETTINGS = {"layout.inline_limit": "0", "layout.compact_above": "0.05"}
@@ -67,7 +66,7 @@ class Step:
             self.contents[name] = self.data()
             self.inos[name] = await write_file(self.fs, name, self.contents[name], policy)
             members.append(Prepared(self.inos[name]))
-            await self.fs.group_drain.prepare(members[-1], OPTIONS, GroupReport())
+            await self.fs.group_drain.prepare(members[-1], CHUNK, GroupReport())
         return members
 
 
@@ -139,7 +138,7 @@ async def test_at_any_step(directory, act: Callable[[Step, bytes, bytes], Awaita
 
             instrument.arm(steps, lambda run=run: nursery.start_soon(run))
             with step.scope:
-                await fs.group_drain.store(members, OPTIONS, GroupReport())
+                await fs.group_drain.store(members, CHUNK, GroupReport())
             if instrument.disarm():
                 await done.wait()
                 acted += 1

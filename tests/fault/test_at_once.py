@@ -25,7 +25,7 @@ from aifs.layout.striped import Striped
 from aifs.meta.keys import ROOT_INO
 from aifs.store import backup
 from aifs.vfs import Filesystem, open_filesystem
-from aifs.vfs.groups.group_drain import GroupReport, Prepared, StoringOptions
+from aifs.vfs.groups.group_drain import GroupReport, Prepared
 from tests.support import engines, lives, modes
 from tests.support.kernel import Kernel
 from tests.support.powercut import make_sizes_small
@@ -287,8 +287,8 @@ class Background:
         members = [Prepared(ino) for ino in {await self.choose() for _ in range(3)} - {0}]
         try:
             for member in members:
-                await self.fs.group_drain.prepare(member, StoringOptions(UNIT), GroupReport())
-            await self.fs.group_drain.store(members, StoringOptions(UNIT), GroupReport())
+                await self.fs.group_drain.prepare(member, UNIT, GroupReport())
+            await self.fs.group_drain.store(members, UNIT, GroupReport())
         finally:
             for member in members:
                 await self.fs.group_drain.release(member)

@@ -17,13 +17,7 @@ from aifs.layout.hint import Policy
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs import open_filesystem
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.groups.group_drain import (
-    DrainOutcome,
-    GroupDrain,
-    GroupReport,
-    Prepared,
-    StoringOptions,
-)
+from aifs.vfs.groups.group_drain import DrainOutcome, GroupDrain, GroupReport, Prepared
 from tests.support.modes import WAITING, config_of, make_store
 from tests.support.powercut import PowerCut, make_sizes_small
 from tests.support.stores import set_policy
@@ -93,8 +87,8 @@ async def work(
                 members.append(Prepared(await write_durably(fs, name, data, policy)))
                 durable[name] = data
             for member in members:
-                await drain.prepare(member, StoringOptions(CHUNK), GroupReport())
-            await drain.store(members, StoringOptions(CHUNK), GroupReport())
+                await drain.prepare(member, CHUNK, GroupReport())
+            await drain.store(members, CHUNK, GroupReport())
             assert [member.outcome for member in members] == [DrainOutcome.DRAINED] * 3
             for member in members:
                 await fs.evictor.evict(member.ino)

@@ -13,7 +13,7 @@ import trio
 from aifs.layout.placement import ACTIVE, DRAINING
 from aifs.layout.striped import Striped
 from aifs.vfs import Caller, SetAttr
-from aifs.vfs.groups.group_drain import GroupReport, Prepared, StoringOptions
+from aifs.vfs.groups.group_drain import GroupReport, Prepared
 from tests.support.kernel import Kernel
 from tests.support.ledger import Entry, Found, Ledger, State
 
@@ -416,11 +416,11 @@ class Churn:
                 self._handles[handle] = member.ino
                 await self._write_to(handle, self.rng.choice((0, UNIT, 2 * UNIT)), data)
                 await self._release(handle)
-                await self.fs.group_drain.prepare(member, StoringOptions(UNIT), GroupReport())
+                await self.fs.group_drain.prepare(member, UNIT, GroupReport())
             with trio.CancelScope() as scope:
                 if self.rng.random() < 0.2:
                     scope.deadline = trio.current_time() + self.rng.random() / 100
-                await self.fs.group_drain.store(members, StoringOptions(UNIT), GroupReport())
+                await self.fs.group_drain.store(members, UNIT, GroupReport())
         finally:
             for member in members:
                 await self.fs.group_drain.release(member)

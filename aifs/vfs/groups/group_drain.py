@@ -29,15 +29,13 @@ from aifs.layout import borders
 from aifs.layout.redundancy import Redundancy
 from aifs.meta.kv import Engine
 from aifs.store.ids import IdAllocator
-from aifs.vfs.groups.bandwidths import Bandwidths
 from aifs.vfs.groups.hashing import Hasher
-from aifs.vfs.groups.prepared import Prepared, StoringOptions
+from aifs.vfs.groups.prepared import Prepared
 from aifs.vfs.groups.report import GroupReport
-from aifs.vfs.groups.sharing import Cut
-from aifs.vfs.groups.storing import Storing
-from aifs.vfs.groups.tools import Asked, Tools
+from aifs.vfs.groups.sharing import Asked, Cut
+from aifs.vfs.groups.storing import MemberKind, Storing
 
-__all__ = ["GroupDrain", "StoringOptions", "DrainOutcome", "Prepared", "GroupReport"]
+__all__ = ["DrainOutcome", "GroupDrain", "GroupReport", "Prepared"]
 
 _CHUNKS_MAX = (
     1 << 20
@@ -63,21 +61,14 @@ class GroupDrain:
         self._layout = config.layout
         self._redundancy = Redundancy(config.layout.replicas, *config.layout.ec)
         self._io_priority = config.burst.ioprio
-        self._making_tools = tools
+        self._tools = tools
         self._flips = Flips(io, collector)
         lanes = min(len(os.sched_getaffinity(0)), max(config.data.threads // 2, 1))
         self._hasher = Hasher(lanes, config.burst.ioprio, tools.mover.is_in_the_way)
-        self._tools = Tools(
-            engine,
-            servers.budget,
-            ids,
-            collector,
-            containers,
-            tools.mover,
-            self._flips,
-            Bandwidths(config, servers),
+        self._storing = Storing(
+            config, engine, servers, ids, collector, containers, tools.mover, self._flips
         )
-        self._storing = trio.Lock()
+        self._one_group = trio.Lock()
         """Held while a group is stored."""
         self._stored_files = 0
         """How many files have been stored since the mount."""
@@ -88,12 +79,12 @@ class GroupDrain:
 
     # --- one member ---
 
-    async def prepare(self, member: Prepared, options: StoringOptions, report: GroupReport) -> None:
+    async def prepare(self, member: Prepared, chunk: int, report: GroupReport) -> None:
         """Lease, cut and hash a file that nobody writes to any more.
 
         It can be stored if it has no outcome on return; else, and if this is cancelled, it has been
         released. Hashing waits for ``store``, which does it for all members together, as soon as
-        the member is in a hurry.
+        the member is in a hurry. ``chunk``: bytes of the largest chunks.
         """
         done = False
         async with member.busy:
@@ -101,7 +92,7 @@ class GroupDrain:
                 await self._flips.begin(member)
                 if member.outcome is None:
                     with errors_of(member):
-                        await self._cut(member, options)
+                        await self._cut(member, chunk)
                         if member.outcome is None:
                             await self._hash([member], report, waited_for=False)
                 if member.cancelled or member.unwanted:
@@ -126,16 +117,16 @@ class GroupDrain:
         with trio.CancelScope(shield=True):
             await self._flips.end(member)
 
-    async def _cut(self, member: Prepared, options: StoringOptions) -> None:
+    async def _cut(self, member: Prepared, chunk: int) -> None:
         asked = member.policy.compress
         member.level = self._layout.compress if asked is None else asked
         if member.size <= self._layout.inline_limit:
             return
-        if member.size > _CHUNKS_MAX * options.chunk:
+        if member.size > _CHUNKS_MAX * chunk:
             member.outcome = DrainOutcome.UNFIT
             return
         ranges = await self._work(
-            member.copy, borders.cut, partial(_read, member.copy), member.size, options.chunk
+            member.copy, borders.cut, partial(_read, member.copy), member.size, chunk
         )
         member.cut = Cut(ranges, ())
         if len(ranges) > _CHUNKS_MAX:
@@ -170,9 +161,7 @@ class GroupDrain:
 
     # --- all members ---
 
-    async def store(
-        self, members: Sequence[Prepared], options: StoringOptions, report: GroupReport
-    ) -> None:
+    async def store(self, members: Sequence[Prepared], chunk: int, report: GroupReport) -> None:
         """Bring the members of a complete group to the capacity tier; each has its outcome on
         return, and is released.
 
@@ -196,10 +185,10 @@ class GroupDrain:
             for member in alive:
                 if member.size > self._layout.inline_limit:
                     kinds.setdefault(self._asked(member), []).append(member)
-            async with self._storing:
+            async with self._one_group:
                 # The safest first: others can lean on their chunks.
                 for asked in sorted(kinds, key=lambda asked: -asked.redundancy.tolerates):
-                    await Storing(self._tools, asked, kinds[asked], options.chunk, report).run()
+                    await self._storing.store(MemberKind(asked, kinds[asked], chunk, report))
             drained = [member for member in members if member.outcome is DrainOutcome.DRAINED]
             self._stored_files += len(drained)
             self._stored_bytes += report.stored_bytes - before.stored_bytes
@@ -218,7 +207,7 @@ class GroupDrain:
         for member in members:
             with errors_of(member):
                 making = Making(member.copy.place, None, member.size)
-                made = await carry_out(making, self._making_tools)
+                made = await carry_out(making, self._tools)
                 assert made is not None  # nobody cancels it
                 member.data = made.data
                 member.blocks = (member.size + 511) // 512

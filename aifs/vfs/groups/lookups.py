@@ -13,16 +13,17 @@ from dataclasses import dataclass, field
 
 import trio
 
+from aifs.core.budget import Budget
 from aifs.core.errors import Unavailable
 from aifs.core.tasks import run_all
+from aifs.files.containers import Containers
 from aifs.layout.interleaved import HEADER_BYTES, Location, redundancy_of
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, shared
-from aifs.meta.kv import ReadTransaction
+from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.shared import Shared
 from aifs.vfs.groups import sharing
-from aifs.vfs.groups.sharing import Need
-from aifs.vfs.groups.tools import Asked, Tools
+from aifs.vfs.groups.sharing import Asked, Need
 
 _AT_ONCE = 512  # digests that are looked up before other tasks get their turn
 _READ_AT_ONCE = 4
@@ -40,7 +41,13 @@ class KnownChunks:
     verified: int = 0
 
 
-async def look_up(tools: Tools, asked: Asked, needs: Mapping[bytes, Need]) -> KnownChunks:
+async def look_up(
+    engine: Engine,
+    budget: Budget,
+    containers: Containers,
+    asked: Asked,
+    needs: Mapping[bytes, Need],
+) -> KnownChunks:
     """Judge those of the chunks that the store has. Raises Unavailable if the metadata cannot be
     read.
     """
@@ -49,7 +56,7 @@ async def look_up(tools: Tools, asked: Asked, needs: Mapping[bytes, Need]) -> Kn
     tolerates: dict[int, int] = {}  # by container: how many servers may be lost
     digests = list(needs)
     for start in range(0, len(digests), _AT_ONCE):
-        some, new = await tools.engine.view(_find, digests[start : start + _AT_ONCE])
+        some, new = await engine.view(_find, digests[start : start + _AT_ONCE])
         layouts |= new
         tolerates |= {
             number: redundancy_of(layout).tolerates
@@ -73,9 +80,18 @@ async def look_up(tools: Tools, asked: Asked, needs: Mapping[bytes, Need]) -> Kn
                 found.known.add(digest)
     following = iter(doubtful)
 
+    async def is_good(place: Location) -> bool:
+        size = HEADER_BYTES + place.stored
+        async with budget.reserve(size):
+            try:
+                await containers.files.read_stored(place, memoryview(bytearray(size)))
+            except Unavailable:
+                return False
+        return True
+
     async def verify_some() -> None:
         for place in following:
-            if await _is_good(tools, place):
+            if await is_good(place):
                 found.known.add(place.digest)
             elif tolerates[place.container] > asked.redundancy.tolerates:
                 found.own.add(place.digest)
@@ -85,16 +101,6 @@ async def look_up(tools: Tools, asked: Asked, needs: Mapping[bytes, Need]) -> Kn
     await run_all(*[verify_some] * min(_READ_AT_ONCE, len(doubtful)))
     found.verified = len(doubtful)
     return found
-
-
-async def _is_good(tools: Tools, place: Location) -> bool:
-    size = HEADER_BYTES + place.stored
-    async with tools.budget.reserve(size):
-        try:
-            await tools.containers.files.read_stored(place, memoryview(bytearray(size)))
-        except Unavailable:
-            return False
-    return True
 
 
 def _find(

@@ -24,7 +24,7 @@ from aifs.meta import groups
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.vfs.groups.group import DirectoryGroup, File, FileState
-from aifs.vfs.groups.group_drain import GroupDrain, Prepared, StoringOptions
+from aifs.vfs.groups.group_drain import GroupDrain, Prepared
 from aifs.vfs.publishing.barrier import sync_files
 
 _log = logger(__name__)
@@ -344,7 +344,7 @@ class Members:
         )
         self._prepared.add(prepared)
         try:
-            await self._group_drain.prepare(prepared, _options_of(group), group.report)
+            await self._group_drain.prepare(prepared, group.record.options.chunk, group.report)
         finally:
             if file.prepared is prepared and file.state is FileState.PREPARING:
                 file.state = FileState.BUFFERED
@@ -456,7 +456,7 @@ class Members:
             file.state, file.prepared = FileState.STORING, None
         self._storing.update(prepared)
         try:
-            await self._group_drain.store(prepared, _options_of(group), group.report)
+            await self._group_drain.store(prepared, group.record.options.chunk, group.report)
         except BaseException:
             for file in files:
                 file.state = FileState.BUFFERED
@@ -493,7 +493,3 @@ class Members:
 
 def _pause_s(tries: int) -> float:
     return _BACK_OFF_S * _BACK_OFF_FACTOR ** (tries - 1)
-
-
-def _options_of(group: DirectoryGroup) -> StoringOptions:
-    return StoringOptions(group.record.options.chunk)

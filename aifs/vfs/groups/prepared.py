@@ -1,19 +1,11 @@
 """A file of the burst tier that is ready to be stored with its group."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import trio
 
 from aifs.files.flips import Draining
-from aifs.layout.interleaved import CHUNK_MAX
 from aifs.vfs.groups.sharing import Cut
-
-
-class StoringOptions(NamedTuple):
-    """What a group asks for. ``chunk``: bytes of its largest chunks."""
-
-    chunk: int = CHUNK_MAX
 
 
 class Prepared(Draining):

@@ -81,6 +81,13 @@ def distinct(members: Iterable[Cut]) -> tuple[dict[bytes, Need], Amounts]:
 # --- protection -----------------------------------------------------------------------------------
 
 
+class Asked(NamedTuple):
+    """What the policy of a file says of where its bytes go. ``servers``: none: any."""
+
+    servers: tuple[int, ...]
+    redundancy: Redundancy
+
+
 def protects(layout: Striped, redundancy: Redundancy) -> bool:
     """Whether a chunk in a container that is laid out so is as safe as a file that asks for
     ``redundancy`` wants it.
