@@ -109,14 +109,16 @@ class Containers:
         if layout.variable:
             at = 0
             while at < size:
-                _, _, found = await self._engine.view(get_extents, oid, at)
+                start, _, found = await self._engine.view(get_extents, oid, at)
+                if start < at:
+                    raise Unavailable(f"the list of extents {oid} has two for byte {at}")
                 extents_found += found
                 at += sum(extent.length for extent in found)
                 await trio.lowlevel.checkpoint()  # lists may be long
         else:
             while (count := len(chunks_found)) < layout.count(size):
                 first, listed = await self._engine.view(chunks.get_chunks, oid, count)
-                if first < count:
+                if first < count or not listed:
                     raise Unavailable(f"the list of chunks {oid} lacks chunk {count}")
                 chunks_found += listed
                 await trio.lowlevel.checkpoint()

@@ -31,7 +31,9 @@ from aifs.data.objects.object_set import ObjectSet
 from aifs.layout.interleaved import Extent, Interleaved, Location, container_layout
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys
+from aifs.meta.chunk_lists import encode_chunks, encode_extents
 from aifs.meta.forms import describe_objects
+from aifs.meta.kv import Transaction
 from aifs.meta.records import Copy, Inode
 from aifs.vfs import Filesystem
 from tests.support.maker import make_elsewhere
@@ -189,6 +191,10 @@ def long_list() -> Inode:
     return inode
 
 
+def put_list(tx: Transaction, first: int, record: bytes) -> None:
+    tx.put(keys.chunk_list(70, first), record)
+
+
 async def test_others_have_their_turn_while_a_long_list_is_described(
     directory: Path, long_list: Inode
 ) -> None:
@@ -225,10 +231,28 @@ def test_all_checksums_of_a_file_are_put_together_at_once() -> None:
         assert describe_objects(SimpleNamespace(get=stored.get), 70) == (0, b"".join(records))
 
 
-async def test_a_list_that_lacks_chunks_is_not_described(directory: Path, long_list: Inode) -> None:
+@pytest.mark.parametrize("count", [500, 512])
+async def test_a_list_that_lacks_chunks_is_not_described(
+    directory: Path, long_list: Inode, count: int
+) -> None:
+    """Its last record says too little, or nothing."""
     async with opened(directory, sound=False) as fs:
-        await fs.store.engine.transact(chunks.put_chunks, 70, [None] * 500)
-        with pytest.raises(Unavailable, match="lacks chunk 500"):
+        await fs.store.engine.transact(chunks.put_chunks, 70, [None] * count)
+        await fs.store.engine.transact(put_list, 512, encode_chunks([]))
+        with pytest.raises(Unavailable, match=f"lacks chunk {count}"):
+            await fs.io.capacity.describe(long_list)
+
+
+async def test_a_list_whose_extents_overlap_is_not_described(
+    directory: Path, long_list: Inode
+) -> None:
+    long_list.layout = Interleaved(MIB, variable=True)
+    long_list.size = 100 * MIB
+    records = [encode_extents(start, [Extent(MIB)] * 64) for start in (0, 64 * MIB - 1)]
+    async with opened(directory, sound=False) as fs:
+        for number, record in enumerate(records):
+            await fs.store.engine.transact(put_list, 64 * number, record)
+        with pytest.raises(Unavailable, match="has two for byte"):
             await fs.io.capacity.describe(long_list)
 
 
