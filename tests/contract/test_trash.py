@@ -108,11 +108,11 @@ async def inodes(fs: Filesystem) -> int:
 
 
 def stored(source: Path) -> list[str]:
-    """Paths of objects and burst copies, but for what is made ahead."""
+    """Where objects and burst copies lie, but for what is made ahead."""
     config = modes.config_of(source)
     roots = [*config.servers, *config.burst.directories]
     return [
-        item.path
+        item.where
         for root in roots
         for item in list_all(root)
         if isinstance(item, StoredObject) and item.length

@@ -248,6 +248,7 @@ def test_deletions_wait_for_a_backup(scratch: Path, monkeypatch: pytest.MonkeyPa
             ino = await write(fs, b"file", b"old" * 2000)
             await fs.wait_drained(ino)
             await fs.evictor.evict(ino)
+            await fs.collector.drain()
             await fs.backup.ship()
             before = stored()
             await fs.unlink(ROOT, b"file")

@@ -151,8 +151,8 @@ class _Rate:
 class _Server:
     seen = None
 
-    def __init__(self, number: int, path: str, rate: int = 0) -> None:
-        self.id, self.path = number, path
+    def __init__(self, number: int, address: str, rate: int = 0) -> None:
+        self.id, self.address = number, address
         self.writing = self.giving = _Rate(rate)
 
 
