@@ -226,7 +226,7 @@ async def test_a_column_that_is_remade_when_its_file_has_just_been_emptied_does_
         return found
 
     async with mounted(directory, REDUNDANT["2+1"]) as fs:
-        ino = await write_file(fs, b"f", random.Random(1).randbytes(40 * UNIT))
+        ino = await write_file(fs, b"f", random.Random(1).randbytes(2 * UNIT))
         inode, path = await fs.getattr(ino), await object_path(fs, ino, 0)
         path.unlink()
         transact = fs.store.engine.transact
