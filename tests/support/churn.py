@@ -549,6 +549,6 @@ async def _read(fs: Kernel, inode: Any) -> Found:
         return Found(entry, None)
     handle = await fs.open(inode.ino, os.O_RDONLY)
     content = bytes(await fs.read(handle, 0, inode.size + 1))
-    assert len(content) == inode.size
+    assert len(content) == inode.size, (len(content), inode.size)
     await fs.release(handle)
     return Found(entry, content)
