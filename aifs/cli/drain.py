@@ -89,9 +89,10 @@ def drain(paths: Sequence[str], timeout_s: float | None) -> Left:
     from aifs.cli.progress import progress
 
     begin_ns, begin = time.time_ns(), time.monotonic()
+    first = left(paths, begin_ns)  # before it is asked for: a little is drained at once
     for path in paths:
         hints.put(path, hints.DRAIN)
-    first = remaining = left(paths, begin_ns)
+    remaining = left(paths, begin_ns)
     pause_s, said = _PAUSE_MIN_S, ""
     try:
         with progress("draining") as show:

@@ -159,6 +159,18 @@ def test_drain_waits_until_all_is_drained(capsys, mount: Played) -> None:
     assert run(capsys, "drain", mount.root / "tree") == (0, "nothing was undrained\n", "")
 
 
+def test_what_is_drained_as_soon_as_it_is_asked_for_counts(capsys, mount: Played, monkeypatch):
+    path = mount.file("file", "dirty")
+    put = mount.put
+
+    def put_and_drain(*arguments) -> None:
+        put(*arguments)
+        mount.states[str(path)] = "cached"
+
+    monkeypatch.setattr(hints, "put", put_and_drain)
+    assert run(capsys, "drain", path)[1].startswith("drained 1 file (1.00 MiB), ")
+
+
 def test_drain_gives_up_after_the_timeout(capsys, mount: Played) -> None:
     path = mount.file("open", "dirty", 5)
     mount.opened.add(str(path))
