@@ -22,7 +22,7 @@ from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
 from aifs.meta import forms, keys, moves, namespace
 from aifs.meta.kv import ReadTransaction, Transaction
-from aifs.meta.records import BurstRecord, Inode, decode_burst
+from aifs.meta.records import BurstRecord, Copy, Inode, decode_burst
 from aifs.store.ids import last_windows
 from aifs.store.store import Store
 from aifs.upkeep.judging import COPY_PIECE, Judgement, judge_copy
@@ -73,6 +73,8 @@ async def recover(
     rebuild's to delete.
     """
     recovered.transactions = store.engine.recovered
+    if not (store.clean or store.same_boot):
+        await _restore_marks(store, tier)
     dirty, orphans, garbage = await store.engine.view(_read_in_flight)
     recovered.unsynced_files, recovered.orphans, recovered.garbage = (
         len(dirty),
@@ -102,6 +104,51 @@ def _read_in_flight(tx: ReadTransaction) -> tuple[list[int], list[int], list[int
         return [keys.number(key) for key, _ in tx.range(*keys.all_of(kind))]
 
     return numbers(b"w"), numbers(b"o"), numbers(b"g") + numbers(b"y")
+
+
+async def _restore_marks(store: Store, tier: BurstTier) -> None:
+    """A power cut may undo a dirty mark, but not all that was written to the copy of the file
+    after it: then the copy has another length than the record says. Such files have their marks
+    again on return, and so have those whose copies do not tell at present.
+    """
+    start, end = keys.all_of(b"b")
+    while batch := await store.engine.view(_read_copies, start, end):
+        start = keys.burst_copy(batch[-1][0] + 1)
+        unlike: list[int] = []
+        undrained = [
+            (Copy(record.server, copy_id), inode)
+            for copy_id, record, inode in batch
+            if record.undrained and inode is not None and inode.in_burst
+        ]
+        await run_all(
+            *(
+                lambda inode=inode: _compare_length(tier, inode, unlike)
+                for place, inode in undrained
+                if inode.copy == place and _may_have_objects(store.servers.find(place.server))
+            )
+        )
+        if unlike:
+            await store.engine.transact(_put_marks, unlike)
+
+
+async def _compare_length(tier: BurstTier, inode: Inode, unlike: list[int]) -> None:
+    assert inode.copy is not None
+    copy = tier.open(inode.copy)
+    try:
+        await copy.ensure_open()
+        if copy.stat().st_size != inode.size:
+            unlike.append(inode.ino)
+    except MissingObject:
+        return  # who reads the file is told
+    except FsError:
+        unlike.append(inode.ino)
+    finally:
+        copy.close()
+
+
+def _put_marks(tx: Transaction, inos: list[int]) -> None:
+    for ino in inos:
+        tx.put(keys.dirty(ino), b"")
 
 
 async def _settle(

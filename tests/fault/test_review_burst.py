@@ -4,6 +4,8 @@ for.
 
 import errno
 import os
+import random
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +13,12 @@ import pytest
 import trio
 import trio.testing
 
+from aifs.core import files
 from aifs.core.errors import NoSpace, Unavailable
 from aifs.files.types import ROOT, SetAttr
-from aifs.meta import chunks, keys
+from aifs.meta import chunks, forms, journal, keys
 from aifs.meta.keys import ROOT_INO
+from aifs.store.store import open_store
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.publishing import barrier
 from tests.fault.test_drain import path_of, write_file
@@ -22,7 +26,8 @@ from tests.fault.test_review_races import holding
 from tests.support import modes
 from tests.support.data_servers import failing, hooked
 from tests.support.kernel import Kernel
-from tests.support.stores import drained, read_file
+from tests.support.powercut import PowerCut, make_copies_one_disk
+from tests.support.stores import drained, overwrite, read_file
 from tests.support.stores import opened as mounted
 
 WAITING = modes.WAITING | {"data.writeback_interval": "1h", "meta.commit_interval": "1h"}
@@ -243,3 +248,67 @@ async def test_a_write_past_us_moves_the_mtime_however_far_the_clock_of_file_tim
             after = await kernel.getattr(ino)
             assert kernel.direct_bytes == after.size == 20_000
             assert after.mtime_ns > before.mtime_ns and after.ctime_ns > before.ctime_ns
+
+
+async def _append(fs: Filesystem, ino: int) -> None:
+    await overwrite(fs, ino, 20_000, b"y" * 10_000)
+
+
+async def _shrink(fs: Filesystem, ino: int) -> None:
+    """Once the file has been opened for writing and closed: who cuts it finds its mark."""
+    await fs.release((await fs.open(ino, os.O_RDWR)).handle)
+    await fs.setattr(ino, SetAttr(size=5_000), ROOT)
+
+
+@pytest.mark.parametrize("change", [_append, _shrink])
+def test_a_file_whose_mark_a_power_cut_has_undone_has_the_length_of_its_copy(
+    scratch: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Filesystem, int], Awaitable[None]],
+) -> None:
+    """Else its size would change under those who read it, as soon as it is drained or opened."""
+    directory = scratch / "store"
+    monkeypatch.setattr(journal, "SEGMENT_BYTES", 64 << 10)
+    monkeypatch.setattr(files, "boot_id", lambda: f"boot {PowerCut.boots}")
+    make_copies_one_disk(monkeypatch)
+    modes.make_store(directory, WAITING)
+
+    async def live() -> int:
+        async with mounted(directory, sound=False) as fs:
+            ino, handle = await write_file(fs, b"f", b"x" * 20_000, close=False)
+            await fs.fsync(handle)
+            await fs.release(handle)
+            assert not await is_marked(fs, ino)
+            await fs.sync()
+            await change(fs, ino)
+            power.crashed = True
+            return ino
+
+    async def is_undone(left: Path) -> bool:
+        """Whether there is no mark, though the copy is not what the record says."""
+        store = await open_store(modes.config_of(left))
+        try:
+            inode, marked, _ = await store.engine.view(forms.load, ino)
+            path = store.servers[inode.copy.server].where((0, inode.copy.id))
+            return not marked and os.stat(path).st_size != inode.size
+        finally:
+            store.abandon()
+
+    async def recovered(left: Path) -> None:
+        async with mounted(left) as fs:
+            inode = await fs.getattr(ino)
+            assert inode.size == os.stat(path_of(fs, inode.copy)).st_size
+            assert not await is_marked(fs, ino)
+            assert len(await read_file(fs, ino)) == inode.size
+            await drained(fs, ino)
+            assert (await fs.getattr(ino)).size == inode.size
+
+    with PowerCut(directory) as power:
+        ino = trio.run(live)
+    for seed in range(100):
+        left = scratch / f"left{seed}"
+        power.materialise(left, random.Random(seed))
+        if trio.run(is_undone, left):
+            trio.run(recovered, left)
+            return
+    pytest.fail("no cut undoes the mark alone")
