@@ -42,6 +42,10 @@ class Descriptors:
         """``users`` tells who may give up descriptors."""
         self._users.append(users)
 
+    def remove_users(self, users: Callable[[], Iterable[DescriptorUser]]) -> None:
+        """They use none any more."""
+        self._users.remove(users)
+
     async def find_room(self) -> None:
         """Descriptors may be opened on return. So what is open and not used takes none from
         others, however much it is.

@@ -67,7 +67,7 @@ class Compaction:
 
     async def compact(self) -> None:
         """One pass over all containers. What cannot be moved stays, with a line in the log."""
-        self._containers.files.close()
+        self._containers.files.forget()
         await self._containers.leave_servers()
         start, end = keys.all_of(b"t")
         while start:

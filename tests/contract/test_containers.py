@@ -266,7 +266,8 @@ async def test_goes_on_where_what_is_on_record_ends(servers, tmp_path):
         places = [place for place in made.lists[1] if place]
         end = max(place.offset + HEADER_BYTES + place.stored for place in places)
         (container,) = made.server_of
-        made.close()
+        made.writer.close()
+        made.files.forget()
         path = servers[places[0].server].where((0, container))
         with open(path, "ab") as file:
             file.write(b"torn" * 1000)
@@ -358,11 +359,11 @@ async def test_a_chunk_that_has_moved_is_found_again(servers, tmp_path):
             made.lists[1] = places
             made.record(places, lost)
         os.unlink(server.where((0, container)))
-        made.files.close()
+        made.files.forget()
         made.changed(container, made.table.pop(container))
         assert bytes(await objects.read(0, 200_000, 200_000, True)) == data
         os.unlink(servers[other].where((0, places[0].container)))
-        made.files.close()
+        made.files.forget()
         made.changed(places[0].container, made.slots[other])
         with pytest.raises(FsError, match="is missing"):
             await made.objects(1).read(0, 200_000, 200_000, True)
@@ -376,11 +377,23 @@ async def test_descriptors_are_shared_and_given_back(servers, tmp_path):
         for number in range(30):
             await made.content(number, 10_000 + number)
         assert len(open_below(Path(servers[0].address).parent)) <= len(made.server_of)
-        made.files.close()
+        made.files.forget()
         await made.servers.cache.settle()
         for server in servers.values():
             await servers.run(server, os.getpid)  # closed before this
         assert open_below(Path(servers[0].address).parent) == []
+
+
+async def test_files_that_are_closed_for_good_are_asked_for_no_descriptors(
+    servers, tmp_path, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(servers.descriptors, "add_users", asked.append)
+    monkeypatch.setattr(servers.descriptors, "remove_users", asked.remove)
+    with shelf(servers, tmp_path) as made:
+        made.files.forget()
+        assert len(asked) == 1
+    assert not asked
 
 
 async def test_they_give_way_to_who_needs_descriptors(tmp_path, monkeypatch):

@@ -151,3 +151,26 @@ async def test_a_want_of_descriptors_is_no_fault_of_a_server(directory, number):
                 await fs.release(handle)
             assert {server.state for server in fs.store.servers.values()} == {"ok"}
         assert await read_file(fs, ino) == content(1)
+
+
+class Spy:
+    """Has nothing to give up, and counts how often it was asked to."""
+
+    def __init__(self) -> None:
+        self.used = True
+        self.asked = 0
+
+    def close_idle(self) -> int:
+        self.asked += 1
+        return 0
+
+
+async def test_who_uses_none_any_more_is_not_asked_for_them(monkeypatch):
+    room, gone, there = descriptors.Descriptors(), [Spy()], [Spy()]
+    users = gone.copy
+    room.add_users(users)
+    room.add_users(there.copy)
+    room.remove_users(users)
+    monkeypatch.setattr(files, "descriptors", files.descriptors_max)
+    await room.find_room()
+    assert (gone[0].asked, there[0].asked) == (0, 1)

@@ -199,7 +199,7 @@ async def test_compaction_reads_around_a_lost_server(directory, kind):
             container for container, record in before.items() if record.live < 0.5 * record.length
         }
         shutil.rmtree(directory / "data" / "2" / "objects")
-        fs.containers.files.close()
+        fs.containers.files.forget()
         for container, record in before.items():
             fs.containers.changed(container, record.layout)
         await fs.compaction.compact()

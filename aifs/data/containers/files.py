@@ -266,12 +266,17 @@ class ContainerFiles:
         if found is not None and found.entry.layout.servers[column] == layout.servers[column]:
             self._on_damage(container, ino, column)
 
-    def close(self) -> None:
+    def forget(self) -> None:
         """Close all, each when what is under way has been read, and forget them, so that deleted
         containers give back their space. Does not block.
         """
         while self._open:
             self._open.popitem()[1].objects.close()
+
+    def close(self) -> None:
+        """The same, for good."""
+        self.forget()
+        self.servers.descriptors.remove_users(self._open.values)
 
 
 def _chunks_of(container: int) -> Hashable:
