@@ -59,7 +59,6 @@ class Draining(Lease):
         self.blocks = 0
         """What it takes there, in blocks of 512 bytes."""
         self.digests = b""
-        """See forms.FormChange, as of what follows."""
         """This and what follows: see forms.FormChange."""
         self.chunks: Chunks = ()
         """Of an interleaved file."""

@@ -180,8 +180,7 @@ class _Segment:
 class Journal:
     """Both segments. All methods block, ``append`` only for a write to the page cache."""
 
-    def __init__(self, directory: str, segments: list[_Segment]) -> None:
-        self._directory = directory
+    def __init__(self, segments: list[_Segment]) -> None:
         self._active, self._other = segments
         self._active_since = 0  # records with a larger seq are in the active segment
         self.used_bytes = 0
@@ -202,7 +201,7 @@ class Journal:
         except BaseException:
             _close(segments)
             raise
-        return cls(directory, segments)
+        return cls(segments)
 
     @classmethod
     def open(cls, directory: str) -> "Journal":
@@ -214,7 +213,7 @@ class Journal:
         except BaseException:
             _close(segments)
             raise
-        return cls(directory, segments)
+        return cls(segments)
 
     @staticmethod
     def holds_records(directory: str) -> bool:
