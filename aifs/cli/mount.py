@@ -4,6 +4,7 @@ paths).
 
 import os
 import subprocess
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -95,7 +96,7 @@ def mount_command(
     if fake:
         return
 
-    def work(on_ready) -> None:
+    def work(on_ready: Callable[[], None]) -> None:
         from aifs.fuse.session import serve
 
         serve(loaded, path, mount_options, on_ready, force)

@@ -81,7 +81,8 @@ class CapacityIO:
         """Where the bytes of a settled file with a layout are on the capacity tier. Raises
         Unavailable."""
         if inode.chunks is not None:
-            return await self._containers.describe(inode)
+            return await self._containers.describe(inode.chunks, inode.oid, inode.size)
+        assert inode.objects is not None  # what has a layout has objects, or chunks
         of = InObjects(inode.ino, inode.oid, inode.objects)
         unread, digests = await self._engine.view(forms.describe_objects, of.oid)
         return of._replace(unread=unread, digests=digests)
@@ -115,8 +116,10 @@ class CapacityIO:
 
     async def write_objects(self, file: OpenInode, offset: int, data: bytes | memoryview) -> None:
         inode = file.inode
+        # What has been prepared is striped. To ask each time would slow writes down.
+        objects: ObjectSet = file.objects  # type: ignore[assignment]
         try:
-            await file.objects.write(offset, data)
+            await objects.write(offset, data)
             faults.reach(_WRITTEN)
             file.changed(time.time_ns())
             if offset + len(data) > inode.size:
@@ -130,13 +133,13 @@ class CapacityIO:
         """The range, which lies below the size, reads as zeros, and takes no space on the servers.
         Raises NotSupported.
         """
-        await file.objects.punch(offset, length)
+        await file.own_objects.punch(offset, length)
         faults.reach(_WRITTEN)
         file.changed(time.time_ns())
 
     async def _trim(self, file: OpenInode) -> None:
         if not file.trimmed:
-            await file.objects.trim(file.inode.size)
+            await file.own_objects.trim(file.inode.size)
             file.trimmed = True
 
     async def _spill(self, file: OpenInode) -> None:
@@ -200,7 +203,10 @@ class CapacityIO:
         """Whether the file's bytes cannot be changed where they are."""
         if inode.layout is None:
             return False
-        return not (inode.layout.in_place and self._servers.in_place(inode.layout.servers))
+        objects = inode.layout.objects
+        if objects is None or objects.is_protected:
+            return True  # chunks, and what protects each other, are written once
+        return not self._servers.in_place(objects.servers)
 
     def may_change(self, inode: Inode, end: int) -> bool:
         """Whether the file can be changed, up to ``end``, outside of the burst tier: where it is,
@@ -289,7 +295,7 @@ class CapacityIO:
     async def _grow(self, file: OpenInode, size: int) -> None:
         await self.prepare(file, size)
         file.trimmed = False  # until the new size counts, the objects are longer than it calls for
-        await file.objects.settle(size)
+        await file.own_objects.settle(size)
         file.changed(time.time_ns())
         count_blocks(file)
         await self._transitions.grow(file, size)
@@ -313,10 +319,12 @@ class CapacityIO:
 
     async def settle(self, file: OpenInode) -> None:
         """Bring the objects to their exact lengths. Raises NoSpace, Unavailable."""
+        # What is marked, and not in the burst tier, is striped. To ask would slow closing down.
+        objects: ObjectSet = file.objects  # type: ignore[assignment]
         if file.on_object and not file.inode.size:
-            await file.objects.trim(0)  # programs read it, so it is not removed
+            await objects.trim(0)  # programs read it, so it is not removed
         else:
-            await file.objects.settle(file.inode.size)
+            await objects.settle(file.inode.size)
         count_blocks(file)
         file.unsaved = True
 

@@ -14,15 +14,15 @@ from aifs.core import faults
 from aifs.core.budget import Budget
 from aifs.core.errors import NotSupported, Unavailable
 from aifs.data.containers import pieces
-from aifs.data.containers.chunked import ChunkedObjects
+from aifs.data.containers.chunked import ChunkedObjects, Load, LoadExtents
 from aifs.data.containers.files import ContainerEntry, ContainerFiles
-from aifs.data.containers.pieces import FileSource, Piece
+from aifs.data.containers.pieces import FilePiece, FileSource, Piece
 from aifs.data.containers.writer import Appended, ContainerWriter
 from aifs.data.objects.object_set import OnDamage
 from aifs.data.servers import Servers
 from aifs.data.workers import gather
 from aifs.files.collector import Collector
-from aifs.layout.interleaved import Extent, Location, container_layout
+from aifs.layout.interleaved import Extent, Interleaved, Location, container_layout
 from aifs.layout.placement import ACTIVE, ALGORITHM, Candidate, spread
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.layout.striped import Striped
@@ -30,7 +30,6 @@ from aifs.meta import chunks
 from aifs.meta.chunk_lists import CHUNKS_PER_RECORD, Chunks
 from aifs.meta.extents import get_extents, put_loose
 from aifs.meta.kv import Engine
-from aifs.meta.records import Inode
 from aifs.store.ids import IdAllocator
 
 _LISTED = faults.declare(
@@ -46,7 +45,7 @@ class StoredFiles(NamedTuple):
     Appended).
     """
 
-    lists: list[Chunks]
+    lists: Sequence[Chunks]
     lost: dict[int, int]
 
 
@@ -93,18 +92,20 @@ class Containers:
 
     # --- reading ---
 
-    def objects_of(self, inode: Inode, copied: bool = False) -> ChunkedObjects:
+    def objects_of(self, layout: Interleaved, oid: int, copied: bool = False) -> ChunkedObjects:
         """The bytes of an interleaved file; ``copied``: to be copied elsewhere, so checked. Does no
         I/O.
         """
-        get = get_extents if inode.layout.variable else chunks.get_chunks
-        load = partial(self._engine.view, get, inode.oid)
-        return ChunkedObjects(self.files, inode.layout, load, copied or self._verify)
+        load: Load | LoadExtents
+        if layout.variable:
+            load = partial(self._engine.view, get_extents, oid)
+        else:
+            load = partial(self._engine.view, chunks.get_chunks, oid)
+        return ChunkedObjects(self.files, layout, load, copied or self._verify)
 
-    async def describe(self, inode: Inode) -> InChunks:
+    async def describe(self, layout: Interleaved, oid: int, size: int) -> InChunks:
         """Where the chunks of an interleaved file lie now. Raises Unavailable for a damaged
         list."""
-        layout, oid, size = inode.chunks, inode.oid, inode.size
         chunks_found, extents_found = list[Location | None](), list[Extent]()
         if layout.variable:
             at = 0
@@ -295,5 +296,5 @@ def _place(redundancy: Redundancy, candidates: tuple[Candidate, ...]) -> tuple[S
     return tuple(dict.fromkeys(container_layout(servers, redundancy) for servers in chosen))
 
 
-def _cut_all(sources: Sequence[FileSource]) -> list[list[Piece | None]]:
+def _cut_all(sources: Sequence[FileSource]) -> list[list[FilePiece | None]]:
     return [pieces.cut(source) for source in sources]

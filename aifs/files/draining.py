@@ -99,7 +99,9 @@ class Drainer:
         try:
             if draining.size <= self._layout.inline_limit:
                 making = Making(draining.copy.place, None, draining.size)
-                draining.data = (await carry_out(making, self._tools)).data
+                made = await carry_out(making, self._tools)
+                assert made is not None  # nothing cancels it
+                draining.data = made.data
                 draining.blocks = (draining.size + 511) // 512
             else:
                 await self._copy_striped(draining)
@@ -108,6 +110,7 @@ class Drainer:
 
     async def _copy_striped(self, draining: Draining) -> None:
         ino, oid = draining.ino, await self._ids.take()
+        assert draining.file is not None  # it has begun, and ends after this
         inode = draining.file.inode
         layout = self._io.capacity.place(inode)
         copy, size = draining.copy, draining.size

@@ -37,7 +37,6 @@ from aifs.layout.striped import Striped
 from aifs.meta import forms, moves
 from aifs.meta.degraded import find_unread
 from aifs.meta.kv import Engine
-from aifs.meta.moves import SetRecord
 from aifs.meta.records import Inode
 from aifs.store.ids import IdAllocator
 
@@ -184,26 +183,29 @@ class FileIO:
             self._upkeep.at(Work.WRITE_BACK, now_s + self.commit_interval_s)
             self._upkeep.at(Work.WATCH_SERVERS, now_s + self._servers.watch_again_s(is_busy=True))
 
-    def objects_of(self, inode: Inode, unread: int = 0, background: str = "") -> Bytes | None:
-        """What holds the bytes of a file on the capacity tier; None if nothing does.
-
-        ``unread``: mask of columns that must not be read; ``background``: an I/O priority, for
-        reading past all caches.
+    def objects_of(self, inode: Inode, unread: int = 0) -> Bytes | None:
+        """What holds the bytes of a file on the capacity tier; None if nothing does. ``unread``:
+        mask of columns that must not be read.
         """
-        if inode.layout is None:
+        layout = inode.layout
+        if layout is None:
             return None
-        if inode.chunks is not None:
-            return self._containers.objects_of(inode)
-        return self.set_of(inode, unread, background, checked=self._verify)
+        chunks = layout.chunks
+        if chunks is not None:
+            return self._containers.objects_of(chunks, inode.oid)
+        objects = layout.objects
+        assert objects is not None  # what has a layout has objects, or chunks
+        return self.set_of(objects, inode.ino, inode.oid, unread, self._verify)
 
     async def _to_be_copied(self, inode: Inode) -> Bytes | Followed:
         """The bytes of a settled file, checked, by way of the caches of those who read it."""
+        ino, oid, layout, unread = inode.ino, inode.oid, inode.objects, 0
         if inode.chunks is not None:
-            return self._containers.objects_of(inode, copied=True)
-        unread, of = 0, SetRecord(inode.ino, inode.oid, inode.layout, inode.size)
-        if of.layout.is_protected:
-            unread = await self._engine.view(find_unread, of.oid)
-        return Followed(self.set_of(of, unread, checked=True))
+            return self._containers.objects_of(inode.chunks, oid, copied=True)
+        assert layout is not None  # what has a layout has objects, or chunks
+        if layout.is_protected:
+            unread = await self._engine.view(find_unread, oid)
+        return Followed(self.set_of(layout, ino, oid, unread, checked=True))
 
     def tools(self, mover: Mover) -> MakingTools:
         """To carry out makings in this process."""
@@ -211,20 +213,19 @@ class FileIO:
         return MakingTools(self._servers, mover, containers, self._verify, self._damaged)
 
     def set_of(
-        self, of: Inode | SetRecord, unread: int = 0, background: str = "", checked: bool = False
+        self, layout: Striped, ino: int, oid: int, unread: int = 0, checked: bool = False
     ) -> ObjectSet:
         """The objects of a striped file. ``checked``: what is read past the caches is compared with
         checksums.
         """
         return ObjectSet(
             self._servers,
-            of.layout,
-            of.ino,
-            of.oid,
-            background=background,
+            layout,
+            ino,
+            oid,
             unread=unread,
-            on_damage=partial(self._damaged, of.layout),
-            digests=partial(self._engine.view, forms.get_checksums, of.oid) if checked else None,
+            on_damage=partial(self._damaged, layout),
+            digests=partial(self._engine.view, forms.get_checksums, oid) if checked else None,
             verify=self._verify,
         )
 
@@ -291,6 +292,7 @@ class FileIO:
     async def _settle_at_close(self, file: OpenInode) -> object | None:
         try:
             if file.inode.in_burst:
+                assert file.copy is not None  # it is the file
                 await file.copy.ensure_open()
                 self.burst.look(file)
                 if file.inode.size <= self._inline_limit:
@@ -370,8 +372,10 @@ class FileIO:
         if file.marked:
             if not inode.in_burst:
                 count_blocks(file)
-            elif file.copy.is_open:
-                self.burst.look(file)
+            else:
+                assert file.copy is not None  # it is the file
+                if file.copy.is_open:
+                    self.burst.look(file)
             file.shown = (inode.mtime_ns, inode.blocks)
         return inode
 
@@ -391,12 +395,14 @@ class FileIO:
             if wanted <= 0:
                 return b""
             if inode.layout is None and inode.copy is None:
+                assert inode.data is not None  # it has bytes
                 return inode.data[offset : offset + wanted]
             copy, objects, strict = file.copy, file.objects, not file.marked
             try:
                 if copy is None:
                     if offset == 0:
                         self.stager.read(file)
+                    assert objects is not None  # it has a layout
                     data = await objects.read(offset, wanted, inode.size, strict)
                     if file.objects is objects or file.objects is None:
                         return data
@@ -506,7 +512,10 @@ class FileIO:
         return sum(
             self._tier.bytes_of(file.copy.id)
             for file in self.open.values()
-            if file.may_be_written and file.inode.in_burst and file.copy.server == server
+            if file.may_be_written
+            and file.inode.in_burst
+            and file.copy is not None  # it is the file
+            and file.copy.server == server
         )
 
     def _must_be_in_burst(self, file: OpenInode, end: int) -> bool:
@@ -535,6 +544,7 @@ class FileIO:
                     self.capacity.perhaps_mapped.add(file.inode.ino)
                     await self.capacity.prepare(file, file.inode.size)
                 if file.inode.in_burst:
+                    assert file.copy is not None  # it is the file
                     await file.copy.ensure_open()
                     # What the copy tells from now on is a change: by the clock of file times, which
                     # lags behind ours, it may seem to be earlier than the mtime on record.

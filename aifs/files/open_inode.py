@@ -3,7 +3,7 @@ size changed.
 """
 
 from aifs.burst.copy import BurstCopy
-from aifs.data.objects.object_set import Bytes
+from aifs.data.objects.object_set import Bytes, ObjectSet
 from aifs.files.gate import Gate
 from aifs.meta.records import Inode
 
@@ -128,6 +128,12 @@ class OpenInode:
         """``copy`` of a file that has one."""
         assert self.copy is not None
         return self.copy
+
+    @property
+    def own_objects(self) -> ObjectSet:
+        """``objects`` of a striped file."""
+        assert isinstance(self.objects, ObjectSet)
+        return self.objects
 
     def adopt(self, stored: Inode) -> None:
         """Transactions may come here in another order than that in which they count: what is older

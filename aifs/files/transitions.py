@@ -247,7 +247,7 @@ class Transitions:
         needed if the record says so."""
         file.copy = copy
         self._tier.opened(copy)
-        self._pin(file)
+        self._pin(file, copy)
 
     def adopt_new(self, file: OpenInode, copy: BurstCopy) -> None:
         """The file has just been created with its copy."""
@@ -255,12 +255,12 @@ class Transitions:
         # That we ask makes the kernel give the next change another time, however soon it comes.
         file.copy_mtime_ns = copy.stat().st_mtime_ns
         self._tier.begun(copy)
-        self._pin(file)
+        self._pin(file, copy)
 
-    def _pin(self, file: OpenInode) -> None:
+    def _pin(self, file: OpenInode, copy: BurstCopy) -> None:
         policy = file.inode.policy
         if policy is not None and policy.tier == "pinned":
-            self._tier.pinned(file.copy.id, True)
+            self._tier.pinned(copy.id, True)
 
     def detach(self, file: OpenInode) -> None:
         """The file is not open any more, or has given up its copy. Does not block."""
@@ -292,7 +292,9 @@ class Transitions:
         async with _recording([file]):
             unread = await self._engine.transact(moves.put_damaged, oid, file.inode.ino, mask)
             if unread:
-                self._replace_objects(file, file.inode.layout, unread)
+                layout = file.inode.objects
+                assert layout is not None  # they are on record, and core says what that says
+                self._replace_objects(file, layout, unread)
         return unread != 0
 
     async def view(self, file: OpenInode, function: Callable[..., Any], *args: Any) -> Any:

@@ -28,11 +28,6 @@ class Layout:
         return None
 
     @property
-    def in_place(self) -> bool:
-        """Whether bytes may be changed where they are."""
-        return False
-
-    @property
     def is_protected(self) -> bool:
         """Whether the layout itself says that bytes survive the loss of a server."""
         return False

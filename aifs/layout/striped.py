@@ -54,11 +54,6 @@ class Striped(Layout):
         return self
 
     @property
-    def in_place(self) -> bool:
-        """See Layout: what protects each other is written once."""
-        return not self.is_protected
-
-    @property
     def is_possible(self) -> bool:
         """See Layout."""
         servers = self.servers

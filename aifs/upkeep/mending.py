@@ -194,7 +194,7 @@ class Mender:
             except FsError as error:
                 failure = error  # its columns may have to move all the same
         try:
-            outcome = await self._move_all(subject, seen)
+            outcome = await self._move_all(subject, seen, seen.objects)
         except NoTarget:
             if not await self._leave(subject, oid):
                 raise
@@ -250,17 +250,18 @@ class Mender:
             return Outcome.GONE
         if seen.is_changing:
             return Outcome.BUSY if seen.due else Outcome.DONE
-        return await self._move_all(
-            ContainerSubject(self._containers, self._engine, container), seen
-        )
+        subject = ContainerSubject(self._containers, self._engine, container)
+        return await self._move_all(subject, seen, seen.objects)
 
-    async def _move_all(self, subject: FileSubject | ContainerSubject, seen: "_Seen") -> Outcome:
-        ino, oid = seen.objects.ino, seen.objects.oid
+    async def _move_all(
+        self, subject: FileSubject | ContainerSubject, seen: "_Seen", objects: SetRecord
+    ) -> Outcome:
+        ino, oid = objects.ino, objects.oid
         failure: FsError | None = None
         outcome = Outcome.DONE
         for column in seen.due:
             try:
-                result, wrong = await self._mover.move(subject, seen.objects, seen.unread, column)
+                result, wrong = await self._mover.move(subject, objects, seen.unread, column)
             except FsError as error:
                 failure = failure or error
             else:
@@ -271,15 +272,12 @@ class Mender:
             seen = await self._look(ino, oid)
             if seen.objects is None:
                 return Outcome.GONE
+            objects = seen.objects
             if not subject.is_unchanged():
                 return Outcome.BUSY
         if failure is not None:
             raise failure
-        if (
-            outcome is Outcome.DONE
-            and not seen.unread
-            and (seen.objects.layout.is_protected or not ino)
-        ):
+        if outcome is Outcome.DONE and not seen.unread and (objects.layout.is_protected or not ino):
             await self._forget(oid)  # a mark that says nothing
         return outcome
 

@@ -102,7 +102,8 @@ async def test_a_read_that_the_move_of_a_column_has_overtaken_reports_no_damage(
         await files.write(fs, [40 * UNIT])
         [ino] = files.contents
         opened = await fs.open(ino, os.O_RDONLY)
-        stale = fs.io.set_of(fs.io.open[ino].inode)  # as staging has them
+        inode = fs.io.open[ino].inode
+        stale = fs.io.set_of(inode.layout, ino, inode.oid)  # as staging has them
         number = (await fs.getattr(ino)).layout.servers[0]
         await leave(fs, ino)
         await left(fs, number)
