@@ -6,6 +6,7 @@ The work depends on what was in flight: dirty marks, orphans, garbage, and the l
 
 import struct
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from aifs.burst.tier import BurstTier
@@ -115,16 +116,15 @@ async def _restore_marks(store: Store, tier: BurstTier) -> None:
     while batch := await store.engine.view(_read_copies, start, end):
         start = keys.burst_copy(batch[-1][0] + 1)
         unlike: list[int] = []
-        undrained = [
-            (Copy(record.server, copy_id), inode)
-            for copy_id, record, inode in batch
-            if record.undrained and inode is not None and inode.in_burst
-        ]
         await run_all(
             *(
-                lambda inode=inode: _compare_length(tier, inode, unlike)
-                for place, inode in undrained
-                if inode.copy == place and _may_have_objects(store.servers.find(place.server))
+                partial(_compare_length, tier, inode, unlike)
+                for copy_id, record, inode in batch
+                if record.undrained
+                and inode is not None
+                and inode.in_burst
+                and inode.copy == Copy(record.server, copy_id)
+                and _may_have_objects(store.servers.find(record.server))
             )
         )
         if unlike:

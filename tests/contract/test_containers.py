@@ -396,14 +396,19 @@ async def test_files_that_are_closed_for_good_are_asked_for_no_descriptors(
     assert not asked
 
 
+async def fill_many(made) -> None:
+    """Files of 10,000 bytes, 0 to 11, in a container each."""
+    for number in range(12):
+        await made.store({number: content(number, 10_000)})
+        for container in set(made.server_of) - made.sealed:
+            await made.writer.retire(lambda other, _, container=container: other == container)
+
+
 async def test_they_give_way_to_who_needs_descriptors(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_open", set())
     monkeypatch.setattr(files, "descriptors_max", lambda: 16)
     with data_servers(tmp_path, 4) as servers, shelf(servers, tmp_path) as made:
-        for number in range(12):
-            await made.store({number: content(number, 10_000)})
-            for container in set(made.server_of) - made.sealed:
-                await made.writer.retire(lambda other, _, container=container: other == container)
+        await fill_many(made)
         assert len(made.server_of) >= 8
         for _ in range(2):
             for number in range(12):
@@ -419,10 +424,7 @@ async def test_who_reads_one_container_after_the_other_takes_no_more_descriptors
     monkeypatch.setattr(files, "_open", set())
     monkeypatch.setattr(files, "descriptors_max", lambda: 16)
     with data_servers(tmp_path, 4) as servers, shelf(servers, tmp_path) as made:
-        for number in range(12):
-            await made.store({number: content(number, 10_000)})
-            for container in set(made.server_of) - made.sealed:
-                await made.writer.retire(lambda other, _, container=container: other == container)
+        await fill_many(made)
         for number in range(12):
             assert await made.content(number, 10_000) == content(number, 10_000)
             assert files.descriptors() <= 6

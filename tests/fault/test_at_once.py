@@ -27,26 +27,12 @@ from aifs.store import backup
 from aifs.vfs import Filesystem, open_filesystem
 from aifs.vfs.groups.group_drain import GroupReport, Prepared
 from tests.support import engines, lives, modes
+from tests.support.churn import MODES, SETTINGS, UNIT
 from tests.support.kernel import Kernel
 from tests.support.powercut import make_sizes_small
 from tests.support.stores import OWNER, assert_sound, set_policy, write_file
 
-UNIT = 4096
 PART = 3 * UNIT
-SETTINGS = {
-    "layout.unit": str(UNIT),
-    "meta.commit_interval": "10ms",
-    "data.writeback_interval": "100ms",
-}
-MODES = {
-    "off": modes.OFF,
-    "on": modes.ON | {"meta.backup_interval": "50ms"},
-    "tiny": modes.TINY,
-    "daemon": modes.TINY | modes.BY_DAEMON,
-    "interleaved": modes.TINY | modes.INTERLEAVED | {"layout.inline_limit": "0"},
-    "replicas": modes.TINY | modes.REPLICAS | {"layout.count": "1"},
-    "coded": modes.TINY | modes.CODED,
-}
 STEPS = 25
 SHARED, WRITERS, OWNED = 2, 3, 3
 LIMIT_S = 300

@@ -227,6 +227,15 @@ def zero_a_far_leaf(directory: Path) -> None:
     overwrite(path, found // PAGE * PAGE, bytes(PAGE))
 
 
+async def run_until_an_error(engine: LmdbEngine, caplog: pytest.LogCaptureFixture) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(engine.run)
+        with trio.fail_after(LIMIT_S):
+            while "ERROR" not in caplog.text:
+                await trio.sleep(0.001)
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_mount_looks_at_most_pages_later_while_others_change_them(filled, slowly):
     engine = LmdbEngine(str(filled), commit_interval_s=0.001, thorough=False)
     assert (filled / lmdb_database.UNCHECKED).exists()
@@ -254,12 +263,7 @@ async def test_a_page_that_is_found_broken_later_ends_all_changes(filled, slowly
     zero_a_far_leaf(filled)
     engine = LmdbEngine(str(filled), thorough=False)
     await engine.transact(lambda tx: tx.put(b"kind", b"before"))
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(engine.run)
-        with trio.fail_after(LIMIT_S):
-            while "ERROR" not in caplog.text:
-                await trio.sleep(0.001)
-        nursery.cancel_scope.cancel()
+    await run_until_an_error(engine, caplog)
     assert "is broken: page" in caplog.text and "no more changes are taken" in caplog.text
     assert await engine.view(lambda tx: tx.get(b"kind")) == b"before"
     with pytest.raises(Unavailable, match="is broken"):
@@ -276,12 +280,7 @@ async def test_nothing_is_brought_into_a_database_whose_page_was_found_broken(
     zero_a_far_leaf(filled)
     engine = LmdbEngine(str(filled), thorough=False)
     await engine.transact(lambda tx: tx.put(keys.inode(1000), b"on the broken page"))
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(engine.run)
-        with trio.fail_after(LIMIT_S):
-            while "ERROR" not in caplog.text:
-                await trio.sleep(0.001)
-        nursery.cancel_scope.cancel()
+    await run_until_an_error(engine, caplog)
     with pytest.raises(Unavailable, match="is broken"):
         await engine.commit()
     engine.abandon()

@@ -30,8 +30,8 @@ from aifs.meta.records import decode_inode
 from aifs.store import backup
 from aifs.store.store import open_store
 from aifs.vfs import open_filesystem
-from tests.support import lives, modes
-from tests.support.churn import UNIT, WEIGHTS, Churn, read_tree
+from tests.support import lives
+from tests.support.churn import MODES, SETTINGS, WEIGHTS, Churn, read_tree
 from tests.support.kernel import Kernel
 from tests.support.ledger import Found, Ledger
 from tests.support.modes import config_of, make_store
@@ -46,20 +46,6 @@ POINTS = sorted(
     for name in faults.POINTS
     if name.startswith(("vfs.", "burst.", "data.", "meta.")) and not name.startswith(ELSEWHERE)
 )
-SETTINGS = {
-    "layout.unit": str(UNIT),
-    "meta.commit_interval": "10ms",
-    "data.writeback_interval": "100ms",
-}
-MODES = {
-    "off": modes.OFF,
-    "on": modes.ON | {"meta.backup_interval": "50ms"},
-    "tiny": modes.TINY,
-    "daemon": modes.TINY | modes.BY_DAEMON,
-    "interleaved": modes.TINY | modes.INTERLEAVED | {"layout.inline_limit": "0"},
-    "replicas": modes.TINY | modes.REPLICAS | {"layout.count": "1"},
-    "coded": modes.TINY | modes.CODED,
-}
 STEPS_PER_MOUNT = 60
 MOUNTS = 60  # at most: nearly every point is reached in the first three
 

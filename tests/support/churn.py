@@ -14,6 +14,7 @@ from aifs.layout.placement import ACTIVE, DRAINING
 from aifs.layout.striped import Striped
 from aifs.vfs import Caller, SetAttr
 from aifs.vfs.groups.group_drain import GroupReport, Prepared
+from tests.support import modes
 from tests.support.kernel import Kernel
 from tests.support.ledger import Entry, Found, Ledger, State
 
@@ -21,6 +22,21 @@ ROOT_INO = 1
 EXCHANGE = 2
 CALLER = Caller()
 UNIT = 4096
+SETTINGS = {
+    "layout.unit": str(UNIT),
+    "meta.commit_interval": "10ms",
+    "data.writeback_interval": "100ms",
+}
+MODES = {
+    "off": modes.OFF,
+    "on": modes.ON | {"meta.backup_interval": "50ms"},
+    "tiny": modes.TINY,
+    "daemon": modes.TINY | modes.BY_DAEMON,
+    "interleaved": modes.TINY | modes.INTERLEAVED | {"layout.inline_limit": "0"},
+    "replicas": modes.TINY | modes.REPLICAS | {"layout.count": "1"},
+    "coded": modes.TINY | modes.CODED,
+}
+"""Of the stores that all kinds of work are done on at once."""
 SIZE_MAX = 10 * UNIT
 NAMES_MAX = 25
 WAIT_S = 60  # for what must happen; a test that waits so long fails
