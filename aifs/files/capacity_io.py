@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from aifs.burst.making import InObjects, Made, Making, MakingTools, NewObjects, Origin
+from aifs.burst.making import InObjects, Made, Making, NewObjects, Origin
 from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError
@@ -26,6 +26,7 @@ from aifs.layout.striped import Striped
 from aifs.meta import forms
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
+from aifs.movers.movers import Movers
 from aifs.store.ids import IdAllocator
 
 _log = logger(__name__)
@@ -59,9 +60,9 @@ class CapacityIO:
         ids: IdAllocator,
         containers: Containers,
         transitions: Transitions,
-        tools: MakingTools,
+        movers: Movers,
     ) -> None:
-        """``tools``: for changes that somebody waits for."""
+        """``movers``: for changes that somebody waits for."""
         self._unit = config.layout.unit
         self._default = Redundancy(config.layout.replicas, *config.layout.ec)
         self._count = config.layout.count
@@ -71,7 +72,7 @@ class CapacityIO:
         self._ids = ids
         self._containers = containers
         self._transitions = transitions
-        self._tools = tools
+        self._movers = movers
         self.perhaps_mapped: set[int] = set()
         """Files whose one object programs could write to by themselves: a mapping may outlive its
         handle, and nothing tells when it ends. So their dirty marks stay, which keeps them from
@@ -191,7 +192,7 @@ class CapacityIO:
             return self._in_objects(file, target, blocks=made.blocks)
 
         return await self._transitions.change_form(
-            file, describe, self._tools, becomes, lambda: file.objects is objects, is_alone=True
+            file, describe, self._movers, becomes, lambda: file.objects is objects, is_alone=True
         )
 
     def _in_objects(self, file: OpenInode, target: NewObjects, **form: Any) -> Flip:

@@ -69,11 +69,11 @@ class Drain:
         self.workers = burst.drain_workers
         """How many tasks drain at a time."""
         self._limiter = Limiter(burst.drain_bandwidth)
-        self.tools = io.tools(
+        self.movers = io.movers(
             Mover(servers.budget, self._limiter, burst.ioprio, self._is_in_the_way)
         )
-        """What drains are carried out with."""
-        self.drainer = Drainer(config, servers, io, ids, collector, containers, self.tools)
+        """Who carries drains out."""
+        self.drainer = Drainer(config, servers, io, ids, collector, containers, self.movers)
         self._wanted: list[int] = []
         """Withheld files that somebody waits for, until ``take_wanted``."""
         self._queue = Queue(burst.drain_delay_s, burst.drain_deadline_s)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import trio
 
-from aifs.burst.making import Making, MakingTools, NewObjects, carry_out
+from aifs.burst.making import Making, NewObjects, carry_out
 from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError
@@ -19,6 +19,7 @@ from aifs.files.file_io import FileIO
 from aifs.files.flips import Draining, DrainOutcome, Flips
 from aifs.layout.interleaved import CHUNK, Interleaved
 from aifs.layout.redundancy import Redundancy
+from aifs.movers.movers import Movers
 from aifs.store.ids import IdAllocator
 
 _COPIED = faults.declare(
@@ -43,7 +44,7 @@ class Drainer:
         ids: IdAllocator,
         collector: Collector,
         containers: Containers,
-        tools: MakingTools,
+        movers: Movers,
     ) -> None:
         self._layout = config.layout
         self._redundancy = Redundancy(config.layout.replicas, *config.layout.ec)
@@ -52,7 +53,7 @@ class Drainer:
         self._io = io
         self._ids = ids
         self._containers = containers
-        self._tools = tools
+        self._movers = movers
         self._flips = Flips(io, collector)
 
     async def drain(self, files: Sequence[Draining]) -> None:
@@ -99,7 +100,7 @@ class Drainer:
         try:
             if draining.size <= self._layout.inline_limit:
                 making = Making(draining.copy.place, None, draining.size)
-                made = await carry_out(making, self._tools)
+                made = await self._movers.carry_out(carry_out, making)
                 assert made is not None  # nothing cancels it
                 draining.data = made.data
                 draining.blocks = (draining.size + 511) // 512
@@ -119,7 +120,7 @@ class Drainer:
         making = Making(copy.place, target, size, sparse, spare=self._spare)
         await self._io.transitions.begin_making(target)
         draining.oid = oid
-        made = await carry_out(making, self._tools, lambda: draining.cancelled)
+        made = await self._movers.carry_out(carry_out, making, lambda: draining.cancelled)
         if made is None:
             draining.outcome = DrainOutcome.CHANGED
             return
@@ -134,7 +135,7 @@ class Drainer:
     ) -> None:
         try:
             sources = [await self._source(file) for file in files]
-            await self._tools.mover.admit(sum(file.size for file in files))
+            await self._movers.tools.mover.admit(sum(file.size for file in files))
             async with self._containers.append(sources, servers, redundancy) as stored:
                 for file, source, chunks in zip(files, sources, stored.lists, strict=True):
                     file.layout, file.oid, file.chunks = source.layout, source.oid, chunks

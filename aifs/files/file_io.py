@@ -38,6 +38,7 @@ from aifs.meta import forms, moves
 from aifs.meta.degraded import find_unread
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
+from aifs.movers.movers import Movers
 from aifs.store.ids import IdAllocator
 
 _log = logger(__name__)
@@ -68,9 +69,9 @@ class FileIO:
         """Whether what is read through the caches is compared with checksums."""
         self._collector = collector
         self.transitions = Transitions(engine, tier, collector, damage, self.objects_of)
-        tools = self.tools(Mover(servers.budget, Limiter(0), "none"))
+        movers = self.movers(Mover(servers.budget, Limiter(0), "none"))
         self.capacity = CapacityIO(
-            config, engine, servers, ids, containers, self.transitions, tools
+            config, engine, servers, ids, containers, self.transitions, movers
         )
         self.stager = Stager(
             config,
@@ -78,7 +79,7 @@ class FileIO:
             tier,
             self.transitions,
             self.capacity,
-            self.tools(Mover(servers.budget, Limiter(0), config.burst.ioprio)),
+            self.movers(Mover(servers.budget, Limiter(0), config.burst.ioprio)),
             upkeep,
             self.acquire,
             self.release,
@@ -207,10 +208,11 @@ class FileIO:
             unread = await self._engine.view(find_unread, oid)
         return Followed(self.set_of(layout, ino, oid, unread, checked=True))
 
-    def tools(self, mover: Mover) -> MakingTools:
-        """To carry out makings in this process."""
+    def movers(self, mover: Mover) -> Movers:
+        """Who carries out work under the limits of ``mover``."""
         containers = self._containers.files
-        return MakingTools(self._servers, mover, containers, self._verify, self._damaged)
+        tools = MakingTools(self._servers, mover, containers, self._verify, self._damaged)
+        return Movers(tools)
 
     def set_of(
         self, layout: Striped, ino: int, oid: int, unread: int = 0, checked: bool = False

@@ -11,7 +11,7 @@ from typing import Any
 
 import trio
 
-from aifs.burst.making import Made, Making, MakingTools
+from aifs.burst.making import Made, Making
 from aifs.burst.tier import BurstTier
 from aifs.core import faults
 from aifs.core.config import Config
@@ -24,6 +24,7 @@ from aifs.files.capacity_io import CapacityIO
 from aifs.files.open_inode import OpenInode
 from aifs.files.transitions import Flip, Transitions
 from aifs.layout.hint import DEFAULT_POLICY
+from aifs.movers.movers import Movers
 
 _log = logger(__name__)
 
@@ -46,7 +47,7 @@ class Stager:
         tier: BurstTier,
         transitions: Transitions,
         capacity: CapacityIO,
-        tools: MakingTools,
+        movers: Movers,
         upkeep: Upkeep,
         acquire: Callable[[int], Awaitable[OpenInode]],
         release: Callable[[OpenInode], Awaitable[None]],
@@ -61,8 +62,8 @@ class Stager:
         self._acquire = acquire
         self._release = release
         self._capacity = capacity
-        self._tools = tools
-        """What stagings are carried out with."""
+        self._movers = movers
+        """Who carries stagings out."""
         self._running: dict[int, trio.Event] = {}
         """By inode, what is set when its copy has ended."""
         self._waiting: deque[int] = deque()
@@ -146,7 +147,7 @@ class Stager:
         staged = False
         try:
             staged = await self._transitions.change_form(
-                file, describe, self._tools, becomes, holds
+                file, describe, self._movers, becomes, holds
             )
         finally:
             if not staged and file.copy is not copy:
@@ -205,6 +206,6 @@ class Stager:
             "active_files": len(self._running),
             "waiting_files": len(self._waiting),
             "staged_files": self._files,
-            "staged_bytes": self._tools.mover.moved_bytes,
+            "staged_bytes": self._movers.tools.mover.moved_bytes,
             "failed_files": self._failed,
         }

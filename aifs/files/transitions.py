@@ -34,7 +34,7 @@ from typing import Any
 import trio
 
 from aifs.burst.copy import BurstCopy
-from aifs.burst.making import Made, Making, MakingTools, NewObjects, Target, carry_out
+from aifs.burst.making import Made, Making, NewObjects, Target, carry_out
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import Unavailable
 from aifs.data.objects.object_set import Bytes
@@ -49,6 +49,7 @@ from aifs.meta.forms import FormChange
 from aifs.meta.kv import Engine
 from aifs.meta.moves import SetRecord
 from aifs.meta.records import Copy, Inode
+from aifs.movers.movers import Movers
 
 
 @dataclass(slots=True)
@@ -94,7 +95,7 @@ class Transitions:
         self,
         file: OpenInode,
         describe: Callable[[], Awaitable[Making]],
-        tools: MakingTools,
+        movers: Movers,
         becomes: Callable[[Made], Flip],
         holds: Callable[[], bool],
         is_alone: bool = False,
@@ -112,7 +113,7 @@ class Transitions:
             return False
         making = await describe()
         async with self.making(making.target):
-            made = await self._carry_out(making, describe, tools, holds)
+            made = await self._carry_out(making, describe, movers, holds)
             if made is None:
                 return False
             async with nullcontext() if is_alone else alone([file]):
@@ -125,13 +126,15 @@ class Transitions:
         self,
         making: Making,
         describe: Callable[[], Awaitable[Making]],
-        tools: MakingTools,
+        movers: Movers,
         holds: Callable[[], bool],
     ) -> Made | None:
         """None if the file is not what it was when it was described."""
         while holds():
             try:
-                return await carry_out(making, tools, lambda: not holds())
+                return await movers.carry_out(
+                    carry_out, making, lambda: not holds(), here=making.followed
+                )
             except Unavailable:
                 if not holds():
                     break

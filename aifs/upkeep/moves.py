@@ -17,7 +17,7 @@ from typing import Protocol
 
 import trio
 
-from aifs.burst.making import ColumnMaking, InObjects, Made, MakingTools, carry_out
+from aifs.burst.making import ColumnMaking, InObjects, Made, carry_out
 from aifs.burst.transfer import TargetFails
 from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace
@@ -31,6 +31,7 @@ from aifs.layout.striped import Striped
 from aifs.meta import moves
 from aifs.meta.kv import Engine
 from aifs.meta.moves import SetRecord, Stray
+from aifs.movers.movers import Movers
 from aifs.upkeep.strays import Strays
 
 _RECORDED = faults.declare(
@@ -80,7 +81,7 @@ class ColumnMover:
         engine: Engine,
         servers: Servers,
         strays: Strays,
-        tools: MakingTools,
+        movers: Movers,
         on_moved: Callable[[SetRecord, int], None],
     ) -> None:
         """``on_moved`` is called when a column is whole, with where it lay until then."""
@@ -88,7 +89,7 @@ class ColumnMover:
         self._engine = engine
         self._servers = servers
         self._strays = strays
-        self._tools = tools
+        self._movers = movers
 
     async def move(
         self, subject: Subject, objects: SetRecord, unread: int, column: int
@@ -194,7 +195,7 @@ class ColumnMover:
         return frozenset() if made is None else made.wrong
 
     async def _carry_out(self, subject: Subject, making: ColumnMaking) -> Made | None:
-        return await carry_out(making, self._tools, lambda: not subject.is_unchanged())
+        return await self._movers.carry_out(carry_out, making, lambda: not subject.is_unchanged())
 
 
 def choose_target(

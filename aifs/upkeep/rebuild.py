@@ -102,9 +102,9 @@ class Rebuild:
         self.strays = Strays(engine, servers, backup, upkeep, self._swept)
         priority = config.burst.ioprio
         self.mover = Mover(servers.budget, self._limiter, priority, make_way=self._make_way)
-        tools = io.tools(self.mover)
-        columns = ColumnMover(engine, servers, self.strays, tools, self._moved)
-        self._relayout = Relayout(io, ids, tools, config.data.min_spare)
+        movers = io.movers(self.mover)
+        columns = ColumnMover(engine, servers, self.strays, movers, self._moved)
+        self._relayout = Relayout(io, ids, movers, config.data.min_spare)
         self._mender = Mender(
             engine, servers, io, containers, compaction, columns, self._relayout, damage.report
         )

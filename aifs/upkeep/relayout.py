@@ -9,12 +9,13 @@ that changes meanwhile stays as it is.
 
 from typing import Protocol
 
-from aifs.burst.making import Made, Making, MakingTools, NewObjects
+from aifs.burst.making import Made, Making, NewObjects
 from aifs.core import faults
 from aifs.files.file_io import FileIO
 from aifs.files.open_inode import OpenInode
 from aifs.files.transitions import Flip
 from aifs.layout.striped import Striped
+from aifs.movers.movers import Movers
 from aifs.store.ids import IdAllocator
 
 _COPIED = faults.declare(
@@ -35,12 +36,12 @@ class Subject(Protocol):
 class Relayout:
     """Used from one trio thread."""
 
-    def __init__(self, io: FileIO, ids: IdAllocator, tools: MakingTools, spare: int) -> None:
+    def __init__(self, io: FileIO, ids: IdAllocator, movers: Movers, spare: int) -> None:
         """``spare``: see ObjectSet.sync."""
         self.files = 0
         self._io = io
         self._ids = ids
-        self._tools = tools
+        self._movers = movers
         self._spare = spare
 
     async def lay_out(self, subject: Subject, layout: Striped) -> bool:
@@ -66,7 +67,7 @@ class Relayout:
             return Flip(file, form, record)
 
         done = await self._io.transitions.change_form(
-            file, describe, self._tools, becomes, subject.is_unchanged
+            file, describe, self._movers, becomes, subject.is_unchanged
         )
         if done:
             subject.see()

@@ -103,7 +103,7 @@ class Filesystem:
 
         # Groups of ranks.
         self.group_drain = group_drain = GroupDrain(
-            config, engine, servers, io, ids, collector, containers, drain.tools
+            config, engine, servers, io, ids, collector, containers, drain.movers
         )
         members = Members(engine, tier, io, writeback, drain, group_drain)
         self.groups = groups = Groups(

@@ -55,7 +55,7 @@ def group_drain(fs: Filesystem) -> GroupDrain:
         fs.ids,
         fs.collector,
         fs.containers,
-        fs.drain.tools,
+        fs.drain.movers,
     )
 
 

@@ -72,7 +72,7 @@ async def work(
             fs.ids,
             fs.collector,
             fs.containers,
-            fs.drain.tools,
+            fs.drain.movers,
         )
         for number in range(rounds):
             members = []

@@ -105,7 +105,7 @@ async def new_copy(fs: Filesystem) -> AsyncIterator[BurstCopy]:
 async def make(fs: Filesystem, where: str, *makings: Making | ColumnMaking) -> list[Made | None]:
     if where == "elsewhere":
         return await make_elsewhere(makings, fs.store.servers)
-    return [await carry_out(making, fs.drain.tools) for making in makings]
+    return [await carry_out(making, fs.drain.movers.tools) for making in makings]
 
 
 HERE_AND_ELSEWHERE = pytest.mark.parametrize("where", ["here", "elsewhere"])
@@ -180,7 +180,7 @@ async def test_wrong_bytes_are_refused_by_the_checksums_that_it_brings(directory
         wrong = origin._replace(digests=digests_of(bytes(len(DATA))))
         async with new_copy(fs) as copy:
             with pytest.raises(Untold, match="do not have their checksum"):
-                await carry_out(Making(wrong, copy.place, len(DATA)), fs.drain.tools)
+                await carry_out(Making(wrong, copy.place, len(DATA)), fs.drain.movers.tools)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "aifs"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-_VFS = {"upkeep", "files", "store", "group", "burst", "meta", "data", "layout", "core"}
+_VFS = {"upkeep", "files", "movers", "store", "group", "burst", "meta", "data", "layout", "core"}
 
 BELOW = {
     "core": set(),
@@ -19,10 +19,11 @@ BELOW = {
     "meta": {"layout", "core"},
     "data": {"layout", "core"},
     "burst": {"meta", "data", "layout", "core"},
+    "movers": {"burst", "meta", "data", "layout", "core"},
     "group": {"layout", "core"},
     "store": {"meta", "data", "layout", "core"},
-    "files": {"store", "burst", "meta", "data", "layout", "core"},
-    "upkeep": {"files", "store", "burst", "meta", "data", "layout", "core"},
+    "files": {"movers", "store", "burst", "meta", "data", "layout", "core"},
+    "upkeep": {"files", "movers", "store", "burst", "meta", "data", "layout", "core"},
     "vfs": _VFS,
     "fuse": {"vfs", *_VFS},
     "check": {"vfs", *_VFS},

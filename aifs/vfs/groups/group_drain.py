@@ -16,7 +16,7 @@ from typing import Any
 import trio
 
 from aifs.burst.copy import BurstCopy
-from aifs.burst.making import Making, MakingTools, carry_out
+from aifs.burst.making import Making, carry_out
 from aifs.core import files
 from aifs.core.config import Config
 from aifs.data.servers import Servers
@@ -28,6 +28,7 @@ from aifs.files.flips import DrainOutcome, Flips, errors_of
 from aifs.layout import borders
 from aifs.layout.redundancy import Redundancy
 from aifs.meta.kv import Engine
+from aifs.movers.movers import Movers
 from aifs.store.ids import IdAllocator
 from aifs.vfs.groups.hashing import Hasher
 from aifs.vfs.groups.prepared import Prepared
@@ -56,17 +57,17 @@ class GroupDrain:
         ids: IdAllocator,
         collector: Collector,
         containers: Containers,
-        tools: MakingTools,
+        movers: Movers,
     ) -> None:
         self._layout = config.layout
         self._redundancy = Redundancy(config.layout.replicas, *config.layout.ec)
         self._io_priority = config.burst.ioprio
-        self._tools = tools
+        self._movers = movers
         self._flips = Flips(io, collector)
         lanes = min(len(os.sched_getaffinity(0)), max(config.data.threads // 2, 1))
-        self._hasher = Hasher(lanes, config.burst.ioprio, tools.mover.is_in_the_way)
+        self._hasher = Hasher(lanes, config.burst.ioprio, movers.tools.mover.is_in_the_way)
         self._storing = Storing(
-            config, engine, servers, ids, collector, containers, tools.mover, self._flips
+            config, engine, servers, ids, collector, containers, movers.tools.mover, self._flips
         )
         self._one_group = trio.Lock()
         """Held while a group is stored."""
@@ -207,7 +208,7 @@ class GroupDrain:
         for member in members:
             with errors_of(member):
                 making = Making(member.copy.place, None, member.size)
-                made = await carry_out(making, self._tools)
+                made = await self._movers.carry_out(carry_out, making)
                 assert made is not None  # nobody cancels it
                 member.data = made.data
                 member.blocks = (member.size + 511) // 512
