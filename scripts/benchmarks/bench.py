@@ -134,6 +134,10 @@ def _row(work: Work, rates: Rates) -> Row:
     if work.of_plain is not None:
         targets.append(f"> {work.of_plain} of plain{f' ({work.peer})' if work.peer else ''}")
         passed &= aifs / plain > work.of_plain
+    if work.of_work is not None:
+        other, ratio = work.of_work
+        targets.append(f">= {ratio} of {other}")
+        passed &= aifs / statistics.median(rates["aifs", other]) >= ratio
     return Row(
         work.name,
         rate(plain, work.unit),

@@ -23,6 +23,7 @@ class Size:
 class Work(NamedTuple):
     """``of_nothing`` and ``of_plain``: the least ratio of AIFS's rate to the do-nothing
     filesystem's, the plain directory's. ``peer`` says whose mark ``of_plain`` is, where it is one.
+    ``of_work``: another work of the same course, and the least ratio to AIFS's own rate at it.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Work(NamedTuple):
     of_nothing: float | None = None
     of_plain: float | None = None
     peer: str = ""
+    of_work: tuple[str, float] | None = None
 
 
 WORKS = {
@@ -42,8 +44,9 @@ WORKS = {
         Work("unlink", "files/s", 0.6, 0.022, "S3QL, JuiceFS"),
         Work("mkdir", "files/s", 0.6),
         Work("readdir", "entries/s", 0.6, 0.020, "S3QL"),
-        Work("small-write", "files/s", None, 0.4),
-        Work("small-read", "files/s", None, 0.5),
+        Work("small-write", "files/s", 0.6),
+        Work("small-read", "files/s", 0.6),
+        Work("small-read-draining", "files/s", of_work=("small-read", 0.85)),
         Work("write-1", "MiB/s", None, 0.9),
         Work("write-sync-1", "MiB/s", None, 0.9),
         Work("read-1", "MiB/s", None, 0.9),
@@ -83,7 +86,9 @@ def listing(system: System, size: Size, round_: int) -> Iterator[tuple[str, floa
 def small_files(system: System, size: Size, round_: int) -> Iterator[tuple[str, float]]:
     directory, count = f"small{round_}", size.files
     yield "small-write", count / system.run("small-write", directory, count=count)
-    system.run("small-read", directory, count=count)
+    system.begin_background()
+    yield "small-read-draining", count / system.run("small-read", directory, count=count)
+    system.rest()
     yield "small-read", count / system.run("small-read", directory, count=count)
     system.remove(directory)
 
@@ -123,7 +128,7 @@ Course = Callable[[System, Size, int], Iterator[tuple[str, float]]]
 COURSES: dict[Course, tuple[str, ...]] = {
     names: ("create", "stat", "stat-cached", "rename", "unlink", "mkdir"),
     listing: ("readdir",),
-    small_files: ("small-write", "small-read"),
+    small_files: ("small-write", "small-read-draining", "small-read"),
     streams: tuple(name for name in WORKS if name.startswith(("write", "read-", "random"))),
     checkpoints: ("checkpoint",),
     striped: tuple(name for name in WORKS if name.startswith("striped")),
