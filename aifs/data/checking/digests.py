@@ -3,6 +3,7 @@ left.
 """
 
 from collections.abc import Mapping
+from functools import cache
 
 from blake3 import blake3
 
@@ -23,6 +24,11 @@ def digests_of(data: bytes | memoryview) -> bytes:
     )
 
 
+@cache
+def _digest_of_zeros() -> bytes:
+    return digests_of(bytes(HASHED))
+
+
 def join_digests(digests: Mapping[int, bytes], size: int, piece: int, is_protected: bool) -> bytes:
     """The checksums of a file of ``size`` bytes, from those of its pieces of ``piece`` bytes, by
     offset; what lacks is a hole.
@@ -32,7 +38,7 @@ def join_digests(digests: Mapping[int, bytes], size: int, piece: int, is_protect
     """
     if 2 * len(digests) * piece < size and not (is_protected and size <= _SPARSE_HASHED):
         return b""
-    hole = digests_of(bytes(HASHED)) * (piece // HASHED)
+    hole = _digest_of_zeros() * (piece // HASHED)
     parts = [digests.get(offset, hole) for offset in range(0, size, piece)]
     if parts and parts[-1] is hole:
         parts[-1] = digests_of(bytes(size - piece * (len(parts) - 1)))
