@@ -19,11 +19,13 @@ from aifs.burst.transfer import Mover, Source
 from aifs.data.checking.checks import Untold
 from aifs.data.checking.column_source import ColumnSource
 from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE
+from aifs.data.containers.appending import Containers
 from aifs.data.containers.chunked import ChunkedObjects
 from aifs.data.containers.column import ContainerColumn
 from aifs.data.containers.files import ContainerEntry, ContainerFiles
 from aifs.data.objects.columns import Columns
 from aifs.data.objects.object_set import Followed, ObjectSet
+from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import Extent, Interleaved, Location
 from aifs.layout.striped import Striped
@@ -50,8 +52,8 @@ class InChunks(NamedTuple):
     """Where each chunk lies, None for a hole; of a file whose chunks have one length."""
     extents: tuple[Extent, ...] = ()
     """The same of a file of variable chunks."""
-    containers: tuple[tuple[int, ContainerEntry], ...] = ()
-    """What the table says of the containers that they name, by id."""
+    containers: Containers = ()
+    """What the table says of the containers that they name."""
 
 
 class NewObjects(NamedTuple):
@@ -152,7 +154,7 @@ class MakingTools:
     def opened(self, origin: InObjects | InChunks, followed: bool) -> Iterator[Source]:
         """Bytes on the capacity tier, to be read, and compared with their checksums."""
         if isinstance(origin, InChunks):
-            with self._containers_of(origin) as containers:
+            with self.reading(origin.containers) as containers:
                 yield ChunkedObjects(containers, origin.layout, _listed(origin), verify=True)
             return
         objects = ObjectSet(
@@ -169,12 +171,18 @@ class MakingTools:
         with closing(objects):
             yield Followed(objects) if followed else objects
 
+    @property
+    def buffers(self) -> BudgetedBuffers:
+        """Memory for what is moved."""
+        return self.mover.buffers
+
     @contextmanager
-    def _containers_of(self, origin: InChunks) -> Iterator[ContainerFiles]:
+    def reading(self, entries: Containers) -> Iterator[ContainerFiles]:
+        """These containers, to be read."""
         if self.containers is not None:
             yield self.containers
             return
-        table = dict(origin.containers)
+        table = dict(entries)
 
         async def find(container: int) -> ContainerEntry | None:
             return table.get(container)

@@ -3,21 +3,23 @@ put together.
 """
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from typing import NamedTuple
 
 import trio
 
-from aifs.burst.making import InChunks
+from aifs.burst.making import InChunks, MakingTools
+from aifs.burst.transfer import Limiter, Mover
 from aifs.core import faults
 from aifs.core.budget import Budget
 from aifs.core.errors import NotSupported, Unavailable
 from aifs.data.containers import pieces
+from aifs.data.containers.appending import Appended, Appending, append
 from aifs.data.containers.chunked import ChunkedObjects, Load, LoadExtents
 from aifs.data.containers.files import ContainerEntry, ContainerFiles
-from aifs.data.containers.pieces import FilePiece, FileSource, Piece
-from aifs.data.containers.writer import Appended, ContainerWriter
+from aifs.data.containers.pieces import FilePiece, FileSource, OpenCopies, Piece
+from aifs.data.containers.writer import ContainerWriter, Stored
 from aifs.data.objects.object_set import OnDamage
 from aifs.data.servers import Servers
 from aifs.data.workers import gather
@@ -30,6 +32,7 @@ from aifs.meta import chunks
 from aifs.meta.chunk_lists import CHUNKS_PER_RECORD, Chunks
 from aifs.meta.extents import get_extents, put_loose
 from aifs.meta.kv import Engine
+from aifs.movers.movers import Movers
 from aifs.store.ids import IdAllocator
 
 _LISTED = faults.declare(
@@ -42,7 +45,7 @@ LISTED_AT_ONCE = 32 * CHUNKS_PER_RECORD
 
 class StoredFiles(NamedTuple):
     """Files in containers: their chunk lists, and what is to be recorded with these (see
-    Appended).
+    Stored).
     """
 
     lists: Sequence[Chunks]
@@ -67,13 +70,15 @@ class Containers:
         """``verify``: of all that programs read. ``on_damage``: see ContainerFiles. ``spare``: see
         ContainerWriter.
         """
-        self.files = ContainerFiles(servers, self._find, on_damage)
+        self.files = ContainerFiles(servers, self.find, on_damage)
         self._verify = verify
         self._engine = engine
         self._servers = servers
         self._ids = ids
         self._collector = collector
-        self.writer = ContainerWriter(servers, self, budget, container_size, spare)
+        self.writer = ContainerWriter(self, self._carry_out, container_size, spare)
+        mover = Mover(budget, Limiter(0), "none")
+        self._movers = Movers(MakingTools(servers, mover, self.files))
         self._placed: dict[tuple[Redundancy, tuple[int, ...]], _Placed] = {}
 
     async def recover(self) -> None:
@@ -87,7 +92,6 @@ class Containers:
 
     def close(self) -> None:
         """Let go of all descriptors. Does not block."""
-        self.writer.close()
         self.files.close()
 
     # --- reading ---
@@ -125,7 +129,7 @@ class Containers:
                 await trio.lowlevel.checkpoint()
         places = (*chunks_found, *(extent.place for extent in extents_found))
         named = sorted({place.container for place in places if place is not None})
-        entries = [(container, await self._find(container)) for container in named]
+        entries = [(container, await self.find(container)) for container in named]
         return InChunks(
             layout,
             tuple(chunks_found),
@@ -136,10 +140,6 @@ class Containers:
     def moved(self, container: int) -> None:
         """The container's record, or what is known of its columns, has changed."""
         self.files.moved(container)
-
-    async def _find(self, container: int) -> ContainerEntry | None:
-        found = await self._engine.view(chunks.find_readable, container)
-        return None if found is None else ContainerEntry(found[0].layout, found[0].length, found[1])
 
     # --- placement ---
 
@@ -209,18 +209,28 @@ class Containers:
         leaves no trace.
         """
         slots = self.slots(redundancy, servers)
-        first = self._servers[slots[0].servers[0]]
-        cut = (await gather([(first.workers, _cut_all, (sources,))]))[0]
+        cut = await self._cut(sources)
         whole = [piece for file in cut for piece in file if piece is not None]
         async with self.writer.append(whole, slots) as appended:
             following = iter(appended.places)
             lists = [[None if piece is None else next(following) for piece in file] for file in cut]
             yield StoredFiles(lists, appended.lost)
 
+    async def _cut(self, sources: Sequence[FileSource]) -> list[list[FilePiece | None]]:
+        if not any(source.sparse for source in sources):
+            return _cut_all(sources, self._servers)
+        device = self._servers[sources[0].copy[0]]
+        return (await gather([(device.workers, _cut_all, (sources, self._servers))]))[0]
+
+    async def _carry_out(
+        self, appending: Appending, cancelled: Callable[[], bool]
+    ) -> Appended | None:
+        return await self._movers.carry_out(append, appending, cancelled)
+
     @asynccontextmanager
     async def append_pieces(
         self, stored: Sequence[Piece], slots: Sequence[Striped]
-    ) -> AsyncIterator[Appended]:
+    ) -> AsyncIterator[Stored]:
         """The same for single chunks, to containers that are laid out like ``slots``."""
         async with self.writer.append(stored, slots) as appended:
             yield appended
@@ -265,6 +275,10 @@ class Containers:
 
     # --- the table, for the writer ---
 
+    async def find(self, container: int) -> ContainerEntry | None:
+        found = await self._engine.view(chunks.find_readable, container)
+        return None if found is None else ContainerEntry(found[0].layout, found[0].length, found[1])
+
     async def new(self, layout: Striped) -> int:
         container = await self._ids.take()
         await self._engine.transact(chunks.put_container, container, layout)
@@ -296,5 +310,6 @@ def _place(redundancy: Redundancy, candidates: tuple[Candidate, ...]) -> tuple[S
     return tuple(dict.fromkeys(container_layout(servers, redundancy) for servers in chosen))
 
 
-def _cut_all(sources: Sequence[FileSource]) -> list[list[FilePiece | None]]:
-    return [pieces.cut(source) for source in sources]
+def _cut_all(sources: Sequence[FileSource], servers: Servers) -> list[list[FilePiece | None]]:
+    with closing(OpenCopies(servers)) as copies:
+        return [pieces.cut(source, copies) for source in sources]

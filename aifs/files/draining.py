@@ -153,7 +153,7 @@ class Drainer:
     async def _source(self, draining: Draining) -> FileSource:
         asked = draining.policy.compress
         level = self._layout.compress if asked is None else asked
-        oid = await self._ids.take()
-        return FileSource(
-            draining.ino, oid, draining.size, draining.copy.fd, Interleaved(CHUNK), level
-        )
+        oid, size = await self._ids.take(), draining.size
+        copy = draining.copy
+        sparse = copy.stat().st_blocks * 512 < size
+        return FileSource(draining.ino, oid, size, copy.place, Interleaved(CHUNK), level, sparse)

@@ -144,8 +144,7 @@ class Compaction:
     async def _move(
         self, live: list[tuple[ScannedChunk, Location]], slots: tuple[Striped, ...]
     ) -> None:
-        read = self._containers.files.read_stored
-        pieces = [StoredPiece(found.header, place, read) for found, place in live]
+        pieces = [StoredPiece(found.header, place) for found, place in live]
         async with self._containers.append_pieces(pieces, slots) as (places, lost):
             faults.reach(_COPIED)
             moves = [

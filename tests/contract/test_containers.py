@@ -240,7 +240,8 @@ async def test_cancelled_between_stripes(servers, tmp_path):
 
 async def test_a_source_that_shrinks_is_refused(servers, tmp_path):
     with shelf(servers, tmp_path) as made, made.sources({1: b"x" * 100_000}) as sources:
-        os.truncate(made.directory / "copy1", 70_000)
+        device, number = sources[0].copy
+        os.truncate(servers[device].where((0, number)), 70_000)
         with pytest.raises(Unavailable, match="fewer bytes"):
             async with made.writer.append([pieces.FilePiece(sources[0], 1)], made.slots):
                 raise AssertionError
@@ -266,7 +267,6 @@ async def test_goes_on_where_what_is_on_record_ends(servers, tmp_path):
         places = [place for place in made.lists[1] if place]
         end = max(place.offset + HEADER_BYTES + place.stored for place in places)
         (container,) = made.server_of
-        made.writer.close()
         made.files.forget()
         path = servers[places[0].server].where((0, container))
         with open(path, "ab") as file:
@@ -350,10 +350,7 @@ async def test_a_chunk_that_has_moved_is_found_again(servers, tmp_path):
         found = []
         while some := await scan.following():
             found += some
-        stored = [
-            StoredPiece(chunk.header, place, made.files.read_stored)
-            for chunk, place in zip(found, old, strict=True)
-        ]
+        stored = [StoredPiece(chunk.header, place) for chunk, place in zip(found, old, strict=True)]
         other = (server.id + 1) % len(servers)
         async with made.writer.append(stored, [made.slots[other]]) as (places, lost):
             made.lists[1] = places
@@ -373,7 +370,6 @@ async def test_descriptors_are_shared_and_given_back(servers, tmp_path):
     with shelf(servers, tmp_path) as made:
         for number in range(30):
             await made.store({number: content(number, 10_000 + number)})
-        made.writer.close()
         for number in range(30):
             await made.content(number, 10_000 + number)
         assert len(open_below(Path(servers[0].address).parent)) <= len(made.server_of)

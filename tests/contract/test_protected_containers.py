@@ -89,7 +89,6 @@ async def test_any_servers_may_be_lost(scratch, redundancy, harm):
         shelf(servers, scratch, verify, redundancy) as made,
     ):
         await made.store(FILES, 65536, 3)
-        made.writer.close()
         good = {path: path.read_bytes() for server in servers for path in paths_of(made, server)}
         for lost in combinations(servers, redundancy.tolerates):
             for server in lost:
@@ -269,7 +268,6 @@ async def test_chunks_are_found_by_their_headers(scratch, redundancy, harmed):
         for first in (0, 10, 20):
             await made.store({first + oid: data for oid, data in FILES.items()}, 65536, 3)
         await made.store({100 + number: content(number, 3000) for number in range(200)}, 65536)
-        made.writer.close()
         if harmed is not None:
             for path in paths_of(made, harmed):
                 path.write_bytes(bytes(byte ^ 0x40 for byte in path.read_bytes()))

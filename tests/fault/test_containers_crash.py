@@ -52,6 +52,7 @@ from aifs.store import ids as vfs_ids
 from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
 from aifs.upkeep.compaction import Compaction
+from tests.support.copies import DESCRIPTORS, WithDescriptors
 from tests.support.data_servers import (
     failing,
     hooked,
@@ -122,7 +123,7 @@ class Mounted:
         size = CONTAINER if not redundancy.parity else 3 * ROW
         self.containers = Containers(
             engine,
-            servers,
+            WithDescriptors(servers),
             self.ids,
             self.collector,
             servers.budget,
@@ -150,19 +151,19 @@ class Mounted:
                 await delete_objects(self.servers, Striped(1, (server,)), ino, oid)
         await self.containers.recover()
 
-    async def store(self, contents: list[bytes], fd_of: "Copies") -> list[int]:
+    async def store(self, contents: list[bytes], copy_of: "Copies") -> list[int]:
         """Drain them together; returns the inodes."""
         inos = [await self.ids.take() for _ in contents]
         oids = [await self.ids.take() for _ in contents]
         sources = [
-            FileSource(ino, oid, len(content), fd_of(content), LAYOUT, ino % 2)
+            FileSource(ino, oid, len(content), copy_of(content), LAYOUT, ino % 2)
             for ino, oid, content in zip(inos, oids, contents, strict=True)
         ]
         async with self.containers.append(sources, (), self.redundancy) as (lists, lost):
             await self.engine.transact(put_files, sources, lists, lost)
         return inos
 
-    async def share(self, contents: list[bytes], fd_of: "Copies") -> list[int]:
+    async def share(self, contents: list[bytes], copy_of: "Copies") -> list[int]:
         """The same as extent lists: equal chunks are stored once, but for the first of each third
         file.
         """
@@ -171,11 +172,11 @@ class Mounted:
         lists: list[list[Extent]] = []
         wanted: dict[tuple[bytes, int], HashedPiece] = {}  # by digest, and the oid of its owner
         for ino, oid, content in zip(inos, oids, contents, strict=True):
-            fd, rows = fd_of(content), []
+            copy, rows = copy_of(content), []
             step = 700 if ino % 16 == 0 else CHUNK  # a long list
             for start in range(0, len(content), step):
                 part = content[start : start + step]
-                piece = HashedPiece(fd, ino, start, len(part), digest_of(part), ino % 2)
+                piece = HashedPiece(copy, ino, start, len(part), digest_of(part), ino % 2)
                 if ino % 3 == 0 and not rows:
                     piece = piece._replace(oid=oid, number=0)
                 wanted.setdefault((piece.digest, piece.oid), piece)
@@ -229,18 +230,18 @@ class Mounted:
 
 
 class Copies:
-    """Burst copies: descriptors of files with given content."""
+    """Burst copies: files with given content, which outlive a mount."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._fds: list[int] = []
 
-    def __call__(self, content: bytes) -> int:
+    def __call__(self, content: bytes) -> tuple[int, int]:
         path = self._directory / "copy"
         path.write_bytes(content)
         self._fds.append(os.open(path, os.O_RDONLY))
         path.unlink()
-        return self._fds[-1]
+        return DESCRIPTORS, self._fds[-1]
 
     def close(self) -> None:
         for fd in self._fds:
@@ -704,7 +705,7 @@ async def seal_all(mount: Mounted) -> None:
     """As if all containers were full."""
     for container in await mount.engine.view(chunks.open_containers):
         await mount.containers.seal(container)
-    mount.containers.writer.close()
+    await mount.containers.retire(lambda container, layout: True)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])

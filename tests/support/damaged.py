@@ -28,6 +28,7 @@ from aifs.meta.records import Copy, Dentry, Inode, decode_burst, decode_dentry, 
 from aifs.store.store import format_store, open_store
 from aifs.vfs import Filesystem, open_filesystem
 from tests.support import shared
+from tests.support.copies import Copies
 from tests.support.shared import Segment
 
 UNIT = 4096
@@ -114,12 +115,10 @@ class DamagedStore:
 
     async def _interleave(self, fs: Filesystem, contents: dict[str, bytes]) -> None:
         """Interleaved files, as a drain stores them."""
-        sources = []
+        sources, copies = [], Copies(fs.store.servers)
         for path, data in contents.items():
             self.ino[path] = ino = (await fs.mknod(*self._place(path), 0o100644, 0, NOBODY)).ino
-            fd = os.memfd_create("source")
-            os.write(fd, data)
-            sources.append(FileSource(ino, ino, len(data), fd, Interleaved(CHUNK), 0))
+            sources.append(FileSource(ino, ino, len(data), copies(data), Interleaved(CHUNK), 0))
 
         def flip(tx: Transaction, lists: list[Chunks]) -> None:
             for source, places in zip(sources, lists, strict=True):
@@ -130,8 +129,7 @@ class DamagedStore:
 
         async with fs.containers.append(sources, (0, 1)) as (lists, _):
             await fs.store.engine.transact(flip, lists)
-        for source in sources:
-            os.close(source.fd)
+        copies.close()
 
     async def _share(self, fs: Filesystem) -> None:
         """Two files that have the chunk COMMON in common; the first one has many records of its

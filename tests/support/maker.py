@@ -7,22 +7,24 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import trio
 
-from aifs.burst.making import ColumnMaking, Made, Making, MakingTools, carry_out
+from aifs.burst.making import MakingTools, carry_out, never
 from aifs.burst.transfer import Limiter, Mover
 from aifs.data.servers import Servers
+from aifs.movers.movers import Function
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 async def make_elsewhere(
-    makings: Sequence[Making | ColumnMaking], servers: Servers
-) -> list[Made | None]:
-    """What ``carry_out`` returns of each."""
+    values: Sequence[Any], servers: Servers, function: Function[Any, Any] = carry_out
+) -> list[Any]:
+    """What ``function`` returns of each value."""
     table = {number: servers[number].address for number in servers}
-    asked = pickle.dumps((makings, table, servers[next(iter(servers))].store))
+    asked = pickle.dumps((function, values, table, servers[next(iter(servers))].store))
     command = [sys.executable, "-m", "tests.support.maker"]
     run = partial(
         subprocess.run, command, input=asked, stdout=subprocess.PIPE, cwd=ROOT, check=True
@@ -31,17 +33,17 @@ async def make_elsewhere(
 
 
 async def make_all(
-    makings: Sequence[Making | ColumnMaking], tools: MakingTools
-) -> list[Made | None]:
-    return [await carry_out(making, tools) for making in makings]
+    function: Function[Any, Any], values: Sequence[Any], tools: MakingTools
+) -> list[Any]:
+    return [await function(value, tools, never) for value in values]
 
 
 def main() -> None:
-    makings, table, store = pickle.load(sys.stdin.buffer)
+    function, values, table, store = pickle.load(sys.stdin.buffer)
     servers = Servers(table, store)
     servers.check_identity()
     tools = MakingTools(servers, Mover(servers.budget, Limiter(0), "idle"))
-    made = trio.run(make_all, makings, tools)
+    made = trio.run(make_all, function, values, tools)
     servers.close()
     sys.stdout.buffer.write(pickle.dumps(made))
 

@@ -18,6 +18,7 @@ from aifs.layout.striped import Striped
 from aifs.meta import chunks, extents, namespace, shared
 from aifs.meta.kv import Transaction
 from aifs.vfs import Caller, Filesystem
+from tests.support.copies import Copies
 
 ME = Caller()
 
@@ -77,19 +78,19 @@ async def store(
 ) -> None:
     """Give files, which nobody has open and which have no burst copy, these bytes, as a grouped
     drain of them all does. ``servers``: where new chunks may go (none: anywhere)."""
-    fd = os.memfd_create("segments")
+    copies = Copies(fs.store.servers)
     try:
-        os.write(fd, b"".join(bytes_of(segments) for segments in contents.values()))
-        while not await _store(fs, contents, fd, fs.containers.slots(redundancy, servers), level):
+        copy = copies(b"".join(bytes_of(segments) for segments in contents.values()))
+        while not await _store(fs, contents, copy, fs.containers.slots(redundancy, servers), level):
             pass  # a chunk that was found has gone meanwhile
     finally:
-        os.close(fd)
+        copies.close()
 
 
 async def _store(
     fs: Filesystem,
     contents: Mapping[int, Sequence[Segment]],
-    fd: int,
+    copy: tuple[int, int],
     slots: Sequence[Striped],
     level: int,
 ) -> bool:
@@ -122,7 +123,7 @@ async def _store(
                 if segment.is_shared:
                     new[digest] = len(to_store)
                 rows.append(len(to_store))
-                to_store.append(HashedPiece(fd, ino, at, length, digest, level, **own))
+                to_store.append(HashedPiece(copy, ino, at, length, digest, level, **own))
             at += length
     async with fs.containers.append_pieces(to_store, slots) as (places, lost):
         whole = {

@@ -1,19 +1,21 @@
 """Containers without a filesystem: writer, reader, and a catalogue in memory."""
 
-import os
 import tempfile
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import accumulate, count
 from pathlib import Path
 
 import trio
 
+from aifs.burst.making import MakingTools
+from aifs.burst.transfer import Limiter, Mover
 from aifs.core.budget import Budget
 from aifs.data.containers import pieces
+from aifs.data.containers.appending import append
 from aifs.data.containers.chunk_codec import digest_of
 from aifs.data.containers.chunked import ChunkedObjects
 from aifs.data.containers.files import ContainerEntry, ContainerFiles
-from aifs.data.containers.pieces import FileSource
+from aifs.data.containers.pieces import FileSource, OpenCopies
 from aifs.data.containers.writer import ContainerWriter
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import (
@@ -27,6 +29,7 @@ from aifs.layout.interleaved import (
 )
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.layout.striped import Striped
+from tests.support.copies import Copies
 
 CONTAINER = 20 << 20
 KINDS = {"plain": PLAIN, "replicas": Redundancy(2), "coded": Redundancy(1, 2, 1)}
@@ -60,7 +63,10 @@ class Shelf:
             servers, self.find, lambda oid, ino, column: self.damaged.add((oid, column))
         )
         self.budget = Budget(64 << 20)
-        self.writer = ContainerWriter(servers, self, self.budget, CONTAINER)
+        tools = MakingTools(servers, Mover(self.budget, Limiter(0), "none"), self.files)
+        self.writer = ContainerWriter(
+            self, lambda value, cancelled: append(value, tools, cancelled), CONTAINER
+        )
         self.lists = {}
         self.extents: dict[int, list[Extent]] = {}
         self.shared: dict[bytes, Location] = {}
@@ -116,30 +122,23 @@ class Shelf:
 
     @contextmanager
     def sources(self, contents: dict[int, bytes], chunk: int = 65536, level: int = 0):
-        sources = []
+        copies = Copies(self.servers)
         try:
-            for oid, content in contents.items():
-                path = self.directory / f"copy{oid}"
-                with open(path, "wb") as file:
-                    for start in range(0, len(content), 4096):
-                        if content[start : start + 4096].strip(b"\0"):
-                            file.seek(start)
-                            file.write(content[start : start + 4096])
-                    file.truncate(len(content))
-                fd = os.open(path, os.O_RDONLY)
-                sources.append(
-                    FileSource(oid + 1, oid, len(content), fd, Interleaved(chunk), level)
+            yield [
+                FileSource(
+                    oid + 1, oid, len(content), copies(content), Interleaved(chunk), level, True
                 )
-            yield sources
+                for oid, content in contents.items()
+            ]
         finally:
-            for source in sources:
-                os.close(source.fd)
+            copies.close()
 
     async def store(
         self, contents: dict[int, bytes], chunk: int = 65536, level: int = 0, keep: bool = True
     ) -> list:
         with self.sources(contents, chunk, level) as sources:
-            cut = [pieces.cut(source) for source in sources]
+            with closing(OpenCopies(self.servers)) as copies:
+                cut = [pieces.cut(source, copies) for source in sources]
             whole = [piece for file in cut for piece in file if piece is not None]
             async with self.writer.append(whole, self.slots) as (places, lost):
                 following = iter(places)
@@ -170,7 +169,7 @@ class Shelf:
                     else:
                         own = (source.oid, len(some)) if len(some) % 5 == 4 else (0, 0)
                         piece = pieces.HashedPiece(
-                            source.fd, source.ino, start, len(part), digest_of(part), level, *own
+                            source.copy, source.ino, start, len(part), digest_of(part), level, *own
                         )
                         some.append(named(len(part), piece.digest))
                         wanted.setdefault((piece.digest, *own), piece)
@@ -215,7 +214,6 @@ class Shelf:
         return bytes(await self.objects(oid).read(0, size, size, True)) if size else b""
 
     def close(self) -> None:
-        self.writer.close()
         self.files.close()
 
 

@@ -4,8 +4,8 @@ What a server that hangs has not answered may land late, behind the end or at it
 appended to a plain container then; of a protected one the column is lost.
 """
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from aifs.core.errors import FsError
@@ -24,12 +24,27 @@ class DamagedContainer(Exception):
     """A container is not what the metadata says."""
 
 
-class OpenContainer:
-    """A container that may be appended to, by one task at a time.
+class ContainerFails(Exception):
+    """Nothing may be appended to a container any more: what has been written behind its end may
+    still change, or would be lost unnoticed."""
 
-    ``end``: of what has been appended. ``carried``: how many bytes before it are still in the
-    caller's memory, at its beginning. ``pins``: users whose chunks in it are not recorded yet.
-    ``full``: nothing more is appended. ``unread``: mask of the columns that have failed.
+    def __init__(self, error: FsError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+@contextmanager
+def _failing(*kinds: type[FsError]) -> Iterator[None]:
+    """Errors of these kinds mean that the container fails."""
+    try:
+        yield
+    except kinds as error:
+        raise ContainerFails(error) from error
+
+
+class OpenContainer:
+    """A container that is appended to, by one task. Every call raises ContainerFails where nothing
+    may be appended any more.
     """
 
     def __init__(self, servers: Servers, layout: Striped, container: int, end: int) -> None:
@@ -37,10 +52,15 @@ class OpenContainer:
         self.layout = layout
         self.id = container
         self.end = end
+        """Of what has been appended."""
         self.carried = 0
-        self.full = False
-        self.pins = 0
+        """How many bytes before it are still in the caller's memory, at its beginning."""
         self.unread = 0
+        """Mask of the columns that have failed."""
+        if not end:  # a process that died may have made the object, and not synced its name
+            for number in layout.servers:
+                if (server := servers.find(number)) is not None:
+                    server.doubt_names_near(container)
 
     async def open(self) -> None:
         """Make ready for ``append``. Raises DamagedContainer, NoSpace, Unavailable."""
@@ -53,16 +73,7 @@ class OpenContainer:
         """Write what has stayed in memory."""
 
     async def sync(self, spare: int) -> None:
-        """All is durable on return, but for the columns that are ``unread``. Raises NoSpace,
-        Unavailable.
-        """
-
-    def rewind(self, end: int) -> None:
-        """What lies behind ``end`` counts no more."""
-        self.end, self.carried = end, 0
-
-    async def cut(self) -> None:
-        """Give back the room of what lies behind the end, if that can be."""
+        """All is durable on return, but for the columns that are ``unread``."""
 
     def close(self) -> None:
         """Give up the descriptors. Does not block."""
@@ -85,8 +96,7 @@ class _Plain(OpenContainer):
         self._closed = False
 
     async def open(self) -> None:
-        if self._fd is None:
-            await self._run(self._open)
+        await self._run(self._open)
 
     async def append(self, build: Build, memory: memoryview) -> None:
         self.end += await self._run(self._append, build, memory, self.end)
@@ -94,18 +104,10 @@ class _Plain(OpenContainer):
     async def sync(self, spare: int) -> None:
         await self._run(self._sync)
 
-    async def cut(self) -> None:
-        if self._fd is not None:
-            with suppress(FsError):  # who opens it next tries again
-                await self._run(self._server.truncate, self._key, self._fd, self.end)
-
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         self._busy += 1
-        try:
+        with _failing(Hanging):
             return (await gather([(self._server.workers, function, args)], self._ended))[0]
-        except Hanging:
-            self.full = True
-            raise
 
     def _ended(self) -> None:
         self._busy -= 1
@@ -152,13 +154,8 @@ class _Plain(OpenContainer):
     def _sync(self) -> None:
         """Bytes, length and name are durable on return."""
         assert self._fd is not None
-        try:
+        with _failing(FsError):  # the system forgets what it could not write; a later sync succeeds
             self._server.sync_object(self._key, self._fd)
-        except FsError:
-            self.full = (
-                True  # the system forgets what it could not write; a later sync would not fail
-            )
-            raise
         self._server.sync_names_near(self.id)
 
 
@@ -191,19 +188,12 @@ class _Protected(OpenContainer):
 
     async def _write(self, memory: memoryview, length: int) -> None:
         if length:
-            try:
+            with _failing(FsError):
                 await self._objects.write(self.end - self.carried, memory[:length])
-            except BaseException:
-                self.full = True
-                raise
 
     async def sync(self, spare: int) -> None:
-        try:
+        with _failing(FsError):
             self.unread |= await self._objects.sync(spare)
-        except BaseException:
-            self.full = True
-            raise
-        self.full = self.full or self.unread > 0
 
     def close(self) -> None:
         self._objects.close()

@@ -1,17 +1,60 @@
 """Chunks on their way into a container: those of a file's burst copy, and those of another
-container.
+container. All of them are plain values: they name where the bytes are, and hold nothing open.
 """
 
 import errno
 import os
-from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from aifs.core import files
 from aifs.core.errors import Unavailable, from_oserror
 from aifs.data.containers import chunk_codec
 from aifs.data.containers.chunk_codec import ChunkHeader
+from aifs.data.servers import Servers
 from aifs.layout.interleaved import HEADER_BYTES, Interleaved, Location
+
+CopyPlace = tuple[int, int]
+"""A burst copy: the number of its burst directory, and its id."""
+
+
+class OpenCopies:
+    """Reads burst copies, in a worker thread; the last one stays open until ``close``."""
+
+    def __init__(self, servers: Servers) -> None:
+        self._servers = servers
+        self._place: CopyPlace | None = None
+        self._fd = -1
+
+    def open(self, place: CopyPlace, ino: int) -> int:
+        """Its descriptor, for reading. Raises Unavailable."""
+        if place != self._place:
+            self.close()
+            device = self._servers[place[0]]
+            fd = device.open_object((0, place[1]), create=False, write=False)
+            if fd is None:
+                where = device.where((0, place[1]))
+                raise Unavailable(f"burst copy of inode {ino}: {where} is missing")
+            self._place, self._fd = place, fd
+        return self._fd
+
+    def read(self, place: CopyPlace, ino: int, target: memoryview, offset: int) -> None:
+        """Fill ``target``. Raises Unavailable."""
+        fd = self.open(place, ino)
+        try:
+            # A read and not a mapping, which would end the process where the device fails.
+            done = files.read_into(fd, target, offset)
+        except OSError as error:
+            raise from_oserror(error, f"burst copy of inode {ino}") from error
+        if done < len(target):
+            end = offset + len(target)
+            raise Unavailable(
+                f"burst copy of inode {ino}: has fewer bytes than the {end} to be stored"
+            )
+
+    def close(self) -> None:
+        if self._place is not None:
+            self._servers[self._place[0]].storage.close(self._fd)
+            self._place = None
 
 
 class FileSource(NamedTuple):
@@ -23,12 +66,14 @@ class FileSource(NamedTuple):
     """Of its new chunk list."""
     size: int
     """Bytes of the file."""
-    fd: int
-    """It is open for reading there."""
+    copy: CopyPlace
+    """What has its bytes."""
     layout: Interleaved
     """How it is cut into chunks."""
     level: int
     """Of zstd; 0 for no compression."""
+    sparse: bool = False
+    """There are holes, which are to be found."""
 
 
 class FilePiece(NamedTuple):
@@ -42,11 +87,12 @@ class FilePiece(NamedTuple):
         """Bytes of a container that it takes at most."""
         return HEADER_BYTES + self.source.layout.length(self.number, self.source.size)
 
-    def fill(self, memory: memoryview) -> ChunkHeader:
+    def fill(self, memory: memoryview, copies: OpenCopies) -> ChunkHeader:
         """Make the beginning of ``memory`` the chunk. Blocks. Raises Unavailable."""
-        ino, oid, size, fd, layout, level = self.source
+        ino, oid, size, copy, layout, level, _ = self.source
         length = layout.length(self.number, size)
-        _read(fd, ino, memory[HEADER_BYTES : HEADER_BYTES + length], self.number * layout.chunk)
+        target = memory[HEADER_BYTES : HEADER_BYTES + length]
+        copies.read(copy, ino, target, self.number * layout.chunk)
         return chunk_codec.encode(memory, length, level, oid, self.number)
 
 
@@ -55,10 +101,10 @@ class HashedPiece(NamedTuple):
     the file since.
     """
 
-    fd: int
-    """The file is open for reading there."""
+    copy: CopyPlace
+    """What has the bytes of the file."""
     ino: int
-    """Of whose burst copy that is, for errors."""
+    """Of the file, for errors."""
     offset: int
     """Where in the file the range begins."""
     length: int
@@ -76,21 +122,18 @@ class HashedPiece(NamedTuple):
     def space(self) -> int:
         return HEADER_BYTES + self.length
 
-    def fill(self, memory: memoryview) -> ChunkHeader:
+    def fill(self, memory: memoryview, copies: OpenCopies) -> ChunkHeader:
         """As that of a FilePiece."""
-        fd, ino, offset, length, digest, level, oid, number = self
-        _read(fd, ino, memory[HEADER_BYTES : HEADER_BYTES + length], offset)
+        copy, ino, offset, length, digest, level, oid, number = self
+        copies.read(copy, ino, memory[HEADER_BYTES : HEADER_BYTES + length], offset)
         return chunk_codec.encode(memory, length, level, oid, number, digest)
 
 
 class StoredPiece(NamedTuple):
-    """A chunk that lies in another container. ``read`` fills memory with it, header and all, and
-    checks it.
-    """
+    """A chunk that lies in another container."""
 
     header: ChunkHeader
     place: Location
-    read: Callable[[Location, memoryview], Awaitable[None]]
 
     @property
     def length(self) -> int:
@@ -101,15 +144,9 @@ class StoredPiece(NamedTuple):
     def space(self) -> int:
         return self.length
 
-    async def load(self, memory: memoryview) -> None:
-        """Make the beginning of ``memory`` the chunk as it is stored. Raises Unavailable if it is
-        damaged.
-        """
-        await self.read(self.place, memory[: self.length])
-
-    def fill(self, memory: memoryview) -> ChunkHeader:
-        """What is in memory since ``load`` is the chunk. Raises Unavailable if it is another
-        one.
+    def fill(self, memory: memoryview, _: OpenCopies) -> ChunkHeader:
+        """The beginning of ``memory`` is the chunk already, as it is stored. Raises Unavailable if
+        it is another one.
         """
         if memory[:HEADER_BYTES] != chunk_codec.pack_header(self.header):
             raise Unavailable(
@@ -121,37 +158,26 @@ class StoredPiece(NamedTuple):
 Piece = FilePiece | HashedPiece | StoredPiece
 
 
-def _read(fd: int, ino: int, target: memoryview, offset: int) -> None:
-    """Fill ``target`` from a burst copy. Raises Unavailable."""
-    try:
-        # A read and not a mapping, which would end the process where the device fails.
-        done = files.read_into(fd, target, offset)
-    except OSError as error:
-        raise from_oserror(error, f"burst copy of inode {ino}") from error
-    if done < len(target):
-        end = offset + len(target)
-        raise Unavailable(f"burst copy of inode {ino}: has fewer bytes than the {end} to be stored")
-
-
-def cut(source: FileSource) -> list[FilePiece | None]:
-    """The chunks of a source in order; None for a hole. Blocks. Raises Unavailable."""
-    numbers = _numbers(source)
-    pieces: list[FilePiece | None] = [None] * source.layout.count(source.size)
+def cut(source: FileSource, copies: OpenCopies) -> list[FilePiece | None]:
+    """The chunks of a source in order; None for a hole. Blocks if it is sparse. Raises
+    Unavailable.
+    """
+    count = source.layout.count(source.size)
+    numbers = _with_data(source, count, copies) if source.sparse else range(count)
+    pieces: list[FilePiece | None] = [None] * count
     for number in numbers:
         pieces[number] = FilePiece(source, number)
     return pieces
 
 
-def _numbers(source: FileSource) -> list[int]:
-    """Of the chunks that are no holes."""
-    count = source.layout.count(source.size)
+def _with_data(source: FileSource, count: int, copies: OpenCopies) -> list[int]:
+    """The numbers of the chunks that are no holes."""
+    fd = copies.open(source.copy, source.ino)
+    numbers: list[int] = []
+    offset = 0
     try:
-        if os.fstat(source.fd).st_blocks * 512 >= source.size:
-            return list(range(count))
-        numbers: list[int] = []
-        offset = 0
         while offset < source.size:
-            offset = _next_data(source.fd, offset)
+            offset = _next_data(fd, offset)
             number = offset // source.layout.chunk
             if number < count:
                 numbers.append(number)

@@ -1,43 +1,32 @@
 """Appending to containers: many chunks become a few large writes on each server.
 
 A container is an object set of its own (inode number 0, its id as oid): one object, or several that
-protect each other. What is appended to it is a *stripe* at a time, by one task at a time, which
-keeps the container to itself until the bytes are durable: so what fails or is cancelled leaves
-nothing but bytes behind the end, which the next append overwrites.
+protect each other. What is appended to it (appending.py) is a *stripe* at a time, by one task,
+which keeps the container to itself until the bytes are durable: so what fails or is cancelled
+leaves nothing but bytes behind the end, which the next append overwrites.
 """
 
-import mmap
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
 import trio
 
 from aifs.core import faults
-from aifs.core.budget import Budget
 from aifs.core.errors import FsError, NoSpace, QuotaExceeded
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
-from aifs.data.containers.open_containers import DamagedContainer, OpenContainer, open_container
+from aifs.data.containers.appending import Appended, Appending
+from aifs.data.containers.files import ContainerEntry
+from aifs.data.containers.open_containers import ContainerFails, DamagedContainer
 from aifs.data.containers.pieces import Piece, StoredPiece
-from aifs.data.patience import Hanging
-from aifs.data.servers import Servers
-from aifs.layout.interleaved import (
-    CHUNK_MAX,
-    HEADER_BYTES,
-    STRIPE,
-    UNIT,
-    Location,
-    Stripe,
-    deal,
-)
-from aifs.layout.redundancy import DATA_MAX
+from aifs.layout.interleaved import Location, Stripe, deal
 from aifs.layout.striped import Striped
 
 _log = logger(__name__)
 
-_APPENDED = faults.declare("data.append.written", "a stripe is in its container, not synced")
 _SYNCED = faults.declare(
     "data.append.synced", "containers hold all chunks durably, no chunk list names them"
 )
@@ -52,13 +41,12 @@ _IDLE_MAX = 64
 sealed.
 """
 
-_ROW_MAX = DATA_MAX * UNIT
-_BUFFER = max(STRIPE, HEADER_BYTES + CHUNK_MAX) + _ROW_MAX
-"""Of a stripe, and of what the one before has left of a row."""
-
 
 class Catalogue(Protocol):
     """Who keeps the table of containers."""
+
+    async def find(self, container: int) -> ContainerEntry | None:
+        """What the table says of it; None if it has no entry (any more)."""
 
     async def new(self, layout: Striped) -> int:
         """The id of a new container, which is on record when this returns. Raises NoSpace,
@@ -74,7 +62,7 @@ class Catalogue(Protocol):
         """
 
 
-class Appended(NamedTuple):
+class Stored(NamedTuple):
     """Where chunks lie now, and masks of the columns that are not durable, by container; to be
     recorded together.
     """
@@ -83,34 +71,53 @@ class Appended(NamedTuple):
     lost: dict[int, int]
 
 
+@dataclass(eq=False, slots=True)
+class Room:
+    """A container that may be appended to, by one task at a time."""
+
+    id: int
+    """Its id."""
+    layout: Striped
+    """How it lies."""
+    end: int = 0
+    """Of what has been appended."""
+    pins: int = 0
+    """Users whose chunks in it are not recorded yet."""
+    full: bool = False
+    """Nothing more is appended."""
+    unread: int = 0
+    """Mask of the columns that have failed."""
+
+
+CarryOut = Callable[[Appending, Callable[[], bool]], Awaitable[Appended | None]]
+"""See appending.append, here or in another process."""
+
+
 class ContainerWriter:
     """All appending to containers of one store. Used from one trio thread."""
 
     def __init__(
-        self, servers: Servers, catalogue: Catalogue, budget: Budget, size: int, spare: int = 0
+        self, catalogue: Catalogue, carry_out: CarryOut, size: int, spare: int = 0
     ) -> None:
         """``size``: when a container has reached it, the next one is begun. ``spare``: how many
         columns more than their bytes need protected ones must have, if others fail; see
         ObjectSet.sync."""
-        self._servers = servers
         self._catalogue = catalogue
-        self._buffers = _Buffers(budget)
+        self._carry_out = carry_out
         self.size = size
         self.spare = spare
-        self._idle: dict[Striped, list[OpenContainer]] = {}  # least recently used first
-        self._unsealed: list[OpenContainer] = []  # full, but the metadata did not take it
+        self._idle: dict[Striped, list[Room]] = {}  # least recently used first
+        self._unsealed: list[Room] = []  # full, but the metadata did not take it
         self._turn = 0
 
     def adopt(self, layout: Striped, container: int, length: int) -> None:
-        """Go on with a plain container of an earlier mount. Does no I/O."""
-        self._idle.setdefault(layout, []).append(
-            open_container(self._servers, layout, container, length)
-        )
+        """Go on with a plain container of an earlier mount."""
+        self._idle.setdefault(layout, []).append(Room(container, layout, length))
 
     @asynccontextmanager
     async def append(
         self, pieces: Sequence[Piece], slots: Sequence[Striped]
-    ) -> AsyncIterator[Appended]:
+    ) -> AsyncIterator[Stored]:
         """Put all chunks into containers that are laid out like ``slots``, in turn; within the
         block they are durable, and to be recorded.
 
@@ -136,111 +143,118 @@ class ContainerWriter:
                 )
             except BaseException as error:
                 work.undo()
-                if isinstance(
-                    error, NoSpace | QuotaExceeded
-                ):  # others could use what room there is
-                    for container in work.starts:
-                        await container.cut()
+                if isinstance(error, NoSpace | QuotaExceeded):  # others could use what room it has
+                    for room in work.starts:
+                        with suppress(FsError):  # who appends next tries again
+                            await self._append(work, room, [])
                 raise
             finally:
-                for container in work.starts:
-                    self._catalogue.changed(container.id, container.layout)
-                    if not container.full:
-                        self._put_back(container)
+                for room in work.starts:
+                    self._catalogue.changed(room.id, room.layout)
+                    if not room.full:
+                        self._put_back(room)
             faults.reach(_SYNCED)
             yield work.result()
         finally:
-            for container in work.starts:
-                container.pins -= 1
-                await self._seal_if_done(container)
+            for room in work.starts:
+                room.pins -= 1
+                await self._seal_if_done(room)
             await self._seal_some()
 
     async def _fill(self, work: "_Append", layout: Striped, stripes: list[Stripe]) -> None:
-        """Append stripes of one slot, one after the other, and make them durable."""
-        used: list[OpenContainer] = []
+        """Append stripes of one slot, one container after the other."""
+        room: Room | None = None
         try:
-            async with self._buffers.one() as memory:
-                for stripe in stripes:
-                    await trio.lowlevel.checkpoint()
-                    if work.failed:
-                        return
-                    space = work.space(stripe)
-                    if used and not self._fits(used[-1], space):
-                        await used[-1].finish(memory)
-                        used[-1].full = True
-                    if not used or used[-1].full:
-                        container = await self._take(layout, space)
-                        work.starts[container] = container.end
-                        container.pins += 1
-                        used.append(container)
-                    await work.append(used[-1], stripe, memory)
-                    faults.reach(_APPENDED)
-                await used[-1].finish(memory)
-            for container in used:
-                await container.sync(self.spare)
+            while stripes and not work.failed:
+                await trio.lowlevel.checkpoint()
+                if room is not None and not self._fits(room, work.space(stripes[0])):
+                    room.full = True
+                if room is None or room.full:
+                    room = await self._take(layout, work.space(stripes[0]))
+                    work.starts[room] = room.end
+                    room.pins += 1
+                count, space = 1, work.space(stripes[0])
+                for stripe in stripes[1:]:
+                    space += work.space(stripe)
+                    if not self._fits(room, space):
+                        break
+                    count += 1
+                if await self._append(work, room, stripes[:count]):
+                    del stripes[:count]
         except BaseException:
             work.failed = True
             raise
 
-    def _fits(self, container: OpenContainer, space: int) -> bool:
-        return container.end + space <= self.size or container.end == 0
+    async def _append(self, work: "_Append", room: "Room", stripes: list[Stripe]) -> bool:
+        """Whether it has been done; else the container is full. With no stripes it is cut to its
+        end."""
+        numbers = [number for stripe in stripes for number in range(stripe.first, stripe.end)]
+        chosen = tuple(work.pieces[number] for number in numbers)
+        named = {piece.place.container for piece in chosen if isinstance(piece, StoredPiece)}
+        table = [(container, await self._catalogue.find(container)) for container in named]
+        appending = Appending(
+            room.id,
+            room.layout,
+            room.end,
+            chosen,
+            self.spare,
+            tuple((container, entry) for container, entry in table if entry is not None),
+        )
+        try:
+            appended = await self._carry_out(appending, lambda: work.failed)
+        except DamagedContainer as error:
+            _log.warning("%s; nothing is appended to it any more", error)
+            room.full = True
+            return False
+        except ContainerFails as fails:
+            room.full = True
+            raise fails.error from None
+        if appended is not None:
+            for number, place in zip(numbers, appended.places, strict=True):
+                work.places[number] = place
+            room.end, room.unread = appended.end, room.unread | appended.unread
+            room.full = room.unread > 0
+        return True
 
-    async def _take(self, layout: Striped, space: int) -> OpenContainer:
+    def _fits(self, room: "Room", space: int) -> bool:
+        return room.end + space <= self.size or room.end == 0
+
+    async def _take(self, layout: Striped, space: int) -> "Room":
         """A container with room, for one task alone."""
         idle = self._idle.get(layout, [])
         while idle:
-            container = idle.pop()
-            try:
-                if self._fits(container, space):
-                    await container.open()
-                    return container
-                container.full = True
-            except DamagedContainer as error:
-                _log.warning("%s; nothing is appended to it any more", error)
-                container.full = True
-            except BaseException:
-                await self._leave(container)
-                raise
-            await self._seal_if_done(container)
-        container = open_container(self._servers, layout, await self._catalogue.new(layout), 0)
-        try:
-            await container.open()
-        except BaseException:
-            await self._leave(container)
-            raise
-        return container
+            room = idle.pop()
+            if self._fits(room, space):
+                return room
+            room.full = True
+            await self._seal_if_done(room)
+        return Room(await self._catalogue.new(layout), layout)
 
-    async def _leave(self, container: OpenContainer) -> None:
-        if container.full:
-            await self._seal_if_done(container)
-        else:
-            self._put_back(container)
-
-    def _put_back(self, container: OpenContainer) -> None:
-        idle = self._idle.pop(container.layout, [])
-        idle.append(container)
-        self._idle[container.layout] = idle
+    def _put_back(self, room: "Room") -> None:
+        idle = self._idle.pop(room.layout, [])
+        idle.append(room)
+        self._idle[room.layout] = idle
 
     # --- sealing ---
 
     @property
     def idle(self) -> set[int]:
         """Ids of the open containers that nobody appends to."""
-        return {container.id for idle in self._idle.values() for container in idle}
+        return {room.id for idle in self._idle.values() for room in idle}
 
     async def retire(self, unwanted: Callable[[int, Striped], bool]) -> None:
         """Seal the open containers of which ``unwanted`` says so, by id and layout, unless they are
         in use.
         """
         await self._seal_unsealed()
-        retired: list[OpenContainer] = []
+        retired: list[Room] = []
         for layout, idle in self._idle.items():
-            chosen = [container for container in idle if unwanted(container.id, layout)]
-            idle[:] = [container for container in idle if container not in chosen]
+            chosen = [room for room in idle if unwanted(room.id, layout)]
+            idle[:] = [room for room in idle if room not in chosen]
             retired += chosen
-        for container in retired:
-            container.full = True
-            await self._seal_if_done(container)
+        for room in retired:
+            room.full = True
+            await self._seal_if_done(room)
 
     async def _seal_some(self) -> None:
         await self._seal_unsealed()
@@ -251,116 +265,41 @@ class ContainerWriter:
         for layout in [layout for layout, idle in self._idle.items() if not idle]:
             del self._idle[layout]
 
-    async def _seal_if_done(self, container: OpenContainer) -> None:
-        if container.full and not container.pins:
-            container.close()
+    async def _seal_if_done(self, room: Room) -> None:
+        if room.full and not room.pins:
             with trio.CancelScope(shield=True):
                 try:
-                    await self._catalogue.seal(container.id)
+                    await self._catalogue.seal(room.id)
                 except (
                     FsError
                 ) as error:  # no reason for those to fail who have recorded their chunks
-                    self._unsealed.append(container)
-                    _log.info("container %d is to be sealed later: %s", container.id, error)
+                    self._unsealed.append(room)
+                    _log.info("container %d is to be sealed later: %s", room.id, error)
 
     async def _seal_unsealed(self) -> None:
         unsealed, self._unsealed = self._unsealed, []
-        for container in unsealed:
-            await self._seal_if_done(container)
-
-    def close(self) -> None:
-        """Let go of all containers; the next mount goes on with them. Nobody appends any more. Does
-        not block.
-        """
-        for idle in self._idle.values():
-            for container in idle:
-                container.close()
-        self._idle.clear()
-
-
-class _Buffers:
-    """Memory for stripes. Fresh memory costs as much as filling it, so buffers are kept while
-    nobody wants theirs.
-    """
-
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
-        self._idle: list[memoryview] = []
-        budget.add_cache(self._give_back)
-
-    @asynccontextmanager
-    async def one(self) -> AsyncIterator[memoryview]:
-        if self._idle:
-            memory = self._idle.pop()
-        else:
-            await self._budget.acquire(_BUFFER)
-            memory = memoryview(mmap.mmap(-1, _BUFFER))
-        try:
-            yield memory
-        except Hanging:
-            self._budget.release(
-                _BUFFER
-            )  # as good as free, though a thread that is stuck may still use it
-            raise
-        except BaseException:
-            self._keep(memory)
-            raise
-        self._keep(memory)
-
-    def _keep(self, memory: memoryview) -> None:
-        self._idle.append(memory)
-        self._budget.retry()
-
-    def _give_back(self, size: int) -> None:
-        while self._idle and size > 0:
-            self._idle.pop()
-            self._budget.release(_BUFFER)
-            size -= _BUFFER
+        for room in unsealed:
+            await self._seal_if_done(room)
 
 
 class _Append:
-    """One call of ``append``. ``starts``: the containers it uses, and where each ended before."""
+    """One call of ``append``."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = pieces
         self.places: list[Location] = [None] * len(pieces)  # type: ignore[list-item]
-        self.starts: dict[OpenContainer, int] = {}
+        self.starts: dict[Room, int] = {}
+        """The containers that it uses, and where each ended before."""
         self.failed = False
+        """One of its tasks has failed: the others need not go on."""
 
     def space(self, stripe: Stripe) -> int:
         return sum(piece.space for piece in self.pieces[stripe.first : stripe.end])
 
-    async def append(self, container: OpenContainer, stripe: Stripe, memory: memoryview) -> None:
-        """Build the stripe in a worker thread, and append it."""
-        pieces = self.pieces[stripe.first : stripe.end]
-        start = container.carried
-        for piece in pieces:
-            if isinstance(piece, StoredPiece):
-                await piece.load(memory[start:])
-                start += piece.length
-
-        def build(memory: memoryview) -> int:
-            filled = 0
-            for number, piece in enumerate(pieces, stripe.first):
-                header = piece.fill(memory[filled:])
-                self.places[number] = Location(
-                    container.layout.servers[0],
-                    container.id,
-                    container.end + filled,
-                    header.stored,
-                    header.raw,
-                    header.codec,
-                    header.digest,
-                )
-                filled += HEADER_BYTES + header.stored
-            return filled
-
-        await container.append(build, memory)
-
     def undo(self) -> None:
-        for container, start in self.starts.items():
-            container.rewind(start)
+        for room, start in self.starts.items():
+            room.end = start
 
-    def result(self) -> Appended:
-        lost = {container.id: container.unread for container in self.starts if container.unread}
-        return Appended(self.places, lost)
+    def result(self) -> Stored:
+        lost = {room.id: room.unread for room in self.starts if room.unread}
+        return Stored(self.places, lost)

@@ -19,7 +19,7 @@ from aifs.core.config import Config
 from aifs.core.errors import FsError, NoSpace, Stale
 from aifs.core.tasks import run_all
 from aifs.data.containers.pieces import HashedPiece, Piece
-from aifs.data.containers.writer import Appended
+from aifs.data.containers.writer import Stored
 from aifs.data.servers import Servers
 from aifs.data.workers import gather
 from aifs.files.collector import Collector
@@ -144,7 +144,7 @@ class MemberKind:
             )
             sender = work.senders[digest] = members[holder.member]
             piece = HashedPiece(
-                sender.copy.fd, sender.ino, holder.offset, need.length, digest, sender.level
+                sender.copy.place, sender.ino, holder.offset, need.length, digest, sender.level
             )
             work.pieces[assigned.slot].append((digest, piece))
 
@@ -170,7 +170,7 @@ class MemberKind:
                     else index % len(self.slots)
                 )
                 piece = HashedPiece(
-                    member.copy.fd,
+                    member.copy.place,
                     member.ino,
                     offset,
                     length,
@@ -367,7 +367,7 @@ class Storing:
 
         async def append(number: int) -> None:
             stored = [piece for _, piece in work.pieces[number]]
-            appended: Appended = await stack.enter_async_context(
+            appended: Stored = await stack.enter_async_context(
                 self._containers.append_pieces(stored, (kind.slots[number],))
             )
             work.places |= zip(

@@ -1,0 +1,135 @@
+"""Appending chunks to one container, as a plain value, and who carries it out.
+
+An ``Appending`` says all that has to be known: the container, where its end is, and which chunks go
+there, by the burst copies or containers that they lie in. So it can be handed to another process.
+Nothing of what is written counts before a transaction has put it into chunk lists; whoever has
+asked for it keeps the container to himself until then (writer.py).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import trio
+
+from aifs.core import faults
+from aifs.data.containers.files import ContainerEntry, ContainerFiles
+from aifs.data.containers.open_containers import OpenContainer, open_container
+from aifs.data.containers.pieces import OpenCopies, Piece, StoredPiece
+from aifs.data.reading.buffers import BudgetedBuffers
+from aifs.data.servers import Servers
+from aifs.layout.interleaved import CHUNK_MAX, HEADER_BYTES, STRIPE, UNIT, Location, deal
+from aifs.layout.redundancy import DATA_MAX
+from aifs.layout.striped import Striped
+
+_APPENDED = faults.declare("data.append.written", "a stripe is in its container, not synced")
+
+_ROW_MAX = DATA_MAX * UNIT
+_BUFFER = max(STRIPE, HEADER_BYTES + CHUNK_MAX) + _ROW_MAX
+"""Of a stripe, and of what the one before has left of a row."""
+
+Containers = tuple[tuple[int, ContainerEntry], ...]
+"""What the table says of some containers, by id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Appending:
+    """Append chunks to a container, in order, and make them durable. Before that a plain one is cut
+    to its end."""
+
+    container: int
+    """Its id."""
+    layout: Striped
+    """How it lies."""
+    end: int
+    """Where it ends: what lies behind that does not count, and is overwritten."""
+    pieces: tuple[Piece, ...]
+    """The chunks. The container has room for them."""
+    spare: int = 0
+    """How many columns more than the bytes need must be durable; see ObjectSet.sync."""
+    containers: Containers = ()
+    """Those that stored pieces lie in."""
+
+
+class Appended(NamedTuple):
+    """What has been appended is durable, but for the columns that are ``unread``."""
+
+    places: list[Location]
+    """Where each chunk lies."""
+    end: int
+    """Where the container ends now: a coded one with a whole row."""
+    unread: int = 0
+    """Mask of the columns that have failed."""
+
+
+class Tools(Protocol):
+    """What it is carried out with."""
+
+    @property
+    def servers(self) -> Servers: ...
+
+    @property
+    def buffers(self) -> BudgetedBuffers: ...
+
+    def reading(self, table: Containers) -> AbstractContextManager[ContainerFiles]:
+        """These containers, to be read."""
+
+
+async def append(
+    appending: Appending, tools: Tools, cancelled: Callable[[], bool]
+) -> Appended | None:
+    """Carry it out. None if ``cancelled`` has become true, which is asked before each stripe.
+
+    Raises NoSpace, QuotaExceeded, Unavailable; DamagedContainer if the container is not what the
+    value says; ContainerFails if nothing may be appended to it any more. Then, and where it is
+    cancelled, there may be anything behind the end.
+    """
+    servers, pieces = tools.servers, appending.pieces
+    places: list[Location] = []
+    memory = await tools.buffers.take(_BUFFER)
+    container = open_container(servers, appending.layout, appending.container, appending.end)
+    with closing(container), tools.reading(appending.containers) as files:
+        await container.open()
+        for stripe in _stripes(pieces):
+            await trio.lowlevel.checkpoint()
+            if cancelled():
+                return None
+            await _load(stripe, files, memory[container.carried :])
+            await container.append(_builder(container, stripe, places, servers), memory)
+            faults.reach(_APPENDED)
+        await container.finish(memory)
+        await container.sync(appending.spare)
+    return Appended(places, container.end, container.unread)
+
+
+def _stripes(pieces: tuple[Piece, ...]) -> Iterator[tuple[Piece, ...]]:
+    for stripe in deal([piece.space for piece in pieces], 1, 0):
+        yield pieces[stripe.first : stripe.end]
+
+
+async def _load(stripe: tuple[Piece, ...], files: ContainerFiles, memory: memoryview) -> None:
+    """Put the chunks that are stored already where they will be looked for."""
+    start = 0
+    for piece in stripe:
+        if isinstance(piece, StoredPiece):
+            await files.read_stored(piece.place, memory[start : start + piece.length])
+        start += piece.space
+
+
+def _builder(
+    container: OpenContainer, stripe: tuple[Piece, ...], places: list[Location], servers: Servers
+) -> Callable[[memoryview], int]:
+    """See open_containers.Build. It tells ``places``."""
+    end, number, first = container.end, container.id, container.layout.servers[0]
+
+    def build(memory: memoryview) -> int:
+        filled = 0
+        with closing(OpenCopies(servers)) as copies:
+            for piece in stripe:
+                _, _, codec, stored, raw, digest = piece.fill(memory[filled:], copies)
+                places.append(Location(first, number, end + filled, stored, raw, codec, digest))
+                filled += HEADER_BYTES + stored
+        return filled
+
+    return build
