@@ -6,10 +6,12 @@ import statistics
 import sys
 from collections import defaultdict
 from contextlib import ExitStack
+from pathlib import Path
 
 import click
 from checkpoint import checkpoint_rows
 from endurance import endurance_rows
+from environments import Amounts, env_rows
 from grouped import grouped_rows
 from latency import latency_row
 from movement import movement_rows
@@ -23,7 +25,19 @@ from works import COURSES, WORKS, Size, Work
 QUICK = Size(files=1000, entries=10_000, mib=128)
 NORMAL = Size(files=5000, entries=100_000, mib=512)
 
-SPECIAL = ("latency", "movement", "publishing", "protection", "checkpoint", "grouped", "memory")
+QUICK_ENV = Amounts(unpacked=2000, copied=1000, trees=1, extras=())
+NORMAL_ENV = Amounts(unpacked=50_000, copied=10_000, trees=10, extras=("test", "figures"))
+
+SPECIAL = (
+    "latency",
+    "movement",
+    "publishing",
+    "protection",
+    "checkpoint",
+    "grouped",
+    "env",
+    "memory",
+)
 
 Rates = dict[tuple[str, str], list[float]]
 
@@ -54,6 +68,11 @@ log = Console(stderr=True)
     is_flag=True,
     help="Let the do-nothing filesystem wait for requests as pyfuse3 does by itself.",
 )
+@click.option(
+    "--wheels",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="What `env` installs: a directory of wheels; without it they are downloaded.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def bench(
     works: tuple[str, ...],
@@ -62,6 +81,7 @@ def bench(
     quick: bool,
     long: bool,
     bare: bool,
+    wheels: Path | None,
     as_json: bool,
 ) -> None:
     """Measure AIFS, a do-nothing pyfuse3 filesystem and a plain directory in turn, and print their
@@ -95,6 +115,9 @@ def bench(
         if "grouped" in chosen:
             with log.status("grouped"):
                 rows += grouped_rows(base, size.mib // 2, rounds)
+        if "env" in chosen:
+            with log.status("env"):
+                rows += env_rows(base, QUICK_ENV if quick else NORMAL_ENV, rounds, wheels)
         if "memory" in chosen:
             with log.status("memory"):
                 amounts = (1_000_000, 20, 1_000_000) if long else (size.entries, 4, size.entries)

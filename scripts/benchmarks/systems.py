@@ -206,3 +206,8 @@ def touch_memory(directory: Path, mib: int) -> None:
 def drop_names() -> None:
     """Have the kernel forget names and attributes, so that it asks the filesystems again."""
     Path("/proc/sys/vm/drop_caches").write_text("2")
+
+
+def drop_caches() -> None:
+    """Have the kernel forget names, attributes and the pages of files."""
+    Path("/proc/sys/vm/drop_caches").write_text("3")

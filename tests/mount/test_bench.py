@@ -1,12 +1,20 @@
 """What scripts/bench measures on, and with."""
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = Path(__file__).resolve().parents[2] / "scripts/benchmarks"
 SMALL, FILES = 100_000, 20
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
 
 
 def used_bytes(directory: Path) -> int:
@@ -14,11 +22,10 @@ def used_bytes(directory: Path) -> int:
     return (found.f_blocks - found.f_bfree) * found.f_frsize
 
 
-def test_a_small_file_takes_no_huge_page_of_the_medium(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_file_takes_no_huge_page_of_the_medium() -> None:
     """With huge=always each took 2 MiB, which the drain cleared while requests waited: small files
     were read at one of two speeds, by whether the drain was done.
     """
-    monkeypatch.syspath_prepend(ROOT / "scripts/benchmarks")
     from systems import medium
 
     with medium(None) as base:
@@ -26,3 +33,26 @@ def test_a_small_file_takes_no_huge_page_of_the_medium(monkeypatch: pytest.Monke
         for number in range(FILES):
             (base / str(number)).write_bytes(bytes(SMALL))
         assert used_bytes(base) - before < 2 * FILES * SMALL
+
+
+def test_a_missing_tool_makes_a_row_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import environments
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    rows = environments.env_rows(tmp_path, environments.Amounts(1, 1, 1, ()), 0, tmp_path)
+    assert [(row.work, row.target, row.passed) for row in rows] == [
+        ("tar x, find, rm -rf", "not done: tar is not installed", True),
+        ("rsync", "not done: rsync is not installed", True),
+        ("git", "not done: git is not installed", True),
+        ("pip install", f"not done: there are no wheels in {tmp_path}", True),
+    ]
+
+
+@pytest.mark.long
+def test_the_environments_are_measured() -> None:
+    command = [sys.executable, BENCHMARKS / "bench.py", "--quick", "--json", "env"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    rows = json.loads(done.stdout)
+    assert [row["work"].split()[0] for row in rows] == [
+        *("tar", "find", "rm", "rsync", "git", "git", "pip", "import", "import")
+    ]
