@@ -20,6 +20,7 @@ from aifs.core.kinds import (
     COMPRESS,
     HEDGE,
     LAYOUT_KINDS,
+    PACK_BELOW,
     PATH,
     PATHS,
     SERVERS,
@@ -85,6 +86,8 @@ class LayoutConfig(_Section):
     count: Annotated[int, integer(0, 4096)]
     inline_limit: Annotated[int, size(0, 64 << 10)]
     kind: Annotated[str, choice(*LAYOUT_KINDS)]
+    pack_below: Annotated[int | None, PACK_BELOW]
+    """None: as the stripe unit says."""
     container_size: Annotated[int, size(16 << 20, 1 << 40, 4 << 20)]
     compact_above: Annotated[float, fraction(0.05, 1)]
     compress: Annotated[int, COMPRESS]

@@ -134,6 +134,14 @@ def _format_compress(level: int) -> str:
     return f"zstd:{level}" if level else "none"
 
 
+def _parse_pack_below(value: Any, base: str) -> int | None:
+    return None if value == "unit" else _within(_number(value, parse_size), 0, 1 << 30)
+
+
+def _format_pack_below(size: int | None) -> str:
+    return "unit" if size is None else format_size(size)
+
+
 def _parse_coded(value: Any, base: str) -> tuple[int, int]:
     if value == "none":
         return 0, 0
@@ -223,6 +231,7 @@ CODED = Kind(
 )
 HEDGE = Kind("auto, off, or a duration from 100us to 1min", _parse_hedge, _format_hedge)
 COMPRESS = Kind("none or zstd:LEVEL with a level from 1 to 19", _parse_compress, _format_compress)
+PACK_BELOW = Kind("unit, or a size from 0 to 1GiB", _parse_pack_below, _format_pack_below)
 PATH = Kind("a path", _parse_path)
 PATHS = Kind("a list of directories", _parse_paths, ":".join)
 SERVERS = Kind(

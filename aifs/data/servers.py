@@ -137,11 +137,6 @@ class Servers:
         return tuple(server.id for server in self._chosen())
 
     @property
-    def appends(self) -> bool:
-        """Whether there are data servers whose objects can grow, as containers do."""
-        return any(server.storage.append for server in self.capacity())
-
-    @property
     def all_in_place(self) -> bool:
         """Whether the objects of all data servers can be changed."""
         return all(server.storage.in_place for server in self.capacity())

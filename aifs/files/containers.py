@@ -143,6 +143,13 @@ class Containers:
 
     # --- placement ---
 
+    def has_place(self, allowed: Sequence[int], redundancy: Redundancy) -> bool:
+        """Whether there are servers for containers of this redundancy, as ``slots`` says."""
+        try:
+            return bool(self.slots(redundancy, allowed))
+        except (NotSupported, Unavailable):
+            return False
+
     def slots(self, redundancy: Redundancy, allowed: Sequence[int] = ()) -> tuple[Striped, ...]:
         """What containers new files may go to are laid out like: on servers ``allowed`` (none: any)
         that are in use, and whose objects can grow.

@@ -73,7 +73,7 @@ class Drain:
             Mover(servers.budget, self._limiter, burst.ioprio, self._is_in_the_way)
         )
         """Who carries drains out."""
-        self.drainer = Drainer(config, servers, io, ids, collector, containers, self.movers)
+        self.drainer = Drainer(config, io, ids, collector, containers, self.movers)
         self._wanted: list[int] = []
         """Withheld files that somebody waits for, until ``take_wanted``."""
         self._queue = Queue(burst.drain_delay_s, burst.drain_deadline_s)

@@ -12,11 +12,11 @@ from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
 from aifs.data.containers.pieces import FileSource
-from aifs.data.servers import Servers
 from aifs.files.collector import Collector
 from aifs.files.containers import LISTED_AT_ONCE, Containers
 from aifs.files.file_io import FileIO
 from aifs.files.flips import Draining, DrainOutcome, Flips
+from aifs.layout.hint import Policy
 from aifs.layout.interleaved import CHUNK, Interleaved
 from aifs.layout.redundancy import Redundancy
 from aifs.movers.movers import Movers
@@ -39,7 +39,6 @@ class Drainer:
     def __init__(
         self,
         config: Config,
-        servers: Servers,
         io: FileIO,
         ids: IdAllocator,
         collector: Collector,
@@ -49,7 +48,6 @@ class Drainer:
         self._layout = config.layout
         self._redundancy = Redundancy(config.layout.replicas, *config.layout.ec)
         self._spare = config.data.min_spare
-        self._servers = servers
         self._io = io
         self._ids = ids
         self._containers = containers
@@ -63,9 +61,17 @@ class Drainer:
         try:
             for file in files:
                 await self._flips.begin(file)
-            begun = [file for file in files if file.outcome is None]
-            chunked = [file for file in begun if self._is_interleaved(file)]
-            whole = [file for file in begun if file not in chunked]
+            groups: dict[tuple[tuple[int, ...], Redundancy], list[Draining]] = {}
+            whole = []
+            for file in files:
+                if file.outcome is None:
+                    place = file.policy.servers, file.policy.redundancy(self._redundancy)
+                    if not self._is_interleaved(file):
+                        whole.append(file)
+                    elif place in groups or self._containers.has_place(*place):
+                        groups.setdefault(place, []).append(file)
+                    else:  # it gets objects of its own, without protection until there can be
+                        whole.append(file)
             following = iter(whole)
 
             async def copy_some() -> None:
@@ -74,10 +80,6 @@ class Drainer:
 
             await run_all(*[copy_some] * min(_AT_ONCE, len(whole)))
             await self._flips.flip([file for file in whole if file.outcome is None])
-            groups: dict[tuple[tuple[int, ...], Redundancy], list[Draining]] = {}
-            for file in chunked:
-                redundancy = file.policy.redundancy(self._redundancy)
-                groups.setdefault((file.policy.servers, redundancy), []).append(file)
             for (servers, redundancy), group in groups.items():
                 await self._append(group, servers, redundancy)
         finally:
@@ -88,13 +90,21 @@ class Drainer:
     # --- bytes ---
 
     def _is_interleaved(self, draining: Draining) -> bool:
-        kind = draining.policy.kind or self._layout.kind
-        if kind != "interleaved" or draining.size <= self._layout.inline_limit:
+        """Whether the file goes into containers."""
+        policy = draining.policy
+        if draining.size <= self._layout.inline_limit:
             return False
-        if not self._servers.appends:
-            return False  # so it gets objects of its own
+        kind = policy.kind or self._layout.kind
+        if kind != "interleaved" and draining.size >= self._pack_below(policy):
+            return False
         allocated = draining.copy.stat().st_blocks * 512
         return draining.size <= max(_HOLES_LISTED, 2 * allocated)
+
+    def _pack_below(self, policy: Policy) -> int:
+        """Files that are smaller go into containers, whatever their policy's kind."""
+        if self._layout.pack_below is None:
+            return min(policy.unit or self._layout.unit, CHUNK)
+        return self._layout.pack_below
 
     async def _copy(self, draining: Draining) -> None:
         try:

@@ -49,12 +49,15 @@ class Compaction:
         containers: Containers,
         collector: Collector,
         above: float,
+        seal_above: int,
     ) -> None:
+        """``seal_above``: so many dead bytes are not left in a container because it is not full."""
         self._engine = engine
         self._servers = servers
         self._containers = containers
         self._collector = collector
         self._above = above
+        self._seal_above = seal_above
         self._left: set[int] = set()
         """Containers that this mount does not try again: damaged, or alive by a count that is
         wrong.
@@ -71,7 +74,9 @@ class Compaction:
         await self._containers.leave_servers()
         start, end = keys.all_of(b"t")
         while start:
-            candidates, start = await self._engine.view(_mostly_dead, start, end, self._above)
+            candidates, start = await self._engine.view(
+                _mostly_dead, start, end, self._above, self._seal_above
+            )
             for container, record in candidates.items():
                 if container not in self._left:
                     await self._try(container, record)
@@ -91,7 +96,7 @@ class Compaction:
 
     async def _try(self, container: int, record: Container) -> None:
         try:
-            await self._rewrite(container, record)
+            await self.evacuate(container)
         except (NoSpace, QuotaExceeded) as error:
             _log.info("compaction has to wait: %s", error)
         except FsError as error:
@@ -159,7 +164,7 @@ class Compaction:
 
 
 def _mostly_dead(
-    tx: ReadTransaction, start: bytes, end: bytes, above: float
+    tx: ReadTransaction, start: bytes, end: bytes, above: float, seal_above: int
 ) -> tuple[dict[int, Container], bytes]:
     """Containers of one slice of the table that are worth it, and where the next slice starts
     (empty: none).
@@ -171,8 +176,12 @@ def _mostly_dead(
             record = chunks.decode_container(value)
             if _is_worth_it(record, above):
                 found[keys.number(key)] = record
-    sealed = {number: record for number, record in found.items() if not _is_open(tx, number)}
-    return sealed, following
+    worth_it = {
+        number: record
+        for number, record in found.items()
+        if record.length - record.live > seal_above or not _is_open(tx, number)
+    }
+    return worth_it, following
 
 
 def _is_worth_it(record: Container, above: float) -> bool:

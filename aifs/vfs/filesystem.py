@@ -47,6 +47,9 @@ from aifs.vfs.reports import MountStatus
 from aifs.vfs.serve_options import ServeOptions
 from aifs.vfs.xattrs import ExtendedAttributes
 
+_DEAD_WHILE_OPEN = 32
+"""A container of which one part of so many is dead is not left open until it is full."""
+
 
 class Filesystem:
     """An open store as a POSIX filesystem. Made by ``open_filesystem``; used from one trio thread.
@@ -115,7 +118,12 @@ class Filesystem:
         self.retention = retention = Retention(config, engine, io, trash, upkeep, kernel)
         self.evictor = evictor = Evictor(engine, tier, io, collector, needs)
         self.compaction = compaction = Compaction(
-            engine, servers, containers, collector, config.layout.compact_above
+            engine,
+            servers,
+            containers,
+            collector,
+            config.layout.compact_above,
+            config.layout.container_size // _DEAD_WHILE_OPEN,
         )
         self.from_copies = from_copies = FromCopies(
             engine, servers, io, containers, drain, needs, findings

@@ -42,7 +42,7 @@ file.
 
 WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
 LAYOUTS = {
-    "striped": {},
+    "striped": modes.STRIPED,
     "replicated": modes.REPLICAS,
     "coded": modes.CODED,
     "interleaved": modes.INTERLEAVED,

@@ -34,7 +34,7 @@ from tests.support.stores import (
 
 MIB = 1 << 20
 ADDRESSES = [f"memory://bucket{number}" for number in range(4)]
-STRIPED = {**modes.WAITING, "layout.kind": "striped", "meta.backup_interval": "1h"}
+STRIPED = {**modes.WAITING, **modes.STRIPED, "meta.backup_interval": "1h"}
 
 
 @pytest.fixture(autouse=True)

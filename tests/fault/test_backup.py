@@ -35,7 +35,7 @@ from tests.support.powercut import PowerCut
 ROOT, OWNER = 1, Caller()
 ON = modes.ON | {"meta.backup_interval": "1h", "layout.unit": str(UNIT)}
 MODES = {
-    "striped": ON,
+    "striped": ON | modes.STRIPED,
     "interleaved": ON | modes.INTERLEAVED | {"layout.inline_limit": "0"},
     "daemon": ON | modes.BY_DAEMON,
 }

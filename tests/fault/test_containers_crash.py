@@ -131,7 +131,7 @@ class Mounted:
             True,
             on_damage=lambda oid, ino, column: None,
         )
-        self.compaction = Compaction(engine, servers, self.containers, self.collector, 0.3)
+        self.compaction = Compaction(engine, servers, self.containers, self.collector, 0.3, size)
 
     async def recover(self) -> None:
         for kind in (b"g", b"y"):

@@ -38,7 +38,7 @@ from tests.support.stores import (
 from tests.support.stores import opened as mounted
 
 SIZES = [0, 1, 2048, 2049, 1 << 20, (1 << 20) + 1, (4 << 20) - 1, (9 << 20) + 12345]
-KINDS = [{}, modes.INTERLEAVED]
+KINDS = [modes.STRIPED, modes.INTERLEAVED]
 WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
 
 
@@ -88,7 +88,7 @@ async def test_a_drained_file_is_the_same_from_either_tier_and_after_a_remount(d
                 and inode.mtime_ns == before[name].mtime_ns
             )
             large = len(data) > 2048
-            expected = Interleaved if kind else Striped
+            expected = Interleaved if kind is modes.INTERLEAVED else Striped
             assert isinstance(inode.layout, expected) if large else inode.layout is None
             assert (inode.copy is not None) == large
             assert await read_file(fs, inos[name]) == data
@@ -149,7 +149,7 @@ async def test_many_small_files(directory, kind):
 @pytest.mark.parametrize("change", ["write", "truncate", "unlink", "open"])
 async def test_a_change_cancels_the_drain_without_a_trace(directory, kind, change):
     data = random.Random(1).randbytes(3 << 20)
-    point = "data.append.synced" if kind else "vfs.drain.copied"
+    point = "data.append.synced" if kind is modes.INTERLEAVED else "vfs.drain.copied"
     async with mounted(directory, WAITING | kind) as fs:
         ino, handle = await write_file(fs, b"f", data)
         async with trio.open_nursery() as nursery:

@@ -27,11 +27,11 @@ from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys, namespace
 from aifs.upkeep import scrub as scrub_module
 from aifs.vfs import Filesystem, open_filesystem
-from tests.support.modes import config_of, make_store
+from tests.support.modes import STRIPED, config_of, make_store
 from tests.support.powercut import PowerCut, is_crash
 
 MIB = 1 << 20
-SETTINGS = {
+SETTINGS = STRIPED | {
     "burst.drain_delay": "0s",
     "burst.throttle_max": "0s",
     "burst.stage_on_read": "0",

@@ -33,12 +33,16 @@ from tests.support.data_servers import hooked, open_below
 from tests.support.hanging import ALL, WAIT_S, answered, hanging, until
 from tests.support.stores import drained, moved_out, overwrite, read_file, write_file
 
-SETTINGS = modes.ON | {
-    "data.timeout": "100ms",
-    "layout.inline_limit": 0,
-    "burst.stage_on_read": 0,
-    "burst.stage_for_write": 0,
-}
+SETTINGS = (
+    modes.ON
+    | modes.STRIPED
+    | {
+        "data.timeout": "100ms",
+        "layout.inline_limit": 0,
+        "burst.stage_on_read": 0,
+        "burst.stage_for_write": 0,
+    }
+)
 MODES = {
     "plain": {},
     "replicas": modes.REPLICAS,

@@ -31,7 +31,7 @@ from tests.support.stores import drained, moved_out, numbers, read_file, require
 
 SERVERS = 7
 UNIT = 4096
-SETTINGS = {
+SETTINGS = modes.STRIPED | {
     "layout.unit": UNIT,
     "layout.count": 2,
     "burst.drain_delay": "0s",

@@ -23,7 +23,7 @@ from aifs.upkeep import scrub as scrub_module
 from aifs.upkeep import scrub_state
 from aifs.vfs import Filesystem, open_filesystem
 from tests.support.data_servers import failing
-from tests.support.modes import config_of, make_store
+from tests.support.modes import STRIPED, config_of, make_store
 from tests.support.spoil import flip
 from tests.support.stores import assert_sound, overwrite, read_file, write_file
 
@@ -31,7 +31,7 @@ KIB, MIB = 1 << 10, 1 << 20
 ROOT = keys.ROOT_INO
 ME = Caller()
 
-BASE = {
+BASE = STRIPED | {
     "burst.drain_delay": "0s",
     "burst.throttle_max": "0s",
     "layout.unit": "64KiB",

@@ -40,7 +40,7 @@ from tests.support.points import crash
 from tests.support.stores import moved_out, read_file, require_sound, served
 
 UNIT = 4096
-SETTINGS = {
+SETTINGS = modes.STRIPED | {
     "layout.unit": UNIT,
     "layout.inline_limit": 0,
     "burst.drain_delay": "0s",

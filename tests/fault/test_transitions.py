@@ -20,7 +20,9 @@ from tests.support.stores import OWNER, drained, moved_out, opened, overwrite, r
 
 WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
 SIZE = 300_000
-KINDS = pytest.mark.parametrize("kind", [{}, modes.INTERLEAVED], ids=["striped", "interleaved"])
+KINDS = pytest.mark.parametrize(
+    "kind", [modes.STRIPED, modes.INTERLEAVED], ids=["striped", "interleaved"]
+)
 WHEN = pytest.mark.parametrize("when", ["before", "after"])
 
 
@@ -258,7 +260,7 @@ async def test_a_file_that_is_emptied_before_a_staging_reads_it_is_not_staged(
     directory: Path, monkeypatch: pytest.MonkeyPatch, when: str, function: str
 ) -> None:
     monkeypatch.setattr(store, "LmdbEngine", engines.Stopping)
-    async with opened(directory, modes.REPLICAS, base=WAITING) as fs:
+    async with opened(directory, modes.REPLICAS | modes.STRIPED, base=WAITING) as fs:
         ino = await write_file(fs, b"f", os.urandom(SIZE))
         await moved_out(fs, ino)
         staged = []

@@ -26,6 +26,9 @@ WAITING = ON | {"burst.drain_delay": "1h"}
 """Nothing is drained but what is asked for."""
 
 BY_DAEMON = {"burst.passthrough": "false"}
+STRIPED = {"layout.kind": "striped", "layout.pack_below": "0"}
+"""Small files get objects of their own, too."""
+
 INTERLEAVED = {"layout.kind": "interleaved", "layout.compact_above": "0.05"}
 REPLICAS = {"layout.replicas": "2"}
 CODED = {"layout.ec": "2+1"}
