@@ -21,7 +21,7 @@ from aifs.core import files, leases
 from aifs.core.errors import FsError, NoSuchAddress, NotSupported, Unavailable
 from aifs.data.reading.buffers import BufferPool
 from aifs.data.server import DataServer, MissingObject
-from aifs.data.workers import gather
+from aifs.data.workers import gather, outcomes
 from aifs.meta.records import Copy
 
 _FREED_INLINE = 1 << 20  # bytes of memory that may be given back on the trio thread
@@ -336,6 +336,28 @@ class BurstCopy:
             self.device.doubt_names_near(self.id)
             self._name_in_doubt = False
         self.device.sync_names_near(self.id)
+
+
+async def sync_copies(copies: Sequence[BurstCopy]) -> list[BaseException | None]:
+    """As ``sync`` of each, all together: what each raised."""
+    if all(copy.device.may_inline for copy in copies):
+        return [_outcome_of(copy._sync) for copy in copies]
+    for copy in copies:
+        copy._busy += 1
+    try:
+        return await outcomes([(copy.device.workers, copy._sync, ()) for copy in copies])
+    finally:
+        for copy in copies:
+            copy._busy -= 1
+            copy._close_unused()
+
+
+def _outcome_of(function: Callable[[], None]) -> BaseException | None:
+    try:
+        function()
+    except FsError as error:
+        return error
+    return None
 
 
 # What follows is an answer about the file, not a failure of the device.

@@ -54,6 +54,11 @@ class DirectoryStorage(Storage):
         """Held while object directories are made and removed."""
         self._unsynced_names = Unsynced[str]()
         """Directories in which names have changed that may not be durable."""
+        self._sure_names: dict[str, None] = {}
+        """Directories that have been synced, oldest first: names that an earlier process made there
+        are durable."""
+        self._names_lock = threading.Lock()
+        """Held while directories are synced, so that who comes meanwhile shares the next sync."""
 
     @property
     def may_inline(self) -> bool:
@@ -251,17 +256,29 @@ class DirectoryStorage(Storage):
         directories = self._directories_of(oid)
         if directories[0] in self._thinned:
             self._remove_if_empty(directories[0])
-        for directory in directories:
-            generation = self._unsynced_names.get(directory)
-            if generation is not None:
-                try:
-                    files.sync_dir(directory)
-                except FileNotFoundError:
-                    self.reach()  # removed when it had become empty; its parent is marked
-                self._unsynced_names.done(directory, generation)
+        if all(self._unsynced_names.get(directory) is None for directory in directories):
+            return
+        with self._names_lock:
+            for directory in directories:
+                generation = self._unsynced_names.get(directory)
+                if generation is not None:
+                    try:
+                        files.sync_dir(directory)
+                    except FileNotFoundError:
+                        self.reach()  # removed when it had become empty; its parent is marked
+                    else:
+                        self._note_sure(directory)
+                    self._unsynced_names.done(directory, generation)
+
+    def _note_sure(self, directory: str) -> None:
+        if len(self._sure_names) >= _KNOWN_DIRECTORIES:
+            del self._sure_names[next(iter(self._sure_names))]
+        self._sure_names[directory] = None
 
     def doubt_names(self, oid: int) -> None:
-        self._unsynced_names.mark(*self._directories_of(oid))
+        # What this process has changed is marked already.
+        in_doubt = [path for path in self._directories_of(oid) if path not in self._sure_names]
+        self._unsynced_names.mark(*in_doubt)
 
     def _directories_of(self, oid: int) -> tuple[str, ...]:
         directory = naming.directory_of(self.address, oid)

@@ -5,7 +5,8 @@ A file's newest bytes lie in the burst tier (``burst_io``), or in its inode or o
 modules, ``writeback``, ``drain``, ``stage`` and ``evict`` change a file's form.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -588,6 +589,16 @@ class FileIO:
         """A file in the burst tier has been given this mtime, which its copy is to tell from now
         on.
         """
+        with self.opening(ino) as closed:
+            if closed:  # nobody has to hear of it
+                places = await self._engine.view(forms.find_burst_files, closed)
+                for place in places.values():
+                    copy = self._tier.open(place)
+                    try:
+                        await copy.set_mtime(mtime_ns)
+                    finally:
+                        copy.close()
+                return
         file = await self.acquire(ino)
         try:
             if file.inode.in_burst:
@@ -606,11 +617,31 @@ class FileIO:
         else:
             await self.capacity.sync(file)
 
-    async def forget_marks(self, inos: list[int]) -> None:
-        """Remove the dirty marks of closed files whose objects are settled and synced."""
-        with self.opening(*inos) as closed:
-            await self._engine.transact(forms.remove_marks, closed)
-            for ino in closed:
+    def is_unsynced(self, ino: int) -> bool:
+        """Whether a regular file may have bytes or attributes that are not on stable storage."""
+        file = self.open.get(ino)
+        return ino in self.unsynced if file is None else file.marked or file.unsaved
+
+    async def forget_marks(self, synced: Mapping[int, object | None]) -> None:
+        """Remove the dirty marks of closed files; see ``forgetting``."""
+        with self.forgetting(synced) as inos:
+            if inos:
+                await self._engine.transact(forms.remove_marks, inos)
+
+    @contextmanager
+    def forgetting(self, synced: Mapping[int, object | None]) -> Iterator[Collection[int]]:
+        """Files that have been synced: by inode number, the token that each had in ``unsynced``
+        before. Which of them nobody has opened since; a transaction within the block is to remove
+        their dirty marks. It must wait for nobody who opens files.
+        """
+        quiet = [
+            ino
+            for ino, token in synced.items()
+            if token is not None and self.unsynced.get(ino) is token
+        ]
+        with self.opening(*quiet) as inos:
+            yield inos
+            for ino in inos:
                 self.unsynced.pop(ino, None)
 
 

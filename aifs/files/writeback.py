@@ -1,18 +1,30 @@
-"""Background write-back: what was closed without fsync becomes durable after a while."""
+"""Background write-back: what was closed without fsync becomes durable after a while, or when
+somebody asks for it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 import trio
 
-from aifs.core.errors import NotFound
+from aifs.burst.copy import sync_copies
+from aifs.burst.tier import BurstTier
+from aifs.core.errors import FsError, NotFound
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.core.upkeep import NEVER_S
 from aifs.data.health import ObjectFails
+from aifs.data.server import MissingObject
 from aifs.data.servers import Servers
 from aifs.files.file_io import FileIO
+from aifs.meta import forms
+from aifs.meta.kv import Engine
 
 _log = logger(__name__)
 
 _SYNC_WHOLE_SERVERS_ABOVE = 64
+_AT_ONCE = 64
+"""Files that are being synced: each holds descriptors."""
 
 
 class WriteBack:
@@ -22,10 +34,14 @@ class WriteBack:
 
     def __init__(
         self,
+        engine: Engine,
+        tier: BurstTier,
         io: FileIO,
         servers: Servers,
         interval_s: float,
     ) -> None:
+        self._engine = engine
+        self._tier = tier
         self._io = io
         self._servers = servers
         self._interval_s = interval_s
@@ -72,12 +88,7 @@ class WriteBack:
         batch = {ino: token for ino, token in io.unsynced.items() if ino not in io.open}
         if len(batch) > _SYNC_WHOLE_SERVERS_ABOVE:
             await self._servers.sync_all()
-            untouched = [
-                ino
-                for ino, token in batch.items()
-                if token is not None and io.unsynced.get(ino) is token and ino not in io.open
-            ]
-            await io.forget_marks(untouched)
+            await io.forget_marks(batch)
             batch = {ino: token for ino, token in batch.items() if token is None}
         await run_all(*(lambda ino=ino: self._sync_closed(ino) for ino in batch))
 
@@ -86,6 +97,73 @@ class WriteBack:
             await self.sync_inode(ino)
         except ObjectFails as error:
             _log.warning("inode %d: what was written to it last may be lost: %s", ino, error)
+
+    async def sync_files(self, inos: Iterable[int]) -> None:
+        """These files, open or not, are on stable storage when this returns. Raises as
+        ``sync_bytes``."""
+        synced = await self.sync_bytes(inos)
+        if synced:
+            await self._io.forget_marks(synced)
+            await self._engine.barrier()
+
+    async def sync_bytes(self, inos: Iterable[int]) -> dict[int, object | None]:
+        """The bytes of these files, open or not, are on stable storage when this returns; their
+        attributes are recorded, and so they are durable before anything that is recorded later.
+
+        Returns those that were not, for ``FileIO.forgetting``. If some cannot be synced, the rest
+        are all the same; the first error is raised: NoSpace or Unavailable.
+        """
+        io = self._io
+        synced = {
+            ino: None if ino in io.open else io.unsynced[ino] for ino in inos if io.is_unsynced(ino)
+        }
+        errors: list[FsError] = []
+        quiet = iter([ino for ino, token in synced.items() if token is not None])
+        rest = [ino for ino, token in synced.items() if token is None]
+        while batch := list(islice(quiet, _AT_ONCE)):
+            rest += await self._sync_copies(batch, synced, errors)
+        left = iter(rest)
+
+        async def sync_some() -> None:
+            for ino in left:
+                try:
+                    await self.sync_inode(ino)
+                except FsError as error:
+                    errors.append(error)
+                await trio.lowlevel.checkpoint()
+
+        await run_all(*[sync_some] * min(_AT_ONCE, len(rest)))
+        if errors:
+            raise errors[0]
+        return synced
+
+    async def _sync_copies(
+        self, inos: Sequence[int], synced: Mapping[int, object | None], errors: list[FsError]
+    ) -> list[int]:
+        """Sync those of these closed files that nobody can change, and that lie in the burst tier,
+        all together and without opening them in core. Returns the others."""
+        await self._io.find_room()
+        places = await self._engine.view(forms.find_burst_files, inos)
+        copies = {}
+        for ino, place in places.items():
+            try:
+                copies[ino] = self._tier.open(place)
+            except FsError as error:
+                errors.append(error)
+        try:
+            outcomes = await sync_copies(list(copies.values()))
+        finally:
+            for copy in copies.values():
+                copy.close()
+        left = [ino for ino in inos if ino not in places]
+        for ino, outcome in zip(copies, outcomes, strict=True):
+            if isinstance(outcome, MissingObject) and self._io.unsynced.get(ino) is not synced[ino]:
+                left.append(ino)  # it has been drained, or replaced, meanwhile
+            elif isinstance(outcome, FsError):
+                errors.append(outcome)
+            elif outcome is not None:
+                raise outcome
+        return left
 
     async def sync_inode(self, ino: int) -> None:
         """One file, open or not, is on stable storage when this returns; nothing happens if it is

@@ -39,6 +39,16 @@ def load(tx: ReadTransaction, ino: int) -> tuple[Inode, bool, int]:
     )
 
 
+def find_burst_files(tx: ReadTransaction, inos: Iterable[int]) -> dict[int, Copy]:
+    """By inode number, the copies of those of these files that lie in the burst tier alone."""
+    found = {}
+    for ino in inos:
+        inode = namespace.find_inode(tx, ino)
+        if inode is not None and inode.nlink and inode.in_burst and inode.copy is not None:
+            found[ino] = inode.copy
+    return found
+
+
 def put_attributes(tx: Transaction, opened: Inode, stripped: bool) -> None:
     """Record what core knows better of an open file than the record (see
     namespace.take_attributes), but for inline bytes. ``stripped``: a write has taken setuid and

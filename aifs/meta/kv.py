@@ -162,7 +162,8 @@ class Engine(ABC):
     async def barrier(self, seq: int | None = None) -> None:
         """All transactions that have returned are on stable storage when this returns.
 
-        With ``seq`` those up to that sequence number; returns at once if they are already.
+        With ``seq`` those up to that sequence number; returns at once if they are already. What a
+        power cut leaves is always all transactions up to some number, and none after it.
         Raises Unavailable if the engine has failed before it could make them so.
         """
 

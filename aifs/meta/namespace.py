@@ -8,6 +8,7 @@ counts, setgid inheritance and times are ours.
 """
 
 import stat
+from collections.abc import Collection
 from functools import lru_cache
 
 from aifs.core.errors import (
@@ -406,6 +407,10 @@ def drop_checksums(tx: Transaction, oid: int) -> bool:
 # --- rename ---------------------------------------------------------------------------------------
 
 
+class Overtaken(Exception):
+    """A name that is to be moved leads to another inode by now than the caller expects."""
+
+
 def rename(
     tx: Transaction,
     parent: int,
@@ -415,8 +420,10 @@ def rename(
     flags: int,
     cookies: tuple[int, int],
     now: int,
+    expected: Collection[int],
 ) -> tuple[Inode, Inode | None]:
-    """rename(2) with RENAME_NOREPLACE and RENAME_EXCHANGE.
+    """rename(2) with RENAME_NOREPLACE and RENAME_EXCHANGE. What it moves is ``expected``, by inode
+    numbers: else it raises Overtaken.
 
     Returns the moved inode, and the one that the target name led to before: with EXCHANGE it now
     has the old name, else it has lost this one (and is an orphan if that was its last). The second
@@ -425,11 +432,16 @@ def rename(
     if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE) or flags == RENAME_NOREPLACE | RENAME_EXCHANGE:
         raise Invalid("unknown or contradicting rename flags")
     dentry = get_dentry(tx, parent, name)
+    if dentry.ino not in expected:
+        raise Overtaken()
     inode = get_inode(tx, dentry.ino)
     target_directory = get_directory(tx, new_parent)
     target = _target_of_rename(tx, new_parent, new_name, flags)
-    if target is not None and target.ino == dentry.ino:
-        return inode, None
+    if target is not None:
+        if flags & RENAME_EXCHANGE and target.ino not in expected:
+            raise Overtaken()
+        if target.ino == dentry.ino:
+            return inode, None
     other = get_inode(tx, target.ino) if target is not None else None
     source_directory = target_directory if parent == new_parent else get_directory(tx, parent)
     require_removable(source_directory, inode)
@@ -471,15 +483,16 @@ def rename(
 
 
 def _target_of_rename(tx: Transaction, parent: int, name: bytes, flags: int) -> Dentry | None:
-    try:
-        target = get_dentry(tx, parent, name)
-    except NotFound:
+    if len(name) > NAME_MAX:
+        raise NameTooLong()
+    record = tx.get(keys.dentry(parent, name))
+    if record is None:
         if flags & RENAME_EXCHANGE:
-            raise
+            raise NotFound()
         return None
     if flags & RENAME_NOREPLACE:
         raise Exists()
-    return target
+    return decode_dentry(record)
 
 
 def _require_not_below(tx: Transaction, ino: int, directory: int) -> None:

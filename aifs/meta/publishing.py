@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from aifs.core.errors import Exists, Invalid, NotADirectory, NotFound, Unavailable
-from aifs.meta import groups, keys, namespace, trash
+from aifs.meta import forms, groups, keys, namespace, trash
 from aifs.meta.askers import Asker, decode_asker
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import Inode, decode_entry
@@ -44,10 +44,6 @@ def decode_kept(record: bytes) -> Kept:
 # --- publishing -----------------------------------------------------------------------------------
 
 
-class Overtaken(Exception):
-    """A name that is to be moved leads to another file by now than that which was made durable."""
-
-
 def rename(
     tx: Transaction,
     parent: int,
@@ -58,19 +54,19 @@ def rename(
     cookies: tuple[int, int],
     now: int,
     durable: Collection[int],
+    quiet: Collection[int],
 ) -> tuple[Inode, Inode | None]:
     """namespace.rename of what is ``durable``, by inode numbers, which also publishes a pending
-    directory that it moves. Raises Busy if members are missing, Overtaken."""
-    moving = [namespace.get_dentry(tx, parent, name)]
-    if flags == namespace.RENAME_EXCHANGE:
-        moving.append(namespace.get_dentry(tx, new_parent, new_name))
-    if any(dentry.ino not in durable for dentry in moving):
-        raise Overtaken()
-    inode, other = namespace.rename(tx, parent, name, new_parent, new_name, flags, cookies, now)
+    directory that it moves. ``quiet``: files below that have been synced, whose dirty marks go with
+    it. Raises Busy if members are missing, and as that does."""
+    inode, other = namespace.rename(
+        tx, parent, name, new_parent, new_name, flags, cookies, now, durable
+    )
     if inode.is_dir:
         groups.conclude(tx, inode.ino)
     if flags & namespace.RENAME_EXCHANGE and other is not None and other.is_dir:
         groups.conclude(tx, other.ino)
+    forms.remove_marks(tx, quiet)
     return inode, other
 
 
@@ -171,7 +167,7 @@ def publish(
         if what.replace:
             doomed = trash.doom(tx, what.parent, what.name, now, owner[0])
     inode, replaced = namespace.rename(
-        tx, old_parent, old_name, what.parent, what.name, 0, (ids[0], ids[1]), now
+        tx, old_parent, old_name, what.parent, what.name, 0, (ids[0], ids[1]), now, (inode.ino,)
     )
     if replaced is not None:
         unlinked.append(replaced)

@@ -98,7 +98,9 @@ class Filesystem:
         self.io = io = FileIO(
             config, engine, servers, tier, containers, ids, collector, damage, needs, upkeep
         )
-        self.writeback = writeback = WriteBack(io, servers, config.data.writeback_interval_s)
+        self.writeback = writeback = WriteBack(
+            engine, tier, io, servers, config.data.writeback_interval_s
+        )
         self.stager = stager = io.stager
         self.drain = drain = Drain(
             config, servers, tier, io, ids, collector, containers, handles, upkeep

@@ -164,17 +164,24 @@ async def test_a_failed_sync_fails_for_good(device, place):
 
 
 async def test_the_first_sync_of_an_inherited_copy_covers_its_name(device, place):
-    make(device).close()
-    device.sync_names_near(1)
-    copy, synced = reopen(device), []
+    for copy_id in (1, 2):  # made by an earlier process
+        path = device.where((0, copy_id))
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        files.close_file(files.open_file(path, create=True))
+    copy, neighbour, synced = reopen(device), reopen(device, 2), []
     with hooked(lambda op, path: synced.append(path) if op == "sync_dir" else None):
         await copy.sync()
         names, synced[:] = list(synced), []
         await copy.sync()
+        await neighbour.sync()
+        assert synced == []
+        make(device, 3).close()
+        await copy.sync()
     assert os.path.dirname(path_of(copy)) in names
     assert device.address in names
-    assert synced == []
+    assert os.path.dirname(path_of(copy)) in synced
     copy.close()
+    neighbour.close()
 
 
 # --- leases ---------------------------------------------------------------------------------------

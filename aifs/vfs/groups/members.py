@@ -25,7 +25,6 @@ from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.vfs.groups.group import DirectoryGroup, File, FileState
 from aifs.vfs.groups.group_drain import GroupDrain, Prepared
-from aifs.vfs.publishing.barrier import sync_files
 
 _log = logger(__name__)
 
@@ -321,7 +320,7 @@ class Members:
         """These are durable in the burst tier on return, and on record as they are, so that they
         count after a crash. Raises NoSpace, Unavailable."""
         closes = {file: file.closes for file in files}
-        await sync_files(self._io, self._writeback, [file.ino for file in files])
+        await self._writeback.sync_files([file.ino for file in files])
         news = [
             file
             for file in files

@@ -45,7 +45,7 @@ from aifs.vfs.groups.group import DirectoryGroup, File, FileState
 from aifs.vfs.groups.group_text import Wanted, format_group
 from aifs.vfs.groups.members import Members
 from aifs.vfs.groups.report import GroupReport
-from aifs.vfs.publishing.barrier import sync_below, sync_files
+from aifs.vfs.publishing.barrier import sync_below
 from aifs.vfs.publishing.listed import find_file, first_wrong, look_up, path_below
 
 _log = logger(__name__)
@@ -371,11 +371,12 @@ class Groups:
             wanted = (*(what.files or ()), *([(what.listing, ANY_SIZE)] if what.listing else []))
             if what.files is None:
                 dentry = Dentry(ino, 0, _DIRECTORY)
-                await sync_below(self._engine, self._io, self._writeback, dentry)
+                synced = await sync_below(self._engine, self._io, self._writeback, dentry)
+                await self._io.forget_marks(synced)
             else:
                 found = await look_up(self._engine, self._io, ino, wanted)
                 inos = [inode.ino for _, _, inode in found if inode is not None]
-                await sync_files(self._io, self._writeback, inos)
+                await self._writeback.sync_files(inos)
             wrong = await first_wrong(self._engine, self._io, ino, wanted)
             if wrong:
                 raise Invalid(f"commit: rank {rank}: {wrong}")
@@ -544,15 +545,15 @@ class Groups:
         """What is done inside gives these directories new names, in a transaction."""
         async with self._recording:
             yield
-            for group in map(self.by_directory.get, inos):
-                if group is None or not group.record.seals:
-                    continue
+            sealed = [g for g in map(self.by_directory.get, inos) if g and g.record.seals]
+            for group in sealed:
                 group.record = group.record._replace(pending=None)
                 if not group.shares:
                     group.record = group.record._replace(state="committed")
                     del self.by_directory[group.ino]
                     group.wake()
-            self._look()
+            if sealed:
+                self._look()
 
     # --- what happens to files --------------------------------------------------------------------
 

@@ -2,12 +2,10 @@
 
 import stat
 from collections import ChainMap
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping
 
 import trio
 
-from aifs.core.errors import FsError
-from aifs.core.tasks import run_all
 from aifs.files.file_io import FileIO
 from aifs.files.writeback import WriteBack
 from aifs.meta import namespace
@@ -16,53 +14,23 @@ from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Dentry
 
 _DIRECTORY = stat.S_IFDIR >> 12
-_AT_ONCE = (
-    64  # files that are being synced: they share the journal's syncs, and each holds descriptors
-)
 _SLICE = 256  # files that are looked at in one go: about a millisecond
 
 
-async def sync_below(engine: Engine, io: FileIO, writeback: WriteBack, dentry: Dentry) -> list[int]:
-    """Sync every unsynced file that ``dentry`` names or that lies below it, and the journal.
+async def sync_below(
+    engine: Engine, io: FileIO, writeback: WriteBack, dentry: Dentry
+) -> dict[int, object | None]:
+    """Sync the bytes of every unsynced file that ``dentry`` names or that lies below it: see
+    WriteBack.sync_bytes.
 
     The cost is that of the unsynced bytes: files that are in order are not looked at. A file that
-    has had several names counts as lying below every directory. Returns the inode numbers. Raises
-    NoSpace, Unavailable.
+    has had several names counts as lying below every directory. Raises NoSpace, Unavailable.
     """
     if dentry.type != _DIRECTORY:
-        return await sync_files(io, writeback, [dentry.ino])
-    unsynced = [ino for ino in io.open if _is_unsynced(io, ino)]
+        return await writeback.sync_bytes([dentry.ino])
+    unsynced = [ino for ino in io.open if io.is_unsynced(ino)]
     unsynced += [ino for ino in io.unsynced if ino not in io.open]
-    return await sync_files(io, writeback, await _those_below(engine, unsynced, dentry.ino))
-
-
-async def sync_files(io: FileIO, writeback: WriteBack, inos: Iterable[int]) -> list[int]:
-    """These files are on stable storage on return. Returns those that were not. Raises NoSpace,
-    Unavailable.
-
-    Others run between them. If some cannot be synced, the rest are all the same; the first error is
-    raised.
-    """
-    unsynced = [ino for ino in inos if _is_unsynced(io, ino)]
-    left, errors = iter(unsynced), []
-
-    async def sync_some() -> None:
-        for ino in left:
-            try:
-                await writeback.sync_inode(ino)
-            except FsError as error:
-                errors.append(error)
-            await trio.lowlevel.checkpoint()
-
-    await run_all(*[sync_some] * min(_AT_ONCE, len(unsynced)))
-    if errors:
-        raise errors[0]
-    return unsynced
-
-
-def _is_unsynced(io: FileIO, ino: int) -> bool:
-    file = io.open.get(ino)
-    return ino in io.unsynced if file is None else file.marked or file.unsaved
+    return await writeback.sync_bytes(await _those_below(engine, unsynced, dentry.ino))
 
 
 async def _those_below(engine: Engine, inos: list[int], top: int) -> list[int]:

@@ -7,6 +7,7 @@ committed.
 """
 
 import time
+from collections.abc import Collection
 from contextlib import nullcontext, suppress
 
 from aifs.core import faults
@@ -17,7 +18,7 @@ from aifs.files.kernel import Kernel
 from aifs.files.types import ROOT, CallerLike
 from aifs.files.writeback import WriteBack
 from aifs.layout.hint import DEFAULT_POLICY
-from aifs.meta import namespace, publishing
+from aifs.meta import forms, namespace, publishing
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.publishing import Publication, Published
 from aifs.meta.records import Dentry, Inode
@@ -99,8 +100,8 @@ class Publishing:
         """
         while True:
             moving = await self._engine.view(namespace.get_dentry, parent, name)
-            with self._refusals.noted(moving.ino, caller, "rename"), suppress(publishing.Overtaken):
-                inode, other, published = await self._rename(
+            with self._refusals.noted(moving.ino, caller, "rename"), suppress(namespace.Overtaken):
+                inode, other, synced = await self._rename(
                     moving, parent, name, new_parent, new_name, flags
                 )
                 break
@@ -109,7 +110,7 @@ class Publishing:
             self._names.unlinked(other)
         faults.reach(_SHOWN)
         await self._engine.barrier()
-        self._drain.published(published)
+        self._drain.published(synced)
         if inode.is_dir:
             self._retention.shown(new_parent)
 
@@ -121,30 +122,32 @@ class Publishing:
         new_parent: int,
         new_name: bytes,
         flags: int,
-    ) -> tuple[Inode, Inode | None, list[int]]:
+    ) -> tuple[Inode, Inode | None, Collection[int]]:
         """See namespace.rename; and which files had to be synced. Raises Overtaken if a name leads
         elsewhere meanwhile."""
         named = [moving]
-        published = await self._make_durable(moving, new_parent)
+        synced = await self._make_durable(moving, new_parent)
         if flags == namespace.RENAME_EXCHANGE:
             named.append(await self._engine.view(namespace.get_dentry, new_parent, new_name))
-            published += await self._make_durable(named[1], parent)
+            synced |= await self._make_durable(named[1], parent)
         directories = [dentry.ino for dentry in named if dentry.type == _DIRECTORY]
         faults.reach(_DURABLE)
         cookies = (await self._ids.take(), await self._ids.take())
         async with self._groups.naming(*directories) if directories else nullcontext():
-            inode, other = await self._engine.transact(
-                publishing.rename,
-                parent,
-                name,
-                new_parent,
-                new_name,
-                flags,
-                cookies,
-                time.time_ns(),
-                [dentry.ino for dentry in named],
-            )
-        return inode, other, published
+            with self._io.forgetting(synced) if synced else nullcontext(()) as quiet:
+                inode, other = await self._engine.transact(
+                    publishing.rename,
+                    parent,
+                    name,
+                    new_parent,
+                    new_name,
+                    flags,
+                    cookies,
+                    time.time_ns(),
+                    [dentry.ino for dentry in named],
+                    quiet,
+                )
+        return inode, other, synced
 
     async def publish(self, what: Publication, caller: CallerLike) -> None:
         """Show a directory under its final name, and move the pointers to it, all in one
@@ -158,7 +161,7 @@ class Publishing:
         self._options.require_writable()
         what.check()
         await self._engine.view(require_may_publish, what, caller)
-        published = await self._make_durable(Dentry(what.ino, 0, _DIRECTORY), what.parent)
+        synced = await self._make_durable(Dentry(what.ino, 0, _DIRECTORY), what.parent)
         faults.reach(_DURABLE)
         pointers = {(what.parent, name) for name in (what.latest, what.tracker) if name}
         if not pointers <= self.pointers:
@@ -171,7 +174,10 @@ class Publishing:
             await self._ids.take(),
         )
         async with self._groups.naming(what.ino):
-            done = await self._engine.transact(_publish, what, caller, ids, time.time_ns())
+            with self._io.forgetting(synced) as quiet:
+                done = await self._engine.transact(
+                    _publish, what, caller, ids, time.time_ns(), quiet
+                )
         for inode in done.unlinked:
             self._names.unlinked(inode)
         self._kernel.drop_attributes_soon([inode.ino for inode in done.unlinked if inode.nlink])
@@ -180,7 +186,7 @@ class Publishing:
         faults.reach(_SHOWN)
         try:
             await self._engine.barrier()
-            self._drain.published(published)
+            self._drain.published(synced)
             names = [
                 (what.parent, what.name),
                 (what.parent, what.latest),
@@ -198,19 +204,19 @@ class Publishing:
             self._names.forget([inode.ino for inode in done.unlinked])
         self._retention.shown(what.parent)
 
-    async def _make_durable(self, dentry: Dentry, new_parent: int) -> list[int]:
+    async def _make_durable(self, dentry: Dentry, new_parent: int) -> dict[int, object | None]:
         """All that ``dentry`` names is where the policy of the new directory wants it before it
-        shows, and its group lets it get a name. Returns the inode numbers of the files that had to
-        be synced."""
+        shows, and its group lets it get a name. Returns the files that had to be synced, as
+        FileIO.forgetting wants them."""
         if dentry.type == _DIRECTORY:
             await self._groups.require_complete(dentry.ino)
-        published = await sync_below(self._engine, self._io, self._writeback, dentry)
+        synced = await sync_below(self._engine, self._io, self._writeback, dentry)
         policy = await self._attributes.policy_of(new_parent) or DEFAULT_POLICY
         if policy.publish == "capacity":
             await self._burst.drain_below(dentry.ino)
         if dentry.type == _DIRECTORY:
             await self._groups.check_files(dentry.ino)
-        return published
+        return synced
 
     async def publish_group(self, ino: int, name: bytes, caller: CallerLike) -> None:
         """Show the directory of a complete group under its final name. Raises as ``publish``."""
@@ -219,9 +225,15 @@ class Publishing:
 
 
 def _publish(
-    tx: Transaction, what: Publication, caller: CallerLike, ids: tuple[int, int, int, int], now: int
+    tx: Transaction,
+    what: Publication,
+    caller: CallerLike,
+    ids: tuple[int, int, int, int],
+    now: int,
+    quiet: Collection[int],
 ) -> Published:
     require_may_publish(tx, what, caller)
+    forms.remove_marks(tx, quiet)
     return publishing.publish(tx, what, (caller.uid, caller.gid), ids, now)
 
 

@@ -1,0 +1,170 @@
+"""What renames wait for, counted: syncs of copies, of directories and of the journal."""
+
+import os
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from aifs.core.errors import Unavailable
+from aifs.files.types import ROOT as ROOT_USER
+from aifs.meta import keys
+from aifs.vfs import Filesystem
+from tests.support import modes, stores
+from tests.support.data_servers import hooked
+
+ROOT, SIZE, MANY = 1, 20_000, 40
+
+
+@asynccontextmanager
+async def opened(directory: Path) -> AsyncIterator[Filesystem]:
+    with hooked():  # from the beginning, so that the paths of all descriptors are known
+        async with stores.opened(directory, base=modes.WAITING) as fs:
+            yield fs
+
+
+async def make(fs: Filesystem, name: bytes, parent: int = ROOT, size: int = SIZE) -> int:
+    """A closed file that nobody has synced."""
+    return await stores.write_file(fs, name, b"x" * size, parent)
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """How often what is synced inside: copies, directories, the journal."""
+    syncs: Counter[str] = Counter()
+
+    def note(op: str, path: str) -> None:
+        if op == "sync_dir":
+            syncs["directory"] += 1
+        elif op in ("sync_file", "sync_filesystem"):
+            syncs["journal" if "journal." in os.path.basename(path) else "copy"] += 1
+
+    with hooked(note):
+        yield syncs
+
+
+async def is_marked(fs: Filesystem, ino: int) -> bool:
+    return await fs.store.engine.view(lambda tx: tx.get(keys.dirty(ino)) is not None)
+
+
+async def test_a_file_that_was_just_written_waits_for_its_copy_and_for_the_journal_once(
+    directory: Path,
+) -> None:
+    async with opened(directory) as fs:
+        await make(fs, b"earlier")
+        await fs.sync()
+        ino = await make(fs, b"new")
+        before = fs.store.engine.seq
+        with counted() as syncs:
+            await fs.rename(ROOT, b"new", ROOT, b"final")
+        assert syncs["copy"] == 1 and syncs["journal"] == 1
+        assert syncs["directory"] <= 1
+        assert fs.store.engine.seq == before + 1  # one transaction: the name and the mark
+        assert not await is_marked(fs, ino) and ino not in fs.io.unsynced
+
+
+@pytest.mark.parametrize("size", [0, 100, SIZE])
+async def test_what_is_in_order_waits_for_the_journal_alone(directory: Path, size: int) -> None:
+    async with opened(directory) as fs:
+        await make(fs, b"file", size=size)
+        await fs.sync()
+        with counted() as syncs:
+            await fs.rename(ROOT, b"file", ROOT, b"final")
+        assert syncs == {"journal": 1}
+
+
+async def test_names_of_copies_are_synced_once_for_many(directory: Path) -> None:
+    async with opened(directory) as fs:
+        for number in range(MANY):
+            await make(fs, b"%d" % number)
+        with counted() as syncs:
+            for number in range(MANY):
+                await fs.rename(ROOT, b"%d" % number, ROOT, b"final%d" % number)
+        assert syncs["copy"] == syncs["journal"] == MANY
+        assert syncs["directory"] < 10
+
+
+async def test_all_below_a_directory_is_synced_together(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top = (await fs.mkdir(ROOT, b"new", 0o755, ROOT_USER)).ino
+        inos = [await make(fs, b"%d" % number, top) for number in range(MANY)]
+        before = fs.store.engine.seq
+        with counted() as syncs:
+            await fs.rename(ROOT, b"new", ROOT, b"final")
+        assert syncs["copy"] == MANY and syncs["journal"] == 1
+        assert fs.store.engine.seq == before + 1
+        assert not fs.io.unsynced
+        for ino in inos:
+            assert not await is_marked(fs, ino)
+
+
+async def test_renames_that_arrive_during_a_barrier_share_the_next_one(directory: Path) -> None:
+    async with opened(directory) as fs:
+        for number in range(MANY):
+            await make(fs, b"%d" % number, size=0)
+        await fs.sync()
+        first, go_on, syncs = threading.Event(), threading.Event(), []
+
+        def wait(op: str, path: str) -> None:
+            if op == "sync_file":
+                syncs.append(path)
+                first.set()
+                go_on.wait(stores.LIMIT_S)
+
+        async def rename(number: int) -> None:
+            await fs.rename(ROOT, b"%d" % number, ROOT, b"final%d" % number)
+
+        with hooked(wait):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(rename, 0)
+                await trio.to_thread.run_sync(first.wait)
+                before = fs.store.engine.seq
+                for number in range(1, MANY):
+                    nursery.start_soon(rename, number)
+                while fs.store.engine.seq < before + MANY - 1:  # all have their names
+                    await trio.lowlevel.checkpoint()
+                go_on.set()
+        assert len(syncs) == 2
+
+
+async def test_who_opens_a_file_while_it_is_synced_keeps_its_mark(directory: Path) -> None:
+    async with opened(directory) as fs:
+        ino = await make(fs, b"file")
+        syncing, go_on = threading.Event(), threading.Event()
+
+        def wait(op: str, path: str) -> None:
+            if op == "sync_file" and "journal." not in path:
+                syncing.set()
+                go_on.wait(stores.LIMIT_S)
+
+        with hooked(wait):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(fs.rename, ROOT, b"file", ROOT, b"final")
+                await trio.to_thread.run_sync(syncing.wait)
+                handle, *_ = await fs.open(ino, os.O_RDWR)
+                await fs.write(handle, 0, b"y" * SIZE)
+                go_on.set()
+        assert await is_marked(fs, ino)
+        await fs.release(handle)
+        assert ino in fs.io.unsynced
+        assert await stores.read_file(fs, ino) == b"y" * SIZE
+
+
+async def test_a_sync_that_fails_fails_the_rename(directory: Path) -> None:
+    async with opened(directory) as fs:
+        ino = await make(fs, b"file")
+
+        def fail(op: str, path: str) -> None:
+            if op == "sync_file" and "journal." not in path:
+                raise OSError(5, "no")
+
+        with hooked(fail), pytest.raises(Unavailable):
+            await fs.rename(ROOT, b"file", ROOT, b"final")
+        assert await is_marked(fs, ino)
+        assert (await fs.lookup(ROOT, b"file")).ino == ino
+        await fs.rename(ROOT, b"file", ROOT, b"final")
+        assert not await is_marked(fs, ino)
