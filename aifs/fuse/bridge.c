@@ -26,6 +26,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "listing.h"
 #include "messages.h"
 
 struct fuse_session; /* libfuse's */
@@ -237,6 +238,74 @@ static PyObject *reply(PyObject *self, PyObject *args)
     return failed ? PyErr_SetFromErrno(PyExc_OSError) : Py_NewRef(Py_None);
 }
 
+static struct span span_of(PyObject *bytes)
+{
+    if (!PyBytes_Check(bytes))
+        return (struct span){NULL, 0};
+    return (struct span){PyBytes_AS_STRING(bytes), (size_t)PyBytes_GET_SIZE(bytes)};
+}
+
+/* Puts the entry at place `i` of a listing as put_entry() does; -1 with an exception if it is none. */
+static Py_ssize_t put_listed(char *out, size_t room, PyObject *entries, PyObject *inodes, Py_ssize_t i,
+                             const struct keeping *keeping, PyObject *unkept)
+{
+    PyObject *pair = PyList_GET_ITEM(entries, i);
+    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
+        PyErr_SetString(PyExc_TypeError, "an entry is a pair");
+        return -1;
+    }
+    struct span key = span_of(PyTuple_GET_ITEM(pair, 0)), entry = span_of(PyTuple_GET_ITEM(pair, 1));
+    struct span inode = span_of(PyList_GET_ITEM(inodes, i));
+    if (!is_entry(key, entry, inode)) {
+        PyErr_SetString(PyExc_ValueError, "a directory's entry, or the inode's record, cannot be read");
+        return -1;
+    }
+    int is_unkept = 0;
+    if (PySet_GET_SIZE(unkept) != 0) {
+        PyObject *name =
+            PyBytes_FromStringAndSize(entry.start + ENTRY_NAME_AT, (Py_ssize_t)(entry.length - ENTRY_NAME_AT));
+        is_unkept = name == NULL ? -1 : PySet_Contains(unkept, name);
+        Py_XDECREF(name);
+        if (is_unkept < 0)
+            return -1;
+    }
+    if (has_acl(inode))
+        note_acl(&bridge, big_endian(entry.start));
+    return (Py_ssize_t)put_entry(out, room, key, entry, inode, keeping, !is_unkept);
+}
+
+PyDoc_STRVAR(listing_doc,
+             "listing(entries, inodes, size, entry_ns, attr_ns, block_size, unkept)\n--\n\n"
+             "The reply to READDIRPLUS with as many entries as fit into size: entries as the list of (key, record),\n"
+             "inodes as that of the records they lead to. entry_ns, attr_ns: how long the kernel may keep what it is\n"
+             "told; unkept: a set of names that it may not keep. Raises ValueError for records that cannot be read.");
+
+static PyObject *listing(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *entries, *inodes, *unkept;
+    unsigned int size, block_size;
+    unsigned long long entry_ns, attr_ns;
+    if (!PyArg_ParseTuple(args, "O!O!IKKIO!", &PyList_Type, &entries, &PyList_Type, &inodes, &size, &entry_ns,
+                          &attr_ns, &block_size, &PySet_Type, &unkept))
+        return NULL;
+    const struct keeping keeping = {.entry_ns = entry_ns, .attr_ns = attr_ns, .block_size = block_size};
+    PyObject *reply = PyBytes_FromStringAndSize(NULL, size);
+    size_t used = 0;
+    for (Py_ssize_t i = 0; reply != NULL && i < PyList_GET_SIZE(entries) && i < PyList_GET_SIZE(inodes); i++) {
+        Py_ssize_t length =
+            put_listed(PyBytes_AS_STRING(reply) + used, size - used, entries, inodes, i, &keeping, unkept);
+        if (length < 0)
+            Py_CLEAR(reply);
+        if (length <= 0)
+            break;
+        used += (size_t)length;
+    }
+    if (reply != NULL)
+        _PyBytes_Resize(&reply, (Py_ssize_t)used);
+    return reply;
+}
+
 PyDoc_STRVAR(backing_open_doc, "backing_open(fd)\n--\n\n"
                                "Register an open file with the mount: its backing id. Raises OSError.");
 
@@ -327,6 +396,7 @@ static PyMethodDef methods[] = {
     {"disconnect", disconnect, METH_NOARGS, disconnect_doc},
     {"is_connected", is_connected, METH_NOARGS, is_connected_doc},
     {"reply", reply, METH_VARARGS, reply_doc},
+    {"listing", listing, METH_VARARGS, listing_doc},
     {"backing_open", backing_open, METH_VARARGS, backing_open_doc},
     {"backing_close", backing_close, METH_VARARGS, backing_close_doc},
     {"kill_privileges", kill_privileges, METH_NOARGS, kill_privileges_doc},

@@ -16,6 +16,7 @@ from aifs.core.config import KernelConfig
 from aifs.core.errors import MountError
 from aifs.core.log import logger
 from aifs.fuse import extension, extension_error
+from aifs.meta.listing import Listing
 
 _log = logger(__name__)
 
@@ -85,6 +86,16 @@ def reply(unique: int, number: int, data: bytes) -> None:
             errno.EBADF,
         ):  # nobody waits for it any more
             _log.error("the kernel refuses an answer: %s", error)  # raised, it would end the mount
+
+
+def listing_reply(
+    listing: Listing, size: int, entry_s: float, attr_s: float, block_size: int, unkept: set[bytes]
+) -> bytes:
+    """The answer to READDIRPLUS with as many of the entries as fit into ``size``, which the kernel
+    may keep for so long; but for names that are ``unkept``.
+    """
+    times_ns = int(entry_s * 10**9), int(attr_s * 10**9)
+    return extension.listing(listing.entries, listing.inodes, size, *times_ns, block_size, unkept)
 
 
 class Bridge:

@@ -13,20 +13,33 @@ import pyfuse3
 import trio
 
 from aifs.core import ioctl
+from aifs.core.config import KernelConfig
 from aifs.core.errors import Invalid, NoSuchIoctl, NotSupported
 from aifs.core.ioctl import Command
 from aifs.files.types import Caller
-from aifs.fuse.operations import PREFERRED_IO, answers
+from aifs.fuse.bridge import listing_reply
+from aifs.fuse.operations import LAST_DOT, PREFERRED_IO, answers
 from aifs.fuse.requests import Scheduler
 from aifs.meta.publishing import Publication
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.groups.group_text import Wanted, make_options
 
-INTERRUPT, IOCTL, FALLOCATE, LSEEK, COPY_FILE_RANGE, SYNCFS, STATX, COPY_FILE_RANGE_64 = (
+(
+    INTERRUPT,
+    IOCTL,
+    FALLOCATE,
+    READDIRPLUS,
+    LSEEK,
+    COPY_FILE_RANGE,
+    SYNCFS,
+    STATX,
+    COPY_FILE_RANGE_64,
+) = (
     36,
     39,
     43,
+    44,
     46,
     47,
     50,
@@ -44,6 +57,8 @@ _FLAGS = struct.Struct("=I")
 _FSXATTR = struct.Struct("=I8xI12x")  # flags, project
 _XFLAGS = {IMMUTABLE: 0x8, APPEND_ONLY: 0x10, INHERITS_PROJECT: 0x200}
 _FALLOCATE = struct.Struct("=QQQII")  # handle, offset, length, mode, padding
+_READDIR = struct.Struct("=8xQI20x")  # offset, size of the reply
+_SHORTEST_ENTRY = 160  # bytes of a reply to READDIRPLUS
 _LSEEK = struct.Struct("=QqII")  # handle, offset (which may be negative), whence, padding
 _STATX_REPLY = struct.Struct("=QII16x")  # how long it holds (s, ns), flags; then the attributes
 _ATTRIBUTES = struct.Struct(
@@ -84,10 +99,10 @@ class HandedOver:
     """
 
     def __init__(
-        self, fs: Filesystem, scheduler: Scheduler, reply: Reply, attr_timeout_s: float = 0.0
+        self, fs: Filesystem, scheduler: Scheduler, reply: Reply, kernel: KernelConfig
     ) -> None:
         self._fs = fs
-        self._attr_timeout_s = attr_timeout_s
+        self._kernel = kernel
         self._scheduler = scheduler
         self._running: dict[int, trio.CancelScope] = {}
         self._reply = reply
@@ -95,6 +110,7 @@ class HandedOver:
         self._handlers: dict[int, Handler] = {
             IOCTL: self.ioctl,
             FALLOCATE: self.fallocate,
+            READDIRPLUS: self.readdir,
             LSEEK: self.lseek,
             COPY_FILE_RANGE: self.copy_file_range,
             COPY_FILE_RANGE_64: self.copy_file_range_64,
@@ -130,6 +146,7 @@ class HandedOver:
                 scope.cancel()
             return scope is not None
         assert self._nursery is not None
+        self._scheduler.waiting_requests += 1
         self._running[unique] = trio.CancelScope()
         self._nursery.start_soon(
             self._answer, self._handlers[opcode], unique, nodeid, body, Caller(*caller)
@@ -149,6 +166,7 @@ class HandedOver:
                     number = error.errno
         finally:
             del self._running[unique]
+            self._scheduler.waiting_requests -= 1
             self._reply(unique, number, data)
 
     @answers
@@ -299,6 +317,20 @@ class HandedOver:
         return b""
 
     @answers
+    async def readdir(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
+        # What a reply has no room for is read again for the next one: the kernel keeps names and
+        # attributes as those of the time when it asked.
+        offset, size = _READDIR.unpack_from(body)
+        directory = await self._fs.getattr(nodeid) if offset < LAST_DOT else None
+        cookie = max(offset, LAST_DOT) - 1
+        listing = await self._fs.readdir(nodeid, cookie, size // _SHORTEST_ENTRY)
+        if directory is not None:
+            listing.put_dots(directory, offset)
+        unkept = {name for parent, name in self._fs.pointers if parent == nodeid}
+        entry_s, attr_s = self._kernel.entry_timeout_s, self._kernel.attr_timeout_s
+        return listing_reply(listing, size, entry_s, attr_s, PREFERRED_IO, unkept)
+
+    @answers
     async def lseek(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
         handle, offset, whence, _ = _LSEEK.unpack_from(body)
         return _OFFSET.pack(await self._fs.lseek(handle, offset, whence))
@@ -331,7 +363,7 @@ class HandedOver:
         GETATTR.
         """
         inode = await self._fs.getattr(nodeid)
-        seconds, rest = divmod(self._attr_timeout_s, 1)
+        seconds, rest = divmod(self._kernel.attr_timeout_s, 1)
         times = (inode.atime_ns, inode.birth_ns, inode.ctime_ns, inode.mtime_ns)
         return b"".join(
             (

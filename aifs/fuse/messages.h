@@ -27,7 +27,6 @@ enum opcode {
     GETXATTR = 22,
     INIT = 26,
     OPENDIR = 27,
-    READDIR = 28,
     FSYNCDIR = 30,
     CREATE = 35,
     INTERRUPT = 36,
@@ -125,7 +124,7 @@ struct write_in {
 };
 static_assert(sizeof(struct write_in) == 40, "layout");
 
-struct directory_in { /* how READDIR, READDIRPLUS and FSYNCDIR begin */
+struct directory_in { /* FSYNCDIR */
     uint64_t fh, rest;
 };
 static_assert(sizeof(struct directory_in) == 16, "layout");
@@ -148,7 +147,8 @@ static_assert(sizeof(struct ioctl_in) == 32, "layout");
 #define FSSETXATTR 0x401c5820
 
 /* Lengths of the other requests that are handed over. */
-enum { INTERRUPT_SIZE = 8, SYNCFS_SIZE = 8, LSEEK_SIZE = 24, STATX_LENGTH = 24, FALLOCATE_SIZE = 32, COPY_FILE_RANGE_SIZE = 56 };
+enum { INTERRUPT_SIZE = 8, SYNCFS_SIZE = 8, LSEEK_SIZE = 24, STATX_LENGTH = 24, FALLOCATE_SIZE = 32, READDIRPLUS_SIZE = 40,
+       COPY_FILE_RANGE_SIZE = 56 };
 
 /* --- the state of one mount --- */
 
@@ -318,8 +318,9 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
         /* Told once, the kernel opens directories by itself from then on, and caches what it has listed. */
         *error = ENOSYS;
         return bridge->offered & bridge->wanted & INIT_NO_OPENDIR_SUPPORT ? ANSWER : PASS;
-    case READDIR:
     case READDIRPLUS:
+        least = READDIRPLUS_SIZE;
+        break;
     case FSYNCDIR:
         /* A directory's handle is its inode number; the kernel has none to send when it did not ask OPENDIR. */
         if (size >= sizeof(struct directory_in))

@@ -100,7 +100,7 @@ async def _serve(
     async with open_filesystem(
         config, options.read_only, mountpoint, options.atime, force=force, kernel=kernel
     ) as fs:
-        handed_over = HandedOver(fs, scheduler, reply, config.kernel.attr_timeout_s)
+        handed_over = HandedOver(fs, scheduler, reply, config.kernel)
         bridge = Bridge(config.kernel, handed_over.take)
         synchronous = "sync" in options.fuse_options
         operations = Operations(

@@ -29,7 +29,7 @@ The LMDB engine happens to do none of it; the hostile engines of the tests do al
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from aifs.core.errors import Unavailable
@@ -88,6 +88,10 @@ class ReadTransaction(ABC):
     @abstractmethod
     def get(self, key: bytes) -> bytes | None:
         """The value, or None."""
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """What ``get`` returns for each key; at once, where an engine can."""
+        return [self.get(key) for key in keys]
 
     @abstractmethod
     def range(self, start: bytes, end: bytes, limit: int = 0) -> Iterator[tuple[bytes, bytes]]:

@@ -6,8 +6,8 @@ the key is deleted, whatever the levels below say. A DamagedRecord as value is r
 level above has the key.
 """
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import Any, Protocol
 
 from sortedcontainers import SortedSet
@@ -22,7 +22,8 @@ from aifs.meta.kv import (
     check_pair,
 )
 
-Run = Iterator[tuple[bytes, bytes | DamagedRecord | None]]
+Pair = tuple[bytes, bytes | DamagedRecord | None]
+Run = Iterator[Pair]
 Writes = dict[bytes, bytes | None]
 
 _MISSING: Any = object()  # "this level does not know the key", where None is "the key is deleted"
@@ -106,8 +107,15 @@ def sorted_range(writes: Writes, start: bytes, end: bytes) -> Run:
 
 def overlay(upper: Run, lower: Run) -> Run:
     """Both runs as one; where they have the same key, ``upper`` wins."""
-    low = next(lower, None)
-    for high in upper:
+    high, low = next(upper, None), next(lower, None)
+    if high is None:  # as it mostly is, and then nothing more of this is paid for each pair
+        return lower if low is None else chain((low,), lower)
+    return chain((high,), upper) if low is None else _merged(high, upper, low, lower)
+
+
+def _merged(first: Pair, upper: Run, low: Pair | None, lower: Run) -> Run:
+    """Both have pairs left, of which these are the first."""
+    for high in chain((first,), upper):
         while low is not None and low[0] < high[0]:
             yield low
             low = next(lower, None)
@@ -139,6 +147,8 @@ class StoredLevel(Protocol):
 
     def get(self, key: bytes) -> bytes | None: ...
 
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]: ...
+
     def run(self, start: bytes, end: bytes) -> Run: ...
 
 
@@ -162,6 +172,20 @@ class LeveledView(ReadTransaction):
             if value is _MISSING:
                 return self._stored.get(key)
         return value
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        newest, frozen = self._memtable_entries.get, self._frozen_entries.get
+        found = [newest(key, _MISSING) for key in keys]
+        if _MISSING in found:
+            found = [
+                frozen(key, _MISSING) if value is _MISSING else value
+                for key, value in zip(keys, found, strict=True)
+            ]
+            missing = [at for at, value in enumerate(found) if value is _MISSING]
+            stored = self._stored.get_many([keys[at] for at in missing])
+            for at, value in zip(missing, stored, strict=True):
+                found[at] = value
+        return found
 
     def _run(self, start: bytes, end: bytes) -> Run:
         run = self._stored.run(start, end)
@@ -199,6 +223,9 @@ class LeveledTransaction(LeveledView, Transaction):
                 if value is _MISSING:
                     return self._stored.get(key)
         return value
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        return [self.get(key) for key in keys] if self.writes else super().get_many(keys)
 
     def put(self, key: bytes, value: bytes) -> None:
         if not 0 < len(key) <= MAX_KEY_BYTES or len(value) > MAX_VALUE_BYTES:

@@ -36,7 +36,6 @@ from aifs.meta.records import (
     Garbage,
     Inode,
     decode_dentry,
-    decode_entry,
     decode_inode,
     encode_entry,
 )
@@ -146,18 +145,6 @@ def get_directory(tx: ReadTransaction, ino: int) -> Inode:
     if inode.nlink == 0:
         raise NotFound("the directory has been removed")
     return inode
-
-
-def list_directory(
-    tx: ReadTransaction, ino: int, cookie: int, limit: int
-) -> list[tuple[bytes, Inode, int]]:
-    """Up to ``limit`` entries behind ``cookie`` (0: from the start) as (name, inode, cookie)."""
-    start, end = keys.entries_after(ino, cookie)
-    found = []
-    for key, value in tx.range(start, end, limit):
-        child, _, name = decode_entry(value)
-        found.append((name, child, keys.entry_numbers(key)[1]))
-    return [(name, get_inode(tx, child), place) for name, child, place in found]
 
 
 # --- making names ---------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Records of the metadata store: their Python form and their bytes.
 
-All numbers are little-endian.
+All numbers are little-endian, but for the one of an entry.
 
 inode
     u8 format=1, u8 form, u8 policy length, u8 number of servers, u32 mode, u32 uid, u32 gid, u32
@@ -16,7 +16,7 @@ inode
 dentry
     u64 ino, u64 cookie, u8 type (mode >> 12)
 entry
-    u64 ino, u8 type, name
+    u64 ino (big-endian, as it ends the key of the inode), u8 type, name
 garbage
     u64 ino, u32 unit, servers (u16 each; what the columns are for is not recorded, since it does
     not matter any more)
@@ -61,7 +61,7 @@ _CTIME_AT = _BEHIND - _CTIME.size
 _ACL_LENGTHS = struct.Struct("<HH")
 _ACL_LENGTHS_AT = INODE.size - _ACL_LENGTHS.size
 _DENTRY = struct.Struct("<QQB")
-_ENTRY = struct.Struct("<QB")
+_ENTRY = struct.Struct(">QB")
 _GARBAGE = struct.Struct("<QI")
 _POLICY = struct.Struct("<IB")
 _LONG_POLICY = struct.Struct("<IBBBBQ")

@@ -22,6 +22,7 @@ from aifs.files.open_inode import OpenInode
 from aifs.files.stage import Stager
 from aifs.meta import keys, namespace
 from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.listing import list_directory
 from aifs.meta.records import Inode, decode_burst
 from aifs.meta.slices import read_slice
 from aifs.upkeep.evict import Evictor
@@ -240,7 +241,7 @@ class BurstHints:
 
 
 def _list(tx: ReadTransaction, directory: int, cookie: int) -> list[Place]:
-    entries = namespace.list_directory(tx, directory, cookie, _ENTRIES)
+    entries = list_directory(tx, directory, cookie, _ENTRIES)
     return [_place(tx, inode, place) for _, inode, place in entries]
 
 

@@ -14,6 +14,7 @@ from aifs.files.kernel import Kernel
 from aifs.files.types import ROOT, CallerLike, Opened
 from aifs.meta import namespace
 from aifs.meta.kv import Engine
+from aifs.meta.listing import Listing, list_directory
 from aifs.meta.records import Copy, Inode
 from aifs.store.ids import IdAllocator
 from aifs.upkeep.trash import Trash
@@ -22,7 +23,7 @@ from aifs.vfs.groups.protocol import Groups
 from aifs.vfs.open_files import OpenFiles
 from aifs.vfs.serve_options import ServeOptions
 
-_READDIR_BATCH = 32  # of the about 180 entries of one reply; the last batch is read in part in vain
+_READDIR_BATCH = 32  # where nobody says how many a reply holds
 
 
 class Names:
@@ -214,19 +215,22 @@ class Names:
             if file is not None:
                 file.cancel_lease()
 
-    async def readdir(self, ino: int, cookie: int) -> list[tuple[bytes, Inode, int]]:
-        """The next entries behind ``cookie`` (0: the first) as (name, inode, cookie); [] at the
-        end.
+    async def readdir(self, ino: int, cookie: int, limit: int = _READDIR_BATCH) -> Listing:
+        """The next entries behind ``cookie`` (0: the first), ``limit`` at most; none at the end.
 
         An entry that exists during the whole listing appears exactly once, whatever else changes. A
         directory that has been removed, which some process may still be in, has none.
         """
         if self._trash.holds(ino):
-            return []
-        entries = await self._engine.view(namespace.list_directory, ino, cookie, _READDIR_BATCH)
-        if not self._io.open:
-            return entries
-        return [(name, self._current(inode), place) for name, inode, place in entries]
+            return Listing([], [], self._engine.seq)
+        listing = await self._engine.view(list_directory, ino, cookie, limit)
+        opened = self._io.open
+        if opened and not opened.keys().isdisjoint(listing.inos):
+            for place, child in enumerate(listing.inos):
+                file = opened.get(child)
+                if file is not None:
+                    listing.inodes[place] = self._io.attributes(file).encode()
+        return listing
 
     async def fsyncdir(self, ino: int) -> None:
         """The directory's names are on stable storage when this returns."""

@@ -206,6 +206,7 @@ OPERATIONS = st.lists(
         st.tuples(st.just("delete"), KEYS),
         st.tuples(st.just("add"), st.sampled_from([b"count1", b"count2"]), st.integers(-9, 9)),
         st.tuples(st.just("get"), KEYS),
+        st.tuples(st.just("get_many"), st.lists(KEYS, max_size=9)),
         st.tuples(st.just("range"), KEYS, KEYS, st.integers(0, 4)),
     ),
     max_size=8,
@@ -226,6 +227,9 @@ class ModelTransaction:
 
     def get(self, key):
         return self.pairs.get(key)
+
+    def get_many(self, keys):
+        return [self.pairs.get(key) for key in keys]
 
     def add(self, key, delta):
         new = int.from_bytes(self.pairs.get(key, b""), "little", signed=True) + delta

@@ -141,7 +141,7 @@ async def test_who_may_set_and_remove_each_hint(directory: Path, mode: int) -> N
 async def test_who_may_call_each_ioctl(directory: Path, mode: int) -> None:
     expected, found = {}, {}
     async with opened(directory) as fs:
-        edge = HandedOver(fs, Scheduler(0.0), lambda *reply: None)
+        edge = HandedOver(fs, Scheduler(0.0), lambda *reply: None, fs.store.config.kernel)
         for command, rule in MAY_CALL.items():
             for user, caller in USERS.items():
                 top = await a_directory(fs, f"{command.name} {user}", mode)
@@ -253,7 +253,7 @@ async def test_nobody_pushes_out_what_others_were_refused(directory: Path) -> No
 async def test_ioctls_that_are_refused_say_why(directory: Path) -> None:
     async with opened(directory) as fs:
         top = await a_directory(fs, "top", 0o777)
-        edge = HandedOver(fs, Scheduler(0.0), lambda *reply: None)
+        edge = HandedOver(fs, Scheduler(0.0), lambda *reply: None, fs.store.config.kernel)
         command = ioctl.AIFS_IOC_REMOVE_TREE
         assert not await is_let(
             call(edge, command, top, command.argument.pack(0, 0, b"below"), OTHER)

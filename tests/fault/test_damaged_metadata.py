@@ -158,8 +158,11 @@ def test_a_newer_value_hides_a_damaged_one(scratch):
     engine = LmdbEngine(str(scratch))
     with pytest.raises(DamagedRecord):
         trio.run(engine.view, lambda tx: list(tx.range(b"a", b"z")))
+    with pytest.raises(DamagedRecord):
+        trio.run(engine.view, lambda tx: tx.get_many([b"a", b"kind"]))
     trio.run(engine.transact, lambda tx: tx.put(b"kind", b"new"))
     for _ in range(2):
+        assert trio.run(engine.view, lambda tx: tx.get_many([b"a", b"kind"])) == [None, b"new"]
         assert trio.run(engine.view, lambda tx: list(tx.range(b"a", b"z"))) == [(b"kind", b"new")]
         engine.close()
         engine = LmdbEngine(str(scratch))

@@ -487,7 +487,7 @@ class Life:
             return
         number, handle, cookie, seen = self._dirs[slot]
         for _ in range(batches):
-            batch = await self.fs.readdir(number, cookie)
+            batch = [*await self.fs.readdir(number, cookie)]
             if not batch:
                 opened = self.oracle.dir_handles[handle]
                 missing, wrong = opened.always - set(seen), set(seen) - opened.ever
@@ -519,7 +519,7 @@ class Life:
         self.oracle.clock = Stamp(time.time_ns(), _END_OF_TIME)
         self.oracle.touch_atime(inode)
         found, cookie = [], 0
-        while batch := await self.fs.readdir(self.numbers[inode.ino], cookie):
+        while batch := [*await self.fs.readdir(self.numbers[inode.ino], cookie)]:
             found += [(name, real) for name, real, _ in batch]
             cookie = batch[-1][2]
         assert len(found) == len({name for name, _ in found}), f"readdir repeated a name: {found}"

@@ -1,12 +1,13 @@
 /*
- * Feeds the bridge's message code (aifs/fuse/messages.h) with random, truncated and damaged messages. Each lies in a
- * heap block of exactly its length, so that the address sanitizer sees the first byte read beyond it.
+ * Feeds the bridge's message code (aifs/fuse/messages.h) with random, truncated and damaged messages, and that for
+ * listings (aifs/fuse/listing.h) with such records. Each lies in a heap block of exactly its length, so that the address sanitizer sees the first byte read beyond it.
  *
  *     bridge_fuzz ROUNDS SEED
  */
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "listing.h"
 #include "messages.h"
 
 static uint64_t state;
@@ -25,7 +26,7 @@ static uint64_t below(uint64_t limit)
 }
 
 static const uint32_t interesting[] = {
-    SETATTR, OPEN, WRITE, SETXATTR, GETXATTR, INIT, OPENDIR, READDIR, FSYNCDIR, CREATE, INTERRUPT,
+    SETATTR, OPEN, WRITE, SETXATTR, GETXATTR, INIT, OPENDIR, FSYNCDIR, CREATE, INTERRUPT,
     IOCTL, FALLOCATE, READDIRPLUS, LSEEK, COPY_FILE_RANGE, SYNCFS, TMPFILE, STATX, COPY_FILE_RANGE_64, OPCODES, UINT32_MAX,
 };
 
@@ -74,6 +75,31 @@ static void one_reply(struct bridge *bridge)
     free(body);
 }
 
+static struct span record_of(size_t usual)
+{
+    size_t length = below(3) ? usual + below(3) : below(300);
+    return (struct span){message_of(length), length};
+}
+
+static void one_entry(void)
+{
+    struct span key = record_of(ENTRY_KEY_SIZE), entry = record_of(20), inode = record_of(sizeof(struct inode_record));
+    const struct keeping keeping = {.entry_ns = random_bits(), .attr_ns = random_bits()};
+    if (inode.length && below(4))
+        *(char *)inode.start = RECORD_FORMAT;
+    size_t room = below(2) ? below(600) : below(160);
+    char *out = message_of(room);
+    if (is_entry(key, entry, inode)) {
+        has_acl(inode);
+        if (put_entry(out, room, key, entry, inode, &keeping, below(2)) > room)
+            abort();
+    }
+    free((char *)key.start);
+    free((char *)entry.start);
+    free((char *)inode.start);
+    free(out);
+}
+
 int main(int count, char **arguments)
 {
     long rounds = count > 1 ? atol(arguments[1]) : 100000;
@@ -90,6 +116,7 @@ int main(int count, char **arguments)
         silent || below(100) < 60 ? one_request(bridge) : one_reply(bridge);
         if (bridge->expected_count > EXPECTED_MAX)
             abort();
+        one_entry();
     }
     uint64_t seen = 0;
     for (unsigned i = 0; i < OPCODES; i++)

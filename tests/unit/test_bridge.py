@@ -29,6 +29,9 @@ from aifs.vfs.refusals import Refusals
 CALLER = (1, 2, 3)
 
 
+KERNEL = SimpleNamespace(entry_timeout_s=86400.0, attr_timeout_s=1.5)
+
+
 class FakeFilesystem:
     """Answers each method with ``answer``, raises it, or waits (``answer`` None)."""
 
@@ -53,7 +56,9 @@ class FakeFilesystem:
 async def answer_to(fs: Any, opcode: int, body: bytes, nodeid: int = 7) -> tuple[int, bytes]:
     """The errno and data of the reply to one request."""
     replies = []
-    requests = HandedOver(fs, scheduler := Scheduler(0.0), lambda *reply: replies.append(reply))
+    requests = HandedOver(
+        fs, scheduler := Scheduler(0.0), lambda *reply: replies.append(reply), KERNEL
+    )
     async with trio.open_nursery() as nursery:
         requests.serve_in(nursery)
         assert requests.take(opcode, 99, nodeid, CALLER, body)
@@ -276,7 +281,9 @@ async def test_errors_pass_the_choke_point(caplog: pytest.LogCaptureFixture) -> 
 
 async def test_an_interrupt_cancels_its_request_alone() -> None:
     replies: list[tuple[int, int, bytes]] = []
-    requests = HandedOver(FakeFilesystem(), Scheduler(0.0), lambda *reply: replies.append(reply))
+    requests = HandedOver(
+        FakeFilesystem(), Scheduler(0.0), lambda *reply: replies.append(reply), KERNEL
+    )
     body = struct.pack("=QQII", 5, 10, 4, 0)
     async with trio.open_nursery() as nursery:
         requests.serve_in(nursery)
@@ -295,7 +302,9 @@ async def test_an_interrupt_cancels_its_request_alone() -> None:
 
 async def test_requests_that_still_wait_when_the_mount_ends_are_answered() -> None:
     replies: list[tuple[int, int, bytes]] = []
-    requests = HandedOver(FakeFilesystem(), Scheduler(0.0), lambda *reply: replies.append(reply))
+    requests = HandedOver(
+        FakeFilesystem(), Scheduler(0.0), lambda *reply: replies.append(reply), KERNEL
+    )
     async with trio.open_nursery() as nursery:
         requests.serve_in(nursery)
         requests.take(handed_over.LSEEK, 2, 7, CALLER, struct.pack("=QQII", 5, 10, 4, 0))

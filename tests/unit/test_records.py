@@ -197,7 +197,7 @@ def test_a_golden_inode_with_flags_and_acls() -> None:
 def test_other_golden_records() -> None:
     assert Dentry(0x0102, 0x03, 4).encode().hex() == "0201000000000000" + "0300000000000000" + "04"
     assert (
-        records.encode_entry(0x0102, 8, b"name").hex() == "0201000000000000" + "08" + b"name".hex()
+        records.encode_entry(0x0102, 8, b"name").hex() == "0000000000000102" + "08" + b"name".hex()
     )
     garbage = Garbage(9, Striped(4096, (1, 256)))
     assert garbage.encode().hex() == "0900000000000000" + "00100000" + "01000001"

@@ -27,6 +27,7 @@ from aifs.files.types import CallerLike
 from aifs.meta import groups, keys, namespace, publishing, trash
 from aifs.meta.askers import Asker
 from aifs.meta.kv import Engine, ReadTransaction, Transaction, grows
+from aifs.meta.listing import list_directory
 from aifs.meta.publishing import Kept, decode_kept
 from aifs.meta.records import Inode
 from aifs.upkeep.trash import Trash
@@ -218,9 +219,7 @@ class Retention:
         total, directories = 0, [top]
         while directories:
             directory, cookie = directories.pop(), 0
-            while entries := await self._engine.view(
-                namespace.list_directory, directory, cookie, _ENTRIES
-            ):
+            while entries := await self._engine.view(list_directory, directory, cookie, _ENTRIES):
                 for _, inode, cookie in entries:
                     if inode.is_dir:
                         directories.append(inode.ino)
@@ -284,7 +283,7 @@ def _list(
     """Entries as (name, inode, cookie, is it pending, does it hold a manifest, must who set the
     policy let it be).
     """
-    entries = namespace.list_directory(tx, directory, cookie, _ENTRIES)
+    entries = list_directory(tx, directory, cookie, _ENTRIES)
     asker = _policy_setter(tx, directory)
     return [
         (

@@ -1,0 +1,131 @@
+/*
+ * The reply to READDIRPLUS, made from the records of the metadata store as they are. Pure: no I/O, no Python.
+ *
+ * What is read of them is documented with their codecs: the end of an entry's key (aifs/meta/keys.py), an entry, and
+ * the head of an inode's record (aifs/meta/records.py). Nothing beyond the given lengths is touched.
+ */
+#ifndef AIFS_LISTING_H
+#define AIFS_LISTING_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "messages.h"
+
+#define RECORD_FORMAT 1
+
+struct inode_record { /* records.INODE */
+    uint8_t format, form, policy_length, servers;
+    uint32_t mode, uid, gid, nlink, rdev;
+    uint64_t size, blocks;
+    int64_t atime_ns, mtime_ns, ctime_ns;
+    uint8_t rest[36];
+    uint16_t acl_length, default_acl_length;
+};
+static_assert(sizeof(struct inode_record) == 104 && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "layout");
+
+enum { ENTRY_KEY_SIZE = 17, COOKIE_AT = 9, ENTRY_NAME_AT = 9 };
+
+struct attributes {
+    uint64_t ino, size, blocks, atime, mtime, ctime;
+    uint32_t atime_ns, mtime_ns, ctime_ns, mode, nlink, uid, gid, rdev, block_size, flags;
+};
+static_assert(sizeof(struct attributes) == 88, "layout");
+
+struct entry_plus { /* struct fuse_direntplus; its name follows, and zeros up to a multiple of 8 */
+    uint64_t nodeid, generation, entry_s, attr_s;
+    uint32_t entry_ns, attr_ns;
+    struct attributes attributes;
+    uint64_t ino, next;
+    uint32_t name_length, type;
+};
+static_assert(sizeof(struct entry_plus) == 152, "layout");
+
+struct span {
+    const char *start;
+    size_t length;
+};
+
+/* How long the kernel may keep what it is told, in ns, and what it is told of all files. */
+struct keeping {
+    uint64_t entry_ns, attr_ns;
+    uint32_t block_size;
+};
+
+#define SECOND_NS 1000000000
+
+static inline uint64_t big_endian(const char *number)
+{
+    uint64_t value;
+    memcpy(&value, number, sizeof value);
+    return __builtin_bswap64(value);
+}
+
+static inline void put_time(int64_t time_ns, uint64_t *seconds, uint32_t *rest)
+{
+    int64_t whole = time_ns / SECOND_NS, part = time_ns % SECOND_NS;
+    *seconds = (uint64_t)(whole - (part < 0)); /* C rounds towards zero, and the kernel wants parts that are positive */
+    *rest = (uint32_t)(part + (part < 0 ? SECOND_NS : 0));
+}
+
+/* Whether the records are ones that can be read. */
+static inline bool is_entry(struct span key, struct span entry, struct span inode)
+{
+    return key.length == ENTRY_KEY_SIZE && entry.length > ENTRY_NAME_AT && inode.length >= sizeof(struct inode_record)
+        && inode.start[0] == RECORD_FORMAT;
+}
+
+/* Puts one entry at `out`; how long it is, or 0 if it is longer than `room`. `kept`: the name is. For is_entry(). */
+static inline size_t put_entry(char *out, size_t room, struct span key, struct span entry, struct span inode,
+                               const struct keeping *keeping, bool kept)
+{
+    struct entry_plus plus;
+    size_t name_length = entry.length - ENTRY_NAME_AT;
+    size_t length = (sizeof plus + name_length + 7) / 8 * 8;
+    if (length > room)
+        return 0;
+    struct inode_record record;
+    memcpy(&record, inode.start, sizeof record);
+    uint64_t ino = big_endian(entry.start), entry_ns = kept ? keeping->entry_ns : 0;
+    plus = (struct entry_plus){
+        .nodeid = ino,
+        .entry_s = entry_ns / SECOND_NS,
+        .entry_ns = (uint32_t)(entry_ns % SECOND_NS),
+        .attr_s = keeping->attr_ns / SECOND_NS,
+        .attr_ns = (uint32_t)(keeping->attr_ns % SECOND_NS),
+        .attributes = {
+            .ino = ino,
+            .size = record.size,
+            .blocks = record.blocks,
+            .mode = record.mode,
+            .nlink = record.nlink,
+            .uid = record.uid,
+            .gid = record.gid,
+            .rdev = record.rdev,
+            .block_size = keeping->block_size,
+        },
+        .ino = ino,
+        .next = big_endian(key.start + COOKIE_AT) + 1, /* 0 is the start */
+        .name_length = (uint32_t)name_length,
+        .type = record.mode >> 12 & 15,
+    };
+    put_time(record.atime_ns, &plus.attributes.atime, &plus.attributes.atime_ns);
+    put_time(record.mtime_ns, &plus.attributes.mtime, &plus.attributes.mtime_ns);
+    put_time(record.ctime_ns, &plus.attributes.ctime, &plus.attributes.ctime_ns);
+    memcpy(out, &plus, sizeof plus);
+    memcpy(out + sizeof plus, entry.start + ENTRY_NAME_AT, name_length);
+    memset(out + sizeof plus + name_length, 0, length - sizeof plus - name_length);
+    return length;
+}
+
+/* Whether the inode has an ACL, which the kernel may ask for once it has been told of the inode. */
+static inline bool has_acl(struct span inode)
+{
+    struct inode_record record;
+    memcpy(&record, inode.start, sizeof record);
+    return record.acl_length || record.default_acl_length;
+}
+
+#endif

@@ -1,0 +1,72 @@
+"""Reading directories: a range of entries, and the inodes that they lead to, in two reads of the
+store.
+
+What is read stays as it is recorded: of the hundreds of entries of one reply nothing is decoded
+here that the reply does not need, and the bridge makes the reply from the records (fuse/listing.h
+reads the key and the record of an entry, and the head of an inode's; meta/keys.py and
+meta/records.py say how they lie).
+"""
+
+import struct
+from collections.abc import Iterator
+
+from aifs.core.errors import NotFound
+from aifs.meta import keys
+from aifs.meta.kv import ReadTransaction
+from aifs.meta.records import Inode, decode_entry, decode_inode, encode_entry
+
+
+class Listing:
+    """Entries of one directory in the order of their cookies; iterated over, they are (name, Inode,
+    cookie). What may be put in place of a record: that of the inode as it is in core.
+    """
+
+    __slots__ = ("entries", "inodes", "seq")
+
+    def __init__(self, entries: list[tuple[bytes, bytes]], inodes: list[bytes], seq: int) -> None:
+        self.entries = entries
+        """Key and record of each entry."""
+        self.inodes = inodes
+        """The record of the inode of each."""
+        self.seq = seq
+        """Of the view that has read them."""
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[tuple[bytes, Inode, int]]:
+        for (key, entry), record in zip(self.entries, self.inodes, strict=True):
+            ino, _, name = decode_entry(entry)
+            inode = decode_inode(ino, record)
+            inode.seq = self.seq
+            yield name, inode, keys.entry_numbers(key)[1]
+
+    @property
+    def inos(self) -> tuple[int, ...]:
+        """The inode numbers."""
+        numbers = b"".join([entry[:8] for _, entry in self.entries])
+        return struct.unpack(f">{len(self.entries)}Q", numbers)
+
+    def put_dots(self, directory: Inode, place: int) -> None:
+        """Have ``.`` and ``..``, from ``place`` on, in front, with cookies that no other entry has:
+        0 and 1.
+        """
+        type_, parent = directory.mode >> 12, directory.parent or directory.ino
+        dots = [
+            (keys.entry(directory.ino, cookie), encode_entry(ino, type_, name))
+            for cookie, (ino, name) in enumerate([(directory.ino, b"."), (parent, b"..")])
+        ][place:]
+        self.entries[:0] = dots
+        self.inodes[:0] = [directory.encode()] * len(dots)
+
+
+def list_directory(tx: ReadTransaction, ino: int, cookie: int, limit: int) -> Listing:
+    """Up to ``limit`` entries behind ``cookie`` (0: from the start). Raises NotFound for an entry
+    that leads nowhere.
+    """
+    entries = list(tx.range(*keys.entries_after(ino, cookie), limit))
+    records = tx.get_many([b"i" + entry[:8] for _, entry in entries])
+    if None in records:
+        child, _, name = decode_entry(entries[records.index(None)][1])
+        raise NotFound(f"inode {child} does not exist, which an entry of directory {ino} leads to")
+    return Listing(entries, records, tx.seq)  # type: ignore[arg-type]  # there is no None in it
