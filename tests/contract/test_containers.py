@@ -380,6 +380,19 @@ async def test_descriptors_are_shared_and_given_back(servers, tmp_path):
         assert open_below(Path(servers[0].address).parent) == []
 
 
+async def test_what_the_page_cache_has_is_read_there_though_the_container_is_not_open(
+    servers, tmp_path
+):
+    """Else the first reader would fetch a whole stripe."""
+    with shelf(servers, tmp_path) as made:
+        await made.store({0: content(0, 10_000)})
+        made.files.forget()
+        assert await made.content(0, 10_000) == content(0, 10_000)
+        server = servers[0]
+        if server.may_inline or server.storage.can_read_cached:
+            assert servers.cache.status()["fetched_bytes"] == 0
+
+
 async def test_files_that_are_closed_for_good_are_asked_for_no_descriptors(
     servers, tmp_path, monkeypatch
 ):

@@ -127,6 +127,9 @@ class ContainerFiles:
         objects = found.objects
         objects.in_use(1)
         try:
+            # Else the first read would pass the page cache by, and fetch a whole stripe.
+            if await objects.open() and objects.read_now(offset, target, end):
+                return
             await objects.fill(offset, target, found.entry.size(end))
         finally:
             objects.in_use(-1)

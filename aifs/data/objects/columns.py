@@ -134,6 +134,10 @@ class Columns:
             fd = self.descriptor_now(column)
         return 0 if fd is None else self.server(column).read(self.key, fd, buffer, offset)
 
+    def is_open(self, column: int) -> bool:
+        """Whether there is a descriptor of the column's object."""
+        return self._fds[column] is not None
+
     def read_cached(self, column: int, parts: Sequence[memoryview], offset: int) -> bool:
         """Fill ``parts``, which follow each other in the column's object, if the page cache has
         them. Does not block.

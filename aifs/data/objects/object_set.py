@@ -200,6 +200,11 @@ class ObjectSet:
         if data is not buffer:
             buffer[:] = data
 
+    async def open(self) -> bool:
+        """Have descriptors of a set without protection, through which page caches are read; whether
+        there were none. Raises Unavailable."""
+        return self._recovery is None and await self._cached.open(self._sources)
+
     def read_now(self, offset: int, buffer: memoryview, size: int) -> bool:
         """The same, if it takes no waiting; wholly, or nothing counts. Raises Unavailable. Does not
         block.

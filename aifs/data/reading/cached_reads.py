@@ -139,6 +139,15 @@ class CachedReads:
             ]
         )
 
+    async def open(self, sources: Sources) -> bool:
+        """Have the descriptors of a settled file; whether some were missing. Raises Unavailable."""
+        columns = self._columns
+        closed = [column for column in sources if not columns.is_open(column)]
+        if closed:
+            calls = [(column, columns.descriptor_now, (column,)) for column in closed]
+            await self._gather(calls, abandonable=True)
+        return bool(closed)
+
     def read_now(self, offset: int, buffer: memoryview, size: int, sources: Sources) -> bool:
         """As a strict ``read`` into ``buffer``, if it takes no waiting; wholly, or nothing counts.
         Raises Unavailable. Does not block.
