@@ -22,9 +22,9 @@ from aifs.store.backup import Backup
 
 _log = logger(__name__)
 
-_LINGER_S = 0.02  # what is deleted waits for more: many cost little more than one
+_LINGER_S = 0.05  # what is deleted waits for more: many cost little more than one
 _BATCH = 256
-_ERASED_AT_ONCE = 32  # in one transaction, whose own changes slow down its range reads
+_ERASED_AT_ONCE = 64  # in one transaction, which takes a millisecond
 _BACKLOG_MAX = 1024  # from here on deletions do not wait for others to share a backup with
 
 _ERASED = faults.declare(
@@ -116,7 +116,9 @@ class Collector:
         if trio.current_time() >= self._retry_at_s:
             self._garbage += self.retry
             self.retry, self._retry_at_s = [], math.inf
-        await self._collect()
+        await self._collect(_BATCH)
+        if self._orphans or self._garbage:
+            return _LINGER_S
         return NEVER_S
 
     async def release(self) -> float:
@@ -133,10 +135,13 @@ class Collector:
             await self._release(urgent)
             await self._collect()
 
-    async def _collect(self) -> None:
-        """Remove what need not be held."""
+    async def _collect(self, enough: int = 1) -> None:
+        """Remove what need not be held; what comes meanwhile, too, if it is ``enough`` for another
+        batch."""
         async with self._draining:
-            while self._orphans or self._garbage:
+            first = True
+            while len(self._orphans) + len(self._garbage) >= (1 if first else enough):
+                first = False
                 while self._orphans and len(self._garbage) < _BATCH:
                     orphans = self._orphans[:_ERASED_AT_ONCE]
                     oids, damaged = await self._engine.transact(_erase, orphans)
@@ -221,9 +226,15 @@ def _erase(tx: Transaction, inos: list[int]) -> tuple[list[int], list[tuple[int,
     """Erase orphans; the oids whose objects are garbage now, and which inodes stay, and why."""
     oids: list[int] = []
     damaged: list[tuple[int, Unavailable]] = []
+    xattrs: dict[int, list[bytes]] = {}
     for ino in inos:
         try:
-            oids += namespace.remove_orphan(tx, ino)
+            xattrs[ino] = namespace.find_xattrs(tx, ino)
+        except Unavailable as error:
+            damaged.append((ino, error))
+    for ino, found in xattrs.items():
+        try:
+            oids += namespace.remove_orphan(tx, ino, found)
         except Unavailable as error:
             damaged.append((ino, error))
     return oids, damaged

@@ -291,9 +291,9 @@ def rmdir(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
     return drop_link(tx, inode, now)
 
 
-def remove_orphan(tx: Transaction, ino: int) -> list[int]:
+def remove_orphan(tx: Transaction, ino: int, xattrs: Collection[bytes]) -> list[int]:
     """Erase an inode without names; the ids of what it leaves as garbage. [] too if it is not an
-    orphan (any more).
+    orphan (any more). ``xattrs``: what ``find_xattrs`` says of it.
     """
     if tx.get(keys.orphan(ino)) is None:
         return []
@@ -301,15 +301,24 @@ def remove_orphan(tx: Transaction, ino: int) -> list[int]:
     tx.delete(keys.orphan(ino))
     if inode is None or inode.nlink:
         return []
-    return erase(tx, inode)
+    return erase(tx, inode, xattrs)
 
 
-def erase(tx: Transaction, inode: Inode) -> list[int]:
-    """Erase an inode that nothing refers to; the ids of what it leaves as garbage."""
+def find_xattrs(tx: ReadTransaction, ino: int) -> list[bytes]:
+    """The keys of all extended attributes of an inode. Who erases many asks for all first: a range
+    costs the more, the more the transaction has changed.
+    """
+    return [key for key, _ in tx.range(*keys.xattrs(ino))]
+
+
+def erase(tx: Transaction, inode: Inode, xattrs: Collection[bytes]) -> list[int]:
+    """Erase an inode that nothing refers to, with the extended attributes of these keys; the ids of
+    what it leaves as garbage.
+    """
     ino = inode.ino
     tx.delete(keys.inode(ino))
     tx.add(keys.COUNTER_INODES, -1)
-    for key in [key for key, _ in tx.range(*keys.xattrs(ino))]:
+    for key in xattrs:
         tx.delete(key)
     garbage = discard_layout(tx, inode)
     if inode.copy is not None:

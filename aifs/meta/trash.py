@@ -190,5 +190,5 @@ def _remove(
 
 
 def _erase(tx: Transaction, inode: Inode, done: Slice) -> None:
-    done.garbage += namespace.erase(tx, inode)
+    done.garbage += namespace.erase(tx, inode, namespace.find_xattrs(tx, inode.ino))
     done.erased.append(inode.ino)
