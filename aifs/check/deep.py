@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import trio
 
+from aifs.burst.making import MakingTools
+from aifs.burst.transfer import Limiter, Mover
 from aifs.check import repair
 from aifs.check.findings import Problem, Progress, Subject, read_record
 from aifs.check.scan import for_each
@@ -22,15 +24,15 @@ from aifs.data.checking.digests import DIGESTS_AT_ONCE, HASHED
 from aifs.data.checking.inspection import STEP, Inspection
 from aifs.data.checking.window import UNREADABLE as NOT_READ
 from aifs.data.checking.window import WRONG, Check
-from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.files.chunk_users import users_of
 from aifs.layout.interleaved import STRIPE
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, degraded, forms, keys, moves, namespace
 from aifs.meta.kv import Transaction
 from aifs.meta.records import decode_inode
+from aifs.movers.movers import Movers
 from aifs.store.store import Store
-from aifs.upkeep.judging import COPY_PIECE, Judgement, judge_copy
+from aifs.upkeep.judging import Judgement, judge_copy
 
 _AT_ONCE = 4
 """Files and containers that are read at the same time."""
@@ -65,7 +67,9 @@ class DeepCheck:
         self._engine = store.engine
         self._view = store.engine.view
         self._servers = store.servers
-        self._buffers = BudgetedBuffers(store.servers.budget)
+        tools = MakingTools(store.servers, Mover(store.servers.budget, Limiter(0), "none"))
+        self._movers = Movers(tools)
+        self._buffers = tools.mover.buffers
         self._table = table
         self._progress = progress
         self._waiting: list[_Objects] = []
@@ -221,8 +225,7 @@ class DeepCheck:
     async def _compare_cache(self, ino: int) -> None:
         inode = await self._view(namespace.get_inode, ino)
         if inode.copy is not None and inode.copy.server in self._servers:
-            memory = await self._buffers.take(COPY_PIECE)
-            if await judge_copy(self._engine, self._servers, inode, memory) is Judgement.WRONG:
+            if await judge_copy(self._engine, self._movers, inode) is Judgement.WRONG:
                 self._bad_caches.add(ino)
 
     # --- what is found ---

@@ -16,9 +16,9 @@ from typing import Any
 
 import trio
 
+from aifs.burst.transfer import Limiter, Mover
 from aifs.core.errors import FsError, NotFound, Stale
 from aifs.core.log import logger
-from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.files.chunk_users import users_of
@@ -32,7 +32,7 @@ from aifs.meta import keys
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.meta.server_uses import scan_endangered
-from aifs.upkeep.judging import COPY_PIECE, Judgement, judge_copy
+from aifs.upkeep.judging import Judgement, judge_copy
 from aifs.upkeep.scrub_state import Findings
 
 _log = logger(__name__)
@@ -66,7 +66,7 @@ class FromCopies:
         self._drain = drain
         self._needs = needs
         self._findings = findings
-        self._buffers = BudgetedBuffers(servers.budget)
+        self._movers = io.movers(Mover(servers.budget, Limiter(0), "best-effort"))
         self._useless: set[tuple[int, int]] = (
             set()
         )  # ids of copies that are wrong, each with the oid of its file then
@@ -141,8 +141,7 @@ class FromCopies:
             return RestoreOutcome.NOTHING
         if file.marked or file.on_object:
             return RestoreOutcome.BUSY
-        memory = await self._buffers.take(COPY_PIECE)
-        judgement = await judge_copy(self._engine, self._servers, replace(inode), memory)
+        judgement = await judge_copy(self._engine, self._movers, replace(inode))
         await file.gate.enter_alone()
         try:
             changed = file.copy is not copy or file.changes != changes or file.marked

@@ -1,20 +1,32 @@
-"""Whether the clean burst copy of a file has the bytes that the checksums of what is on the data
+"""Whether clean burst copies of files have the bytes that the checksums of what is on the data
 servers say.
+
+The checksums are looked up here, for some MiB of a file at a time; the bytes are read and compared
+wherever there is room for it (see movers), by those who know no more than that.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum, auto
+from typing import NamedTuple
 
+from aifs.burst.making import MakingTools, never
 from aifs.core import files
 from aifs.core.errors import FsError
 from aifs.data.checking.checks import CheckedPart, differ
 from aifs.data.checking.digests import DIGEST_BYTES, HASHED
-from aifs.data.servers import Servers
+from aifs.data.server import DataServer
 from aifs.meta import chunks, extents, forms
-from aifs.meta.kv import Engine
-from aifs.meta.records import Inode
+from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.records import Copy, Inode
+from aifs.movers.movers import Movers
 
-COPY_PIECE = 4 << 20
+COPIES_PIECE = 64 << 20
+"""Bytes of copies that are compared together, at most."""
+
+LISTED = 4 << 20
+"""Bytes of a file whose checksums are looked up in one go."""
+
+_ALIGNED = 256 << 10  # memory is taken in multiples of this
 
 
 class Judgement(Enum):
@@ -27,57 +39,97 @@ class Judgement(Enum):
     UNREADABLE = auto()
 
 
+class CopyRange(NamedTuple):
+    """A part of a clean burst copy, to be compared."""
+
+    place: Copy
+    size: int
+    """Of the whole file."""
+    parts: Sequence[CheckedPart]
+
+
+async def compare(
+    copies: Sequence[CopyRange], tools: MakingTools, cancelled: Callable[[], bool] = never
+) -> Sequence[Judgement] | None:
+    """Whether each copy has its file's length, and bytes with these checksums; UNTOLD is never
+    said. None if ``cancelled`` has become true meanwhile."""
+    found = []
+    for asked in copies:
+        if cancelled():
+            return None
+        device = tools.servers.find(asked.place.server)
+        if device is None:
+            found.append(Judgement.UNREADABLE)
+            continue
+        length = max((part.length for part in asked.parts), default=0)
+        memory = await tools.mover.buffers.take(max(-(-length // _ALIGNED), 1) * _ALIGNED)
+        try:
+            found.append(await tools.servers.run(device, _compare, device, asked, memory))
+        except FsError:
+            found.append(Judgement.UNREADABLE)  # which says nothing of its bytes
+    return found
+
+
+def _compare(device: DataServer, asked: CopyRange, memory: memoryview) -> Judgement:
+    """Blocks. Raises FsError where the copy cannot be opened."""
+    key = 0, asked.place.id
+    fd = device.open_object(key, False, False)
+    if fd is None:
+        return Judgement.WRONG
+    try:
+        if device.stat(key, fd).length != asked.size:
+            return Judgement.WRONG
+        is_wrong = differ(device, key, fd, asked.parts, memory)
+        return Judgement.WRONG if is_wrong else Judgement.RIGHT
+    finally:
+        files.close_file(fd)
+
+
 async def judge_copy(
     engine: Engine,
-    servers: Servers,
+    movers: Movers,
     inode: Inode,
-    memory: memoryview,
     throttle: Callable[[int], Awaitable[None]] | None = None,
+    piece: int = COPIES_PIECE,
 ) -> Judgement:
     """Compare the clean burst copy of a file with the checksums of what is on the data servers. One
-    that is missing is wrong. ``memory``: of COPY_PIECE bytes; ``throttle`` is awaited with the
-    bytes of each piece."""
+    that is missing is wrong. ``piece``: how many bytes together; ``throttle`` is awaited with those
+    of each piece."""
     assert inode.copy is not None
-    server, key = servers.find(inode.copy.server), (0, inode.copy.id)
-    if server is None:
-        return Judgement.UNREADABLE
-    fd = None
-    try:
-        fd = await servers.run(server, server.open_object, key, False, False)
-        if fd is None or (await servers.run(server, server.stat, key, fd)).length != inode.size:
-            return Judgement.WRONG
-        for start in range(0, inode.size, COPY_PIECE):
+    at, is_told = 0, True
+    while is_told:
+        parts, start = list[CheckedPart](), at
+        while at < min(start + piece, inode.size) and is_told:
             try:
-                parts = await _parts(engine, inode, start)
+                listed = await engine.view(find_parts, inode, at)
             except FsError:
-                return (
-                    Judgement.UNTOLD
-                )  # a damaged list: fsck names it, and the copy may be all that is whole
-            if not parts:
-                return Judgement.UNTOLD
-            if await servers.run(server, differ, server, key, fd, parts, memory):
-                return Judgement.WRONG
-            if throttle is not None:
-                await throttle(min(COPY_PIECE, inode.size - start))
-    except FsError:
-        return Judgement.UNREADABLE  # which says nothing of its bytes
-    finally:
-        if fd is not None:
-            files.close_file(fd)
-    return Judgement.RIGHT
+                listed = ()  # fsck names the damaged list, and the copy may be all that is whole
+            is_told = bool(listed)
+            parts += listed
+            at = min(at + LISTED, inode.size) if is_told else at
+        answers = await movers.carry_out(compare, [CopyRange(inode.copy, inode.size, parts)])
+        assert answers is not None  # nothing cancels it
+        if answers[0] is not Judgement.RIGHT:
+            return answers[0]
+        if throttle is not None and at > start:
+            await throttle(at - start)
+        if at >= inode.size:
+            return Judgement.RIGHT
+    return Judgement.UNTOLD
 
 
-async def _parts(engine: Engine, inode: Inode, start: int) -> Sequence[CheckedPart]:
-    """Those of what is read together, from ``start`` on; none if nobody has checksums."""
-    end = min(start + COPY_PIECE, inode.size)
+# --- transaction functions ------------------------------------------------------------------------
+
+
+def find_parts(tx: ReadTransaction, inode: Inode, start: int) -> Sequence[CheckedPart]:
+    """The checksums of a file for some MiB from ``start`` on; none if nobody has them."""
+    end = min(start + LISTED, inode.size)
     if inode.chunks is not None:
-        read = _extents if inode.lists_extents else _chunks
-        return await read(engine, inode, start, end)
+        return (_extents if inode.lists_extents else _chunks)(tx, inode, start, end)
     number = start // HASHED
-    first, digests = await engine.view(forms.get_checksums, inode.oid, number)
-    digests = digests[
-        (number - first) * DIGEST_BYTES :
-    ]  # the record has all of the piece: its length is a multiple of that
+    first, digests = forms.get_checksums(tx, inode.oid, number)
+    # The record has all of the piece: its length is a multiple of that.
+    digests = digests[(number - first) * DIGEST_BYTES :]
     return [
         CheckedPart(offset, min(HASHED, inode.size - offset), digests[place : place + DIGEST_BYTES])
         for offset, place in zip(
@@ -86,12 +138,12 @@ async def _parts(engine: Engine, inode: Inode, start: int) -> Sequence[CheckedPa
     ]
 
 
-async def _chunks(engine: Engine, inode: Inode, start: int, end: int) -> Sequence[CheckedPart]:
+def _chunks(tx: ReadTransaction, inode: Inode, start: int, end: int) -> Sequence[CheckedPart]:
     parts: list[CheckedPart] = []
     layout = inode.chunks
     assert layout is not None
     while (number := start // layout.chunk + len(parts)) * layout.chunk < end:
-        first, places = await engine.view(chunks.get_chunks, inode.oid, number)
+        first, places = chunks.get_chunks(tx, inode.oid, number)
         if not first <= number < first + len(places):
             return []  # the list is damaged: fsck names it
         last = min(-(-end // layout.chunk), first + len(places))
@@ -106,12 +158,12 @@ async def _chunks(engine: Engine, inode: Inode, start: int, end: int) -> Sequenc
     return parts
 
 
-async def _extents(engine: Engine, inode: Inode, start: int, end: int) -> Sequence[CheckedPart]:
+def _extents(tx: ReadTransaction, inode: Inode, start: int, end: int) -> Sequence[CheckedPart]:
     """Of the chunks that begin in this range, and of the zeros in it."""
     parts: list[CheckedPart] = []
     at = start
     while at < end:
-        offset, _, found = await engine.view(extents.get_extents, inode.oid, at)
+        offset, _, found = extents.get_extents(tx, inode.oid, at)
         for length, place, _ in found:
             at = offset + length
             if place is not None and length and start <= offset < end:

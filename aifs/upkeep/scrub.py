@@ -14,14 +14,16 @@ from typing import Any
 
 import trio
 
-from aifs.burst.transfer import Limiter
+from aifs.burst.transfer import Limiter, Mover
 from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError, Invalid
 from aifs.core.log import logger
 from aifs.core.units import parse_size
 from aifs.core.upkeep import NEVER_S, Upkeep, Work
+from aifs.data.checking.inspection import STEP
 from aifs.data.servers import Servers
+from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.layout.placement import BURST_FIRST
 from aifs.meta import keys, namespace
@@ -41,7 +43,7 @@ from aifs.upkeep.scrub_state import (
     Findings,
     ScrubState,
 )
-from aifs.upkeep.scrubbing import Lost, Scrubber, ScrubResult
+from aifs.upkeep.scrubbing import PIECE, Item, Lost, Scrubber, ScrubResult
 
 _log = logger(__name__)
 
@@ -49,17 +51,15 @@ _RECORDED = faults.declare("vfs.scrub.recorded", "how far a scrub has got is rec
 
 _AT_ONCE = 4  # object sets
 _SLICE = 1024  # records that are looked at in one go
-_BATCH = 64
+_BATCH = 256
 _SAVE_S = 5.0
 _ROUNDS = 3  # for what has to be put off
 _PAUSE_S = 2.0
 _PUT_OFF_MAX = 10_000
-_REST_S = 0.03  # after each window, while somebody writes
-
-Item = tuple[int, int]
-"""Inode number and oid; (0, id) of a container; (inode number, 0) of a file that has a burst copy
-alone to be verified.
-"""
+_PIECE_S = 0.25  # what the limit allows in this time is looked at together, if that is less
+_BESIDE_WRITERS = 8 << 20  # bytes that are looked at together while somebody writes
+_REST_S = 0.03  # for each window of so many bytes, while somebody writes
+_IO_PRIORITY = "best-effort"
 
 
 class Scrub:
@@ -70,6 +70,7 @@ class Scrub:
         config: Config,
         engine: Engine,
         servers: Servers,
+        io: FileIO,
         rebuild: Rebuild,
         from_copies: FromCopies,
         evictor: Evictor,
@@ -84,9 +85,12 @@ class Scrub:
         self._limiter = Limiter(config.scrub.bandwidth)
         self._throttled: set[trio.CancelScope] = set()
         """Those who wait for bandwidth, and look again when that changes."""
-        self._scrubber = Scrubber(engine, servers, self._throttle, rebuild.request)
+        movers = io.movers(Mover(servers.budget, Limiter(0), _IO_PRIORITY))
+        self._scrubber = Scrubber(
+            engine, servers, movers, self._throttle, self._piece, rebuild.request
+        )
         self._from_copies = from_copies
-        self._copies = CopyScrubber(engine, servers, evictor, self._throttle)
+        self._copies = CopyScrubber(engine, movers, evictor, self._throttle, self._piece)
         self._findings = findings
         self._upkeep = upkeep
         self.loaded = False
@@ -249,7 +253,10 @@ class Scrub:
         faults.reach(_RECORDED)
 
     async def _scrub_all(self, items: list[Item]) -> None:
-        following = iter(items)
+        """An item is as of Scrubber, or (inode number, 0) of a file that has nothing but a burst
+        copy to be verified."""
+        right = await self._find_right(items)
+        following = iter([item for item in items if item not in right])
 
         async def work() -> None:
             for item in following:
@@ -258,6 +265,19 @@ class Scrub:
         async with trio.open_nursery() as nursery:
             for _ in range(min(_AT_ONCE, len(items))):
                 nursery.start_soon(work)
+
+    async def _find_right(self, items: list[Item]) -> set[Item]:
+        """Those that need no more: nearly all, and they count as done."""
+        state = self.state
+        right = await self._scrubber.find_right([item for item in items if item[1]])
+        right.update(item for item in items if not item[1])
+        inos = [ino for ino, oid in items if ino and (ino, oid) in right]
+        whole = {0, *await self._copies.find_right(inos)}
+        right = {item for item in right if item[0] in whole}
+        state.objects += len(right)
+        verified = {oid for _, oid in right}
+        state.untold_before = [oid for oid in state.untold_before if oid not in verified]
+        return right
 
     async def _scrub(self, ino: int, oid: int) -> None:
         found, state = ScrubResult(), self.state
@@ -323,6 +343,8 @@ class Scrub:
             scope.cancel()  # whoever waited for the old one need not any more
 
     async def _throttle(self, count: int) -> None:
+        """So many bytes have been read."""
+        self.state.read_bytes += count
         with trio.CancelScope() as scope:
             self._throttled.add(scope)
             try:
@@ -330,7 +352,13 @@ class Scrub:
             finally:
                 self._throttled.discard(scope)
         if self._handles.writers:
-            await trio.sleep(_REST_S)
+            await trio.sleep(_REST_S * count / STEP)
+
+    def _piece(self) -> int:
+        """How many bytes to look at together: so few that the limit is kept all the time."""
+        piece = _BESIDE_WRITERS if self._handles.writers else PIECE
+        rate = self._limiter.rate
+        return max(min(piece, round(rate * _PIECE_S)), STEP) if rate else piece
 
     # --- what is said of it ---
 

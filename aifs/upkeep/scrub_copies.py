@@ -5,16 +5,21 @@ A copy that is wrong is dropped, since the file is whole without it. Where the d
 lost bytes that the copy has, the file is made whole from it (``from_copies``).
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
-from aifs.data.reading.buffers import BudgetedBuffers
-from aifs.data.servers import Servers
+import trio
+
+from aifs.core.errors import FsError
 from aifs.meta import namespace
-from aifs.meta.kv import Engine
+from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Inode
+from aifs.movers.movers import Movers
 from aifs.upkeep.evict import Evictor
-from aifs.upkeep.judging import COPY_PIECE, Judgement, judge_copy
+from aifs.upkeep.judging import CopyRange, Judgement, compare, find_parts, judge_copy
 from aifs.upkeep.scrubbing import Lost, ScrubResult
+
+_SEEN_AT_ONCE = 16  # records of files
+_SMALL = 1 << 20  # bytes of a file that is compared together with others
 
 
 class CopyScrubber:
@@ -23,30 +28,53 @@ class CopyScrubber:
     def __init__(
         self,
         engine: Engine,
-        servers: Servers,
+        movers: Movers,
         evictor: Evictor,
         throttle: Callable[[int], Awaitable[None]],
+        piece: Callable[[], int],
     ) -> None:
+        """``throttle``, ``piece``: as of Scrubber."""
         self._engine = engine
-        self._servers = servers
+        self._movers = movers
         self._evictor = evictor
         self._throttle = throttle
-        self._buffers = BudgetedBuffers(servers.budget)
+        self._piece = piece
+
+    async def find_right(self, inos: Sequence[int]) -> set[int]:
+        """Those of many files whose copies need no more: they are right, as far as that can be
+        told, or there are none. The others are left to ``scrub``."""
+        right = set[int]()
+        for first in range(0, len(inos), _SEEN_AT_ONCE):
+            some = inos[first : first + _SEEN_AT_ONCE]
+            asked = dict[int, CopyRange]()
+            seen = await self._engine.view(_see_small, some, min(self._piece(), _SMALL))
+            for ino, copy in zip(some, seen, strict=True):
+                if isinstance(copy, CopyRange):
+                    asked[ino] = copy
+                elif copy:
+                    right.add(ino)
+            if asked:
+                answers = await self._movers.carry_out(compare, list(asked.values()))
+                assert answers is not None  # nothing cancels it
+                right.update(
+                    ino
+                    for ino, answer in zip(asked, answers, strict=True)
+                    if answer is not Judgement.WRONG
+                )
+                await self._throttle(sum(copy.size for copy in asked.values()))
+            await trio.lowlevel.checkpoint()
+        return right
 
     async def scrub(self, ino: int, found: ScrubResult, repair: bool) -> bool:
         """Verify the copy of a file, if it has a clean one and checksums; whether a wrong one has
         been dropped.
         """
         inode = await self._engine.view(namespace.find_inode, ino)
-        if inode is None or inode.copy is None or inode.in_burst or inode.layout is None:
+        if inode is None or inode.copy is None or not _is_cached(inode):
             return False
-
-        async def throttle(count: int) -> None:
-            found.read_bytes += count
-            await self._throttle(count)
-
-        memory = await self._buffers.take(COPY_PIECE)
-        judgement = await judge_copy(self._engine, self._servers, inode, memory, throttle)
+        judgement = await judge_copy(
+            self._engine, self._movers, inode, self._throttle, self._piece()
+        )
         if judgement is not Judgement.WRONG or not await self._is_same(inode):
             return False
         found.flaws += 1
@@ -74,3 +102,25 @@ class CopyScrubber:
             before.oid,
             before.layout,
         )
+
+
+def _is_cached(inode: Inode) -> bool:
+    """Whether the file has a clean copy."""
+    return inode.copy is not None and not inode.in_burst and inode.layout is not None
+
+
+def _see_small(tx: ReadTransaction, inos: Sequence[int], limit: int) -> list[CopyRange | bool]:
+    """What has to be compared of each file; True: nothing, as it has no clean copy; False: it has
+    more than ``limit`` bytes, or damaged records, or no checksums."""
+    found: list[CopyRange | bool] = []
+    for ino in inos:
+        try:
+            inode = namespace.find_inode(tx, ino)
+            if inode is None or inode.copy is None or not _is_cached(inode):
+                found.append(True)
+                continue
+            parts = find_parts(tx, inode, 0) if inode.size <= limit else ()
+            found.append(CopyRange(inode.copy, inode.size, parts) if parts else False)
+        except FsError:
+            found.append(False)
+    return found

@@ -76,7 +76,6 @@ class ScrubState:
 
     def add(self, found: ScrubResult) -> None:
         """The counts alone."""
-        self.read_bytes += found.read_bytes
         self.flaws += found.flaws
         self.repaired += found.repaired
         self.rebuilding += found.rebuilding

@@ -1,5 +1,8 @@
 """Verifying one file or container of a store in use, and repairing it: what a scrub does with each.
 
+What is right, which is nearly everything, is told elsewhere (inspecting), many small object sets at
+a time. Where that says no, we look again ourselves.
+
 Nothing holds up programs: what is found counts only if the record that it was read for is the same
 still afterwards, else it is looked at again. A file with a dirty mark, whose bytes may change any
 time, is put off.
@@ -9,31 +12,39 @@ written once. The bytes that belong there are written, synced and read back. Wha
 so is handed to the rebuild.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
+
+import trio
 
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
 from aifs.data.checking.checks import ContainerCheck, FileCheck
 from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED
-from aifs.data.checking.inspection import STEP, Inspection
 from aifs.data.checking.window import LONG, UNREADABLE, WRONG, Check, Flaw, Loss, Verdict
 from aifs.data.objects.recovery import forget_columns
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
 from aifs.files.chunk_users import User, users_of
-from aifs.layout.interleaved import STRIPE
 from aifs.layout.placement import LOST
 from aifs.meta import degraded, forms, moves
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.moves import SetRecord
+from aifs.movers.movers import Movers
+from aifs.upkeep.inspecting import NOTHING, Inspected, Known, ObjectRange, inspect, inspection_of
 
-_PRIORITY = "best-effort"
+PIECE = 64 << 20
+"""Bytes of files, or containers, that are looked at together, at most."""
+
 _TRIES = 3
-_AT_ONCE = 2  # windows of one file
+_AT_ONCE = 4  # pieces of small object sets
+_SEEN_AT_ONCE = 16  # records of object sets
 _AHEAD = 32  # MiBs that a window has at most
+
+Item = tuple[int, int]
+"""Inode number and oid; (0, id) of a container."""
 
 
 class Lost(NamedTuple):
@@ -61,14 +72,12 @@ class ScrubResult:
     of these ``repaired`` in place, ``rebuilding`` handed on. Without leave to repair they stay as
     they are."""
 
-    read_bytes: int = 0
     flaws: int = 0
     repaired: int = 0
     rebuilding: int = 0
     lost: list[Lost] = field(default_factory=list)
 
     def add(self, other: "ScrubResult") -> None:
-        self.read_bytes += other.read_bytes
         self.flaws += other.flaws
         self.repaired += other.repaired
         self.rebuilding += other.rebuilding
@@ -88,17 +97,74 @@ class Scrubber:
         self,
         engine: Engine,
         servers: Servers,
+        movers: Movers,
         throttle: Callable[[int], Awaitable[None]],
+        piece: Callable[[], int],
         request: Callable[[int, int, Iterable[int]], Awaitable[bool]],
     ) -> None:
-        """``throttle`` is awaited with the bytes of each piece that has been read; ``request``: see
-        Rebuild.
+        """``throttle`` is awaited with the bytes of each piece that has been read; ``piece``: how
+        many bytes to look at together now; ``request``: see Rebuild.
         """
         self.engine = engine
         self.servers = servers
         self.buffers = BudgetedBuffers(servers.budget)
+        self.movers = movers
         self.throttle = throttle
+        self.piece = piece
         self.request = request
+
+    async def find_right(self, items: Sequence[Item]) -> set[Item]:
+        """Those of many object sets that need no more: all of their bytes are right, or they are
+        gone. The others, and all large ones, are left to ``scrub``."""
+        right, pieces = set[Item](), list[list[ObjectRange]]()
+        size, limit = 0, self.piece()
+        for first in range(0, len(items), _SEEN_AT_ONCE):
+            some = items[first : first + _SEEN_AT_ONCE]
+            for item, whole in zip(
+                some, await self.engine.view(_see_small, some, limit), strict=True
+            ):
+                if whole is None:
+                    continue
+                seen, digests = whole
+                if seen.objects is None:
+                    right.add(item)
+                    continue
+                if not pieces or size + seen.objects.size > limit:
+                    pieces.append([])
+                    size = 0
+                size += seen.objects.size
+                unread = self.unread(seen, seen.objects)
+                pieces[-1].append(ObjectRange(seen.objects, unread, 0, seen.objects.size, digests))
+            await trio.lowlevel.checkpoint()
+
+        async def look(following: Iterator[list[ObjectRange]]) -> None:
+            for piece in following:
+                answers = await self.inspect(piece)
+                right.update(
+                    (asked.objects.ino, asked.objects.oid)
+                    for asked, answer in zip(piece, answers, strict=True)
+                    if answer.is_right
+                )
+
+        await run_all(*[partial(look, iter(pieces))] * min(_AT_ONCE, len(pieces)))
+        return right
+
+    async def inspect(self, ranges: Sequence[ObjectRange]) -> Sequence[Inspected]:
+        """What came of each range; what is read takes its time."""
+        answers = await self.movers.carry_out(inspect, ranges)
+        assert answers is not None  # nothing cancels it
+        await self.throttle(sum(answer.read_bytes for answer in answers))
+        return answers
+
+    def unread(self, seen: "_Seen", objects: SetRecord) -> int:
+        """Mask of the columns that are not to be read: also those on servers that are gone, where
+        the others do without them."""
+        layout = objects.layout
+        if not layout.is_protected:
+            return seen.unread
+        servers = [self.servers.find(number) for number in layout.servers]
+        gone = (c for c, server in enumerate(servers) if server is None or server.absent)
+        return seen.unread | sum(1 << column for column in gone)
 
     async def scrub(self, ino: int, oid: int, found: ScrubResult, repair: bool) -> bool:
         """Verify the objects ``oid`` of a file, or a container (``ino`` 0), and add to ``found``
@@ -120,7 +186,7 @@ class Scrubber:
                 found.add(scrub.found)
                 return True
             except _Changed:
-                found.read_bytes += scrub.found.read_bytes
+                pass
             finally:
                 scrub.close()
         return False
@@ -141,6 +207,26 @@ def _see(tx: ReadTransaction, ino: int, oid: int) -> _Seen:
     return _Seen(moves.find_objects(tx, ino, oid), degraded.find_unread(tx, oid), is_changing)
 
 
+def _see_small(
+    tx: ReadTransaction, items: Sequence[Item], limit: int
+) -> list[tuple[_Seen, bytes] | None]:
+    """The same of each, with all its checksums; None for what is larger than ``limit``, may change
+    any time, or has a damaged record."""
+    found: list[tuple[_Seen, bytes] | None] = []
+    for ino, oid in items:
+        try:
+            seen = _see(tx, ino, oid)
+        except FsError:
+            found.append(None)
+            continue
+        if seen.objects is not None and (seen.is_changing or seen.objects.size > limit):
+            found.append(None)
+            continue
+        is_file = ino != 0 and seen.objects is not None
+        found.append((seen, forms.get_checksums(tx, oid, 0)[1] if is_file else b""))
+    return found
+
+
 class _Scrub:
     """One attempt at one object set."""
 
@@ -153,28 +239,8 @@ class _Scrub:
         self._objects = objects
         self._ino, self._oid, self._layout, self._size = objects
         self._repair = repair
-        gone = [
-            number
-            for number in self._layout.servers
-            if (s := scrubber.servers.find(number)) is None or s.absent
-        ]
-        absent = (
-            sum(1 << self._layout.servers.index(number) for number in gone)
-            if self._layout.is_protected
-            else 0
-        )
-        self._inspection = Inspection(
-            scrubber.servers,
-            scrubber.buffers,
-            self._layout,
-            self._ino,
-            self._oid,
-            self._size,
-            unread=seen.unread | absent,
-            step=STEP if self._ino else 2 * STRIPE,
-            background=_PRIORITY,
-        )
-        self._has_failed = False
+        self._unread = scrubber.unread(seen, objects)
+        self._inspection = inspection_of(scrubber.servers, scrubber.buffers, objects, self._unread)
         self._users: list[User] | None = None
         self._wrong: set[int] = set()  # columns that are left as they are
         self._to_rebuild: set[int] = set()
@@ -184,17 +250,20 @@ class _Scrub:
 
     async def run(self) -> None:
         """Raises _Changed."""
-        if self._ino:
-            _, digests = await self._engine.view(forms.get_checksums, self._oid, 0)
-            starts = await self._inspection.starts(bool(digests))
-            await run_all(*[partial(self._judge_each, iter(starts))] * min(_AT_ONCE, len(starts)))
-        else:
-            at = 0
-            while at < self._size:
-                at = await self._judge(at)
+        at, known = 0, NOTHING
+        while True:
+            [found] = await self._scrubber.inspect([await self._range(at, known)])
+            at, known = found.next, found.known
+            for wrong in found.wrong:
+                self._inspection.known = known
+                after = await self._judge(wrong)
+                if not self._ino:
+                    at, known = after, self._inspection.known
+            if at >= self._size:
+                break
         # Behind its end an open container has what nobody has recorded, and a plain file what a
         # crash has left (I4).
-        if self._ino and self._layout.is_protected and (excess := await self._inspection.excess()):
+        if found.excess and (excess := await self._inspection.excess()):
             await self._confirm()
             await self._deal_with(excess)
         if self._repair and self._to_rebuild:
@@ -213,25 +282,30 @@ class _Scrub:
                 )
             )
 
-    async def _judge_each(self, following: Iterator[int]) -> None:
-        for at in following:
-            if self._has_failed:
-                return
-            try:
-                await self._judge(at)
-            except BaseException:
-                self._has_failed = True
-                raise
+    async def _range(self, at: int, known: Known) -> ObjectRange:
+        """What is looked at next: from ``at`` on."""
+        step = self._inspection.step
+        end = min(at + max(self._scrubber.piece() // step, 1) * step, self._size)
+        digests = await self._digests(at, end) if self._ino else b""
+        return ObjectRange(self._objects, self._unread, at, end, digests, known)
+
+    async def _digests(self, start: int, end: int) -> bytes:
+        """The checksums of a file from ``start`` to ``end``."""
+        digests, first, last = b"", start // HASHED, -(-end // HASHED)
+        for number in range(first - first % DIGESTS_AT_ONCE, last, DIGESTS_AT_ONCE):
+            digests += (await self._engine.view(forms.get_checksums, self._oid, number))[1]
+        skipped = first % DIGESTS_AT_ONCE * DIGEST_BYTES
+        return digests[skipped : skipped + (last - first) * DIGEST_BYTES]
 
     async def _judge(self, at: int) -> int:
         """Deal with the window from ``at`` on; returns where the next one begins."""
         known = self._inspection.known
         verdict = await self._verdict(at)
-        if verdict.flaws or verdict.losses:  # only what is wrong twice is wrong
+        if not verdict.is_right:  # only what is wrong twice is wrong
             self._inspection.known = known
             verdict = await self._verdict(at)
         at = verdict.next
-        if verdict.flaws or verdict.losses:
+        if not verdict.is_right:
             for loss in verdict.losses:
                 at = max(at, await self._note_loss(loss))
             await self._deal_with(verdict.flaws)
@@ -244,9 +318,8 @@ class _Scrub:
         number = at // HASHED
         first, digests = await self._engine.view(forms.get_checksums, self._oid, number)
         verdict = await self._inspection.judge(at, await self._check(number, first, digests))
-        self.found.read_bytes += verdict.read_bytes
         await self._scrubber.throttle(verdict.read_bytes)
-        if verdict.flaws or verdict.losses:
+        if not verdict.is_right:
             await self._confirm(number, digests)
         return verdict
 

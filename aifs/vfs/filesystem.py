@@ -145,7 +145,7 @@ class Filesystem:
             upkeep,
         )
         self.scrub = scrub = Scrub(
-            config, engine, servers, rebuild, from_copies, evictor, handles, findings, upkeep
+            config, engine, servers, io, rebuild, from_copies, evictor, handles, findings, upkeep
         )
         self.server_admin = server_admin = ServerAdmin(
             store,

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from aifs.burst.making import MakingTools
 from aifs.burst.tier import BurstTier
+from aifs.burst.transfer import Limiter, Mover
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
@@ -24,9 +26,10 @@ from aifs.layout.striped import Striped
 from aifs.meta import forms, keys, moves, namespace
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import BurstRecord, Copy, Inode, decode_burst
+from aifs.movers.movers import Movers
 from aifs.store.ids import last_windows
 from aifs.store.store import Store
-from aifs.upkeep.judging import COPY_PIECE, Judgement, judge_copy
+from aifs.upkeep.judging import Judgement, judge_copy
 
 _log = logger(__name__)
 
@@ -361,7 +364,7 @@ class _Sources:
     def __init__(self, store: Store, needs: Needs) -> None:
         self._store = store
         self._needs = needs
-        self._memory = memoryview(b"")
+        self._movers: Movers | None = None
 
     async def has(self, inode: Inode) -> bool:
         """Whether the data servers cannot tell a file, but its copy can, though it was not synced
@@ -370,13 +373,14 @@ class _Sources:
         assert inode.copy is not None
         if not await self._needs.find({inode.copy.id: inode.ino}):
             return False
-        if not self._memory:
-            self._memory = memoryview(bytearray(COPY_PIECE))
+        if self._movers is None:
+            mover = Mover(servers.budget, Limiter(0), "none")
+            self._movers = Movers(MakingTools(servers, mover))
             _log.warning(
                 "the machine was started anew, and data servers lack bytes of files with burst "
                 "copies that were never synced: these are read and compared with checksums now"
             )
-        judgement = await judge_copy(engine, servers, inode, self._memory)
+        judgement = await judge_copy(engine, self._movers, inode)
         _log.info("inode %d: its burst copy is %s", inode.ino, judgement.name.lower())
         if judgement is not Judgement.RIGHT:
             return False

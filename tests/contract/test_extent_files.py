@@ -20,7 +20,7 @@ from aifs.meta import chunks, keys, namespace
 from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.server_uses import scan_chunk_lists
-from aifs.upkeep.judging import COPY_PIECE
+from aifs.upkeep.judging import LISTED
 from aifs.vfs import Filesystem, open_filesystem
 from aifs.vfs.reports import describe
 from tests.support import modes, shared
@@ -140,13 +140,13 @@ def test_a_file_is_changed_and_others_keep_its_chunks(
 
 def test_a_staged_copy_is_compared_by_extents(source: Path) -> None:
     async def work(fs: Filesystem) -> None:
-        big = Segment(random.Random(1).randbytes(COPY_PIECE - 1))
-        rows = [Segment(b"x"), big, Segment(bytes(3 * COPY_PIECE)), *segments(3), big]
+        big = Segment(random.Random(1).randbytes(LISTED - 1))
+        rows = [Segment(b"x"), big, Segment(bytes(3 * LISTED)), *segments(3), big]
         files = {b"good": rows, b"bad": rows, b"zeros": rows}
         inos = await shared.save(fs, ROOT_INO, files)
         for ino in inos.values():
             assert await fs.stager.stage(ino)
-        flipped = {b"bad": len(shared.bytes_of(rows)) - 9, b"zeros": 2 * COPY_PIECE + 5}
+        flipped = {b"bad": len(shared.bytes_of(rows)) - 9, b"zeros": 2 * LISTED + 5}
         for name, offset in flipped.items():
             copy = (await fs.getattr(inos[name])).copy
             with open(fs.store.servers[copy.server].where((0, copy.id)), "r+b") as file:

@@ -72,7 +72,7 @@ class Inspection:
         """Windows of a file that begin at multiples of this do not depend on one another, and may
         be judged at the same time.
         """
-        self.known: tuple[bytes | memoryview, list[Span]] = b"", []
+        self.known: tuple[bytes | memoryview, Sequence[Span]] = b"", ()
         """Of the row that the next window begins in: its first bytes, as they should be, and ranges
         of which nobody knows. Who keeps it may judge the same window again."""
 
@@ -84,15 +84,17 @@ class Inspection:
             column for column in range(len(self._layout.servers)) if not self._unread >> column & 1
         ]
 
-    async def starts(self, has_checksums: bool) -> Sequence[int]:
-        """Where the windows of a file begin that have to be judged. Without checksums these are
-        those where a column has something, and the last ones, which tell objects that are too
-        short."""
-        every = range(0, self._size, self.step)
+    async def starts(self, has_checksums: bool, start: int = 0, end: int = -1) -> Sequence[int]:
+        """Where the windows of a file begin that have to be judged, of those from ``start`` to
+        ``end`` (-1: its end). Without checksums these are those where a column has something, and
+        the last ones of the file, which tell objects that are too short."""
+        end = self._size if end < 0 else end
+        every = range(start, end, self.step)
         if has_checksums:
             return every
-        found = {at async for at in pieces_with_data(self, self._size, self.step)}
-        return sorted(found.union(every[-2:]))
+        found = {at async for at in pieces_with_data(self, end, self.step, start)}
+        last = range(0, self._size, self.step)[-2:]
+        return sorted(found.union(at for at in last if at in every))
 
     async def data_range(self, offset: int, size: int, strict: bool = True) -> tuple[int, int]:
         """See Sparse."""

@@ -58,6 +58,11 @@ class Verdict(NamedTuple):
     next: int
     read_bytes: int
 
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing is wrong there."""
+        return not self.flaws and not self.losses
+
 
 class Check(Protocol):
     """What says whether bytes are right: those of a file by its checksums, those of a container by

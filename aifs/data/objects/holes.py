@@ -34,11 +34,12 @@ class Sparse(Protocol):
     async def data_range(self, offset: int, size: int, strict: bool = True) -> Range: ...
 
 
-async def pieces_with_data(source: Sparse, size: int, piece: int) -> AsyncIterator[int]:
+async def pieces_with_data(
+    source: Sparse, size: int, piece: int, at: int = 0
+) -> AsyncIterator[int]:
     """Offsets of the pieces of a file of ``size`` bytes that are no holes, in order: multiples of
-    ``piece``.
+    ``piece``, as ``at`` is, where the first one may begin.
     """
-    at = 0
     while at < size:
         start, end = await source.data_range(at, size)
         for offset in range(max(start - start % piece, at), end, piece):

@@ -1,0 +1,134 @@
+"""Whether all columns of object sets have the bytes that they should have, told by the servers
+alone: what a scrub has carried out wherever there is room for it (see movers).
+
+Where something is not right, or cannot be read, this says no more than where. Whoever knows the
+metadata looks there again, and decides what that means (scrubbing).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from typing import NamedTuple
+
+from aifs.burst.making import MakingTools, never
+from aifs.core.tasks import run_all
+from aifs.data.checking.checks import ContainerCheck, FileCheck
+from aifs.data.checking.digests import HASHED
+from aifs.data.checking.inspection import STEP, Inspection
+from aifs.data.checking.window import Span
+from aifs.data.reading.buffers import BudgetedBuffers
+from aifs.data.servers import Servers
+from aifs.layout.interleaved import STRIPE
+from aifs.meta.moves import SetRecord
+
+_PRIORITY = "best-effort"
+_AT_ONCE = 4  # object sets
+_WINDOWS_AT_ONCE = 2  # of one file
+
+Known = tuple[bytes | memoryview, Sequence[Span]]
+"""See Inspection.known."""
+
+NOTHING: Known = (b"", ())
+
+
+class ObjectRange(NamedTuple):
+    """A part of an object set that nobody changes, to be read from all its servers."""
+
+    objects: SetRecord
+    unread: int
+    """Mask of columns that are not to be read."""
+    start: int
+    """The first byte; of a file, where a window begins (Inspection.step)."""
+    end: int
+    """The one behind the last; of a file, where another window begins, or the file's end. The last
+    window of a container begins before it, and may end behind it."""
+    digests: bytes = b""
+    """The checksums of a file from ``start`` on, for all its windows; b"": it has none."""
+    known: Known = NOTHING
+    """Of a container: what the windows before ``start`` have told."""
+
+
+class Inspected(NamedTuple):
+    """What came of a range."""
+
+    read_bytes: int
+    """From all columns together."""
+    next: int
+    """All before it has been read, and is right but for ``wrong``."""
+    wrong: Sequence[int] = ()
+    """Where windows begin that are not right. The first one of a container ends the work, at
+    ``next``: what follows depends on it."""
+    excess: bool = False
+    """Whether an object is longer than it should be, which is looked for with the end of a
+    protected file."""
+    known: Known = NOTHING
+    """Of a container: what the window that begins at ``next`` has to know."""
+
+    @property
+    def is_right(self) -> bool:
+        return not self.wrong and not self.excess
+
+
+def inspection_of(
+    servers: Servers, buffers: BudgetedBuffers, objects: SetRecord, unread: int
+) -> Inspection:
+    """As scrubs use it: whoever looks again sees the same windows. To be closed."""
+    ino, oid, layout, size = objects
+    step = STEP if ino else 2 * STRIPE
+    return Inspection(
+        servers, buffers, layout, ino, oid, size, unread=unread, step=step, background=_PRIORITY
+    )
+
+
+async def inspect(
+    ranges: Sequence[ObjectRange], tools: MakingTools, cancelled: Callable[[], bool] = never
+) -> Sequence[Inspected] | None:
+    """What came of each range, in order; None if ``cancelled`` has become true meanwhile."""
+    found: dict[int, Inspected] = {}
+    following = iter(enumerate(ranges))
+
+    async def work() -> None:
+        for number, asked in following:
+            if cancelled():
+                return
+            about = tools.servers, tools.mover.buffers, asked.objects, asked.unread
+            with closing(inspection_of(*about)) as inspection:
+                look = _inspect_file if asked.objects.ino else _inspect_container
+                found[number] = await look(asked, inspection)
+
+    await run_all(*[work] * min(_AT_ONCE, len(ranges)))
+    return None if len(found) < len(ranges) else [found[number] for number in range(len(ranges))]
+
+
+async def _inspect_file(asked: ObjectRange, inspection: Inspection) -> Inspected:
+    layout, size = asked.objects.layout, asked.objects.size
+    check = FileCheck(size, asked.start // HASHED, asked.digests)
+    wrong, read_bytes = set[int](), 0
+
+    async def work(following: Iterator[int]) -> None:
+        nonlocal read_bytes
+        for at in following:
+            verdict = await inspection.judge(at, check)
+            read_bytes += verdict.read_bytes
+            if not verdict.is_right:
+                wrong.add(at)
+
+    starts = await inspection.starts(bool(asked.digests), asked.start, asked.end)
+    await run_all(*[partial(work, iter(starts))] * min(_WINDOWS_AT_ONCE, len(starts)))
+    has_end = layout.is_protected and asked.end == size
+    excess = bool(await inspection.excess()) if has_end else False
+    return Inspected(read_bytes, asked.end, sorted(wrong), excess)
+
+
+async def _inspect_container(asked: ObjectRange, inspection: Inspection) -> Inspected:
+    layout = asked.objects.layout
+    check = ContainerCheck(layout.row if layout.parity else 1)
+    at, read_bytes, known = asked.start, 0, asked.known
+    while at < asked.end:
+        inspection.known = known
+        verdict = await inspection.judge(at, check)
+        read_bytes += verdict.read_bytes
+        if not verdict.is_right:
+            return Inspected(read_bytes, at, (at,), known=known)
+        at, known = verdict.next, inspection.known
+    return Inspected(read_bytes, at, known=known)
