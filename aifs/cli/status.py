@@ -117,9 +117,9 @@ def summaries(status: dict[str, Any]) -> list[tuple[str, str]]:
 def _describe_bridge(bridge: dict[str, Any]) -> str:
     if not bridge.get("in_use"):
         return "not in use; aifs doctor says why"
-    return (
-        "in use, with passthrough" if bridge.get("passthrough") else "in use, without passthrough"
-    )
+    passthrough = "with" if bridge.get("passthrough") else "without"
+    asked, answered = (sum(bridge[which].values()) for which in ("requests", "answered"))
+    return f"in use, {passthrough} passthrough; it answered {answered} of {asked} requests itself"
 
 
 def _describe_trash(trash: dict[str, Any]) -> str:

@@ -32,8 +32,8 @@ Columns:
 
 Only what the kernel asks the daemon is seen. Reads and writes of files in the burst tier are passed
 through to the local disk and do not come by (`aifs doctor` says whether they are), nor does what
-the kernel has cached. A mount without the bridge does not know whose reads, writes and closes these
-are, nor of which file.
+the kernel has cached, or what the bridge answers by itself (`aifs status --json` counts it). A
+mount without the bridge does not know whose reads, writes and closes these are, nor of which file.
 
 For root, and for who has mounted. While nobody traces, it costs nothing.
 """

@@ -26,7 +26,6 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include "listing.h"
 #include "messages.h"
 
 struct fuse_session; /* libfuse's */
@@ -102,7 +101,12 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
         switch (examine_request(&bridge, buffer, (size_t)size, &error)) {
         case PASS:
             return size;
+        case TELL:
+            bridge.answered[header->opcode % OPCODES]++;
+            send_reply(header->unique, 0, &bridge.told, sizeof bridge.told);
+            break;
         case ANSWER:
+            bridge.answered[header->opcode % OPCODES]++;
             send_reply(header->unique, error, NULL, 0);
             break;
         case HAND_OVER:
@@ -306,6 +310,24 @@ static PyObject *listing(PyObject *self, PyObject *args)
     return reply;
 }
 
+PyDoc_STRVAR(note_records_doc, "note_records(writes, attr_ns, block_size)\n--\n\n"
+                               "Records have changed: a dict of keys and records, None: erased. GETATTR of directories\n"
+                               "among them is answered from now on; the kernel may keep it for attr_ns.");
+
+static PyObject *note_records(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *writes, *key, *record;
+    unsigned long long attr_ns;
+    unsigned int block_size;
+    if (!PyArg_ParseTuple(args, "O!KI", &PyDict_Type, &writes, &attr_ns, &block_size))
+        return NULL;
+    bridge.directories.keeping = (struct keeping){.attr_ns = attr_ns, .block_size = block_size};
+    for (Py_ssize_t at = 0; PyDict_Next(writes, &at, &key, &record);)
+        note_record(&bridge.directories, span_of(key), span_of(record));
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(backing_open_doc, "backing_open(fd)\n--\n\n"
                                "Register an open file with the mount: its backing id. Raises OSError.");
 
@@ -372,7 +394,9 @@ static PyObject *negotiated(PyObject *self, PyObject *unused)
     return Py_BuildValue("KK", (unsigned long long)bridge.offered, (unsigned long long)bridge.granted);
 }
 
-PyDoc_STRVAR(counts_doc, "counts()\n--\n\nRequests read from the kernel by opcode; those that are 0 are left out.");
+PyDoc_STRVAR(counts_doc, "counts()\n--\n\n"
+                         "By opcode, (requests read from the kernel, those of them answered by the bridge); what is 0\n"
+                         "is left out.");
 
 static PyObject *counts(PyObject *self, PyObject *unused)
 {
@@ -382,7 +406,8 @@ static PyObject *counts(PyObject *self, PyObject *unused)
         if (bridge.counts[opcode] == 0)
             continue;
         PyObject *key = PyLong_FromUnsignedLong(opcode);
-        PyObject *value = PyLong_FromUnsignedLongLong(bridge.counts[opcode]);
+        PyObject *value = Py_BuildValue("KK", (unsigned long long)bridge.counts[opcode],
+                                        (unsigned long long)bridge.answered[opcode]);
         if (key == NULL || value == NULL || PyDict_SetItem(result, key, value) < 0)
             Py_CLEAR(result);
         Py_XDECREF(key);
@@ -397,6 +422,7 @@ static PyMethodDef methods[] = {
     {"is_connected", is_connected, METH_NOARGS, is_connected_doc},
     {"reply", reply, METH_VARARGS, reply_doc},
     {"listing", listing, METH_VARARGS, listing_doc},
+    {"note_records", note_records, METH_VARARGS, note_records_doc},
     {"backing_open", backing_open, METH_VARARGS, backing_open_doc},
     {"backing_close", backing_close, METH_VARARGS, backing_close_doc},
     {"kill_privileges", kill_privileges, METH_NOARGS, kill_privileges_doc},

@@ -17,12 +17,18 @@ from aifs.core.errors import MountError
 from aifs.core.log import logger
 from aifs.fuse import extension, extension_error
 from aifs.meta.listing import Listing
+from aifs.meta.memtable import Writes
 
 _log = logger(__name__)
 
 HANDLE_BITS = 40
 """An open file is answered as ``backing << HANDLE_BITS | handle``; the kernel then sends the handle
 alone.
+"""
+
+PREFERRED_IO = 64 << 10
+"""st_blksize: what stdio and Python's open() buffer by. Each write is a round trip, so more than a
+page.
 """
 
 # Features of the kernel (flags of INIT in <linux/fuse.h>) that pyfuse3 does not ask for.
@@ -89,13 +95,13 @@ def reply(unique: int, number: int, data: bytes) -> None:
 
 
 def listing_reply(
-    listing: Listing, size: int, entry_s: float, attr_s: float, block_size: int, unkept: set[bytes]
+    listing: Listing, size: int, entry_s: float, attr_s: float, unkept: set[bytes]
 ) -> bytes:
     """The answer to READDIRPLUS with as many of the entries as fit into ``size``, which the kernel
     may keep for so long; but for names that are ``unkept``.
     """
     times_ns = int(entry_s * 10**9), int(attr_s * 10**9)
-    return extension.listing(listing.entries, listing.inodes, size, *times_ns, block_size, unkept)
+    return extension.listing(listing.entries, listing.inodes, size, *times_ns, PREFERRED_IO, unkept)
 
 
 class Bridge:
@@ -176,13 +182,24 @@ class Bridge:
         if extension is not None:
             extension.note_acl(ino)
 
+    def note_records(self, writes: Writes, _: int) -> None:
+        """A transaction has changed these records of the metadata store. The kernel asks for the
+        attributes of directories among them next, and the bridge answers that by itself.
+        """
+        if extension is not None:
+            attr_ns = int(self._kernel.attr_timeout_s * 10**9)
+            extension.note_records(writes, attr_ns, PREFERRED_IO)
+
     def status(self) -> dict[str, object]:
-        """For ``aifs status``: what is in use, and how many requests of each opcode the kernel has
-        sent.
+        """For ``aifs status``: what is in use, how many requests of each opcode the kernel has
+        sent, and how many of them the bridge has answered.
         """
         counts = extension.counts() if self.in_use else {}
-        requests = {str(opcode): count for opcode, count in counts.items()}
-        return {"in_use": self.in_use, "requests": requests}
+        return {
+            "in_use": self.in_use,
+            "requests": {str(opcode): count for opcode, (count, _) in counts.items()},
+            "answered": {str(opcode): count for opcode, (_, count) in counts.items() if count},
+        }
 
     def missing(self) -> list[MissingPart]:
         """What is not in use of a mount that has answered a request; nothing that was switched

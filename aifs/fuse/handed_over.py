@@ -17,8 +17,8 @@ from aifs.core.config import KernelConfig
 from aifs.core.errors import Invalid, NoSuchIoctl, NotSupported
 from aifs.core.ioctl import Command
 from aifs.files.types import Caller
-from aifs.fuse.bridge import listing_reply
-from aifs.fuse.operations import LAST_DOT, PREFERRED_IO, answers
+from aifs.fuse.bridge import PREFERRED_IO, listing_reply
+from aifs.fuse.operations import LAST_DOT, answers
 from aifs.fuse.requests import Scheduler
 from aifs.meta.publishing import Publication
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT
@@ -328,7 +328,7 @@ class HandedOver:
             listing.put_dots(directory, offset)
         unkept = {name for parent, name in self._fs.pointers if parent == nodeid}
         entry_s, attr_s = self._kernel.entry_timeout_s, self._kernel.attr_timeout_s
-        return listing_reply(listing, size, entry_s, attr_s, PREFERRED_IO, unkept)
+        return listing_reply(listing, size, entry_s, attr_s, unkept)
 
     @answers
     async def lseek(self, nodeid: int, body: bytes, caller: Caller) -> bytes:

@@ -17,9 +17,12 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "records.h"
+
 /* --- the protocol --- */
 
 enum opcode {
+    GETATTR = 3,
     SETATTR = 4,
     OPEN = 14,
     WRITE = 16,
@@ -182,17 +185,21 @@ struct bridge {
     bool kill_privileges;
     uint64_t nodeid;
     uint32_t uid, pid;
-    uint64_t counts[OPCODES];
+    uint64_t counts[OPCODES];   /* of all requests */
+    uint64_t answered[OPCODES]; /* of those that were answered here */
     uint64_t xattr_changes;
     uint64_t plain[PLAIN_MAX];
     uint8_t acls[ACLS_MAX / 8];
     struct expected expected[EXPECTED_MAX];
     size_t expected_count;
+    struct attr_out told; /* what TELL answers */
+    struct directories directories;
 };
 
 enum verdict {
     PASS,      /* libfuse gets it */
     ANSWER,    /* the bridge answers it, with the error given */
+    TELL,      /* the bridge answers it, with the attributes that are `told` */
     HAND_OVER, /* a Python coroutine answers it */
     OFFER,     /* Python is asked whether it is for one of its own; if not: PASS */
 };
@@ -277,6 +284,8 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
         }
         return PASS;
     }
+    case GETATTR:
+        return find_directory(&bridge->directories, header->nodeid, &bridge->told) ? TELL : PASS;
     case OPEN:
         if (size >= sizeof(struct open_in))
             bridge->kill_privileges = ((const struct open_in *)body)->open_flags & OPEN_KILL_SUIDGID;

@@ -28,7 +28,7 @@ from pyfuse3 import (
 from aifs.core.config import KernelConfig
 from aifs.core.errors import FsError, NotFound
 from aifs.files.types import Opened, SetAttr
-from aifs.fuse.bridge import HANDLE_BITS
+from aifs.fuse.bridge import HANDLE_BITS, PREFERRED_IO
 from aifs.fuse.requests import Scheduler
 from aifs.meta import acl
 from aifs.meta.records import Inode
@@ -37,11 +37,6 @@ from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.operation_log import Request
 
 log = logging.getLogger(__name__)
-
-PREFERRED_IO = 64 << 10
-"""st_blksize: what stdio and Python's open() buffer by. Each write is a round trip, so more than a
-page.
-"""
 
 NAMELESS = b"/"
 """What the bridge has the kernel create for O_TMPFILE; no name can be that."""

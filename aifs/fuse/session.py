@@ -102,6 +102,7 @@ async def _serve(
     ) as fs:
         handed_over = HandedOver(fs, scheduler, reply, config.kernel)
         bridge = Bridge(config.kernel, handed_over.take)
+        fs.store.engine.listen(bridge.note_records)
         synchronous = "sync" in options.fuse_options
         operations = Operations(
             fs,

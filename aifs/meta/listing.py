@@ -2,7 +2,7 @@
 store.
 
 What is read stays as it is recorded: of the hundreds of entries of one reply nothing is decoded
-here that the reply does not need, and the bridge makes the reply from the records (fuse/listing.h
+here that the reply does not need, and the bridge makes the reply from the records (fuse/records.h
 reads the key and the record of an entry, and the head of an inode's; meta/keys.py and
 meta/records.py say how they lie).
 """

@@ -1,13 +1,12 @@
 /*
  * Feeds the bridge's message code (aifs/fuse/messages.h) with random, truncated and damaged messages, and that for
- * listings (aifs/fuse/listing.h) with such records. Each lies in a heap block of exactly its length, so that the address sanitizer sees the first byte read beyond it.
+ * records (aifs/fuse/records.h) with such records. Each lies in a heap block of exactly its length, so that the address sanitizer sees the first byte read beyond it.
  *
  *     bridge_fuzz ROUNDS SEED
  */
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "listing.h"
 #include "messages.h"
 
 static uint64_t state;
@@ -26,7 +25,7 @@ static uint64_t below(uint64_t limit)
 }
 
 static const uint32_t interesting[] = {
-    SETATTR, OPEN, WRITE, SETXATTR, GETXATTR, INIT, OPENDIR, FSYNCDIR, CREATE, INTERRUPT,
+    GETATTR, SETATTR, OPEN, WRITE, SETXATTR, GETXATTR, INIT, OPENDIR, FSYNCDIR, CREATE, INTERRUPT,
     IOCTL, FALLOCATE, READDIRPLUS, LSEEK, COPY_FILE_RANGE, SYNCFS, TMPFILE, STATX, COPY_FILE_RANGE_64, OPCODES, UINT32_MAX,
 };
 
@@ -81,7 +80,7 @@ static struct span record_of(size_t usual)
     return (struct span){message_of(length), length};
 }
 
-static void one_entry(void)
+static void one_entry(struct bridge *bridge)
 {
     struct span key = record_of(ENTRY_KEY_SIZE), entry = record_of(20), inode = record_of(sizeof(struct inode_record));
     const struct keeping keeping = {.entry_ns = random_bits(), .attr_ns = random_bits()};
@@ -94,6 +93,13 @@ static void one_entry(void)
         if (put_entry(out, room, key, entry, inode, &keeping, below(2)) > room)
             abort();
     }
+    struct span changed = record_of(9);
+    if (changed.length == 9 && below(4)) {
+        memset((char *)changed.start, 0, 8);
+        *(char *)changed.start = 'i';
+    }
+    note_record(&bridge->directories, changed, inode);
+    free((char *)changed.start);
     free((char *)key.start);
     free((char *)entry.start);
     free((char *)inode.start);
@@ -116,7 +122,7 @@ int main(int count, char **arguments)
         silent || below(100) < 60 ? one_request(bridge) : one_reply(bridge);
         if (bridge->expected_count > EXPECTED_MAX)
             abort();
-        one_entry();
+        one_entry(bridge);
     }
     uint64_t seen = 0;
     for (unsigned i = 0; i < OPCODES; i++)

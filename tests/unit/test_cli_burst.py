@@ -433,7 +433,12 @@ def drain_status(**changes: object) -> dict:
 
 def test_status_says_why_new_files_wait() -> None:
     status = {
-        "bridge": {"in_use": True, "passthrough": False, "requests": {}},
+        "bridge": {
+            "in_use": True,
+            "passthrough": False,
+            "requests": {"3": 9, "14": 5},
+            "answered": {"3": 8},
+        },
         "burst": burst_status(throttled_writers=2, pause_s=0.05),
         "drain": drain_status(),
         "memory": {
@@ -466,7 +471,7 @@ def test_status_says_why_new_files_wait() -> None:
     }
     lines = dict(summaries(status))
     assert lines["drain"] == "all is on the capacity tier; 7 files drained since the mount"
-    assert lines["bridge"] == "in use, without passthrough"
+    assert lines["bridge"] == "in use, without passthrough; it answered 8 of 14 requests itself"
     assert lines["groups"] == "1 open, 0 being drained, 2 durable; 1.00 MiB stored, 3.00 MiB saved"
     assert lines["throttle"] == "a new file waits 50 ms, 2 do now: draining does not keep up"
     assert lines["trash"] == "1 tree being taken apart, 3 directories left as far as is known"

@@ -55,7 +55,7 @@ def parts(reply: bytes) -> list[tuple[SimpleNamespace, bytes]]:
 def test_c_reads_records_as_python_does(places: list[tuple[Inode, bytes, int]]) -> None:
     listing = listing_of(places)
     unkept = {name for _, name, _ in places[:1]}
-    found = parts(listing_reply(listing, 1 << 20, 86400.25, 1.5, 65536, unkept))
+    found = parts(listing_reply(listing, 1 << 20, 86400.25, 1.5, unkept))
     assert len(found) == len(places)
     for (entry, name), (listed, inode, cookie) in zip(found, listing, strict=True):
         assert (name, entry.next, entry.type) == (listed, cookie + 1, inode.mode >> 12 & 15)
@@ -76,8 +76,8 @@ def test_c_reads_records_as_python_does(places: list[tuple[Inode, bytes, int]]) 
 def test_a_reply_holds_as_many_entries_as_fit(
     places: list[tuple[Inode, bytes, int]], size: int
 ) -> None:
-    whole = listing_reply(listing_of(places), 1 << 20, 1, 1, 1, set())
-    reply = listing_reply(listing_of(places), size, 1, 1, 1, set())
+    whole = listing_reply(listing_of(places), 1 << 20, 1, 1, set())
+    reply = listing_reply(listing_of(places), size, 1, 1, set())
     assert len(reply) <= size and whole.startswith(reply)
     more = parts(whole)[len(parts(reply)) :]
     assert not more or len(reply) + -(-(ENTRY.size + more[0][0].name_length) // 8) * 8 > size
@@ -112,7 +112,7 @@ def test_dots_are_in_front(place: int) -> None:
     dots = [(b".", 5, 0), (b"..", 3, 1)][place:]
     assert [(name, inode.ino, cookie) for name, inode, cookie in listing] == [*dots, (b"a", 9, 9)]
     assert listing.inos == (*[ino for _, ino, _ in dots], 9)
-    assert [entry.next for entry, _ in parts(listing_reply(listing, 4096, 0, 0, 0, set()))] == [
+    assert [entry.next for entry, _ in parts(listing_reply(listing, 4096, 0, 0, set()))] == [
         *[1, 2][place:],
         10,
     ]

@@ -1,18 +1,18 @@
 /*
- * The reply to READDIRPLUS, made from the records of the metadata store as they are. Pure: no I/O, no Python.
+ * Records of the metadata store as the kernel wants them: the reply to READDIRPLUS, and that to GETATTR of directories.
+ * Pure: no I/O, no Python.
  *
  * What is read of them is documented with their codecs: the end of an entry's key (aifs/meta/keys.py), an entry, and
  * the head of an inode's record (aifs/meta/records.py). Nothing beyond the given lengths is touched.
  */
-#ifndef AIFS_LISTING_H
-#define AIFS_LISTING_H
+#ifndef AIFS_RECORDS_H
+#define AIFS_RECORDS_H
 
+#include <assert.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-
-#include "messages.h"
 
 #define RECORD_FORMAT 1
 
@@ -33,6 +33,13 @@ struct attributes {
     uint32_t atime_ns, mtime_ns, ctime_ns, mode, nlink, uid, gid, rdev, block_size, flags;
 };
 static_assert(sizeof(struct attributes) == 88, "layout");
+
+struct attr_out {
+    uint64_t valid_s;
+    uint32_t valid_ns, padding;
+    struct attributes attributes;
+};
+static_assert(sizeof(struct attr_out) == 104, "layout");
 
 struct entry_plus { /* struct fuse_direntplus; its name follows, and zeros up to a multiple of 8 */
     uint64_t nodeid, generation, entry_s, attr_s;
@@ -70,11 +77,34 @@ static inline void put_time(int64_t time_ns, uint64_t *seconds, uint32_t *rest)
     *rest = (uint32_t)(part + (part < 0 ? SECOND_NS : 0));
 }
 
+static inline bool is_inode(struct span inode)
+{
+    return inode.length >= sizeof(struct inode_record) && inode.start[0] == RECORD_FORMAT;
+}
+
 /* Whether the records are ones that can be read. */
 static inline bool is_entry(struct span key, struct span entry, struct span inode)
 {
-    return key.length == ENTRY_KEY_SIZE && entry.length > ENTRY_NAME_AT && inode.length >= sizeof(struct inode_record)
-        && inode.start[0] == RECORD_FORMAT;
+    return key.length == ENTRY_KEY_SIZE && entry.length > ENTRY_NAME_AT && is_inode(inode);
+}
+
+static inline struct attributes attributes_of(uint64_t ino, const struct inode_record *record, uint32_t block_size)
+{
+    struct attributes found = {
+        .ino = ino,
+        .size = record->size,
+        .blocks = record->blocks,
+        .mode = record->mode,
+        .nlink = record->nlink,
+        .uid = record->uid,
+        .gid = record->gid,
+        .rdev = record->rdev,
+        .block_size = block_size,
+    };
+    put_time(record->atime_ns, &found.atime, &found.atime_ns);
+    put_time(record->mtime_ns, &found.mtime, &found.mtime_ns);
+    put_time(record->ctime_ns, &found.ctime, &found.ctime_ns);
+    return found;
 }
 
 /* Puts one entry at `out`; how long it is, or 0 if it is longer than `room`. `kept`: the name is. For is_entry(). */
@@ -95,25 +125,12 @@ static inline size_t put_entry(char *out, size_t room, struct span key, struct s
         .entry_ns = (uint32_t)(entry_ns % SECOND_NS),
         .attr_s = keeping->attr_ns / SECOND_NS,
         .attr_ns = (uint32_t)(keeping->attr_ns % SECOND_NS),
-        .attributes = {
-            .ino = ino,
-            .size = record.size,
-            .blocks = record.blocks,
-            .mode = record.mode,
-            .nlink = record.nlink,
-            .uid = record.uid,
-            .gid = record.gid,
-            .rdev = record.rdev,
-            .block_size = keeping->block_size,
-        },
+        .attributes = attributes_of(ino, &record, keeping->block_size),
         .ino = ino,
         .next = big_endian(key.start + COOKIE_AT) + 1, /* 0 is the start */
         .name_length = (uint32_t)name_length,
         .type = record.mode >> 12 & 15,
     };
-    put_time(record.atime_ns, &plus.attributes.atime, &plus.attributes.atime_ns);
-    put_time(record.mtime_ns, &plus.attributes.mtime, &plus.attributes.mtime_ns);
-    put_time(record.ctime_ns, &plus.attributes.ctime, &plus.attributes.ctime_ns);
     memcpy(out, &plus, sizeof plus);
     memcpy(out + sizeof plus, entry.start + ENTRY_NAME_AT, name_length);
     memset(out + sizeof plus + name_length, 0, length - sizeof plus - name_length);
@@ -126,6 +143,55 @@ static inline bool has_acl(struct span inode)
     struct inode_record record;
     memcpy(&record, inode.start, sizeof record);
     return record.acl_length || record.default_acl_length;
+}
+
+/*
+ * Directories that were changed lately. After each change of a name the kernel asks anew for the attributes of its
+ * directory, before the next name in it is used. They are those on record, and all changes of records pass here
+ * (note_record), so what is found here is always true.
+ */
+#define DIRECTORIES_MAX 1024
+#define TYPE_MASK 0170000
+#define DIRECTORY_TYPE 0040000
+
+struct directories {
+    struct keeping keeping;
+    struct {
+        uint64_t ino;
+        struct inode_record record;
+    } places[DIRECTORIES_MAX];
+};
+
+/* A record has changed, if it is an inode's; an empty one: it has been erased. */
+static inline void note_record(struct directories *directories, struct span key, struct span inode)
+{
+    if (key.length != 1 + sizeof(uint64_t) || key.start[0] != 'i')
+        return;
+    struct inode_record record;
+    uint64_t ino = big_endian(key.start + 1), place = ino % DIRECTORIES_MAX;
+    if (directories->places[place].ino == ino)
+        directories->places[place].ino = 0;
+    if (!is_inode(inode))
+        return;
+    memcpy(&record, inode.start, sizeof record);
+    if ((record.mode & TYPE_MASK) == DIRECTORY_TYPE) {
+        directories->places[place].ino = ino;
+        directories->places[place].record = record;
+    }
+}
+
+/* Whether the attributes of the inode are known here, and then the reply to GETATTR. */
+static inline bool find_directory(const struct directories *directories, uint64_t ino, struct attr_out *out)
+{
+    uint64_t place = ino % DIRECTORIES_MAX, attr_ns = directories->keeping.attr_ns;
+    if (ino == 0 || directories->places[place].ino != ino)
+        return false;
+    *out = (struct attr_out){
+        .valid_s = attr_ns / SECOND_NS,
+        .valid_ns = (uint32_t)(attr_ns % SECOND_NS),
+        .attributes = attributes_of(ino, &directories->places[place].record, directories->keeping.block_size),
+    };
+    return true;
 }
 
 #endif
