@@ -94,6 +94,9 @@ def summaries(status: dict[str, Any]) -> list[tuple[str, str]]:
         facts += [("drain", _describe_drain(status["drain"], burst["drain_bytes_per_s"]))]
         facts += [("throttle", _describe_throttle(burst))]
         facts += [("groups", _describe_groups(status["groups"]))]
+    share = status["background"]
+    taken = f"{share['share']:.1%} of the event loop, {share['seconds']:.1f} s since the mount"
+    facts.append(("background", taken))
     facts.append(
         (
             "memory",

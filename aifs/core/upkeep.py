@@ -21,6 +21,7 @@ import trio
 
 from aifs.core.errors import FsError
 from aifs.core.log import logger
+from aifs.core.loop_share import LoopShare
 from aifs.core.tasks import first_error
 
 _log = logger(__name__)
@@ -72,7 +73,9 @@ class Job(NamedTuple):
 class Upkeep:
     """Made before the parts that ask for work. Used from one trio thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: LoopShare | None = None) -> None:
+        self.share = share or LoopShare()
+        """What background work may have of the event loop."""
         self._due_s: dict[Work, float] = {}  # by trio's clock; what is missing is not due
         self._asked = Counter[Work]()  # how many workers are wanted of what is due
         self._running = Counter[Work]()
@@ -99,6 +102,10 @@ class Upkeep:
         self._running.clear()
         for work, job in jobs.items():
             self.at(work, trio.current_time() + job.first_s)
+        with self.share.measured():
+            await self._run(jobs)
+
+    async def _run(self, jobs: Mapping[Work, Job]) -> None:
         async with trio.open_nursery() as nursery:
             while True:
                 now_s, until_s = trio.current_time(), math.inf

@@ -23,8 +23,8 @@ from aifs.store.backup import Backup
 _log = logger(__name__)
 
 _LINGER_S = 0.05  # what is deleted waits for more: many cost little more than one
-_BATCH = 256
-_ERASED_AT_ONCE = 64  # in one transaction, which takes a millisecond
+_BATCH = 128
+_ERASED_AT_ONCE = 32  # in one transaction, which takes half a millisecond
 _BACKLOG_MAX = 1024  # from here on deletions do not wait for others to share a backup with
 
 _ERASED = faults.declare(
@@ -153,16 +153,21 @@ class Collector:
                     for oid in oids:
                         self.add_garbage(oid)
                     faults.reach(_ERASED)
-                    await trio.lowlevel.checkpoint()
+                    await self._give_way()
                 if self._garbage:
                     batch = self._garbage[:_BATCH]
                     await self._drop_lists(batch)
                     held = [d for d in batch if not self._backup.is_without(d.since, d.until)]
                     await self._delete(set(batch).difference(held))
                     del self._garbage[: len(batch)]
+                    await self._give_way()
                     if held:
                         self._held += held
                         self._upkeep.wake(Work.RELEASE)
+
+    async def _give_way(self) -> None:
+        is_urgent = self._tier is not None and self._tier.is_pressed
+        await self._upkeep.share.give_way(is_urgent)
 
     async def _release(self, urgent: bool) -> None:
         """Have what is held now collected, once no backup needs it. What no backup can be made
@@ -209,6 +214,7 @@ class Collector:
         if not garbage:
             return
         await self._engine.barrier()
+        await self._give_way()
         failed = await delete_batch(self._servers, garbage)
         if failed and len(failed) != self._failed:
             error = next(iter(failed.values()))
@@ -216,6 +222,7 @@ class Collector:
         self._failed = len(failed)
         self._put_off([doomed for doomed in batch if doomed.oid in failed])
         faults.reach(_DELETED)
+        await self._give_way()
         deleted = [oid for oid in garbage if oid not in failed]
         if self._tier is not None:
             self._tier.deleted(deleted)

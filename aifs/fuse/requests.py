@@ -1,5 +1,4 @@
-"""How the daemon waits for the kernel's next request. Touches pyfuse3's scheduler hook and trio,
-nothing of ours.
+"""How the daemon waits for the kernel's next request. Touches pyfuse3's scheduler hook and trio.
 
 A client that waits for an answer sends its next request some microseconds after it got one.
 Sleeping in epoll until then costs two wake-ups of an idle processor and two passes of the
@@ -19,6 +18,8 @@ from collections import deque
 
 import pyfuse3
 import trio
+
+from aifs.core.loop_share import LoopShare
 
 BUSY_POLL_S = 100e-6
 """How long to look before sleeping. About twice the time between two requests of one client
@@ -73,6 +74,8 @@ class Scheduler:
 
     def __init__(self, busy_poll_s: float) -> None:
         self.lowlevel = self  # pyfuse3 calls both trio.X and trio.lowlevel.X
+        self.share = LoopShare()
+        """Of the loop, between requests and background work."""
         self.waiting_requests = 0
         self._busy_poll_s = busy_poll_s
         self._poll: select.poll | None = None
@@ -83,7 +86,8 @@ class Scheduler:
         """Return when ``fd`` is readable. Suspends, and so lets other tasks run, only if that takes
         longer.
         """
-        start = time.perf_counter()
+        start = self.share.requested_s = time.perf_counter()
+        worked_s = self.share.background_s
         if (
             self._last_wait_s < self._busy_poll_s
             and not self.waiting_requests
@@ -92,8 +96,9 @@ class Scheduler:
         ):
             return
         await trio.lowlevel.wait_readable(fd)
-        self._last_pass = time.perf_counter()
-        self._last_wait_s = self._last_pass - start
+        self._last_pass = self.share.requested_s = time.perf_counter()
+        # What background work has taken meanwhile says nothing of when clients ask.
+        self._last_wait_s = self._last_pass - start - (self.share.background_s - worked_s)
 
     def _readable_soon(self, fd: int, start: float) -> bool:
         if self._poll is None:

@@ -98,7 +98,13 @@ async def _serve(
     scheduler = requests.install()
     kernel = KernelCache()
     async with open_filesystem(
-        config, options.read_only, mountpoint, options.atime, force=force, kernel=kernel
+        config,
+        options.read_only,
+        mountpoint,
+        options.atime,
+        force=force,
+        kernel=kernel,
+        share=scheduler.share,
     ) as fs:
         handed_over = HandedOver(fs, scheduler, reply, config.kernel)
         bridge = Bridge(config.kernel, handed_over.take)

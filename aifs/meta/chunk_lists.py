@@ -79,6 +79,11 @@ def encode_extents(start: int, extents: Sequence[Extent]) -> bytes:
     return b"".join((head, *(_SHARE.pack(*share) for share in shares.shares), *rows))
 
 
+def is_last(record: bytes) -> bool:
+    """Whether no record of the same list follows this one, of either format."""
+    return len(record) > 1 and record[1] < CHUNKS_PER_RECORD
+
+
 def decode_chunks(record: bytes) -> list[Location | None]:
     """The chunks that are the file's own, by number, of a record of either format. Raises
     Unavailable for a damaged record, as the others do."""

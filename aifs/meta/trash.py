@@ -125,43 +125,49 @@ class Slice:
 
     ``erased``: inodes that are gone; ``garbage``: ids of what they leave; ``kept``: files that are
     open, or have other names, as they are now; ``directories``: subdirectories that are in the
-    trash themselves now. ``finished``: the directory was empty, and is gone, too.
+    trash themselves now. ``after``: the cookie of the last name. ``finished``: the directory was
+    empty, and is gone, too.
     """
 
     erased: list[int] = field(default_factory=list)
     garbage: list[int] = field(default_factory=list)
     kept: list[Inode] = field(default_factory=list)
     directories: list[int] = field(default_factory=list)
+    after: int = 0
     finished: bool = False
 
 
-def find_slice(tx: ReadTransaction, ino: int, limit: int) -> list[int]:
-    """The inodes of up to ``limit`` names of a directory, which ``remove_slice`` removes first.
-    Raises DamagedTree.
+def find_slice(tx: ReadTransaction, ino: int, after: int, limit: int) -> list[int]:
+    """The inodes of up to ``limit`` names of a directory, behind a cookie, which ``remove_slice``
+    removes first. Raises DamagedTree.
     """
     try:
-        entries = tx.range(*keys.entries_after(ino, 0), limit)
+        entries = tx.range(*keys.entries_after(ino, after), limit)
         return [decode_entry(value)[0] for _, value in entries]
     except Unavailable as error:
         raise DamagedTree(str(error)) from error
 
 
-def remove_slice(tx: Transaction, ino: int, closed: Container[int], limit: int, now: int) -> Slice:
-    """Remove up to ``limit`` names of a directory in the trash; the directory itself when nothing
-    is left in it.
+def remove_slice(
+    tx: Transaction, ino: int, closed: Container[int], after: int, limit: int, now: int
+) -> Slice:
+    """Remove up to ``limit`` names of a directory in the trash, the first ones behind the cookie
+    ``after``: those before it are removed, and to look through them again would take ever longer.
+    The directory itself goes when nothing is left in it.
 
     Files without other names are erased, if they are in ``closed``: others become orphans.
     Raises DamagedTree, with nothing changed.
     """
-    done = Slice()
+    done = Slice(after=after)
     record = tx.get(keys.trash(ino))
     if record is None:
         done.finished = True
         return done
     try:
         doomed = decode_doomed(record)
-        entries = list(tx.range(*keys.entries_after(ino, 0), limit))
+        entries = list(tx.range(*keys.entries_after(ino, after), limit))
         for key, value in entries:
+            done.after = keys.cookie(key)
             child, _, name = decode_entry(value)
             tx.delete(key)
             tx.delete(keys.dentry(ino, name))

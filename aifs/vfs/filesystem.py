@@ -4,6 +4,7 @@ operations.
 
 from aifs.burst.tier import BurstTier
 from aifs.core.budget import RELAX_EVERY_S
+from aifs.core.loop_share import LoopShare
 from aifs.core.upkeep import Job, Upkeep, Work
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
@@ -67,13 +68,15 @@ class Filesystem:
     name.
     """
 
-    def __init__(self, store: Store, kernel: Kernel, options: ServeOptions) -> None:
+    def __init__(
+        self, store: Store, kernel: Kernel, options: ServeOptions, share: LoopShare
+    ) -> None:
         config, engine, servers = store.config, store.engine, store.servers
         self.store, self.kernel, self.options = store, kernel, options
         self.recovered = recovered = Recovered()
         self.refusals = refusals = Refusals()
         self.operation_log = operation_log = OperationLog()
-        self.upkeep = upkeep = Upkeep()
+        self.upkeep = upkeep = Upkeep(share)
         self.damage = damage = Damage(upkeep)
         self.findings = findings = Findings()
 
@@ -204,6 +207,7 @@ class Filesystem:
             scrub,
             rebuild,
             {
+                "background": share.status,
                 "trash": trash.status,
                 "backup": backup.status,
                 "burst": tier.status,

@@ -6,10 +6,11 @@ from functools import partial
 
 import trio
 
-from aifs.core import faults
+from aifs.core import faults, loop_share
 from aifs.core.config import Config
 from aifs.core.errors import FsError, StoreBusy
 from aifs.core.log import logger
+from aifs.core.loop_share import LoopShare
 from aifs.core.tasks import first_error
 from aifs.data.patience import FOR_EVER
 from aifs.data.patience import background as in_background
@@ -34,12 +35,14 @@ async def open_filesystem(
     adding: str = "",
     force: bool = False,
     kernel: Kernel | None = None,
+    share: LoopShare | None = None,
 ) -> AsyncIterator[Filesystem]:
     """Own the store, recover it, and serve until the block ends; then everything is made durable.
 
     Raises StoreError, StoreBusy; StoreBusy also at the end, if another process has taken the store
     over meanwhile: then nothing is written any more (store/ownership.py). ``force``: see
-    ``open_store``. A store that is opened read-only is recovered all the same, as ext4 does.
+    ``open_store``. ``share``: between background work and requests. A store that is opened
+    read-only is recovered all the same, as ext4 does.
     """
     store = await open_store(
         config, mountpoint=mountpoint, read_only=read_only, adding=adding, force=force
@@ -50,7 +53,7 @@ async def open_filesystem(
             nursery.start_soon(_keep_running, store.engine.run)
             nursery.start_soon(_keep_running, store.ownership.run)
             options = ServeOptions(mountpoint, read_only, "noatime" if read_only else atime)
-            fs = Filesystem(store, kernel or Kernel(), options)
+            fs = Filesystem(store, kernel or Kernel(), options, share or LoopShare())
             with in_background():
                 await _load(fs)
             if not store.clean:
@@ -116,7 +119,7 @@ async def _keep_running(task: Callable[[], Awaitable[None]]) -> None:
     """A fault in background work is logged, and does not end the mount."""
     while True:
         try:
-            with in_background():
+            with in_background(), loop_share.background():
                 return await task()
         except Exception as error:  # noqa: BLE001 (logged; with its stack, unless it says that a disk is full or fails)
             if isinstance(cause := first_error(error), FsError):

@@ -441,6 +441,7 @@ def test_status_says_why_new_files_wait() -> None:
         },
         "burst": burst_status(throttled_writers=2, pause_s=0.05),
         "drain": drain_status(),
+        "background": {"share": 0.031, "seconds": 12.34},
         "memory": {
             "total_bytes": 4 * MIB,
             "used_bytes": MIB,
