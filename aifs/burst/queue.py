@@ -6,15 +6,18 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from heapq import heapify, heappop, heappush
+from typing import Any
 
-from sortedcontainers import SortedList
-
-BATCH_FILES = 64
+BATCH_FILES = 256
 BATCH_BYTES = 64 << 20
 
 _BACK_OFF_MIN_S = 1.0
 _BACK_OFF_MAX_S = 60.0
 _NEVER = float("inf")
+_LEFT_MAX = 1000
+_MOVED_MAX = 2 * BATCH_FILES
+"""That become ready at a time: many may at the same moment."""
 
 
 class Rank(IntEnum):
@@ -51,6 +54,8 @@ class QueueEntry:
     """It has been closed, or lost its name, since it was taken."""
     withheld: bool = False
     """Somebody else drains it."""
+    placed: int = 0
+    """The number of what it has in one of the heaps; what else they have of it does not count."""
 
 
 class Queue:
@@ -58,18 +63,26 @@ class Queue:
 
     Each is in one of four states: *ready* (by rank, then the oldest first), *later*, *held* (open
     for writing, until ``closed``, or withheld, until ``give_back``) or *taken*. Every method takes
-    O(log n) for each file that it touches.
+    O(log n) for each file that it touches, spread over many.
     """
 
     def __init__(self, delay_s: float, deadline_s: float) -> None:
         """``delay_s``: from the last close; not for those that are older than ``deadline_s``."""
         self.size = 0
+        """Bytes of all files in it."""
         self.held = 0
+        """How many files are held."""
         self._delay_s = delay_s
         self._deadline_s = deadline_s
+        self._placements = 0
+        """Counts what has been put into the heaps."""
+        self._left = 0
+        """At most so many things in the heaps do not count any more."""
         self._entries: OrderedDict[int, QueueEntry] = OrderedDict()  # by ino, the oldest first
-        self._ready = SortedList()  # (rank, since, ino)
-        self._later = SortedList()  # (ready at, ino)
+        self._ready: list[tuple[Any, ...]] = []
+        """A heap of (rank, since, ino, ``placed``)."""
+        self._later: list[tuple[Any, ...]] = []
+        """A heap of (ready at, ino, ``placed``)."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -87,6 +100,9 @@ class Queue:
 
     def ready_in(self, now: float) -> float:
         """Seconds until a file may be drained: 0, or perhaps infinite."""
+        for heap in (self._ready, self._later):
+            while heap and self._placed(heap[0]) is None:
+                heappop(heap)
         if self._ready:
             return 0.0
         return max(self._later[0][0] - now, 0.0) if self._later else _NEVER
@@ -185,9 +201,9 @@ class Queue:
 
     def hurry(self, now: float) -> None:
         """All that wait only because they were closed not long ago may be drained."""
-        for at, ino in list(self._later):
-            entry = self._entries[ino]
-            if at > now and not entry.failures:
+        for item in list(self._later):
+            entry = self._placed(item)
+            if entry is not None and item[0] > now and not entry.failures:
                 self._move(entry, now, entry.rank)
 
     # --- what goes out ---
@@ -196,18 +212,25 @@ class Queue:
         """The next files to drain, in order: many small ones, or one large one; empty if none is
         ready.
         """
-        while self._later and self._later[0][0] <= now:
-            entry = self._entries[self._later.pop(0)[1]]
-            entry.due = True
-            self._ready.add((entry.rank, entry.since, entry.ino))
+        later, ready = self._later, self._ready
+        moved = 0
+        while later and later[0][0] <= now and moved < _MOVED_MAX:
+            entry = self._placed(heappop(later))
+            moved += 1
+            if entry is not None:
+                entry.due = True
+                heappush(ready, (entry.rank, entry.since, entry.ino, entry.placed))
         batch: list[QueueEntry] = []
         total = 0
-        while self._ready and len(batch) < BATCH_FILES:
-            entry = self._entries[self._ready[0][2]]
-            total += entry.size
-            if batch and total > BATCH_BYTES:
-                break
-            del self._ready[0]
+        while ready and len(batch) < BATCH_FILES:
+            entry = self._placed(ready[0])
+            if entry is not None:
+                total += entry.size
+                if batch and total > BATCH_BYTES:
+                    break
+            heappop(ready)
+            if entry is None:
+                continue
             entry.taken, entry.due, entry.again = True, False, False
             batch.append(entry)
         return batch
@@ -277,18 +300,28 @@ class Queue:
     def _place(self, entry: QueueEntry) -> None:
         if entry.taken:
             return
+        self._placements += 1
+        entry.placed = self._placements
         if entry.ready_at == _NEVER:
             self.held += 1
         else:
             entry.due = False
-            self._later.add((entry.ready_at, entry.ino))
+            heappush(self._later, (entry.ready_at, entry.ino, entry.placed))
 
     def _remove(self, entry: QueueEntry) -> None:
         if entry.taken:
             return
+        entry.placed = 0
         if entry.ready_at == _NEVER:
             self.held -= 1
-        elif entry.due:
-            self._ready.remove((entry.rank, entry.since, entry.ino))
-        else:
-            self._later.remove((entry.ready_at, entry.ino))
+        self._left += 1
+        if self._left > _LEFT_MAX + len(self._entries):
+            self._left = 0
+            for heap in (self._ready, self._later):
+                heap[:] = [item for item in heap if self._placed(item) is not None]
+                heapify(heap)
+
+    def _placed(self, item: tuple[Any, ...]) -> QueueEntry | None:
+        """The file that something in a heap is about, if it counts still."""
+        entry = self._entries.get(item[-2])
+        return entry if entry is not None and entry.placed == item[-1] else None

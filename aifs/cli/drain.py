@@ -22,7 +22,7 @@ Ctrl-C and the time-out end the waiting, not the drain. Files that are open for 
 when they have been closed. `getfattr -n user.aifs.state PATH` says where the bytes are.
 """
 
-_PAUSE_MIN_S, _PAUSE_MAX_S = 0.01, 0.5
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.02, 2.0
 
 
 class Left(NamedTuple):
@@ -82,6 +82,14 @@ def left(paths: Sequence[str], before_ns: int | None = None) -> Left:
     return Left(files, size, writers, next((answer["error"] for answer in answers), ""))
 
 
+def _pause_s(first: Left, remaining: Left, elapsed_s: float) -> float:
+    """How long not to ask again: half of what it will take, as far as can be told. Each answer
+    takes the daemon longer the more files are left."""
+    done = first.files - remaining.files
+    expected_s = elapsed_s * remaining.files / done if done > 0 else elapsed_s
+    return min(max(expected_s / 2, _PAUSE_MIN_S), _PAUSE_MAX_S)
+
+
 def drain(paths: Sequence[str], timeout_s: float | None) -> Left:
     """Drain ``paths`` and wait, with a progress bar; what there was to drain. Raises
     TimeoutReached, OSError.
@@ -89,11 +97,10 @@ def drain(paths: Sequence[str], timeout_s: float | None) -> Left:
     from aifs.cli.progress import progress
 
     begin_ns, begin = time.time_ns(), time.monotonic()
-    first = left(paths, begin_ns)  # before it is asked for: a little is drained at once
+    first = remaining = left(paths, begin_ns)  # before it is asked for: a little is drained at once
     for path in paths:
         hints.put(path, hints.DRAIN)
-    remaining = left(paths, begin_ns)
-    pause_s, said = _PAUSE_MIN_S, ""
+    said = ""
     try:
         with progress("draining") as show:
             while remaining.files:
@@ -106,10 +113,12 @@ def drain(paths: Sequence[str], timeout_s: float | None) -> Left:
                         f"not drained after {format_duration(timeout_s)}: {remaining}; draining "
                         "goes on, and aifs status shows what holds it up"
                     )
+                elapsed_s = time.monotonic() - begin
+                pause_s = _pause_s(first, remaining, elapsed_s)
+                if timeout_s is not None:
+                    pause_s = min(pause_s, max(timeout_s - elapsed_s, _PAUSE_MIN_S))
                 time.sleep(pause_s)
-                asked = time.monotonic()
                 remaining = left(paths, begin_ns)
-                pause_s = min(_PAUSE_MAX_S, max(_PAUSE_MIN_S, 10 * (time.monotonic() - asked)))
     except KeyboardInterrupt:
         print_error(f"draining goes on in the background; left: {remaining}")
         raise

@@ -160,10 +160,10 @@ class Collector:
                     held = [d for d in batch if not self._backup.is_without(d.since, d.until)]
                     await self._delete(set(batch).difference(held))
                     del self._garbage[: len(batch)]
-                    await self._give_way()
                     if held:
                         self._held += held
                         self._upkeep.wake(Work.RELEASE)
+                    await self._give_way()
 
     async def _give_way(self) -> None:
         is_urgent = self._tier is not None and self._tier.is_pressed

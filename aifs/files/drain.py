@@ -73,7 +73,7 @@ class Drain:
             Mover(servers.budget, self._limiter, burst.ioprio, self._is_in_the_way)
         )
         """Who carries drains out."""
-        self.drainer = Drainer(config, io, ids, collector, containers, self.movers)
+        self.drainer = Drainer(config, io, ids, collector, containers, self.movers, self._give_way)
         self._wanted: list[int] = []
         """Withheld files that somebody waits for, until ``take_wanted``."""
         self._queue = Queue(burst.drain_delay_s, burst.drain_deadline_s)
@@ -94,12 +94,21 @@ class Drain:
         """Whether somebody writes to the burst tier, who needs processor and memory more than a
         drain that is in time.
         """
-        if self._waiters or self._limiter.lifted or self._tier.pressure or self._tier.is_lacking:
+        if self._is_urgent():
             return False
         return (
             self._handles.writers > 0
             or self._handles.last_writer_s > trio.current_time() - _QUIET_S
         )
+
+    def _is_urgent(self) -> bool:
+        """Whether somebody waits for files to be drained, or will have to."""
+        return bool(
+            self._waiters or self._limiter.lifted or self._tier.pressure or self._tier.is_lacking
+        )
+
+    async def _give_way(self) -> None:
+        await self._upkeep.share.give_way(self._is_urgent())
 
     # --- what is to be done ---
 
@@ -202,8 +211,10 @@ class Drain:
                 await self.drainer.drain(batch)
             finally:
                 self._active -= len(batch)
-                for draining in batch:
-                    self._note(draining)
+                with trio.CancelScope(shield=True):
+                    for draining in batch:
+                        self._note(draining)
+                        await self._give_way()
             if (
                 self._is_in_the_way()
             ):  # small files cost the daemon more than the devices: leave it to the writers
@@ -246,6 +257,11 @@ class Drain:
     def _tell(self, ino: int) -> None:
         for waiter in self._waiters:
             waiter.done(ino)
+
+    @property
+    def obstacle(self) -> str:
+        """Why draining has to wait at present; '' where it does not."""
+        return self._last_error if self._failing else ""
 
     def status(self) -> dict[str, Any]:
         """What ``aifs status`` shows. ``held_files``: open for writing; ``withheld_files``: drained

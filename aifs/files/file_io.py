@@ -161,6 +161,12 @@ class FileIO:
                 claim.stored = stored
         return file
 
+    def proof_of_rest(self, ino: int) -> object | None:
+        """What says of a file with a dirty mark that is not open that at its last close nobody had
+        it mapped for writing; it holds as long as it is in ``unsynced``, and the file closed.
+        """
+        return None if self.is_open(ino) else self.unsynced.get(ino)
+
     def forget(self, ino: int) -> None:
         """Nobody can find this inode any more: it is removed when it is closed."""
         file = self.open.get(ino)

@@ -68,8 +68,20 @@ class Draining(Lease):
         """Mask of the columns that could not be written."""
         self.due = False
         """It should be protected and is not."""
+        self.is_at_rest = False
+        """Its last close has proved that nobody has the copy mapped; so there is no lease of the
+        kernel, since whoever writes to it has to open it first."""
         self.loose = False
         """A list of its chunks is on record, which is garbage unless the file is flipped."""
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.cancelled if self.is_at_rest else super().is_whole
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether it has holes."""
+        return self.blocks * 512 < self.size
 
     def begin(self, file: OpenInode, copy: BurstCopy) -> None:
         """The lease on the copy is ours."""
@@ -89,7 +101,7 @@ class Draining(Lease):
             and not self.cancelled
             and file.lease is self
             and file.inode.nlink > 0
-            and self.copy.is_leased
+            and self.is_whole
         )
 
     def flip(self) -> Flip:
@@ -122,9 +134,12 @@ class Flips:
         self._io = io
         self._collector = collector
 
-    async def begin(self, draining: Draining) -> None:
-        """Take the lease; the drain has an outcome already on return if that cannot be."""
+    async def begin(self, draining: Draining, is_opened: bool = True) -> None:
+        """Take the lease; the drain has an outcome already on return if that cannot be. The copy
+        is open then, unless it need not be ``is_opened``.
+        """
         with errors_of(draining):
+            proof = None if is_opened else self._io.proof_of_rest(draining.ino)
             try:
                 file = draining.file = await self._io.acquire(draining.ino)
             except (NotFound, Stale):
@@ -132,11 +147,13 @@ class Flips:
                 return
             await file.gate.enter_alone()
             try:
-                draining.outcome = await self._prepare(draining, file)
+                draining.outcome = await self._prepare(draining, file, proof)
             finally:
                 file.gate.leave_alone()
 
-    async def _prepare(self, draining: Draining, file: OpenInode) -> DrainOutcome | None:
+    async def _prepare(
+        self, draining: Draining, file: OpenInode, proof: object
+    ) -> DrainOutcome | None:
         if not file.inode.in_burst or file.inode.nlink == 0:
             return DrainOutcome.GONE
         if file.writers:
@@ -144,11 +161,16 @@ class Flips:
         if file.opening or file.lease is not None:
             return DrainOutcome.BUSY
         copy = file.own_copy
-        await copy.ensure_open()
-        await copy.release_writers()
-        if not copy.lease():
-            return DrainOutcome.BUSY
-        self._io.burst.look(file)
+        is_ours = file.handles == 1 and not file.changes  # nobody had it open for writing since
+        draining.is_at_rest = (
+            is_ours and proof is not None and self._io.unsynced.get(draining.ino) is proof
+        )
+        if not draining.is_at_rest:
+            await copy.ensure_open()
+            await copy.release_writers()
+            if not copy.lease():
+                return DrainOutcome.BUSY
+            self._io.burst.look(file)
         draining.begin(file, copy)
         return None
 

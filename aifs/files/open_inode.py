@@ -20,6 +20,11 @@ class Lease:
         self.cancelled = False
         """Whether somebody is going to change the file, or has unlinked it."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has held until now."""
+        return not self.cancelled and self.copy.is_leased
+
     def cancel(self) -> None:
         """It proves nothing any more. Does not block; others may write to the burst copy when this
         returns.

@@ -121,20 +121,20 @@ def all_doomed(tx: ReadTransaction) -> list[tuple[int, Doomed]]:
 
 @dataclass(slots=True)
 class Slice:
-    """What a step of emptying a directory has done.
-
-    ``erased``: inodes that are gone; ``garbage``: ids of what they leave; ``kept``: files that are
-    open, or have other names, as they are now; ``directories``: subdirectories that are in the
-    trash themselves now. ``after``: the cookie of the last name. ``finished``: the directory was
-    empty, and is gone, too.
-    """
+    """What a step of emptying a directory has done."""
 
     erased: list[int] = field(default_factory=list)
+    """Inodes that are gone."""
     garbage: list[int] = field(default_factory=list)
+    """The ids of what they leave."""
     kept: list[Inode] = field(default_factory=list)
+    """Files that are open, or have other names, as they are now."""
     directories: list[int] = field(default_factory=list)
+    """Subdirectories that are in the trash themselves now."""
     after: int = 0
+    """The cookie of the last name that has been removed."""
     finished: bool = False
+    """The directory was empty, and is gone, too."""
 
 
 def find_slice(tx: ReadTransaction, ino: int, after: int, limit: int) -> list[int]:

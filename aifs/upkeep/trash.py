@@ -72,10 +72,12 @@ class Trash:
         self._trees = Counter[int]()  # top -> how many of its directories are left
         self._stuck: set[int] = set()  # directories that have to wait for fsck
         self._removed_inodes = 0
+        """Since the mount."""
         self._upkeep = upkeep
         self._on_gone = on_gone
         self._kernel = kernel
         self._emptying = trio.Lock()
+        """Held by whoever takes trees apart."""
 
     async def load(self) -> None:
         """What earlier mounts have left."""

@@ -232,9 +232,10 @@ async def test_a_file_that_is_open_for_writing_waits_for_its_last_close(director
 
 async def test_a_mapping_that_outlives_its_handle_holds_the_drain_up(directory):
     async with mounted(directory, WAITING) as fs:
-        ino, _ = await write_file(fs, b"f", b"x" * 100_000)
+        ino, handle = await write_file(fs, b"f", b"x" * 100_000, close=False)
         with open(path_of(fs, (await fs.getattr(ino)).copy), "r+b") as file:
             mapping = mmap.mmap(file.fileno(), 0)
+        await fs.release(handle)
         fs.drain.request([ino])
         await trio.testing.wait_all_tasks_blocked(0.05)
         assert (await fs.getattr(ino)).in_burst and fs.drain.status()["failing_files"] == 0
