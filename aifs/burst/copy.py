@@ -307,8 +307,10 @@ class BurstCopy:
 
     async def set_mtime(self, mtime_ns: int) -> None:
         """The copy's mtime is ``mtime_ns``, until the next write."""
-        await self.ensure_open()
-        await self._do(self.device.call, "write", self._key, files.set_mtime, self.fd, mtime_ns)
+        await self._do(self._set_mtime, mtime_ns)
+
+    def _set_mtime(self, mtime_ns: int) -> None:
+        self.device.call("write", self._key, files.set_mtime, self.open_now(), mtime_ns)
 
     # --- durability ---
 

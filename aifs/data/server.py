@@ -348,9 +348,9 @@ class DataServer:
 
     def close_object(self, handle: int, removed: bool = False) -> None:
         """Does not block: a worker closes the handle where that may take long, as it does for a
-        removed object.
+        removed object, whose space is freed then, and where another machine is told of it.
         """
-        if self.storage.in_memory and not removed:
+        if self.storage.is_local and not removed:
             self.storage.close(handle)
         else:
             self.workers.post(self.storage.close, handle)
