@@ -59,10 +59,10 @@ class Memtable:
             kind.unsorted.append(key)
         self._unsorted.clear()
         entries = self.entries
-        if start[0] == end[0]:
+        if start and end and start[0] == end[0]:
             kinds = [start[0]] if start[0] in self._kinds else []
         else:
-            kinds = sorted(first for first in self._kinds if start[0] <= first <= end[0])
+            kinds = sorted(first for first in self._kinds if start[:1] <= bytes([first]) <= end[:1])
         for first in kinds:
             for key in self._kinds[first].range(start, end):
                 yield key, entries[key]
