@@ -19,8 +19,10 @@ from aifs.data.containers.appending import Appended, Appending, append
 from aifs.data.containers.chunked import ChunkedObjects, Load, LoadExtents
 from aifs.data.containers.files import ContainerEntry, ContainerFiles
 from aifs.data.containers.pieces import FilePiece, FileSource, OpenCopies, Piece
+from aifs.data.containers.scan import Scanned, Scanning, scan
 from aifs.data.containers.writer import ContainerWriter, Stored
 from aifs.data.objects.object_set import OnDamage
+from aifs.data.server import MissingObject
 from aifs.data.servers import Servers
 from aifs.data.workers import gather
 from aifs.files.collector import Collector
@@ -140,6 +142,17 @@ class Containers:
     def moved(self, container: int) -> None:
         """The container's record, or what is known of its columns, has changed."""
         self.files.moved(container)
+
+    async def scan(self, container: int, offset: int, end: int) -> Scanned:
+        """Some chunks of a container, the first of which begins at ``offset``, before ``end``.
+        Raises MissingObject, Unavailable."""
+        entry = await self.find(container)
+        if entry is None:
+            raise MissingObject(f"container {container} does not exist")
+        asked = Scanning(container, entry._replace(length=end), offset)
+        found = await self._movers.carry_out(scan, asked)
+        assert found is not None  # nothing cancels it
+        return found
 
     # --- placement ---
 

@@ -7,13 +7,14 @@ records. With its last live chunk the old container becomes garbage. A crash at 
 lists that name durable bytes, and a container that a later pass deals with.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace, QuotaExceeded, Unavailable
 from aifs.core.log import logger
 from aifs.data.containers.pieces import StoredPiece
-from aifs.data.containers.scan import ContainerScan, ScannedChunk
+from aifs.data.containers.scan import ScannedChunk
 from aifs.data.servers import Servers
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
@@ -126,9 +127,10 @@ class Compaction:
 
     async def _move_all(self, container: int, record: Container) -> None:
         slots = self._slots_for(record.layout)
-        scan = ContainerScan(self._containers.files, container, record.layout, record.length)
         batch: list[tuple[ScannedChunk, Location]] = []
-        while found := await scan.following():
+        offset = 0
+        while offset < record.length:
+            found, offset = await self._containers.scan(container, offset, record.length)
             batch += await self._engine.view(_live, container, found)
             if len(batch) >= _BATCH or sum(place.stored for _, place in batch) >= _BATCH_BYTES:
                 await self._move(batch, slots)
@@ -198,7 +200,7 @@ def _state_of(tx: ReadTransaction, container: int) -> tuple[Container | None, bo
 
 
 def _live(
-    tx: ReadTransaction, container: int, found: list[ScannedChunk]
+    tx: ReadTransaction, container: int, found: Sequence[ScannedChunk]
 ) -> list[tuple[ScannedChunk, Location]]:
     """Those chunks that a list, or the record of a shared chunk, names at just this place."""
     lists: dict[tuple[int, int], chunks.Chunks] = {}

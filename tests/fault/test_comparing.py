@@ -1,17 +1,21 @@
-"""What is read and compared for scrubs is a plain value: it can be pickled, and carried out where
-there is nothing but the servers; there it is told what is not right, and where."""
+"""What is read and compared for scrubs, groups and compaction is a plain value: it can be pickled,
+and carried out where there is nothing but the servers."""
 
 import os
 import pickle
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aifs.burst.making import InChunks
+from aifs.core.errors import Unavailable
 from aifs.data.checking.checks import CheckedPart
 from aifs.data.checking.digests import digests_of
+from aifs.data.containers.chunk_codec import ChunkHeader
+from aifs.data.containers.files import ContainerEntry
+from aifs.data.containers.scan import Scanned, ScannedChunk, Scanning, scan
+from aifs.layout.interleaved import container_layout
 from aifs.layout.striped import Striped
 from aifs.meta.moves import SetRecord
 from aifs.meta.records import Copy
@@ -20,6 +24,7 @@ from aifs.upkeep import inspecting
 from aifs.upkeep.inspecting import Inspected, ObjectRange, inspect
 from aifs.upkeep.judging import CopyRange, Judgement, compare, find_parts
 from aifs.vfs import Filesystem
+from aifs.vfs.groups.digests import CopyToHash, Hashing, hash_chunks
 from tests.support.maker import make_elsewhere
 from tests.support.spoil import flip
 from tests.support.stores import drained, opened, write_file
@@ -49,6 +54,9 @@ EACH_KIND = pytest.mark.parametrize("kind", KINDS)
         Inspected(123, 456, [400], True, (b"row", [(1, 2)])),
         CopyRange(Copy(0x8000, 30), 5, [CheckedPart(0, 5, b"d" * 32), CheckedPart(5, 9, None)]),
         *Judgement,
+        Hashing({3: CopyToHash(Copy(0x8000, 30), True)}, [(4096, [(3, 0), (3, 8192)])]),
+        Scanning(70, ContainerEntry(container_layout((1,)), 5000, 0b1), 64),
+        Scanned([ScannedChunk(64, ChunkHeader(7, 1, 0, 90, 90, b"d" * 32))], 218),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -56,9 +64,7 @@ def test_it_can_be_pickled(value: Any) -> None:
     assert pickle.loads(pickle.dumps(value)) == value
 
 
-async def carried_out(
-    fs: Filesystem, where: str, function: Function[Any, Any], value: Sequence[Any]
-) -> Sequence[Any]:
+async def carried_out(fs: Filesystem, where: str, function: Function[Any, Any], value: Any) -> Any:
     if where == "elsewhere":
         [answers] = await make_elsewhere([value], fs.store.servers, function)
         return answers
@@ -152,6 +158,37 @@ async def test_burst_copies(directory: Path, kind: str, where: str) -> None:
         answers = await carried_out(fs, where, compare, asked)
         assert answers == [Judgement.WRONG, *others]
         flip(path, 5 * MIB)
+
+
+@HERE_AND_ELSEWHERE
+async def test_chunks_of_groups(directory: Path, where: str) -> None:
+    """What is equal is hashed once; a copy that is gone does not spoil it for the others."""
+    async with opened(directory) as fs:
+        inos = [await write_file(fs, b"%d" % rank, DATA) for rank in range(3)]
+        copies = {
+            number: CopyToHash((await fs.getattr(ino)).copy, sparse=False)
+            for number, ino in enumerate(inos)
+        }
+        copies[2] = CopyToHash(copies[2].place._replace(id=1 << 40), sparse=False)
+        columns = [(MIB, [(number, MIB) for number in copies]), (4321, [(0, 9 * MIB)])]
+        (whole, compared), end = await carried_out(fs, where, hash_chunks, Hashing(copies, columns))
+        right = digests_of(DATA[MIB : 2 * MIB])
+        assert (whole[:2], compared) == ([right] * 2, MIB)
+        assert isinstance(whole[2], Unavailable)
+        assert end.digests == [digests_of(DATA[9 * MIB :])]
+
+
+@HERE_AND_ELSEWHERE
+async def test_chunks_of_a_container(directory: Path, where: str) -> None:
+    async with opened(directory, KINDS["interleaved"], servers=3) as fs:
+        await drained(fs, ino := await write_file(fs, b"file", DATA))
+        origin = await fs.io.capacity.describe(await fs.getattr(ino))
+        found = set()
+        for container, entry in origin.containers:
+            scanned = await carried_out(fs, where, scan, Scanning(container, entry, 0))
+            assert scanned.offset == entry.length
+            found |= {(container, at, header.digest) for at, header in scanned.chunks}
+        assert found == {(place.container, place.offset, place.digest) for place in origin.chunks}
 
 
 @pytest.mark.parametrize("function", [inspect, compare])

@@ -1,16 +1,29 @@
 """What lies in a container, by the headers in it."""
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from aifs.core.errors import Unavailable
 from aifs.data.containers import chunk_codec
+from aifs.data.containers.appending import Tools
 from aifs.data.containers.chunk_codec import ChunkHeader
-from aifs.data.containers.files import ContainerFiles
+from aifs.data.containers.files import ContainerEntry, ContainerFiles
 from aifs.layout.interleaved import HEADER_BYTES
 from aifs.layout.striped import Striped
 
 _WINDOW = 64 << 10
 """Read at once: the headers of many small chunks, or not much more than that of a large one."""
+
+_TOGETHER = 512  # chunks that are told together, about
+
+
+class Scanning(NamedTuple):
+    """The next chunks of a container are to be found."""
+
+    container: int
+    entry: ContainerEntry
+    offset: int
+    """Of the first header."""
 
 
 class ScannedChunk(NamedTuple):
@@ -18,6 +31,27 @@ class ScannedChunk(NamedTuple):
 
     offset: int
     header: ChunkHeader
+
+
+class Scanned(NamedTuple):
+    """Some chunks, and the offset behind them."""
+
+    chunks: Sequence[ScannedChunk]
+    offset: int
+
+
+async def scan(asked: Scanning, tools: Tools, cancelled: Callable[[], bool]) -> Scanned | None:
+    """Carry it out. None if ``cancelled`` has become true meanwhile. Raises Unavailable where
+    something is damaged.
+    """
+    (container, entry, offset), found = asked, list[ScannedChunk]()
+    with tools.reading(((container, entry),)) as files:
+        chunks = ContainerScan(files, container, entry.layout, entry.length, offset)
+        while len(found) < _TOGETHER and chunks.offset < entry.length:
+            if cancelled():
+                return None
+            found += await chunks.following()
+    return Scanned(found, chunks.offset)
 
 
 class ContainerScan:

@@ -1,5 +1,6 @@
 """Digests of chunks that may be equal: every byte is read once, and what is equal is hashed once.
-For worker threads.
+What to hash is a plain value, and carried out wherever there is room for it (see movers), in worker
+threads.
 
 Chunks of the same length are read side by side, a part of each at a time. As long as their parts
 are equal, byte by byte, one state of the hash stands for all of them; where they part, each kind
@@ -15,15 +16,20 @@ and hash ends with a wait for the interpreter, which other threads use.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from blake3 import blake3
 
+from aifs.burst.making import MakingTools
 from aifs.core import files
 from aifs.core.errors import FsError, Unavailable
 from aifs.data.reading.buffers import is_equal
 from aifs.data.server import DataServer
+from aifs.data.servers import Servers
+from aifs.data.workers import gather
+from aifs.meta.records import Copy
 
 ZEROS = b""
 """The digest of a chunk of zeros, here."""
@@ -38,13 +44,31 @@ _NOTHING = memoryview(bytearray(_PART_MAX))
 _local = threading.local()
 
 
+class CopyToHash(NamedTuple):
+    """A burst copy that nobody writes to; ``sparse``: it may have holes."""
+
+    place: Copy
+    sparse: bool
+
+
+class Hashing(NamedTuple):
+    """Chunks that are to be hashed."""
+
+    copies: Mapping[int, CopyToHash]
+    """By number."""
+    columns: Sequence[tuple[int, Sequence[tuple[int, int]]]]
+    """The length of some chunks, up to TOGETHER; of each, the number of its copy, and where in that
+    it begins."""
+
+
 class HashSource(NamedTuple):
-    """An open burst copy; ``sparse``: it may have holes."""
+    """An open burst copy; ``sparse``: it may have holes. ``error``: why it could not be opened."""
 
     device: DataServer
     key: tuple[int, int]
     fd: int
     sparse: bool
+    error: FsError | None = None
 
     def read(self, offset: int, part: memoryview) -> None:
         """Fill ``part``. Raises Unavailable."""
@@ -56,7 +80,9 @@ class HashSource(NamedTuple):
             raise Unavailable(f"{self.device.name}: {where} ends before byte {offset + len(part)}")
 
     def is_hole(self, offset: int, length: int) -> bool:
-        """Raises Unavailable."""
+        """Raises Unavailable, for any chunk of one that could not be opened."""
+        if self.error is not None:
+            raise self.error
         if not self.sparse:
             return False
         return not self.device.call("read", self.key, files.data_ranges, self.fd, offset, length)
@@ -75,11 +101,40 @@ class Digests(NamedTuple):
     compared: int
 
 
-def digest_all(columns: Sequence[tuple[int, Sequence[Place]]]) -> list[Digests]:
-    """The BLAKE3-256 digests of the chunks of each column: their length, and up to TOGETHER of
-    them. ZEROS of zeros.
-    """
-    return [digest(length, places) for length, places in columns]
+async def hash_chunks(
+    asked: Hashing, tools: MakingTools, cancelled: Callable[[], bool]
+) -> Sequence[Digests] | None:
+    """The BLAKE3-256 digests of the chunks of each column. ZEROS of zeros. None if it has been
+    ``cancelled`` before it begins; it is bounded by what is asked for. Raises Unavailable for a
+    device that is not registered."""
+    if cancelled():
+        return None
+    device = tools.servers[next(iter(asked.copies.values())).place.server]
+    call = (tools.mover.io_priority, _digest_all, asked, tools.servers)
+    return (await gather([(device.workers, files.at_priority, call)]))[0]
+
+
+def _digest_all(asked: Hashing, servers: Servers) -> list[Digests]:
+    with ExitStack() as stack:
+        sources = {number: _open(copy, servers, stack) for number, copy in asked.copies.items()}
+        return [
+            digest(length, [(sources[number], offset) for number, offset in chunks])
+            for length, chunks in asked.columns
+        ]
+
+
+def _open(copy: CopyToHash, servers: Servers, stack: ExitStack) -> HashSource:
+    (server, copy_id), sparse = copy
+    device, key = servers[server], (0, copy_id)
+    try:
+        fd = device.open_object(key, create=False, write=False)
+    except FsError as error:
+        return HashSource(device, key, -1, sparse, error)
+    if fd is None:
+        missing = Unavailable(f"{device.name}: {device.where(key)} is missing")
+        return HashSource(device, key, -1, sparse, missing)
+    stack.callback(device.storage.close, fd)
+    return HashSource(device, key, fd, sparse)
 
 
 def digest(length: int, places: Sequence[Place]) -> Digests:

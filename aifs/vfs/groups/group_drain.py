@@ -65,7 +65,7 @@ class GroupDrain:
         self._movers = movers
         self._flips = Flips(io, collector)
         lanes = min(len(os.sched_getaffinity(0)), max(config.data.threads // 2, 1))
-        self._hasher = Hasher(lanes, config.burst.ioprio, movers.tools.mover.is_in_the_way)
+        self._hasher = Hasher(lanes, movers)
         self._storing = Storing(
             config, engine, servers, ids, collector, containers, movers.tools.mover, self._flips
         )

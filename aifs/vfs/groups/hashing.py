@@ -1,4 +1,4 @@
-"""Hashing the chunks of members, by all cores."""
+"""Having the chunks of members hashed, by all cores."""
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -6,16 +6,15 @@ from contextlib import asynccontextmanager
 import trio
 
 from aifs.burst.copy import BurstCopy
-from aifs.core import files
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
-from aifs.data.workers import gather
-from aifs.vfs.groups.digests import TOGETHER, HashSource, digest_all
+from aifs.movers.movers import Movers
+from aifs.vfs.groups.digests import TOGETHER, CopyToHash, Hashing, hash_chunks
 from aifs.vfs.groups.prepared import Prepared
 from aifs.vfs.groups.report import GroupReport
 from aifs.vfs.groups.sharing import Chunk
 
-_SLICE = 16 << 20  # bytes that a worker thread hashes before others get their turn
+_SLICE = 16 << 20  # bytes that are hashed before others get their turn
 _SLICE_CHUNKS = 4096
 _REST_S = 0.02
 
@@ -26,16 +25,15 @@ Column = tuple[int, list[Chunk]]
 class Hasher:
     """All hashing of one store. Used from one trio thread."""
 
-    def __init__(self, lanes: int, io_priority: str, is_in_the_way: Callable[[], bool]) -> None:
+    def __init__(self, lanes: int, movers: Movers) -> None:
         """``lanes``: for how many processors; twice as many threads read and hash, since reads wait
         for the device. Half of the lanes are used where nobody waits for the digests, and a quarter
-        while that ``is_in_the_way`` of others, who need the processors more."""
+        while that is in the way of others, who need the processors more."""
         self.hashed_bytes = 0
         self._lanes = lanes
         self._waiting = trio.lowlevel.ParkingLot()
         self._active = 0
-        self._io_priority = io_priority
-        self._is_in_the_way = is_in_the_way
+        self._movers = movers
 
     async def hash(
         self,
@@ -52,7 +50,7 @@ class Hasher:
         """
         begin = trio.current_time()
         slices = _slices(members)
-        sources = [_source(member.copy) for member in members]
+        copies = [_copy_of(member.copy) for member in members]
 
         def is_over() -> bool:
             hurry = not waited_for and any(member.hurry() for member in members)
@@ -63,7 +61,7 @@ class Hasher:
                 async with self._place(is_over, waited_for):
                     if is_over():
                         return
-                    await self._hash_some(members, sources, columns, report)
+                    await self._hash_some(members, copies, columns, report)
 
         await run_all(*[work] * 2 * self._lanes)
         report.hash_s += trio.current_time() - begin
@@ -71,7 +69,7 @@ class Hasher:
     async def _hash_some(
         self,
         members: Sequence[Prepared],
-        sources: Sequence[HashSource],
+        copies: Sequence[CopyToHash],
         columns: Sequence[Column],
         report: GroupReport,
     ) -> None:
@@ -82,22 +80,16 @@ class Hasher:
             )
             for length, chunks in columns
         ]
-        places = [
-            (
-                length,
-                [
-                    (sources[member], members[member].cut.ranges[number][0])
-                    for member, number in chunks
-                ],
-            )
+        used = {member for _, chunks in wanted for member, _ in chunks}
+        if not used:
+            return
+        columns = [
+            (length, [(member, members[member].cut.ranges[number][0]) for member, number in chunks])
             for length, chunks in wanted
         ]
-        if not any(chunks for _, chunks in wanted):
-            return
-        workers = next(sources[chunks[0][0]].device.workers for _, chunks in wanted if chunks)
-        found = (
-            await gather([(workers, files.at_priority, (self._io_priority, digest_all, places))])
-        )[0]
+        asked = Hashing({member: copies[member] for member in used}, columns)
+        found = await self._movers.carry_out(hash_chunks, asked)
+        assert found is not None  # nothing cancels it
         for (length, chunks), (digests, compared) in zip(wanted, found, strict=True):
             hashed = length * len(chunks) - compared
             self.hashed_bytes += hashed
@@ -105,7 +97,8 @@ class Hasher:
             report.compared_bytes += compared
             for (member, number), found_ in zip(chunks, digests, strict=True):
                 if isinstance(found_, FsError):
-                    members[member].outcome = members[member].outcome or found_
+                    if not _is_out(members[member]):
+                        members[member].outcome = found_
                 else:
                     members[member].hashed[number] = found_
 
@@ -114,7 +107,7 @@ class Hasher:
         self._waiting.unpark_all()
 
     def _allowed(self, waited_for: bool) -> int:
-        if self._is_in_the_way():
+        if self._movers.tools.mover.is_in_the_way():
             return max(self._lanes // 4, int(waited_for))
         return 2 * self._lanes if waited_for else max(self._lanes // 2, 1)
 
@@ -136,13 +129,13 @@ def _is_out(member: Prepared) -> bool:
     return member.cancelled or member.unwanted or member.outcome is not None
 
 
-def _source(copy: BurstCopy) -> HashSource:
+def _copy_of(copy: BurstCopy) -> CopyToHash:
     status = copy.stat()
-    return HashSource(copy.device, (0, copy.id), copy.fd, status.st_blocks * 512 < status.st_size)
+    return CopyToHash(copy.place, status.st_blocks * 512 < status.st_size)
 
 
 def _slices(members: Sequence[Prepared]) -> Iterator[list[Column]]:
-    """What lacks digests, in slices that one thread does at a time; some may be empty."""
+    """What lacks digests, in slices that are done at a time; some may be empty."""
     columns: list[Column] = []
     size = seen = 0
     for number in range(max((len(member.cut.ranges) for member in members), default=0)):
