@@ -8,7 +8,7 @@ setup(
         Extension(
             "aifs.fuse._bridge",
             sources=["aifs/fuse/bridge.c"],
-            depends=["aifs/fuse/messages.h", "aifs/fuse/records.h"],
+            depends=["aifs/fuse/messages.h", "aifs/fuse/opens.h", "aifs/fuse/records.h"],
             extra_compile_args=["-std=c11", "-Wall", "-Wextra"],
             optional=True,
         )

@@ -45,6 +45,7 @@ class Work(Enum):
     DRAIN = "draining"
     GROUPS = "looking after groups"
     WRITE_BACK = "write-back"
+    ACCESSES = "recording when files were read"
     COLLECT = "removing deleted files"
     RELEASE = "releasing what backups have held"
     STRAYS = "removing objects that have moved elsewhere"

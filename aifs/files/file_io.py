@@ -29,6 +29,7 @@ from aifs.files.capacity_io import CapacityIO, count_blocks
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
 from aifs.files.damage import Damage
+from aifs.files.handles import Handles
 from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
 from aifs.files.stage import Stager
@@ -43,6 +44,11 @@ from aifs.movers.movers import Movers
 from aifs.store.ids import IdAllocator
 
 _log = logger(__name__)
+
+ACCESSES_S = 10.0
+"""How often accesses are recorded of files that were opened without us."""
+
+_ACCESSES = 256  # in one transaction
 
 
 class FileIO:
@@ -59,9 +65,13 @@ class FileIO:
         collector: Collector,
         damage: Damage,
         needs: Needs,
+        handles: Handles,
         upkeep: Upkeep,
     ) -> None:
         self._engine = engine
+        self._handles = handles
+        self._forgotten: set[int] = set()
+        """Inodes that nobody can find any more, and that are open though they are not in core."""
         self._servers = servers
         self._tier = tier
         self._containers = containers
@@ -119,21 +129,26 @@ class FileIO:
                 if not inode.is_file:
                     raise Stale(f"inode {ino} is not a regular file")
                 self._note_open()
-                self.open[ino] = self._opened(inode, marked, unread)
+                file = self.open[ino] = self._opened(inode, marked, unread)
+                self._handles.take_back(file)
+                if ino in self._forgotten:
+                    self._forgotten.discard(ino)
+                    file.forgotten = True
             finally:
                 self.end_opening(ino)
         file.handles += 1
         file.used = True
         return file
 
-    def opening(self, *inos: int) -> "_Claims":
+    def opening(self, *inos: int, lent: bool = False) -> "_Claims":
         """Those of these inodes that are not open, nor being opened, are ours: whoever wants to
-        open one waits until this ends. What he finds then is in ``open``, or on record.
+        open one waits until this ends. What he finds then is in ``open``, or on record. ``lent``:
+        also those that are lent, open or not, which stays so; else they are no more.
         """
-        return _Claims(self, inos)
+        return _Claims(self, inos, lent)
 
     def begin_opening(self, ino: int) -> None:
-        """As ``opening``, of one inode that is not open, nor being opened."""
+        """As ``opening``, of one inode that is not open, nor being opened, and is not lent."""
         self._opening[ino] = _Opening()
 
     def end_opening(self, ino: int) -> None:
@@ -146,8 +161,12 @@ class FileIO:
         claim.end()
 
     def is_open(self, ino: int) -> bool:
-        """Whether it is open, or is being opened."""
+        """Whether it is in core, or is being opened."""
         return ino in self.open or ino in self._opening
+
+    def recall(self, ino: int) -> bool:
+        """As ``is_open``, also of an inode that is lent. If it is not open, it is lent no more."""
+        return self.is_open(ino) or self._handles.recall(ino)
 
     def adopt(self, stored: Inode) -> OpenInode | None:
         """A transaction has made this of an inode's record. The open inode, which has taken it
@@ -167,6 +186,10 @@ class FileIO:
         """
         return None if self.is_open(ino) else self.unsynced.get(ino)
 
+    def recall_all(self) -> None:
+        """What is lent was lent by rules that have changed."""
+        self._handles.recall_all()
+
     def forget(self, ino: int) -> None:
         """Nobody can find this inode any more: it is removed when it is closed."""
         file = self.open.get(ino)
@@ -174,6 +197,8 @@ class FileIO:
             file.forgotten = True
         elif ino in self._opening:
             self._opening[ino].forgotten = True
+        elif self._handles.recall(ino):
+            self._forgotten.add(ino)
         else:
             self._collector.add_orphan(ino)
 
@@ -285,6 +310,7 @@ class FileIO:
             if file.handles:
                 return
             del self.open[ino]
+            self._handles.lend(file)
             if file.objects is not None:
                 file.objects.close()
             self.transitions.detach(file)
@@ -326,6 +352,11 @@ class FileIO:
             file = self.open.get(ino)
             if file is not None:
                 file.handles += 1  # or it might be closed meanwhile, and opened anew
+            elif ino not in self._opening and (
+                self._handles.recall(ino) or self._handles.was_accessed(ino)
+            ):
+                file = await self.acquire(ino)
+            if file is not None:
                 try:
                     await self.transitions.change_attributes(file, change, argument)
                     return self.attributes(file)
@@ -356,8 +387,26 @@ class FileIO:
             if ino in self._opening:
                 await self._opening[ino].wait()
                 continue
-            with self.opening(ino):
+            with self.opening(ino, lent=True):
                 return await self._engine.transact(moves.put_damaged, oid, ino, mask) != 0
+
+    # --- uses that we hear of later ---
+
+    def hear_of_uses(self) -> None:
+        """Of copies of files that were opened without us. Does not block."""
+        for copy_id in self._handles.used_copies():
+            self._tier.touch(copy_id)
+
+    async def record_accesses(self) -> float:
+        """Record when files were accessed that were opened without us; in how many seconds to do it
+        again."""
+        self.hear_of_uses()
+        inos = self._handles.accessed_inos
+        for start in range(0, len(inos), _ACCESSES):
+            with self.opening(*inos[start : start + _ACCESSES], lent=True) as claimed:
+                times = self._handles.take_accessed(claimed)
+                await self._engine.transact(forms.put_access_times, times)
+        return ACCESSES_S
 
     async def save_all(self) -> None:
         """Record the in-core attributes of every open file. Files whose close has failed, or was
@@ -372,6 +421,15 @@ class FileIO:
             if not file.handles and file.gate.is_free:
                 file.handles = 1
                 await self.release(file)
+
+    def current(self, inode: Inode) -> Inode:
+        """An inode of which this is on record, as stat(2) should show it now. Does not block."""
+        file = self.open.get(inode.ino)
+        return self._handles.accessed(inode) if file is None else self.attributes(file)
+
+    def programs_have_open(self) -> list[int]:
+        """The numbers of the inodes that programs have open. Takes some milliseconds."""
+        return [ino for ino, file in self.open.items() if file.users] + self._handles.lent_open()
 
     def attributes(self, file: OpenInode) -> Inode:
         """The inode as stat(2) should show it now. Does not block: what an open file is made of is
@@ -645,7 +703,7 @@ class FileIO:
             for ino, token in synced.items()
             if token is not None and self.unsynced.get(ino) is token
         ]
-        with self.opening(*quiet) as inos:
+        with self.opening(*quiet, lent=True) as inos:
             yield inos
             for ino in inos:
                 self.unsynced.pop(ino, None)
@@ -654,13 +712,14 @@ class FileIO:
 class _Claims:
     """A context manager: of some inodes those that could be claimed."""
 
-    __slots__ = ("_inos", "_io")
+    __slots__ = ("_inos", "_io", "_lent")
 
-    def __init__(self, io: FileIO, inos: Iterable[int]) -> None:
-        self._io, self._inos = io, inos
+    def __init__(self, io: FileIO, inos: Iterable[int], lent: bool) -> None:
+        self._io, self._inos, self._lent = io, inos, lent
 
     def __enter__(self) -> Collection[int]:
-        self._inos = {ino for ino in self._inos if not self._io.is_open(ino)}
+        is_open = self._io.is_open if self._lent else self._io.recall
+        self._inos = {ino for ino in self._inos if not is_open(ino)}
         for ino in self._inos:
             self._io.begin_opening(ino)
         return self._inos

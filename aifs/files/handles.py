@@ -1,6 +1,7 @@
 """Handles of open files, and whether the kernel passes them through to burst copies or objects."""
 
 import os
+from collections.abc import Callable, Collection
 
 import trio
 
@@ -9,30 +10,47 @@ from aifs.core.log import logger
 from aifs.data.server import name_of
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
-from aifs.files.types import FileHandle, Opened
-from aifs.meta.records import APPEND_ONLY
+from aifs.files.types import LENT, FileHandle, Lent, Opened
+from aifs.meta.records import APPEND_ONLY, Inode
 
 _log = logger(__name__)
 
+HANDLE_MAX = (1 << 32) - 1
+"""The largest handle of an inode that is not lent; then they begin anew."""
+
 
 class Handles:
-    """The table of handles.
+    """The table of handles, and what of it is lent to the bridge.
 
     The kernel wants all opens of an inode to be of one kind, so the first one decides for all that
     follow until the last is closed: passed through to the burst copy, or to the object that is the
     whole file, or read and written by way of the daemon. Who writes to such an object does it by
     way of the daemon, beside others that are passed through.
+
+    An inode that is not in core may be *lent*: the bridge answers its opens for reading, and keeps
+    its backing id. It is taken back when it comes into core, with the handles that it has then; so
+    nothing of it changes while it is lent, unless ``recall`` says that it is not open.
     """
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel, access_due_ns: Callable[[Inode], int]) -> None:
+        """``access_due_ns``: from when on an open for reading counts as access, as ``lend`` of
+        Passthrough has it."""
         self._kernel = kernel
+        self._access_due_ns = access_due_ns
+        self._lends = True
+        """The kernel is there."""
+        self._accessed: dict[int, int] = {}
+        """By inode number, when inodes that were lent were opened last so that it counts as access,
+        which is not on record yet."""
         self._refused: set[int] = set()  # numbers of servers
         self.writers = 0
         """How many handles can write."""
         self.last_writer_s = -float("inf")
         """When the last one of them was made, on trio's clock."""
         self._handles: dict[int, FileHandle] = {}
+        """What is open, by handle."""
         self._next = 1
+        """The handle that is tried next."""
 
     def try_out(self, server: int, fd: int) -> OSError | None:
         """Whether the kernel passes files on this server through: None, or why not. ``fd``: any
@@ -48,7 +66,8 @@ class Handles:
 
     async def add(self, file: OpenInode, flags: int) -> Opened:
         """A handle for one more open of ``file``, whose in-core state the caller has acquired."""
-        if self._server_for(file, flags) is not None:
+        file.was_opened = True
+        if not file.users and (file.kept or self._place_for(file, flags) is not None):
             await file.gate.enter_alone()  # or its form might change meanwhile
             try:
                 await self._pass_through(file, flags)
@@ -61,39 +80,176 @@ class Handles:
             self.writers += 1
             self.last_writer_s = trio.current_time()
         handle = self._next
-        self._next += 1
+        while handle in self._handles:
+            handle = handle % HANDLE_MAX + 1
+        self._next = handle % HANDLE_MAX + 1
         self._handles[handle] = opened
         return Opened(handle, file.backing, file.on_object and opened.writable)
 
-    def _server_for(self, file: OpenInode, flags: int) -> int | None:
-        """The number of the server whose file the kernel may use in place of this one; None: it may
-        not.
+    def _place_for(self, file: OpenInode, flags: int) -> tuple[int, int] | None:
+        """The local file that the kernel may use in place of this one, as its server's number and
+        its id; None: it may not.
         """
         # setuid and setgid must go with a write, which nobody would see.
-        if self._kernel.passthrough is None or file.users or file.inode.is_privileged:
+        if self._kernel.passthrough is None or file.inode.is_privileged:
             return None
         if file.inode.flags & APPEND_ONLY:
             return None  # a program may take O_APPEND back
-        server = _server(file, flags)
-        return None if server in self._refused else server
+        place = _place(file, flags)
+        return None if place is None or place[0] in self._refused else place
 
     async def _pass_through(self, file: OpenInode, flags: int) -> None:
-        server, on_object = self._server_for(file, flags), file.copy is None
-        if server is None:
-            return  # any more
+        place, on_object = self._place_for(file, flags), file.copy is None
+        if file.users:
+            return  # somebody else was first
+        if file.kept and file.place == place:
+            file.backing, file.kept, file.on_object = file.kept, 0, on_object
+            return
+        self._drop_kept(file)
+        if place is None:
+            return
         fd, passthrough = await _backing(file), self._kernel.passthrough
-        if fd is None or passthrough is None or self._server_for(file, flags) is None:
+        if fd is None or passthrough is None or file.users or self._place_for(file, flags) != place:
             return
         try:
             file.backing, file.on_object = passthrough.attach(fd), on_object
+            file.place = place
         except OSError as error:
-            where = name_of(server)
+            where = name_of(place[0])
             _log.warning(
                 "from now on the daemon reads and writes the files of %s: the kernel cannot: %s",
                 where,
                 error,
             )
-            self._refused.add(server)
+            self._refused.add(place[0])
+
+    def _drop_kept(self, file: OpenInode) -> None:
+        kept, file.kept = file.kept, 0
+        if kept and self._kernel.passthrough is not None:
+            self._kernel.passthrough.detach(kept)
+
+    # --- inodes that are lent ---
+
+    def lend(self, file: OpenInode) -> None:
+        """The file is not in core any more. Opens for reading are answered without us from now on,
+        if programs have had it open, and would be answered the same way again. Does not block.
+        """
+        inode, place = file.inode, self._place_for(file, os.O_RDONLY)
+        if file.kept and (file.place != place or not inode.nlink):
+            self._drop_kept(file)
+        passthrough, backing = self._kernel.passthrough, file.kept
+        if (
+            passthrough is None
+            or not self._lends
+            or not (file.was_opened and inode.nlink)
+            or (not backing and (place is not None or _is_written_object(file)))
+        ):
+            return
+        copy_id = 0 if file.copy is None else file.copy.id
+        left = passthrough.lend(inode.ino, backing, copy_id, self._access_due_ns(inode))
+        if left is not None:
+            self._give_up(left)
+
+    def take_back(self, file: OpenInode) -> None:
+        """The file is in core from now on: if it was lent, its handles are ours. Does not block."""
+        inode, passthrough = file.inode, self._kernel.passthrough
+        lent = None if passthrough is None else passthrough.take_back(inode.ino)
+        if lent is not None:
+            self._note(lent)
+            file.was_opened = True
+            file.place = _place(file, os.O_RDONLY) if lent.backing else None
+            if not lent.opens:
+                file.kept = lent.backing
+            else:
+                handle = FileHandle(file, os.O_RDONLY, lent.opens)
+                self._handles[LENT | inode.ino] = handle
+                file.handles += lent.opens
+                file.users += lent.opens
+                file.backing = lent.backing
+                file.on_object = bool(lent.backing) and file.copy is None
+        accessed_ns = self._accessed.pop(inode.ino, 0)
+        if accessed_ns and accessed_ns > inode.atime_ns:
+            inode.atime_ns, file.unsaved = accessed_ns, True
+
+    def recall(self, ino: int) -> bool:
+        """Of an inode that is not in core: whether programs have it open all the same. If not, it
+        is lent no more; else the next of their requests brings it into core. Does not block.
+        """
+        passthrough = self._kernel.passthrough
+        lent = None if passthrough is None else passthrough.take_back(ino, idle=True)
+        if lent is None or lent.opens:
+            return lent is not None
+        self._give_up(lent)
+        return False
+
+    def recall_all(self) -> None:
+        """What is lent was lent by rules that have changed. Does not block."""
+        passthrough = self._kernel.passthrough
+        for lent in [] if passthrough is None else passthrough.all_lent("all"):
+            self.recall(lent.ino)
+
+    def end(self) -> None:
+        """The kernel has gone, and all that was open and lent with it."""
+        self._lends = False
+        passthrough = self._kernel.passthrough
+        if passthrough is not None:
+            for lent in passthrough.all_lent("all"):
+                passthrough.take_back(lent.ino)
+                self._note(lent)
+
+    def _give_up(self, lent: Lent) -> None:
+        self._note(lent)
+        if lent.backing and self._kernel.passthrough is not None:
+            self._kernel.passthrough.detach(lent.backing)
+
+    def _note(self, lent: Lent) -> None:
+        if lent.accessed_ns:
+            self._accessed[lent.ino] = lent.accessed_ns
+
+    def lent_open(self) -> list[int]:
+        """The numbers of inodes that programs have open though they are not in core. Takes a
+        millisecond.
+        """
+        passthrough = self._kernel.passthrough
+        return [] if passthrough is None else [lent.ino for lent in passthrough.all_lent("open")]
+
+    def used_copies(self) -> list[int]:
+        """Ids of the burst copies of files that were opened while they were lent, since this was
+        asked last."""
+        passthrough = self._kernel.passthrough
+        used = [] if passthrough is None else passthrough.all_lent("used")
+        for lent in used:
+            self._note(lent)
+        return [lent.copy_id for lent in used if lent.copy_id]
+
+    def accessed(self, inode: Inode) -> Inode:
+        """An inode that is not in core, as its record says, but as it was accessed since."""
+        passthrough = self._kernel.passthrough
+        lent = None if passthrough is None else passthrough.find_lent(inode.ino)
+        accessed_ns = lent.accessed_ns if lent is not None else 0
+        accessed_ns = accessed_ns or self._accessed.get(inode.ino, 0)
+        if not accessed_ns or accessed_ns <= inode.atime_ns:
+            return inode
+        return inode.but(atime_ns=accessed_ns)
+
+    def was_accessed(self, ino: int) -> bool:
+        """Whether an inode that is not lent was accessed, which is not on record."""
+        return ino in self._accessed
+
+    @property
+    def accessed_inos(self) -> list[int]:
+        """The inodes that have been accessed, as far as that is known and not on record."""
+        return list(self._accessed)
+
+    def take_accessed(self, inos: Collection[int]) -> dict[int, int]:
+        """When those of these inodes were accessed; the caller records it."""
+        return {ino: self._accessed.pop(ino) for ino in inos if ino in self._accessed}
+
+    # --- handles ---
+
+    def has(self, handle: int) -> bool:
+        """Whether it is open, and not lent."""
+        return handle in self._handles
 
     def __getitem__(self, handle: int) -> FileHandle:
         """Raises BadHandle."""
@@ -119,30 +275,36 @@ class Handles:
         caller.
         """
         opened = self[handle]
-        del self._handles[handle]
+        opened.opens -= 1
+        if not opened.opens:
+            del self._handles[handle]
         file = opened.file
         file.users -= 1
         file.writers -= opened.writable
         self.writers -= opened.writable
-        if file.users == 0 and file.backing and self._kernel.passthrough is not None:
-            self._kernel.passthrough.detach(file.backing)
-            file.backing, file.on_object = 0, False
+        if file.users == 0:
+            file.kept, file.backing, file.on_object = file.backing, 0, False
         return opened
 
 
-def _server(file: OpenInode, flags: int) -> int | None:
-    """The number of the server that has all bytes of the file in one local file, if programs may
-    use that by themselves.
+def _place(file: OpenInode, flags: int) -> tuple[int, int] | None:
+    """The one local file that has all bytes of the file, if programs may use that by themselves.
 
     A burst copy they may also write. An object is read only, and only if it is what the record
     says.
     """
     if file.copy is not None:
-        return file.copy.server
+        return file.copy.place
     objects, reads = file.inode.objects, flags & os.O_ACCMODE == os.O_RDONLY
     if reads and not file.marked and objects is not None and len(objects.servers) == 1:
-        return objects.servers[0]
+        return objects.servers[0], file.inode.oid
     return None
+
+
+def _is_written_object(file: OpenInode) -> bool:
+    """Whether it will be one local file that is read by itself, once it has been synced."""
+    objects = file.inode.objects
+    return file.marked and objects is not None and len(objects.servers) == 1
 
 
 async def _backing(file: OpenInode) -> int | None:

@@ -15,6 +15,9 @@ class Kernel:
         self.passthrough: Passthrough | None = None
         """Present if the kernel can read and write local files by itself."""
 
+    def see_all(self, on: bool) -> None:
+        """Whether all requests are to come to us, also those that can be answered without us."""
+
     def drop_attributes(self, ino: int) -> None:
         """An inode's attributes have changed without the kernel having asked for it. It is waiting
         for an answer about this inode."""

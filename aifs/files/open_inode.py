@@ -54,12 +54,14 @@ class OpenInode:
         "gate",
         "handles",
         "inode",
+        "kept",
         "lease",
         "marked",
         "marked_seq",
         "objects",
         "on_object",
         "opening",
+        "place",
         "recording",
         "shown",
         "synced_mtime_ns",
@@ -67,6 +69,7 @@ class OpenInode:
         "unsaved",
         "used",
         "users",
+        "was_opened",
         "writers",
     )
 
@@ -108,6 +111,13 @@ class OpenInode:
         copy, or the one object. 0 while they are not, and then none of them is."""
         self.on_object = False
         """They are passed through to the one object of a striped file, which it has to stay."""
+        self.kept = 0
+        """The backing id that was the users', while there are none: the next ones get it, if they
+        are passed through to the same local file."""
+        self.place: tuple[int, int] | None = None
+        """That file, behind ``backing`` or ``kept``: the number of its server, and its id."""
+        self.was_opened = False
+        """Programs have had it open since it is in core, or it was lent before."""
 
         # What of it has changed.
         self.changes = 0

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from aifs.files.open_inode import OpenInode
 
@@ -64,13 +64,54 @@ class SetAttr:
     """Clear setuid and setgid, as a truncation by someone without CAP_FSETID must."""
 
 
+class Lent(NamedTuple):
+    """An inode whose opens for reading are answered without us."""
+
+    ino: int
+    """Its number."""
+    backing: int
+    """The backing id that its handles are passed through to; 0: they are not."""
+    copy_id: int
+    """Of the burst copy behind that; 0: it is none."""
+    opens: int
+    """How many handles it has."""
+    accessed_ns: int
+    """When it was last opened so that this counts as access and we have not heard of it; 0: it was
+    not.
+    """
+
+
 class Passthrough(Protocol):
-    """The kernel reads and writes a backing file by itself. Neither method blocks."""
+    """The kernel reads and writes a backing file by itself. No method blocks."""
 
     def attach(self, fd: int) -> int:
         """A backing id, above 0, for the file behind ``fd``. Raises OSError."""
 
     def detach(self, backing: int) -> None: ...
+
+    def lend(self, ino: int, backing: int, copy_id: int, due_ns: int) -> Lent | None:
+        """From now on an open of the inode for reading is answered without us: it is passed through
+        to ``backing`` (0: not passed through). It counts as access, but not again for a day, if it
+        comes at ``due_ns`` or later; 0: each one counts. Returns what is not lent any more for
+        that, perhaps this inode itself.
+        """
+
+    def take_back(self, ino: int, idle: bool = False) -> Lent | None:
+        """An inode that was lent, as it was. Its handles are ours from now on: they are ``LENT |
+        ino``. ``idle``: only if it has none, else the next request about it will come to us.
+        """
+
+    def find_lent(self, ino: int) -> Lent | None:
+        """The inode, if it is lent."""
+
+    def all_lent(self, which: Literal["open", "used", "all"]) -> list[Lent]:
+        """The inodes that are lent: those that have handles, or that were used since that was asked
+        last, whose access is ours to record now, or all of them. Takes a millisecond.
+        """
+
+
+LENT = 1 << 63
+"""A handle of an inode that was lent is this and the inode number."""
 
 
 class Opened(NamedTuple):
@@ -107,11 +148,13 @@ class StatFs(NamedTuple):
 class FileHandle:
     """What one open file may be used for."""
 
-    __slots__ = ("file", "readable", "synchronous", "writable")
+    __slots__ = ("file", "opens", "readable", "synchronous", "writable")
 
-    def __init__(self, file: OpenInode, flags: int) -> None:
+    def __init__(self, file: OpenInode, flags: int, opens: int = 1) -> None:
         access = flags & os.O_ACCMODE
         self.file = file
+        self.opens = opens
+        """How many open files have this handle; more than one only if it was lent."""
         self.readable = access != os.O_WRONLY
         self.writable = access != os.O_RDONLY
         self.synchronous = self.writable and bool(flags & os.O_DSYNC)

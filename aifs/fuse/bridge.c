@@ -11,8 +11,9 @@
  *   - requests that libfuse or pyfuse3 do not know are handed to a Python callable, which answers them later;
  *   - requests whose answer is always the same are answered here.
  *
- * All state is the interpreter's: everything here runs with the GIL, except writev() for notifications (unique 0),
- * which touches no state. One mount per process, as in pyfuse3.
+ * All state is that of the thread that reads requests, which has the GIL but where it waits: nothing else is called
+ * from another thread than writev() for notifications (unique 0), which touches no state. One mount per process, as in
+ * pyfuse3.
  */
 #define _GNU_SOURCE /* dladdr */
 #define PY_SSIZE_T_CLEAN
@@ -24,6 +25,7 @@
 #include <poll.h>
 #include <sys/ioctl.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "messages.h"
@@ -45,13 +47,16 @@ struct backing_map {
 #define DEVICE_BACKING_OPEN _IOW(229, 1, struct backing_map)
 #define DEVICE_BACKING_CLOSE _IOW(229, 2, uint32_t)
 
-/* Requests that are answered here without looking at what else there is to do. */
-#define ANSWERED_IN_A_ROW 32
+/* How long requests are answered here before others of this thread get a turn, and how long the next one is waited for
+ * meanwhile: about the time that a client needs from an answer to its next request. */
+#define TURN_NS 1000000
+#define BUSY_POLL_NS 40000
 
 static struct bridge bridge;
 static PyObject *on_request; /* NULL: switched off */
 static int device = -1;      /* /dev/fuse, while the bridge is in use */
 static size_t handed_over;   /* requests that Python has not yet answered */
+static bool busy_polls;      /* clients have another processor */
 
 /* --- messages --- */
 
@@ -79,50 +84,73 @@ static bool hand_over(const struct in_header *header)
     return result > 0;
 }
 
-static bool is_readable(int fd)
+static uint64_t clock_ns(clockid_t clock)
 {
-    struct pollfd waiting = {.fd = fd, .events = POLLIN};
-    return poll(&waiting, 1, 0) > 0;
+    struct timespec now;
+    clock_gettime(clock, &now);
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
 }
 
-/* libfuse's read(): the next request that is for libfuse; EINTR, which makes pyfuse3 come again, if there is none. */
+static bool is_readable(int fd, uint64_t until_ns)
+{
+    struct pollfd waiting = {.fd = fd, .events = POLLIN};
+    int ready;
+    while ((ready = poll(&waiting, 1, 0)) == 0 && clock_ns(CLOCK_MONOTONIC) < until_ns)
+        ;
+    return ready > 0;
+}
+
+/*
+ * libfuse's read(): the next request that is for libfuse; EINTR, which makes pyfuse3 come again, if there is none.
+ *
+ * Who has got an answer from here soon asks again, so the next request is waited for a moment. Python's other threads
+ * run meanwhile: what is answered here needs no interpreter.
+ */
 static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata)
 {
     (void)userdata;
-    for (int round = 0; round < ANSWERED_IN_A_ROW && (round == 0 || is_readable(fd)); round++) {
-        ssize_t size = read(fd, buffer, capacity);
+    uint64_t end_ns = 0;
+    PyThreadState *released = NULL;
+    ssize_t size, passed = -1;
+    for (;;) {
+        size = read(fd, buffer, capacity);
         if (size < 0) {
             if (errno == ENOENT || errno == EAGAIN) /* it was withdrawn; libfuse would wait, or pyfuse3 give up */
                 errno = EINTR;
-            return -1;
+            break;
         }
         const struct in_header *header = buffer;
-        int error = 0;
-        switch (examine_request(&bridge, buffer, (size_t)size, &error)) {
-        case PASS:
-            return size;
-        case TELL:
+        struct answer answer = {0};
+        enum verdict verdict = examine_request(&bridge, buffer, (size_t)size, clock_ns(CLOCK_REALTIME_COARSE), &answer);
+        if (verdict == PASS || (verdict == OFFER && (handed_over == 0 || !hand_over(header)))) {
+            passed = size;
+            break;
+        }
+        if (verdict == ANSWER) {
+            bridge.answered[header->opcode % OPCODES]++;
+            send_reply(header->unique, answer.error, &answer.open, answer.size);
+        } else if (verdict == TELL) {
             bridge.answered[header->opcode % OPCODES]++;
             send_reply(header->unique, 0, &bridge.told, sizeof bridge.told);
-            break;
-        case ANSWER:
-            bridge.answered[header->opcode % OPCODES]++;
-            send_reply(header->unique, error, NULL, 0);
-            break;
-        case HAND_OVER:
+        } else if (verdict == HAND_OVER) {
             if (hand_over(header))
                 handed_over++;
             else
                 send_reply(header->unique, EIO, NULL, 0);
-            break;
-        case OFFER:
-            if (handed_over == 0 || !hand_over(header))
-                return size;
+        }
+        uint64_t now_ns = clock_ns(CLOCK_MONOTONIC);
+        bool waits = busy_polls && handed_over == 0;
+        end_ns = end_ns ? end_ns : now_ns + TURN_NS;
+        if (waits && released == NULL)
+            released = PyEval_SaveThread();
+        if (now_ns >= end_ns || !is_readable(fd, waits ? now_ns + BUSY_POLL_NS : 0)) {
+            errno = EINTR;
             break;
         }
     }
-    errno = EINTR;
-    return -1;
+    if (released != NULL)
+        PyEval_RestoreThread(released);
+    return passed;
 }
 
 /* libfuse's writev(): a reply, or a notification. */
@@ -180,13 +208,14 @@ __attribute__((visibility("default"))) int fuse_session_mount(struct fuse_sessio
 /* --- the Python module --- */
 
 PyDoc_STRVAR(configure_doc,
-             "configure(on_request, wanted, max_background, ioctl_type)\n--\n\n"
+             "configure(on_request, wanted, max_background, ioctl_type, busy_polls)\n--\n\n"
              "Use the bridge for the next mount. on_request None: do not.\n\n"
              "on_request(opcode, unique, nodeid, (uid, gid, pid), body) is called for each request that only Python\n"
              "can answer, on the thread that reads requests; it returns at once, true if reply() will be called.\n"
              "For INTERRUPT it returns whether the body names one of its own requests, and owes no reply.\n"
              "wanted: flags of INIT, used where the kernel offers them. max_background: requests without a waiting\n"
-             "process that the kernel sends at once, 0 for its default. ioctl_type: of the ioctls handed over.");
+             "process that the kernel sends at once, 0 for its default. ioctl_type: of the ioctls handed over.\n"
+             "busy_polls: clients have another processor.");
 
 static PyObject *configure(PyObject *self, PyObject *args)
 {
@@ -195,8 +224,10 @@ static PyObject *configure(PyObject *self, PyObject *args)
     unsigned long long wanted;
     unsigned short max_background;
     unsigned char ioctl_type;
-    if (!PyArg_ParseTuple(args, "OKHb", &callable, &wanted, &max_background, &ioctl_type))
+    int polls;
+    if (!PyArg_ParseTuple(args, "OKHbp", &callable, &wanted, &max_background, &ioctl_type, &polls))
         return NULL;
+    busy_polls = polls;
     memset(&bridge, 0, sizeof bridge);
     bridge.wanted = wanted;
     bridge.max_background = max_background;
@@ -394,6 +425,86 @@ static PyObject *negotiated(PyObject *self, PyObject *unused)
     return Py_BuildValue("KK", (unsigned long long)bridge.offered, (unsigned long long)bridge.granted);
 }
 
+/* --- inodes that are lent --- */
+
+static PyObject *describe_lent(struct lent lent)
+{
+    if (lent.ino == 0)
+        Py_RETURN_NONE;
+    return Py_BuildValue("KiKIK", (unsigned long long)lent.ino, (int)lent.backing, (unsigned long long)lent.copy,
+                         (unsigned)lent.opens, (unsigned long long)lent.accessed_ns);
+}
+
+PyDoc_STRVAR(lend_doc, "lend(ino, backing, copy, due_ns)\n--\n\n"
+                       "Answer OPEN of an inode for reading from now on; see opens.h. What there is no place for, as\n"
+                       "(ino, backing, copy, opens, accessed_ns): another inode, this one, or None.");
+
+static PyObject *lend_method(PyObject *self, PyObject *args)
+{
+    (void)self;
+    unsigned long long ino, copy, due_ns;
+    int backing;
+    if (!PyArg_ParseTuple(args, "KiKK", &ino, &backing, &copy, &due_ns))
+        return NULL;
+    return describe_lent(lend(&bridge.opens, (struct lent){.ino = ino, .copy = copy, .due_ns = due_ns, .backing = backing}));
+}
+
+PyDoc_STRVAR(take_back_doc, "take_back(ino, idle)\n--\n\n"
+                            "The inode is lent no more, and its handles are the caller's; as it was, as in lend(), or\n"
+                            "None. idle: only if it has no handles; else the next request for it goes to the caller.");
+
+static PyObject *take_back_method(PyObject *self, PyObject *args)
+{
+    (void)self;
+    unsigned long long ino;
+    int idle;
+    return PyArg_ParseTuple(args, "Kp", &ino, &idle) ? describe_lent(take_back(&bridge.opens, ino, idle)) : NULL;
+}
+
+PyDoc_STRVAR(find_lent_doc, "find_lent(ino)\n--\n\nAn inode that is lent, as in lend(), or None.");
+
+static PyObject *find_lent_method(PyObject *self, PyObject *ino)
+{
+    (void)self;
+    const struct lent *found = find_lent(&bridge.opens, PyLong_AsUnsignedLongLongMask(ino));
+    return describe_lent(found ? *found : (struct lent){0});
+}
+
+PyDoc_STRVAR(all_lent_doc, "all_lent(which)\n--\n\n"
+                           "A list, as in lend(), of the inodes that are lent: 'open', those that have handles; 'used',\n"
+                           "those that were used since that was asked last; 'all'.");
+
+static PyObject *all_lent(PyObject *self, PyObject *which)
+{
+    (void)self;
+    bool of_used = PyUnicode_CompareWithASCIIString(which, "used") == 0;
+    bool of_all = PyUnicode_CompareWithASCIIString(which, "all") == 0;
+    PyObject *result = PyList_New(0);
+    struct lent *end = bridge.opens.lent + LENT_SETS * LENT_WAYS;
+    for (struct lent *lent = bridge.opens.lent; result != NULL && lent < end; lent++) {
+        if (lent->ino == 0 || !(of_all || (of_used ? lent->used : lent->opens > 0)))
+            continue;
+        PyObject *found = describe_lent(*lent);
+        if (of_used) {
+            lent->used = false;
+            lent->accessed_ns = 0;
+        }
+        if (found == NULL || PyList_Append(result, found) < 0)
+            Py_CLEAR(result);
+        Py_XDECREF(found);
+    }
+    return result;
+}
+
+PyDoc_STRVAR(answer_opens_doc, "answer_opens(on)\n--\n\nWhether OPEN of inodes that are lent is answered.");
+
+static PyObject *answer_opens(PyObject *self, PyObject *on)
+{
+    (void)self;
+    bridge.opens.off = PyObject_IsTrue(on) != 1;
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(counts_doc, "counts()\n--\n\n"
                          "By opcode, (requests read from the kernel, those of them answered by the bridge); what is 0\n"
                          "is left out.");
@@ -429,6 +540,11 @@ static PyMethodDef methods[] = {
     {"last_request", last_request, METH_NOARGS, last_request_doc},
     {"note_acl", note_acl_method, METH_O, note_acl_doc},
     {"negotiated", negotiated, METH_NOARGS, negotiated_doc},
+    {"lend", lend_method, METH_VARARGS, lend_doc},
+    {"take_back", take_back_method, METH_VARARGS, take_back_doc},
+    {"find_lent", find_lent_method, METH_O, find_lent_doc},
+    {"all_lent", all_lent, METH_O, all_lent_doc},
+    {"answer_opens", answer_opens, METH_O, answer_opens_doc},
     {"counts", counts, METH_NOARGS, counts_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -9,19 +9,20 @@ Where it has not been built, a mount has to say that it wants none.
 import errno
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from aifs.core import ioctl
 from aifs.core.config import KernelConfig
 from aifs.core.errors import MountError
 from aifs.core.log import logger
+from aifs.files.types import Lent
 from aifs.fuse import extension, extension_error
 from aifs.meta.listing import Listing
 from aifs.meta.memtable import Writes
 
 _log = logger(__name__)
 
-HANDLE_BITS = 40
+HANDLE_BITS = 33
 """An open file is answered as ``backing << HANDLE_BITS | handle``; the kernel then sends the handle
 alone.
 """
@@ -112,12 +113,19 @@ class Bridge:
     steps in. Raises MountError if it cannot be loaded and is not switched off.
     """
 
-    def __init__(self, kernel: KernelConfig, on_request: Callable[..., bool]) -> None:
+    def __init__(
+        self, kernel: KernelConfig, on_request: Callable[..., bool], busy_polls: bool
+    ) -> None:
+        """``busy_polls``: clients have another processor than we."""
         self._kernel = kernel
         wanted = kernel.bridge != "off"
         if extension is not None:
             extension.configure(
-                on_request if wanted else None, WANTED, kernel.max_background, ioctl.TYPE
+                on_request if wanted else None,
+                WANTED,
+                kernel.max_background,
+                ioctl.TYPE,
+                busy_polls,
             )
         elif wanted:
             raise MountError(
@@ -162,6 +170,25 @@ class Bridge:
                 extension.backing_close(backing)
             except OSError as error:
                 _log.warning("the kernel keeps a backing file: %s", error)
+
+    def lend(self, ino: int, backing: int, copy_id: int, due_ns: int) -> Lent | None:
+        if not self.in_use:
+            return Lent(ino, backing, copy_id, 0, 0)
+        return _lent(extension.lend(ino, backing, copy_id, due_ns))
+
+    def take_back(self, ino: int, idle: bool = False) -> Lent | None:
+        return _lent(extension.take_back(ino, idle))
+
+    def find_lent(self, ino: int) -> Lent | None:
+        return _lent(extension.find_lent(ino))
+
+    def all_lent(self, which: Literal["open", "used", "all"]) -> list[Lent]:
+        return [Lent(*each) for each in extension.all_lent(which)]
+
+    def answer_opens(self, on: bool) -> None:
+        """Whether opens of inodes that are lent are answered here."""
+        if extension is not None:
+            extension.answer_opens(on)
 
     def kill_privileges(self) -> bool:
         """Whether the request read last owes the clearing of set-id bits. Ask before anything is
@@ -223,6 +250,10 @@ class Bridge:
 
     def _reason(self) -> str:
         return extension_error or "this libfuse has no usable fuse_session_custom_io"
+
+
+def _lent(found: tuple[int, ...] | None) -> Lent | None:
+    return None if found is None else Lent(*found)
 
 
 def may_pass_through(status: str | None = None) -> bool:

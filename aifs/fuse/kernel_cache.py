@@ -57,6 +57,10 @@ class KernelCache(Kernel):
         """Files that are opened from now on may be passed through."""
         self.passthrough = bridge
 
+    def see_all(self, on: bool) -> None:
+        if self._bridge is not None:
+            self._bridge.answer_opens(not on)
+
     def status(self) -> dict[str, Any]:
         """As the filesystem's ``Kernel``; {} before the mount is announced."""
         if self._bridge is None:

@@ -12,11 +12,13 @@
 
 #include <assert.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
+#include "opens.h"
 #include "records.h"
 
 /* --- the protocol --- */
@@ -26,6 +28,7 @@ enum opcode {
     SETATTR = 4,
     OPEN = 14,
     WRITE = 16,
+    RELEASE = 18,
     SETXATTR = 21,
     GETXATTR = 22,
     INIT = 26,
@@ -53,10 +56,12 @@ enum opcode {
 #define INIT_PASSTHROUGH (UINT64_C(1) << 37)
 
 #define FOPEN_DIRECT_IO (1u << 0)
+#define FOPEN_KEEP_CACHE (1u << 1)
 #define FOPEN_NOFLUSH (1u << 5)
 #define FOPEN_PARALLEL_DIRECT_WRITES (1u << 6)
 #define FOPEN_PASSTHROUGH (1u << 7)
 
+#define OPEN_NOATIME 01000000u /* O_NOATIME, as the kernel has it */
 #define OPEN_KILL_SUIDGID (1u << 0)
 #define WRITE_KILL_SUIDGID (1u << 2)
 #define FATTR_KILL_SUIDGID (1u << 11)
@@ -102,6 +107,11 @@ struct open_out {
     int32_t backing_id;
 };
 static_assert(sizeof(struct open_out) == 16, "layout");
+
+struct release_in {
+    uint64_t fh, rest[2];
+};
+static_assert(sizeof(struct release_in) == 24, "layout");
 
 struct entry_out {
     uint64_t nodeid, generation, rest[14];
@@ -155,8 +165,9 @@ enum { INTERRUPT_SIZE = 8, SYNCFS_SIZE = 8, LSEEK_SIZE = 24, STATX_LENGTH = 24, 
 
 /* --- the state of one mount --- */
 
-/* A handle of the filesystem, as it answers OPEN and CREATE: the backing id (0: none) above the handle proper. */
-#define HANDLE_BITS 40
+/* A handle of the filesystem, as it answers OPEN and CREATE: the backing id (0: none; the kernel counts them up to
+ * INT_MAX) above the handle proper. */
+#define HANDLE_BITS 33
 
 /* Requests whose reply will be looked at; more than the filesystem works on at once. */
 #define EXPECTED_MAX 512
@@ -194,14 +205,23 @@ struct bridge {
     size_t expected_count;
     struct attr_out told; /* what TELL answers */
     struct directories directories;
+    struct opens opens;
 };
 
 enum verdict {
     PASS,      /* libfuse gets it */
-    ANSWER,    /* the bridge answers it, with the error given */
+    ANSWER,    /* the bridge answers it, as the struct answer says */
     TELL,      /* the bridge answers it, with the attributes that are `told` */
     HAND_OVER, /* a Python coroutine answers it */
     OFFER,     /* Python is asked whether it is for one of its own; if not: PASS */
+};
+
+struct answer {
+    int error;
+    size_t size; /* of what goes with it */
+    union {
+        struct open_out open;
+    };
 };
 
 /* --- requests --- */
@@ -257,10 +277,32 @@ static inline bool is_of_chattr(uint32_t command)
     return command == GETFLAGS || command == SETFLAGS || command == FSGETXATTR || command == FSSETXATTR;
 }
 
-/* A request in full (header and body): the verdict, and for ANSWER the error. Edits it in place. */
-static inline enum verdict examine_request(struct bridge *bridge, void *message, size_t size, int *error)
+/* Whether an OPEN is answered here: for reading, of an inode that is lent. */
+static inline bool opens_lent(struct bridge *bridge, uint64_t ino, const struct open_in *in, uint64_t now_ns,
+                              struct answer *answer)
+{
+    if ((in->flags & (O_ACCMODE | O_TRUNC)) != O_RDONLY || in->open_flags != 0)
+        return false;
+    const struct lent *lent = open_lent(&bridge->opens, ino, now_ns, !(in->flags & OPEN_NOATIME));
+    if (lent == NULL)
+        return false;
+    answer->open = (struct open_out){
+        .fh = LENT_HANDLE | ino,
+        .open_flags = FOPEN_NOFLUSH | (lent->backing ? FOPEN_PASSTHROUGH : FOPEN_KEEP_CACHE),
+        .backing_id = lent->backing,
+    };
+    answer->size = sizeof answer->open;
+    answer->error = 0;
+    return true;
+}
+
+/* A request in full (header and body), and the time of day: the verdict, and for ANSWER the answer. Edits it in place. */
+static inline enum verdict examine_request(struct bridge *bridge, void *message, size_t size, uint64_t now_ns,
+                                           struct answer *answer)
 {
     struct in_header *header = message;
+    int *error = &answer->error;
+    answer->size = 0;
     bridge->kill_privileges = false;
     if (size < sizeof *header || header->len != size)
         return PASS; /* libfuse says what it thinks of it */
@@ -287,10 +329,17 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
     case GETATTR:
         return find_directory(&bridge->directories, header->nodeid, &bridge->told) ? TELL : PASS;
     case OPEN:
-        if (size >= sizeof(struct open_in))
+        if (size >= sizeof(struct open_in)) {
+            if (opens_lent(bridge, header->nodeid, body, now_ns, answer))
+                return ANSWER;
             bridge->kill_privileges = ((const struct open_in *)body)->open_flags & OPEN_KILL_SUIDGID;
+        }
         *error = ENFILE; /* without the edit of its reply, the kernel would take the backing id for a handle */
         return expect_reply(bridge, header) ? PASS : ANSWER;
+    case RELEASE:
+        *error = 0;
+        return size >= sizeof(struct release_in) && close_lent(&bridge->opens, ((const struct release_in *)body)->fh)
+            ? ANSWER : PASS;
     case TMPFILE: /* as a CREATE, which libfuse knows, of the name "/" that it comes with and that no file can have */
         header->opcode = CREATE;
         /* fall through */

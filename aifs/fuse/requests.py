@@ -78,6 +78,7 @@ class Scheduler:
         """Of the loop, between requests and background work."""
         self.waiting_requests = 0
         self._busy_poll_s = busy_poll_s
+        self.busy_polls = busy_poll_s > 0
         self._poll: select.poll | None = None
         self._last_pass = 0.0
         self._last_wait_s = 0.0

@@ -107,7 +107,7 @@ async def _serve(
         share=scheduler.share,
     ) as fs:
         handed_over = HandedOver(fs, scheduler, reply, config.kernel)
-        bridge = Bridge(config.kernel, handed_over.take)
+        bridge = Bridge(config.kernel, handed_over.take, scheduler.busy_polls)
         fs.store.engine.listen(bridge.note_records)
         synchronous = "sync" in options.fuse_options
         operations = Operations(

@@ -114,6 +114,16 @@ def change_attributes(
     return inode
 
 
+def put_access_times(tx: Transaction, times: Mapping[int, int]) -> None:
+    """Record when these inodes were accessed last, in ns by their numbers; some may be gone."""
+    for ino, accessed_ns in times.items():
+        record = tx.get(keys.inode(ino))
+        if record is not None:
+            inode = decode_inode(ino, record)
+            inode.atime_ns = max(inode.atime_ns, accessed_ns)
+            namespace.put_inode(tx, inode)
+
+
 @grows
 def put_garbage(tx: Transaction, oid: int, ino: int, layout: Striped) -> None:
     """Record that there may be objects of ``oid``, which nothing refers to (I8)."""

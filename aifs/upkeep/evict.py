@@ -56,6 +56,7 @@ class Evictor:
     async def make_room(self) -> bool:
         done = False
         for server, wanted in self._tier.needs_eviction().items():
+            self._io.hear_of_uses()
             victims = self._tier.victims(server, wanted)
             for start in range(0, len(victims), _BATCH):
                 done |= await self.evict_copies(victims[start : start + _BATCH]) > 0
@@ -86,7 +87,7 @@ class Evictor:
         mapped.
         """
         owners = await self._engine.view(forms.find_copy_owners, copy_ids)
-        closed = {copy_id: ino for copy_id, ino in owners.items() if not self._io.is_open(ino)}
+        closed = {copy_id: ino for copy_id, ino in owners.items() if not self._io.recall(ino)}
         needed = await self._needs.find(closed)
         used = set() if mapped else await self._find_mapped(closed.keys() - needed)
         victims = {copy_id: ino for copy_id, ino in closed.items() if copy_id not in needed | used}
@@ -97,7 +98,7 @@ class Evictor:
             for copy_id in garbage:
                 self._tier.evicted(copy_id)
                 self._collector.add_garbage(copy_id)
-        for copy_id in needed | used:
+        for copy_id in (owners.keys() - closed.keys()) | needed | used:
             self._tier.touch(copy_id)  # others are looked at first the next time
         self._needs.note(closed.keys(), needed)
         self._evicted += len(garbage)

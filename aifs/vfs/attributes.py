@@ -33,7 +33,7 @@ class Attributes:
         file = self._io.open.get(ino)
         if file is not None:
             return self._io.attributes(file)
-        return await self._engine.view(namespace.get_inode, ino)
+        return self._io.current(await self._engine.view(namespace.get_inode, ino))
 
     async def setattr(
         self, ino: int, changes: SetAttr, caller: CallerLike, handle: int | None = None

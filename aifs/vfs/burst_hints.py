@@ -109,9 +109,8 @@ class BurstHints:
             "files": {name: files[name] for name in STATES},
         }
         if inode.is_file:
-            file = self._io.open.get(ino)
             answer["copy"] = inode.copy is not None
-            answer["open"] = file is not None and file.users > 0
+            answer["open"] = ino in self._io.programs_have_open()
             answer["pinned"] = _is_pinned(inode)
             answer["needed"] = inode.copy is not None and self._needs.is_needed(inode.copy.id)
             answer["staging"] = self._stager.is_staging(ino)

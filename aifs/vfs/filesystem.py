@@ -10,7 +10,7 @@ from aifs.files.collector import Collector
 from aifs.files.containers import Containers
 from aifs.files.damage import Damage
 from aifs.files.drain import Drain
-from aifs.files.file_io import FileIO
+from aifs.files.file_io import ACCESSES_S, FileIO
 from aifs.files.handles import Handles
 from aifs.files.kernel import Kernel
 from aifs.files.needs import Needs
@@ -75,7 +75,7 @@ class Filesystem:
         self.store, self.kernel, self.options = store, kernel, options
         self.recovered = recovered = Recovered()
         self.refusals = refusals = Refusals()
-        self.operation_log = operation_log = OperationLog()
+        self.operation_log = operation_log = OperationLog(kernel.see_all)
         self.upkeep = upkeep = Upkeep(share)
         self.damage = damage = Damage(upkeep)
         self.findings = findings = Findings()
@@ -83,7 +83,7 @@ class Filesystem:
         # What keeps the bytes of files, and gives up what nobody refers to.
         self.backup = backup = Backup(config, store.uuid, engine, servers, upkeep)
         self.ids = ids = IdAllocator(engine)
-        self.handles = handles = Handles(kernel)
+        self.handles = handles = Handles(kernel, options.access_due_ns)
         self.tier = tier = BurstTier(config, servers, engine, ids.take, upkeep)
         self.needs = needs = Needs(engine, servers, findings.wrong_objects)
         self.collector = collector = Collector(engine, servers, backup, tier, upkeep)
@@ -99,7 +99,17 @@ class Filesystem:
             config.data.min_spare,
         )
         self.io = io = FileIO(
-            config, engine, servers, tier, containers, ids, collector, damage, needs, upkeep
+            config,
+            engine,
+            servers,
+            tier,
+            containers,
+            ids,
+            collector,
+            damage,
+            needs,
+            handles,
+            upkeep,
         )
         self.writeback = writeback = WriteBack(
             engine, tier, io, servers, config.data.writeback_interval_s
@@ -288,6 +298,7 @@ class Filesystem:
         always = {
             Work.COLLECT: Job(self.collector.collect),
             Work.RELEASE: Job(self.collector.release),
+            Work.ACCESSES: Job(self.io.record_accesses, first_s=ACCESSES_S),
             Work.WRITE_BACK: Job(self.writeback.work, retry_s=commit_s),
             Work.LOOK_AT_BURST: Job(self.tier.work),
             Work.WATCH_SERVERS: Job(self.server_admin.watch, workers=WATCHERS),

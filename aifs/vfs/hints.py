@@ -222,6 +222,7 @@ class Hints:
         if text not in ATIMES:
             raise Invalid(f"{text!r} is none of {', '.join(ATIMES)}")
         self._options.atime = text
+        self._io.recall_all()
 
     async def _publish_as(self, ino: int, text: str, caller: CallerLike) -> None:
         what = await publish_hint.asked(self._store.engine, ino, text, caller)

@@ -139,6 +139,8 @@ async def _close(fs: Filesystem) -> None:
     """What is still open is closed, deleted files are removed, all is synced, and the store is
     marked clean. The order is that of who gives work to whom.
     """
+    fs.handles.end()
+    await fs.io.record_accesses()
     for file in list(fs.io.open.values()):
         file.handles = 1
         await fs.io.release(file)

@@ -62,7 +62,7 @@ class Names:
     async def lookup(self, parent: int, name: bytes) -> Inode:
         if self._trash.holds(parent):
             raise NotFound("the directory has been removed")
-        return self._current(await self._engine.view(namespace.lookup, parent, name))
+        return self._io.current(await self._engine.view(namespace.lookup, parent, name))
 
     async def create(
         self, parent: int, name: bytes | None, mode: int, flags: int, caller: CallerLike
@@ -238,12 +238,7 @@ class Names:
 
     # --- inodes as they are now ---
 
-    def _current(self, inode: Inode) -> Inode:
-        """The inode as it is in core, if it is open."""
-        file = self._io.open.get(inode.ino)
-        return inode if file is None else self._io.attributes(file)
-
     def adopt(self, inode: Inode) -> Inode:
-        """As ``_current``, after a transaction that changed the record."""
+        """As ``FileIO.current``, after a transaction that changed the record."""
         file = self._io.adopt(inode)
         return inode if file is None else self._io.attributes(file)

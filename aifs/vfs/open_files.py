@@ -18,15 +18,13 @@ from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
-from aifs.files.types import ROOT, CallerLike, Opened
+from aifs.files.types import LENT, ROOT, CallerLike, Opened
 from aifs.files.writeback import WriteBack
 from aifs.meta.kv import Engine
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, Inode
 from aifs.vfs import attribute_changes
 from aifs.vfs.groups.protocol import Groups
 from aifs.vfs.serve_options import ServeOptions
-
-_ATIME_INTERVAL_NS = 24 * 3600 * 10**9  # relatime, as in mount(8)
 
 
 class OpenFiles:
@@ -94,11 +92,7 @@ class OpenFiles:
     def _accessed(self, inode: Inode) -> bool:
         """Update atime by the mount's rule; whether it changed."""
         now = time.time_ns()
-        recent = self._options.atime == "relatime" and (
-            inode.atime_ns > max(inode.mtime_ns, inode.ctime_ns)
-            and now - inode.atime_ns < _ATIME_INTERVAL_NS
-        )
-        if recent or self._options.atime == "noatime":
+        if now < self._options.access_due_ns(inode):
             return False
         inode.atime_ns = now
         return True
@@ -128,10 +122,16 @@ class OpenFiles:
 
     async def release(self, handle: int) -> None:
         """The last descriptor of ``handle`` is closed."""
+        await self._take_back(handle)
         opened = self._handles.remove(handle)
         await self._io.release(opened.file)
         self._correct_attributes(opened.file)
         await self._closed(opened.file, opened.writable)
+
+    async def _take_back(self, handle: int) -> None:
+        """If this is a handle of an inode that is lent, and not in core, it gets there."""
+        if handle >= LENT and not self._handles.has(handle):
+            await self._io.release(await self._io.acquire(handle - LENT))
 
     async def _closed(self, file: OpenInode, written: bool) -> None:
         """Somebody has closed the file; ``written``: who may have changed it."""
@@ -152,6 +152,7 @@ class OpenFiles:
         """Up to ``length`` bytes, fewer only at the end of the file; a view is valid until it is
         dropped.
         """
+        await self._take_back(handle)
         return await self._io.read(self._handles.readable(handle), offset, length)
 
     async def write(
@@ -202,6 +203,7 @@ class OpenFiles:
 
     async def lseek(self, handle: int, offset: int, whence: int) -> int:
         """SEEK_DATA and SEEK_HOLE of lseek(2). Raises NoSuchAddress beyond the end."""
+        await self._take_back(handle)
         return await ranges.seek(self._io, self._handles[handle].file, offset, whence)
 
     async def copy_file_range(
@@ -216,6 +218,7 @@ class OpenFiles:
         """copy_file_range(2): how much has been copied; 0 at the end of the source. Set-id bits: as
         ``fallocate``.
         """
+        await self._take_back(handle_in)
         source, target = self._handles.readable(handle_in), self._handles.writable(handle_out)
         await self._before_change(target, caller.uid != 0)
         copied = await ranges.copy(self._io, source, offset_in, target, offset_out, length)
@@ -255,6 +258,7 @@ class OpenFiles:
         """The file's bytes, size and name are on stable storage when this returns. Raises
         Unavailable, NoSpace.
         """
+        await self._take_back(handle)
         file = self._handles[handle].file
         await self._io.sync(file)
         self._correct_attributes(file)
@@ -271,6 +275,7 @@ class OpenFiles:
 
     async def sync(self) -> None:
         """Everything acknowledged is on stable storage when this returns."""
+        await self._io.record_accesses()
         await self._io.save_all()
         await self._writeback.sync_all()
         await self._engine.barrier()

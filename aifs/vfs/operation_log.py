@@ -7,7 +7,7 @@ does by itself is no request: cached lookups and pages, reads and writes that ar
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from aifs.core.errors import Invalid
@@ -57,7 +57,9 @@ class Record(NamedTuple):
 class OperationLog:
     """Used from one trio thread. Records have numbers, which go up by one."""
 
-    def __init__(self) -> None:
+    def __init__(self, switched: Callable[[bool], None]) -> None:
+        """``switched`` is told whether requests are wanted."""
+        self._switched = switched
         self.is_on = False
         """Whether what is answered is to be put here."""
         self._ring: list[Record | None] = []
@@ -72,6 +74,7 @@ class OperationLog:
         """A request has been answered that came at ``begin_ns`` (``time.perf_counter_ns``)."""
         if time.monotonic() > self._until_s:
             self.is_on, self._ring = False, []
+            self._switched(False)
         if not self.is_on:
             return
         duration_ns = time.perf_counter_ns() - begin_ns
@@ -84,6 +87,7 @@ class OperationLog:
         self._until_s = time.monotonic() + _KEPT_S
         if not self.is_on:
             self.is_on, self._ring, self._first = True, [None] * _RECORDS, self._next
+            self._switched(True)
 
     def records(self, start: int) -> tuple[int, list[Record]]:
         """The first records from the number ``start`` on that are still here, and the number of the

@@ -199,7 +199,7 @@ class MountStatus:
             "uuid": store.uuid,
             "uptime_s": round(time.monotonic() - self._started_s, 3),
             "read_only": self._options.read_only,
-            "open_files": len(self._io.open),
+            "open_files": len({*self._io.open, *self._io.programs_have_open()}),
             "unsynced_files": len(self._io.unsynced),
             "collector_backlog": self._collector.backlog,
             "rebuild": without_paths(self._rebuild.status(), caller),

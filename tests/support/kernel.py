@@ -8,16 +8,21 @@ through ``files``, so that a test's hook sees them.
 """
 
 import errno
+import inspect
 import mmap
 import os
+import time
 from typing import Any, Self
 
 from aifs.core import files
 from aifs.core.errors import BadHandle, FileTooLarge, FsError, NoSpace, Unavailable
-from aifs.files.types import Opened
+from aifs.files.types import LENT, Lent, Opened
 from aifs.vfs import Filesystem
 
 _NOT_DIRECT = (None, 0)
+_NOT_LENT = os.O_ACCMODE | os.O_TRUNC  # opens with one of these are not answered by the bridge
+_LENT_MAX = 4
+_SERIAL = 40  # the handles of an inode that is lent differ here alone, and only for tests
 _ERRORS = {
     errno.EBADF: BadHandle,
     errno.ENOSPC: NoSpace,
@@ -32,7 +37,7 @@ class Kernel:
 
     Like the kernel, it insists that all opens of an inode at a time are of one kind, and it opens
     the backing file anew for each handle, with the handle's access mode. That must not have to wait
-    for a lease.
+    for a lease. Of the bridge it has the table of inodes that are lent, for few of them.
     """
 
     def __init__(self, fs: Filesystem) -> None:
@@ -44,6 +49,12 @@ class Kernel:
         ] = {}  # handle -> descriptor of the burst copy, flags
         self._opened: dict[int, dict[int, int]] = {}  # ino -> handle -> backing id
         self._inos: dict[int, int] = {}  # handle -> ino
+        self._lent: dict[int, Lent] = {}
+        self._due_ns: dict[int, int] = {}
+        self._recalled: set[int] = set()
+        self._lent_handles = 0
+        self.answered = 0
+        """Opens that were answered without the filesystem, as the bridge does."""
         self.direct_bytes = 0
         """Bytes that were read and written behind the filesystem's back."""
         if fs.store.config.burst.passthrough:
@@ -59,7 +70,16 @@ class Kernel:
         self._direct.clear()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._fs, name)
+        method = getattr(self._fs, name)
+        if not inspect.iscoroutinefunction(method):
+            return method
+
+        def call(*args: Any, **others: Any) -> Any:
+            return method(
+                *map(_as_sent, args), **{key: _as_sent(arg) for key, arg in others.items()}
+            )
+
+        return call
 
     # --- what the filesystem asks of the kernel ---
 
@@ -71,9 +91,49 @@ class Kernel:
     def detach(self, backing: int) -> None:
         del self._backing[backing]
 
+    def lend(self, ino: int, backing: int, copy_id: int, due_ns: int) -> Lent | None:
+        assert ino not in self._lent and not self._opened.get(ino)
+        assert not backing or backing in self._backing
+        left = self._lent.pop(next(iter(self._lent))) if len(self._lent) >= _LENT_MAX else None
+        if left is not None and left.opens:
+            self._lent[left.ino] = left
+            return Lent(ino, backing, copy_id, 0, 0)
+        self._lent[ino], self._due_ns[ino] = Lent(ino, backing, copy_id, 0, 0), due_ns
+        return left
+
+    def take_back(self, ino: int, idle: bool = False) -> Lent | None:
+        lent = self._lent.get(ino)
+        if lent is not None and idle and lent.opens:
+            self._recalled.add(ino)
+        elif lent is not None:
+            del self._lent[ino]
+            self._recalled.discard(ino)
+        return lent
+
+    def find_lent(self, ino: int) -> Lent | None:
+        return self._lent.get(ino)
+
+    def all_lent(self, which: str) -> list[Lent]:
+        if which == "all":
+            return list(self._lent.values())
+        used = which == "used"
+        found = [lent for lent in self._lent.values() if lent.opens or (used and lent.accessed_ns)]
+        if used:
+            self._lent = {ino: each._replace(accessed_ns=0) for ino, each in self._lent.items()}
+        return found
+
     # --- what programs ask of the kernel ---
 
     async def open(self, ino: int, flags: int) -> int:
+        lent = self._lent.get(ino)
+        if lent is not None and ino not in self._recalled and not flags & _NOT_LENT:
+            now_ns, due_ns = time.time_ns(), self._due_ns[ino]
+            accessed_ns = now_ns if now_ns >= due_ns else lent.accessed_ns
+            self._lent[ino] = lent._replace(opens=lent.opens + 1, accessed_ns=accessed_ns)
+            self._lent_handles += 1
+            self.answered += 1
+            handle = LENT | self._lent_handles << _SERIAL | ino
+            return await self._add(ino, Opened(handle, lent.backing), flags)
         return await self._add(ino, await self._fs.open(ino, flags), flags)
 
     async def create(
@@ -106,13 +166,18 @@ class Kernel:
         direct = self._direct.pop(handle, None)
         if direct is not None:
             files.close_file(direct[0])
-        del self._opened[self._inos.pop(handle)][handle]
-        await self._fs.release(handle)
+        ino = self._inos.pop(handle)
+        del self._opened[ino][handle]
+        lent = self._lent.get(ino)
+        if handle < LENT or lent is None or ino in self._recalled:
+            await self._fs.release(_as_sent(handle))
+        else:
+            self._lent[ino] = lent._replace(opens=lent.opens - 1)
 
     async def read(self, handle: int, offset: int, length: int) -> bytes | memoryview:
         fd, flags = self._direct.get(handle, _NOT_DIRECT)
         if fd is None:
-            return await self._fs.read(handle, offset, length)
+            return await self._fs.read(_as_sent(handle), offset, length)
         if flags & os.O_ACCMODE == os.O_WRONLY:
             raise BadHandle()
         data = _attempt(files.read_at, fd, length, offset)
@@ -142,6 +207,14 @@ class Kernel:
         ):
             return None
         return mmap.mmap(fd, length)
+
+
+def _as_sent(argument: Any) -> Any:
+    """A handle of an inode that is lent, as the filesystem knows it; other arguments as they
+    are."""
+    if isinstance(argument, int) and argument >= LENT:
+        return LENT | argument & ((1 << _SERIAL) - 1)
+    return argument
 
 
 def _open_backing(path: str, access: int) -> int:

@@ -1,5 +1,5 @@
 /*
- * Feeds the bridge's message code (aifs/fuse/messages.h) with random, truncated and damaged messages, and that for
+ * Feeds the bridge's message code (aifs/fuse/messages.h, opens.h) with random, truncated and damaged messages, and that for
  * records (aifs/fuse/records.h) with such records. Each lies in a heap block of exactly its length, so that the address sanitizer sees the first byte read beyond it.
  *
  *     bridge_fuzz ROUNDS SEED
@@ -26,7 +26,7 @@ static uint64_t below(uint64_t limit)
 
 static const uint32_t interesting[] = {
     GETATTR, SETATTR, OPEN, WRITE, SETXATTR, GETXATTR, INIT, OPENDIR, FSYNCDIR, CREATE, INTERRUPT,
-    IOCTL, FALLOCATE, READDIRPLUS, LSEEK, COPY_FILE_RANGE, SYNCFS, TMPFILE, STATX, COPY_FILE_RANGE_64, OPCODES, UINT32_MAX,
+    RELEASE, IOCTL, FALLOCATE, READDIRPLUS, LSEEK, COPY_FILE_RANGE, SYNCFS, TMPFILE, STATX, COPY_FILE_RANGE_64, OPCODES, UINT32_MAX,
 };
 
 static char *message_of(size_t size)
@@ -56,11 +56,23 @@ static void one_request(struct bridge *bridge)
                               .in_size = (uint32_t)(size - sizeof header - sizeof in)};
         memcpy(message + sizeof header, &in, sizeof in);
     }
-    int error = 0;
-    enum verdict verdict = examine_request(bridge, message, size, &error);
+    if (header.opcode == OPEN && below(2) && size >= sizeof header + sizeof(struct open_in)) {
+        struct open_in in = {.flags = below(4) ? 0 : (uint32_t)below(1 << 12)};
+        memcpy(message + sizeof header, &in, sizeof in);
+    }
+    if (header.opcode == RELEASE && below(2) && size >= sizeof header + sizeof(struct release_in)) {
+        struct release_in in = {.fh = LENT_HANDLE | header.nodeid};
+        memcpy(message + sizeof header, &in, sizeof in);
+    }
+    struct answer answer = {0};
+    enum verdict verdict = examine_request(bridge, message, size, random_bits(), &answer);
     if (verdict != PASS && size < sizeof header)
         abort(); /* whoever acts on a verdict reads the header */
-    if (verdict == ANSWER && (error <= 0 || error >= 512))
+    if (verdict == ANSWER && (answer.error < 0 || answer.error >= 512 || answer.size > sizeof answer.open))
+        abort();
+    if (verdict == ANSWER && answer.error == 0 && header.opcode != OPEN && header.opcode != RELEASE)
+        abort(); /* of all others an error alone is an answer */
+    if (verdict == ANSWER && answer.size != 0 && answer.open.fh != (LENT_HANDLE | header.nodeid))
         abort();
     free(message);
 }
@@ -106,6 +118,74 @@ static void one_entry(struct bridge *bridge)
     free(out);
 }
 
+/* --- inodes that are lent, against a list of what they should be --- */
+
+enum { INODES = 40 };
+static struct lent expected[INODES];
+
+static void must_be(bool right)
+{
+    if (!right)
+        abort();
+}
+
+static uint64_t crowd(uint64_t number) /* inodes that fall into few sets */
+{
+    static uint64_t found[INODES];
+    static uint64_t next = 1;
+    static struct opens table;
+    for (uint64_t i = 0; found[INODES - 1] == 0; next++)
+        if (lent_set(&table, next) < table.lent + 2 * LENT_WAYS)
+            found[i++] = next;
+    return found[number];
+}
+
+static void one_use(struct opens *opens)
+{
+    uint64_t number = below(INODES), ino = crowd(number), now = random_bits() >> 1;
+    struct lent *known = expected + number, was;
+    switch (below(8)) {
+    case 0:
+    case 1:
+        was = lend(opens, (struct lent){.ino = ino, .backing = (int32_t)below(3), .due_ns = below(3) ? below(3) : now});
+        if (was.ino != ino)
+            *known = *find_lent(opens, ino);
+        for (unsigned i = 0; was.ino != 0 && was.ino != ino && i < INODES; i++)
+            if (expected[i].ino == was.ino) {
+                must_be(expected[i].opens == 0);
+                expected[i] = (struct lent){0};
+            }
+        break;
+    case 2:
+    case 3:
+    case 4: {
+        const struct lent *found = open_lent(opens, ino, now, below(2));
+        must_be((found != NULL) == (known->ino != 0 && !known->recalled && !opens->off));
+        known->opens += found != NULL;
+        must_be(found == NULL || (found->backing == known->backing && found->used && found->opens == known->opens));
+        break;
+    }
+    case 5:
+        if (known->opens != 0) {
+            must_be(close_lent(opens, LENT_HANDLE | ino) == !known->recalled);
+            known->opens -= !known->recalled;
+        } else {
+            must_be(!close_lent(opens, LENT_HANDLE | ino) && !close_lent(opens, ino));
+        }
+        break;
+    default: {
+        bool idle = below(4) != 0;
+        was = take_back(opens, ino, idle);
+        must_be(was.ino == known->ino && was.opens == known->opens && was.backing == known->backing);
+        known->recalled = known->ino != 0;
+        if (!idle || known->opens == 0)
+            *known = (struct lent){0};
+        must_be((find_lent(opens, ino) != NULL) == (known->ino != 0));
+    }
+    }
+    opens->off = below(50) == 0;
+}
+
 int main(int count, char **arguments)
 {
     long rounds = count > 1 ? atol(arguments[1]) : 100000;
@@ -119,11 +199,17 @@ int main(int count, char **arguments)
             bridge->expected_count = 0;
         }
         bool silent = i / 20000 % 2; /* nobody answers, until no more answers can be expected */
+        if (below(20) == 0)
+            lend(&bridge->opens, (struct lent){.ino = below(20), .backing = (int32_t)below(3)});
         silent || below(100) < 60 ? one_request(bridge) : one_reply(bridge);
         if (bridge->expected_count > EXPECTED_MAX)
             abort();
         one_entry(bridge);
     }
+    struct opens *opens = calloc(1, sizeof *opens);
+    for (long i = 0; i < rounds; i++)
+        one_use(opens);
+    free(opens);
     uint64_t seen = 0;
     for (unsigned i = 0; i < OPCODES; i++)
         seen += bridge->counts[i];

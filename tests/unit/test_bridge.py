@@ -38,7 +38,7 @@ class FakeFilesystem:
     def __init__(self, answer: Any = None) -> None:
         self.answer = answer
         self.refusals = Refusals()
-        self.operation_log = OperationLog()
+        self.operation_log = OperationLog(lambda _: None)
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -355,7 +355,7 @@ def missing(
     monkeypatch.setattr(bridge, "extension", extension)
     monkeypatch.setattr(bridge, "extension_error", "" if extension else "no such module")
     monkeypatch.setattr(bridge, "may_pass_through", lambda: admin)
-    found = Bridge(kernel(chosen), nothing).missing()
+    found = Bridge(kernel(chosen), nothing, False).missing()
     assert all(one.why and one.cost and one.fix for one in found)
     return [one.what for one in found]
 
@@ -385,8 +385,8 @@ def test_without_the_bridge_nothing_is_mounted_unless_it_is_switched_off(
     monkeypatch.setattr(bridge, "extension", None)
     monkeypatch.setattr(bridge, "extension_error", "it has not been built")
     with pytest.raises(MountError, match="not been built; install gcc.*kernel.bridge=off"):
-        Bridge(kernel(chosen), nothing)
-    Bridge(kernel("off"), nothing).check()
+        Bridge(kernel(chosen), nothing, False)
+    Bridge(kernel("off"), nothing, False).check()
     assert missing(monkeypatch, None, chosen="off") == []
 
 
@@ -395,7 +395,7 @@ def test_a_required_bridge_that_cannot_be_used_refuses_the_mount(
 ) -> None:
     monkeypatch.setattr(bridge, "extension", FakeExtension(connected=False))
     with pytest.raises(MountError, match="libfuse"):
-        Bridge(kernel("require"), nothing).check()
+        Bridge(kernel("require"), nothing, False).check()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.core.errors import FsError, NotEmpty, NotFound
+from aifs.files.handles import HANDLE_MAX
 from aifs.files.types import Opened, StatFs
 from aifs.fuse import operations, requests, session
 from aifs.fuse.bridge import HANDLE_BITS
@@ -49,7 +50,7 @@ class FakeFilesystem:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.on_attr_change = None
         self.pointers: set[tuple[int, bytes]] = set()
-        self.operation_log = OperationLog()
+        self.operation_log = OperationLog(lambda _: None)
 
     def forget(self, inos: list[int]) -> None:
         self.calls.append(("forget", (inos,)))
@@ -257,11 +258,11 @@ async def test_what_a_request_owes_to_set_id_bits_is_passed_on(owed: bool) -> No
     assert set_to[1].kill_privileges is owed
 
 
-@pytest.mark.parametrize("backing", [0, 1, 70_000])
+@pytest.mark.parametrize("backing", [0, 1, 70_000, (1 << 31) - 1])
 async def test_an_open_file_is_answered_with_its_backing_id_above_its_handle(backing: int) -> None:
-    ops, fs = edge(Opened((1 << 40) - 1, backing))
+    ops, fs = edge(Opened(HANDLE_MAX, backing))
     info = await ops.open(7, os.O_RDONLY, CALLER)
-    assert (info.fh >> HANDLE_BITS, info.fh & (1 << HANDLE_BITS) - 1) == (backing, (1 << 40) - 1)
+    assert (info.fh >> HANDLE_BITS, info.fh & (1 << HANDLE_BITS) - 1) == (backing, HANDLE_MAX)
     assert info.keep_cache and not info.direct_io
     fs.answer = Opened(3, backing, direct=True)
     assert (await ops.open(7, os.O_RDWR, CALLER)).direct_io

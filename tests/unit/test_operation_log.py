@@ -28,14 +28,14 @@ def put(log: OperationLog, number: int) -> None:
 
 
 def test_nothing_is_kept_while_nobody_reads(clock: list[float]) -> None:
-    log = OperationLog()
+    log = OperationLog(lambda _: None)
     assert not log.is_on
     put(log, 1)
     assert log.next == 0 and log.records(0) == (0, [])
 
 
 def test_it_is_switched_off_when_the_last_reader_has_gone(clock: list[float]) -> None:
-    log = OperationLog()
+    log = OperationLog(lambda _: None)
     log.follow()
     put(log, 1)
     clock[0] += 4
@@ -54,7 +54,7 @@ def test_it_is_switched_off_when_the_last_reader_has_gone(clock: list[float]) ->
 
 @given(st.lists(st.integers(0, 12), max_size=20))
 def test_a_reader_gets_each_record_once_or_is_told_how_many_are_lost(batches: list[int]) -> None:
-    log = OperationLog()
+    log = OperationLog(lambda _: None)
     log.follow()
     written = seen = lost = number = 0
     for size in [*batches, 0, 0, 0]:

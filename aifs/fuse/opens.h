@@ -1,0 +1,113 @@
+/*
+ * Inodes that the filesystem has lent to the bridge: their OPEN for reading needs no decision, and is answered in C,
+ * as is the RELEASE of what was opened so. Pure: no I/O, no Python.
+ *
+ * The filesystem takes an inode back before it uses it in another way; handles that are open then become its own. So
+ * a handle of ours names the inode, and means the same on both sides.
+ */
+#ifndef AIFS_OPENS_H
+#define AIFS_OPENS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LENT_HANDLE (UINT64_C(1) << 63) /* of a handle of ours: this, and the inode number */
+#define LENT_SETS 2048u                 /* an inode has its place in one of these, by a hash of its number */
+#define LENT_WAYS 8
+#define LENT_DAY_NS (UINT64_C(86400) * 1000000000) /* relatime */
+
+struct lent {
+    uint64_t ino;         /* 0: a free place */
+    uint64_t copy;        /* what the filesystem calls its bytes; nothing to us */
+    uint64_t due_ns;      /* an open from then on counts as access, and then none for a day; 0: each one counts */
+    uint64_t accessed_ns; /* the last one that counts and has not been told; 0: none */
+    uint32_t opens;       /* handles that are open */
+    int32_t backing;      /* what they are passed through to; 0: the kernel keeps the pages itself */
+    bool used;            /* opened since that was told */
+    bool recalled;        /* the filesystem wants it back: it gets the next requests */
+};
+
+struct opens {
+    bool off; /* somebody wants to see all requests */
+    uint32_t hand;
+    struct lent lent[LENT_SETS * LENT_WAYS];
+};
+
+static inline struct lent *lent_set(struct opens *opens, uint64_t ino)
+{
+    return opens->lent + LENT_WAYS * (ino * UINT64_C(0x9E3779B97F4A7C15) >> 53); /* 11 bits */
+}
+
+static inline struct lent *find_lent(struct opens *opens, uint64_t ino)
+{
+    struct lent *set = lent_set(opens, ino);
+    for (int i = 0; ino != 0 && i < LENT_WAYS; i++)
+        if (set[i].ino == ino)
+            return set + i;
+    return NULL;
+}
+
+static inline int lent_worth(const struct lent *place)
+{
+    return place->ino == 0 ? 0 : place->used ? 2 : 1;
+}
+
+/* What there is no place for: nothing (ino 0), an inode that was not used lately, or the new one itself. */
+static inline struct lent lend(struct opens *opens, struct lent new)
+{
+    struct lent *set = lent_set(opens, new.ino), *best = NULL;
+    opens->hand++;
+    for (unsigned i = 0; i < LENT_WAYS; i++) {
+        struct lent *place = set + (opens->hand + i) % LENT_WAYS;
+        if (place->ino == new.ino)
+            return new;
+        if (place->opens == 0 && (best == NULL || lent_worth(place) < lent_worth(best)))
+            best = place;
+    }
+    if (best == NULL)
+        return new;
+    struct lent old = *best;
+    *best = new;
+    return old;
+}
+
+/* The inode, with one more handle; NULL: the filesystem has to be asked. ``counts``: as access, if that is due. */
+static inline struct lent *open_lent(struct opens *opens, uint64_t ino, uint64_t now_ns, bool counts)
+{
+    struct lent *found = opens->off ? NULL : find_lent(opens, ino);
+    if (found == NULL || found->recalled || found->opens == UINT32_MAX)
+        return NULL;
+    found->opens++;
+    found->used = true;
+    if (counts && now_ns >= found->due_ns) {
+        found->accessed_ns = now_ns;
+        found->due_ns += found->due_ns ? now_ns + LENT_DAY_NS - found->due_ns : 0;
+    }
+    return found;
+}
+
+/* Whether the handle that is closed was one of an inode that is lent, and not wanted back. */
+static inline bool close_lent(struct opens *opens, uint64_t handle)
+{
+    struct lent *found = handle & LENT_HANDLE ? find_lent(opens, handle & ~LENT_HANDLE) : NULL;
+    if (found == NULL || found->recalled || found->opens == 0)
+        return false;
+    found->opens--;
+    return true;
+}
+
+/* The inode is lent no more; as it was (ino 0: it was not). ``idle``: only if it has no handles, else it is recalled. */
+static inline struct lent take_back(struct opens *opens, uint64_t ino, bool idle)
+{
+    struct lent *found = find_lent(opens, ino), was = {0};
+    if (found == NULL)
+        return was;
+    found->recalled = true;
+    was = *found;
+    if (!idle || was.opens == 0)
+        memset(found, 0, sizeof *found);
+    return was;
+}
+
+#endif
