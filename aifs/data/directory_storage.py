@@ -263,7 +263,8 @@ class DirectoryStorage(Storage):
                 generation = self._unsynced_names.get(directory)
                 if generation is not None:
                     try:
-                        files.sync_dir(directory)
+                        if not self.may_inline:  # else there is nothing that could be durable
+                            files.sync_dir(directory)
                     except FileNotFoundError:
                         self.reach()  # removed when it had become empty; its parent is marked
                     else:
