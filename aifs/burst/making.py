@@ -191,7 +191,11 @@ class MakingTools:
             self.on_damage(table[container].layout, container, ino, column)
 
         with closing(ContainerFiles(self.servers, find, on_damage)) as containers:
-            yield containers
+            try:
+                yield containers
+            finally:
+                for container in table:  # others may append to it: nothing of it is kept
+                    containers.moved(container)
 
 
 async def carry_out(

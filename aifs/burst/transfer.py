@@ -7,8 +7,8 @@ buffer is not slower.
 """
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -111,18 +111,57 @@ class Mover:
         io_priority: str,
         is_in_the_way: Callable[[], bool] = lambda: False,
         make_way: Callable[[], Awaitable[None]] | None = None,
+        is_urgent: Callable[[], bool] = lambda: False,
+        buffers: BudgetedBuffers | None = None,
     ) -> None:
         """``io_priority``: see core.files. While ``is_in_the_way``, which says whether others need
         the processor more, one piece at a time is moved. ``make_way`` is awaited before each, and
-        may take its time."""
+        may take its time. ``is_urgent`` says whether somebody waits for what is moved. ``buffers``:
+        of the budget, if somebody else has them, too."""
         self.moved_bytes = 0
         self.io_priority = io_priority
         self.is_in_the_way = is_in_the_way
         self.make_way = make_way
+        self.is_urgent = is_urgent
         self._moving = 0
         self._waiting = trio.lowlevel.ParkingLot()
         self._limiter = limiter
-        self.buffers = BudgetedBuffers(budget)
+        self.buffers = buffers or BudgetedBuffers(budget)
+
+    # --- the limits ---
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing limits it just now: then ``begin`` does not wait."""
+        limited = self.is_limited and not self._limiter.lifted
+        return not limited and self.make_way is None and not self.is_in_the_way()
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a limit of bytes per second, which may be lifted just now."""
+        return self._limiter.rate > 0
+
+    async def begin(self, length: int) -> None:
+        """Wait until a piece of ``length`` bytes may be moved; ``end`` is called when that is over.
+        0: it asks for its bytes itself, with ``take``."""
+        if self.make_way is not None:
+            await self.make_way()
+        await self.take(length)
+        while self._moving and self.is_in_the_way():
+            await self._waiting.park()
+        self._moving += 1
+
+    def end(self, moved: int) -> None:
+        """A piece that was begun is done with; ``moved``: so many bytes of it."""
+        self._moving -= 1
+        self.moved_bytes += moved
+        self._waiting.unpark_all()
+
+    async def take(self, length: int) -> None:
+        """Wait until the limit lets ``length`` bytes pass."""
+        await self._limiter.take(length)
+
+    # --- pieces ---
 
     async def drain_out(
         self,
@@ -236,14 +275,15 @@ class Mover:
 
         async def move_one(piece: tuple[int, int]) -> None:
             nonlocal skipped
-            if self.make_way is not None:
-                await self.make_way()
-            await self._limiter.take(piece[1])
-            async with self._turn():
+            moved = 0
+            await self.begin(piece[1])
+            try:
                 if cancelled():
                     skipped = True
-                    return
-                self.moved_bytes += await move(piece)
+                else:
+                    moved = await move(piece)
+            finally:
+                self.end(moved)
 
         await _in_parallel(move_one, pieces, at_once)
         return not skipped and not cancelled()
@@ -286,7 +326,7 @@ class Mover:
                 ended = True
                 return 0
             offset, part = found
-            await self._limiter.take(len(part))
+            await self.take(len(part))
             with _writing():
                 for start, run in without_zeros(part) if sparse else [(0, part)]:
                     await sink.write(column, offset + start, run)
@@ -298,17 +338,6 @@ class Mover:
             await sink.settle(column, length)
             await sink.sync(column)
         return True
-
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        while self._moving and self.is_in_the_way():
-            await self._waiting.park()
-        self._moving += 1
-        try:
-            yield
-        finally:
-            self._moving -= 1
-            self._waiting.unpark_all()
 
     async def stage_in(
         self,

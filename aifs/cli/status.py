@@ -111,6 +111,7 @@ def summaries(status: dict[str, Any]) -> list[tuple[str, str]]:
             f"{_size(cache, 'read_ahead_bytes')} read ahead",
         )
     )
+    facts.append(("movers", _describe_movers(status["movers"])))
     facts.append(("trash", _describe_trash(status["trash"])))
     facts.append(("backup", _describe_backup(status["backup"])))
     facts.append(("scrub", scrub.summary(status["scrub"])))
@@ -123,6 +124,16 @@ def _describe_bridge(bridge: dict[str, Any]) -> str:
     passthrough = "with" if bridge.get("passthrough") else "without"
     asked, answered = (sum(bridge[which].values()) for which in ("requests", "answered"))
     return f"in use, {passthrough} passthrough; it answered {answered} of {asked} requests itself"
+
+
+def _describe_movers(movers: dict[str, Any]) -> str:
+    if not movers["limit"]:
+        return "none (data.movers): the daemon moves bytes itself"
+    died = f"; {movers['restarts']} died" if movers["restarts"] else ""
+    return (
+        f"{movers['running']} of {movers['limit']} running, {movers['busy']} busy; "
+        f"{_size(movers, 'moved_bytes')} moved since the mount{died}"
+    )
 
 
 def _describe_trash(trash: dict[str, Any]) -> str:

@@ -25,6 +25,10 @@ meanwhile, and nearly all in a minute.
 """
 
 
+class OverBudget(ValueError):
+    """More at once than a budget has altogether."""
+
+
 class Budget:
     """``total`` bytes for all buffers together. Used from one trio thread, ``release`` and
     ``retry`` from anywhere.
@@ -32,7 +36,7 @@ class Budget:
     A request that does not fit waits, and everybody who comes later waits behind it. So nobody may
     wait for memory while holding some that others could be waiting for: reserve once, all that a
     piece of work needs. A request for more than ``total`` can never be met and is refused with
-    ValueError: cut such work into pieces.
+    OverBudget: cut such work into pieces.
     """
 
     def __init__(self, total: int) -> None:
@@ -82,7 +86,7 @@ class Budget:
     async def acquire(self, size: int) -> None:
         """Reserve ``size`` bytes; waits until they are there. Does not suspend if they are."""
         if size > self.total:
-            raise ValueError(f"{size} bytes at once of a budget of {self.total}")
+            raise OverBudget(f"{size} bytes at once of a budget of {self.total}")
         if self.try_reserve(size):
             return
         if self._token is None:

@@ -97,6 +97,7 @@ class LayoutConfig(_Section):
 
 class DataConfig(_Section):
     threads: Annotated[int, integer(1, 256)]
+    movers: Annotated[int, integer(0, 64)]
     writeback_interval_s: Annotated[float, duration(0.1, 3600)] = Field(alias="writeback_interval")
     verify: Annotated[str, choice("off", "read")]
     missing: Annotated[str, choice("refuse", "allow")]
@@ -178,6 +179,11 @@ def _leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Kind, A
             yield f"{prefix}{field.alias or name}", field.metadata[0], value
 
 
+def default_movers() -> int:
+    """As many mover processes as this machine has room for."""
+    return max(1, min(16, len(os.sched_getaffinity(0)) // 4))
+
+
 def nearest(word: str, valid: list[str]) -> str:
     """The member of ``valid`` that looks most like ``word``."""
     return difflib.get_close_matches(word, valid, n=1, cutoff=0)[0]
@@ -219,6 +225,8 @@ def load(source: str, overrides: Mapping[str, str]) -> Config:
             )
         settings[key] = Setting(text, "-o", os.getcwd())
     settings = {key: item for key, item in settings.items() if item.value is not None}
+    if "data.movers" not in settings:
+        settings["data.movers"] = Setting(default_movers(), "a quarter of the processors", source)
     if "log.file" not in settings and "meta.directory" in settings:
         meta = settings["meta.directory"]
         file_name = f"{str(meta.value).rstrip('/')}.log"

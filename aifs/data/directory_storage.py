@@ -52,6 +52,8 @@ class DirectoryStorage(Storage):
         """Object directories from which names were taken, which may be empty now."""
         self._directories_lock = threading.Lock()
         """Held while object directories are made and removed."""
+        self._is_shared = False
+        """See ``share``."""
         self._unsynced_names = Unsynced[str]()
         """Directories in which names have changed that may not be durable."""
         self._sure_names: dict[str, None] = {}
@@ -63,6 +65,9 @@ class DirectoryStorage(Storage):
     @property
     def may_inline(self) -> bool:
         return self.in_memory and not files.is_hooked()
+
+    def share(self) -> None:
+        self._is_shared = True
 
     # --- identity ---
 
@@ -150,6 +155,8 @@ class DirectoryStorage(Storage):
                     self._known.pop(directory, None)
                 continue
             self._unsynced_names.mark(directory)
+            if self._is_shared:  # others may have removed the directory that we know, and made it
+                self._unsynced_names.mark(os.path.dirname(directory))
             return fd
 
     def _make_directory(self, directory: str) -> None:
@@ -289,7 +296,7 @@ class DirectoryStorage(Storage):
     def _remove_if_empty(self, directory: str) -> None:
         with self._directories_lock:
             self._thinned.discard(directory)
-            if directory == next(reversed(self._known), None):
+            if self._is_shared or directory == next(reversed(self._known), None):
                 return  # new objects are being made in it
             try:
                 files.remove_dir(directory)

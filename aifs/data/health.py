@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from aifs.core.errors import FsError, StoreError, Unavailable, from_oserror
 
@@ -49,6 +49,8 @@ class Health:
         """What the last operation that failed has said; '' if none has."""
         self.failing: set[str] = set()
         """Kinds of operation that failed when they were last tried."""
+        self.noted = 0
+        """How often something has failed."""
         self._hanging: set[str] = set()
         """Kinds of operation that have not been answered in time."""
         self._name = name
@@ -98,6 +100,12 @@ class Health:
             self._note(op, answer)
         return answer
 
+    def told(self, ops: Iterable[str], error: str) -> None:
+        """Operations of these kinds have failed in another process of ours."""
+        with self._lock:
+            for op in ops:
+                self._note(op, error)
+
     def hangs(self, op: str, detail: str) -> str:
         """A call does not end: until ``answers`` the server is not usable at all. Returns the
         message.
@@ -118,6 +126,7 @@ class Health:
         now = time.monotonic()
         first = not self.failing
         self.failing.add(op)
+        self.noted += 1
         self.last_error = str(answer)
         self._retry_s = now + RETRY_S
         if first and now >= self._log_again_s:

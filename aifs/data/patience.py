@@ -136,6 +136,10 @@ class Call:
             self.patience.end(self)
 
 
+def _nothing() -> None:
+    pass
+
+
 class Patience:
     """With one server. Used from any thread.
 
@@ -156,6 +160,8 @@ class Patience:
         self._left: set[Call] = set()  # given up, and not ended
         self._error = ""
         """What those are told who meet a server that hangs."""
+        self.given_up = "", ""
+        """Of the call that was given up last: the kind of operation, and what has not ended."""
         self._lock = threading.Lock()
         """Held while any of this changes."""
 
@@ -255,15 +261,34 @@ class Patience:
         path = where if isinstance(where, str) else naming.name_of(*where)
         limit_s = self.limit_s if limit_s is None else limit_s
         detail = f"{op} {path}".rstrip() + f" has not ended within {limit_s:g} s"
+        return self._leave(call, op, detail)
+
+    def _leave(self, call: Call, op: str, detail: str) -> bool:
         with self._lock:  # with the health, so that both say the same
             if call.has_ended:
                 return False
             call.given_up = True
             self._left.add(call)
+            self.given_up = op, detail
             self._error = detail if self.health is None else self.health.hangs(op, detail)
         if self.answered.is_set():
             self.answered = trio.Event()
         return True
+
+    # --- calls of other processes of ours ---
+
+    def lost(self, op: str, detail: str) -> Call:
+        """One has been given up: until ``found`` is called with what is returned, the server
+        hangs for all of us."""
+        call = Call(self, _nothing, ())
+        self._leave(call, op, detail)
+        return call
+
+    def found(self, call: Call) -> None:
+        """It has ended."""
+        self.end(call)
+        if not self.hangs:
+            self.answered.set()
 
 
 class _Holding:

@@ -69,7 +69,7 @@ class Servers:
         self._store = store
         self._completions = Completions()
         self._threads = threads
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self.lost_after_s = lost_after_s
         self._gone: frozenset[DataServer] = frozenset()  # when that was last judged
         self.changes = 0
@@ -97,7 +97,7 @@ class Servers:
             )
         else:
             workers = Workers(
-                f"aifs-data-{number}", self._limit, self._completions, self._patience_s
+                f"aifs-data-{number}", self._limit, self._completions, self.patience_s
             )
         return DataServer(number, storage_at(path), self._store, workers)
 
@@ -208,7 +208,7 @@ class Servers:
         asked = [server for server in self._servers.values() if server.standing != LOST]
         answers = ask_all(
             [(server.workers.patience, _meet, (server, read_only)) for server in asked],
-            self._patience_s,
+            self.patience_s,
         )
         wrong: dict[int, str] = {}
         seen: dict[Hashable, DataServer] = {}
@@ -417,7 +417,7 @@ class Servers:
         """End the worker threads, when what they have been given is done. Returns those that are
         still stuck with a server that hangs, and words for that, which are logged. Blocks."""
         stuck: dict[DataServer, list[threading.Thread]] = {}
-        until_s = time.monotonic() + max(self._patience_s, _END_S)
+        until_s = time.monotonic() + max(self.patience_s, _END_S)
         servers = (*self._servers.values(), *self._removed)
         for server in servers:
             server.workers.end()

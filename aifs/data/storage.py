@@ -133,6 +133,9 @@ class Storage(ABC):
         """Whether short operations may run on the trio thread just now. Does not block."""
         return self.in_memory
 
+    def share(self) -> None:
+        """The process that has the store uses it, too, and alone removes what has become empty."""
+
     # --- identity ---
 
     @abstractmethod

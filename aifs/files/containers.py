@@ -35,6 +35,7 @@ from aifs.meta.chunk_lists import CHUNKS_PER_RECORD, Chunks
 from aifs.meta.extents import get_extents, put_loose
 from aifs.meta.kv import Engine
 from aifs.movers.movers import Movers
+from aifs.movers.pool import Pool
 from aifs.store.ids import IdAllocator
 
 _LISTED = faults.declare(
@@ -67,6 +68,7 @@ class Containers:
         container_size: int,
         verify: bool,
         on_damage: OnDamage,
+        pool: Pool,
         spare: int = 0,
     ) -> None:
         """``verify``: of all that programs read. ``on_damage``: see ContainerFiles. ``spare``: see
@@ -79,8 +81,8 @@ class Containers:
         self._ids = ids
         self._collector = collector
         self.writer = ContainerWriter(self, self._carry_out, container_size, spare)
-        mover = Mover(budget, Limiter(0), "none")
-        self._movers = Movers(MakingTools(servers, mover, self.files))
+        mover = Mover(budget, Limiter(0), "none", is_urgent=lambda: pool.is_hurried)
+        self._movers = Movers(MakingTools(servers, mover, self.files), pool)
         self._placed: dict[tuple[Redundancy, tuple[int, ...]], _Placed] = {}
 
     async def recover(self) -> None:

@@ -70,13 +70,21 @@ class Drain:
         """How many tasks drain at a time."""
         self._limiter = Limiter(burst.drain_bandwidth)
         self.movers = io.movers(
-            Mover(servers.budget, self._limiter, burst.ioprio, self._is_in_the_way)
+            Mover(
+                servers.budget,
+                self._limiter,
+                burst.ioprio,
+                self._is_in_the_way,
+                is_urgent=self._is_waited_for,
+            )
         )
         """Who carries drains out."""
         self.drainer = Drainer(config, io, ids, collector, containers, self.movers, self._give_way)
         self._wanted: list[int] = []
         """Withheld files that somebody waits for, until ``take_wanted``."""
         self._queue = Queue(burst.drain_delay_s, burst.drain_deadline_s)
+        self._requested: set[int] = set()
+        """Inodes of files that somebody has asked for, and that are not drained."""
         self._waiters: list[Waiter] = []
         """Who waits for files to be drained."""
         self._failing: dict[int, str] = {}
@@ -94,9 +102,7 @@ class Drain:
         """Whether somebody writes to the burst tier, who needs processor and memory more than a
         drain that is in time.
         """
-        if self._is_urgent():
-            return False
-        return (
+        return not self._is_urgent() and (
             self._handles.writers > 0
             or self._handles.last_writer_s > trio.current_time() - _QUIET_S
         )
@@ -109,6 +115,10 @@ class Drain:
 
     async def _give_way(self) -> None:
         await self._upkeep.share.give_way(self._is_urgent())
+
+    def _is_waited_for(self) -> bool:
+        """The same, or somebody has asked for a drain and comes back to see."""
+        return bool(self._requested) or self._is_urgent()
 
     # --- what is to be done ---
 
@@ -140,6 +150,8 @@ class Drain:
         """Drain these before all others, and as soon as nobody has them open for writing."""
         inos = list(inos)
         self._queue.prefer(inos, Rank.REQUESTED, trio.current_time())
+        self._requested.update(ino for ino in inos if ino in self._queue)
+        self.movers.hurry(self._is_waited_for())
         withheld = [ino for ino in inos if self._queue.withholds(ino)]
         if withheld:
             self._wanted += withheld
@@ -186,10 +198,12 @@ class Drain:
         """
         waiter = Waiter({ino for ino in inos if ino in self._queue}, strict)
         self._waiters.append(waiter)
+        self.movers.hurry(True)
         try:
             await waiter.wait()
         finally:
             self._waiters.remove(waiter)
+            self.movers.hurry(self._is_waited_for())
 
     # --- in the background ---
 
@@ -198,6 +212,7 @@ class Drain:
         while True:
             now = trio.current_time()
             self._limiter.lifted = self._queue.late(now)
+            self.movers.hurry(self._is_waited_for())
             if self._tier.is_lacking:
                 self._queue.hurry(now)
             batch = [Draining(entry.ino) for entry in self._queue.take(now)]
@@ -255,6 +270,7 @@ class Drain:
             waiter.blocked(ino)
 
     def _tell(self, ino: int) -> None:
+        self._requested.discard(ino)
         for waiter in self._waiters:
             waiter.done(ino)
 

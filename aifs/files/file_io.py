@@ -41,6 +41,7 @@ from aifs.meta.degraded import find_unread
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.movers.movers import Movers
+from aifs.movers.pool import Pool
 from aifs.store.ids import IdAllocator
 
 _log = logger(__name__)
@@ -49,6 +50,10 @@ ACCESSES_S = 10.0
 """How often accesses are recorded of files that were opened without us."""
 
 _ACCESSES = 256  # in one transaction
+
+
+def _always() -> bool:
+    return True
 
 
 class FileIO:
@@ -67,6 +72,7 @@ class FileIO:
         needs: Needs,
         handles: Handles,
         upkeep: Upkeep,
+        pool: Pool,
     ) -> None:
         self._engine = engine
         self._handles = handles
@@ -79,8 +85,9 @@ class FileIO:
         self._verify = config.data.verify == "read"
         """Whether what is read through the caches is compared with checksums."""
         self._collector = collector
+        self._pool = pool
         self.transitions = Transitions(engine, tier, collector, damage, self.objects_of)
-        movers = self.movers(Mover(servers.budget, Limiter(0), "none"))
+        movers = self.movers(Mover(servers.budget, Limiter(0), "none", is_urgent=_always))
         self.capacity = CapacityIO(
             config, engine, servers, ids, containers, self.transitions, movers
         )
@@ -90,7 +97,7 @@ class FileIO:
             tier,
             self.transitions,
             self.capacity,
-            self.movers(Mover(servers.budget, Limiter(0), config.burst.ioprio)),
+            self.movers(Mover(servers.budget, Limiter(0), config.burst.ioprio, is_urgent=_always)),
             upkeep,
             self.acquire,
             self.release,
@@ -244,7 +251,7 @@ class FileIO:
         """Who carries out work under the limits of ``mover``."""
         containers = self._containers.files
         tools = MakingTools(self._servers, mover, containers, self._verify, self._damaged)
-        return Movers(tools)
+        return Movers(tools, self._pool)
 
     def set_of(
         self, layout: Striped, ino: int, oid: int, unread: int = 0, checked: bool = False

@@ -1,4 +1,4 @@
-"""Who carries out work on bytes: the daemon itself.
+"""Who carries out work on bytes: processes that are started for it, or the daemon itself.
 
 Imports burst, meta, data, layout and core.
 """

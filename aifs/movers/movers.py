@@ -1,28 +1,39 @@
 """Who carries out work on the bytes of the store: reading, hashing, coding, writing, syncing them.
 
 What is to be done is a plain value, and a function of a module that does it: so it can be done
-anywhere. The daemon decides what has to be done, and puts on record what has been.
+anywhere, in the daemon or in a mover process (pool.py). The daemon decides what has to be done, and
+puts on record what has been.
 """
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from aifs.burst.making import MakingTools, never
+from aifs.core.budget import OverBudget
+from aifs.movers.pool import Pool
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")
 Function = Callable[[Value, MakingTools, Callable[[], bool]], Awaitable[Result]]
 """Does what a value says. It is defined in a module, and uses nothing but the tools. Values,
-results and errors can be pickled. The last argument says whether the work is not wanted any more,
-and is asked now and then."""
+results and errors can be pickled. What it does may be done twice, or half and then again. The last
+argument says whether the work is not wanted any more, and is asked now and then; Mover.begin is
+what asks the daemon for that, and for leave to go on."""
 
 
 class Movers:
     """Carries out one kind of work: under the limits of its tools. Used from one trio thread."""
 
-    def __init__(self, tools: MakingTools) -> None:
+    def __init__(self, tools: MakingTools, pool: Pool | None = None) -> None:
+        """``pool``: who does it; None: this process."""
         self.tools = tools
         """Of this process."""
+        self._pool = pool
+
+    def hurry(self, is_urgent: bool) -> None:
+        """Whether somebody waits for drains now, and so for all work that these have done."""
+        if self._pool is not None:
+            self._pool.is_hurried = is_urgent
 
     async def carry_out(
         self,
@@ -36,4 +47,9 @@ class Movers:
         When this is cancelled, the work has ended on return. Raises what the function raises;
         Unavailable.
         """
+        if not here and self._pool is not None and self._pool.is_open:
+            try:
+                return await self._pool.carry_out(function, value, self.tools, cancelled)
+            except OverBudget:
+                pass  # it needs more memory at once than a process has
         return await function(value, self.tools, cancelled)

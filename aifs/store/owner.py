@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -23,6 +24,8 @@ NAME = "owner"
 
 _RECORD_BYTES = 3584
 _LAST_BYTES = 512
+
+_DYING_S, _LOOK_S = 10.0, 0.02
 
 IN_ORDER, NOT_IN_ORDER = "in order", "not in order"
 
@@ -48,13 +51,14 @@ class OwnerLock:
     """
 
     def __init__(self, meta_directory: str, mountpoint: str) -> None:
-        self._fd = files.open_file(os.path.join(meta_directory, NAME), create=True)
+        self.fd = files.open_file(os.path.join(meta_directory, NAME), create=True)
+        """Its lock is held as long as any process lives that has it from us."""
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self.fd, meta_directory)
         except OSError:
-            files.close_file(self._fd)
+            files.close_file(self.fd)
             raise StoreBusy(_describe(meta_directory)) from None
-        last = files.read_at(self._fd, _LAST_BYTES, _RECORD_BYTES).strip(b"\0 ")
+        last = files.read_at(self.fd, _LAST_BYTES, _RECORD_BYTES).strip(b"\0 ")
         digits, _, token = last.partition(b" ")
         self.epoch, self.token = (
             int(digits) if digits.isdigit() else 0,
@@ -68,8 +72,8 @@ class OwnerLock:
         """A claim is going to be made. Durable on return. Raises NoSpace, Unavailable."""
         try:
             last = b"%020d %s" % (epoch, token.encode())
-            files.write_at(self._fd, last.ljust(_LAST_BYTES, b"\0"), _RECORD_BYTES)
-            files.sync_file(self._fd)
+            files.write_at(self.fd, last.ljust(_LAST_BYTES, b"\0"), _RECORD_BYTES)
+            files.sync_file(self.fd)
         except OSError as error:
             raise from_oserror(error) from error
         self.epoch, self.token = epoch, token
@@ -80,7 +84,7 @@ class OwnerLock:
 
     def put(self, record: Owner) -> None:
         encoded = json.dumps(asdict(record)).encode()
-        files.write_at(self._fd, encoded.ljust(_RECORD_BYTES)[:_RECORD_BYTES], 0)
+        files.write_at(self.fd, encoded.ljust(_RECORD_BYTES)[:_RECORD_BYTES], 0)
 
     def release(
         self, orderly: bool, stuck: Sequence[threading.Thread] = (), waits_for: str = ""
@@ -96,7 +100,7 @@ class OwnerLock:
                 closed = IN_ORDER if orderly else NOT_IN_ORDER
                 self.put(replace(self._me, doing=waits_for, closed=closed))
             elif orderly:
-                files.write_at(self._fd, bytes(_RECORD_BYTES), 0)
+                files.write_at(self.fd, bytes(_RECORD_BYTES), 0)
         except OSError as error:
             raise from_oserror(error) from error
         finally:
@@ -105,14 +109,41 @@ class OwnerLock:
                     target=self._release_after, args=(orderly, stuck), daemon=True
                 ).start()
             else:
-                files.close_file(self._fd)
+                files.close_file(self.fd)
 
     def _release_after(self, orderly: bool, stuck: Sequence[threading.Thread]) -> None:
         for thread in stuck:
             thread.join()
         if orderly:
-            files.write_at(self._fd, bytes(_RECORD_BYTES), 0)
-        files.close_file(self._fd)
+            files.write_at(self.fd, bytes(_RECORD_BYTES), 0)
+        files.close_file(self.fd)
+
+
+def _lock(fd: int, meta_directory: str) -> None:
+    """Processes of an owner that was killed are gone in a moment. Raises OSError."""
+    until_s = time.monotonic() + _DYING_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = read_owner(meta_directory)
+            if owner is None or not _is_dead(owner) or time.monotonic() > until_s:
+                raise
+            time.sleep(_LOOK_S)
+        else:
+            return
+
+
+def _is_dead(owner: Owner) -> bool:
+    if owner.host != socket.gethostname():
+        return False
+    try:
+        os.kill(owner.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
 
 
 def read_owner(meta_directory: str) -> Owner | None:

@@ -16,6 +16,7 @@ from aifs.files.kernel import Kernel
 from aifs.files.needs import Needs
 from aifs.files.stage import WORKERS as STAGERS
 from aifs.files.writeback import WriteBack
+from aifs.movers.pool import Pool
 from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
 from aifs.store.store import Store
@@ -87,6 +88,14 @@ class Filesystem:
         self.tier = tier = BurstTier(config, servers, engine, ids.take, upkeep)
         self.needs = needs = Needs(engine, servers, findings.wrong_objects)
         self.collector = collector = Collector(engine, servers, backup, tier, upkeep)
+        self.pool = pool = Pool(
+            config.data.movers,
+            servers,
+            store.uuid,
+            config.data.threads,
+            config.data.hedge_s,
+            [store.owner.fd],
+        )
         self.containers = containers = Containers(
             engine,
             servers,
@@ -96,6 +105,7 @@ class Filesystem:
             config.layout.container_size,
             config.data.verify == "read",
             damage.report,
+            pool,
             config.data.min_spare,
         )
         self.io = io = FileIO(
@@ -110,6 +120,7 @@ class Filesystem:
             needs,
             handles,
             upkeep,
+            pool,
         )
         self.writeback = writeback = WriteBack(
             engine, tier, io, servers, config.data.writeback_interval_s
@@ -224,6 +235,7 @@ class Filesystem:
                 "drain": drain.status,
                 "groups": lambda: {**groups.status(), **group_drain.status()},
                 "stage": stager.status,
+                "movers": pool.status,
                 "evict": lambda: {**evictor.status(), **from_copies.status()},
             },
         )

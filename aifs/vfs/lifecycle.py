@@ -54,6 +54,8 @@ async def open_filesystem(
             nursery.start_soon(_keep_running, store.ownership.run)
             options = ServeOptions(mountpoint, read_only, "noatime" if read_only else atime)
             fs = Filesystem(store, kernel or Kernel(), options, share or LoopShare())
+            nursery.start_soon(_keep_running, partial(fs.pool.run, store.ownership.over))
+            await fs.pool.ready.wait()
             with in_background():
                 await _load(fs)
             if not store.clean:

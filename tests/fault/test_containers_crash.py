@@ -48,6 +48,7 @@ from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.records import Inode
 from aifs.meta.servers import ServerRecord, put_servers
+from aifs.movers.pool import Pool
 from aifs.store import ids as vfs_ids
 from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
@@ -130,6 +131,7 @@ class Mounted:
             size,
             True,
             on_damage=lambda oid, ino, column: None,
+            pool=Pool(0, servers, "", 1, 0.0),
         )
         self.compaction = Compaction(engine, servers, self.containers, self.collector, 0.3, size)
 

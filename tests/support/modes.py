@@ -46,7 +46,7 @@ def make_store(
     if isinstance(servers, int):
         servers = [f"data/{number}" for number in range(servers)]
     tree: dict = {"servers": list(servers)} if servers else {}
-    for key, value in ({"meta.backup_interval": "0"} | dict(settings)).items():
+    for key, value in ({"meta.backup_interval": "0", "data.movers": "0"} | dict(settings)).items():
         section, _, name = key.partition(".")
         tree.setdefault(section, {})[name] = value if value or key != "burst.directories" else []
     (directory / DIRECTORY_FILE).write_text(yaml.safe_dump(tree))

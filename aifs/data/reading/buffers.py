@@ -80,7 +80,7 @@ class BudgetedBuffers:
         return self._lend(mmap.mmap(-1, size)) if self._budget.try_reserve(size) else None
 
     async def take(self, size: int) -> memoryview:
-        """The same, but waits for the memory. Raises ValueError where the budget will never have
+        """The same, but waits for the memory. Raises OverBudget where the budget will never have
         it.
         """
         view = self.try_take(size)
