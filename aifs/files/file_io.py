@@ -29,6 +29,7 @@ from aifs.files.capacity_io import CapacityIO, count_blocks
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
 from aifs.files.damage import Damage
+from aifs.files.forecast import Forecast, Kin
 from aifs.files.handles import Handles
 from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
@@ -107,6 +108,8 @@ class FileIO:
         self._upkeep = upkeep
         self.commit_interval_s = config.meta.commit_interval_s
         """How often in-core attributes are saved while files are open."""
+        self.forecast = Forecast(self._inline_limit)
+        """Which new files need no burst copy."""
         self.open: dict[int, OpenInode] = {}
         """By inode number, the files that are open."""
         self.is_resting = True
@@ -279,12 +282,13 @@ class FileIO:
         if now is not None and now.servers[column] == layout.servers[column]:
             self.damage.report(oid, ino, column)
 
-    def adopt_new(self, inode: Inode, copy: BurstCopy | None) -> OpenInode:
+    def adopt_new(self, inode: Inode, copy: BurstCopy | None, kin: Kin | None) -> OpenInode:
         """The open inode of a file that has just been created, with one handle; ``opening`` counts
         it until the caller has given it a handle of the kernel."""
         self._note_open()
         file = self.open[inode.ino] = OpenInode(inode, None, marked=False)
         file.handles = file.opening = 1
+        file.kin = kin
         if copy is not None:
             self.transitions.adopt_new(file, copy)
         return file
@@ -323,6 +327,8 @@ class FileIO:
             self.transitions.detach(file)
         finally:
             file.gate.leave_alone()
+        if file.kin is not None and file.inode.nlink:
+            self.forecast.closed(file.kin, file.inode.size, file.changes)
         if file.inode.nlink == 0:
             if file.forgotten:
                 self._collector.add_orphan(ino)

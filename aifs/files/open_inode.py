@@ -4,6 +4,7 @@ size changed.
 
 from aifs.burst.copy import BurstCopy
 from aifs.data.objects.object_set import Bytes, ObjectSet
+from aifs.files.forecast import Kin
 from aifs.files.gate import Gate
 from aifs.meta.records import Inode
 
@@ -55,6 +56,7 @@ class OpenInode:
         "handles",
         "inode",
         "kept",
+        "kin",
         "lease",
         "marked",
         "marked_seq",
@@ -88,6 +90,8 @@ class OpenInode:
         """Opens for writing that have passed the gate and have no handle yet."""
         self.forgotten = False
         """The kernel does not know the inode any more."""
+        self.kin: Kin | None = None
+        """Of a file that has been created, and not been closed yet."""
         self.used = True
         """Somebody has used the bytes since descriptors were last closed for want of them."""
 

@@ -10,6 +10,7 @@ from aifs.burst.tier import BurstTier
 from aifs.core.errors import Invalid, NameTooLong, NotFound
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
+from aifs.files.forecast import kin_of
 from aifs.files.kernel import Kernel
 from aifs.files.types import ROOT, CallerLike, Opened
 from aifs.meta import namespace
@@ -71,9 +72,13 @@ class Names:
         unless ``link`` names it.
         """
         await self._io.find_room()
-        ino, copy = await self._ids.take(), None
+        ino, copy, kin = await self._ids.take(), None, None
         if flags & os.O_ACCMODE:
-            copy = await self._io.burst.new_copy(await self._attributes.policy_of(parent))
+            policy = await self._attributes.policy_of(parent)
+            expected = 0 if policy is None else policy.expected
+            kin = None if name is None else kin_of(parent, name)
+            if kin is None or not self._io.forecast.is_tiny(kin, expected):
+                copy = await self._io.burst.new_copy(policy)
         # Others may find the name, and open or remove the file, before we hear that it exists.
         self._io.begin_opening(ino)
         try:
@@ -86,7 +91,7 @@ class Names:
                 if copy is not None:
                     self._tier.discard(copy)
                 raise
-            file = self._io.adopt_new(inode, copy)
+            file = self._io.adopt_new(inode, copy, kin)
         finally:
             self._io.end_opening(ino)
         if name is None:
