@@ -101,7 +101,13 @@ class Rebuild:
         self._limiter = Limiter(config.rebuild.bandwidth)
         self.strays = Strays(engine, servers, backup, upkeep, self._swept)
         priority = config.burst.ioprio
-        self.mover = Mover(servers.budget, self._limiter, priority, make_way=self._make_way)
+        self.mover = Mover(
+            servers.budget,
+            self._limiter,
+            priority,
+            make_way=self._make_way,
+            is_urgent=lambda: True,  # what lacks protection should not wait for an idle processor
+        )
         movers = io.movers(self.mover)
         columns = ColumnMover(engine, servers, self.strays, movers, self._moved)
         self._relayout = Relayout(io, ids, movers, config.data.min_spare)
