@@ -61,7 +61,7 @@ class Hasher:
                 async with self._place(is_over, waited_for):
                     if is_over():
                         return
-                    await self._hash_some(members, copies, columns, report)
+                    await self._hash_some(members, copies, columns, report, waited_for)
 
         await run_all(*[work] * 2 * self._lanes)
         report.hash_s += trio.current_time() - begin
@@ -72,6 +72,7 @@ class Hasher:
         copies: Sequence[CopyToHash],
         columns: Sequence[Column],
         report: GroupReport,
+        waited_for: bool,
     ) -> None:
         wanted = [
             (
@@ -88,7 +89,8 @@ class Hasher:
             for length, chunks in wanted
         ]
         asked = Hashing({member: copies[member] for member in used}, columns)
-        found = await self._movers.carry_out(hash_chunks, asked)
+        # Who waits should not wait for a process to be started, too.
+        found = await self._movers.carry_out(hash_chunks, asked, here=waited_for)
         assert found is not None  # nothing cancels it
         for (length, chunks), (digests, compared) in zip(wanted, found, strict=True):
             hashed = length * len(chunks) - compared
