@@ -6,8 +6,8 @@ daemon has put it on record. It keeps descriptors of nothing, and no bytes, from
 to the next.
 
 Messages from the daemon: ``start``, ``work``, ``go`` (the answer to ``leave``), ``stop``. To it:
-``done``, ``leave`` (may a piece be moved?), ``damage``, ``health``, ``log``, ``retire`` (start
-another process when this one has no work left).
+``ready`` (to work), ``done``, ``leave`` (may a piece be moved?), ``ended`` (so many pieces have),
+``damage``, ``health``, ``log``, ``retire`` (start another process when this one has no work left).
 """
 
 import ctypes
@@ -86,6 +86,8 @@ class _AskingMover(Mover):
         self._may_begin = order.is_free
         self._told_bytes = 0
         """Of ``moved_bytes``."""
+        self._asking = 0
+        """Questions that have no answer yet."""
 
     async def begin(self, length: int) -> None:
         if self._may_begin:
@@ -96,14 +98,20 @@ class _AskingMover(Mover):
     def end(self, moved: int) -> None:
         self.ended += 1
         self.moved_bytes += moved
+        if self._asking:  # the answer may wait for this
+            self._child.channel.send("ended", self._number, *self.tell())
 
     async def take(self, length: int) -> None:
         if self._is_limited:
             await self._ask(length, False)
 
     async def _ask(self, length: int, is_piece: bool) -> None:
-        if not await self._child.ask(self._number, length, is_piece, *self.tell()):
-            self.is_cancelled = True
+        self._asking += 1
+        try:
+            if not await self._child.ask(self._number, length, is_piece, *self.tell()):
+                self.is_cancelled = True
+        finally:
+            self._asking -= 1
 
     def tell(self) -> tuple[int, int]:
         """What the daemon has not been told: pieces that have ended, and the bytes of them."""
@@ -157,16 +165,17 @@ class _Child:
                 following, messages = messages, []
                 for kind, *args in following:
                     if kind == "work":
-                        nursery.start_soon(self._work, *args)
+                        scope = self._jobs[args[0]] = trio.CancelScope()  # it may stop next
+                        nursery.start_soon(self._work, scope, *args)
                     elif kind == "go":
                         self._go(*args)
-                    elif (scope := self._jobs.get(args[0])) is not None:  # stop
-                        scope.cancel()
+                    elif args[0] in self._jobs:  # stop
+                        self._jobs[args[0]].cancel()
             nursery.cancel_scope.cancel()
 
     # --- work ---
 
-    async def _work(self, number: int, work: bytes, order: Order) -> None:
+    async def _work(self, scope: trio.CancelScope, number: int, work: bytes, order: Order) -> None:
         mover = _AskingMover(self, number, order)
 
         def on_damage(layout: Striped, oid: int, ino: int, column: int) -> None:
@@ -177,8 +186,7 @@ class _Child:
         patience: AbstractContextManager[None] = (
             background() if order.is_background else nullcontext()
         )
-        with trio.CancelScope() as scope, patience:
-            self._jobs[number] = scope
+        with scope, patience:
             try:
                 function, value = pickle.loads(work)
                 result = await function(value, tools, lambda: mover.is_cancelled)
@@ -272,7 +280,9 @@ async def _serve(end: socket.socket) -> None:
     root.setLevel(start.log_level)
     # What the daemon is told of servers it says itself.
     logging.getLogger("aifs.data.health").setLevel(logging.CRITICAL)
-    await _Child(channel, start).serve(messages)
+    child = _Child(channel, start)
+    channel.send("ready")
+    await child.serve(messages)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from aifs.burst.making import MakingTools, never
 from aifs.core.budget import OverBudget
-from aifs.movers.pool import Pool
+from aifs.movers.pool import NoProcess, Pool
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")
@@ -50,6 +50,6 @@ class Movers:
         if not here and self._pool is not None and self._pool.is_open:
             try:
                 return await self._pool.carry_out(function, value, self.tools, cancelled)
-            except OverBudget:
-                pass  # it needs more memory at once than a process has
+            except (OverBudget, NoProcess):
+                pass  # it needs more memory at once than a process has, or there is none
         return await function(value, self.tools, cancelled)

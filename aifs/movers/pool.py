@@ -7,12 +7,13 @@ gone. It knows nothing of the metadata. The daemon keeps what all of them share:
 of work go on (limits, writers before drains), and knows the health of the servers, and who has the
 memory that a process moves bytes in: it is reserved as long as the process lives.
 
-They have the processor when nobody else wants it (SCHED_IDLE), except while somebody waits for what
-one of them does. A thread may leave that class only with CAP_SYS_NICE, or a limit for it
-(RLIMIT_NICE): without these, processes are like all others.
+They have the processor when nobody else wants it (SCHED_IDLE), except while they start, and while
+somebody waits for what one of them does. A thread may leave that class only with CAP_SYS_NICE, or a
+limit for it (RLIMIT_NICE): without these, processes are like all others.
 """
 
 import logging
+import math
 import os
 import pickle
 import signal
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, ClassVar
@@ -47,6 +48,14 @@ _IDLE_S = 10.0
 _LOOK_S = 0.5
 _MEMORY_MIN, _MEMORY_MAX = 16 << 20, 64 << 20
 _MEMORY_SHARE = 2  # of the budget: what all of them together have at most
+_RETRY_S = 60.0
+"""After one could not be started, none is for so long."""
+_END_S = 30.0
+"""The end of the mount waits so long for one that the system does not end, at least."""
+
+
+class NoProcess(Exception):
+    """None can be started now."""
 
 
 @dataclass(slots=True)
@@ -55,8 +64,6 @@ class _Job:
 
     work: bytes
     """The function and the value, pickled."""
-    what: str
-    """The same in words."""
     tools: MakingTools
     """Of the daemon: its limits."""
     cancelled: Callable[[], bool]
@@ -105,6 +112,8 @@ class Pool:
         """In which the processes are looked after; None while they are not."""
         self._children: list[_Child] = []
         """Processes that take work."""
+        self._retry_at_s = -math.inf
+        """When the next one may be started, by trio's clock."""
         self._running = 0
         """How many there are, also those that take none any more."""
         self._awake = trio.Event()
@@ -121,9 +130,9 @@ class Pool:
     def is_open(self) -> bool:
         """Whether the current task may have work done here. Who does not give up calls to servers
         waits itself for those that hang."""
-        return self.is_running and (
-            is_background() or not any(server.hangs for server in self._servers.values())
-        )
+        if not self.is_running or trio.current_time() < self._retry_at_s:
+            return False
+        return is_background() or not any(server.hangs for server in self._servers.values())
 
     @property
     def is_running(self) -> bool:
@@ -161,21 +170,25 @@ class Pool:
         tools: MakingTools,
         cancelled: Callable[[], bool],
     ) -> Any:
-        """See Movers. Raises OverBudget for what needs more memory at once than a process has."""
+        """See Movers. Raises OverBudget for what needs more memory at once than a process has,
+        NoProcess."""
         work = pickle.dumps((function, value), pickle.HIGHEST_PROTOCOL)
-        what = f"{function.__qualname__} of {value!r:.200}"
         for _ in range(_DEATHS_MAX):
             if not self.is_running:
                 raise Unavailable("the store is being closed")
-            job = _Job(work, what, tools, cancelled)
-            await self._choose(job.tools.mover.is_urgent()).carry_out(job)
+            job = _Job(work, tools, cancelled)
+            child = self._choose()
+            await child.carry_out(job)
             if job.outcome is not None:
                 self._done += 1
                 return _result_of(*job.outcome)
+            if self.is_running and not child.has_begun:
+                raise NoProcess
+        what = f"{function.__qualname__} of {value!r:.200}"
         _log.warning("%d movers have died of one piece of work: %s", _DEATHS_MAX, what)
         raise Unavailable(f"{_DEATHS_MAX} mover processes have died of it")
 
-    def _choose(self, is_urgent: bool) -> "_Child":
+    def _choose(self) -> "_Child":
         table = self._table()
         for child in [each for each in self._children if each.table != table]:
             child.retire()
@@ -183,7 +196,7 @@ class Pool:
         is_busy = best is None or len(best.jobs) >= _FEW
         if is_busy and len(self._children) < self.limit:
             assert self._nursery is not None  # it is running
-            best = _Child(self, table, is_urgent)
+            best = _Child(self, table)
             self._children.append(best)
             self._nursery.start_soon(best.run)
             self._awake.set()
@@ -203,6 +216,11 @@ class Pool:
     def died(self, had_work: bool) -> None:
         self._deaths += had_work
 
+    def failed(self, reason: str) -> None:
+        """One could not be started. What they have to do the daemon does for a while."""
+        self._retry_at_s = trio.current_time() + _RETRY_S
+        _log.warning("no mover process can be started, the daemon does their work: %s", reason)
+
     def moved(self, tools: MakingTools, moved_bytes: int) -> None:
         tools.mover.moved_bytes += moved_bytes
         self._moved_bytes += moved_bytes
@@ -219,24 +237,42 @@ class Pool:
                 self._awake = trio.Event()
 
     def _give_back(self, size: int) -> None:
-        """Somebody needs memory: who is idle ends; the others do when their work is done, where
-        there will never be enough besides theirs."""
+        """Somebody waits for memory: who is idle ends; the others do when their work is done, where
+        there will never be enough besides theirs. Else they end soon by themselves."""
         budget = self._servers.budget
+        if not budget.short:
+            return
         all_needed = size + budget.free > budget.total - self._running * self._memory
         for child in list(self._children):
             if all_needed or not child.jobs:
                 child.retire()
 
-    def _start(self, table: tuple[tuple[int, str, str], ...]) -> tuple[subprocess.Popen, Channel]:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "aifs.movers.child"]
-            process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), *self._kept),
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
+    def _start(
+        self, table: tuple[tuple[int, str, str], ...]
+    ) -> tuple[subprocess.Popen, int, Channel]:
+        """The process, a pidfd of it, and our end of its socket. Raises OSError."""
+        with ExitStack() as stack:
+            ours, theirs = socket.socketpair()
+            stack.callback(ours.close)
+            with theirs:
+                command = [sys.executable, "-m", "aifs.movers.child"]
+                process = subprocess.Popen(
+                    [*command, str(theirs.fileno()), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), *self._kept),
+                    env=os.environ
+                    | {
+                        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                        "PYTHONSAFEPATH": "1",  # nothing comes from the directory that we are in
+                    },
+                )
+            try:
+                pidfd = os.pidfd_open(process.pid)
+            except OSError:
+                process.kill()
+                process.wait()
+                raise
+            stack.pop_all()
         channel = Channel(ours)
         start = Start(
             self._store,
@@ -248,21 +284,21 @@ class Pool:
             logging.getLogger().getEffectiveLevel(),
         )
         channel.send("start", start)
-        return process, channel
+        return process, pidfd, channel
 
 
 class _Child:
     """One process, as the daemon sees it."""
 
-    def __init__(
-        self, pool: Pool, table: tuple[tuple[int, str, str], ...], is_urgent: bool
-    ) -> None:
+    def __init__(self, pool: Pool, table: tuple[tuple[int, str, str], ...]) -> None:
         self.table = table
         """Of the servers, when it was started."""
         self.jobs: dict[int, _Job] = {}
         """What it does, by number."""
+        self.has_begun = False
+        """It has come so far that it can work."""
         self._pool = pool
-        self._is_urgent = is_urgent
+        self._is_urgent = True
         """Whether it has the processor like others."""
         self._numbers = count()
         self._process: subprocess.Popen | None = None
@@ -289,16 +325,18 @@ class _Child:
                     return
                 pool._running += 1
                 try:
-                    self._process, self._channel = pool._start(self.table)
-                    self._pidfd = os.pidfd_open(self._process.pid)
-                    if not self._is_urgent:
-                        self._schedule()
+                    self._process, self._pidfd, self._channel = pool._start(self.table)
                     self._ready.set()
                     await self._listen(self._channel)
+                    if not self.has_begun and self in pool._children:
+                        pool.failed("it has ended before it began")
+                except OSError as error:
+                    pool.failed(str(error))
                 finally:
-                    with trio.CancelScope(shield=True):
+                    try:
                         await self._end()
-                    pool._running -= 1
+                    finally:
+                        pool._running -= 1
         finally:
             self.retire()
             self._ready.set()
@@ -318,14 +356,23 @@ class _Child:
         if process is None:
             return
         self._kill()
-        await trio.lowlevel.wait_readable(self._pidfd)
-        os.close(self._pidfd)
-        process.wait()
-        assert self._channel is not None
-        self._channel.close()
-        self._pool.died(bool(self.jobs))
-        for number in list(self._hanging):
-            self._answers(number)
+        try:
+            await trio.lowlevel.wait_readable(self._pidfd)
+        except trio.Cancelled:  # the pool is being closed
+            with trio.move_on_after(max(self._pool._servers.patience_s, _END_S)) as scope:
+                scope.shield = True
+                await trio.lowlevel.wait_readable(self._pidfd)
+            raise
+        finally:
+            os.close(self._pidfd)
+            assert self._channel is not None
+            self._channel.close()
+            self._pool.died(bool(self.jobs))
+            for number in list(self._hanging):
+                self._answers(number)
+            if process.poll() is None:  # it has the lock of the store: nobody else opens that
+                _log.warning("mover process %d cannot be ended", process.pid)
+                process.returncode = -signal.SIGKILL  # as it will end
 
     def retire(self) -> None:
         """It gets no more work, and ends when it has none. Does not block."""
@@ -342,7 +389,9 @@ class _Child:
 
     def look(self) -> None:
         """Called now and then."""
-        is_urgent = any(job.is_stopped or job.tools.mover.is_urgent() for job in self.jobs.values())
+        is_urgent = not self.has_begun or any(
+            job.is_stopped or job.tools.mover.is_urgent() for job in self.jobs.values()
+        )
         if is_urgent != self._is_urgent:
             self._is_urgent = is_urgent
             self._schedule()
@@ -408,6 +457,10 @@ class _Child:
             self._note(job, ended, moved)
             self._nursery.start_soon(self._let_go_on, job, question, length, is_piece)
 
+    def _ended(self, number: int, ended: int, moved: int) -> None:
+        if (job := self.jobs.get(number)) is not None:
+            self._note(job, ended, moved)
+
     async def _let_go_on(self, job: _Job, question: int, length: int, is_piece: bool) -> None:
         mover = job.tools.mover
         if is_piece:
@@ -469,15 +522,21 @@ class _Child:
     def _said(self, name: str, level: int, text: str) -> None:
         logger(name).log(level, "%s", text)
 
+    def _begins(self) -> None:
+        self.has_begun = True
+        self.look()
+
     def _retires(self) -> None:
         self.retire()
 
     _take: ClassVar[dict[str, Callable[..., None]]] = {
         "damage": _damage,
         "done": _finished,
+        "ended": _ended,
         "health": _health,
         "leave": _leave,
         "log": _said,
+        "ready": _begins,
         "retire": _retires,
     }
 

@@ -1,7 +1,10 @@
 """Work in mover processes: it is as if the daemon did it, and whatever kills one loses nothing."""
 
+import errno
 import os
+import shutil
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,7 +14,7 @@ import pytest
 import trio
 
 from aifs.burst.transfer import Limiter, Mover, TargetFails
-from aifs.core.errors import NoSpace, Unavailable
+from aifs.core.errors import NoSpace, StoreBusy, Unavailable
 from aifs.data.checking.checks import Untold
 from aifs.layout.placement import DRAINING
 from aifs.layout.striped import Striped
@@ -134,6 +137,15 @@ async def test_writers_come_first(directory: Path, tmp_path: Path, count: str) -
         assert begun == ended > 40
 
 
+@WHERE
+async def test_the_last_pieces_of_a_file_wait_for_one_another(directory: Path, count: str) -> None:
+    """Each is told when another one has ended, though that is followed by none."""
+    async with served(directory, data__movers=count) as fs:
+        mover = Mover(fs.store.servers.budget, Limiter(0), "none", lambda: True)
+        await fs.io.movers(mover).carry_out(work.pieces_at_once, 4)
+        assert mover.moved_bytes == 4
+
+
 # --- processes ---
 
 
@@ -161,6 +173,13 @@ async def test_it_ends_when_others_need_its_memory(directory: Path) -> None:
         needed = budget.free + 1
         async with budget.reserve(needed):
             assert fs.pool.status()["running"] == 0
+
+
+async def test_it_goes_on_while_nobody_needs_its_memory(directory: Path) -> None:
+    async with served(directory) as fs:
+        pid = await fs.drain.movers.carry_out(work.pid, None)
+        await fs.store.servers.budget.relax()
+        assert await fs.drain.movers.carry_out(work.pid, None) == pid
 
 
 async def test_what_needs_more_memory_than_it_has_is_done_by_the_daemon(directory: Path) -> None:
@@ -219,6 +238,94 @@ async def test_all_are_gone_when_the_store_is_taken_over(directory: Path, tmp_pa
         await until(lambda: fs.pool.status()["running"] == 0)
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+async def test_work_may_stop_before_its_process_runs(directory: Path, tmp_path: Path) -> None:
+    """The orders to begin and to end reach it together."""
+    async with served(directory) as fs:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fs.drain.movers.carry_out, work.pieces, str(tmp_path / "begun"))
+            await until(lambda: fs.pool.status()["running"])
+            nursery.cancel_scope.cancel()
+        assert fs.pool.status()["busy"] == 0
+
+
+async def test_what_cannot_be_started_is_not_needed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The daemon works itself then, and after a while it is tried again."""
+    monkeypatch.setattr(pool_module, "_RETRY_S", 0.0)
+    async with served(directory) as fs:
+        with monkeypatch.context() as none:
+
+            def fail(*args: object, **options: object) -> None:
+                raise OSError(errno.EAGAIN, "there are too many")
+
+            none.setattr(pool_module.subprocess, "Popen", fail)
+            assert await fs.drain.movers.carry_out(work.pid, None) == os.getpid()
+        assert "no mover process can be started" in caplog.text
+        with monkeypatch.context() as none:
+            none.setattr(sys, "executable", shutil.which("false"))
+            assert await fs.drain.movers.carry_out(work.pid, None) == os.getpid()
+        assert "it has ended before it began" in caplog.text
+        assert await fs.drain.movers.carry_out(work.pid, None) != os.getpid()
+        monkeypatch.setattr(pool_module, "_RETRY_S", 3600.0)
+        fs.pool.failed("of the test")
+        assert await fs.drain.movers.carry_out(work.pid, None) == os.getpid()
+
+
+async def test_its_modules_are_ours(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing comes from the directory that the daemon is in."""
+    (tmp_path / "trio.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    async with served(directory) as fs:
+        assert await fs.drain.movers.carry_out(work.pid, None) != os.getpid()
+
+
+async def test_work_is_not_put_into_words_that_nobody_reads(directory: Path) -> None:
+    async with served(directory) as fs:
+        await fs.drain.movers.carry_out(work.echo, work.Unprintable())
+
+
+async def test_one_that_cannot_be_ended_does_not_hold_up_the_end(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It keeps the store from being opened by others."""
+    send = signal.pidfd_send_signal
+    settings = WAITING | ONE | {"data.timeout": "100ms"}
+    async with opened(directory, settings, sound=False) as fs:
+        pid = await fs.drain.movers.carry_out(work.pid, None)
+        monkeypatch.setattr(pool_module, "_END_S", 0.0)
+        os.kill(pid, signal.SIGSTOP)
+        monkeypatch.setattr(signal, "pidfd_send_signal", lambda *args: None)
+    monkeypatch.setattr(signal, "pidfd_send_signal", send)
+    assert f"mover process {pid} cannot be ended" in caplog.text
+    with pytest.raises(StoreBusy):
+        async with opened(directory):
+            pass
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    async with opened(directory):
+        pass
+
+
+@pytest.mark.skipif(not pool_module.may_leave_idle(), reason="needs CAP_SYS_NICE")
+async def test_it_has_the_processor_when_nobody_needs_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless somebody waits for it."""
+    monkeypatch.setattr(pool_module, "may_leave_idle", lambda: True)
+    async with served(directory) as fs:
+        is_urgent = False
+        mover = Mover(fs.store.servers.budget, Limiter(0), "none", is_urgent=lambda: is_urgent)
+        movers = fs.io.movers(mover)
+        while await movers.carry_out(work.policy, None) != os.SCHED_IDLE:
+            pass
+        is_urgent = True
+        while await movers.carry_out(work.policy, None) != os.SCHED_OTHER:
+            pass
 
 
 # --- they are killed in the middle ---

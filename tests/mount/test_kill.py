@@ -317,3 +317,27 @@ def test_a_dead_mount_does_not_stand_in_the_way(store: Mounted) -> None:
     mounts = Path("/proc/self/mounts").read_text().split("\n")
     assert len([line for line in mounts if f" {store.path} " in line]) == 1
     assert aifs("status", store.path).returncode == 0
+
+
+def test_no_mover_is_left(scratch: Path) -> None:
+    """They die with the daemon, whatever they are doing, and the next mount does it again."""
+    with mounted_store(scratch, ["burst.drain_delay=0s", "data.movers=2"]) as store:
+        data = random.Random(0).randbytes(4 << 20)
+        for number in range(8):
+            (store.path / str(number)).write_bytes(data)
+        while not (movers := _movers_of(store.pid)):
+            assert _is_running(store.pid)
+        watches = [os.pidfd_open(pid) for pid in movers]
+        store.kill()
+        for watch in watches:
+            assert select.select([watch], [], [], TIMEOUT_S)[0], "a mover is left"
+            os.close(watch)
+        store.mount()
+        aifs("drain", store.path)
+        for number in range(8):
+            assert (store.path / str(number)).read_bytes() == data
+
+
+def _movers_of(pid: int) -> list[int]:
+    children = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    return [int(child) for text in children for child in text.split()]

@@ -22,6 +22,18 @@ async def echo(value: object, tools: MakingTools, cancelled: Callable[[], bool])
     return value
 
 
+class Unprintable:
+    """Nobody can print it in a moment."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("it is long")
+
+
+async def policy(value: object, tools: MakingTools, cancelled: Callable[[], bool]) -> int:
+    """How the system schedules this process."""
+    return os.sched_getscheduler(0)
+
+
 async def fail(error: Exception, tools: MakingTools, cancelled: Callable[[], bool]) -> None:
     raise error
 
@@ -59,6 +71,19 @@ async def pieces(path: str, tools: MakingTools, cancelled: Callable[[], bool]) -
         await trio.sleep(0.001)
         tools.mover.end(1)
     return begun
+
+
+async def pieces_at_once(count: int, tools: MakingTools, cancelled: Callable[[], bool]) -> None:
+    """So many pieces, each of which may begin when it may."""
+
+    async def move() -> None:
+        await tools.mover.begin(1)
+        await trio.lowlevel.checkpoint()
+        tools.mover.end(1)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(count):
+            nursery.start_soon(move)
 
 
 class _Killer:
