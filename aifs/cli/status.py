@@ -111,7 +111,8 @@ def summaries(status: dict[str, Any]) -> list[tuple[str, str]]:
             f"{_size(cache, 'read_ahead_bytes')} read ahead",
         )
     )
-    facts.append(("movers", _describe_movers(status["movers"])))
+    if "movers" in status:  # a daemon of an older version says nothing of them
+        facts.append(("movers", _describe_movers(status["movers"])))
     facts.append(("trash", _describe_trash(status["trash"])))
     facts.append(("backup", _describe_backup(status["backup"])))
     facts.append(("scrub", scrub.summary(status["scrub"])))

@@ -121,7 +121,7 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
         }
         const struct in_header *header = buffer;
         struct answer answer = {0};
-        enum verdict verdict = examine_request(&bridge, buffer, (size_t)size, clock_ns(CLOCK_REALTIME_COARSE), &answer);
+        enum verdict verdict = examine_request(&bridge, buffer, (size_t)size, clock_ns(CLOCK_REALTIME), &answer);
         if (verdict == PASS || (verdict == OFFER && (handed_over == 0 || !hand_over(header)))) {
             passed = size;
             break;

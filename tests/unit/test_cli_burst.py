@@ -481,6 +481,11 @@ def test_status_says_why_new_files_wait() -> None:
         "next one; failing: told to"
     )
     assert lines["memory"] == "1.00 MiB of 4.00 MiB, peak 1.00 MiB, 0 waiting"
+    assert "movers" not in lines  # an older daemon says nothing of them
+    movers = {"limit": 2, "running": 1, "busy": 1, "jobs": 4, "moved_bytes": MIB, "restarts": 3}
+    assert dict(summaries(status | {"movers": movers}))["movers"] == (
+        "1 of 2 running, 1 busy; 1.00 MiB moved since the mount; 3 died"
+    )
     status["drain"] = drain_status(
         files=3,
         bytes=3 * MIB,
