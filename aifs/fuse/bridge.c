@@ -21,9 +21,7 @@
 
 #include <dlfcn.h>
 #include <fcntl.h>
-#include <linux/ioctl.h>
 #include <poll.h>
-#include <sys/ioctl.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
@@ -38,14 +36,6 @@ struct custom_io {
     ssize_t (*read)(int, void *, size_t, void *);
     void *splice_receive, *splice_send, *clone_fd;
 };
-
-struct backing_map {
-    int32_t fd;
-    uint32_t flags;
-    uint64_t padding;
-};
-#define DEVICE_BACKING_OPEN _IOW(229, 1, struct backing_map)
-#define DEVICE_BACKING_CLOSE _IOW(229, 2, uint32_t)
 
 /* How long requests are answered here before others of this thread get a turn, and how long the next one is waited for
  * meanwhile: about the time that a client needs from an answer to its next request. */
@@ -65,6 +55,14 @@ static int send_reply(uint64_t unique, int error, const void *data, size_t size)
     struct out_header header = {.len = (uint32_t)(sizeof header + size), .error = -error, .unique = unique};
     struct iovec parts[] = {{&header, sizeof header}, {(void *)data, size}};
     return writev(device, parts, size ? 2 : 1) < 0 ? -1 : 0;
+}
+
+/* Have the kernel ask again for the attributes of an inode. It waits for an answer about it, so this does not block. */
+static void drop_attributes(uint64_t nodeid)
+{
+    struct inval_inode_out notice = {{sizeof notice, NOTIFY_INVAL_INODE, 0}, nodeid, -1, 0};
+    if (write(device, &notice, sizeof notice) < 0)
+        return; /* the kernel does not know the inode any more */
 }
 
 /* Whether Python has taken the request. A callable that raises takes none; what it hands back then is EIO. */
@@ -120,18 +118,17 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
             break;
         }
         const struct in_header *header = buffer;
-        struct answer answer = {0};
+        struct answer answer;
         enum verdict verdict = examine_request(&bridge, buffer, (size_t)size, clock_ns(CLOCK_REALTIME), &answer);
         if (verdict == PASS || (verdict == OFFER && (handed_over == 0 || !hand_over(header)))) {
             passed = size;
             break;
         }
         if (verdict == ANSWER) {
-            bridge.answered[header->opcode % OPCODES]++;
+            bridge.counts[header->opcode][1]++;
+            if (answer.is_access)
+                drop_attributes(header->nodeid);
             send_reply(header->unique, answer.error, &answer.open, answer.size);
-        } else if (verdict == TELL) {
-            bridge.answered[header->opcode % OPCODES]++;
-            send_reply(header->unique, 0, &bridge.told, sizeof bridge.told);
         } else if (verdict == HAND_OVER) {
             if (hand_over(header))
                 handed_over++;
@@ -205,41 +202,43 @@ __attribute__((visibility("default"))) int fuse_session_mount(struct fuse_sessio
     return failed;
 }
 
-/* --- the Python module --- */
+/* --- the Python module; aifs/fuse/bridge.py says what its functions are for --- */
 
-PyDoc_STRVAR(configure_doc,
-             "configure(on_request, wanted, max_background, ioctl_type, busy_polls)\n--\n\n"
-             "Use the bridge for the next mount. on_request None: do not.\n\n"
-             "on_request(opcode, unique, nodeid, (uid, gid, pid), body) is called for each request that only Python\n"
-             "can answer, on the thread that reads requests; it returns at once, true if reply() will be called.\n"
-             "For INTERRUPT it returns whether the body names one of its own requests, and owes no reply.\n"
-             "wanted: flags of INIT, used where the kernel offers them. max_background: requests without a waiting\n"
-             "process that the kernel sends at once, 0 for its default. ioctl_type: of the ioctls handed over.\n"
-             "busy_polls: clients have another processor.");
-
+/*
+ * configure(on_request, wanted, max_background, ioctl_type, busy_polls, entry_ns, attr_ns, block_size): use the bridge
+ * for the next mount. on_request None: do not.
+ *
+ * on_request(opcode, unique, nodeid, (uid, gid, pid), body) is called for each request that only Python can answer, on
+ * the thread that reads requests; it returns at once, true if reply() will be called. For INTERRUPT it returns whether
+ * the body names one of its own requests, and owes no reply. wanted: flags of INIT, used where the kernel offers them.
+ * max_background: requests without a waiting process that the kernel sends at once, 0 for its default. ioctl_type: of
+ * the ioctls handed over. busy_polls: clients have another processor. entry_ns, attr_ns, block_size: struct keeping.
+ */
 static PyObject *configure(PyObject *self, PyObject *args)
 {
     (void)self;
     PyObject *callable;
-    unsigned long long wanted;
+    unsigned long long wanted, entry_ns, attr_ns;
     unsigned short max_background;
     unsigned char ioctl_type;
+    unsigned int block_size;
     int polls;
-    if (!PyArg_ParseTuple(args, "OKHbp", &callable, &wanted, &max_background, &ioctl_type, &polls))
+    if (!PyArg_ParseTuple(args, "OKHbpKKI", &callable, &wanted, &max_background, &ioctl_type, &polls, &entry_ns,
+                          &attr_ns, &block_size))
         return NULL;
-    busy_polls = polls;
     memset(&bridge, 0, sizeof bridge);
     bridge.wanted = wanted;
     bridge.max_background = max_background;
     bridge.ioctl_type = ioctl_type;
+    bridge.keeping = (struct keeping){.entry_ns = entry_ns, .attr_ns = attr_ns, .block_size = block_size};
+    busy_polls = polls;
     handed_over = 0;
     device = -1;
     Py_XSETREF(on_request, callable == Py_None ? NULL : Py_NewRef(callable));
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(disconnect_doc, "disconnect()\n--\n\nThe mount ends: no descriptor of it is used from now on.");
-
+/* disconnect(): the mount ends. No descriptor of it is used from now on. */
 static PyObject *disconnect(PyObject *self, PyObject *unused)
 {
     (void)self, (void)unused;
@@ -247,18 +246,14 @@ static PyObject *disconnect(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(is_connected_doc, "is_connected()\n--\n\nWhether a mount uses the bridge.");
-
-static PyObject *is_connected(PyObject *self, PyObject *unused)
+/* connection(): the descriptor of the mount that uses the bridge, -1 if none does. */
+static PyObject *connection(PyObject *self, PyObject *unused)
 {
     (void)self, (void)unused;
-    return PyBool_FromLong(device >= 0);
+    return PyLong_FromLong(device);
 }
 
-PyDoc_STRVAR(reply_doc, "reply(unique, errno, data)\n--\n\n"
-                        "Answer a request that on_request has taken. Raises OSError if the kernel refuses it (ENOENT:\n"
-                        "nobody waits for it any more).");
-
+/* reply(unique, errno, data): answer a request that on_request has taken. Raises OSError if the kernel refuses it. */
 static PyObject *reply(PyObject *self, PyObject *args)
 {
     (void)self;
@@ -268,9 +263,10 @@ static PyObject *reply(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "Kiy*", &unique, &error, &data))
         return NULL;
     handed_over -= handed_over > 0;
-    int failed = send_reply(unique, error, data.buf, (size_t)data.len);
+    PyObject *result = send_reply(unique, error, data.buf, (size_t)data.len) < 0 ? PyErr_SetFromErrno(PyExc_OSError)
+                                                                                 : Py_NewRef(Py_None);
     PyBuffer_Release(&data);
-    return failed ? PyErr_SetFromErrno(PyExc_OSError) : Py_NewRef(Py_None);
+    return result;
 }
 
 static struct span span_of(PyObject *bytes)
@@ -280,132 +276,63 @@ static struct span span_of(PyObject *bytes)
     return (struct span){PyBytes_AS_STRING(bytes), (size_t)PyBytes_GET_SIZE(bytes)};
 }
 
-/* Puts the entry at place `i` of a listing as put_entry() does; -1 with an exception if it is none. */
-static Py_ssize_t put_listed(char *out, size_t room, PyObject *entries, PyObject *inodes, Py_ssize_t i,
-                             const struct keeping *keeping, PyObject *unkept)
-{
-    PyObject *pair = PyList_GET_ITEM(entries, i);
-    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
-        PyErr_SetString(PyExc_TypeError, "an entry is a pair");
-        return -1;
-    }
-    struct span key = span_of(PyTuple_GET_ITEM(pair, 0)), entry = span_of(PyTuple_GET_ITEM(pair, 1));
-    struct span inode = span_of(PyList_GET_ITEM(inodes, i));
-    if (!is_entry(key, entry, inode)) {
-        PyErr_SetString(PyExc_ValueError, "a directory's entry, or the inode's record, cannot be read");
-        return -1;
-    }
-    int is_unkept = 0;
-    if (PySet_GET_SIZE(unkept) != 0) {
-        PyObject *name =
-            PyBytes_FromStringAndSize(entry.start + ENTRY_NAME_AT, (Py_ssize_t)(entry.length - ENTRY_NAME_AT));
-        is_unkept = name == NULL ? -1 : PySet_Contains(unkept, name);
-        Py_XDECREF(name);
-        if (is_unkept < 0)
-            return -1;
-    }
-    if (has_acl(inode))
-        note_acl(&bridge, big_endian(entry.start));
-    return (Py_ssize_t)put_entry(out, room, key, entry, inode, keeping, !is_unkept);
-}
-
-PyDoc_STRVAR(listing_doc,
-             "listing(entries, inodes, size, entry_ns, attr_ns, block_size, unkept)\n--\n\n"
-             "The reply to READDIRPLUS with as many entries as fit into size: entries as the list of (key, record),\n"
-             "inodes as that of the records they lead to. entry_ns, attr_ns: how long the kernel may keep what it is\n"
-             "told; unkept: a set of names that it may not keep. Raises ValueError for records that cannot be read.");
-
+/*
+ * listing(entries, inodes, size, are_kept): the reply to READDIRPLUS with as many entries as fit into size; entries as
+ * the list of (key, record), inodes as that of the records they lead to. are_kept: the kernel may keep the names.
+ * Raises ValueError for what cannot be read.
+ */
 static PyObject *listing(PyObject *self, PyObject *args)
 {
     (void)self;
-    PyObject *entries, *inodes, *unkept;
-    unsigned int size, block_size;
-    unsigned long long entry_ns, attr_ns;
-    if (!PyArg_ParseTuple(args, "O!O!IKKIO!", &PyList_Type, &entries, &PyList_Type, &inodes, &size, &entry_ns,
-                          &attr_ns, &block_size, &PySet_Type, &unkept))
+    PyObject *entries, *inodes;
+    unsigned int size;
+    int are_kept;
+    if (!PyArg_ParseTuple(args, "O!O!Ip", &PyList_Type, &entries, &PyList_Type, &inodes, &size, &are_kept))
         return NULL;
-    const struct keeping keeping = {.entry_ns = entry_ns, .attr_ns = attr_ns, .block_size = block_size};
+    struct keeping keeping = bridge.keeping;
+    keeping.entry_ns = are_kept ? keeping.entry_ns : 0;
     PyObject *reply = PyBytes_FromStringAndSize(NULL, size);
-    size_t used = 0;
-    for (Py_ssize_t i = 0; reply != NULL && i < PyList_GET_SIZE(entries) && i < PyList_GET_SIZE(inodes); i++) {
-        Py_ssize_t length =
-            put_listed(PyBytes_AS_STRING(reply) + used, size - used, entries, inodes, i, &keeping, unkept);
-        if (length < 0)
+    size_t used = 0, length = 1;
+    for (Py_ssize_t i = 0; reply && length && i < PyList_GET_SIZE(entries) && i < PyList_GET_SIZE(inodes); i++) {
+        PyObject *pair = PyList_GET_ITEM(entries, i);
+        bool is_pair = PyTuple_Check(pair) && PyTuple_GET_SIZE(pair) == 2;
+        struct span key = span_of(is_pair ? PyTuple_GET_ITEM(pair, 0) : Py_None);
+        struct span entry = span_of(is_pair ? PyTuple_GET_ITEM(pair, 1) : Py_None);
+        struct span inode = span_of(PyList_GET_ITEM(inodes, i));
+        if (!is_entry(key, entry, inode)) {
+            PyErr_SetString(PyExc_ValueError, "a directory's entry, or the inode's record, cannot be read");
             Py_CLEAR(reply);
-        if (length <= 0)
             break;
-        used += (size_t)length;
+        }
+        if (has_acl(inode))
+            note_acl(&bridge, big_endian(entry.start));
+        length = put_entry(PyBytes_AS_STRING(reply) + used, size - used, key, entry, inode, &keeping);
+        used += length;
     }
     if (reply != NULL)
         _PyBytes_Resize(&reply, (Py_ssize_t)used);
     return reply;
 }
 
-PyDoc_STRVAR(note_records_doc, "note_records(writes, attr_ns, block_size)\n--\n\n"
-                               "Records have changed: a dict of keys and records, None: erased. GETATTR of directories\n"
-                               "among them is answered from now on; the kernel may keep it for attr_ns.");
-
-static PyObject *note_records(PyObject *self, PyObject *args)
+/* note_records(writes): records have changed, as a dict of keys and records; None: erased. */
+static PyObject *note_records(PyObject *self, PyObject *writes)
 {
     (void)self;
-    PyObject *writes, *key, *record;
-    unsigned long long attr_ns;
-    unsigned int block_size;
-    if (!PyArg_ParseTuple(args, "O!KI", &PyDict_Type, &writes, &attr_ns, &block_size))
-        return NULL;
-    bridge.directories.keeping = (struct keeping){.attr_ns = attr_ns, .block_size = block_size};
+    PyObject *key, *record;
     for (Py_ssize_t at = 0; PyDict_Next(writes, &at, &key, &record);)
-        note_record(&bridge.directories, span_of(key), span_of(record));
+        note_record(bridge.directories, span_of(key), span_of(record), &bridge.keeping);
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(backing_open_doc, "backing_open(fd)\n--\n\n"
-                               "Register an open file with the mount: its backing id. Raises OSError.");
-
-static PyObject *backing_open(PyObject *self, PyObject *args)
-{
-    (void)self;
-    int fd;
-    if (!PyArg_ParseTuple(args, "i", &fd))
-        return NULL;
-    struct backing_map map = {.fd = fd};
-    int id = ioctl(device, DEVICE_BACKING_OPEN, &map);
-    return id < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLong(id);
-}
-
-PyDoc_STRVAR(backing_close_doc, "backing_close(id)\n--\n\nForget a backing id; open files keep it. Raises OSError.");
-
-static PyObject *backing_close(PyObject *self, PyObject *args)
-{
-    (void)self;
-    uint32_t id;
-    if (!PyArg_ParseTuple(args, "I", &id))
-        return NULL;
-    return ioctl(device, DEVICE_BACKING_CLOSE, &id) < 0 ? PyErr_SetFromErrno(PyExc_OSError) : Py_NewRef(Py_None);
-}
-
-PyDoc_STRVAR(kill_privileges_doc, "kill_privileges()\n--\n\n"
-                                  "Whether the request read last (WRITE, SETATTR, OPEN, CREATE) asks to clear the\n"
-                                  "set-user-id and set-group-id bits. Ask before anything is awaited.");
-
-static PyObject *kill_privileges(PyObject *self, PyObject *unused)
-{
-    (void)self, (void)unused;
-    return PyBool_FromLong(bridge.kill_privileges);
-}
-
-PyDoc_STRVAR(last_request_doc, "last_request()\n--\n\n"
-                               "Inode, uid and pid of the request read last. Ask before anything is awaited.");
-
+/* last_request(): of the request read last, whether it asks to clear the set-id bits, inode, uid and pid. */
 static PyObject *last_request(PyObject *self, PyObject *unused)
 {
     (void)self, (void)unused;
-    return Py_BuildValue("KII", (unsigned long long)bridge.nodeid, bridge.uid, bridge.pid);
+    return Py_BuildValue("NKII", PyBool_FromLong(bridge.kill_privileges), (unsigned long long)bridge.nodeid,
+                         bridge.uid, bridge.pid);
 }
 
-PyDoc_STRVAR(note_acl_doc, "note_acl(nodeid)\n--\n\n"
-                           "The inode has, or will have, an ACL: requests for it are passed on.");
-
+/* note_acl(nodeid): the inode has, or will have, an ACL; requests for it are passed on. */
 static PyObject *note_acl_method(PyObject *self, PyObject *nodeid)
 {
     (void)self;
@@ -416,16 +343,14 @@ static PyObject *note_acl_method(PyObject *self, PyObject *nodeid)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(negotiated_doc, "negotiated()\n--\n\n"
-                             "Flags of INIT as (offered by the kernel, in use); (0, 0) before INIT.");
-
+/* negotiated(): flags of INIT as (offered by the kernel, in use); (0, 0) before INIT. */
 static PyObject *negotiated(PyObject *self, PyObject *unused)
 {
     (void)self, (void)unused;
     return Py_BuildValue("KK", (unsigned long long)bridge.offered, (unsigned long long)bridge.granted);
 }
 
-/* --- inodes that are lent --- */
+/* --- inodes that are lent (opens.h), each as (ino, backing, copy, opens, accessed_ns), or None --- */
 
 static PyObject *describe_lent(struct lent lent)
 {
@@ -435,10 +360,7 @@ static PyObject *describe_lent(struct lent lent)
                          (unsigned)lent.opens, (unsigned long long)lent.accessed_ns);
 }
 
-PyDoc_STRVAR(lend_doc, "lend(ino, backing, copy, due_ns)\n--\n\n"
-                       "Answer OPEN of an inode for reading from now on; see opens.h. What there is no place for, as\n"
-                       "(ino, backing, copy, opens, accessed_ns): another inode, this one, or None.");
-
+/* lend(ino, backing, copy, due_ns): what there is no place for any more. */
 static PyObject *lend_method(PyObject *self, PyObject *args)
 {
     (void)self;
@@ -449,10 +371,7 @@ static PyObject *lend_method(PyObject *self, PyObject *args)
     return describe_lent(lend(&bridge.opens, (struct lent){.ino = ino, .copy = copy, .due_ns = due_ns, .backing = backing}));
 }
 
-PyDoc_STRVAR(take_back_doc, "take_back(ino, idle)\n--\n\n"
-                            "The inode is lent no more, and its handles are the caller's; as it was, as in lend(), or\n"
-                            "None. idle: only if it has no handles; else the next request for it goes to the caller.");
-
+/* take_back(ino, idle): the inode as it was. */
 static PyObject *take_back_method(PyObject *self, PyObject *args)
 {
     (void)self;
@@ -461,8 +380,6 @@ static PyObject *take_back_method(PyObject *self, PyObject *args)
     return PyArg_ParseTuple(args, "Kp", &ino, &idle) ? describe_lent(take_back(&bridge.opens, ino, idle)) : NULL;
 }
 
-PyDoc_STRVAR(find_lent_doc, "find_lent(ino)\n--\n\nAn inode that is lent, as in lend(), or None.");
-
 static PyObject *find_lent_method(PyObject *self, PyObject *ino)
 {
     (void)self;
@@ -470,82 +387,61 @@ static PyObject *find_lent_method(PyObject *self, PyObject *ino)
     return describe_lent(found ? *found : (struct lent){0});
 }
 
-PyDoc_STRVAR(all_lent_doc, "all_lent(which)\n--\n\n"
-                           "A list, as in lend(), of the inodes that are lent: 'open', those that have handles; 'used',\n"
-                           "those that were used since that was asked last; 'all'.");
-
-static PyObject *all_lent(PyObject *self, PyObject *which)
+/* all_lent(which): a list of those that are 'open', of those 'used' since that was asked last, or of 'all'. */
+static PyObject *all_lent(PyObject *self, PyObject *args)
 {
     (void)self;
-    bool of_used = PyUnicode_CompareWithASCIIString(which, "used") == 0;
-    bool of_all = PyUnicode_CompareWithASCIIString(which, "all") == 0;
+    const char *which;
+    if (!PyArg_ParseTuple(args, "s", &which))
+        return NULL;
     PyObject *result = PyList_New(0);
     struct lent *end = bridge.opens.lent + LENT_SETS * LENT_WAYS;
     for (struct lent *lent = bridge.opens.lent; result != NULL && lent < end; lent++) {
-        if (lent->ino == 0 || !(of_all || (of_used ? lent->used : lent->opens > 0)))
+        if (lent->ino == 0 || (*which == 'o' && lent->opens == 0) || (*which == 'u' && !lent->used))
             continue;
         PyObject *found = describe_lent(*lent);
-        if (of_used) {
-            lent->used = false;
-            lent->accessed_ns = 0;
-        }
         if (found == NULL || PyList_Append(result, found) < 0)
             Py_CLEAR(result);
         Py_XDECREF(found);
+        if (*which == 'u') {
+            lent->used = false;
+            lent->accessed_ns = 0;
+        }
     }
     return result;
 }
 
-PyDoc_STRVAR(answer_opens_doc, "answer_opens(on)\n--\n\nWhether OPEN of inodes that are lent is answered.");
-
-static PyObject *answer_opens(PyObject *self, PyObject *on)
+/* see_all(on): whether requests are passed on that Python can answer, too. */
+static PyObject *see_all(PyObject *self, PyObject *on)
 {
     (void)self;
-    bridge.opens.off = PyObject_IsTrue(on) != 1;
+    bridge.sees_all = PyObject_IsTrue(on) == 1;
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(counts_doc, "counts()\n--\n\n"
-                         "By opcode, (requests read from the kernel, those of them answered by the bridge); what is 0\n"
-                         "is left out.");
-
+/* counts(): for each opcode two numbers of 64 bits: requests read from the kernel, those of them answered here. */
 static PyObject *counts(PyObject *self, PyObject *unused)
 {
     (void)self, (void)unused;
-    PyObject *result = PyDict_New();
-    for (unsigned opcode = 0; result != NULL && opcode < OPCODES; opcode++) {
-        if (bridge.counts[opcode] == 0)
-            continue;
-        PyObject *key = PyLong_FromUnsignedLong(opcode);
-        PyObject *value = Py_BuildValue("KK", (unsigned long long)bridge.counts[opcode],
-                                        (unsigned long long)bridge.answered[opcode]);
-        if (key == NULL || value == NULL || PyDict_SetItem(result, key, value) < 0)
-            Py_CLEAR(result);
-        Py_XDECREF(key);
-        Py_XDECREF(value);
-    }
-    return result;
+    return PyBytes_FromStringAndSize((const char *)bridge.counts, sizeof bridge.counts);
 }
 
 static PyMethodDef methods[] = {
-    {"configure", configure, METH_VARARGS, configure_doc},
-    {"disconnect", disconnect, METH_NOARGS, disconnect_doc},
-    {"is_connected", is_connected, METH_NOARGS, is_connected_doc},
-    {"reply", reply, METH_VARARGS, reply_doc},
-    {"listing", listing, METH_VARARGS, listing_doc},
-    {"note_records", note_records, METH_VARARGS, note_records_doc},
-    {"backing_open", backing_open, METH_VARARGS, backing_open_doc},
-    {"backing_close", backing_close, METH_VARARGS, backing_close_doc},
-    {"kill_privileges", kill_privileges, METH_NOARGS, kill_privileges_doc},
-    {"last_request", last_request, METH_NOARGS, last_request_doc},
-    {"note_acl", note_acl_method, METH_O, note_acl_doc},
-    {"negotiated", negotiated, METH_NOARGS, negotiated_doc},
-    {"lend", lend_method, METH_VARARGS, lend_doc},
-    {"take_back", take_back_method, METH_VARARGS, take_back_doc},
-    {"find_lent", find_lent_method, METH_O, find_lent_doc},
-    {"all_lent", all_lent, METH_O, all_lent_doc},
-    {"answer_opens", answer_opens, METH_O, answer_opens_doc},
-    {"counts", counts, METH_NOARGS, counts_doc},
+    {"configure", configure, METH_VARARGS, NULL},
+    {"disconnect", disconnect, METH_NOARGS, NULL},
+    {"connection", connection, METH_NOARGS, NULL},
+    {"reply", reply, METH_VARARGS, NULL},
+    {"listing", listing, METH_VARARGS, NULL},
+    {"note_records", note_records, METH_O, NULL},
+    {"last_request", last_request, METH_NOARGS, NULL},
+    {"note_acl", note_acl_method, METH_O, NULL},
+    {"negotiated", negotiated, METH_NOARGS, NULL},
+    {"lend", lend_method, METH_VARARGS, NULL},
+    {"take_back", take_back_method, METH_VARARGS, NULL},
+    {"find_lent", find_lent_method, METH_O, NULL},
+    {"all_lent", all_lent, METH_VARARGS, NULL},
+    {"see_all", see_all, METH_O, NULL},
+    {"counts", counts, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,6 +7,9 @@ Where it has not been built, a mount has to say that it wants none.
 """
 
 import errno
+import fcntl
+import struct
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -57,6 +60,10 @@ WANTED = (
 
 _CAP_SYS_ADMIN = 21
 
+# ioctls of /dev/fuse: struct fuse_backing_map to an id, and the end of an id.
+_BACKING_OPEN, _BACKING_CLOSE = 0x4010E501, 0x4004E502
+_BACKING_MAP, _BACKING_ID = struct.Struct("=i12x"), struct.Struct("=I")
+
 ALL_COST = (
     "files are not passed through to the burst tier; "
     "no ioctl, fallocate, SEEK_HOLE, copy_file_range, O_TMPFILE, birth times"
@@ -95,14 +102,11 @@ def reply(unique: int, number: int, data: bytes) -> None:
             _log.error("the kernel refuses an answer: %s", error)  # raised, it would end the mount
 
 
-def listing_reply(
-    listing: Listing, size: int, entry_s: float, attr_s: float, unkept: set[bytes]
-) -> bytes:
-    """The answer to READDIRPLUS with as many of the entries as fit into ``size``, which the kernel
-    may keep for so long; but for names that are ``unkept``.
+def listing_reply(listing: Listing, size: int, are_kept: bool) -> bytes:
+    """The answer to READDIRPLUS with as many of the entries as fit into ``size``. ``are_kept``: the
+    kernel may keep the names, else the attributes alone.
     """
-    times_ns = int(entry_s * 10**9), int(attr_s * 10**9)
-    return extension.listing(listing.entries, listing.inodes, size, *times_ns, PREFERRED_IO, unkept)
+    return extension.listing(listing.entries, listing.inodes, size, are_kept)
 
 
 class Bridge:
@@ -126,6 +130,9 @@ class Bridge:
                 kernel.max_background,
                 ioctl.TYPE,
                 busy_polls,
+                int(kernel.entry_timeout_s * 10**9),
+                int(kernel.attr_timeout_s * 10**9),
+                PREFERRED_IO,
             )
         elif wanted:
             raise MountError(
@@ -135,7 +142,7 @@ class Bridge:
 
     @property
     def in_use(self) -> bool:
-        return extension is not None and extension.is_connected()
+        return extension is not None and extension.connection() >= 0
 
     @property
     def passes_through(self) -> bool:
@@ -161,13 +168,13 @@ class Bridge:
         """A backing id for an open file. Raises OSError: EPERM, ELOOP (its filesystem is a stacked
         one), ...
         """
-        return extension.backing_open(fd)
+        return _ioctl(_BACKING_OPEN, _BACKING_MAP.pack(fd))
 
     def detach(self, backing: int) -> None:
         """Give the id back; handles that were opened with it keep their file."""
         if self.in_use:
             try:
-                extension.backing_close(backing)
+                _ioctl(_BACKING_CLOSE, _BACKING_ID.pack(backing))
             except OSError as error:
                 _log.warning("the kernel keeps a backing file: %s", error)
 
@@ -185,22 +192,22 @@ class Bridge:
     def all_lent(self, which: Literal["open", "used", "all"]) -> list[Lent]:
         return [Lent(*each) for each in extension.all_lent(which)]
 
-    def answer_opens(self, on: bool) -> None:
-        """Whether opens of inodes that are lent are answered here."""
+    def see_all(self, on: bool) -> None:
+        """Whether requests come to Python that need not."""
         if extension is not None:
-            extension.answer_opens(on)
+            extension.see_all(on)
 
     def kill_privileges(self) -> bool:
         """Whether the request read last owes the clearing of set-id bits. Ask before anything is
         awaited.
         """
-        return extension is not None and extension.kill_privileges()
+        return extension is not None and extension.last_request()[0]
 
     def last_request(self) -> tuple[int, int, int]:
         """Inode, uid and pid of the request read last; 0, -1 and -1 where nobody knows. Ask before
         anything is awaited.
         """
-        return extension.last_request() if self.in_use else (0, -1, -1)
+        return extension.last_request()[1:] if self.in_use else (0, -1, -1)
 
     def note_acl(self, ino: int) -> None:
         """Before the kernel is told of an inode with an ACL, or an ACL is set: it may ask for
@@ -214,19 +221,18 @@ class Bridge:
         attributes of directories among them next, and the bridge answers that by itself.
         """
         if extension is not None:
-            attr_ns = int(self._kernel.attr_timeout_s * 10**9)
-            extension.note_records(writes, attr_ns, PREFERRED_IO)
+            extension.note_records(writes)
 
     def status(self) -> dict[str, object]:
         """For ``aifs status``: what is in use, how many requests of each opcode the kernel has
         sent, and how many of them the bridge has answered.
         """
-        counts = extension.counts() if self.in_use else {}
-        return {
-            "in_use": self.in_use,
-            "requests": {str(opcode): count for opcode, (count, _) in counts.items()},
-            "answered": {str(opcode): count for opcode, (_, count) in counts.items() if count},
-        }
+        told = array("Q", extension.counts() if self.in_use else b"")
+        requests, answered = (
+            {str(opcode): count for opcode, count in enumerate(counts) if count}
+            for counts in (told[::2], told[1::2])
+        )
+        return {"in_use": self.in_use, "requests": requests, "answered": answered}
 
     def missing(self) -> list[MissingPart]:
         """What is not in use of a mount that has answered a request; nothing that was switched
@@ -250,6 +256,14 @@ class Bridge:
 
     def _reason(self) -> str:
         return extension_error or "this libfuse has no usable fuse_session_custom_io"
+
+
+def _ioctl(request: int, argument: bytes) -> int:
+    """What an ioctl of the mount's descriptor returns. Raises OSError."""
+    connection = extension.connection()
+    if connection < 0:
+        raise OSError(errno.EBADF, "the mount has ended")
+    return fcntl.ioctl(connection, request, bytearray(argument))
 
 
 def _lent(found: tuple[int, ...] | None) -> Lent | None:

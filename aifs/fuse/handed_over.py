@@ -326,9 +326,8 @@ class HandedOver:
         listing = await self._fs.readdir(nodeid, cookie, size // _SHORTEST_ENTRY)
         if directory is not None:
             listing.put_dots(directory, offset)
-        unkept = {name for parent, name in self._fs.pointers if parent == nodeid}
-        entry_s, attr_s = self._kernel.entry_timeout_s, self._kernel.attr_timeout_s
-        return listing_reply(listing, size, entry_s, attr_s, unkept)
+        has_pointers = any(parent == nodeid for parent, _ in self._fs.pointers)
+        return listing_reply(listing, size, not has_pointers)
 
     @answers
     async def lseek(self, nodeid: int, body: bytes, caller: Caller) -> bytes:

@@ -59,7 +59,7 @@ class KernelCache(Kernel):
 
     def see_all(self, on: bool) -> None:
         if self._bridge is not None:
-            self._bridge.answer_opens(not on)
+            self._bridge.see_all(on)
 
     def status(self) -> dict[str, Any]:
         """As the filesystem's ``Kernel``; {} before the mount is announced."""

@@ -62,9 +62,6 @@ enum opcode {
 #define FOPEN_PASSTHROUGH (1u << 7)
 
 #define OPEN_NOATIME 01000000u /* O_NOATIME, as the kernel has it */
-#define OPEN_KILL_SUIDGID (1u << 0)
-#define WRITE_KILL_SUIDGID (1u << 2)
-#define FATTR_KILL_SUIDGID (1u << 11)
 
 struct in_header {
     uint32_t len, opcode;
@@ -79,6 +76,14 @@ struct out_header {
     uint64_t unique;
 };
 static_assert(sizeof(struct out_header) == 16, "layout");
+
+#define NOTIFY_INVAL_INODE 2
+struct inval_inode_out { /* offset -1: of the attributes alone */
+    struct out_header header;
+    uint64_t nodeid;
+    int64_t offset, length;
+};
+static_assert(sizeof(struct inval_inode_out) == 40, "layout");
 
 struct init_in {
     uint32_t major, minor, max_readahead, flags, flags2, unused[11];
@@ -98,9 +103,6 @@ static_assert(sizeof(struct init_out) == 64 && offsetof(struct init_out, max_sta
 struct open_in {
     uint32_t flags, open_flags;
 };
-struct create_in {
-    uint32_t flags, mode, umask, open_flags;
-};
 struct open_out {
     uint64_t fh;
     uint32_t open_flags;
@@ -108,43 +110,12 @@ struct open_out {
 };
 static_assert(sizeof(struct open_out) == 16, "layout");
 
-struct release_in {
-    uint64_t fh, rest[2];
-};
-static_assert(sizeof(struct release_in) == 24, "layout");
-
-struct entry_out {
-    uint64_t nodeid, generation, rest[14];
-};
-static_assert(sizeof(struct entry_out) == 128, "layout");
-
 struct create_out {
-    struct entry_out entry;
+    uint64_t nodeid, rest[15];
     struct open_out open;
 };
 static_assert(sizeof(struct create_out) == 144, "layout");
 
-struct setattr_in {
-    uint32_t valid, rest[21];
-};
-static_assert(sizeof(struct setattr_in) == 88, "layout");
-
-struct write_in {
-    uint64_t fh, offset;
-    uint32_t size, write_flags;
-    uint64_t lock_owner;
-    uint32_t flags, padding;
-};
-static_assert(sizeof(struct write_in) == 40, "layout");
-
-struct directory_in { /* FSYNCDIR */
-    uint64_t fh, rest;
-};
-static_assert(sizeof(struct directory_in) == 16, "layout");
-
-struct getxattr_in {
-    uint32_t size, padding;
-};
 struct ioctl_in {
     uint64_t fh;
     uint32_t flags, command;
@@ -153,15 +124,39 @@ struct ioctl_in {
 };
 static_assert(sizeof(struct ioctl_in) == 32, "layout");
 
-/* What chattr(1) and lsattr(1) ask; the kernel sends them for ioctls of its own, and has checked who may. */
-#define GETFLAGS 0x80086601
-#define SETFLAGS 0x40086602
-#define FSGETXATTR 0x801c581f
-#define FSSETXATTR 0x401c5820
+enum verdict {
+    PASS,      /* libfuse gets it */
+    ANSWER,    /* the bridge answers it, as the struct answer says */
+    HAND_OVER, /* a Python coroutine answers it */
+    OFFER,     /* Python is asked whether it is for one of its own; if not: PASS */
+};
 
-/* Lengths of the other requests that are handed over. */
-enum { INTERRUPT_SIZE = 8, SYNCFS_SIZE = 8, LSEEK_SIZE = 24, STATX_LENGTH = 24, FALLOCATE_SIZE = 32, READDIRPLUS_SIZE = 40,
-       COPY_FILE_RANGE_SIZE = 56 };
+struct kind {
+    enum verdict verdict; /* unless examine_request() knows better */
+    uint8_t least;        /* how long the body is at least */
+    uint8_t flags_at;     /* where flags lie in it */
+    uint16_t kill;        /* the one among them that asks to clear the set-id bits */
+};
+static const struct kind kinds[OPCODES] = {
+    [SETATTR] = {.least = 88, .flags_at = 0, .kill = 1 << 11},
+    [OPEN] = {.least = sizeof(struct open_in), .flags_at = 4, .kill = 1 << 0},
+    [WRITE] = {.least = 40, .flags_at = 20, .kill = 1 << 2},
+    [RELEASE] = {.least = 24},
+    [FSYNCDIR] = {.least = 16},
+    [CREATE] = {.least = 16, .flags_at = 12, .kill = 1 << 0},
+    [TMPFILE] = {.least = 16, .flags_at = 12, .kill = 1 << 0},
+    [IOCTL] = {HAND_OVER, .least = sizeof(struct ioctl_in)},
+    [FALLOCATE] = {HAND_OVER, .least = 32},
+    [READDIRPLUS] = {HAND_OVER, .least = 40},
+    [LSEEK] = {HAND_OVER, .least = 24},
+    [COPY_FILE_RANGE] = {HAND_OVER, .least = 56},
+    [COPY_FILE_RANGE_64] = {HAND_OVER, .least = 56},
+    [SYNCFS] = {HAND_OVER, .least = 8},
+    [STATX] = {HAND_OVER, .least = 24},
+};
+
+#define GETXATTR_NAME_AT 8
+#define INTERRUPT_SIZE 8
 
 /* --- the state of one mount --- */
 
@@ -196,31 +191,26 @@ struct bridge {
     bool kill_privileges;
     uint64_t nodeid;
     uint32_t uid, pid;
-    uint64_t counts[OPCODES];   /* of all requests */
-    uint64_t answered[OPCODES]; /* of those that were answered here */
+    uint64_t counts[OPCODES][2]; /* of all requests, and of those that were answered here */
     uint64_t xattr_changes;
     uint64_t plain[PLAIN_MAX];
     uint8_t acls[ACLS_MAX / 8];
     struct expected expected[EXPECTED_MAX];
     size_t expected_count;
-    struct attr_out told; /* what TELL answers */
-    struct directories directories;
-    struct opens opens;
-};
 
-enum verdict {
-    PASS,      /* libfuse gets it */
-    ANSWER,    /* the bridge answers it, as the struct answer says */
-    TELL,      /* the bridge answers it, with the attributes that are `told` */
-    HAND_OVER, /* a Python coroutine answers it */
-    OFFER,     /* Python is asked whether it is for one of its own; if not: PASS */
+    bool sees_all; /* somebody wants to see all requests: what Python can answer is passed on */
+    struct keeping keeping;
+    struct attr_out directories[DIRECTORIES_MAX];
+    struct opens opens;
 };
 
 struct answer {
     int error;
+    bool is_access; /* the kernel's idea of the inode's times is old, and it does not know */
     size_t size; /* of what goes with it */
     union {
         struct open_out open;
+        struct attr_out attr;
     };
 };
 
@@ -239,27 +229,16 @@ static inline bool expect_reply(struct bridge *bridge, const struct in_header *h
     return true;
 }
 
-/*
- * GETXATTR of security.capability, which the kernel asks before the first write to an inode: nearly no file has one.
- * The negative answer is kept for inodes that were just created or have just been asked for. An inode number is
- * never used again, and every change of an attribute passes here.
- */
-static inline bool asks_for_capability(const void *body, size_t size)
+static inline enum verdict refuse(struct answer *answer, int error)
 {
-    static const char name[] = "security.capability";
-    return size == sizeof(struct getxattr_in) + sizeof name
-        && memcmp((const char *)body + sizeof(struct getxattr_in), name, sizeof name) == 0;
+    answer->error = error;
+    return ANSWER;
 }
 
-/*
- * GETXATTR of an ACL, which the kernel asks whenever somebody else than its owner first uses an inode: nearly none has
- * one. Whatever the filesystem answers about an inode that has, it says so before (note_acl).
- */
-static inline bool asks_for_acl(const void *body, size_t size)
+/* Whether the name that GETXATTR asks for begins so. */
+static inline bool asks_for(const char *body, size_t size, const char *start, size_t length)
 {
-    static const char prefix[] = "system.posix_acl_";
-    return size > sizeof(struct getxattr_in) + sizeof prefix
-        && memcmp((const char *)body + sizeof(struct getxattr_in), prefix, sizeof prefix - 1) == 0;
+    return size >= GETXATTR_NAME_AT + length && memcmp(body + GETXATTR_NAME_AT, start, length) == 0;
 }
 
 static inline void note_acl(struct bridge *bridge, uint64_t nodeid)
@@ -272,16 +251,11 @@ static inline bool may_have_acl(const struct bridge *bridge, uint64_t nodeid)
     return bridge->acls[nodeid % ACLS_MAX / 8] >> nodeid % 8 & 1;
 }
 
-static inline bool is_of_chattr(uint32_t command)
-{
-    return command == GETFLAGS || command == SETFLAGS || command == FSGETXATTR || command == FSSETXATTR;
-}
-
 /* Whether an OPEN is answered here: for reading, of an inode that is lent. */
 static inline bool opens_lent(struct bridge *bridge, uint64_t ino, const struct open_in *in, uint64_t now_ns,
                               struct answer *answer)
 {
-    if ((in->flags & (O_ACCMODE | O_TRUNC)) != O_RDONLY || in->open_flags != 0)
+    if (bridge->sees_all || (in->flags & (O_ACCMODE | O_TRUNC)) != O_RDONLY || in->open_flags != 0)
         return false;
     const struct lent *lent = open_lent(&bridge->opens, ino, now_ns, !(in->flags & OPEN_NOATIME));
     if (lent == NULL)
@@ -292,8 +266,30 @@ static inline bool opens_lent(struct bridge *bridge, uint64_t ino, const struct 
         .backing_id = lent->backing,
     };
     answer->size = sizeof answer->open;
-    answer->error = 0;
+    answer->is_access = lent->backing == 0 && lent->accessed_ns == now_ns;
     return true;
+}
+
+/*
+ * The kernel asks for ACLs whenever somebody else than its owner first uses an inode: nearly none has one, and whatever
+ * the filesystem answers about an inode that has, it says so before (note_acl).
+ *
+ * It asks for security.capability before the first write to an inode: nearly no file has one. The negative answer is
+ * kept for inodes that were just created or have just been asked for. An inode number is never used again, and every
+ * change of an attribute passes here.
+ */
+static inline enum verdict examine_getxattr(struct bridge *bridge, const struct in_header *header, const char *body,
+                                            size_t size, struct answer *answer)
+{
+    static const char acl[] = "system.posix_acl_", capability[] = "security.capability";
+    if (asks_for(body, size, acl, sizeof acl - 1))
+        return may_have_acl(bridge, header->nodeid) ? PASS : refuse(answer, ENODATA);
+    if (!asks_for(body, size, capability, sizeof capability))
+        return PASS;
+    if (header->nodeid != 0 && bridge->plain[header->nodeid % PLAIN_MAX] == header->nodeid)
+        return refuse(answer, ENODATA);
+    expect_reply(bridge, header);
+    return PASS;
 }
 
 /* A request in full (header and body), and the time of day: the verdict, and for ANSWER the answer. Edits it in place. */
@@ -301,19 +297,26 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
                                            struct answer *answer)
 {
     struct in_header *header = message;
-    int *error = &answer->error;
-    answer->size = 0;
+    *answer = (struct answer){0};
     bridge->kill_privileges = false;
     if (size < sizeof *header || header->len != size)
         return PASS; /* libfuse says what it thinks of it */
     bridge->nodeid = header->nodeid;
     bridge->uid = header->uid;
     bridge->pid = header->pid;
-    if (header->opcode < OPCODES)
-        bridge->counts[header->opcode]++;
+    if (header->opcode >= OPCODES)
+        return PASS;
+    bridge->counts[header->opcode][0]++;
+    const struct kind *kind = &kinds[header->opcode];
     void *body = header + 1;
     size -= sizeof *header;
-    size_t least = 0; /* the shortest body of a request that is handed over */
+    if (size < kind->least)
+        return refuse(answer, EINVAL);
+    if (kind->kill) {
+        uint32_t flags;
+        memcpy(&flags, (char *)body + kind->flags_at, sizeof flags);
+        bridge->kill_privileges = flags & kind->kill;
+    }
 
     switch (header->opcode) {
     case INIT: {
@@ -326,97 +329,56 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
         }
         return PASS;
     }
-    case GETATTR:
-        return find_directory(&bridge->directories, header->nodeid, &bridge->told) ? TELL : PASS;
+    case GETATTR: {
+        const struct attr_out *found = bridge->sees_all ? NULL : find_directory(bridge->directories, header->nodeid);
+        if (found == NULL)
+            return PASS;
+        answer->attr = *found;
+        answer->size = sizeof answer->attr;
+        return ANSWER;
+    }
+    case RELEASE: {
+        uint64_t handle;
+        memcpy(&handle, body, sizeof handle);
+        return close_lent(&bridge->opens, handle) ? ANSWER : PASS;
+    }
     case OPEN:
-        if (size >= sizeof(struct open_in)) {
-            if (opens_lent(bridge, header->nodeid, body, now_ns, answer))
-                return ANSWER;
-            bridge->kill_privileges = ((const struct open_in *)body)->open_flags & OPEN_KILL_SUIDGID;
-        }
-        *error = ENFILE; /* without the edit of its reply, the kernel would take the backing id for a handle */
-        return expect_reply(bridge, header) ? PASS : ANSWER;
-    case RELEASE:
-        *error = 0;
-        return size >= sizeof(struct release_in) && close_lent(&bridge->opens, ((const struct release_in *)body)->fh)
-            ? ANSWER : PASS;
+        if (opens_lent(bridge, header->nodeid, body, now_ns, answer))
+            return ANSWER;
+        break;
     case TMPFILE: /* as a CREATE, which libfuse knows, of the name "/" that it comes with and that no file can have */
         header->opcode = CREATE;
-        /* fall through */
+        break;
     case CREATE:
-        if (size >= sizeof(struct create_in))
-            bridge->kill_privileges = ((const struct create_in *)body)->open_flags & OPEN_KILL_SUIDGID;
-        *error = ENFILE;
-        return expect_reply(bridge, header) ? PASS : ANSWER;
-    case SETATTR:
-        if (size >= sizeof(struct setattr_in))
-            bridge->kill_privileges = ((const struct setattr_in *)body)->valid & FATTR_KILL_SUIDGID;
-        return PASS;
-    case WRITE:
-        if (size >= sizeof(struct write_in))
-            bridge->kill_privileges = ((const struct write_in *)body)->write_flags & WRITE_KILL_SUIDGID;
-        return PASS;
+        break;
 
     case SETXATTR:
         bridge->xattr_changes++;
         bridge->plain[header->nodeid % PLAIN_MAX] = 0;
         return PASS;
     case GETXATTR:
-        *error = ENODATA;
-        if (asks_for_acl(body, size))
-            return may_have_acl(bridge, header->nodeid) ? PASS : ANSWER;
-        if (!asks_for_capability(body, size))
-            return PASS;
-        if (header->nodeid != 0 && bridge->plain[header->nodeid % PLAIN_MAX] == header->nodeid)
-            return ANSWER;
-        expect_reply(bridge, header);
-        return PASS;
-
+        return examine_getxattr(bridge, header, body, size, answer);
     case OPENDIR:
         /* Told once, the kernel opens directories by itself from then on, and caches what it has listed. */
-        *error = ENOSYS;
-        return bridge->offered & bridge->wanted & INIT_NO_OPENDIR_SUPPORT ? ANSWER : PASS;
-    case READDIRPLUS:
-        least = READDIRPLUS_SIZE;
-        break;
+        return bridge->offered & bridge->wanted & INIT_NO_OPENDIR_SUPPORT ? refuse(answer, ENOSYS) : PASS;
     case FSYNCDIR:
         /* A directory's handle is its inode number; the kernel has none to send when it did not ask OPENDIR. */
-        if (size >= sizeof(struct directory_in))
-            ((struct directory_in *)body)->fh = header->nodeid;
+        memcpy(body, &header->nodeid, sizeof header->nodeid);
         return PASS;
-
     case IOCTL: {
         const struct ioctl_in *in = body;
-        if (size >= sizeof *in && (in->command >> 8 & 0xff) != bridge->ioctl_type && !is_of_chattr(in->command)) {
-            *error = ENOTTY; /* isatty(3), which Python's open() calls, among others */
-            return ANSWER;
-        }
-        *error = EINVAL;
-        return size >= sizeof *in && size - sizeof *in == in->in_size ? HAND_OVER : ANSWER;
+        uint32_t type = in->command >> 8 & 0xff;
+        if (type != bridge->ioctl_type && type != 'f' && type != 'X') /* two of them are chattr's */
+            return refuse(answer, ENOTTY); /* isatty(3), which Python's open() calls, among others */
+        return size - sizeof *in == in->in_size ? HAND_OVER : refuse(answer, EINVAL);
     }
-    case FALLOCATE:
-        least = FALLOCATE_SIZE;
-        break;
-    case LSEEK:
-        least = LSEEK_SIZE;
-        break;
-    case COPY_FILE_RANGE:
-    case COPY_FILE_RANGE_64:
-        least = COPY_FILE_RANGE_SIZE;
-        break;
-    case SYNCFS:
-        least = SYNCFS_SIZE;
-        break;
-    case STATX:
-        least = STATX_LENGTH;
-        break;
     case INTERRUPT:
         return size >= INTERRUPT_SIZE ? OFFER : PASS;
     default:
-        return PASS;
+        return kind->verdict;
     }
-    *error = EINVAL;
-    return size >= least ? HAND_OVER : ANSWER;
+    /* Without the edit of its reply, the kernel would take the backing id for a part of the handle. */
+    return expect_reply(bridge, header) ? PASS : refuse(answer, ENFILE);
 }
 
 /* --- replies --- */
@@ -473,7 +435,7 @@ static inline void edit_reply(struct bridge *bridge, const struct out_header *he
         edit_open(body);
     } else if (request.opcode == CREATE && header->error == 0 && size >= sizeof(struct create_out)) {
         edit_open(&((struct create_out *)body)->open);
-        plain = ((struct create_out *)body)->entry.nodeid;
+        plain = ((struct create_out *)body)->nodeid;
     } else if (request.opcode == GETXATTR && header->error == -ENODATA) {
         plain = request.nodeid;
     }

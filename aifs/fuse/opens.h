@@ -29,7 +29,6 @@ struct lent {
 };
 
 struct opens {
-    bool off; /* somebody wants to see all requests */
     uint32_t hand;
     struct lent lent[LENT_SETS * LENT_WAYS];
 };
@@ -75,7 +74,7 @@ static inline struct lent lend(struct opens *opens, struct lent new)
 /* The inode, with one more handle; NULL: the filesystem has to be asked. ``counts``: as access, if that is due. */
 static inline struct lent *open_lent(struct opens *opens, uint64_t ino, uint64_t now_ns, bool counts)
 {
-    struct lent *found = opens->off ? NULL : find_lent(opens, ino);
+    struct lent *found = find_lent(opens, ino);
     if (found == NULL || found->recalled || found->opens == UINT32_MAX)
         return NULL;
     found->opens++;

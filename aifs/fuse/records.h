@@ -55,7 +55,7 @@ struct span {
     size_t length;
 };
 
-/* How long the kernel may keep what it is told, in ns, and what it is told of all files. */
+/* How long the kernel may keep names and attributes, in ns, and what it is told of all files. */
 struct keeping {
     uint64_t entry_ns, attr_ns;
     uint32_t block_size;
@@ -107,9 +107,9 @@ static inline struct attributes attributes_of(uint64_t ino, const struct inode_r
     return found;
 }
 
-/* Puts one entry at `out`; how long it is, or 0 if it is longer than `room`. `kept`: the name is. For is_entry(). */
+/* Puts one entry at `out`; how long it is, or 0 if it is longer than `room`. For is_entry(). */
 static inline size_t put_entry(char *out, size_t room, struct span key, struct span entry, struct span inode,
-                               const struct keeping *keeping, bool kept)
+                               const struct keeping *keeping)
 {
     struct entry_plus plus;
     size_t name_length = entry.length - ENTRY_NAME_AT;
@@ -118,11 +118,11 @@ static inline size_t put_entry(char *out, size_t room, struct span key, struct s
         return 0;
     struct inode_record record;
     memcpy(&record, inode.start, sizeof record);
-    uint64_t ino = big_endian(entry.start), entry_ns = kept ? keeping->entry_ns : 0;
+    uint64_t ino = big_endian(entry.start);
     plus = (struct entry_plus){
         .nodeid = ino,
-        .entry_s = entry_ns / SECOND_NS,
-        .entry_ns = (uint32_t)(entry_ns % SECOND_NS),
+        .entry_s = keeping->entry_ns / SECOND_NS,
+        .entry_ns = (uint32_t)(keeping->entry_ns % SECOND_NS),
         .attr_s = keeping->attr_ns / SECOND_NS,
         .attr_ns = (uint32_t)(keeping->attr_ns % SECOND_NS),
         .attributes = attributes_of(ino, &record, keeping->block_size),
@@ -146,52 +146,42 @@ static inline bool has_acl(struct span inode)
 }
 
 /*
- * Directories that were changed lately. After each change of a name the kernel asks anew for the attributes of its
- * directory, before the next name in it is used. They are those on record, and all changes of records pass here
- * (note_record), so what is found here is always true.
+ * Directories that were changed lately, each as GETATTR of it is answered. After each change of a name the kernel asks
+ * anew for the attributes of its directory, before the next name in it is used. They are those on record, and all
+ * changes of records pass here (note_record), so what is found here is always true.
  */
 #define DIRECTORIES_MAX 1024
 #define TYPE_MASK 0170000
 #define DIRECTORY_TYPE 0040000
 
-struct directories {
-    struct keeping keeping;
-    struct {
-        uint64_t ino;
-        struct inode_record record;
-    } places[DIRECTORIES_MAX];
-};
+/* The answer about a directory, or NULL. */
+static inline struct attr_out *find_directory(struct attr_out *directories, uint64_t ino)
+{
+    struct attr_out *place = directories + ino % DIRECTORIES_MAX;
+    return ino != 0 && place->attributes.ino == ino ? place : NULL;
+}
 
-/* A record has changed, if it is an inode's; an empty one: it has been erased. */
-static inline void note_record(struct directories *directories, struct span key, struct span inode)
+/* A record has changed, if it is an inode's; an empty one: it has been erased. One with an ACL is left to others, who
+ * say so to the kernel's other questions before they answer this one. */
+static inline void note_record(struct attr_out *directories, struct span key, struct span inode,
+                               const struct keeping *keeping)
 {
     if (key.length != 1 + sizeof(uint64_t) || key.start[0] != 'i')
         return;
-    struct inode_record record;
-    uint64_t ino = big_endian(key.start + 1), place = ino % DIRECTORIES_MAX;
-    if (directories->places[place].ino == ino)
-        directories->places[place].ino = 0;
-    if (!is_inode(inode))
+    uint64_t ino = big_endian(key.start + 1);
+    struct attr_out *known = find_directory(directories, ino);
+    if (known != NULL)
+        known->attributes.ino = 0;
+    if (!is_inode(inode) || has_acl(inode))
         return;
+    struct inode_record record;
     memcpy(&record, inode.start, sizeof record);
-    if ((record.mode & TYPE_MASK) == DIRECTORY_TYPE) {
-        directories->places[place].ino = ino;
-        directories->places[place].record = record;
-    }
-}
-
-/* Whether the attributes of the inode are known here, and then the reply to GETATTR. */
-static inline bool find_directory(const struct directories *directories, uint64_t ino, struct attr_out *out)
-{
-    uint64_t place = ino % DIRECTORIES_MAX, attr_ns = directories->keeping.attr_ns;
-    if (ino == 0 || directories->places[place].ino != ino)
-        return false;
-    *out = (struct attr_out){
-        .valid_s = attr_ns / SECOND_NS,
-        .valid_ns = (uint32_t)(attr_ns % SECOND_NS),
-        .attributes = attributes_of(ino, &directories->places[place].record, directories->keeping.block_size),
-    };
-    return true;
+    if ((record.mode & TYPE_MASK) == DIRECTORY_TYPE)
+        directories[ino % DIRECTORIES_MAX] = (struct attr_out){
+            .valid_s = keeping->attr_ns / SECOND_NS,
+            .valid_ns = (uint32_t)(keeping->attr_ns % SECOND_NS),
+            .attributes = attributes_of(ino, &record, keeping->block_size),
+        };
 }
 
 #endif

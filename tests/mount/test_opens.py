@@ -285,12 +285,15 @@ def test_publishing_while_a_file_is_open(store: Mounted) -> None:
     until_closed(store)
 
 
-def test_times_of_access(store: Mounted, path: Path) -> None:
+@pytest.mark.parametrize("size", [len(CONTENT), 1000])
+def test_times_of_access(store: Mounted, request: pytest.FixtureRequest, size: int) -> None:
+    content = CONTENT[:size]
+    path = written(store, store.path / request.node.name, content)
     before = path.stat()
-    assert path.read_bytes() == CONTENT
+    assert path.read_bytes() == content
     after = path.stat()
     assert after.st_atime_ns > max(before.st_atime_ns, after.st_mtime_ns, after.st_ctime_ns)
-    assert path.read_bytes() == CONTENT
+    assert path.read_bytes() == content
     assert path.stat().st_atime_ns == after.st_atime_ns  # relatime
     os.utime(path, ns=(3, 4))
     assert path.stat().st_atime_ns == 3

@@ -10,6 +10,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,9 +133,14 @@ class Requests:
 
     def __init__(self, mount: Mounted) -> None:
         self._mount = mount
+        self.in_burst = bool(self._status()["burst"]["devices"])
+        """Whether files have burst copies, which the kernel reads by itself."""
+
+    def _status(self) -> dict[str, Any]:
+        return json.loads(os.getxattr(self._mount.path, "user.aifs.status"))
 
     def _now(self) -> tuple[Counter[str], Counter[str]]:
-        bridge = json.loads(os.getxattr(self._mount.path, "user.aifs.status"))["bridge"]
+        bridge = self._status()["bridge"]
         counts = [Counter[str](), Counter[str]()]
         for counter, key in zip(counts, ("requests", "answered"), strict=True):
             for opcode, count in bridge[key].items():
@@ -165,6 +171,10 @@ def test_an_operation_sends_no_more_requests_than_the_table_says(
     operation: str, requests: Requests, here: Path
 ) -> None:
     most, most_of_python = _table()[operation]
+    if not requests.in_burst:  # as the text below the table says
+        most_of_python |= Counter(OPEN=most["OPEN"], RELEASE=most["RELEASE"])
+        more = Counter(READ=1, WRITE=1)
+        most, most_of_python = most + more, most_of_python + more
     seen = []
     for turn in range(TRIES):
         directory = here / str(turn)

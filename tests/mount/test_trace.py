@@ -44,12 +44,14 @@ def test_requests_are_shown_with_their_outcome(module_mount: Mounted, here: Path
     assert errno_of(os.rmdir, here) == errno.ENOTEMPTY
     assert errno_of(os.stat, here / "none") == errno.ENOENT
     os.setxattr(here / "d", "user.x", b"1")
+    os.stat(here)
     found = {(one["operation"], one["path"], one["attribute"]): one for one in trace.records()}
     top = f"/{here.relative_to(module_mount.path)}"
     made = found["mkdir", f"{top}/d", ""]
     assert (made["uid"], made["pid"], made["errno"]) == (0, os.getpid(), 0)
     assert made["duration_us"] > 0 and made["inode"] == os.stat(here).st_ino
     assert found["rmdir", top, ""]["errno"] == errno.ENOTEMPTY
+    assert found["getattr", top, ""]["errno"] == 0
     assert found["lookup", f"{top}/none", ""]["errno"] == errno.ENOENT
     assert found["setxattr", f"{top}/d", "user.x"]["errno"] == 0
     assert not any(one["attribute"].startswith("user.aifs.trace") for one in found.values())

@@ -334,15 +334,17 @@ class FakeExtension:
     def configure(self, *args: Any) -> None:
         self.configured = args
 
-    def is_connected(self) -> bool:
-        return self.connected
+    def connection(self) -> int:
+        return 9 if self.connected else -1
 
     def negotiated(self) -> tuple[int, int]:
         return self.granted, self.granted
 
 
 def kernel(chosen: str) -> Any:
-    return SimpleNamespace(bridge=chosen, max_background=64)
+    return SimpleNamespace(
+        bridge=chosen, max_background=64, entry_timeout_s=86400.0, attr_timeout_s=1.5
+    )
 
 
 def nothing(*args: Any) -> bool:

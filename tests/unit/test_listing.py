@@ -51,16 +51,22 @@ def parts(reply: bytes) -> list[tuple[SimpleNamespace, bytes]]:
     return found
 
 
-@given(PLACES)
-def test_c_reads_records_as_python_does(places: list[tuple[Inode, bytes, int]]) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def timeouts() -> None:
+    extension.configure(None, 0, 0, 0, False, 86400_250_000_000, 1_500_000_000, 65536)
+
+
+@given(PLACES, st.booleans())
+def test_c_reads_records_as_python_does(
+    places: list[tuple[Inode, bytes, int]], are_kept: bool
+) -> None:
     listing = listing_of(places)
-    unkept = {name for _, name, _ in places[:1]}
-    found = parts(listing_reply(listing, 1 << 20, 86400.25, 1.5, unkept))
+    found = parts(listing_reply(listing, 1 << 20, are_kept))
     assert len(found) == len(places)
     for (entry, name), (listed, inode, cookie) in zip(found, listing, strict=True):
         assert (name, entry.next, entry.type) == (listed, cookie + 1, inode.mode >> 12 & 15)
         assert entry.nodeid == entry.ino == entry.listed_ino == inode.ino
-        kept = (0, 0) if name in unkept else (86400, 250_000_000)
+        kept = (86400, 250_000_000) if are_kept else (0, 0)
         assert (entry.entry_s, entry.entry_ns) == kept
         assert (entry.attr_s, entry.attr_ns, entry.generation) == (1, 500_000_000, 0)
         assert (entry.size, entry.blocks, entry.mode) == (inode.size, inode.blocks, inode.mode)
@@ -76,8 +82,8 @@ def test_c_reads_records_as_python_does(places: list[tuple[Inode, bytes, int]]) 
 def test_a_reply_holds_as_many_entries_as_fit(
     places: list[tuple[Inode, bytes, int]], size: int
 ) -> None:
-    whole = listing_reply(listing_of(places), 1 << 20, 1, 1, set())
-    reply = listing_reply(listing_of(places), size, 1, 1, set())
+    whole = listing_reply(listing_of(places), 1 << 20, True)
+    reply = listing_reply(listing_of(places), size, True)
     assert len(reply) <= size and whole.startswith(reply)
     more = parts(whole)[len(parts(reply)) :]
     assert not more or len(reply) + -(-(ENTRY.size + more[0][0].name_length) // 8) * 8 > size
@@ -97,12 +103,12 @@ def test_records_that_cannot_be_read_are_refused(
     key: bytes, entry: bytes, inode: bytes | None
 ) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
-        extension.listing([(key, entry)], [inode], 4096, 0, 0, 0, set())
+        extension.listing([(key, entry)], [inode], 4096, True)
 
 
 def test_an_entry_that_is_no_pair_is_refused() -> None:
-    with pytest.raises(TypeError):
-        extension.listing([b"e"], [b"i"], 4096, 0, 0, 0, set())
+    with pytest.raises(ValueError, match="cannot be read"):
+        extension.listing([b"e"], [b"i"], 4096, True)
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -112,7 +118,7 @@ def test_dots_are_in_front(place: int) -> None:
     dots = [(b".", 5, 0), (b"..", 3, 1)][place:]
     assert [(name, inode.ino, cookie) for name, inode, cookie in listing] == [*dots, (b"a", 9, 9)]
     assert listing.inos == (*[ino for _, ino, _ in dots], 9)
-    assert [entry.next for entry, _ in parts(listing_reply(listing, 4096, 0, 0, set()))] == [
+    assert [entry.next for entry, _ in parts(listing_reply(listing, 4096, True))] == [
         *[1, 2][place:],
         10,
     ]
