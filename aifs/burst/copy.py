@@ -335,7 +335,7 @@ class BurstCopy:
                 raise
         self._synced_changes = changes
         if self._name_in_doubt:
-            self.device.doubt_names_near(self.id)
+            self.device.doubt_names_near(self.id, alone=True)
             self._name_in_doubt = False
         self.device.sync_names_near(self.id)
 

@@ -58,7 +58,7 @@ class DirectoryStorage(Storage):
         """Directories in which names have changed that may not be durable."""
         self._sure_names: dict[str, None] = {}
         """Directories that have been synced, oldest first: names that an earlier process made there
-        are durable."""
+        are durable. Not all that movers make, as these may die at any time."""
         self._names_lock = threading.Lock()
         """Held while directories are synced, so that who comes meanwhile shares the next sync."""
 
@@ -146,7 +146,9 @@ class DirectoryStorage(Storage):
                 self._make_directory(directory)
             if not exclusive:
                 with suppress(FileNotFoundError):
-                    return files.open_file(path)
+                    fd = files.open_file(path)
+                    self._mark_name(directory)  # a mover that died may have made it
+                    return fd
             try:
                 fd = files.open_file(path, create=True, exclusive=exclusive, write=not exclusive)
             except FileNotFoundError:
@@ -154,10 +156,13 @@ class DirectoryStorage(Storage):
                 with self._directories_lock:
                     self._known.pop(directory, None)
                 continue
-            self._unsynced_names.mark(directory)
-            if self._is_shared:  # others may have removed the directory that we know, and made it
-                self._unsynced_names.mark(os.path.dirname(directory))
+            self._mark_name(directory)
             return fd
+
+    def _mark_name(self, directory: str) -> None:
+        self._unsynced_names.mark(directory)
+        if self._is_shared:  # others may have removed the directory that we know, and made it
+            self._unsynced_names.mark(os.path.dirname(directory))
 
     def _make_directory(self, directory: str) -> None:
         with self._directories_lock:
@@ -283,10 +288,10 @@ class DirectoryStorage(Storage):
             del self._sure_names[next(iter(self._sure_names))]
         self._sure_names[directory] = None
 
-    def doubt_names(self, oid: int) -> None:
+    def doubt_names(self, oid: int, alone: bool) -> None:
+        sure = self._sure_names if alone else ()
         # What this process has changed is marked already.
-        in_doubt = [path for path in self._directories_of(oid) if path not in self._sure_names]
-        self._unsynced_names.mark(*in_doubt)
+        self._unsynced_names.mark(*[p for p in self._directories_of(oid) if p not in sure])
 
     def _directories_of(self, oid: int) -> tuple[str, ...]:
         directory = naming.directory_of(self.address, oid)

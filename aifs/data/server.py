@@ -392,9 +392,10 @@ class DataServer:
         """Which objects of this oid, and of those near it, exist is durable on return."""
         self.call("sync", self.address, self.storage.sync_names, oid)
 
-    def doubt_names_near(self, oid: int) -> None:
-        """Names there may be the work of a process that died before it synced them."""
-        self.storage.doubt_names(oid)
+    def doubt_names_near(self, oid: int, alone: bool = False) -> None:
+        """Names there may be the work of a process that died before it synced them: see
+        Storage.doubt_names."""
+        self.storage.doubt_names(oid, alone)
 
     def sync_all(self) -> None:
         """Everything in the server's storage is durable on return."""

@@ -276,9 +276,9 @@ class Storage(ABC):
         """Which objects of this oid and those near it exist is durable on return. Where each
         ``sync`` and ``remove`` does that, nothing is left to do."""
 
-    def doubt_names(self, oid: int) -> None:
-        """Names near ``oid`` may be the work of a process that died before it synced them. Does not
-        block."""
+    def doubt_names(self, oid: int, alone: bool) -> None:
+        """Names near ``oid`` may be the work of a process that died before it synced them;
+        ``alone``: while this one lives, no other makes any there. Does not block."""
 
     def sync_all(self) -> None:
         """Everything that was written is durable on return."""

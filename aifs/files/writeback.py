@@ -2,7 +2,7 @@
 somebody asks for it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 import trio
@@ -121,7 +121,7 @@ class WriteBack:
         quiet = iter([ino for ino, token in synced.items() if token is not None])
         rest = [ino for ino, token in synced.items() if token is None]
         while batch := list(islice(quiet, _AT_ONCE)):
-            rest += await self._sync_copies(batch, synced, errors)
+            rest += await self._sync_copies(batch, errors)
         left = iter(rest)
 
         async def sync_some() -> None:
@@ -137,9 +137,7 @@ class WriteBack:
             raise errors[0]
         return synced
 
-    async def _sync_copies(
-        self, inos: Sequence[int], synced: Mapping[int, object | None], errors: list[FsError]
-    ) -> list[int]:
+    async def _sync_copies(self, inos: Sequence[int], errors: list[FsError]) -> list[int]:
         """Sync those of these closed files that nobody can change, and that lie in the burst tier,
         all together and without opening them in core. Returns the others."""
         await self._io.find_room()
@@ -157,8 +155,8 @@ class WriteBack:
                 copy.close()
         left = [ino for ino in inos if ino not in places]
         for ino, outcome in zip(copies, outcomes, strict=True):
-            if isinstance(outcome, MissingObject) and self._io.unsynced.get(ino) is not synced[ino]:
-                left.append(ino)  # it has been drained, or replaced, meanwhile
+            if isinstance(outcome, MissingObject):
+                left.append(ino)  # unless it is lost, it has been drained, or replaced, meanwhile
             elif isinstance(outcome, FsError):
                 errors.append(outcome)
             elif outcome is not None:

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aifs.core.errors import Unavailable
+from aifs.data.objects.columns import Columns
 from aifs.data.objects.object_set import ObjectSet, delete_batch, delete_objects
 from aifs.data.servers import Servers
 from aifs.data.storage import ForeignFile, StoredObject
 from aifs.layout.striped import Striped
-from tests.support.data_servers import data_servers, hooked, list_window, open_below
+from tests.support.data_servers import data_servers, hooked, list_window, open_below, opened
 
 INO, OID = 0x1234, 0x20305
 MEMORY = "/dev/shm"
@@ -308,6 +309,31 @@ async def test_settle_then_sync_covers_what_an_earlier_user_left(servers, layout
     assert calls.count("sync_file") == len(layout.servers)
     assert "sync_dir" in calls
     objects.close()
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+async def test_a_name_that_a_mover_made_before_it_died_is_synced(servers, layout, by_columns):
+    """Who does its work again finds the object, in a directory that was in order before."""
+    await store(servers, layout, OID + 1)
+    with opened({server.id: server.address for server in servers.values()}) as of_mover:
+        died = ObjectSet(of_mover, layout, INO, OID, new=True)
+        await died.write(0, b"x" * 300_000)
+        died.close()
+    synced = []
+    with hooked(lambda op, path: synced.append(path) if op == "sync_dir" else None):
+        if by_columns:
+            columns = Columns(servers, layout, INO, OID)
+            for column in range(len(layout.servers)):
+                assert await columns.read(column, 0, memoryview(bytearray(1)))
+                await columns.sync(column)
+            columns.close()
+        else:
+            again = ObjectSet(servers, layout, INO, OID, new=True)
+            await again.write(0, b"x" * 300_000)
+            await again.sync()
+            again.close()
+    for number in layout.servers:
+        assert os.path.dirname(servers[number].where((INO, OID))) in synced
 
 
 async def store(servers: Servers, layout: Striped, oid: int) -> None:
