@@ -153,8 +153,8 @@ def drop_chunks(tx: Transaction, oid: int) -> list[int]:
     """
     first = keys.chunk_list(oid, 0)
     record = tx.get(first)
-    if record is not None and is_last(record):  # a range costs many times as much
-        return _drop(tx, [(first, record)])
+    if record is not None and is_last(record) and DROPPED_AT_ONCE:
+        return _drop(tx, [(first, record)])  # a range costs many times as much
     if tx.get(keys.chunk_list(oid, DROPPED_AT_ONCE * CHUNKS_PER_RECORD)) is not None:
         tx.put(keys.loose(oid), b"")
         return [oid]
