@@ -120,15 +120,15 @@ class Workers:
     def submit(
         self, batch: _Batch | _Notice | None, place: int, function: Callable[..., Any], args: tuple
     ) -> None:
-        self.outstanding += 1
-        self._queue.put((batch, place, function, args))
-        if len(self._threads) < self.outstanding and len(self._threads) < self._allowed:
+        if len(self._threads) <= self.outstanding and len(self._threads) < self._allowed:
             self._completions.bind()
             thread = threading.Thread(
                 target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True
             )
+            thread.start()  # may fail: nothing has been handed over yet that would be told of later
             self._threads.append(thread)
-            thread.start()
+        self.outstanding += 1
+        self._queue.put((batch, place, function, args))
 
     def post(self, function: Callable[..., Any], *args: Any) -> None:
         """Have ``function(*args)`` called some time, before ``close`` returns; an error is
