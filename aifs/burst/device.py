@@ -194,9 +194,11 @@ class Device:
 
     def may_come_to_admit(self, size: int, held: int) -> bool:
         """Whether a new file of that size will have room when all has been drained and evicted but
-        ``held`` undrained bytes.
+        what is pinned, and ``held`` bytes of the rest.
+
+        What drains have open comes, too: they give it back.
         """
-        coming = self.totals.evictable + self._leaving_bytes + self.totals.dirty - held
+        coming = self.used - self.totals.pinned - held
         return self.usable and self.room() + coming > size
 
     def refusal(self) -> str:

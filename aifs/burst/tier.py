@@ -166,8 +166,8 @@ class BurstTier:
     async def make_room(self, size: int, held: Callable[[int], int]) -> None:
         """A file of so many bytes that can be changed nowhere else is admitted on return, unless
         others are faster. Waits as long as drains and evictions go on to make room. ``held`` tells
-        of a device how many undrained bytes programs write to, which are not waited for. Raises
-        NoSpace, Unavailable.
+        of a device how many bytes, but pinned ones, programs have open, which are not waited for.
+        Raises NoSpace, Unavailable.
         """
         until_s, most = 0.0, (-1, 0)
         while not any(device.admits(size, must=True) for device in self.devices.values()):
@@ -331,7 +331,7 @@ class BurstTier:
             device = self.devices.get(copy.server)
             if device is not None:
                 device.promise(copy.id, 0)
-                if device.excess():
+                if self._lacking or device.excess():
                     self._upkeep.wake(Work.EVICT)
 
     def touch(self, copy_id: int) -> None:

@@ -586,16 +586,16 @@ class FileIO:
         return must
 
     def _held(self, server: int) -> int:
-        """Bytes of the copies on a burst device that cannot be drained, as programs write to
-        them.
+        """Bytes of the copies on a burst device that cannot be evicted, drained or not, as programs
+        have them open; without pinned ones.
         """
         return sum(
             self._tier.bytes_of(file.copy.id)
             for file in self.open.values()
-            if file.may_be_written
-            and file.inode.in_burst
-            and file.copy is not None  # it is the file
+            if file.copy is not None
             and file.copy.server == server
+            and (file.users or file.opening)
+            and not (file.inode.policy is not None and file.inode.policy.tier == "pinned")
         )
 
     def _must_be_in_burst(self, file: OpenInode, end: int) -> bool:

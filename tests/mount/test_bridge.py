@@ -140,7 +140,7 @@ def test_no_ioctl_is_taken_for_another(module_mount: Mounted) -> None:
 
 
 def test_waiting_for_a_drain_ends_with_its_timeout_or_a_signal(module_mount: Mounted) -> None:
-    path = module_mount.path / "undrained"
+    path = module_mount.path / "drain.undrained"  # of no kind that is expected to be tiny
     with path.open("wb", buffering=0) as file:  # open for writing, so it cannot be drained
         file.write(b"bytes")
         with pytest.raises(OSError) as caught:
@@ -164,7 +164,7 @@ def test_waiting_for_a_drain_ends_with_its_timeout_or_a_signal(module_mount: Mou
 def test_the_daemon_sees_no_byte_of_a_file_that_is_passed_through(module_mount: Mounted) -> None:
     if not bridge_of(module_mount)["passthrough"]:
         pytest.skip("this machine cannot pass files through")
-    path = module_mount.path / "passed"
+    path = module_mount.path / "file.passed"  # of no kind that is expected to be tiny
     with requests(module_mount) as asked:
         path.write_bytes(b"content!" * (1 << 17))
         assert path.read_bytes() == b"content!" * (1 << 17)
