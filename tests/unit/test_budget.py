@@ -1,6 +1,8 @@
 """The memory budget: hard, first come first served, and caches give way."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import trio
@@ -217,3 +219,15 @@ async def test_what_nobody_uses_goes_back_in_time(autojump_clock):
         used.append(budget.used)
     assert used == sorted(used, reverse=True) and used[0] >= 512 << 10
     assert budget.used == len(held)
+
+
+def test_a_cache_of_views_is_collected_with_what_lent_them() -> None:
+    """Also where nobody has emptied it, as after a crash."""
+    budget = Budget(1 << 20)
+    buffers = BudgetedBuffers(budget)
+    views = [buffers.try_take(4096)]
+    budget.add_cache(lambda size, views=views: views.clear())
+    lender = weakref.ref(buffers)
+    del budget, buffers, views
+    gc.collect()
+    assert lender() is None

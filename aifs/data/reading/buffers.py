@@ -103,10 +103,11 @@ class BudgetedBuffers:
         # Views of a buffer keep the object alive that they were made of. So each time it is lent
         # that is a fresh one, whose death says that the last view has gone.
         lent = (ctypes.c_ubyte * len(buffer)).from_buffer(buffer)
-        weakref.finalize(lent, self._died, buffer).atexit = False
+        weakref.finalize(lent, _died, weakref.ref(self), buffer).atexit = False
         return memoryview(lent).cast("B")
 
-    def _died(self, buffer: mmap.mmap) -> None:
+    def died(self, buffer: mmap.mmap) -> None:
+        """No view of it is left. Called by its finalizer, in any thread."""
         self._dead.append(buffer)
         self._budget.retry()
 
@@ -114,6 +115,13 @@ class BudgetedBuffers:
         while self._dead:
             buffer = self._dead.popleft()
             self._free.setdefault(len(buffer), []).append(buffer)
+
+
+def _died(lender: weakref.ref[BudgetedBuffers], buffer: mmap.mmap) -> None:
+    """The last view of ``buffer`` has gone. A finalizer that held its lender would keep it for ever
+    where the lender's cache holds the view."""
+    if (buffers := lender()) is not None:
+        buffers.died(buffer)
 
 
 def scatter(source: memoryview, parts: Sequence[memoryview]) -> None:
