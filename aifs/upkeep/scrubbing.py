@@ -288,8 +288,12 @@ class _Scrub:
     async def _range(self, at: int, known: Known) -> ObjectRange:
         """What is looked at next: from ``at`` on."""
         step = self._inspection.step
-        end = min(at + max(self._scrubber.piece() // step, 1) * step, self._size)
+        length = max(self._scrubber.piece() // step, 1) * step
+        end = min(at + length, self._size)
         digests = await self._digests(at, end) if self._ino else b""
+        if self._ino and not digests:  # then nothing is read of a hole, however long it is
+            data, _ = await self._inspection.data_range(at, self._size)
+            end = min(max(end, data - data % step), self._size)
         return ObjectRange(self._objects, self._unread, at, end, digests, known)
 
     async def _digests(self, start: int, end: int) -> bytes:

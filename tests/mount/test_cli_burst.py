@@ -26,7 +26,7 @@ def state(path: Path) -> dict:
 
 
 def test_files_go_down_and_up_again(mount_store: Callable[..., Mounted]) -> None:
-    store = mount_store(WAITING)
+    store = mount_store(WAITING, "data.movers=1")
     tree = store.path / "tree"
     make(tree, 4)
     (store.path / "beside").write_bytes(b"x" * SIZE)

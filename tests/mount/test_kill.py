@@ -267,7 +267,7 @@ class Load:
 
 @pytest.fixture
 def store(scratch: Path) -> Iterator[Mounted]:
-    with mounted_store(scratch) as made:
+    with mounted_store(scratch, ("data.movers=1",)) as made:
         yield made
 
 

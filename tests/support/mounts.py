@@ -17,6 +17,10 @@ from aifs.core.config import DIRECTORY_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120  # for what must happen, on a machine with much else to do
+_WITHOUT_MOVERS = "data: {movers: 0}\n"
+"""Each mount would start a process, which costs more than what most tests have it do. Tests that
+are about movers mount with ``data.movers=1``."""
+_WITHOUT_BURST = "burst: {directories: []}\n"
 
 _PROBLEM = re.compile(r" (WARNING|ERROR|CRITICAL) ")
 
@@ -58,6 +62,8 @@ def aifs_on_terminal(*args: str | Path) -> str:
 class Mounted:
     """A store and its mount. ``path`` is the mountpoint, ``source`` the store's directory, ``pid``
     the daemon.
+
+    The store has the settings that its directory holds already, or none but what a test needs.
     """
 
     def __init__(self, directory: Path, options: Sequence[str] = (), burst: bool = True) -> None:
@@ -72,9 +78,11 @@ class Mounted:
         self.pid = 0
         self._ended = -1  # a descriptor of the daemon that becomes readable when it has ended
         self.path.mkdir()
-        if not burst:
+        settings = self.source / DIRECTORY_FILE
+        if not settings.exists():
             self.source.mkdir()
-            (self.source / DIRECTORY_FILE).write_text("burst:\n  directories: []\n")
+            text = _WITHOUT_MOVERS if burst else _WITHOUT_MOVERS + _WITHOUT_BURST
+            settings.write_text(text)
         aifs("format", self.source)
 
     def mount(self) -> None:
