@@ -108,9 +108,13 @@ class Drain:
         )
 
     def _is_urgent(self) -> bool:
-        """Whether somebody waits for files to be drained, or will have to."""
+        """Whether somebody waits for files to be drained, or will have to, or one is beyond the
+        deadline: also while the drains that go on get nowhere, and so no next one begins."""
         return bool(
-            self._waiters or self._limiter.lifted or self._tier.pressure or self._tier.is_lacking
+            self._waiters
+            or self._tier.pressure
+            or self._tier.is_lacking
+            or self._queue.late(trio.current_time())
         )
 
     async def _give_way(self) -> None:

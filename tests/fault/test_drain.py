@@ -104,6 +104,17 @@ async def test_a_drained_file_is_the_same_from_either_tier_and_after_a_remount(d
             assert await read_file(fs, inos[name]) == data
 
 
+async def test_what_is_beyond_the_deadline_is_urgent_though_no_drain_begins(directory):
+    async with mounted(directory, modes.WAITING | {"burst.drain_deadline": "1s"}) as fs:
+        is_urgent = fs.drain.movers.tools.mover.is_urgent
+        ino, _ = await write_file(fs, b"f", bytes(1 << 20))
+        while not is_urgent():
+            await trio.sleep(0.01)
+        assert fs.drain.status()["late"]
+        await drained(fs, ino)
+        assert not is_urgent()
+
+
 async def test_checksums_are_recorded(directory):
     from blake3 import blake3
 
