@@ -124,6 +124,7 @@ async def test_clean_files_are_read_from_the_servers_while_the_device_is_away(
     async with mounted(directory, settings) as kernel:
         clean, dirty = await make(kernel, b"clean"), await make(kernel, b"dirty")
         await drained(kernel, clean)
+        kernel.io.recall_all()  # what is lent is opened without the daemon
         away = directory / "away"
         (directory / "burst").rename(away)
         assert await content_of(kernel, clean) == CONTENT
