@@ -38,9 +38,8 @@ async def make(kernel: Kernel, name: bytes = b"f", content: bytes = CONTENT) -> 
     await kernel.release(handle)
     kernel.drain.request([inode.ino])
     await kernel.drain.wait([inode.ino])
-    while kernel.io.is_open(inode.ino):  # the drain closes it after it has told
+    while not await kernel.evictor.evict(inode.ino):  # the drain closes it after it has told
         await trio.sleep(0.001)
-    assert await kernel.evictor.evict(inode.ino)
     kernel.direct_bytes = 0
     return inode.ino
 
