@@ -69,7 +69,7 @@ class DeepCheck:
         self._servers = store.servers
         tools = MakingTools(store.servers, Mover(store.servers.budget, Limiter(0), "none"))
         self._movers = Movers(tools)
-        self._buffers = tools.mover.buffers
+        self._buffers = tools.buffers
         self._table = table
         self._progress = progress
         self._waiting: list[_Objects] = []

@@ -89,11 +89,6 @@ def entries_after(parent: int, cookie: int) -> tuple[bytes, bytes]:
     return _TWO_NUMBERS(b"e", parent, cookie + 1), _NUMBER(b"e", parent + 1)
 
 
-def cookie(key: bytes) -> int:
-    """Of the key of an entry."""
-    return int.from_bytes(key[-8:], "big")
-
-
 def xattr(ino: int, name: bytes) -> bytes:
     return _NUMBER(b"x", ino) + name
 

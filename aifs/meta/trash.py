@@ -167,7 +167,7 @@ def remove_slice(
         doomed = decode_doomed(record)
         entries = list(tx.range(*keys.entries_after(ino, after), limit))
         for key, value in entries:
-            done.after = keys.cookie(key)
+            _, done.after = keys.entry_numbers(key)
             child, _, name = decode_entry(value)
             tx.delete(key)
             tx.delete(keys.dentry(ino, name))

@@ -526,9 +526,6 @@ class _Child:
         self.has_begun = True
         self.look()
 
-    def _retires(self) -> None:
-        self.retire()
-
     _take: ClassVar[dict[str, Callable[..., None]]] = {
         "damage": _damage,
         "done": _finished,
@@ -537,7 +534,7 @@ class _Child:
         "leave": _leave,
         "log": _said,
         "ready": _begins,
-        "retire": _retires,
+        "retire": retire,
     }
 
 

@@ -91,7 +91,7 @@ async def inspect(
         for number, asked in following:
             if cancelled():
                 return
-            about = tools.servers, tools.mover.buffers, asked.objects, asked.unread
+            about = tools.servers, tools.buffers, asked.objects, asked.unread
             with closing(inspection_of(*about)) as inspection:
                 look = _inspect_file if asked.objects.ino else _inspect_container
                 found[number] = await look(asked, inspection)

@@ -62,7 +62,7 @@ async def compare(
             found.append(Judgement.UNREADABLE)
             continue
         length = max((part.length for part in asked.parts), default=0)
-        memory = await tools.mover.buffers.take(max(-(-length // _ALIGNED), 1) * _ALIGNED)
+        memory = await tools.buffers.take(max(-(-length // _ALIGNED), 1) * _ALIGNED)
         try:
             found.append(await tools.servers.run(device, _compare, device, asked, memory))
         except FsError:

@@ -16,6 +16,15 @@ async def begin(fs: Filesystem, name: bytes) -> tuple[int, int]:
     return handle, inode.ino
 
 
+async def gets_copy(fs: Filesystem, name: bytes) -> bool:
+    """Whether a new file of this name has a burst copy."""
+    handle, ino = await begin(fs, name)
+    try:
+        return has_copy(fs, ino)
+    finally:
+        await fs.release(handle)
+
+
 async def some_tiny(fs: Filesystem, ending: bytes = b".json", count: int = 8) -> None:
     for number in range(count):
         await write_file(fs, b"%d" % number + ending, b"tiny")
@@ -28,9 +37,7 @@ def has_copy(fs: Filesystem, ino: int) -> bool:
 async def test_after_some_tiny_ones_the_next_of_their_kind_gets_no_copy(directory: Path) -> None:
     async with opened(directory) as fs:
         await some_tiny(fs, count=7)
-        handle, ino = await begin(fs, b"eighth.json")
-        assert has_copy(fs, ino), "it is too soon to tell"
-        await fs.release(handle)
+        assert await gets_copy(fs, b"eighth.json"), "it is too soon to tell"
         handle, ino = await begin(fs, b"next.json")
         assert not has_copy(fs, ino)
         for offset in (0, 600, 1200):
@@ -40,12 +47,8 @@ async def test_after_some_tiny_ones_the_next_of_their_kind_gets_no_copy(director
         await fs.release(handle)
         inode = await fs.getattr(ino)
         assert (inode.size, inode.copy, inode.layout) == (1800, None, None)
-        handle, ino = await begin(fs, b"another.json")
-        assert has_copy(fs, ino), "three writes cost more than a copy"
-        await fs.release(handle)
-        handle, ino = await begin(fs, b"weights.safetensors")
-        assert has_copy(fs, ino), "another ending"
-        await fs.release(handle)
+        assert await gets_copy(fs, b"another.json"), "three writes cost more than a copy"
+        assert await gets_copy(fs, b"weights.safetensors"), "another ending"
 
 
 async def test_one_that_grows_all_the_same_gets_a_copy_then(directory: Path) -> None:
@@ -60,18 +63,14 @@ async def test_one_that_grows_all_the_same_gets_a_copy_then(directory: Path) -> 
         assert await read_file(fs, ino) == data
         await drained(fs, ino)
         assert await read_file(fs, ino) == data
-        handle, ino = await begin(fs, b"next.json")
-        assert has_copy(fs, ino), "it was wrong"
-        await fs.release(handle)
+        assert await gets_copy(fs, b"next.json"), "it was wrong"
 
 
 async def test_a_size_that_is_expected_counts_more(directory: Path) -> None:
     async with opened(directory) as fs:
         await some_tiny(fs)
         await fs.setxattr(ROOT, b"user.aifs.expected_size", b"1GiB", 0)
-        handle, ino = await begin(fs, b"next.json")
-        assert has_copy(fs, ino)
-        await fs.release(handle)
+        assert await gets_copy(fs, b"next.json")
 
 
 def test_one_that_is_not_tiny_outweighs_many_that_are() -> None:

@@ -185,7 +185,7 @@ class ContainerWriter:
             work.failed = True
             raise
 
-    async def _append(self, work: "_Append", room: "Room", stripes: list[Stripe]) -> bool:
+    async def _append(self, work: "_Append", room: Room, stripes: list[Stripe]) -> bool:
         """Whether it has been done; else the container is full. With no stripes it is cut to its
         end."""
         numbers = [number for stripe in stripes for number in range(stripe.first, stripe.end)]
@@ -216,10 +216,10 @@ class ContainerWriter:
             room.full = room.unread > 0
         return True
 
-    def _fits(self, room: "Room", space: int) -> bool:
+    def _fits(self, room: Room, space: int) -> bool:
         return room.end + space <= self.size or room.end == 0
 
-    async def _take(self, layout: Striped, space: int) -> "Room":
+    async def _take(self, layout: Striped, space: int) -> Room:
         """A container with room, for one task alone."""
         idle = self._idle.get(layout, [])
         while idle:
@@ -230,7 +230,7 @@ class ContainerWriter:
             await self._seal_if_done(room)
         return Room(await self._catalogue.new(layout), layout)
 
-    def _put_back(self, room: "Room") -> None:
+    def _put_back(self, room: Room) -> None:
         idle = self._idle.pop(room.layout, [])
         idle.append(room)
         self._idle[room.layout] = idle
