@@ -262,6 +262,13 @@ class BurstIO:
             return found_ns
         return max(found_ns, noted_ns + (file.copy_mtime_ns != _UNKNOWN))
 
+    async def know_mtime(self, file: OpenInode) -> None:
+        """What the copy tells is in core, before the mtime is set: else it would seem to be a
+        change that has come since."""
+        if file.copy_mtime_ns == _UNKNOWN:
+            await file.own_copy.ensure_open()
+            self.look(file)
+
     async def set_mtime(self, file: OpenInode, mtime_ns: int) -> None:
         """Have the copy tell this mtime."""
         await file.own_copy.set_mtime(mtime_ns)

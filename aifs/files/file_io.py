@@ -357,9 +357,16 @@ class FileIO:
             _log.info("inode %d could not be settled at close: %s", file.inode.ino, error)
             return None
 
-    async def change(self, ino: int, change: Callable[[Inode, Any], None], argument: Any) -> Inode:
+    async def change(
+        self,
+        ino: int,
+        change: Callable[[Inode, Any], None],
+        argument: Any,
+        mtime_ns: int | None = None,
+    ) -> Inode:
         """Apply ``change(inode, argument)`` to the attributes of any inode, on record and in core,
-        or to neither. The inode as it is then. Raises NotFound, and what ``change`` raises.
+        or to neither. The inode as it is then. ``mtime_ns``: that it sets, which the burst copy of
+        a file that lies there is to tell, too. Raises NotFound, and what ``change`` raises.
         """
         while True:
             file = self.open.get(ino)
@@ -371,7 +378,11 @@ class FileIO:
                 file = await self.acquire(ino)
             if file is not None:
                 try:
+                    if mtime_ns is not None and file.inode.in_burst:
+                        await self.burst.know_mtime(file)
                     await self.transitions.change_attributes(file, change, argument)
+                    if mtime_ns is not None and file.inode.in_burst:
+                        await self.burst.set_mtime(file, mtime_ns)
                     return self.attributes(file)
                 finally:
                     await self.release(file)
@@ -380,7 +391,15 @@ class FileIO:
                 continue
             self.begin_opening(ino)
             try:
-                return await self._engine.transact(forms.change_attributes, ino, change, argument)
+                inode = await self._engine.transact(forms.change_attributes, ino, change, argument)
+                if mtime_ns is not None and inode.in_burst:
+                    assert inode.copy is not None  # it is the file
+                    copy = self._tier.open(inode.copy)
+                    try:
+                        await copy.set_mtime(mtime_ns)
+                    finally:
+                        copy.close()
+                return inode
             finally:
                 self.end_opening(ino)
 
@@ -661,27 +680,6 @@ class FileIO:
                 file.gate.leave_alone()
         if file.unsaved:
             await self.transitions.save(file)
-
-    async def set_mtime(self, ino: int, mtime_ns: int) -> None:
-        """A file in the burst tier has been given this mtime, which its copy is to tell from now
-        on.
-        """
-        with self.opening(ino) as closed:
-            if closed:  # nobody has to hear of it
-                places = await self._engine.view(forms.find_burst_files, closed)
-                for place in places.values():
-                    copy = self._tier.open(place)
-                    try:
-                        await copy.set_mtime(mtime_ns)
-                    finally:
-                        copy.close()
-                return
-        file = await self.acquire(ino)
-        try:
-            if file.inode.in_burst:
-                await self.burst.set_mtime(file, mtime_ns)
-        finally:
-            await self.release(file)
 
     # --- durability ---
 

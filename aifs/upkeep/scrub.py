@@ -165,7 +165,8 @@ class Scrub:
 
     def stop(self) -> None:
         """End the pass that is under way, if there is one. The next one begins from the start."""
-        self.state.phase = DONE
+        if self.state.phase != DONE:  # also of one whose work has not begun
+            self.state.phase, self.state.ended_s = DONE, time.time()
         if self._pass is not None:
             self._pass.cancel()
         self._upkeep.wake(Work.SCRUB)

@@ -42,10 +42,9 @@ class Attributes:
         if changes.size is not None:
             (await self.getattr(ino)).require_unguarded()
             await self._files.truncate(ino, changes.size, handle)
-        inode = await self.change(ino, attribute_changes.apply_changes, changes)
-        if changes.mtime_ns is not None and inode.in_burst:
-            await self._io.set_mtime(ino, changes.mtime_ns)
-        return inode
+        return await self.change(
+            ino, attribute_changes.apply_changes, changes, mtime_ns=changes.mtime_ns
+        )
 
     async def set_flags(self, ino: int, flags: int, project: int) -> None:
         """chattr(1): ``flags`` as in records.py. Who may is the kernel's decision. Raises
@@ -55,11 +54,17 @@ class Attributes:
             await self._engine.transact(Transaction.add, keys.COUNTER_GUARDED, 1)
         await self.change(ino, attribute_changes.apply_flags, (flags, project))
 
-    async def change(self, ino: int, change: Callable[[Inode, Any], None], argument: Any) -> Inode:
+    async def change(
+        self,
+        ino: int,
+        change: Callable[[Inode, Any], None],
+        argument: Any,
+        mtime_ns: int | None = None,
+    ) -> Inode:
         """Apply ``change(inode, argument)``, which may raise and must be repeatable, and record the
-        result.
+        result. ``mtime_ns``: that it sets, if it does.
         """
-        inode = await self._io.change(ino, change, argument)
+        inode = await self._io.change(ino, change, argument, mtime_ns)
         self._policies.pop(ino, None)
         self._policy_changes += 1
         return inode

@@ -500,3 +500,26 @@ def test_a_power_cut_does_not_bring_checksums_back_that_a_write_in_place_has_mad
         (scratch / "left").rename(directory)
         assert_sound(modes.config_of(directory))
         shutil.rmtree(directory)
+
+
+async def test_an_mtime_that_is_set_while_a_drain_opens_the_copy_stays(directory):
+    """The drain of a file that is at rest does not look at its copy before it opens it, and may
+    flip the file before the copy is told of the new mtime."""
+    async with mounted(directory, WAITING) as fs:
+        ino, _ = await write_file(fs, b"file", b"x" * 10_000)
+        file = await fs.io.acquire(ino)  # as a drain does
+        await file.own_copy.ensure_open()
+        told: list[int] = []
+
+        async def flipped_before(_: object, mtime_ns: int) -> None:
+            told.append(mtime_ns)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fs.io.burst, "set_mtime", flipped_before)
+            inode = await fs.setattr(ino, SetAttr(mtime_ns=10**18), ROOT)
+        assert told == [10**18]
+        assert inode.mtime_ns == 10**18
+        await fs.io.release(file)
+        assert (await fs.getattr(ino)).mtime_ns == 10**18
+        await fs.setattr(ino, SetAttr(mtime_ns=2 * 10**18), ROOT)
+        assert os.stat(path_of(fs, (await fs.getattr(ino)).copy)).st_mtime_ns == 2 * 10**18

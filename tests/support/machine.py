@@ -57,7 +57,8 @@ class Machine:
     def __init__(self, root: str) -> None:
         self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
         self._slots: dict[int, int] = {}
-        self._maps: dict[int, mmap.mmap] = {}
+        self._maps: dict[int, tuple[mmap.mmap, int]] = {}
+        """What is kept mapped, and a descriptor of the file."""
         self._timed = (
             True  # until a mapping is kept: writing to memory moves times whenever it is noticed
         )
@@ -321,23 +322,29 @@ class Machine:
         if mapped is None:
             return False
         self._drop_map(number)
-        self._maps[number] = mapped[0]
+        self._maps[number] = mapped[0], os.dup(self._fd(slot))
         self._timed = False
         return True
 
     def _poke(self, number: int, seed: int, length: int, offset: int) -> int | None:
         """Write to a kept mapping, by way of /proc: where the file has been cut, that is an error
-        and no signal.
+        and no signal. Not behind the end within the last page: kernel filesystems differ in whether
+        such bytes are seen when the file grows over them (ext4 clears them, tmpfs does not).
         """
-        mapping = self._maps.get(number)
+        mapping, fd = self._maps.get(number, (None, -1))
         if mapping is None or offset + length > len(mapping):
+            return None
+        end = os.fstat(fd).st_size
+        if offset < -(-end // PAGE) * PAGE and offset + length > end:
             return None
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         return os.pwrite(self._memory, payload(seed, length), address + offset)
 
     def _drop_map(self, number: int) -> None:
         if number in self._maps:
-            self._maps.pop(number).close()
+            mapping, fd = self._maps.pop(number)
+            mapping.close()
+            os.close(fd)
 
     def _fallocate(self, slot: int, mode: int, offset: int, length: int) -> None:
         arguments = ctypes.c_int64(offset), ctypes.c_int64(length)
