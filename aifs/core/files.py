@@ -17,6 +17,7 @@ import errno
 import fcntl
 import os
 import resource
+import select
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -282,6 +283,7 @@ KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE = 0x1, 0x2, 0x10
 
 _COPY_MAX = 1 << 30  # bytes that one copy_file_range(2) is asked for
 _COPY_BUFFER = 1 << 20
+_SEND_WAIT_MS = 50
 
 
 def change_allocation(fd: int, mode: int, offset: int, length: int) -> None:
@@ -322,6 +324,28 @@ def copy_range(source: int, offset: int, target: int, to: int, length: int) -> i
     if _hook is not None and done:
         _after("write_at", path, os.pread(target, done, to), to)
     return done
+
+
+def send_range(socket: int, fd: int, offset: int, length: int) -> int:
+    """Send bytes of a file by a socket that does not wait, in the kernel; returns how many.
+
+    Fewer if the socket has taken nothing for ``_SEND_WAIT_MS``. Raises OSError, also where the file
+    ends before.
+    """
+    _before("send_range", _path_of(fd))
+    waits, sent = select.poll(), 0
+    waits.register(socket, select.POLLOUT)
+    while sent < length:
+        try:
+            count = os.sendfile(socket, fd, offset + sent, length - sent)
+        except BlockingIOError:
+            if not waits.poll(_SEND_WAIT_MS):
+                break
+        else:
+            if not count:
+                raise OSError(errno.ENODATA, f"the file ends at {offset + sent}")
+            sent += count
+    return sent
 
 
 def set_mtime(fd: int, mtime_ns: int) -> None:

@@ -26,13 +26,14 @@ _PROBLEM = re.compile(r" (WARNING|ERROR|CRITICAL) ")
 
 
 def aifs(
-    *args: str | Path, check: bool = True, descriptors: int = 0
+    *args: str | Path, check: bool = True, descriptors: int = 0, inside: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
     """Run the command ``aifs`` with ``args``; with ``check`` a failure fails the test with what it
     said.
 
-    ``descriptors``: how many it, and a daemon that it starts, may have (0: as many as we)."""
-    command = [sys.executable, "-m", "aifs.cli.main", *map(str, args)]
+    ``descriptors``: how many it, and a daemon that it starts, may have (0: as many as we).
+    ``inside``: the command that runs it elsewhere, such as in a namespace."""
+    command = [*inside, sys.executable, "-m", "aifs.cli.main", *map(str, args)]
     if descriptors:
         command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
     done = subprocess.run(
@@ -75,6 +76,8 @@ class Mounted:
         """Regular expressions of warnings and errors that the log may hold."""
         self.descriptors = 0
         """How many the daemon may have; 0: as many as we."""
+        self.inside: Sequence[str] = ()
+        """How a command gets where the daemon runs; nothing: it runs here."""
         self.pid = 0
         self._ended = -1  # a descriptor of the daemon that becomes readable when it has ended
         self.path.mkdir()
@@ -88,7 +91,8 @@ class Mounted:
     def mount(self) -> None:
         """Start the daemon; returns when the mount serves."""
         options = [word for option in self.options for word in ("-o", option)]
-        aifs("mount", *options, self.source, self.path, descriptors=self.descriptors)
+        command = ("mount", *options, self.source, self.path)
+        aifs(*command, descriptors=self.descriptors, inside=self.inside)
         self.adopt()
 
     def adopt(self) -> None:

@@ -11,19 +11,23 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "aifs"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-_VFS = {"upkeep", "files", "movers", "store", "group", "burst", "meta", "data", "layout", "core"}
+_META = {"peers", "layout", "core"}
+_STORE = {"meta", "data", *_META}
+_FILES = {"movers", "store", "burst", *_STORE}
+_VFS = {"upkeep", "files", "group", *_FILES}
 
 BELOW = {
     "core": set(),
     "layout": {"core"},
-    "meta": {"layout", "core"},
+    "peers": {"core"},
+    "meta": _META,
     "data": {"layout", "core"},
-    "burst": {"meta", "data", "layout", "core"},
-    "movers": {"burst", "meta", "data", "layout", "core"},
+    "burst": _STORE,
+    "movers": {"burst", *_STORE},
     "group": {"layout", "core"},
-    "store": {"meta", "data", "layout", "core"},
-    "files": {"movers", "store", "burst", "meta", "data", "layout", "core"},
-    "upkeep": {"files", "movers", "store", "burst", "meta", "data", "layout", "core"},
+    "store": _STORE,
+    "files": _FILES,
+    "upkeep": {"files", *_FILES},
     "vfs": _VFS,
     "fuse": {"vfs", *_VFS},
     "check": {"vfs", *_VFS},

@@ -1,0 +1,287 @@
+"""The other hosts of a store: who they are, a connection to each, calls by name, and what is pushed
+to all.
+
+Of two hosts the one with the younger session dials: it has found the other one in the database,
+which need not know it yet. Who has been dialed believes what the handshake proves.
+"""
+
+import logging
+import socket
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import trio
+
+from aifs.core.errors import ConfigError, Unavailable
+from aifs.peers.transport import (
+    SILENCE_S,
+    Answer,
+    Body,
+    Listener,
+    Peer,
+    PeerLink,
+    Refused,
+    Service,
+    head_of,
+    shake_hands,
+)
+
+log = logging.getLogger(__name__)
+
+CALL_S = 5.0
+"""How long a call waits for its connection and its answer, unless it says otherwise."""
+_AGAIN_MIN_S, _AGAIN_MAX_S = 0.05, 1.0
+"""Between two attempts to dial a host: doubled from one to the next."""
+_STRANGERS = 64
+"""Connections that have not proved yet whose they are; more wait."""
+_BACKLOG = 1024
+_SAID_AGAIN_S = 60.0
+"""The same fault of the same host is a line in the log no more often."""
+_FAULTS_KEPT = 1024
+
+
+class PeerAddress(NamedTuple):
+    """A host that has a session."""
+
+    name: str
+    session: int
+    address: str
+    """``address:port``, where it can be dialed."""
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of ``address:port``, ``[address]:port`` for one of IPv6. Raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 0xFFFF:
+        raise ValueError(f"{text!r} is not an address and a port, such as 10.0.0.1:7947")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+class Peers:
+    """The connections of one host to all others. Used from one trio thread.
+
+    Parts that answer others say so when they are made, by ``serve`` and ``hear``; ``run`` begins
+    when all are made. Sessions tell by ``update`` who is there.
+    """
+
+    def __init__(self, store: str, name: str, secret: bytes, listen: str) -> None:
+        """Listens at ``listen`` (``address:port``; port 0 is a free one) at once, and answers when
+        ``run`` does. Raises ConfigError if it cannot."""
+        self._own = Peer(store, name, 0)
+        self._secret = secret
+        self._services: dict[str, Service] = {}
+        """What others may ask for, by name."""
+        self._listeners: dict[str, Listener] = {}
+        """What others may push, by name."""
+        self._members: dict[str, PeerAddress] = {}
+        """The others that are there, by name."""
+        self._links: dict[str, PeerLink] = {}
+        """The connections that have shaken hands, by the name of the other end."""
+        self._changed = trio.Event()
+        """Set when members or connections have changed."""
+        self._said: dict[str, float] = {}
+        """When a fault was logged, by trio's clock."""
+        self._socket = _bound(listen)
+        """Which listens."""
+        self.port: int = self._socket.getsockname()[1]
+        """Where it listens."""
+
+    def serve(self, name: str, service: Service) -> None:
+        """Requests of this name are answered by ``service``."""
+        self._services[name] = service
+
+    def hear(self, name: str, listener: Listener) -> None:
+        """What is pushed under this name is told to ``listener``."""
+        self._listeners[name] = listener
+
+    def update(self, session: int, members: Iterable[PeerAddress]) -> None:
+        """Who is there now, and our own session. Connections to who is not there any more end; who
+        is younger than all of them may not be known yet."""
+        self._own = self._own._replace(session=session)
+        members = list(members)
+        self._members = {one.name: one for one in members if one.name != self._own.name}
+        newest = max([session, *(one.session for one in members)])
+        for name, link in self._links.items():
+            known = self._members.get(name)
+            if link.peer.session <= newest and (not known or known.session != link.peer.session):
+                link.close()
+        self._announce()
+
+    @property
+    def connected(self) -> dict[str, int]:
+        """The hosts to which there is a connection, with their sessions."""
+        return {name: link.peer.session for name, link in self._links.items()}
+
+    async def call(
+        self,
+        host: str,
+        name: str,
+        arguments: Any = None,
+        body: Body = b"",
+        *,
+        session: int = 0,
+        into: memoryview | None = None,
+        timeout_s: float = CALL_S,
+    ) -> Answer:
+        """What the service ``name`` of a host answers to ``arguments`` (of JSON) and ``body``,
+        which stays as it is meanwhile. The answer's bytes go ``into`` a buffer, if one is given and
+        they fit; nothing touches the buffer when this has returned. ``session``: the host's, if it
+        is to be that one and no other.
+
+        Raises what the service has raised; Unavailable, with the host's name, if it does not
+        answer: then it may have carried out the request, once, or does so yet.
+        """
+        with trio.move_on_after(timeout_s):
+            link = await self._link(host, session)
+            return await link.request(name, arguments, body, into)
+        raise Unavailable(f"host {host} has not answered for {timeout_s:g} s")
+
+    def push(self, name: str, arguments: Any = None, body: Body = b"") -> None:
+        """Tell all hosts to which there is a connection. It may be lost. Does not block; ``body``
+        must not change afterwards."""
+        if self._links:
+            head = head_of(name, arguments)
+            for link in self._links.values():
+                link.push(head, body)
+
+    def tell(self, host: str, name: str, arguments: Any = None, body: Body = b"") -> None:
+        """As ``push``, to one host."""
+        if host in self._links:
+            self._links[host].push(head_of(name, arguments), body)
+
+    async def run(self) -> None:
+        """Answer, dial and serve until cancelled; then nothing listens any more."""
+        with trio.socket.from_stdlib_socket(self._socket) as listening:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._accept, listening, nursery)
+                await self._dial_all(nursery)
+
+    def close(self) -> None:
+        """Listen no more, if ``run`` has never begun."""
+        self._socket.close()
+
+    async def _link(self, host: str, session: int) -> PeerLink:
+        while True:
+            link, member = self._links.get(host), self._members.get(host)
+            if link is not None and session in (0, link.peer.session):
+                return link
+            if member is None or session not in (0, member.session):
+                raise Unavailable(f"host {host} is not there")
+            await self._changed.wait()
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def _accept(self, listening: trio.socket.SocketType, nursery: trio.Nursery) -> None:
+        strangers = trio.Semaphore(_STRANGERS)
+        while True:
+            await strangers.acquire()
+            try:
+                end, address = await listening.accept()
+            except OSError as error:  # no descriptors, or it has gone already
+                strangers.release()
+                self._complain(f"accepting: {error}")
+                await trio.sleep(_AGAIN_MAX_S)
+                continue
+            nursery.start_soon(self._welcome, trio.SocketStream(end), address[0], strangers)
+
+    async def _welcome(
+        self, stream: trio.SocketStream, address: str, strangers: trio.Semaphore
+    ) -> None:
+        try:
+            peer = await self._shake_hands(stream, None, address)
+        finally:
+            strangers.release()
+        if peer is not None:
+            await self._use(stream, peer)
+
+    async def _shake_hands(
+        self, stream: trio.SocketStream, dialed: str | None, address: str
+    ) -> Peer | None:
+        """Who is at the other end; None, with the stream closed, if nobody of ours is."""
+        peer = None
+        try:
+            with trio.move_on_after(SILENCE_S):
+                peer = await shake_hands(stream, self._own, self._secret, dialed)
+        except Refused as error:
+            self._complain(f"{address}: {error}")
+        except (OSError, trio.BrokenResourceError):
+            pass
+        finally:
+            if peer is None:
+                await trio.aclose_forcefully(stream)
+        return peer
+
+    async def _use(self, stream: trio.SocketStream, peer: Peer) -> None:
+        """Serve a connection until it ends. It takes the place of an older one of that host."""
+        link = PeerLink(stream, peer, self._services, self._listeners)
+        older = self._links.get(peer.name)
+        self._links[peer.name] = link
+        try:
+            if older is not None:  # what it serves has ended before another request comes
+                older.close()
+                with trio.CancelScope(shield=True):
+                    await older.is_over.wait()
+            self._announce()
+            fault = await link.run()
+            if fault:
+                self._complain(fault)
+        finally:
+            if self._links.get(peer.name) is link:
+                del self._links[peer.name]
+                self._announce()
+
+    async def _dial_all(self, nursery: trio.Nursery) -> None:
+        """Dial each host that is older than we are, as long as it is there."""
+        dialing: dict[PeerAddress, trio.CancelScope] = {}
+        while True:
+            own = self._own.session
+            older = {one for one in self._members.values() if one.session < own}
+            for member in dialing.keys() - older:
+                dialing.pop(member).cancel()
+            for member in older - dialing.keys():
+                dialing[member] = trio.CancelScope()
+                nursery.start_soon(self._dial, member, dialing[member])
+            await self._changed.wait()
+
+    async def _dial(self, member: PeerAddress, scope: trio.CancelScope) -> None:
+        again_s = _AGAIN_MIN_S
+        with scope:
+            while True:
+                stream = await self._connect(member)
+                if stream is not None:
+                    peer = await self._shake_hands(stream, member.name, member.address)
+                    if peer is not None:
+                        again_s = _AGAIN_MIN_S
+                        await self._use(stream, peer)
+                await trio.sleep(again_s)
+                again_s = min(2 * again_s, _AGAIN_MAX_S)
+
+    async def _connect(self, member: PeerAddress) -> trio.SocketStream | None:
+        try:
+            host, port = parse_address(member.address)
+            with trio.move_on_after(SILENCE_S):
+                return await trio.open_tcp_stream(host, port)
+        except (OSError, ValueError) as error:
+            log.debug("peers: host %s: %s", member.name, error)
+        return None
+
+    def _complain(self, fault: str) -> None:
+        """Log what is wrong with somebody, not too often."""
+        now = trio.current_time()
+        if now - self._said.get(fault, -_SAID_AGAIN_S) < _SAID_AGAIN_S:
+            return
+        if len(self._said) >= _FAULTS_KEPT:
+            self._said.clear()
+        self._said[fault] = now
+        log.warning("peers: %s", fault)
+
+
+def _bound(listen: str) -> socket.socket:
+    try:
+        host, port = parse_address(listen)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"host.listen: cannot listen at {listen}: {error}") from error
