@@ -463,7 +463,7 @@ def sweep_faults(
 @ERRORS
 @pytest.mark.parametrize("mode", MODES)
 def test_a_fault_is_told_and_survived(scratch: Path, mode: str, error: int) -> None:
-    sweep_faults(scratch, mode, error, range(20))
+    sweep_faults(scratch, mode, error, range(8))
 
 
 @pytest.mark.long
