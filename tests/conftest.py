@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from aifs.core import faults
 from aifs.store import ownership, store
-from tests.support import engines
+from tests.support import engines, postgres
 from tests.support.data_servers import threads_end
 from tests.support.memory import in_memory
 from tests.support.powercut import make_copies_one_disk
@@ -129,3 +129,28 @@ def place(request: pytest.FixtureRequest, scratch: Path, tmp_path: Path) -> Path
     go to workers.
     """
     return tmp_path if request.param == "disk" else scratch
+
+
+@pytest.fixture(scope="session")
+def postgres_servers() -> Iterator[postgres.Servers]:
+    """The PostgreSQLs of this process, by kind; started when they are first asked for."""
+    servers = postgres.Servers()
+    yield servers
+    servers.close()
+
+
+@pytest.fixture(params=["wheel"])
+def a_postgres(
+    request: pytest.FixtureRequest, postgres_servers: postgres.Servers
+) -> postgres.Postgres:
+    """A running PostgreSQL of the wheel; of both kinds where the test is marked with
+    ``tests.support.postgres.BOTH``. It may be killed, stopped and started again.
+    """
+    return postgres_servers.get(request.param)
+
+
+@pytest.fixture
+def database(a_postgres: postgres.Postgres) -> Iterator[postgres.TestDatabase]:
+    """An empty database of a PostgreSQL."""
+    with a_postgres.new_database() as made:
+        yield made

@@ -1,4 +1,4 @@
-"""``aifs meta``: backups of a store's metadata."""
+"""``aifs meta``: backups of a store's metadata; the database of a cluster."""
 
 import os
 import socket
@@ -8,6 +8,7 @@ import click
 
 from aifs.cli import hints
 from aifs.cli.arguments import PATH
+from aifs.cli.meta_serve import serve_command
 
 _PAUSE_S = 0.05
 _ANSWER_S = 10.0
@@ -15,11 +16,14 @@ _ANSWER_S = 10.0
 
 @click.group("meta")
 def meta_group() -> None:
-    """Back up the metadata of a store, and restore it.
+    """Back up, restore and serve the metadata of stores.
 
-    While a store is mounted this happens by itself, every meta.backup_interval, onto its data
-    servers.
+    While a store is mounted backups are made by themselves, every meta.backup_interval, onto its
+    data servers.
     """
+
+
+meta_group.add_command(serve_command)
 
 
 _BACKUP_EXAMPLES = """\b

@@ -7,6 +7,7 @@ origins.
 
 import difflib
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
@@ -18,8 +19,13 @@ from aifs.core.kinds import (
     BOOLEAN,
     CODED,
     COMPRESS,
+    DATABASE,
+    ENDPOINT,
+    ENDPOINT_OR_NONE,
     HEDGE,
+    HOST_NAME,
     LAYOUT_KINDS,
+    OPTIONAL_PATH,
     PACK_BELOW,
     PATH,
     PATHS,
@@ -57,9 +63,18 @@ class _Section(BaseModel):
 
 class MetaConfig(_Section):
     directory: Annotated[str, PATH]
+    engine: Annotated[str, choice("local", "postgresql")]
+    url: Annotated[str, DATABASE]
+    secret: Annotated[str, OPTIONAL_PATH]
     commit_interval_s: Annotated[float, duration(0.01, 3600)] = Field(alias="commit_interval")
     backup_interval_s: Annotated[float, duration(0, 30 * 86400)] = Field(alias="backup_interval")
     backup_copies: Annotated[int, integer(1, 8)]
+
+
+class HostConfig(_Section):
+    name: Annotated[str, HOST_NAME]
+    listen: Annotated[str, ENDPOINT]
+    address: Annotated[str, ENDPOINT_OR_NONE]
 
 
 class BurstConfig(_Section):
@@ -144,6 +159,7 @@ class Config(_Section):
 
     source: str
     meta: MetaConfig
+    host: HostConfig
     places: Annotated[tuple[ServerPlace, ...], SERVERS] = Field(alias="servers")
     burst: BurstConfig
     layout: LayoutConfig
@@ -158,6 +174,11 @@ class Config(_Section):
     """Where each dotted key's value came from: ``default``, ``SOURCE directory``, ``FILE:LINE`` or
     ``-o``.
     """
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether the metadata are in a database, which several hosts may share."""
+        return self.meta.engine == "postgresql"
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -182,6 +203,14 @@ def _leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Kind, A
 def default_movers() -> int:
     """As many mover processes as this machine has room for."""
     return max(1, min(16, len(os.sched_getaffinity(0)) // 4))
+
+
+def _machine_name() -> str:
+    name = socket.gethostname()
+    try:
+        return HOST_NAME.parse(name, "")
+    except ValueError:
+        return "host"
 
 
 def nearest(word: str, valid: list[str]) -> str:
@@ -227,11 +256,14 @@ def load(source: str, overrides: Mapping[str, str]) -> Config:
     settings = {key: item for key, item in settings.items() if item.value is not None}
     if "data.movers" not in settings:
         settings["data.movers"] = Setting(default_movers(), "a quarter of the processors", source)
+    if "host.name" not in settings:
+        settings["host.name"] = Setting(_machine_name(), "this machine's name", source)
     if "log.file" not in settings and "meta.directory" in settings:
         meta = settings["meta.directory"]
         file_name = f"{str(meta.value).rstrip('/')}.log"
         settings["log.file"] = Setting(file_name, "beside meta.directory", meta.base)
     config = _validate(source, file, settings)
+    _refuse_half_a_cluster(config)
     _refuse_double_use(config)
     _refuse_crossed_marks(config)
     if config.layout.replicas > 1 and config.layout.ec[1]:
@@ -263,6 +295,26 @@ def _validate(source: str, file: str, settings: dict[str, Setting]) -> Config:
         if key not in settings:
             raise ConfigError(f"{file}: {key} is missing: a YAML source must set it") from None
         raise ConfigError(f"{settings[key].origin}: {key}: {first['ctx']['error']}") from None
+
+
+def _refuse_half_a_cluster(config: Config) -> None:
+    """Whoever names a database means it, and says all that is needed to use it."""
+    for key, value in (("meta.url", config.meta.url), ("meta.secret", config.meta.secret)):
+        if config.is_cluster and not value:
+            raise ConfigError(
+                f"{config.origins['meta.engine']}: {key} is missing: meta.engine postgresql needs "
+                "it; aifs meta serve prints what to write"
+            )
+        if value and not config.is_cluster:
+            raise ConfigError(
+                f"{config.origins[key]}: {key}: is for meta.engine postgresql, and the engine is "
+                f"{config.meta.engine}"
+            )
+    if config.is_cluster and is_directory_source(config.source):
+        raise ConfigError(
+            f"{config.origins['meta.engine']}: meta.engine: hosts that share a store need a YAML "
+            "file each as SOURCE, not a directory"
+        )
 
 
 def _refuse_double_use(config: Config) -> None:

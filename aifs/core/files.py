@@ -358,6 +358,11 @@ def set_owner(fd: int, uid: int, gid: int) -> None:
     os.fchown(fd, uid, gid)
 
 
+def give_to(path: str, uid: int, gid: int) -> None:
+    _before("give_to", path)
+    os.chown(path, uid, gid)
+
+
 def next_data(fd: int, offset: int, end: int) -> tuple[int, int] | None:
     """The first part, as (start, end), of a range of a file that is no hole; None if all of it
     is.

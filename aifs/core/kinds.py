@@ -178,6 +178,42 @@ def _parse_path(value: Any, base: str) -> str:
     return os.path.normpath(os.path.join(base, os.path.expanduser(value)))
 
 
+def _parse_optional_path(value: Any, base: str) -> str:
+    return "" if value == "" else _parse_path(value, base)
+
+
+_HOST = r"(\[[0-9a-fA-F:.]+\]|[^\s:@/,\[\]]*)(:[0-9]+)?"
+_DATABASE = re.compile(rf"postgres(ql)?://([^\s:@/]+@)?{_HOST}(,{_HOST})*/[^\s?]+(\?\S*)?")
+
+
+def _parse_database(value: Any, base: str) -> str:
+    if value != "" and not _DATABASE.fullmatch(value) or "password=" in value:
+        raise ValueError
+    return value
+
+
+def split_endpoint(text: str) -> tuple[str, int]:
+    """Host and port of ADDRESS:PORT, or of [ADDRESS]:PORT for IPv6. Raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= 0xFFFF:
+        raise ValueError(f"{text!r} is not an address and a port, such as 10.0.0.1:7947")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _parse_endpoint(value: Any, base: str) -> str:
+    split_endpoint(value)
+    return value
+
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def _parse_host_name(value: Any, base: str) -> str:
+    if not isinstance(value, str) or not _HOST_NAME.fullmatch(value):
+        raise ValueError
+    return value
+
+
 def _parse_paths(value: Any, base: str) -> tuple[str, ...]:
     paths = value.split(":") if isinstance(value, str) else value
     if paths == [""]:
@@ -232,6 +268,16 @@ CODED = Kind(
 HEDGE = Kind("auto, off, or a duration from 100us to 1min", _parse_hedge, _format_hedge)
 COMPRESS = Kind("none or zstd:LEVEL with a level from 1 to 19", _parse_compress, _format_compress)
 PACK_BELOW = Kind("unit, or a size from 0 to 1GiB", _parse_pack_below, _format_pack_below)
+DATABASE = Kind(
+    "postgresql://USER@HOST:PORT/DATABASE (the password is in the file that meta.secret names)",
+    _parse_database,
+)
+ENDPOINT = Kind("ADDRESS:PORT, such as 10.0.0.1:7947", _parse_endpoint)
+ENDPOINT_OR_NONE = Kind(
+    ENDPOINT.allowed, lambda value, base: "" if value == "" else _parse_endpoint(value, base)
+)
+HOST_NAME = Kind("a name of up to 64 letters, digits, dots, - and _", _parse_host_name)
+OPTIONAL_PATH = Kind("a path", _parse_optional_path)
 PATH = Kind("a path", _parse_path)
 PATHS = Kind("a list of directories", _parse_paths, ":".join)
 SERVERS = Kind(

@@ -60,6 +60,7 @@ def test_help_documents_every_exit_code(capsys: pytest.CaptureFixture[str]) -> N
         "unpin",
         "fsck",
         "config",
+        "meta serve",
         "server status",
         "server add",
         "server drain",

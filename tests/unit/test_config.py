@@ -126,6 +126,73 @@ def test_the_defaults_can_be_used_as_a_source(tmp_path: Path) -> None:
     assert loaded.data.threads == yaml.safe_load(text)["data"]["threads"]
 
 
+# --- many hosts -----------------------------------------------------------------------------------
+
+CLUSTER = """\
+meta:
+  directory: /m
+  engine: postgresql
+  url: postgresql://aifs@db:5432/aifs
+  secret: secret
+servers: [/s0, /s1]
+"""
+
+
+def test_a_host_of_many_names_the_database_and_itself(tmp_path: Path) -> None:
+    text = CLUSTER + "host: {name: gpu-1, listen: '[::]:80', address: 'gpu-1.lan:7947'}\n"
+    loaded = config.load(write(tmp_path / "c.yaml", text), {})
+    assert loaded.is_cluster and loaded.meta.url == "postgresql://aifs@db:5432/aifs"
+    assert loaded.meta.secret == f"{tmp_path}/secret"
+    assert loaded.host.model_dump() == {
+        "name": "gpu-1",
+        "listen": "[::]:80",
+        "address": "gpu-1.lan:7947",
+    }
+    alone = config.load(str(tmp_path / "store"), {})
+    assert not alone.is_cluster and alone.meta.engine == "local"
+
+
+def test_a_host_has_the_machines_name_where_that_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for machine, name in (("node-7.lan", "node-7.lan"), ("(none)", "host"), ("", "host")):
+        monkeypatch.setattr("socket.gethostname", lambda machine=machine: machine)
+        loaded = config.load(str(tmp_path), {})
+        assert loaded.host.name == name
+        assert loaded.origins["host.name"] == "this machine's name"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "expected"),
+    [
+        ("  url: postgresql://aifs@db:5432/aifs\n", "", 3, "meta.url is missing: "),
+        ("  secret: secret\n", "", 3, "meta.secret is missing: "),
+        ("engine: postgresql", "engine: local", 4, "meta.url: is for meta.engine postgresql"),
+        ("engine: postgresql", "engine: sqlite", 3, "meta.engine: 'sqlite' is not one of local,"),
+        ("aifs@db", "aifs:pass@db", 4, "is not postgresql://USER@HOST:PORT/DATABASE"),
+        ("5432/aifs", "5432/aifs?password=x", 4, "the password is in the file"),
+        ("5432/aifs", "5432", 4, "is not postgresql://USER@HOST:PORT/DATABASE"),
+        (":5432", ":port", 4, "is not postgresql://USER@HOST:PORT/DATABASE"),
+        ("postgresql://aifs", "mysql://aifs", 4, "is not postgresql://USER@HOST:PORT/DATABASE"),
+        ("url: postgresql", "url: 7 #", 4, "is not postgresql://USER@HOST:PORT/DATABASE"),
+        ("servers:", "host: {name: 'a b'}\nservers:", 6, "host.name: 'a b' is not a name of up"),
+        ("servers:", "host: {listen: ':7'}\nservers:", 6, "host.listen: ':7' is not ADDRESS:PORT"),
+        ("servers:", "host: {address: x}\nservers:", 6, "host.address: 'x' is not ADDRESS:PORT"),
+    ],
+)
+def test_a_mistake_about_many_hosts_is_named_with_its_line(
+    tmp_path: Path, old: str, new: str, line: int, expected: str
+) -> None:
+    source = write(tmp_path / "c.yaml", CLUSTER.replace(old, new, 1))
+    message = refusal(source)
+    assert message.startswith(f"{source}:{line}: ") and expected in message
+
+
+def test_hosts_do_not_share_a_directory_source(tmp_path: Path) -> None:
+    file = write(tmp_path / "aifs.yaml", CLUSTER)
+    assert refusal(str(tmp_path)).startswith(f"{file}:3: meta.engine: hosts that share a store")
+
+
 # --- mistakes -------------------------------------------------------------------------------------
 
 
