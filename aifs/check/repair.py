@@ -16,6 +16,7 @@ from aifs.core.errors import FsError
 from aifs.meta import chunks, forms, keys, namespace, shared
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import BurstRecord, Dentry, Inode, decode_burst, encode_entry
+from aifs.store.ids import take_ids
 
 LOST_AND_FOUND = b"lost+found"
 
@@ -133,7 +134,7 @@ def _usable_cookie(tx: Transaction, parent: int, name: bytes, cookie: int) -> in
     """
     if is_taken(tx, parent, cookie, name):
         return fresh_id(tx)
-    if 0 < cookie < tx.add(keys.COUNTER_IDS, 0):
+    if 0 < cookie < tx.counter(keys.COUNTER_IDS):
         return cookie
     tx.delete(keys.entry(parent, cookie))
     return fresh_id(tx)
@@ -141,7 +142,7 @@ def _usable_cookie(tx: Transaction, parent: int, name: bytes, cookie: int) -> in
 
 def fresh_id(tx: Transaction) -> int:
     # Nobody else hands out ids now, and the counter is beyond all that were.
-    return tx.add(keys.COUNTER_IDS, 1) - 1
+    return take_ids(tx, 1) - 1
 
 
 # --- what has lost its name or its inode ----------------------------------------------------------

@@ -26,10 +26,16 @@ What callers may rely on, of every engine:
   changed.
 
 The LMDB engine happens to do none of it; the hostile engines of the tests do all.
+
+Hosts that share a store have a *replica* of the map each (meta/replicated). There a transaction is
+refused, and its function run again, if another host has changed meanwhile what it has read. Three
+operations keep hosts that work in one directory from refusing each other's changes all the time:
+``add`` and ``patch``, which change part of what a value says and do not depend on the rest, and
+``get_loosely``, for who does not care about those changes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from aifs.core.errors import Unavailable
@@ -56,6 +62,9 @@ def check_pair(key: bytes, value: bytes) -> None:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+Follower = Callable[[Mapping[bytes, bytes | None]], None]
+"""Is told what another host has changed: the new values by key, None for a deleted one."""
+
 
 def grows(function: Function) -> Function:
     """Mark a transaction function that makes the store larger.
@@ -65,6 +74,14 @@ def grows(function: Function) -> Function:
     """
     function.grows = True  # type: ignore[attr-defined]
     return function
+
+
+def patched(value: bytes | None, offset: int, part: bytes) -> bytes:
+    """What ``Transaction.patch`` makes of the value."""
+    end = offset + len(part)
+    if value is None or end > len(value):
+        raise ValueError("a part that is overwritten must be there")
+    return value[:offset] + part + value[end:]
 
 
 class DamagedRecord(Unavailable):
@@ -89,6 +106,14 @@ class ReadTransaction(ABC):
     def get(self, key: bytes) -> bytes | None:
         """The value, or None."""
 
+    def get_loosely(self, key: bytes) -> bytes | None:
+        """The value, or None, for a caller that uses nothing of it that ``add`` and ``patch``
+        change: other hosts may do these to the key before the transaction is committed.
+
+        It may put the value anew if it overwrites all that is patched.
+        """
+        return self.get(key)
+
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """What ``get`` returns for each key; at once, where an engine can."""
         return [self.get(key) for key in keys]
@@ -111,6 +136,9 @@ class Transaction(ReadTransaction):
     must not depend on what it was.
     """
 
+    host: int = 0
+    """The number of the host whose transaction this is; 0 where the store has one host."""
+
     @abstractmethod
     def put(self, key: bytes, value: bytes) -> None: ...
 
@@ -118,17 +146,26 @@ class Transaction(ReadTransaction):
     def delete(self, key: bytes) -> None:
         """Remove the key; no error if it is missing."""
 
-    def add(self, key: bytes, delta: int) -> int:
-        """Add to a counter; returns the new value."""
-        new = self.counter(key) + delta
-        self.put(key, new.to_bytes(8, "little", signed=True))
-        return new
+    def add(self, key: bytes, delta: int) -> None:
+        """Add to a counter. This reads nothing: of two hosts that add, both count."""
+        self.put(key, (self.counter(key) + delta).to_bytes(8, "little", signed=True))
+
+    def patch(self, key: bytes, offset: int, part: bytes) -> None:
+        """Overwrite the bytes of a value from ``offset`` on. Of two hosts that do, the last one
+        counts; it is refused only if the value has been put or deleted meanwhile.
+
+        Raises ValueError if there is no value, or it ends before ``part`` does.
+        """
+        self.put(key, patched(self.get(key), offset, part))
 
 
 class Engine(ABC):
     """One open store. One task-scheduler thread (trio's) calls it; engines that block do so in
     threads.
     """
+
+    host: int = 0
+    """As ``host`` of the transactions. It is that of the host's name, and stays."""
 
     seq: int
     """Sequence number of the last transaction that is known to have changed something; they ascend,
@@ -170,6 +207,32 @@ class Engine(ABC):
         power cut leaves is always all transactions up to some number, and none after it.
         Raises Unavailable if the engine has failed before it could make them so.
         """
+
+    async def shown(self) -> None:
+        """All transactions that have returned are *shown* when this returns: every live host has
+        their changes in its replica, and its kernel has forgotten what was there before. At once
+        where there is one host.
+
+        Raises Unavailable if the engine has failed. A Cancelled leaves what was changed as it is.
+        Call it outside of locks, as other hosts may wait for theirs meanwhile.
+        """
+        return
+
+    def follow(self, follower: Follower) -> None:
+        """From now on ``follower`` is called with each change set of another host, in their order,
+        once it is in the replica and before any task runs that could read it there: ``seq`` is that
+        of views that see it. Never where there is one host. There is one follower, from before
+        ``run`` on; it owes ``note_shown``.
+
+        It does not block, does not raise, and must not keep the mapping.
+        """
+        return
+
+    def note_shown(self, seq: int) -> None:
+        """What the follower was told up to ``seq``, as it was then, is shown on this host: nobody
+        sees the state before any more. The numbers ascend. Does not block.
+        """
+        return
 
     @abstractmethod
     async def run(self) -> None:

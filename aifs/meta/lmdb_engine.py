@@ -171,25 +171,35 @@ class LmdbEngine(Engine):
         if self.short_of_space and getattr(function, "grows", False):
             raise NoSpace("the metadata store's filesystem is full")
         self._count_operation()
-        seq = self.seq + 1
-        transaction = LeveledTransaction(self._memtable, self._frozen, self.database, seq)
+        transaction = LeveledTransaction(self._memtable, self._frozen, self.database, self.seq + 1)
         result = function(transaction, *args)
-        writes = transaction.writes
-        if writes:
-            try:
-                self._journal.append(seq, writes)
-            except OSError as error:
-                raise from_oserror(error, "metadata journal") from error
-            self.seq = seq
-            self._changed.set()
-            if not self._memtable.entries:
-                self._wake.set()
-            self._memtable.apply(writes)
-            for tap in self._taps:
-                tap(writes, self._journal.last_bytes)
-            if self._journal.used_bytes > journal.SEGMENT_BYTES >> 1 and not self._frozen.entries:
-                self._wake.set()
+        if transaction.writes:
+            self.apply(transaction.writes)
         return result
+
+    def apply(self, writes: Writes) -> None:
+        """Make these changes, as a transaction without a function. Raises NoSpace, Unavailable."""
+        seq = self.seq + 1
+        try:
+            self._journal.append(seq, writes)
+        except OSError as error:
+            raise from_oserror(error, "metadata journal") from error
+        self.seq = seq
+        self._changed.set()
+        if not self._memtable.entries:
+            self._wake.set()
+        self._memtable.apply(writes)
+        for tap in self._taps:
+            tap(writes, self._journal.last_bytes)
+        if self._journal.used_bytes > journal.SEGMENT_BYTES >> 1 and not self._frozen.entries:
+            self._wake.set()
+
+    def begin(self) -> tuple[Memtable, Memtable, Database]:
+        """What a view or transaction of a caller's own reads, from the newest level to the oldest.
+        It ends before any other one begins, and before the caller suspends.
+        """
+        self._count_operation()
+        return self._memtable, self._frozen, self.database
 
     def read_damaged_as(self, value: bytes | None) -> None:
         """From now on damaged records have this value; None, as in the beginning: reading one

@@ -20,6 +20,7 @@ from aifs.meta.kv import (
     Transaction,
     check_key,
     check_pair,
+    patched,
 )
 
 Pair = tuple[bytes, bytes | DamagedRecord | None]
@@ -228,6 +229,8 @@ class LeveledTransaction(LeveledView, Transaction):
                     return self._stored.get(key)
         return value
 
+    get_loosely = get  # without a call between
+
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         return [self.get(key) for key in keys] if self.writes else super().get_many(keys)
 
@@ -239,6 +242,13 @@ class LeveledTransaction(LeveledView, Transaction):
     def delete(self, key: bytes) -> None:
         check_key(key)
         self.writes[key] = None
+
+    def add(self, key: bytes, delta: int) -> None:
+        value = int.from_bytes(self.get(key) or b"", "little", signed=True) + delta
+        self.writes[key] = value.to_bytes(8, "little", signed=True)
+
+    def patch(self, key: bytes, offset: int, part: bytes) -> None:
+        self.writes[key] = patched(self.get(key), offset, part)
 
     def range(self, start: bytes, end: bytes, limit: int = 0) -> Iterator[tuple[bytes, bytes]]:
         run = self._run(start, end)

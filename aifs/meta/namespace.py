@@ -30,6 +30,7 @@ from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import (
     IMMUTABLE,
     INHERITS_PROJECT,
+    MTIME_AT,
     BurstRecord,
     Copy,
     Dentry,
@@ -37,6 +38,7 @@ from aifs.meta.records import (
     Inode,
     decode_dentry,
     decode_inode,
+    encode_change,
     encode_entry,
 )
 
@@ -139,7 +141,23 @@ def get_dentry(tx: ReadTransaction, parent: int, name: bytes) -> Dentry:
 
 def get_directory(tx: ReadTransaction, ino: int) -> Inode:
     """Raises NotFound (also for a directory that was removed but is still open), NotADirectory."""
-    inode = get_inode(tx, ino)
+    return _require_directory(get_inode(tx, ino))
+
+
+def get_inode_loosely(tx: ReadTransaction, ino: int) -> Inode:
+    """As ``get_inode``, for who does not use its times (see ``touch``)."""
+    record = tx.get_loosely(keys.inode(ino))
+    if record is None:
+        raise NotFound(f"inode {ino} does not exist")
+    return decode_inode(ino, record)
+
+
+def get_directory_loosely(tx: ReadTransaction, ino: int) -> Inode:
+    """As ``get_directory``, for who does not use its times, or puts new ones (see ``touch``)."""
+    return _require_directory(get_inode_loosely(tx, ino))
+
+
+def _require_directory(inode: Inode) -> Inode:
     if not inode.is_dir:
         raise NotADirectory()
     if inode.nlink == 0:
@@ -171,7 +189,7 @@ def create_nameless(tx: Transaction, parent: int, inode: Inode, umask: int = 0) 
     """A file that inherits as one in ``parent`` would, and is an orphan until ``link`` names it
     (O_TMPFILE).
     """
-    directory = get_directory(tx, parent)
+    directory = get_directory_loosely(tx, parent)
     _require_not_immutable(directory)
     new = _make(tx, directory, inode, umask, 0)
     tx.put(keys.orphan(new.ino), b"")
@@ -270,7 +288,7 @@ def unlink(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
     inode = get_inode(tx, dentry.ino)
     if inode.is_dir:
         raise IsADirectory()
-    directory = get_directory(tx, parent)
+    directory = get_directory_loosely(tx, parent)
     require_removable(directory, inode)
     remove_name(tx, parent, name, dentry)
     touch(tx, directory, now)
@@ -283,7 +301,7 @@ def rmdir(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
     """
     dentry = get_dentry(tx, parent, name)
     inode = get_inode(tx, dentry.ino)
-    directory = get_directory(tx, parent)
+    directory = get_directory_loosely(tx, parent)
     require_removable(directory, inode)
     _require_empty(tx, inode)
     remove_name(tx, parent, name, dentry)
@@ -431,7 +449,7 @@ def rename(
     if dentry.ino not in expected:
         raise Overtaken()
     inode = get_inode(tx, dentry.ino)
-    target_directory = get_directory(tx, new_parent)
+    target_directory = get_directory_loosely(tx, new_parent)
     target = _target_of_rename(tx, new_parent, new_name, flags)
     if target is not None:
         if flags & RENAME_EXCHANGE and target.ino not in expected:
@@ -439,7 +457,8 @@ def rename(
         if target.ino == dentry.ino:
             return inode, None
     other = get_inode(tx, target.ino) if target is not None else None
-    source_directory = target_directory if parent == new_parent else get_directory(tx, parent)
+    same = parent == new_parent
+    source_directory = target_directory if same else get_directory_loosely(tx, parent)
     require_removable(source_directory, inode)
     _require_same_project(target_directory, inode)
     if other is not None:
@@ -498,7 +517,7 @@ def _require_not_below(tx: Transaction, ino: int, directory: int) -> None:
     while directory != keys.ROOT_INO:
         if directory == ino:
             raise Invalid("a directory cannot move below itself")
-        directory = get_inode(tx, directory).parent
+        directory = get_inode_loosely(tx, directory).parent
     if ino == keys.ROOT_INO:
         raise Invalid("the root cannot move")
 
@@ -517,7 +536,7 @@ def _require_free(tx: Transaction, parent: int, name: bytes) -> Inode:
     """The directory, if it can take the new name."""
     if len(name) > NAME_MAX:
         raise NameTooLong()
-    directory = get_directory(tx, parent)
+    directory = get_directory_loosely(tx, parent)
     if tx.get(keys.dentry(parent, name)) is not None:
         raise Exists()
     _require_not_immutable(directory)
@@ -562,10 +581,15 @@ def remove_name(tx: Transaction, parent: int, name: bytes, dentry: Dentry) -> No
 
 
 def touch(tx: Transaction, directory: Inode, now: int, links: int = 0) -> None:
-    """A directory's content has changed."""
-    directory.nlink += links
-    directory.mtime_ns = directory.ctime_ns = now
-    put_inode(tx, directory)
+    """A directory's content has changed. Without ``links`` only its times do, which are patched: so
+    hosts may make and remove names in one directory at the same time.
+    """
+    if links:
+        directory.nlink += links
+        directory.mtime_ns = directory.ctime_ns = now
+        put_inode(tx, directory)
+    else:
+        tx.patch(keys.inode(directory.ino), MTIME_AT, encode_change(now))
 
 
 def drop_link(tx: Transaction, inode: Inode, now: int) -> Inode:

@@ -58,6 +58,9 @@ _OF_BYTES_AT = 24
 _BEHIND = _OF_BYTES_AT + _OF_BYTES.size
 _CTIME = struct.Struct("<q")
 _CTIME_AT = _BEHIND - _CTIME.size
+_CHANGE = struct.Struct("<qq")
+MTIME_AT = _BEHIND - _CHANGE.size
+"""Where mtime and ctime lie in an inode's record."""
 _ACL_LENGTHS = struct.Struct("<HH")
 _ACL_LENGTHS_AT = INODE.size - _ACL_LENGTHS.size
 _DENTRY = struct.Struct("<QQB")
@@ -336,6 +339,11 @@ def with_attributes(record: bytes, opened: Inode, size: int, blocks: int) -> byt
     ctime_ns = max(opened.ctime_ns, _CTIME.unpack_from(record, _CTIME_AT)[0])
     of_bytes = _OF_BYTES.pack(size, blocks, opened.atime_ns, opened.mtime_ns, ctime_ns)
     return b"".join((record[:_OF_BYTES_AT], of_bytes, record[_BEHIND:]))
+
+
+def encode_change(now: int) -> bytes:
+    """The mtime and ctime of an inode that changes now (at MTIME_AT of its record)."""
+    return _CHANGE.pack(now, now)
 
 
 def with_data(record: bytes, data: bytes) -> bytes:

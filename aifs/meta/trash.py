@@ -71,7 +71,7 @@ def doom(tx: Transaction, parent: int, name: bytes, now: int, uid: int) -> Inode
     inode = namespace.get_inode(tx, dentry.ino)
     if not inode.is_dir:
         raise NotADirectory()
-    directory = namespace.get_directory(tx, parent)
+    directory = namespace.get_directory_loosely(tx, parent)
     namespace.require_removable(directory, inode)
     if tx.counter(keys.COUNTER_GUARDED):
         _require_removable_below(tx, inode.ino)

@@ -42,9 +42,16 @@ class IdAllocator:
     async def _reserve(self) -> None:
         async with self._lock:
             if self._next == self._end:
-                end = await self._engine.transact(Transaction.add, keys.COUNTER_IDS, WINDOW)
+                end = await self._engine.transact(take_ids, WINDOW)
                 await self._engine.barrier()
                 self._next, self._end = end - WINDOW, end
+
+
+def take_ids(tx: Transaction, count: int) -> int:
+    """The next ``count`` ids are the caller's; the one behind them."""
+    end = tx.counter(keys.COUNTER_IDS) + count
+    tx.add(keys.COUNTER_IDS, count)
+    return end
 
 
 async def last_windows(engine: Engine) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from aifs.meta import groups, keys
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.namespace import RENAME_EXCHANGE
+from aifs.meta.recording import Recording
 from aifs.store import store
 from aifs.upkeep.scrub_state import names_of
 from aifs.vfs import Filesystem, SetAttr
@@ -466,7 +467,8 @@ def _damage(tx: Transaction, directory: int, lost: int) -> None:
 def counting(runs: list[int]) -> Callable[[Transaction], int]:
     def count(tx: Transaction) -> int:
         runs.append(tx.counter(b"cx"))
-        return tx.add(b"cx", 1)
+        tx.add(b"cx", 1)
+        return tx.counter(b"cx")
 
     return count
 
@@ -536,4 +538,52 @@ async def test_a_conflicting_engine_has_another_host_change_what_was_read(tmp_pa
         ids.append(await engine.view(lambda tx: tx.counter(b"cids")))
     assert len(runs) > 50 and len(set(runs)) == len(runs)
     assert ids[-1] > 50
+    engine.close()
+
+
+class Held(engines.Suspending):
+    """Holds one transaction between its first run and its commit."""
+
+    is_to_hold = False
+
+    def hold(self) -> None:
+        self.is_to_hold, self.held, self.go = True, trio.Event(), trio.Event()
+
+    async def _before_commit(self, attempt: Recording) -> None:
+        if self.is_to_hold:
+            self.is_to_hold = False
+            self.held.set()
+            await self.go.wait()
+
+
+async def test_what_is_read_loosely_may_be_patched_but_not_put_by_others(tmp_path):
+    engine = Held(str(tmp_path))
+    await engine.transact(lambda tx: tx.put(b"k", b"time and links"))
+
+    async def while_held(function: Callable[[Transaction], None]) -> int:
+        """How often it runs while another host changes the key once."""
+        runs = []
+
+        def look(tx: Transaction) -> None:
+            runs.append(tx.get_loosely(b"k"))
+            tx.patch(b"k", 0, b"TIME")
+            tx.add(b"n", 1)
+
+        async with trio.open_nursery() as nursery:
+            engine.hold()
+            nursery.start_soon(engine.transact, look)
+            await engine.held.wait()
+            await engine.transact(function)
+            engine.go.set()
+        return len(runs)
+
+    def value(tx: ReadTransaction) -> bytes | None:
+        return tx.get(b"k")
+
+    assert await while_held(lambda tx: tx.patch(b"k", 0, b"Time")) == 1
+    assert await engine.view(value) == b"TIME and links"
+    assert await while_held(lambda tx: tx.add(b"n", 5)) == 1
+    assert await engine.view(lambda tx: tx.counter(b"n")) == 7
+    assert await while_held(lambda tx: tx.put(b"k", b"time and LINKS")) == 2
+    assert await engine.view(value) == b"TIME and LINKS"
     engine.close()

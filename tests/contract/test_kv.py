@@ -96,8 +96,57 @@ async def test_an_exception_rolls_back_and_reaches_the_caller(engine):
 
 
 async def test_add_counts_from_zero_through_negative_numbers(engine):
-    assert await engine.transact(lambda tx: (tx.add(b"n", 5), tx.add(b"n", -8))) == (5, -3)
-    assert await engine.transact(lambda tx: tx.add(b"n", 1 << 40)) == (1 << 40) - 3
+    def count(tx, *deltas):
+        counts = []
+        for delta in deltas:
+            tx.add(b"n", delta)
+            counts.append(tx.counter(b"n"))
+        return counts
+
+    assert await engine.transact(count, 5, -8) == [5, -3]
+    assert await engine.transact(count, 1 << 40) == [(1 << 40) - 3]
+
+
+async def test_a_patch_overwrites_part_of_a_value(engine):
+    await put(engine, (b"a", b"0123456789"))
+
+    def change(tx):
+        tx.patch(b"a", 2, b"xy")
+        assert tx.get_loosely(b"a") == b"01xy456789"
+        tx.patch(b"a", 3, b"z")
+        tx.patch(b"a", 9, b"!")
+        assert tx.get(b"a") == b"01xz45678!"
+        tx.put(b"new", b"abc")
+        tx.patch(b"new", 0, b"")
+        tx.patch(b"new", 0, b"ABC")
+
+    await engine.transact(change)
+    assert await engine.view(everything) == [(b"a", b"01xz45678!"), (b"new", b"ABC")]
+
+
+async def test_a_part_that_is_not_there_is_not_patched(engine):
+    await put(engine, (b"a", b"01"), (b"gone", b"01"))
+
+    def beyond(tx, offset):
+        tx.put(b"other", b"x")
+        tx.patch(b"a", offset, b"xy")
+
+    def deleted(tx):
+        tx.delete(b"gone")
+        tx.patch(b"gone", 0, b"x")
+
+    for function, *args in ((beyond, 1), (beyond, 9), (deleted,)):
+        with pytest.raises(ValueError, match="must be there"):
+            await engine.transact(function, *args)
+    assert await engine.view(everything) == [(b"a", b"01"), (b"gone", b"01")]
+
+
+async def test_on_one_host_all_is_shown_at_once_and_nobody_is_followed(engine):
+    told = []
+    engine.follow(told.append)
+    await put(engine, (b"a", b"1"))
+    await engine.shown()
+    assert told == []
 
 
 async def test_the_largest_key_and_value(engine):
@@ -205,7 +254,9 @@ OPERATIONS = st.lists(
         st.tuples(st.just("put"), KEYS, VALUES),
         st.tuples(st.just("delete"), KEYS),
         st.tuples(st.just("add"), st.sampled_from([b"count1", b"count2"]), st.integers(-9, 9)),
+        st.tuples(st.just("patch"), KEYS, st.integers(0, 9), st.binary(max_size=9)),
         st.tuples(st.just("get"), KEYS),
+        st.tuples(st.just("get_loosely"), KEYS),
         st.tuples(st.just("get_many"), st.lists(KEYS, max_size=9)),
         st.tuples(st.just("range"), KEYS, KEYS, st.integers(0, 4)),
     ),
@@ -234,7 +285,13 @@ class ModelTransaction:
     def add(self, key, delta):
         new = int.from_bytes(self.pairs.get(key, b""), "little", signed=True) + delta
         self.pairs[key] = new.to_bytes(8, "little", signed=True)
-        return new
+
+    def patch(self, key, offset, part):
+        value = self.pairs.get(key)
+        if value is not None and len(value) >= offset + len(part):
+            self.pairs[key] = value[:offset] + part + value[offset + len(part) :]
+
+    get_loosely = get
 
     def range(self, start, end, limit):
         found = sorted(pair for pair in self.pairs.items() if start <= pair[0] < end)
@@ -242,11 +299,16 @@ class ModelTransaction:
 
 
 def play(tx, operations):
-    return [
-        list(result) if operation == "range" else result
-        for operation, *args in operations
-        for result in [getattr(tx, operation)(*args)]
-    ]
+    results = []
+    for operation, *args in operations:
+        try:
+            result = getattr(tx, operation)(*args)
+        except ValueError:  # a patch of what is not there changes nothing
+            assert operation == "patch"
+            continue
+        if operation != "patch":
+            results.append(list(result) if operation == "range" else result)
+    return results
 
 
 class EngineMachine(RuleBasedStateMachine):

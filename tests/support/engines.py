@@ -26,8 +26,9 @@ from aifs.core.errors import NoSpace, Unavailable
 from aifs.meta import keys
 from aifs.meta.kv import DamagedRecord, Result, Transaction, grows
 from aifs.meta.lmdb_engine import LmdbEngine
-from aifs.meta.memtable import LeveledTransaction, LeveledView, Run, Writes
-from aifs.meta.records import decode_inode
+from aifs.meta.memtable import LeveledTransaction, LeveledView, Run
+from aifs.meta.recording import Recording
+from aifs.meta.records import MTIME_AT, decode_inode
 
 _PAUSES = (0, 1, 1, 2, 3, 8)
 """How often one suspension lets all other tasks run."""
@@ -56,8 +57,8 @@ async def _pause_after_commit() -> None:
         await trio.lowlevel.cancel_shielded_checkpoint()
 
 
-class _Recording(LeveledTransaction):
-    """Remembers what was read in the levels below its own changes."""
+class _Recording(Recording):
+    """Remembers what was found, too."""
 
     __slots__ = ("found", "runs")
 
@@ -81,7 +82,7 @@ class _Recording(LeveledTransaction):
         found.append(None)
 
     def holds(self, now: LeveledView) -> bool:
-        """Whether the function would read the same again."""
+        """Whether the function would read the same again, but for what was read loosely."""
         return all(now.get(key) == value for key, value in self.found.items()) and all(
             _same_run(now, *run) for run in self.runs
         )
@@ -98,6 +99,11 @@ def _same(now: Any, before: Any) -> bool:
 
 
 class Suspending(LmdbEngine):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._put_seq: dict[bytes, int] = {}
+        """Of keys that were put or deleted, the number of the last transaction that did."""
+
     async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
         await _pause()
         try:
@@ -106,13 +112,15 @@ class Suspending(LmdbEngine):
                     raise Unavailable(self._failure)
                 if self.short_of_space and getattr(function, "grows", False):
                     raise NoSpace("the metadata store's filesystem is full")
-                attempt = _Recording(*self._levels(), self.seq + 1)
+                attempt = _Recording(*self.begin(), self.seq + 1)
                 result = function(attempt, *args)
                 await self._before_commit(attempt)
-                if attempt.holds(LeveledView(*self._levels(), self.seq)):
+                if attempt.holds(LeveledView(*self.begin(), self.seq)) and all(
+                    self._put_seq.get(key, 0) < attempt.seq for key in attempt.loose
+                ):
                     if attempt.writes:
-                        put = _put_growing if getattr(function, "grows", False) else _put_all
-                        await super().transact(put, attempt.writes)
+                        change = _change_growing if getattr(function, "grows", False) else _change
+                        await self._commit(change, attempt)
                     return result
         finally:
             await _pause_after_commit()
@@ -120,27 +128,35 @@ class Suspending(LmdbEngine):
     async def _before_commit(self, attempt: _Recording) -> None:
         await _pause()
 
+    async def _commit(self, change: Callable[..., None], changes: Recording) -> None:
+        await LmdbEngine.transact(self, change, changes)
+        for key in changes.writes.keys() - changes.relative.keys():
+            self._put_seq[key] = self.seq
+
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:
         await _pause()
         result = await super().view(function, *args)
         await _pause()
         return result
 
-    def _levels(self) -> tuple[Any, ...]:
-        return self._memtable, self._frozen, self.database
 
-
-def _put_all(tx: Transaction, writes: Writes) -> None:
-    for key, value in writes.items():
-        if value is None:
+def _change(tx: Transaction, changes: Recording) -> None:
+    for key, value in changes.writes.items():
+        relative = changes.relative.get(key)
+        if isinstance(relative, int):
+            tx.add(key, relative)
+        elif relative is not None:
+            for offset, part in relative:
+                tx.patch(key, offset, part)
+        elif value is None:
             tx.delete(key)
         else:
             tx.put(key, value)
 
 
 @grows
-def _put_growing(tx: Transaction, writes: Writes) -> None:
-    _put_all(tx, writes)
+def _change_growing(tx: Transaction, changes: Recording) -> None:
+    _change(tx, changes)
 
 
 class Repeating(LmdbEngine):
@@ -176,18 +192,30 @@ class Conflicting(Suspending):
     async def _before_commit(self, attempt: _Recording) -> None:
         await _pause()
         if attempt.writes and draws.random() < _FOREIGN:
-            inos = [key for key in attempt.found if key[:1] == b"i" and key in attempt.writes]
-            await LmdbEngine.transact(self, _write_as_another_host, inos)
+            inodes = [
+                key
+                for key in attempt.reads | attempt.loose
+                if key[:1] == b"i" and key in attempt.writes
+            ]
+            foreign = _Recording(*self.begin(), self.seq + 1)
+            _write_as_another_host(foreign, sorted(inodes))
+            await self._commit(_change, foreign)
 
 
 def _write_as_another_host(tx: Transaction, inodes: list[bytes]) -> None:
-    """What any host may do to an inode at any time without harm: its ctime is a bit later."""
+    """What any host may do to an inode at any time without harm: its ctime is a bit later. A
+    directory's is patched, as by who makes a name there.
+    """
     tx.add(keys.COUNTER_IDS, 1)
     for key in inodes:
         record = tx.get(key)
         if record is not None:
             inode = decode_inode(keys.number(key), record)
-            tx.put(key, replace(inode, ctime_ns=inode.ctime_ns + 1).encode())
+            later = replace(inode, ctime_ns=inode.ctime_ns + 1).encode()
+            if inode.is_dir:
+                tx.patch(key, MTIME_AT, later[MTIME_AT : MTIME_AT + 16])
+            else:
+                tx.put(key, later)
 
 
 class Stopping(LmdbEngine):
